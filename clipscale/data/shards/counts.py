@@ -96,8 +96,8 @@ def build_order(
 ) -> Order:
     """The order of all samples, and the number of shard streams.
 
-    Exact epochs where every shard's samples are known. Else shards are drawn with replacement, or mixed by `data.weights`;
-    `source_of` is each shard's source. Raises UserError.
+    Exact epochs where every shard's samples are known. Else shards are drawn with replacement, or mixed by
+    `data.weights`; `source_of` is each shard's source. Raises UserError.
     """
     if config.order == "epochs" and source_of is not None:
         raise UserError("data.weights and data.order=epochs exclude each other; weights need data.order=resampled")

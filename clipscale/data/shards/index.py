@@ -65,7 +65,7 @@ class Entry:
 
 def folder_of(url: str) -> str:
     """The folder whose index has this shard."""
-    return os.path.dirname(os.path.abspath(url)) if is_local(url) else url.rsplit("/", 1)[0]  # noqa: PTH100, PTH120 (as it is named)
+    return str(Path(url).absolute().parent) if is_local(url) else url.rsplit("/", 1)[0]
 
 
 def index_paths(folder: str, cache: str | None) -> list[Path]:
@@ -151,7 +151,7 @@ def unpack(packed: bytes) -> np.ndarray:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[sqlite3.Connection]:
-    """An index, made if there is none, to which every statement adds at once. Raises UserError if it cannot be written."""
+    """An index, made if there is none, to which every statement adds at once. Raises UserError where that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with closing(sqlite3.connect(path, timeout=60, isolation_level=None)) as base:
@@ -213,8 +213,8 @@ def update_indexes(
 ) -> None:
     """Bring the indexes of these shards' folders up to date, at `writable_path`. Raises UserError.
 
-    Skips shards whose entry still holds, unless `force`. Entries are written one by one, so a killed run's work is kept.
-    `done` is called after every shard, with its size.
+    Skips shards whose entry still holds, unless `force`. Entries are written one by one, so a killed run's work is
+    kept. `done` is called after every shard, with its size.
     """
     folders: dict[str, list[str]] = defaultdict(list)
     for url in urls:

@@ -59,8 +59,8 @@ def expand(
     """The shards that one source names: a brace list, a glob, a folder of shards or pictures, a table, `@FILE` with an
     address or path a line, or a URL (`::` joins several). The names of files are paths, whatever they look like.
 
-    Warns of missing local shards, and leaves them out: downloads have gaps. Raises UserError if no shard is left, or for
-    `pipe:` without `allow_pipe`.
+    Warns of missing local shards, and leaves them out: downloads have gaps. Raises UserError if no shard is left, or
+    for `pipe:` without `allow_pipe`.
     """
     if source.startswith("@"):
         names = _from_list(Path(source[1:]).expanduser(), allow_pipe, setting)
@@ -84,7 +84,7 @@ def _local(source: str, setting: str) -> list[str]:
     if os.path.isdir(source):  # noqa: PTH112
         return sorted(as_path(str(path)) for path in Path(source).glob("*.tar*") if path.is_file()) or [source]
     patterns = _braces(source, setting)
-    listed = (sorted(glob.glob(name)) if glob.has_magic(name) else [name] for name in patterns)  # noqa: PTH207 (absolute)
+    listed = [sorted(glob.glob(name)) if glob.has_magic(name) else [name] for name in patterns]  # noqa: PTH207
     return [as_path(name) for names in listed for name in names]
 
 
@@ -95,7 +95,8 @@ def _existing(names: Sequence[str]) -> list[str]:
     def exists(path: str) -> bool:
         folder, name = os.path.split(path)
         if folder not in folders:
-            folders[folder] = set(os.listdir(folder or ".")) if os.path.isdir(folder or ".") else set()  # noqa: PTH112, PTH208
+            there = Path(folder).is_dir()  # of "", the present folder
+            folders[folder] = set(os.listdir(folder or ".")) if there else set()  # noqa: PTH208 (names only, fast)
         return name in folders[folder] or not name
 
     return [name for name in names if not is_local(name) or exists(name)]

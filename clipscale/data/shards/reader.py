@@ -36,8 +36,8 @@ def read_shard(
 
     A sample is a run of members with one key (`sample.key_and_extension`); a repeated member is ignored. Members' names
     are never paths. Content is read only for samples whose index `want` accepts and for members in `kinds` (what
-    `sample.limits` returns; None: all). A sample with a wanted member over its size limit has the damage `too_large` and
-    no members. With `lazy`, the picture that a table's row names is read by the sample's `load`, not here. With
+    `sample.limits` returns; None: all). A sample with a wanted member over its size limit has the damage `too_large`
+    and no members. With `lazy`, the picture that a table's row names is read by the sample's `load`, not here. With
     `indexed`, an index that holds for the shard is used: unwanted samples are skipped without a read (their key is
     empty), and damage costs only the sample that it lies in.
     """

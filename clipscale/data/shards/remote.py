@@ -1,7 +1,7 @@
 """Remote objects as seekable files, by requests for ranges on fsspec's event loop.
 
-Requests are short and bounded, so a reader that pauses to decode holds no connection open. A failed request is repeated;
-an object that changes is given up, its versions never mix.
+Requests are short and bounded, so a reader that pauses to decode holds no connection open. A failed request is
+repeated; an object that changes is given up, its versions never mix.
 """
 
 import asyncio
@@ -66,8 +66,9 @@ def begin(url: str, start: int, stop: int) -> Request:
 
 
 def fetch(store: "Store", url: str, start: int, stop: int, request: Request | None = None) -> tuple[bytes, State]:
-    """Bytes start..stop of an object, or as many of them as came at once, and its state. `request` is the first attempt,
-    if it has begun. Failures are counted in the store. Raises SourceError, `unreachable_shard` after RETRIES + 1 of them.
+    """Bytes start..stop of an object, or as many of them as came at once, and its state. `request` is the first
+    attempt, if it has begun. Failures are counted in the store. Raises SourceError, `unreachable_shard` after RETRIES +
+    1 of them.
     """
     failures = 0
     while True:
@@ -196,8 +197,8 @@ async def _from_file_system(url: str, start: int, stop: int) -> tuple[bytes, Sta
 
 
 async def _from_web(url: str, start: int, stop: int, headers: Mapping[str, str] = {}) -> tuple[bytes, State]:
-    """By fsspec's http session, with its settings. fsspec's own `_cat_file` reads an answer whole, however long a hostile
-    server makes it, and returns neither the version of the bytes nor those that came before a fault.
+    """By fsspec's http session, with its settings. fsspec's own `_cat_file` reads an answer whole, however long a
+    hostile server makes it, and returns neither the version of the bytes nor those that came before a fault.
     """
     import aiohttp
     from fsspec import filesystem

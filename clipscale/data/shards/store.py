@@ -38,8 +38,8 @@ class Store:
         counts: Counter[str] | None = None,
         tick: Callable[[], None] = lambda: None,
     ) -> None:
-        """`config` says where copies lie and whether commands may run (None: nowhere, no). `counts` receives faults that
-        cost no sample. `tick` is called during waits and may raise to end them.
+        """`config` says where copies lie and whether commands may run (None: nowhere, no). `counts` receives faults
+        that cost no sample. `tick` is called during waits and may raise to end them.
         """
         self.config, self.tick = config or DataConfig(), tick
         self.counts = Counter() if counts is None else counts

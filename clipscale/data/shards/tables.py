@@ -1,8 +1,8 @@
 """Reads tables of picture paths and captions (CSV, TSV, Parquet), and folders of pictures, as shards.
 
 A table is cut into virtual shards of some thousand rows with addresses `table:PATH?image=COLUMN&caption=COLUMN&...`.
-Parquet is read by pyarrow; CSV by the standard library, since pyarrow does not return the byte offset at which a virtual
-shard's first row begins.
+Parquet is read by pyarrow; CSV by the standard library, since pyarrow does not return the byte offset at which a
+virtual shard's first row begins.
 """
 
 import csv

@@ -7,7 +7,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -82,13 +81,6 @@ def test_a_damaged_shard_is_recorded_with_its_readable_samples(tmp_path: Path) -
     make([path])
     assert entry(path).reason == "truncated_shard" and entry(path).samples == 3
     assert [s.key for s in read(path)[0]] == [s.key for s in read_shard(str(path), ReadProblem())]
-
-
-def test_offsets_take_a_few_bytes_a_sample() -> None:
-    offsets = np.cumsum(np.random.default_rng(0).integers(20, 200, 10_001)) * 512
-    packed = index.pack(offsets)
-    assert np.array_equal(index.unpack(packed), offsets)
-    assert len(packed) < 2 * len(offsets), f"{len(packed)} bytes for {len(offsets)} samples"
 
 
 def test_only_changed_shards_are_scanned_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 import gzip
 import os
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -17,14 +16,6 @@ from tests.data.files import sample, write_shards, write_tar
 def read(path: Path | str) -> tuple[list[RawSample], ReadProblem]:
     problem = ReadProblem()
     return list(read_shard(str(path), problem)), problem
-
-
-def test_a_size_beyond_reason_is_damage(tmp_path: Path) -> None:
-    info = tarfile.TarInfo("a.png")
-    info.size = 1 << 60
-    path = tmp_path / "x.tar"
-    path.write_bytes(info.tobuf(tarfile.GNU_FORMAT) + b"x" * 2000)
-    assert read(path)[1].reason == "unreadable_shard"
 
 
 def test_samples_are_what_webdataset_groups(tmp_path: Path) -> None:
