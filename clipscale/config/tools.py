@@ -123,7 +123,6 @@ class StatsSettings:
     """`clipscale data stats SHARD...`: samples and bytes, from the index."""
 
     cache: str | None = setting(None, INDEX_HELP)
-    json: bool = setting(False, "Print JSON instead of a table.")
 
 
 @dataclass

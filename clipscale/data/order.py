@@ -76,9 +76,9 @@ def stream_bounds(batch: int, streams: int) -> np.ndarray:
 
 def streams_of(streams: int, batch: int, rank: int, world: int) -> range:
     """The shard streams with a place in the rank's part of the global batch. One that crosses a border belongs to both ranks."""
-    bounds, own = stream_bounds(batch, streams), batch // world
-    first = int(np.searchsorted(bounds, rank * own, side="right")) - 1
-    return range(first, int(np.searchsorted(bounds, (rank + 1) * own, side="left")))
+    bounds, local = stream_bounds(batch, streams), batch // world
+    first = int(np.searchsorted(bounds, rank * local, side="right")) - 1
+    return range(first, int(np.searchsorted(bounds, (rank + 1) * local, side="left")))
 
 
 def local_places(stream: int, streams: int, batch: int, rank: int, world: int) -> range:
@@ -211,7 +211,7 @@ class Mixed:
 
     def within(self, source: int) -> Resampled:
         """The draws of one source."""
-        usable = [own == source and count != 0 for own, count in zip(self.source_of, self.counts)]
+        usable = [of == source and count != 0 for of, count in zip(self.source_of, self.counts)]
         return Resampled(
             tuple(np.cumsum(usable, dtype=float).tolist()), self.counts, self.streams, key(self.seed, source)
         )

@@ -13,10 +13,6 @@ MAX_IMAGE_BYTES = 64 << 20
 """Size limit of an encoded picture unless `data.max_bytes` sets another."""
 MAX_TEXT_BYTES = 1 << 20
 """Size limit of a caption or json member; a parser may need thirty times as much memory."""
-MOST_PARTS = 1 << 16
-"""Lists and objects in a json member; a parser takes a microsecond for each."""
-TOO_LARGE = "too_large"
-"""Reason counted for samples over a size limit. Their content is never read."""
 
 
 def limits(pictures: Iterable[str], texts: Iterable[str] = (), most: int = MAX_IMAGE_BYTES) -> dict[str, int]:
@@ -54,10 +50,12 @@ class RawSample:
         """
         if self.damage or extension in self.members or (kinds is not None and extension not in kinds):
             return False
-        own, together = (MAX_IMAGE_BYTES, MAX_IMAGE_BYTES) if kinds is None else (kinds[extension], max(kinds.values()))
-        if size <= own and sum(map(len, self.members.values())) + size <= together:
+        most, together = (
+            (MAX_IMAGE_BYTES, MAX_IMAGE_BYTES) if kinds is None else (kinds[extension], max(kinds.values()))
+        )
+        if size <= most and sum(map(len, self.members.values())) + size <= together:
             return True
-        self.members, self.damage, self.detail = {}, TOO_LARGE, f"{name}: {size} bytes"
+        self.members, self.damage, self.detail = {}, "too_large", f"{name}: {size} bytes"
         return False
 
 

@@ -128,16 +128,6 @@ def test_a_template_goes_around_the_caption() -> None:
     assert drawn == {"a photo of a dog.", "a dog"}
 
 
-def test_captions_that_fill_the_context_are_counted(tmp_path: Path) -> None:
-    members: Members = []
-    for i in range(10):
-        members += [(f"{i}.png", picture(i)), (f"{i}.txt", b"x" * (7 if i < 6 else 9))]  # Letters keeps eight
-    write_tar(tmp_path / "00000.tar", members)
-    stream = open_stream(tmp_path, batch=10, shard_streams=1)
-    ids(stream, 3)
-    assert stream.record()["truncated"] == 12 and not stream.seen and not stream.broken
-
-
 def test_the_stream_draws_the_same_captions_again(tmp_path: Path) -> None:
     members: Members = []
     for i in range(30):

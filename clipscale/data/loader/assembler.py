@@ -22,11 +22,6 @@ class _Filling:
     unfinished: set[int]  # workers that have not reported their positions after this batch
     positions: dict[int, StreamPosition] = field(default_factory=dict)
 
-    def first_rows(self) -> int:
-        """How many rows have arrived without a gap. Places outside of the batch are another rank's."""
-        missing = (int(places[done]) for places, done in zip(self.places, self.done) if done < len(places))
-        return min(max(0, min(missing, default=self.size)), self.size)
-
 
 class BatchAssembler:
     """Lets the workers fill batch after batch, and waits for their rows."""
@@ -35,18 +30,13 @@ class BatchAssembler:
         """`sizes`: step -> size of the global batch."""
         self._specs, self.workers, self._sizes = specs, workers, sizes
         self._batches: dict[int, _Filling] = {}
-        self.counts: Counter[str] = Counter()
-        """What this process and the workers have counted, up to each worker's last complete batch."""
-        self._recent: list[Counter[str]] = [Counter() for _ in specs]
-        """What each worker has counted since. One in its place counts it again."""
+        self._counts: Counter[str] = Counter()  # up to each worker's last complete batch
+        self._recent: list[Counter[str]] = [Counter() for _ in specs]  # since; a worker in its place counts it again
         self.waited = Stopwatch()
 
     def total(self) -> Counter[str]:
-        """All counts so far. Names that begin with EVENT cost no sample."""
-        total = Counter(self.counts)
-        for recent in self._recent:
-            total.update(recent)
-        return total
+        """What the workers have counted so far. Names that begin with EVENT cost no sample."""
+        return sum(self._recent, self._counts)
 
     def size(self, step: int) -> int:
         """Local samples of the batch."""
@@ -66,9 +56,11 @@ class BatchAssembler:
         self._wait(lambda: [n for n, need in enumerate(needed) if batch.done[n] < need])
 
     def arrived(self, step: int) -> int:
-        """How many of the batch's first rows have arrived."""
+        """How many of the batch's first rows have arrived, without a gap."""
         self._receive(())
-        return self._batches[step].first_rows()
+        batch = self._batches[step]
+        missing = (int(places[done]) for places, done in zip(batch.places, batch.done) if done < len(places))
+        return min(max(0, min(missing, default=batch.size)), batch.size)  # places outside of it are another rank's
 
     def finish(self, step: int) -> dict[int, StreamPosition]:
         """Block until the batch is complete; returns the position of every stream after it."""
@@ -82,7 +74,6 @@ class BatchAssembler:
 
     def load(self, slot: Slot, start: int, stop: int, at: int) -> Callable[[], None]:
         """Let the workers load image rows into the buffers (a prefetch.Load)."""
-        assert isinstance(self.workers, Workers)
         missing = self.workers.load(slot.number, start, stop, at)
         return lambda: self._wait(missing)
 
@@ -103,7 +94,7 @@ class BatchAssembler:
                     batch = self._batches[message.step]
                     batch.positions |= {position.stream: position for position in message.positions}
                     batch.unfinished.remove(number)
-                    self.counts.update(recent)
+                    self._counts.update(recent)
                     recent.clear()
                 elif message.step >= 0:
                     done = self._batches[message.step].done

@@ -42,11 +42,11 @@ class SortedCaptions(ChunkLoader):
         *,
         pad: int,
         resident: bool,
-        most: Callable[[int], int] = lambda own: own,
+        most: Callable[[int], int] = lambda chunks: chunks,
     ) -> None:
         """`tokens(start, stop)` blocks until those captions have arrived. All are asked for when the first chunk is cut.
 
-        `most(own)` is the largest of all ranks' numbers of chunks; every rank calls it once.
+        `most(chunks)` is the largest of all ranks' numbers of chunks; every rank calls it once.
         """
         super().__init__(self._cut, count, device, resident=resident)
         self._tokens, self._pad, self._most = tokens, pad, most
@@ -76,15 +76,10 @@ class SortedCaptions(ChunkLoader):
 
     def widths(self) -> Counter[int]:
         """Captions by the width at which the tower has computed them."""
-        found: Counter[int] = Counter()
+        widths: Counter[int] = Counter()
         for start, stop in self._spans:
-            found[self._sorted[2][start]] += stop - start
-        return found
-
-    def contexts(self, size: int) -> float:
-        """How many captions of the whole context have as many tokens as these, for chunks of `size`."""
-        self.spans(size)
-        return sum(width * count for width, count in self.widths().items()) / self._sorted[0].shape[1]
+            widths[self._sorted[2][start]] += stop - start
+        return widths
 
     def _cut(self, start: int, stop: int) -> Tensor:
         captions, order, sizes = self._sorted
@@ -93,13 +88,13 @@ class SortedCaptions(ChunkLoader):
 
 def cut(sizes: list[int], budget: int, most: int) -> list[tuple[int, int]]:
     """Chunks of captions of falling `sizes`, each within `budget` tokens and `most` captions, but of one caption at least."""
-    found, start = [], 0
+    spans, start = [], 0
     while start < len(sizes):
         stop = min(start + max(1, min(budget // sizes[start], most)), len(sizes))
         stop = early(sizes, start, stop, CHUNK_COST * budget)
-        found.append((start, stop))
+        spans.append((start, stop))
         start = stop
-    return found
+    return spans
 
 
 def split(spans: list[tuple[int, int]], count: int) -> None:

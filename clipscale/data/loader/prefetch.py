@@ -1,49 +1,17 @@
-"""Loads image rows that wait on disk or as encoded pictures into host memory, ahead of the computation."""
+"""Image rows that wait on disk or as encoded pictures: the workers load them into host memory, ahead of the computation."""
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from clipscale.data.loader.host_batch import Slot, Stopwatch
-
-DECODERS = 4
-"""Threads that decode the chunks of offload=encoded where there are no worker processes for it."""
+from clipscale.data.loader.host_batch import Slot
 
 Span = tuple[int, int]
 Load = Callable[[Slot, int, int, int], Callable[[], None]]
 """`load(slot, start, stop, at)` starts to load rows start..stop of a slot to place `at` of the buffers and those after it. The function
 it returns waits for them."""
-
-
-class ThreadLoader:
-    """Loads rows by threads of this process: a `Load`."""
-
-    def __init__(
-        self, load: Callable[[Slot, int, np.ndarray], None], buffers: np.ndarray, threads: int, waited: Stopwatch
-    ) -> None:
-        """`load(slot, start, out)` writes the rows from `start` on to `out`, as many as it has."""
-        self._load, self._buffers, self._threads, self._waited = load, buffers, threads, waited
-        self._pool = ThreadPoolExecutor(threads, "load")
-
-    def __call__(self, slot: Slot, start: int, stop: int, at: int) -> Callable[[], None]:
-        parts = [part for part in np.array_split(self._buffers[at : at + stop - start], self._threads) if len(part)]
-        firsts = accumulate((len(part) for part in parts), initial=start)
-        futures = [self._pool.submit(self._load, slot, first, part) for first, part in zip(firsts, parts)]
-
-        def wait() -> None:
-            with self._waited:
-                for future in futures:
-                    future.result()
-
-        return wait
-
-    def close(self) -> None:
-        """End the threads."""
-        self._pool.shutdown(cancel_futures=True)
 
 
 class Prefetcher:
@@ -102,11 +70,6 @@ class Prefetcher:
         for buffer in range(len(self._waits)):
             self._wait(buffer)
         self._spans = [None] * len(self._spans)
-
-    def close(self) -> None:
-        """End the loading threads."""
-        if isinstance(self._load, ThreadLoader):
-            self._load.close()
 
     def _begin(self, buffer: int, span: Span) -> int:
         """Start to load the range into the buffer (counted around), unless it holds it; returns the buffer's number."""

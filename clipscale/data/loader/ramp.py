@@ -59,19 +59,15 @@ class BatchSizes:
 
 
 def check_ramp(size: int, batch: int, streams: int, world: int) -> None:
-    """Raises UserError for a ramp from `size` to `batch` whose batches do not take the same number of samples from each shard stream.
+    """Raise UserError for a ramp from `size` to `batch` whose batches do not take the same number of samples from each shard stream.
 
     The streams would reach the end of an epoch at different times.
     """
     if size == batch or (size % streams == 0 and batch % streams == 0):
         return
-    if size % world:
-        raise UserError(
-            f"ramp.start: a batch of {size} cannot be shared evenly by {world} processes; choose a multiple"
-        )
-    fitting = [n for n in range(1, streams + 1) if size % n == 0 and batch % n == 0]
-    best = max([n for n in fitting if n % world == 0] or fitting)
+    fitting = [n for n in range(world, streams + 1, world) if size % n == 0 and batch % n == 0]
+    remedy = f"set data.shard_streams={fitting[-1]}, or choose another start" if fitting else "choose another start"
     raise UserError(
-        f"ramp.start: batches of {size} to {batch} are not all multiples of the {streams} shard streams in which the data is read; set "
-        f"data.shard_streams={best}, or choose another start"
+        f"ramp.start: batches of {size} to {batch} are not all multiples of {world} processes and of the {streams} shard streams in "
+        f"which the data is read; {remedy}"
     )

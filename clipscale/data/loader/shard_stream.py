@@ -19,7 +19,6 @@ from clipscale.data.loader.offload import RowKind, open_backend
 from clipscale.data.loader.shard_reader import Item, OrderedShards, ShardReader, StreamPosition, Unreadable
 from clipscale.data.order import AUGMENT, CAPTION, CounterRNG, Mixed, Segment, local_places
 from clipscale.data.sample import BrokenSampleError, RawSample, limits
-from clipscale.data.shards.addresses import EVENT
 from clipscale.data.shards.remote import RETRIES
 from clipscale.data.shards.store import Store
 
@@ -29,8 +28,6 @@ MOST_FRUITLESS = 200
 ten thousand must not end a run, and a stream of a small set may hold a single sample an epoch."""
 MOST_UNREACHABLE = 3
 """A stream gives up when this many shards in a row stay out of reach for all retries: the storage is gone, not a shard."""
-TRUNCATED = "truncated_caption"
-"""The name under which captions are counted that fill the whole context: cut, or exactly as long."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +115,7 @@ class ShardStream:
     def _forget_skipped(self) -> None:
         """Forget what has been skipped since the last usable sample."""
         self._reasons: Counter[str] = Counter()
-        self._visits: set[tuple[int, int]] = set()
+        self._visits: set[tuple[int, int]] = set()  # to shards
         self._unreachable: set[tuple[int, int]] = set()
         self._read = 0
 
@@ -144,17 +141,6 @@ class ShardStream:
                 f"data.train: no usable sample among the last {self._reasons.total()} of one shard stream ({reasons}; "
                 f"the last: {example}); look at the shards, and at data.captions, data.filter and data.image_features"
             )
-
-
-def last_place(tokenizer: Callable[[list[str]], object], length: int) -> tuple[int, int]:
-    """Finds captions that fill the context: the token place that shows it, and the padding that shorter captions have there.
-
-    It is the last of a row's `length` places at which a long and a short caption differ. Some tokenizers end every row with the same
-    token: a class token, or an end that is also the padding (SigLIP's).
-    """
-    short, full = (np.asarray(tokenizer([text]))[0] for text in ("a", "aa " * length))
-    place = max(np.flatnonzero(short != full), default=length - 1)
-    return int(place), int(short[place])
 
 
 @dataclass(frozen=True)
@@ -183,7 +169,6 @@ class BatchFiller:
         self.counts: Counter[str] = Counter()
         self.backend = open_backend(arena, spec.rows.transform, spec.span)
         self._spec, self._arena, self._tick = spec, arena, tick
-        self._last, self._padding = last_place(spec.tokenizer, arena.layout.context_length)
         store = Store(spec.config, self.counts, tick)
         self.streams = [ShardStream(spec, start, store) for start in spec.streams]
 
@@ -207,10 +192,7 @@ class BatchFiller:
                 else:
                     stream.take(self.backend.check)
             if captions:
-                tokens = np.asarray(self._spec.tokenizer(list(captions.values())))
-                if full := int((tokens[:, self._last] != self._padding).sum()):
-                    self.counts[EVENT + TRUNCATED] += full
-                slot["tokens"][list(captions)] = tokens
+                slot["tokens"][list(captions)] = np.asarray(self._spec.tokenizer(list(captions.values())))
             yield self.report(fill.step, start + len(piece))
         yield replace(self.report(fill.step), positions=tuple(stream.position for stream in self.streams))
 

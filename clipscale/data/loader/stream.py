@@ -20,11 +20,11 @@ from clipscale.data.filters import selection
 from clipscale.data.loader.assembler import BatchAssembler
 from clipscale.data.loader.host_batch import HOST, Arena, HostBatch, Layout, Offload, stored_rows
 from clipscale.data.loader.memory import fitted, picture_bytes
-from clipscale.data.loader.offload import RowKind, Transform, open_backend
-from clipscale.data.loader.prefetch import DECODERS, Prefetcher, ThreadLoader
+from clipscale.data.loader.offload import RowKind
+from clipscale.data.loader.prefetch import Prefetcher
 from clipscale.data.loader.ramp import check_ramp
 from clipscale.data.loader.shard_reader import OrderedShards, StreamPosition
-from clipscale.data.loader.shard_stream import TRUNCATED, WorkerSpec
+from clipscale.data.loader.shard_stream import WorkerSpec
 from clipscale.data.loader.workers import InProcess, Workers
 from clipscale.data.order import local_places, streams_of
 from clipscale.data.shards.addresses import EVENT
@@ -87,16 +87,12 @@ class TrainStream:
     @property
     def seen(self) -> Counter[str]:
         """Event -> how often it happened without costing a sample, such as a request made again."""
-        total = self._assembler.total()
-        del total[EVENT + TRUNCATED]
-        return Counter({name.removeprefix(EVENT): n for name, n in total.items() if name.startswith(EVENT)})
+        total = self._assembler.total().items()
+        return Counter({name.removeprefix(EVENT): n for name, n in total if name.startswith(EVENT)})
 
     def record(self) -> dict[str, Any]:
-        """This rank's counts since the start, by the names of `metrics.jsonl`.
-
-        `truncated`: captions that filled the whole context, cut or exactly as long.
-        """
-        counts = {"host_pinned": self._arena.pinned, "truncated": self._assembler.total()[EVENT + TRUNCATED]}
+        """This rank's counts since the start, by the names of `metrics.jsonl`."""
+        counts: dict[str, Any] = {"host_pinned": self._arena.pinned}
         for name, reasons in (("broken", self.broken), ("faults", self.seen)):
             counts |= {name: reasons.total(), f"{name}_by": dict(reasons)}
         return counts
@@ -146,8 +142,6 @@ class TrainStream:
     def close(self) -> None:
         """End the workers and release the memory."""
         self._assembler.workers.close()
-        if self._prefetcher:
-            self._prefetcher.close()
         self._arena.close()
 
     def __enter__(self) -> "TrainStream":
@@ -212,8 +206,11 @@ def open_stream(
         for part, span in parts
     ]
     readers = Workers(specs, arena, config.timeout_s) if workers else InProcess(specs[0], arena)
-    assembler = BatchAssembler(specs, readers, share.size)
-    return TrainStream(shards, start, arena, assembler, open_prefetcher(arena, assembler, rows.transform), memory)
+    assembler, prefetcher = BatchAssembler(specs, readers, share.size), None
+    if offload.backend != "host":
+        # On the CPU the trainer may keep the tensors, since no copy to a device comes between.
+        prefetcher = Prefetcher(arena.buffers, layout.buffer_rows, assembler.load, copy=not offload.gpu)
+    return TrainStream(shards, start, arena, assembler, prefetcher, memory)
 
 
 def start_positions(shards: OrderedShards, position: dict[str, Any] | None, share: BatchShare) -> list[StreamPosition]:
@@ -258,18 +255,6 @@ def divide(
         return sum(min(span.stop, local) - max(span.start, 0) for span in places)
 
     return list(zip(parts, pairwise(accumulate(map(size, parts), initial=0))))
-
-
-def open_prefetcher(arena: Arena, assembler: BatchAssembler, transform: Transform) -> Prefetcher | None:
-    """Loads image rows that do not lie in the arena's slots; None for offload=host."""
-    layout, loader = arena.layout, None
-    if layout.backend == "host":
-        return None
-    if layout.backend == "disk" or isinstance(assembler.workers, InProcess):
-        load = open_backend(arena, transform, (0, layout.samples)).load
-        loader = ThreadLoader(load, arena.buffers, 1 if layout.backend == "disk" else DECODERS, assembler.waited)
-    # On the CPU the trainer may keep the tensors, since no copy to a device comes between.
-    return Prefetcher(arena.buffers, layout.buffer_rows, loader or assembler.load, copy=not layout.offload.gpu)
 
 
 def merge_positions(records: Sequence[dict[str, Any]]) -> dict[str, Any]:

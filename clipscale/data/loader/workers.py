@@ -53,6 +53,7 @@ class InProcess:
 
     def __init__(self, spec: WorkerSpec, arena: Arena) -> None:
         self.filler = BatchFiller(spec, arena, lambda: None)
+        self._arena = arena
         self._fills: deque[Fill] = deque()
         self._reports = self._work()
 
@@ -62,6 +63,10 @@ class InProcess:
 
     def fill(self, fill: Fill) -> None:
         self._fills.append(fill)
+
+    def load(self, slot: int, start: int, stop: int, at: int) -> Callable[[], list[int]]:
+        self.filler.backend.load(self._arena.slots[slot], start, self._arena.buffers[at : at + stop - start])
+        return lambda: []
 
     def receive(self, needed: Sequence[int]) -> list[tuple[int, Report]]:
         return [(0, next(self._reports))] if needed else []

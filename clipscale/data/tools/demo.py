@@ -6,18 +6,15 @@ Every picture is a pure function of (seed, split, index), so the bytes do not de
 import io
 import json
 import multiprocessing
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
 
-from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores
 from clipscale.common.terminal import say
@@ -52,36 +49,30 @@ class DemoPaths:
     tests: dict[str, Path]
 
 
-def default_root() -> Path:
-    """The demo set's folder in the user's cache (XDG_CACHE_HOME is honoured)."""
-    return user_cache() / "demo"
-
-
 def paths(root: Path | None = None) -> DemoPaths:
-    """The paths of the demo set at `root`, which need not exist yet."""
-    root = root or default_root()
+    """The paths of the demo set at `root` (None: in the user's cache), which need not exist yet."""
+    root = root or user_cache() / "demo"
     train = f"{root}/train/{{00000..{TRAIN_SHARDS - 1:05d}}}.tar"
     return DemoPaths(root, train, {name: root / name for name in TEST_SETS})
 
 
 def main(settings: DemoSettings) -> Path:
     """Render the set unless it is there, and print where it is. Returns its folder."""
-    place = Path(settings.root).expanduser() if settings.root else default_root()
+    place = paths(Path(settings.root).expanduser() if settings.root else None)
     begun = time.monotonic()
-    fresh = render_demo(place, seed=settings.seed, train_samples=settings.samples, force=settings.force)
-    found = paths(place)
+    fresh = render_demo(place.root, seed=settings.seed, train_samples=settings.samples, force=settings.force)
     verb = f"written in {time.monotonic() - begun:.1f} s" if fresh else "already there"
-    say(f"demo set {verb}: {place}")
-    say(f"  train      {settings.samples:6d} pairs   {found.train}")
+    say(f"demo set {verb}: {place.root}")
+    say(f"  train      {settings.samples:6d} pairs   {place.train}")
     objects, unseen = len(scenes.SEEN) * OBJECTS_PER_CLASS, len(scenes.UNSEEN) * UNSEEN_PER_CLASS
-    sizes = {
-        "objects": (objects, f"classification, {len(scenes.CLASSES)} names, held-out pictures"),
-        "unseen": (unseen, f"the same names, the {len(scenes.UNSEEN)} combinations that training never shows"),
-        "retrieval": (RETRIEVAL_IMAGES, f"{CAPTIONS_PER_IMAGE} captions each"),
+    notes = {
+        "objects": f"{objects:6d} images  classification, {len(scenes.CLASSES)} names, held-out pictures",
+        "unseen": f"{unseen:6d} images  the same names, the {len(scenes.UNSEEN)} combinations that training never shows",
+        "retrieval": f"{RETRIEVAL_IMAGES:6d} images  {CAPTIONS_PER_IMAGE} captions each",
     }
-    for name, (size, note) in sizes.items():
-        say(f"  {name:10s} {size:6d} images  {found.tests[name]}  ({note})")
-    return place
+    for name, note in notes.items():
+        say(f"  {name:10s} {note}: {place.tests[name]}")
+    return place.root
 
 
 def render_demo(root: Path, *, seed: int = 0, train_samples: int = 20_000, force: bool = False) -> bool:
@@ -94,48 +85,22 @@ def render_demo(root: Path, *, seed: int = 0, train_samples: int = 20_000, force
         raise UserError(f"samples={train_samples}: the demo set needs at least {TRAIN_SHARDS}, one for each shard")
     note = root / "recipe.json"
     if note.is_file():
-        with suppress(OSError, ValueError):  # another file of that name
-            if not force and files.read_json(note) == recipe:
-                return False
+        if not force and json.loads(note.read_text()) == recipe:
+            return False
     elif root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise UserError(f"root={root}: exists and is not a demo set; choose an empty or new folder")
     try:
         root.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{root.name}-", dir=root.parent))
+        with tempfile.TemporaryDirectory(prefix=f".{root.name}-", dir=root.parent) as temporary:
+            new, old = Path(temporary) / "new", Path(temporary) / "old"
+            _write_all(new, seed, train_samples)
+            (new / "recipe.json").write_text(json.dumps(recipe) + "\n")
+            if root.exists():
+                root.rename(old)
+            new.rename(root)
     except OSError as error:
         raise UserError(f"root={root}: cannot be written ({error.strerror}); choose another folder") from error
-    try:
-        _write_all(temporary, seed, train_samples)
-        (temporary / "recipe.json").write_text(json.dumps(recipe) + "\n")
-        temporary.chmod(0o755)
-        _swap(temporary, root)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return True
-
-
-def _swap(new: Path, root: Path) -> None:
-    """Put `new` in the place of `root`, a demo set that another process may have put there meanwhile.
-
-    Raises UserError if `root` holds anything that is no file of a demo set: only these are deleted.
-    """
-    if not root.exists():
-        new.rename(root)
-        return
-    if foreign := sorted(_names(root) - _names(new)):
-        raise UserError(
-            f"root={root}: holds {', '.join(foreign[:3])}{', ...' * (len(foreign) > 3)}, which the demo set does not have; "
-            "move what you need away, or choose another folder"
-        )
-    old = Path(tempfile.mkdtemp(prefix=f".{root.name}-old-", dir=root.parent))
-    root.rename(old / "set")
-    new.rename(root)
-    shutil.rmtree(old)
-
-
-def _names(root: Path) -> set[str]:
-    """Everything below a folder, by relative path; a link's path ends with @."""
-    return {f"{path.relative_to(root)}{'@' * path.is_symlink()}" for path in root.rglob("*")}
 
 
 def _write_all(root: Path, seed: int, train_samples: int) -> None:

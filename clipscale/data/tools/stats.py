@@ -1,12 +1,10 @@
 """The verbs `clipscale data index` and `stats`: they take shards as plain arguments, and print counts and paths."""
 
-import json
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -89,29 +87,18 @@ def show_stats(sources: Sequence[str], settings: StatsSettings) -> int:
         for extension, (number, size) in entry.totals.items():
             members[extension].update(count=number, bytes=size)
     counts = [entry.samples for entry in entries.values()] or [0]
-    low, high = min(counts), max(counts)
-    found: dict[str, Any] = {
-        "shards": len(urls),
-        "indexed": len(entries),
-        "samples": sum(counts) + rows,
-        "bytes": sum(entry.size for entry in entries.values()),
-        "samples_per_shard": [low, high],
-        "damaged": {url: entry.reason for url, entry in entries.items() if entry.reason},
-        "members": dict(sorted(members.items())),
-    }
-    if settings.json:
-        say(json.dumps(found))
-        return 0
-    say(f"{found['samples']} samples in {len(entries)} shards of {low} to {high}, {format_bytes(found['bytes'])}")
+    size = format_bytes(sum(entry.size for entry in entries.values()))
+    say(f"{sum(counts) + rows} samples in {len(entries)} shards of {min(counts)} to {max(counts)}, {size}")
     if rows:
         say(f"{rows} of them are rows of tables")
     elif len(entries) < len(urls):
         say(f"{len(urls) - len(entries)} of {len(urls)} shards are not counted; run `clipscale data index` on them")
     lines = [
-        (name, str(of["count"]), format_bytes(of["bytes"]), format_bytes(of["bytes"] / max(of["count"], 1)))
-        for name, of in found["members"].items()
+        (name, str(member["count"]), format_bytes(member["bytes"]), format_bytes(member["bytes"] / member["count"]))
+        for name, member in sorted(members.items())
     ]
     plain_console().print(TextTable(("member", "samples that have it", "bytes", "mean"), [lines]))
-    for url, reason in found["damaged"].items():
-        say(f"{reason}: {url}")
+    for url, entry in entries.items():
+        if entry.reason:
+            say(f"{entry.reason}: {url}")
     return 0
