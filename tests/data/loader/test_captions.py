@@ -12,9 +12,9 @@ CPU = torch.device("cpu")
 PAD, END, CONTEXT = 0, 99, 44
 
 
-def captions(words: list[int], context: int = CONTEXT) -> Tensor:
+def captions(words: list[int]) -> Tensor:
     """Captions of that many words, each with its number, then the end, then padding; one with a word that looks like padding."""
-    tokens = torch.full((len(words), context), PAD, dtype=torch.int32)
+    tokens = torch.full((len(words), CONTEXT), PAD, dtype=torch.int32)
     for row, count in enumerate(words):
         tokens[row, :count] = row + 1
         tokens[row, max(0, count - 1)] = PAD
@@ -44,8 +44,7 @@ def test_chunks_hold_every_caption_once_in_full_within_the_budget() -> None:
         width = chunk.shape[1]
         assert chunk.numel() <= size * CONTEXT
         assert width == CONTEXT or width % GRAIN == 0
-        assert torch.equal(chunk, whole[:, :width])
-        assert not whole[:, width:].any()
+        assert torch.equal(chunk, whole[:, :width]) and not whole[:, width:].any()
     computed = sum(width * count for width, count in inputs.widths().items())
     assert computed == sum(inputs.chunk(*span).numel() for span in spans) < 0.7 * tokens.numel()
     assert len(spans) < 300 // size, "short captions come in larger chunks"
@@ -57,42 +56,20 @@ def test_equal_lengths_keep_the_batchs_order() -> None:
     assert inputs.rows(0, 5).tolist() == [1, 3, 0, 2, 4]
 
 
-@pytest.mark.parametrize("own", [1, 3, 5])
-def test_ranks_make_equally_many_chunks(own: int) -> None:
+@pytest.mark.parametrize("short", [1, 3, 5])
+def test_ranks_make_equally_many_chunks(short: int) -> None:
     """A rank with fewer chunks than another halves its largest."""
-    inputs = sorted_captions(captions([5] * own + [30] * (7 - own)), most=lambda chunks: max(chunks, 5))
+    inputs = sorted_captions(captions([5] * short + [30] * (7 - short)), most=lambda chunks: max(chunks, 5))
     spans = inputs.spans(7)
-    assert len(spans) == 5
+    assert len(spans) == 5 and spans[-1][1] == 7
     assert [start for start, _ in spans] == [0, *(stop for _, stop in spans[:-1])]
-    assert spans[-1][1] == 7
 
 
 def test_a_chunk_ends_early_where_that_saves_more_than_a_chunk_costs() -> None:
-    sizes = [40] + 7 * [8]
-    assert cut(sizes, 8 * 40, 8) == [(0, 1), (1, 8)], "7 x 32 tokens of padding for a sixteenth of 320"
+    assert cut([40] + 7 * [8], 8 * 40, 8) == [(0, 1), (1, 8)], "7 x 32 tokens of padding for a sixteenth of 320"
     assert early([40, 32], 0, 2, 20) == 2, "8 tokens would be saved"
     assert cut([40, 40, 40, 40], 80, 100) == [(0, 2), (2, 4)]
     assert cut([40, 40], 20, 100) == [(0, 1), (1, 2)], "one caption may exceed the budget"
     assert cut([8] * 6, 1000, 4) == [(0, 4), (4, 6)]
-
-
-def test_splitting_stops_at_single_captions_when_asked_for_as_many() -> None:
-    spans = [(0, 3), (3, 4)]
-    split(spans, 4)
+    split(spans := [(0, 3), (3, 4)], 4)
     assert spans == [(0, 1), (1, 2), (2, 3), (3, 4)]
-
-
-def test_all_captions_are_asked_for_when_the_first_chunk_is_cut_and_not_before() -> None:
-    asked = []
-    tokens = captions([3, 4])
-
-    def rows(start: int, stop: int) -> Tensor:
-        asked.append((start, stop))
-        return tokens[start:stop]
-
-    inputs = SortedCaptions(rows, 2, CPU, pad=PAD, resident=False)
-    assert len(inputs) == 2
-    assert asked == []
-    inputs.spans(2)
-    inputs.chunk(0, 2)
-    assert asked == [(0, 2)]

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,9 +17,6 @@ from tests.data.files import SIDE, Letters, sample, write_shards, write_tar
 from tests.data.streams import content, contents, open_stream, processes_of
 
 pytestmark = pytest.mark.timeout(60)
-
-
-# -- workers that fail -------------------------------------------------------------------------------------------------
 
 
 class Acting(Letters):
@@ -50,23 +45,14 @@ def slow(pieces: int) -> None:
     time.sleep(0.02)
 
 
-def note(pieces: int, path: Path) -> None:
-    """The setting that transformers' tokenizers read in their process."""
-    path.write_text(os.environ.get("TOKENIZERS_PARALLELISM", "nothing"))
-
-
 def test_a_silent_worker_is_named(tmp_path: Path) -> None:
     write_shards(tmp_path, [50])
     with open_stream(tmp_path, batch=4, workers=1, tokenizer=Acting(stick), timeout_s=30.0) as stream:
         stream.next_batch().pixels(0, 4)
-        stream._assembler.workers._timeout_s = (
-            1.0  # not from the start: importing torch can take as long on a busy machine
-        )
+        stream._assembler.workers._timeout_s = 1.0  # not from the start: importing torch can take as long
         pid = processes_of(stream)[0].pid
-        begun = time.monotonic()
         with pytest.raises(UserError, match=rf"timeout_s=1.*worker 0 \(process {pid}\) of rank 0"):
             stream.next_batch().pixels(0, 4)
-        assert 1 <= time.monotonic() - begun < 5
     assert not psutil.pid_exists(pid)
 
 
@@ -85,34 +71,25 @@ def test_a_killed_worker_is_replaced_and_no_byte_differs(
     """One is killed in the first epochs, and one later in the midst of a batch of which rows have arrived."""
     for shard in range(2):
         good = [sample(f"{shard}{i:04d}", i) for i in range(120)]
-        members = [
-            member for i, one in enumerate(good) for member in one[i % 7 == 0 :]
-        ]  # every seventh lacks its picture
-        write_tar(tmp_path / f"{shard}.tar", members)
-    options: dict[str, Any] = {
-        "batch": 200,
-        "shard_streams": 2,
-        "backend": backend,
-        "chunk": 10,
-        "tokenizer": Acting(slow),
-    }
-    with open_stream(tmp_path, **options, workers=0) as stream:
+        # every seventh lacks its picture
+        write_tar(tmp_path / f"{shard}.tar", [member for i, s in enumerate(good) for member in s[i % 7 == 0 :]])
+    options: dict[str, Any] = {"batch": 200, "shard_streams": 2, "chunk": 10, "tokenizer": Acting(slow)}
+    with open_stream(tmp_path, **options, backend=backend, workers=0) as stream:
         whole, position = contents(stream, 6), stream.position()
         contents(stream, 1)
         counts = stream.broken
-    with open_stream(tmp_path, **options, workers=2) as stream:
-        found = contents(stream, 1)
+    with open_stream(tmp_path, **options, backend=backend, workers=2) as stream:
+        batches = contents(stream, 1)
         victim = killed(stream, 1)
-        found += contents(stream, 3)
+        batches += contents(stream, 3)
         batch = stream.next_batch()
         batch.tokens(0, 3)
         killed(stream, 0)
-        found += [content(batch), *contents(stream, 1)]
+        batches += [content(batch), *contents(stream, 1)]
         assert stream.position() == position
         stream._assembler.finish(6)  # which is filled already
         assert stream.broken == counts
-    assert [step[0] for step in found] == [step[0] for step in whole]
-    assert found == whole
+    assert batches == whole
     message = f"data worker 1 (process {victim}) of rank 0 was killed by SIGKILL; another one goes on where it was"
     assert message in caplog.text
 
@@ -123,21 +100,17 @@ def test_a_second_death_in_an_epoch_ends_the_run(tmp_path: Path, caplog: pytest.
     with open_stream(tmp_path, batch=10, workers=2) as stream:
         contents(stream, 1)
         killed(stream, 1)
-        for _ in range(10):
+        while "data worker 1" not in caplog.text:
             contents(stream, 1)
-            if "data worker 1" in caplog.text:
-                break
-        victim, begun = killed(stream, 0), time.monotonic()
-        with pytest.raises(
-            UserError, match=rf"0 \(process {victim}\).*killed by SIGKILL, the second death.*in epoch 0"
-        ):
+        victim = killed(stream, 0)
+        message = rf"0 \(process {victim}\).*killed by SIGKILL, the second death.*in epoch 0"
+        with pytest.raises(UserError, match=message):
             contents(stream, 10)
-        assert time.monotonic() - begun < 10
 
 
-@pytest.mark.parametrize("error", [KeyError, EOFError, ConnectionResetError])
+@pytest.mark.parametrize("error", [KeyError, ConnectionResetError])
 def test_a_bug_in_a_worker_arrives_with_its_traceback(tmp_path: Path, error: type[Exception]) -> None:
-    """Of errors, too, that would mean that the run is gone if they came from the pipe to it."""
+    """Of an error, too, that would mean that the run is gone if it came from the pipe to it."""
     write_shards(tmp_path, [50])
     with (
         open_stream(tmp_path, batch=4, workers=1, tokenizer=Acting(fail, error)) as stream,
@@ -146,54 +119,19 @@ def test_a_bug_in_a_worker_arrives_with_its_traceback(tmp_path: Path, error: typ
         contents(stream, 1)
 
 
-def test_closing_ends_the_workers_even_in_the_midst_of_work(tmp_path: Path) -> None:
+def test_sigterm_leaves_workers_at_work_and_closing_ends_them(tmp_path: Path) -> None:
+    """The run saves at SIGTERM, which a scheduler sends to all processes: it must finish its step first, with samples."""
     write_shards(tmp_path, [50])
-    stream = open_stream(tmp_path, batch=400, workers=2)
-    stream.next_batch()
-    pids = [process.pid for process in processes_of(stream)]
-    begun = time.monotonic()
-    stream.close()
-    assert time.monotonic() - begun < 5
-    assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids)
-
-
-def test_a_schedulers_warning_to_all_processes_leaves_the_workers_at_work(tmp_path: Path) -> None:
-    """The run saves at SIGTERM, for which it must finish its step: with samples, that is. And tokenizers start no threads in workers."""
-    write_shards(tmp_path, [50])
-    with open_stream(tmp_path, batch=4, workers=1, tokenizer=Acting(note, tmp_path / "note")) as stream:
-        stream.next_batch().ids()
-        worker = psutil.Process(processes_of(stream)[0].pid)
-        worker.send_signal(signal.SIGTERM)
-        for _ in range(5):
+    with open_stream(tmp_path, batch=400, workers=2) as stream:
+        workers = [psutil.Process(process.pid) for process in processes_of(stream)]
+        for worker in workers:
+            worker.send_signal(signal.SIGTERM)
+        for _ in range(3):
             stream.next_batch().ids()
-    assert not worker.is_running() and (tmp_path / "note").read_text() == "false"
-
-
-UNCLOSED = """
-from tests.data.streams import open_stream, processes_of
-import sys
-
-def unclosed(folder):
-    global stream
-    stream = open_stream(folder, batch=4, workers=1)
-    stream.next_batch().ids()
-    print(processes_of(stream)[0].pid, flush=True)
-
-if __name__ == "__main__":
-    unclosed(sys.argv[1])
-"""
-
-
-@pytest.mark.slow
-def test_a_program_ends_that_has_not_closed_its_stream(tmp_path: Path) -> None:
-    write_shards(tmp_path, [50])
-    script = tmp_path / "script.py"
-    script.write_text(UNCLOSED)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    done = subprocess.run(
-        [sys.executable, script, tmp_path], env=environment, capture_output=True, timeout=40, check=True
-    )
-    assert not psutil.pid_exists(int(done.stdout)), done.stderr.decode()
+        stream.next_batch()
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 5
+    assert not any(worker.is_running() and worker.status() != "zombie" for worker in workers)
 
 
 # -- the batch ---------------------------------------------------------------------------------------------------------
@@ -213,29 +151,15 @@ def test_an_old_batch_is_refused_and_bad_rows_too(tmp_path: Path, workers: int) 
             old.pixels(0, 1)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_batch_memory_is_allocated_once(tmp_path: Path, workers: int) -> None:
+@pytest.mark.parametrize("buffers", [1, 2, 3])
+def test_a_held_batch_keeps_its_pixels_in_memory_that_is_allocated_once(tmp_path: Path, buffers: int) -> None:
     write_shards(tmp_path, [50])
-    with open_stream(tmp_path, batch=8, workers=workers) as stream:
-        places = [stream.next_batch().pixels(0, 8).data_ptr() for _ in range(8)]
-    assert len(set(places)) == (2 if workers else 1)
-
-
-def test_a_held_batch_keeps_its_pixels_while_the_next_is_prepared(tmp_path: Path) -> None:
-    write_shards(tmp_path, [50])
-    for buffers in (1, 2, 3):
-        with open_stream(tmp_path, batch=8, workers=2, buffers=buffers) as stream:
-            for _ in range(4):
-                batch = stream.next_batch()
-                before = batch.pixels(0, 8).clone()
-                time.sleep(0.02)
-                assert torch.equal(batch.pixels(0, 8), before)
-
-
-def test_waiting_is_measured(tmp_path: Path) -> None:
-    write_shards(tmp_path, [50])
-    stream = open_stream(tmp_path, batch=8)
-    begun = time.monotonic()
-    contents(stream, 3)
-    assert 0 < stream.waited.take() <= time.monotonic() - begun
-    assert stream.waited.take() == 0
+    places = set()
+    with open_stream(tmp_path, batch=8, workers=2, buffers=buffers) as stream:
+        for _ in range(6):
+            pixels = stream.next_batch().pixels(0, 8)
+            before = pixels.clone()
+            time.sleep(0.02)
+            assert torch.equal(pixels, before)
+            places.add(pixels.data_ptr())
+    assert len(places) == buffers

@@ -3,7 +3,6 @@
 import io
 import json
 import re
-import tarfile
 from collections import Counter
 from collections.abc import Iterator
 from hashlib import sha256
@@ -11,7 +10,6 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
-import open_clip
 import pytest
 from PIL import Image
 
@@ -104,21 +102,6 @@ def test_no_training_caption_names_an_unseen_combination() -> None:
             assert named, f"{thing} is not in {caption!r}"
 
 
-def test_over_half_the_scenes_are_single_and_captions_vary(root: Path) -> None:
-    kinds = Counter(json.loads(s.members["json"])["kind"] for s in train(root))
-    assert 0.45 < kinds["one"] / SAMPLES < 0.7 and set(kinds) == set(demo.KINDS), kinds
-    captions = {s.members["txt"] for s in train(root)}
-    assert len(captions) > 0.8 * SAMPLES, f"{len(captions)} different captions of {SAMPLES}"
-
-
-def test_captions_fit_a_short_context() -> None:
-    rng = Random(1)
-    captions = [scenes.caption(scenes.compose(rng, kind), rng) for kind in demo.KINDS for _ in range(1500)]
-    longest = max(captions, key=lambda c: len(c.split()))
-    tokens = open_clip.SimpleTokenizer(context_length=77)([longest])
-    assert (tokens != 0).sum() <= 32, longest
-
-
 def held_out(root: Path, name: str) -> list[RawSample]:
     folder = demo.paths(root).tests[name]
     assert (folder / "test" / "nshards.txt").read_text().strip() == "1"
@@ -145,14 +128,6 @@ def test_retrieval_images_have_several_captions_that_fit_no_other(root: Path) ->
     assert all(len(lines) == len(set(lines)) == 5 for lines in captions)
     plain = Counter(line for lines in captions for line in {line.lower().rstrip(".") for line in lines})
     assert max(plain.values()) == 1, f"{plain.most_common(3)} describe several images"
-
-
-def test_held_out_pictures_are_not_training_pictures(root: Path) -> None:
-    seen = {s.members["jpg"] for s in train(root)}
-    tests = [s.members["png"] for name in demo.TEST_SETS for s in held_out(root, name)]
-    assert len(set(tests)) == len(tests) and len(seen) == SAMPLES
-    decoded = {np.asarray(Image.open(io.BytesIO(d))).tobytes() for d in tests}
-    assert not decoded & {np.asarray(Image.open(io.BytesIO(d))).tobytes() for d in seen}
 
 
 @pytest.mark.parametrize("pair", scenes.CLASSES, ids="-".join)
@@ -186,32 +161,3 @@ def test_a_set_is_reused_replaced_or_refused(few: None, tmp_path: Path, capsys: 
         demo.render_demo(tmp_path / "few", train_samples=3)
     with pytest.raises(UserError, match=r"root=.*cannot be written"):
         demo.render_demo(place / "recipe.json" / "below", train_samples=64)
-
-
-def test_only_files_of_a_demo_set_are_deleted(few: None, tmp_path: Path) -> None:
-    """A `recipe.json` in a folder, which may come from anybody, does not make its other files part of a set."""
-    received = tmp_path / "received"
-    (received / "train").mkdir(parents=True)
-    (received / "recipe.json").write_text("{}")
-    (received / "train" / "thesis.tex").write_text("years of work")
-    (received / "objects").symlink_to(tmp_path)
-    for force in (False, True):
-        with pytest.raises(UserError, match=r"holds objects@, train/thesis.tex, which the demo set does not have"):
-            demo.render_demo(received, train_samples=64, force=force)
-    assert (received / "train" / "thesis.tex").read_text() == "years of work"
-    assert [p.name for p in tmp_path.iterdir()] == ["received"], "nothing is left beside it"
-
-
-def test_an_interrupted_rendering_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(demo, "_write_all", fail)
-    with pytest.raises(KeyboardInterrupt):
-        demo.render_demo(tmp_path / "set", train_samples=64)
-    assert not list(tmp_path.iterdir())
-
-
-def test_shards_are_plain_tar_files(root: Path) -> None:
-    with tarfile.open(root / "train" / "00000.tar") as tar:
-        assert all(m.isreg() and m.mtime == 0 and m.uid == 0 for m in tar)
