@@ -41,7 +41,7 @@ def retrieval_metrics(images_ND: Tensor, captions_MD: Tensor, owner_M: Tensor, u
     """
     image_N, usable_M = torch.arange(len(images_ND), device=owner_M.device), usable_N[owner_M]
     images, captions = (images_ND[usable_N], image_N[usable_N]), (captions_MD[usable_M], owner_M[usable_M])
-    metrics = {}
+    metrics: dict[str, float] = {}
     for name, (queries, of_queries), (candidates, of_candidates), count in (
         ("image_to_text", images, captions, len(images_ND)),
         ("text_to_image", captions, images, len(captions_MD)),

@@ -41,7 +41,8 @@ def load(root: Path, published: Sequence[str] = ()) -> EvalSet:
             + (f", of which {beyond[0]} is beyond the" if numbers else " but")
             + f" {len(names)} lines in {CLASSNAMES}"
         )
-    images, labels = [], []
+    images: list[ImageRef] = []
+    labels: list[int] = []
     for folder in sorted(folders, key=label_of.__getitem__):
         files = sorted(file for file in (root / folder).iterdir() if _is_image(file))
         images += map(ImageRef, files)
