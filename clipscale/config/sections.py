@@ -186,7 +186,6 @@ class ModelConfig:
     )
     image: TowerConfig = field(default_factory=TowerConfig)
     text: TowerConfig = field(default_factory=TowerConfig)
-    allow_mismatch: bool = setting(False, "Load, and list, weights that are missing, left over or of another shape.")
     image_size: int | None = setting(None, "Side in pixels, a multiple of the patch; null: the model's own.", least=1)
     freeze_image: bool = setting(False, "Lock the image tower (LiT): no gradient, no second pass.")
     freeze_text: bool = setting(False, "Lock the text tower.")

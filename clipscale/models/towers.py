@@ -87,9 +87,6 @@ class ClipModel(nn.Module):
         self.logit_bias = encoders.logit_bias
         size = encoders.visual.image_size
         self.image_size: int = size[0] if isinstance(size, tuple) else size
-        names = [name for name, _ in encoders.visual.named_parameters()]
-        self.any_size = not any(word in name for name in names for word in ("position", "pos_embed"))
-        """Whether the image tower takes pictures of any size, having no learned positions."""
         self.resize, self.interpolation = config.resize, config.interpolation
         self.context_length: int = encoders.context_length
         self.tokenizer = tokenizer

@@ -7,7 +7,7 @@ Names are looked up on the network only where the setting itself is a tag or beg
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,15 +31,10 @@ log = logging.getLogger(__name__)
 
 HUB = "hf-hub:"
 OPEN_CLIP, CONFIG = "open_clip_config.json", "config.json"
-_FILES = (
-    "open_clip_model.safetensors",
-    "model.safetensors",
-    "open_clip_pytorch_model.bin",
-    "pytorch_model.bin",
-    "model.safetensors.index.json",
-)
+_FILES = ("open_clip_model.safetensors", "model.safetensors", "open_clip_pytorch_model.bin", "pytorch_model.bin",
+          "model.safetensors.index.json")  # fmt: skip
 """Weights in a folder, the first that there is."""
-_BARE = ("head.", "proj.", "pooler.", "cls.", "lm_head.", "fc.", "classifier.", "embeddings.position_ids")
+_BARE = re.compile(r"(^|\.)(head|proj|pooler|cls|lm_head|fc|classifier|embeddings\.position_ids)(\.|$)")
 """Weights around a tower of another task: its classifier is left out, and our projection keeps its initial values."""
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 """What a text in a stranger's description may be: one of open_clip's words, or a repository. No path and no address."""
@@ -63,7 +58,7 @@ def find(value: str, name: str, setting: str = "model.weights") -> Source:
     """The weights that a setting names; `name` is the architecture, among whose tags it may be. Raises UserError."""
     about, path = f"{setting}={value!r}", Path(value).expanduser()
     if value.startswith(HUB):
-        return _in_folder(_from_hub(value.removeprefix(HUB), about), about)
+        return _in_folder(_fetched(about, lambda: _from_hub(value.removeprefix(HUB))), about)
     if path.is_dir():
         return _in_folder(path, about)
     if path.is_file():
@@ -104,17 +99,14 @@ def load(encoders: CustomTextCLIP, config: ModelConfig, *, quick_gelu: bool) -> 
     """Load the weights that the settings name: of the whole model, then of each tower. Raises UserError."""
     if config.weights:
         source = find(config.weights, config.name)
-        if source.quick_gelu is not None and source.quick_gelu != quick_gelu and not config.allow_mismatch:
-            other = "-quickgelu" if source.quick_gelu else ""
-            raise UserError(
-                f"{source.setting} was trained with{'' if source.quick_gelu else 'out'} QuickGELU, unlike "
-                f"model.name={config.name}; take model.name={config.name.removesuffix('-quickgelu')}{other}"
-            )
-        fill(encoders, converted(read(source), encoders, source), source, allowed=config.allow_mismatch)
+        if source.quick_gelu is not None and source.quick_gelu != quick_gelu:
+            right = config.name.removesuffix("-quickgelu") + ("-quickgelu" if source.quick_gelu else "")
+            raise UserError(f"{source.setting} was trained with another activation; take model.name={right}")
+        fill(encoders, converted(read(source), encoders, source), source)
     for tower, part, weights in (("image", "visual.", config.image.weights), ("text", "text.", config.text.weights)):
         if weights:
             source = find(weights, config.name, f"model.{tower}.weights")
-            fill(encoders, of_tower(read(source), encoders, part, source), source, config.allow_mismatch, part)
+            fill(encoders, of_tower(read(source), encoders, part, source), source, part)
 
 
 # -- where they are ----------------------------------------------------------------------------------------------------
@@ -124,7 +116,9 @@ def _in_folder(folder: Path, about: str) -> Source:
     if (folder / "checkpoints").is_dir():
         folder = checkpoint.locate(folder, "latest")
     if (folder / META).is_file():
-        return _own_checkpoint(folder, about)
+        config = typed(ModelConfig, checkpoint.read_values(folder)["model_config"])
+        description = config.architecture or open_clip.get_model_config(config.name.replace("/", "-"))
+        return Source(about, folder, description, {setting: getattr(config, setting) for setting in pixels.PIXELS})
     path = next((folder / name for name in _FILES if (folder / name).is_file()), None)
     if path is None:
         raise UserError(
@@ -163,25 +157,14 @@ def check_names(description: dict[str, Any]) -> None:
             raise ValueError(f"{key}={value[:80]!r} is no name")
 
 
-def _own_checkpoint(path: Path, about: str) -> Source:
-    config = typed(ModelConfig, checkpoint.read_values(path)["model_config"])
-    architecture = config.architecture or open_clip.get_model_config(config.name.replace("/", "-")) or {}
-    return Source(about, path, dict(architecture), {setting: getattr(config, setting) for setting in pixels.PIXELS})
-
-
-def _from_hub(name: str, about: str) -> Path:
+def _from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     safe = ["*.json", "*.txt", "*.model", "open_clip_model.safetensors", "model*.safetensors"]
-    try:
-        folder = Path(snapshot_download(name, allow_patterns=safe))
-        if not any((folder / file).is_file() for file in _FILES):
-            folder = Path(snapshot_download(name, allow_patterns=[*safe, "*.bin"]))
-        return folder
-    except Exception as error:  # the hub client raises what its downloaders do
-        raise UserError(
-            f"{about} cannot be fetched ({first_line(error)}); download it elsewhere, and give its folder"
-        ) from error
+    folder = Path(snapshot_download(name, allow_patterns=safe))
+    if not any((folder / file).is_file() for file in _FILES):
+        folder = Path(snapshot_download(name, allow_patterns=[*safe, "*.bin"]))
+    return folder
 
 
 def _of_tag(tag: str, name: str, about: str) -> Source:
@@ -192,14 +175,17 @@ def _of_tag(tag: str, name: str, about: str) -> Source:
             f"{about} is no file, no folder, no run and no tag of model.name={name}{nearest(tag, tags)}{known}"
         )
     pretrained = open_clip.get_pretrained_cfg(name, tag)
-    try:
-        path = Path(open_clip.download_pretrained(pretrained))
-    except Exception as error:  # open_clip raises what its downloaders do
-        place = pretrained.get("hf_hub") or pretrained.get("url")
-        raise UserError(
-            f"{about} cannot be fetched ({first_line(error)}); download {place} elsewhere, and give the file"
-        ) from error
+    path = _fetched(about, lambda: Path(open_clip.download_pretrained(pretrained)))
     return Source(about, path, pixels=pixels.of_open_clip(pretrained), quick_gelu=pretrained.get("quick_gelu", False))
+
+
+def _fetched(about: str, download: Callable[[], Path]) -> Path:
+    try:
+        return download()
+    except Exception as error:  # open_clip and the hub client raise what their downloaders do
+        raise UserError(
+            f"{about} cannot be fetched ({first_line(error)}); download it elsewhere, and give the file or folder"
+        ) from error
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -250,13 +236,8 @@ def of_tower(state: dict[str, Tensor], encoders: CustomTextCLIP, part: str, sour
     tower = encoders.visual if part == "visual." else encoders.text
     inner = "trunk." if hasattr(tower, "trunk") else "transformer." if hasattr(tower, "config") else ""
     ours = tower.state_dict()
-
-    def name_of(name: str) -> str:
-        # transformers puts the name of the encoder before its weights: bert.encoder..., or nothing.
-        candidates = (name, inner + name, inner + name.partition(".")[2])
-        return next((candidate for candidate in candidates if candidate in ours), inner + name)
-
-    return resized({part + name_of(name): value for name, value in state.items()}, encoders, source)
+    named = {part + (name if name in ours else inner + name): value for name, value in state.items()}
+    return resized(named, encoders, source)
 
 
 def resized(state: dict[str, Tensor], encoders: CustomTextCLIP, source: Source) -> dict[str, Tensor]:
@@ -272,9 +253,9 @@ def resized(state: dict[str, Tensor], encoders: CustomTextCLIP, source: Source) 
             resize_pos_embed(state, encoders)
         else:
             trunk: Any = encoders.visual.trunk
-            extra = 0 if getattr(trunk, "no_embed_class", False) else int(getattr(trunk, "num_prefix_tokens", 0))
+            prefix = 0 if getattr(trunk, "no_embed_class", False) else trunk.num_prefix_tokens
             grid = list(trunk.patch_embed.grid_size)
-            state[name] = resample_abs_pos_embed(state[name], grid, num_prefix_tokens=extra)
+            state[name] = resample_abs_pos_embed(state[name], grid, num_prefix_tokens=prefix)
         now = state[name].shape[-2]
         log.warning("%s: %s resized from %s to %s positions", source.setting, name, shape[-2], now)
     return state
@@ -283,40 +264,25 @@ def resized(state: dict[str, Tensor], encoders: CustomTextCLIP, source: Source) 
 # -- filling -----------------------------------------------------------------------------------------------------------
 
 
-def fill(encoders: nn.Module, state: dict[str, Tensor], source: Source, allowed: bool, part: str = "") -> None:
+def fill(encoders: nn.Module, state: dict[str, Tensor], source: Source, part: str = "") -> None:
     """Put weights into the model, or the tower whose names begin with `part`.
 
     The bias of the loss, and what surrounds a bare tower, may be missing or left over. Raises UserError for other
-    weights that do not fit, unless `allowed`.
+    weights that do not fit.
     """
-    ours = {name: value for name, value in encoders.state_dict().items() if name.startswith(part)}
-    fitting = {name: value for name, value in state.items() if name in ours and value.shape == ours[name].shape}
-    unmatched = [name for name in (*ours, *state) if (name in ours) != (name in state)]
-    spare = {name for name in unmatched if name == "logit_bias" or (part and _around(name.removeprefix(part)))}
-    problems = {
-        "missing": [name for name in unmatched if name in ours and name not in spare],
-        "left over": [name for name in unmatched if name in state and name not in spare],
-        "of another shape": [
-            f"{name} {list(state[name].shape)}, not {list(ours[name].shape)}"
-            for name in ours
-            if name in state and name not in fitting
-        ],
-    }
-    text = "; ".join(f"{what}: {_listed(names, 10 if allowed else 3)}" for what, names in problems.items() if names)
-    if (text and not allowed) or not fitting:
+    try:
+        missing, left_over = encoders.load_state_dict(state, strict=False)
+    except RuntimeError as error:  # lists the weights of another shape
+        raise UserError(f"{source.setting} does not fit this architecture: {one_line(error)}") from error
+    unmatched = {"missing": [name for name in missing if name.startswith(part)], "left over": left_over}
+    problems = {}
+    for what, names in unmatched.items():
+        spare = [name for name in names if name == "logit_bias" or (part and _BARE.search(name.removeprefix(part)))]
+        problems |= {what: sorted(set(names) - set(spare))} if set(names) - set(spare) else {}
+        if spare:
+            log.warning("%s: %s: %s", source.setting, what, ", ".join(spare))
+    if problems:
+        text = "; ".join(f"{len(names)} {what}, such as {names[0]}" for what, names in problems.items())
         raise UserError(
-            f"{source.setting} does not fit this architecture ({text or 'nothing of it does'}); give the model= that "
-            "it was trained as, or model.allow_mismatch=true"
+            f"{source.setting} does not fit this architecture ({text}); give the model= that it was trained as"
         )
-    if text or spare:
-        log.warning("%s: %s", source.setting, text or f"not used: {_listed(sorted(spare), 10)}")
-    encoders.load_state_dict(fitting, strict=False)
-
-
-def _around(name: str) -> bool:
-    """Whether a weight is around a bare tower and not in it."""
-    return any(f".{neighbour}" in f".{name}" for neighbour in _BARE)
-
-
-def _listed(names: list[str], most: int) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -82,12 +82,6 @@ def test_mistakes_are_named(config: ModelConfig, message: str) -> None:
         build_model(config)
 
 
-@pytest.mark.parametrize(("name", "any_size"), [("ViT-B-32", False), ("RN50", False), ("convnext_base", True)])
-def test_towers_with_learned_positions_take_one_size(name: str, any_size: bool) -> None:
-    with torch.device("meta"):
-        assert build_model(ModelConfig(name=name)).any_size is any_size
-
-
 # -- FLOPs -------------------------------------------------------------------------------------------------------------
 
 
