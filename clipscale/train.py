@@ -1,18 +1,23 @@
-"""The story of a run: build, resume, loop, evaluate, save. This is one process's part; the command line starts the processes."""
+"""The story of a run: begin or resume, step after step, evaluate, save.
 
-import logging
+This is one process's part; the command line starts the processes.
+"""
+
+import math
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from torch.nn.modules.batchnorm import _BatchNorm
+
 from clipscale import checkpoint
-from clipscale.common.errors import StoppedError, UserError, lost_rank
+from clipscale.common.errors import StoppedError, UserError
 from clipscale.common.phases import Phases, Readback
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import say
 from clipscale.config.checks import shared
-from clipscale.config.sections import LR_SCALING
 from clipscale.config.train import TrainConfig, changes_since, to_yaml
 from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.loader.ramp import BatchSizes
@@ -25,281 +30,214 @@ from clipscale.eval.run import check as check_sets
 from clipscale.eval.run import evaluate
 from clipscale.launch import run_lock
 from clipscale.launch.run_lock import RunLock
-from clipscale.launch.stopping import AbandonedError, Stop
+from clipscale.launch.stopping import SignalError, Stop
 from clipscale.models.flops import Flops
 from clipscale.report.metrics import MetricLog
 from clipscale.report.page import write_report
 from clipscale.report.profile import Profiler
 from clipscale.report.step_record import StepRecords
 from clipscale.report.table import print_results
-from clipscale.state.start import start
-from clipscale.step.chunk_sizes import CHUNKS
-from clipscale.step.kept_graphs import KeepBudget
+from clipscale.state.start import begin
 from clipscale.step.optim import Schedule
-
-log = logging.getLogger(__name__)
 
 
 def train(config: TrainConfig) -> dict[str, Any]:
     """Train as configured, from the start or from the newest checkpoint, and evaluate at the end.
 
     Returns {"run": folder, "step": steps done, "loss": last loss, "eval": results by set}, the same on every rank.
-    Raises UserError for every mistake that the user can fix, LostRankError where another rank hangs or has died.
+    Raises UserError for every mistake that the user can fix, and StoppedError after a signal.
     """
-    begun = time.monotonic()
     world = distributed.start(config.device, config.launch.timeout_s)
     folder = Path(config.run)
     # A sweep makes its jobs' folders, and keeps them. The folder of an unnamed run holds no more than its lock.
     new = world.main and (not folder.exists() or [path.name for path in folder.iterdir()] == [run_lock.FILE])
-    lock, lost = RunLock(folder), False
+    lock = RunLock(folder)
     try:
         world.on_main(lock.enter)
-        return Run(config, world, begun).go()
+        return Run(config, world).go()
     except UserError:
         if new:
-            checkpoint.remove_empty_run(folder, CHUNKS, run_lock.FILE)
-        raise
-    except Exception as error:
-        lost = lost_rank(error)
+            checkpoint.remove_empty_run(folder, run_lock.FILE)
         raise
     finally:
         lock.release()
-        if not lost:  # the group would wait for the lost rank
-            distributed.stop()
+        distributed.stop()
 
 
 class Run:
-    """Everything one training process holds."""
+    """One process's part of a run: all it holds, and its loop."""
 
-    def __init__(self, config: TrainConfig, world: World, begun: float | None = None) -> None:
-        """`begun`: when this start of the run began, by the monotonic clock."""
-        self.config, self.world = config, world
-        self.begun = begun or time.monotonic()
+    def __init__(self, config: TrainConfig, world: World) -> None:
         shared(config.batch, world.size, f"{world.size} processes")
-        self.sizes = BatchSizes(config.batch, config.ramp)
-        self.folder = Path(config.run)
-        world.on_main(lambda: checkpoint.make_folder(self.folder))
+        self.config, self.world, self.folder = config, world, Path(config.run)
         check_sets(config.eval, world)
-        self.budget = KeepBudget(config.cache.keep, world)
-        started = start(config, world, self.folder, self.sizes)
-        self.state, self.stream = started.state, started.stream
-        self.step, self.last_loss, resumed = started.step, started.loss, started.resumed
-        flops = Flops(config.model, world.device, stored_images=self.state.stored is not None)
+        sizes = BatchSizes(config.batch, config.ramp)
+        self.state, self.stream, self.step, self.loss = begin(config, world, self.folder, sizes)
         epoch = self.stream.samples_per_epoch
-        samples = self.sizes.samples(config.samples, config.epochs, epoch)
-        self.total = self.sizes.steps(samples)
-        self.schedule = Schedule.of_run(
-            config.schedule, config.optim, batch=config.batch, samples=samples, epoch=epoch, announce=world.main
-        )
-        self.metrics = None
-        if world.main:
-            if resumed:
-                checkpoint.set_aside(self.folder, self.step)
-                found = changes_since(self.folder / "config.yaml", self.state.config)
-                changed = "; changed: " + ", ".join(found) if found else ""
-                say(f"run={config.run}: going on after step {self.step} of {self.total}{changed}")
-            self.metrics = MetricLog(
-                self.folder,
-                config.log,
-                resolved_config=to_yaml(self.state.config),
-                resume_step=self.step,
-                world=world.size,
-            )
-            for line in (self.stream.memory, *self.state.notes):
-                self.metrics.message(line)
-        self.records = StepRecords(self.metrics.step if self.metrics else None, world.size, flops, self.stream)
-        self.saved_at = time.monotonic()
-        self.stop = Stop(world, config.launch.grace_s)  # signals that this rank has received
+        samples = sizes.samples(config.samples, config.epochs, epoch)
+        self.total = sizes.steps(samples)
+        self.schedule = Schedule.build(config.schedule, config.optim, sizes, samples, epoch)
+        flops = Flops(config.model, world.device, stored_images=self.state.stored is not None)
+        self.records = StepRecords(self.open_log() if world.main else None, world.size, flops, self.stream)
         self.saver = checkpoint.Saver(self.folder, world, config.checkpoint)
-        self.saver.last_step, self.saved_step = (self.step, self.step) if resumed else (None, 0)
+        self.saver.last_step = self.step
+        self.saved_at = time.monotonic()
         self.profiler = Profiler(self.folder, config.log.profile, world.rank, world.device)
-        self.step_s = self.eval_s = 0.0  # what the last of each took
-        self.first: dict[str, float] = {}  # of this start's first record
-        self.busy = False  # whether the device has work of the present step
-        self.stopping = 0  # the signal at which all ranks have agreed to stop; 0: none
+        self.stop = Stop(world)
+        self.state.cache.before_chunk = self.between_chunks
+
+    def open_log(self) -> MetricLog:
+        """The log of this start, on rank 0, and what the user should know of it."""
+        config, step = self.state.config, self.step
+        if step:
+            checkpoint.set_aside(self.folder, step)
+            changes = changes_since(self.folder / "config.yaml", config)
+            changed = "; changed: " + ", ".join(changes) if changes else ""
+            say(f"run={config.run}: going on after step {step} of {self.total}{changed}")
+        if step >= self.total:
+            say(f"run={config.run} is complete at step {step}: nothing is left to train; more samples= go on with it")
+        log = MetricLog(
+            self.folder, config.log, resolved_config=to_yaml(config), resume_step=step, world=self.world.size
+        )
+        log.message(self.stream.memory)
+        return log
 
     def go(self) -> dict[str, Any]:
         """All steps that are left, and the evaluation at the end."""
-        config = self.config
-        results: dict[str, Any] = {}
-        if self.step >= self.total and self.world.main:
-            say(
-                f"run={config.run} is complete at step {self.step}: nothing is left to train; more samples= go on with it"
-            )
+        config, results = self.config, {}
         try:
             with self.stop:
-                self.first = {"start_s": time.monotonic() - self.begun}
                 while self.step < self.total:
-                    self.optimizer_step()
+                    with self.profiler(self.step + 1), self.thrown_away_at_a_signal():
+                        self.train_step()
                     self.step += 1
                     if config.eval.every and self.step % config.eval.every == 0 and self.step < self.total:
                         results = self.evaluate()
                     if self.save_due():
-                        self.save()
-                    if self.stopping:
-                        raise self.stopped()
+                        self.save(last=self.step == self.total)
                 if config.eval.wanted:
                     results = self.evaluate()
-        except AbandonedError:
-            (self.stopping,) = self.world.highest(self.stop.number)
-            if self.step > self.saved_step:
-                self.save()
-            raise self.stopped() from None
-        except Exception as error:
-            if lost_rank(error):
-                self.saver.forget()
-            raise
+        except SignalError as signal:  # on all ranks
+            if self.step != self.saver.last_step:
+                self.save(last=True)
+            line = f"stopped by a signal after step {self.step}; go on with run={config.run} resume=auto"
+            raise StoppedError(line, signal.number) from None
         finally:
             self.stream.close()
             self.saver.close()
-            self.records.finish()
-            if self.metrics:
-                self.metrics.close()
+            self.records.close()
         if self.world.main:
             print_results(results, f"{self.folder.name}, step {self.step}")
-            try:
-                if config.log.report:
-                    write_report(self.folder)
-            except (OSError, UserError) as error:
-                log.warning("%s/report.html could not be written (%s)", self.folder, error)
-        return {"run": str(self.folder), "step": self.step, "loss": self.last_loss, "eval": results}
+            if config.log.report:
+                write_report(self.folder)
+        return {"run": str(self.folder), "step": self.step, "loss": self.loss, "eval": results}
 
-    def stopped(self) -> StoppedError:
-        """The end of the run at a signal. A checkpoint holds everything up to here."""
-        return StoppedError(
-            f"stopped by a signal after step {self.step}; go on with run={self.config.run} resume=auto", self.stopping
-        )
-
-    def optimizer_step(self) -> dict[str, Any]:
-        """One exact step over the global batch; returns its record for `metrics.jsonl`.
-
-        Raises AbandonedError, with everything as it was before the step, where a signal leaves no time for the rest of it.
-        """
-        before, started = RandomState.now(self.world.device), time.monotonic()
-        statistics = [buffer.clone() for buffer in self.state.statistics()]
-        self.stop.begin(self.step_s)
-        self.stop.save_s = self.saver.save_s
-        try:
-            with self.profiler(self.step + 1):
-                record = self.whole_step()
-        except AbandonedError:
-            before.restore()
-            for buffer, value in zip(self.state.statistics(), statistics, strict=True):
-                buffer.copy_(value)
-            self.state.optimizer.zero_grad()
-            self.stream.give_back()
-            raise
-        self.step_s = time.monotonic() - started
-        return record
-
-    def whole_step(self) -> dict[str, Any]:
-        """The step itself."""
-        state, cache, size = self.state, self.state.cache, self.sizes.at(self.step)
+    def train_step(self) -> None:
+        """One exact optimizer step over the global batch."""
+        state, cache, size = self.state, self.state.cache, self.schedule.sizes.at(self.step)
         measured = self.config.log.noise_scale > 0 and (self.step + 1) % self.config.log.noise_scale == 0
         phases = Phases(self.world.device)
-        lr = self.set_learning_rate(size)
-        batch, images, texts = self.inputs(size, measured=measured)
+        lr = self.schedule.apply(state.optimizer, self.step)
+        state.optimizer.zero_grad()
+        cache.keep_bytes = state.keep.of_step(size)
+        batch = self.stream.next_batch()  # its samples may still be arriving
+        images, texts = self.inputs(batch, sort=not measured)
         with phases("encode"):
             features = cache.encode(images, texts)
         with phases("loss"):
             value = state.loss(*features)
-            state.backward(value)
+            cache.backward(value)
             del features
         with phases("replay"), state.noise.measure(cache) if measured else nullcontext():
             cache.replay()
         with phases("optim"):
             norm = state.gradient_norm()
-            noise = state.noise_scale(size) if measured else {}
-            loss, grad_norm = Readback(value, norm).read()  # the only place where the host waits for the device
-            finite = state.check_finite(self.step, loss, grad_norm, batch.ids)
+            noise = state.noise.estimate(self.world, size, state.precision.loss_scale) if measured else {}
+            self.loss, grad_norm = Readback(value, norm).read()  # the only place where the host waits for the device
+            finite = math.isfinite(self.loss) and math.isfinite(grad_norm)
+            if not finite:
+                state.refuse_divergence(self.step, self.loss, grad_norm, batch, self.folder)
             if finite or state.precision.scaler:  # after an overflow the scaler skips the step and lowers its scale
                 state.update(norm)
-        self.budget.after_step(phases)
-        self.last_loss = loss
-        return self.record(
-            size, phases, texts, lr=lr, grad_norm=grad_norm if finite else None, skipped=not finite, **noise
-        )
+        state.keep.after_step(phases)
+        record = {
+            "step": self.step + 1,
+            "samples": self.schedule.sizes.before(self.step + 1),
+            "batch": size,
+            "loss": self.loss,
+            "lr": lr,
+            "grad_norm": grad_norm if finite else None,
+            "skipped": not finite,
+            **noise,
+        }
+        self.records.add(record, phases, state.model.logit_scale.exp(), state.captions.widths(texts))
 
-    def inputs(self, size: int, *, measured: bool) -> tuple[HostBatch, ChunkLoader, Any]:
-        """Begin a step of `size` samples; returns its batch, which may still be arriving, and the towers' inputs.
+    def inputs(self, batch: HostBatch, *, sort: bool) -> tuple[ChunkLoader, Any]:
+        """The towers' inputs. The noise scale wants chunks of random samples: it does not `sort` captions by length."""
+        batch.expect(self.state.cache.ranges(0, len(batch)))
+        resident = self.config.offload == "none"
+        images = ChunkLoader(batch.pixels, len(batch), self.world.device, resident=resident)
+        return images, self.state.captions.input(batch, sort=sort)
 
-        `measured`: the step measures the noise scale.
+    @contextmanager
+    def thrown_away_at_a_signal(self) -> Iterator[None]:
+        """Around a step: undoes the little that it changes before its update.
+
+        A resumed run takes it again, bit for bit.
         """
-        state, self.busy = self.state, False
-        state.cache.keep_bytes = self.budget.of_step(size)
-        state.optimizer.zero_grad()
-        batch = self.stream.next_batch()
-        images = ChunkLoader(batch.pixels, len(batch), self.world.device, resident=state.captions.resident)
-        texts = state.captions.input(batch, sort=not measured)  # the noise scale wants chunks of random samples
-        batch.expect(state.cache.ranges(0, len(batch)))
-        state.cache.before_chunk = self.before_chunk
-        return batch, images, texts
+        random = RandomState.now(self.world.device)
+        norms = [module for module in self.state.model.modules() if isinstance(module, _BatchNorm)]
+        statistics = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
+        try:
+            yield
+        except SignalError:
+            random.restore()
+            for buffer, value in statistics:
+                buffer.copy_(value)
+            self.stream.give_back()
+            raise
 
-    def record(self, size: int, phases: Phases, texts: Any, **values: Any) -> dict[str, Any]:
-        """The record of a step that has ended; it is completed while the device works on the next one."""
-        step = self.step + 1
-        begun = {"step": step, "samples": self.sizes.before(step), "batch": size, "loss": self.last_loss}
-        record = begun | values | self.first
-        self.first = {}
-        self.records.add(record, phases, self.state.model.logit_scale.exp(), self.state.captions.widths(texts))
-        return record
-
-    def before_chunk(self) -> None:
-        """Leave the step at a signal."""
-        if self.busy:
-            self.records.finish()
-        self.busy = True
-        self.before_batch()
-
-    def before_batch(self) -> None:
-        """Leave an evaluation at a signal."""
+    def between_chunks(self) -> None:
+        """Leave the step at a signal. Log the one before when the device has done it: nothing waits for that."""
         self.stop.check()
-
-    def set_learning_rate(self, size: int) -> float:
-        """Set and return the learning rate of the next step, of `size` samples. A scaled peak follows `size`."""
-        samples = self.sizes.before(self.step + 1)
-        factor = (size / self.config.batch) ** LR_SCALING[self.config.optim.lr_scaling]
-        return self.schedule.apply(self.state.optimizer, samples / self.config.batch - 1, factor)
+        self.records.poll()
 
     def evaluate(self) -> dict[str, Any]:
         """Zero-shot and retrieval metrics of the model as it is now, also written to RUN/eval/step_N.json."""
-        state = self.state
+        state, config = self.state, self.config
         self.records.finish()
         state.model.image.to(self.world.device)
-        averaged = state.average if self.config.eval.weights == "ema" else None
-        started = time.monotonic()
-        self.stop.begin(self.eval_s)
-        with averaged.in_place(state.model) if averaged else nullcontext():
+        with state.average.in_place() if state.average and config.eval.weights == "ema" else nullcontext():
             results = evaluate(
                 state.model,
-                self.config.eval,
+                config.eval,
                 self.world,
                 autocast=state.precision.autocast,
                 run_dir=self.folder,
                 step=self.step,
-                before_batch=self.before_batch,
-                about={"precision": self.config.precision.name},
+                before_batch=self.stop.check,
+                about={"precision": config.precision.name},
             )
         reshard(state.model)
-        self.eval_s = time.monotonic() - started
         if state.stored:
             state.model.image.cpu()
-        if self.metrics:
-            self.metrics.eval(self.step, results)
+        if self.records.log:
+            self.records.log.eval(self.step, results)
         return dict(results)
 
     def save_due(self) -> bool:
-        """Whether this step ends with a checkpoint: by steps, by minutes, at a signal to any rank and at the end. All ranks agree."""
+        """Whether this step ends with a checkpoint: by steps, by minutes, and at the end. All ranks agree."""
         c = self.config.checkpoint
         due = self.step == self.total or (c.every > 0 and self.step % c.every == 0)
-        late = self.world.main and c.minutes > 0 and time.monotonic() - self.saved_at > 60 * c.minutes
-        due_by_time, self.stopping = self.world.highest(int(late), self.stop.number)
-        return due or bool(due_by_time or self.stopping)
+        late = c.minutes > 0 and self.world.highest(
+            self.world.main and time.monotonic() - self.saved_at > 60 * c.minutes
+        )
+        return due or bool(late and late[0])
 
-    def save(self) -> None:
-        """Begin to write a checkpoint; see `checkpoint.Saver`. A run that ends here waits for it.
+    def save(self, *, last: bool) -> None:
+        """Begin to write a checkpoint; see `checkpoint.Saver`. The `last` one is waited for.
 
-        Raises UserError, on every rank, where it cannot be written.
+        Raises UserError, on every rank.
         """
         self.records.finish()
         now = RandomState.now(self.world.device)
@@ -307,8 +245,8 @@ class Run:
             "random": self.world.gather({"cpu": now.cpu, "cuda": now.cuda}),
             "position": merge_positions(self.world.gather(self.stream.position())),
             "batch": self.config.batch,
-            "samples": self.sizes.before(self.step),
-            "loss": self.last_loss,
+            "samples": self.schedule.sizes.before(self.step),
+            "loss": self.loss,
         }
-        self.saver.save(self.step, state, last=bool(self.stopping) or self.step == self.total)
-        self.saved_at, self.saved_step = time.monotonic(), self.step
+        self.saver.save(self.step, state, last=last)
+        self.saved_at = time.monotonic()

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from clipscale.config.sections import ModelConfig
 from clipscale.data.loader.captions import SortedCaptions
 from clipscale.data.loader.to_device import ChunkLoader
-from clipscale.distributed.fsdp import Sharding
 from clipscale.distributed.world import World, gradient_norm
 from clipscale.loss.api import contrastive_loss
 from clipscale.loss.reference import dense_contrastive_loss
@@ -40,7 +39,8 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "captions": ("as they come", "sorted"),
     "stage": (1, 2, 3),
 }
-"""Chunks of images and texts: small; ragged, for 12, 6 and 3 images and 24, 12 and 6 texts; one chunk. 60 kB hold some graphs.
+"""Chunks of images and texts: small; ragged, for 12, 6 and 3 images and 24, 12 and 6 texts; one chunk. 60 kB hold some
+graphs.
 Stages are FSDP2's."""
 
 
@@ -128,7 +128,10 @@ def model_of(case: Case) -> ClipModel:
 
 
 def inputs_of(case: Case, rank: int) -> tuple[Tensor, Tensor]:
-    """This rank's pixels and tokens; its hard negatives follow its captions. The same samples for every number of ranks."""
+    """This rank's pixels and tokens; its hard negatives follow its captions.
+
+    The same samples for every number of ranks.
+    """
     g = torch.Generator().manual_seed(1)
     pixels = torch.randint(0, 256, (BATCH, 3, PIXELS, PIXELS), dtype=torch.uint8, generator=g)
     tokens = torch.randint(1, 50, (2, BATCH, TOKENS), dtype=torch.int32, generator=g)
@@ -149,7 +152,8 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 def one_graph(case: Case) -> tuple[dict[str, Tensor], float]:
     """The oracle: whole captions in the batch's order.
 
-    Chunks matter only for the order in which random numbers are drawn: each rank's own, its images first, and captions as they are cut.
+    Chunks matter only for the order in which random numbers are drawn: each rank's own, its images first, and captions
+    as they are cut.
     """
     model = model_of(case)
     images, captions, negatives = [], [], []
@@ -180,8 +184,7 @@ Answer = tuple[dict[str, Tensor], float, float, float]
 def cut_up(case: Case, rank: int) -> Answer:
     """The same step by the cache, on this rank."""
     model, world = model_of(case), World(rank, case.ranks, torch.device("cpu"))
-    sharding = Sharding(case.stage)
-    towers = [world.wrap(tower, case.parallel, sharding) for tower in (model.image, model.text)]
+    towers = [world.wrap(tower, case.parallel, case.stage) for tower in (model.image, model.text)]
 
     def loss(u: Tensor, v: Tensor) -> Tensor:
         bias = model.logit_bias if case.loss == "sigmoid" else None
@@ -200,9 +203,7 @@ def cut_up(case: Case, rank: int) -> Answer:
     torch.manual_seed(7 + rank)
     value = cache.step(rows_of(pixels, case), texts)
     kept = [tower.graphs.count / len(tower.spans) for tower in cache.towers]
-    scalars = (model.logit_scale, model.logit_bias)
-    for one in world.begin_sums(p for p in scalars if p is not None and p.grad is not None):
-        one.wait()
+    world.sum_gradients([model.logit_scale, model.logit_bias])
     return gradients(model), value.item(), gradient_norm(model.parameters()).item(), min(kept)
 
 

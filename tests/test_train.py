@@ -3,6 +3,7 @@
 import math
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -23,7 +24,6 @@ from clipscale.config.sections import (
 )
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.stream import DataConfig
-from clipscale.data.loader.to_device import ChunkLoader, copy_stream
 from clipscale.data.tools.demo import paths
 from clipscale.launch import local
 from clipscale.models.towers import build_model
@@ -55,7 +55,6 @@ def test_a_run_learns_and_leaves_its_record(finished: Path) -> None:
     assert all(one["samples_per_s_wall"] <= one["samples_per_s"] for one in logged)
     between = sum(one["batch"] / one["samples_per_s_wall"] for one in logged[1:])
     assert between == pytest.approx(record["time"] - logged[0]["time"], rel=0.05), "evaluations are in it"
-    assert [one["start_s"] > 0 for one in logged if "start_s" in one] == [True] and "start_s" in logged[0]
     assert record["step_s"] == pytest.approx(sum(record[f"{p}_s"] for p in ("encode", "loss", "replay", "optim")))
     for name in (
         "config.yaml",
@@ -92,10 +91,10 @@ def start(demo: Path, run: Path) -> ForkServerProcess:
     return process
 
 
-def wait_for_lines(process: ForkServerProcess, path: Path, lines: int) -> None:
+def wait_for(process: ForkServerProcess, condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + 120
-    while not path.exists() or len(path.read_text().splitlines()) < lines:
-        assert process.is_alive(), f"ended early: {(path.parent / 'error').read_text()}"
+    while not condition():
+        assert process.is_alive(), f"ended early with status {process.exitcode}"
         assert time.monotonic() < deadline, "no progress within 120 s"
         time.sleep(0.005)
 
@@ -103,10 +102,9 @@ def wait_for_lines(process: ForkServerProcess, path: Path, lines: int) -> None:
 def test_a_killed_run_resumes_to_the_same_losses_bit_for_bit(demo: Path, tmp_path: Path) -> None:
     whole = start(demo, tmp_path / "whole")
     killed = start(demo, tmp_path / "killed")
-    wait_for_lines(killed, tmp_path / "killed/metrics.jsonl", 5)
+    wait_for(killed, lambda: checkpoint.found(tmp_path / "killed"))
     killed.kill()
     killed.join()
-    assert len(checkpoint.found(tmp_path / "killed")) >= 1
     done = len((tmp_path / "killed/metrics.jsonl").read_text().splitlines())  # the last may be half a line
     assert done < 10, "the run must be killed before its end for this to test anything"
     again = start(demo, tmp_path / "killed")
@@ -114,17 +112,14 @@ def test_a_killed_run_resumes_to_the_same_losses_bit_for_bit(demo: Path, tmp_pat
         process.join(180)
         assert process.exitcode == 0, process
     assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
-    assert [one["step"] % 3 for one in records(tmp_path / "killed") if "start_s" in one] == [1, 1], (
-        "of the start, and after a checkpoint"
-    )
 
 
 def test_a_second_run_of_the_same_name_is_refused_and_changes_nothing(
     demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = start(demo, tmp_path / "run")
-    wait_for_lines(first, tmp_path / "run/metrics.jsonl", 1)
-    monkeypatch.setattr("clipscale.launch.run_lock.SAME_HOST_S", 0.0)
+    wait_for(first, (tmp_path / "run/metrics.jsonl").is_file)
+    monkeypatch.setattr("clipscale.launch.run_lock.WAIT_S", 0.0)
     with pytest.raises(UserError, match=rf"run={tmp_path}/run is in use by process {first.pid} on "):
         train(settings(demo, tmp_path / "run"))
     first.join(180)
@@ -186,7 +181,9 @@ def test_kept_graphs_do_not_change_the_curve(demo: Path, finished: Path, tmp_pat
 
 
 def test_negatives_from_the_chunk_alone_are_those_of_plain_accumulation(demo: Path, tmp_path: Path) -> None:
-    """At a small logit scale every candidate is about as likely, so the first loss is the logarithm of how many there are."""
+    """At a small logit scale every candidate is about as likely, so the first loss is the logarithm of how many there
+    are.
+    """
     model = ModelConfig(name="test", architecture=ARCHITECTURE, init_scale=0.1)
     for negatives, candidates in (("batch", 64), ("chunk", 16)):
         cache = CacheConfig(image_chunk=16, text_chunk=32, negatives=negatives)
@@ -258,18 +255,3 @@ def test_steps_that_are_not_finite_can_be_skipped(demo: Path, tmp_path: Path) ->
     train(diverging(demo, tmp_path / "run", "skip"))
     found = [record["skipped"] for record in records(tmp_path / "run")]
     assert len(found) == 10 and found[-1] and not found[0]
-
-
-# -- several ranks that do not see the same --------------------------------------------------------------------------------
-
-
-def test_batches_share_one_stream_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch cycles through 32 streams, and its allocator keeps memory for each."""
-    copy_stream.cache_clear()
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
-    device = torch.device("cuda", 0)
-    try:
-        streams = [ChunkLoader(lambda a, b: torch.empty(0), 1, device, resident=False).copies for _ in range(3)]
-    finally:
-        copy_stream.cache_clear()
-    assert len({id(stream) for stream in streams}) == 1

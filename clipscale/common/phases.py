@@ -23,6 +23,11 @@ class Readback:
             self._event.record()
         self._values = stacked
 
+    @property
+    def ready(self) -> bool:
+        """Whether reading would not wait."""
+        return self._event is None or self._event.query()
+
     def read(self) -> list[float]:
         """The values, on the host."""
         if self._event is not None:

@@ -57,9 +57,10 @@ class OptimConfig:
     """The optimizer, by timm's name."""
 
     name: str = setting("adamw", "Any of timm's optimizers: adamw, adafactorbv, lion, lamb, muon, ...")
-    lr: float = setting(5e-4, "Peak of the schedule; with `lr_scaling`, at a batch of `reference_batch`.", least=0)
-    lr_scaling: str = setting("none", "Scale the peak by batch / reference_batch or its root.", choices=LR_SCALING)
-    reference_batch: int | None = setting(None, "The batch that `lr` is meant for.", least=1)
+    lr: float = setting(5e-4, "Peak of the schedule.", least=0)
+    lr_scaling: str = setting(
+        "none", "Scale the rate of a ramp's smaller batches: by their share, or its root.", choices=LR_SCALING
+    )
     weight_decay: float = setting(0.2, "Of matrices; gains, biases and the logit scale are never decayed.", least=0)
     betas: tuple[float, float] = setting(
         (0.9, 0.98), "Decay rates of both moments (adafactorbv: momentum and the cap of the second moment's rate)."
@@ -94,13 +95,6 @@ class PrecisionConfig:
         "`bf16`, `fp16`: autocast. Frozen towers are stored in it.",
         choices=("fp32", "bf16", "fp16"),
     )
-    weights: str = setting(
-        "fp32",
-        "Dtype of the trained towers' weights: `fp32`; or, with precision=bf16, `bf16`, which saves the casts in every chunk.",
-        choices=("fp32", "bf16"),
-    )
-    master: bool = setting(True, "With bf16 weights: float32 gradients, optimizer and weights, in checkpoints.")
-    tf32: bool = setting(True, "Allow TF32 in float32 matrix products on GPUs that have it.")
 
 
 @dataclass

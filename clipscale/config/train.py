@@ -64,6 +64,10 @@ def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
         raise UserError("data.train is not set; give shards, data.train='/data/{00000..00099}.tar', or take data=demo")
     if config.resume not in ("auto", "none") and not Path(config.resume).expanduser().exists():
         raise UserError(f"resume={config.resume}: there is no such file or run folder")
+    if config.log.noise_scale and config.launch.parallel == "fsdp":
+        raise UserError(
+            "log.noise_scale: FSDP2 keeps no gradient of a chunk to look at; leave it 0, or use launch.parallel=ddp"
+        )
     procs = config.launch.procs
     shared(config.batch, procs or 1, f"launch.procs={procs} processes")
     if config.run:

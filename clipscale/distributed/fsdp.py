@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -15,78 +13,36 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.modules.conv import _ConvNd
 
-from clipscale.common.errors import UserError
-from clipscale.config.sections import PrecisionConfig
-from clipscale.step.precision import Precision
-
 PER_PARAMETER = "param_dtype_override_fn" in signature(MixedPrecisionPolicy).parameters
 """Whether this torch (2.15 or later) gathers each parameter in a type of its own."""
 
 
-@dataclass(frozen=True)
-class Sharding:
-    """What of a tower is sharded in a step, by ZeRO's stages (Rajbhandari et al. 2020, arXiv 1910.02054), and the type of its arithmetic.
+class ShardedTower(nn.Module):
+    """The tower, sharded in place. Gradients are summed over ranks, since each rank's loss gradient is a share of the
+    whole.
 
-    Between steps weights, gradients and optimizer state are shards in every stage.
+    Between steps weights, gradients and optimizer state are shards. Within a step, by ZeRO's stages (Rajbhandari et al.
+    2020, arXiv 1910.02054): in stage 3 a block's weights are gathered for each chunk anew, and gradients are summed
+    into shards after each chunk. In stage 2 weights stay gathered from the first chunk to the last. In stage 1
+    gradients are also summed over ranks once, with the last chunk; each rank holds whole float32 gradients until then.
     """
 
-    stage: int = 3
-    """3: a block's weights are gathered for each chunk anew, and gradients are summed into shards after each chunk. 2: weights stay
-    gathered from the first chunk to the last. 1: and gradients are summed over ranks once, with the last chunk; each rank holds whole
-    float32 gradients until then."""
-    dtype: torch.dtype | None = None
-    """Type that autocast computes in; None: that of the weights. Weights which autocast would cast are gathered in it."""
-    half_weights: bool = False
-    """All matrices are gathered in that type, embeddings too. The shards remain float32."""
-
-
-STAGE_3 = Sharding()
-
-
-def check_weights(config: PrecisionConfig) -> None:
-    """Raise UserError for a type of the weights that FSDP2 cannot shard."""
-    if config.weights != "bf16":
-        return
-    if not config.master:
-        raise UserError(
-            "precision.master=false: FSDP2 shards weights of one type, and its float32 shards are the master weights; leave it true, "
-            "or use launch.parallel=ddp"
-        )
-    if not PER_PARAMETER:
-        raise UserError("precision.weights=bf16: with launch.parallel=fsdp it takes torch 2.15 or later; leave it fp32")
-
-
-def sharding(zero: str, precision: Precision) -> Sharding:
-    """Of the settings."""
-    half = precision.dtype != torch.float32
-    return Sharding(int(zero), precision.dtype if half else None, precision.half_weights)
-
-
-class ShardedTower(nn.Module):
-    """The tower, sharded in place. Gradients are summed over ranks, since each rank's loss gradient is a share of the whole."""
-
-    def __init__(self, tower: nn.Module, mesh: DeviceMesh, sharding: Sharding) -> None:
+    def __init__(self, tower: nn.Module, mesh: DeviceMesh, stage: int = 3, dtype: torch.dtype = torch.float32) -> None:
+        """`dtype`: that autocast computes in. Weights which it would cast are gathered in it."""
         super().__init__()
-        keep_stream_type(tower, sharding)
-        own = policy(tower, sharding)
+        keep_stream_type(tower)
+        rule = policy(tower, dtype)
         for module in [*blocks(tower), tower]:
-            fully_shard(module, mesh=mesh, mp_policy=own)
-        self.module = tower
+            fully_shard(module, mesh=mesh, mp_policy=rule)
+        self.module, self.stage = tower, stage
         for part in sharded(tower):
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
-        self.set_stage(sharding.stage)
+            # Embeddings and projections, outside the blocks, stay gathered until the backward pass.
+            part.set_reshard_after_forward(stage == 3 and part is not tower, recurse=False)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         return self.module(*inputs, **named)
-
-    def set_stage(self, stage: int) -> None:
-        """Between two steps: what the next one shards."""
-        self.stage = stage
-        for part in sharded(
-            self.module
-        ):  # embeddings and projections, outside the blocks, stay gathered until the backward pass
-            part.set_reshard_after_forward(stage == 3 and part is not self.module, recurse=False)
 
     @contextmanager
     def gradient_sync(self, last: bool) -> Iterator[None]:
@@ -97,21 +53,19 @@ class ShardedTower(nn.Module):
         yield
 
 
-def policy(tower: nn.Module, sharding: Sharding) -> MixedPrecisionPolicy:
-    """Weights of linear layers, convolutions and attention are gathered in autocast's type: it rounds them the same way in every chunk.
+def policy(tower: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolicy:
+    """Weights of linear layers, convolutions and attention are gathered in autocast's type: it rounds them the same way
+    in every chunk.
 
-    All others, and the layers' inputs and outputs, keep the types that autocast gives them. Gradients are summed in float32.
+    All others, and the layers' inputs and outputs, keep the types that autocast gives them. Gradients are summed in
+    float32.
     """
-    dtype = sharding.dtype
-    if dtype is None or not PER_PARAMETER:
+    if dtype == torch.float32 or not PER_PARAMETER:
         return MixedPrecisionPolicy()
-    if sharding.half_weights:
-        cast = {id(p) for p in tower.parameters() if p.ndim >= 2}
-    else:
-        kinds = (nn.Linear, _ConvNd, nn.MultiheadAttention)
-        layers = [module for module in tower.modules() if isinstance(module, kinds)]
-        cast = {id(p) for layer in layers for p in layer.parameters(recurse=False)}
-        cast -= {id(module.weight) for module in tower.modules() if isinstance(module, nn.Embedding)}  # tied weights
+    kinds = (nn.Linear, _ConvNd, nn.MultiheadAttention)
+    layers = [module for module in tower.modules() if isinstance(module, kinds)]
+    cast = {id(p) for layer in layers for p in layer.parameters(recurse=False)}
+    cast -= {id(module.weight) for module in tower.modules() if isinstance(module, nn.Embedding)}  # tied weights
 
     def of_parameter(p: nn.Parameter) -> torch.dtype:
         return dtype if id(p) in cast else p.dtype
@@ -120,19 +74,16 @@ def policy(tower: nn.Module, sharding: Sharding) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False, **options)
 
 
-def keep_stream_type(tower: nn.Module, sharding: Sharding) -> None:
-    """open_clip's transformers ask their first block for the type of their embeddings. It is fixed here, as if nothing were sharded.
+def keep_stream_type(tower: nn.Module) -> None:
+    """open_clip's transformers ask their first block for the type of their embeddings. It is fixed here, as if nothing
+    were sharded.
 
     Otherwise it would change with the first chunk, before which that block is in float32 shards.
     """
     for module in tower.modules():
         if isinstance(module, Transformer):
-            dtype = sharding.dtype if sharding.half_weights else module.get_cast_dtype()
-            module.get_cast_dtype = partial(_constant, dtype)
-
-
-def _constant(value: Any) -> Any:
-    return value
+            dtype = module.get_cast_dtype()
+            module.get_cast_dtype = lambda dtype=dtype: dtype
 
 
 def blocks(tower: nn.Module) -> list[nn.Module]:
@@ -140,7 +91,7 @@ def blocks(tower: nn.Module) -> list[nn.Module]:
     lists = [
         m for m in tower.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len({type(c) for c in m}) == 1
     ]
-    return [block for found in lists if len(found) > 1 for block in found if any(True for _ in block.parameters())]
+    return [block for items in lists if len(items) > 1 for block in items if any(True for _ in block.parameters())]
 
 
 def sharded(model: nn.Module) -> list[FSDPModule]:

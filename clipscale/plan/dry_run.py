@@ -3,12 +3,10 @@
 b: samples of one rank, c: samples of a chunk, P: ranks, D: feature width. All sizes in bytes.
 """
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,11 +17,10 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from clipscale.checkpoint import Saved
 from clipscale.config.train import TrainConfig
 from clipscale.data.features import StoredFeatures
 from clipscale.data.loader.to_device import ChunkLoader
-from clipscale.distributed.world import World, local, sync_batch_norm
+from clipscale.distributed.world import World, local
 from clipscale.loss.machine import replaced
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import without_weights
@@ -114,7 +111,7 @@ class DryRunWorld(World):
     def wrap(self, tower: nn.Module, parallel: str = "ddp", *args: Any, **kwargs: Any) -> nn.Module:
         trained = any(p.requires_grad for p in tower.parameters())
         if self.size > 1 and trained and parallel == "ddp":
-            return DdpBuckets(sync_batch_norm(tower))
+            return DdpBuckets(tower)
         return super().wrap(tower, parallel, *args, **kwargs)
 
 
@@ -156,23 +153,21 @@ class DryRunState(TrainState):
         member = self.config.data.stored_member
         return StoredFeatures(member, self.model.width, "float16") if member else None
 
-    def caption_rule(self, saved: Saved | None) -> CaptionRule:
+    def caption_rule(self) -> CaptionRule:
         """Captions in the batch's order. Chunks of sorted captions hold as many tokens."""
         data = replace(self.config.data, sort_captions=False)
-        return CaptionRule(replace(self.config, data=data), self.world, self.model, None, None)
+        return CaptionRule(replace(self.config, data=data), self.world, self.model)
 
-    def chunks(self) -> list[int]:
-        return [1, 1]
+    def chunk_sizes(self, earlier: dict[str, Any]) -> dict[str, Any]:
+        return {"image": 1, "text": 1}
 
 
 class DryRun:
     """Runs steps of a training configuration without memory; made by `dry_run`."""
 
-    def __init__(
-        self, config: TrainConfig, ranks: int, tracker: MemoryTracker, folder: Path, capability: int | None
-    ) -> None:
+    def __init__(self, config: TrainConfig, ranks: int, tracker: MemoryTracker, capability: int | None) -> None:
         self.config, self.ranks, self.tracker = config, ranks, tracker
-        self.state = DryRunState(config, DryRunWorld(0, ranks, CPU), folder, None)
+        self.state = DryRunState(config, DryRunWorld(0, ranks, CPU))
         if capability and type(self.state.optimizer).__module__.startswith("torch.optim"):
             for group in self.state.optimizer.param_groups:  # torch's own choice on CUDA
                 group["foreach"] = True if group.get("foreach", False) is None else group.get("foreach", False)
@@ -228,7 +223,7 @@ class DryRun:
         recorder.begin_phase("encode")
         features = state.cache.encode(*inputs)
         recorder.begin_phase("loss", "loss")
-        state.backward(state.loss(*features))
+        state.cache.backward(state.loss(*features))
         del features
         recorder.begin_phase("replay")
         state.cache.replay()
@@ -267,7 +262,6 @@ class DryRun:
 def dry_run(config: TrainConfig, ranks: int, capability: int | None) -> Iterator[DryRun]:
     """A dry run on one of `ranks` GPUs of a compute capability, or (None) in one of `ranks` CPU processes."""
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="clipscale-plan-")))
         if ranks > 1:
             dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
             stack.callback(dist.destroy_process_group)
@@ -275,4 +269,4 @@ def dry_run(config: TrainConfig, ranks: int, capability: int | None) -> Iterator
         stack.enter_context(replaced(DryMachine(capability)))
         if capability:
             stack.enter_context(cuda_autocast())
-        yield DryRun(config, ranks, tracker, folder, capability)
+        yield DryRun(config, ranks, tracker, capability)

@@ -55,7 +55,7 @@ def remedies(
 def _for_gpu(config: PlanConfig, needs: Needs, chunk: int | None) -> dict[str, PlanConfig]:
     """Settings that change the phase with the highest peak: only they can help."""
     changes: dict[str, PlanConfig] = {}
-    loss, cache, precision = config.loss, config.cache, config.precision
+    loss, cache = config.loss, config.cache
     if needs.phase == "loss" and (loss.backend != "auto" or loss.exchange not in ("auto", "none")):
         tiled = replace(loss, backend="auto", exchange="none" if loss.exchange == "none" else "auto")
         word = "loss=infcl" if tiled == LossConfig() else f"loss.backend=auto loss.exchange={tiled.exchange}"
@@ -69,8 +69,7 @@ def _for_gpu(config: PlanConfig, needs: Needs, chunk: int | None) -> dict[str, P
         model = replace(config.model, grad_checkpointing=True)
         changes["model.grad_checkpointing=true"] = replace(config, model=model)
     # FSDP2 shards what is there between steps, so it can only remove an excess that is smaller than that.
-    masters = precision.weights == "fp32" or precision.master
-    shardable = config.optim.name in SHARDED and masters and not config.log.noise_scale
+    shardable = config.optim.name in SHARDED and not config.log.noise_scale
     several = config.gpus * config.nodes > 1 and config.launch.parallel == "ddp"
     if several and shardable and needs.fixed >= needs.gpu - 1:
         changes["launch.parallel=fsdp"] = replace(config, launch=replace(config.launch, parallel="fsdp"))

@@ -50,7 +50,7 @@ class StepTime:
 def step_time(config: PlanConfig, gpu: Hardware, run: DryRun, batch: int, kept: tuple[float, float]) -> StepTime:
     """A step of `batch` samples on each rank; `kept`: share of each tower's chunks whose graphs are kept."""
     ranks = config.gpus * config.nodes
-    rate = gpu.peak(config.precision.name, config.precision.tf32) * config.utilisation
+    rate = gpu.peak(config.precision.name) * config.utilisation
     link = 1e9 * (NETWORK if config.nodes > 1 else gpu.link)
     image, text = forward_flops(config.model, caption_width(config, run))
     forward = (0 if run.state.stored else image, text)

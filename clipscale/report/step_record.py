@@ -1,8 +1,7 @@
 """The record of a step, completed when the device has done it. Nothing waits for the device in between."""
 
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import psutil
@@ -11,6 +10,7 @@ from torch import Tensor
 from clipscale.common.phases import Phases, Readback
 from clipscale.data.loader.stream import TrainStream
 from clipscale.models.flops import Flops
+from clipscale.report.metrics import MetricLog
 
 Record = dict[str, Any]
 
@@ -18,14 +18,15 @@ Record = dict[str, Any]
 class StepRecords:
     """Completes the records of a run's steps, one by one."""
 
-    def __init__(self, log: Callable[[Record], None] | None, ranks: int, flops: Flops, stream: TrainStream) -> None:
+    def __init__(self, log: MetricLog | None, ranks: int, flops: Flops, stream: TrainStream) -> None:
         """`log` takes each complete record; None: this rank logs none."""
-        self._log, self._ranks, self._flops, self._stream = log, ranks, flops, stream
+        self.log, self._ranks, self._flops, self._stream = log, ranks, flops, stream
         self._measured_at = time.monotonic()
-        self._unfinished: Callable[[], Record] | None = None
+        self._unfinished: tuple[Record, Phases, Readback, Mapping[int, int]] | None = None
 
     def add(self, record: Record, phases: Phases, scale: Tensor, widths: Mapping[int, int]) -> None:
         """A step has been given to the device. `scale`: the logit scale after it; `widths`: captions by width."""
+        self.finish()
         now, before = time.monotonic(), self._measured_at
         self._measured_at = now
         measured = {
@@ -34,25 +35,34 @@ class StepRecords:
             "host_rss_bytes": psutil.Process().memory_info().rss,
             **self._stream.record(),
             "caption_tokens": sum(width * count for width, count in widths.items()) / sum(widths.values()),
+            "waited_s": self._stream.waited.take(),
         }
-        waited = self._stream.waited.take()
-        self._unfinished = partial(self._complete, record | measured, phases, Readback(scale), dict(widths), waited)
+        self._unfinished = record | measured, phases, Readback(scale), dict(widths)
+
+    def poll(self) -> None:
+        """Log the last step's record if the device has done the step."""
+        if self._unfinished and self._unfinished[2].ready:
+            self.finish()
 
     def finish(self) -> None:
-        """Log the last step's record. Where the device already has more work, it goes on with it."""
+        """Log the last step's record, when the device has done the step."""
         unfinished, self._unfinished = self._unfinished, None
-        if unfinished is not None and self._log is not None:
-            self._log(unfinished())
+        if unfinished and self.log:
+            self.log.step(self._complete(*unfinished))
 
-    def _complete(
-        self, record: Record, phases: Phases, scale: Readback, widths: dict[int, int], waited: float
-    ) -> Record:
-        rate = record["batch"] / phases.total
+    def close(self) -> None:
+        """Log what is left, and close the log."""
+        self.finish()
+        if self.log:
+            self.log.close()
+
+    def _complete(self, record: Record, phases: Phases, scale: Readback, widths: Mapping[int, int]) -> Record:
+        rate, waited_s = record["batch"] / phases.total, record.pop("waited_s")
         return record | {
             "logit_scale": scale.read()[0],
             "samples_per_s": rate,
             "samples_per_s_per_gpu": rate / self._ranks,
-            "data_wait_frac": waited / phases.total,
+            "data_wait_frac": waited_s / phases.total,
             **phases.record(),
             "mfu": self._flops.utilisation(rate / self._ranks, widths),
         }

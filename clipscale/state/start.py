@@ -1,14 +1,17 @@
 """How a run begins: its model, optimizer and data, from a checkpoint or anew."""
 
 import math
-from dataclasses import dataclass, replace
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from clipscale import checkpoint
+from clipscale.common.errors import UserError
 from clipscale.common.rng import RandomState
+from clipscale.common.terminal import say
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.host_batch import Offload
 from clipscale.data.loader.memory import free_memory
@@ -20,66 +23,62 @@ from clipscale.models.weights import described
 from clipscale.state.train_state import TrainState
 
 
-@dataclass
-class Started:
-    """What a run goes on with after `step` steps, the last of which had `loss`."""
-
-    state: TrainState
-    stream: TrainStream
-    resumed: bool = False
-    step: int = 0
-    loss: float = math.nan
-
-
-def start(config: TrainConfig, world: World, folder: Path, sizes: BatchSizes) -> Started:
-    """Make model, optimizer and data stream. The order of their sources:
+def begin(
+    config: TrainConfig, world: World, folder: Path, sizes: BatchSizes
+) -> tuple[TrainState, TrainStream, int, float]:
+    """Model, optimizer and data stream; the steps that are done, and the loss of the last. The order of their sources:
 
     1. `resume=auto`, the default: the newest readable checkpoint in the run's own folder.
     2. `resume=PATH`: that checkpoint, or the newest one of that run folder.
     3. Without a checkpoint, or with `resume=none`: the initial weights `model.weights` and those of the towers.
     4. Without these: random weights, by `seed`.
     """
-    path = checkpoint.to_resume(folder, config.resume, world)  # 1 and 2
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0  # by torchrun, after a failure
+    path = checkpoint.to_resume(folder, "auto", world) if restarted else None
+    path = path or checkpoint.to_resume(folder, config.resume, world)  # 1 and 2
     source = checkpoint.Saved(path) if path else None
     saved = source.values if source else None
     checkpoint.check_fits(saved, folder, config, sizes.before)
     model = world.on_main(lambda: described(config.model, saved))  # the pixels of 1, 2 or 3
-    state = TrainState(
-        replace(config, model=model), world, folder, source
-    )  # 3 and 4 inside, before the checkpoint's weights
-    if model != config.model:
-        state.notes.append(f"pixels are normalised as for the weights: mean {[*model.mean]}, deviation {[*model.std]}")
-    stream = data_stream(state, sizes, saved)
-    begun = Started(state, stream)
+    state = TrainState(replace(config, model=model), world, source)  # 3 and 4, then the checkpoint's weights
+    if world.main and model != config.model:
+        say(f"pixels are normalised as for the weights: mean {[*model.mean]}, deviation {[*model.std]}")
+    if world.main and state.captions.note:
+        say(state.captions.note)
+    stream = data_stream(state, sizes, saved, folder)
     merge_positions(world.gather(stream.position()))  # refuses shards that differ between the ranks
-    torch.manual_seed(config.seed + 1 + world.rank)
-    if saved is None:
-        return begun
-    begun.resumed, begun.step, begun.loss = True, saved["step"], saved["loss"]
-    if len(saved["random"]) == world.size:
-        own = saved["random"][world.rank]
-        RandomState(own["cpu"], own["cuda"] if world.device.type == "cuda" else None).restore()
-    else:  # another number of ranks: new random numbers, which differ at every resume
-        torch.manual_seed(config.seed + 1 + world.rank + begun.step * world.size)
-    return begun
+    restore_random(saved, config.seed, world)
+    return (state, stream, saved["step"], saved["loss"]) if saved else (state, stream, 0, math.nan)
 
 
-def data_stream(state: TrainState, sizes: BatchSizes, saved: dict[str, Any] | None) -> TrainStream:
-    """The data, from its start or from a checkpoint's position."""
+def restore_random(saved: dict[str, Any] | None, seed: int, world: World) -> None:
+    """The random state of this rank.
+
+    Over another number of ranks than the checkpoint's: new numbers, others at every resume.
+    """
+    if saved and len(saved["random"]) == world.size:
+        state = saved["random"][world.rank]
+        RandomState(state["cpu"], state["cuda"] if world.device.type == "cuda" else None).restore()
+    else:
+        torch.manual_seed(seed + 1 + world.rank + (saved["step"] * world.size if saved else 0))
+
+
+def data_stream(state: TrainState, sizes: BatchSizes, saved: dict[str, Any] | None, folder: Path) -> TrainStream:
+    """The data, from its start or from a checkpoint's position. Raises UserError."""
     config, world = state.config, state.world
-    first = 0 if saved is None else saved["step"]
+    if state.stored and config.offload == "encoded":
+        raise UserError("offload=encoded is for pictures; with data.image_features take offload=host, or disk")
+    first = saved["step"] if saved else 0
     backend = config.offload if config.offload != "none" else "host"
     free = free_memory()
     world.gather(None)  # all ranks have looked before the first takes its share
     return open_stream(
         config.data,
         BatchShare(config.batch, world.rank, world.size, sizes=lambda i: sizes.at(first + i)),
-        row_kind(config.data, state.image_size(), state.stored),
+        row_kind(config.data, state.model.image_size, state.stored),
         state.model.tokenizer,
         config.seed,
-        position=None if saved is None else saved["position"],
-        offload=Offload(
-            backend, state.cache.towers[0].size, config.offload_dir or str(state.folder), world.device.type == "cuda"
-        ),
+        position=saved["position"] if saved else None,
+        offload=Offload(backend, state.chunks["image"], config.offload_dir or str(folder), world.device.type == "cuda"),
         free=free,
     )

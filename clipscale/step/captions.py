@@ -1,10 +1,5 @@
 """Whether a run sorts its captions and cuts their padding off, decided once; and the text tower's input of each step."""
 
-from collections.abc import Mapping
-from typing import Any
-
-import torch
-
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.captions import SortedCaptions
 from clipscale.data.loader.host_batch import HostBatch
@@ -12,21 +7,12 @@ from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import World
 from clipscale.models.captions import padding
 from clipscale.models.towers import ClipModel
-from clipscale.state.empty_model import EmptyModel
 
 
 class CaptionRule:
-    """A new run sorts if `data.sort_captions` asks for it and its text tower allows it. A resumed run does as its checkpoint."""
+    """A run sorts if `data.sort_captions` asks for it and its text tower allows it. All ranks make it."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        world: World,
-        model: ClipModel,
-        empty: EmptyModel | None,
-        saved: Mapping[str, Any] | None,
-    ) -> None:
-        """`empty` holds the model's weights, if the model has none yet; `saved`: the checkpoint's values. All ranks make it."""
+    def __init__(self, config: TrainConfig, world: World, model: ClipModel) -> None:
         self.world, self.resident, self.context = world, config.offload == "none", model.context_length
         self.pad: int | None = None
         """The padding token; None: captions keep their order and the whole context."""
@@ -34,33 +20,19 @@ class CaptionRule:
         """Why captions are not sorted, if the settings ask for it."""
         if not config.data.sort_captions:
             return
-
-        def trial() -> int | str:
-            if empty:
-                return padding(model.text, model.tokenizer, torch.device("cpu"), empty.weights("text."))
-            return padding(model.text, model.tokenizer, world.device)
-
-        found: int | str = "the checkpoint was trained without it"
-        if saved is None or saved.get("sort_captions", False):
-            found = world.on_main(trial)
-        if isinstance(found, int):
-            self.pad = found
+        pad = world.on_main(lambda: padding(model.text, model.tokenizer, world.device))
+        if isinstance(pad, int):
+            self.pad = pad
         else:
-            self.note = f"data.sort_captions: {found}; captions keep their order and the whole context"
+            self.note = f"data.sort_captions: {pad}; captions keep their order and the whole context"
 
     def input(self, batch: HostBatch, *, sort: bool) -> ChunkLoader | SortedCaptions:
         """The text tower's input; sorted if this run sorts and this step may."""
         device = self.world.device
         if self.pad is None or not sort:
             return ChunkLoader(batch.tokens, len(batch), device, resident=self.resident)
-        return SortedCaptions(
-            batch.tokens,
-            len(batch),
-            device,
-            pad=self.pad,
-            resident=self.resident,
-            most=lambda own: self.world.highest(own)[0],
-        )
+        most = lambda chunks: self.world.highest(chunks)[0]  # noqa: E731
+        return SortedCaptions(batch.tokens, len(batch), device, pad=self.pad, resident=self.resident, most=most)
 
     def widths(self, texts: ChunkLoader | SortedCaptions) -> dict[int, int]:
         """Captions of a step that has run, by the width at which the tower computed them."""

@@ -1,32 +1,28 @@
-"""Samples per chunk: from the settings, an earlier start of the run, or a measurement."""
+"""Samples per chunk: from the settings, from the checkpoint that a run goes on from, or from a measurement."""
 
-import json
-import logging
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.rng import RandomState
 from clipscale.common.units import parse_count
 from clipscale.config.sections import CacheConfig
 from clipscale.distributed.world import World
 
-log = logging.getLogger(__name__)
-
 CPU_CHUNK = 256
 """Samples per chunk on a CPU. Larger chunks fit there too, but are no faster."""
 SMALLEST, LARGEST = 16, 2**15
 """First and last chunk size that is tried on a GPU. Beyond the last, attention kernels exceed the largest grid."""
-CHUNKS = "chunks.json"
 GOOD_ENOUGH = 0.95
-"""Share of the best speed. Where graphs are kept, the smallest chunk that reaches it is chosen, and the memory left over keeps graphs."""
+"""Share of the best speed.
+
+Where graphs are kept, the smallest chunk that reaches it is chosen, and the memory left over keeps graphs.
+"""
 
 
 def chunk_sizes(config: CacheConfig, local_batch: int) -> dict[str, int | None]:
@@ -35,8 +31,8 @@ def chunk_sizes(config: CacheConfig, local_batch: int) -> dict[str, int | None]:
     Raises UserError for sizes below 1 or beyond the samples of one process.
     """
     sizes: dict[str, int | None] = {}
-    for tower, own in (("image", config.image_chunk), ("text", config.text_chunk)):
-        setting, value = (f"cache.{tower}_chunk", str(own)) if own else ("cache.chunk", config.chunk)
+    for tower, chunk in (("image", config.image_chunk), ("text", config.text_chunk)):
+        setting, value = (f"cache.{tower}_chunk", str(chunk)) if chunk else ("cache.chunk", config.chunk)
         if value == "auto":
             sizes[tower] = None
             continue
@@ -62,8 +58,9 @@ def batch_norm_chunk(tower: nn.Module, name: str, size: int | None, local_batch:
         return None
     if size is not None and size < local_batch:
         raise UserError(
-            f"cache.{name}_chunk={size}: the {name} tower has batch normalisation ({mixing[0]}), which mixes the samples of a batch; set "
-            f"model.batch_norm=frozen, or cache.{name}_chunk={local_batch}, all that one process holds"
+            f"cache.{name}_chunk={size}: the {name} tower has batch normalisation ({mixing[0]}), which mixes the samples
+            of a batch; set " f"model.batch_norm=frozen, or cache.{name}_chunk={local_batch}, all that one process
+            holds"
         )
     return local_batch
 
@@ -73,18 +70,16 @@ def agreed_chunk_sizes(
     towers: Mapping[str, tuple[nn.Module, Callable[[int], Tensor]] | None],
     local_batch: int,
     world: World,
-    folder: Path,
-    earlier: dict[str, Any],
-) -> tuple[dict[str, Any], str]:
-    """Samples per chunk by tower, with the `device` that they hold for, the same on all ranks; and a line for the user, or "".
+    earlier: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Samples per chunk by tower, with the `device` that they hold for, the same on all ranks.
 
-    They come from the settings; else from an earlier start of this run on the same kind of device, by its folder or as `earlier`; else
-    from a measurement of the tower with inputs of its sampler. None in place of a tower: its input is not cut.
+    They come from the settings; else from the checkpoint (`earlier`), if that is of the same kind of device, because
+    random numbers are drawn chunk by chunk; else from a measurement of the tower with inputs of its sampler. None in
+    place of a tower: its input is not cut.
     """
     settings = chunk_sizes(config, local_batch)
-    earlier = world.broadcast(saved_chunk_sizes(folder) or earlier)
     device = " and ".join(sorted(set(world.gather(device_name(world.device)))))
-    same = earlier.get("device", device) == device
     sizes: dict[str, Any] = {"device": device}
     for name, encoder in towers.items():
         if encoder is None:
@@ -92,24 +87,20 @@ def agreed_chunk_sizes(
             continue
         tower, sample = encoder
         size = batch_norm_chunk(tower, name, settings[name], local_batch) or settings[name]
-        if size is None and same:
-            size = earlier.get(name)
+        if size is None and earlier.get("device") == device:
+            size = earlier[name]
         if size is None:
             found = find_chunk(tower, sample, local_batch, world.device, keep=config.keep != "none")
             size = min(world.gather(found))
         sizes[name] = size
-    if world.main:
-        save_chunk_sizes(folder, sizes)
-    if same or None not in settings.values():
-        return sizes, ""
-    old, new = (f"{found.get('image')} and {found.get('text')}" for found in (earlier, sizes))
-    return sizes, f"cache.chunk=auto: {old} samples were found on {earlier['device']}; on {device} they are {new}"
+    return sizes
 
 
 def find_chunk(
     tower: nn.Module, sample: Callable[[int], Tensor], local_batch: int, device: torch.device, *, keep: bool
 ) -> int:
-    """The power of two that fits the device and runs forward and backward fastest; with `keep`, the smallest that is nearly as fast.
+    """The power of two that fits the device and runs forward and backward fastest; with `keep`, the smallest that is
+    nearly as fast.
 
     `sample(n)` makes an input of n samples on the device. On a CPU nothing is measured.
     """
@@ -154,27 +145,5 @@ def device_name(device: torch.device) -> str:
     """The kind of device that chunk sizes are found for: its name and memory."""
     if device.type == "cpu":
         return "cpu"
-    found = torch.cuda.get_device_properties(device)
-    return f"{found.name}, {found.total_memory / 2**30:.0f} GiB"
-
-
-def saved_chunk_sizes(folder: Path) -> dict[str, Any]:
-    """Chunk sizes that an earlier start of this run has used, by tower, and the `device` that they were found for.
-
-    A resumed run on the same kind of device must cut its batches alike: random numbers are drawn chunk by chunk.
-    """
-    path = folder / CHUNKS
-    try:
-        found = files.read_tree(path) if path.is_file() else {}
-        sizes = [value for name, value in found.items() if name != "device"]
-        if not all(type(size) is int and size > 0 for size in sizes) or not isinstance(found.get("device", ""), str):
-            raise ValueError("it holds something else than sizes")
-        return found
-    except (OSError, ValueError) as error:
-        log.warning("%s cannot be read (%s); chunk sizes are found anew", path, error)
-        return {}
-
-
-def save_chunk_sizes(folder: Path, sizes: dict[str, Any]) -> None:
-    """Keep them for later starts. Replaces the file atomically, since other ranks may be reading it."""
-    files.write_text(folder / CHUNKS, json.dumps(sizes) + "\n")
+    properties = torch.cuda.get_device_properties(device)
+    return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"

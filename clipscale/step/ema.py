@@ -8,26 +8,28 @@ import torch
 from torch import Tensor, nn
 
 from clipscale.distributed.fsdp import reshard
-from clipscale.distributed.world import copy_into, local
+from clipscale.distributed.world import local
 
 
 class WeightAverage:
     """a <- d a + (1 - d) w after every step, in float32, with d = min(decay, (1 + n) / (10 + n)) in step n = 1, 2, ...
 
-    The smaller decay of the first steps lets the average forget the initial weights, as in TensorFlow's ExponentialMovingAverage.
+    The smaller decay of the first steps lets the average forget the initial weights, as in TensorFlow's
+    ExponentialMovingAverage.
     """
 
-    def __init__(self, decay: float, weights: Mapping[str, nn.Parameter]) -> None:
-        """`weights` by the model's names, as the optimizer holds them: float32 masters, or shards of FSDP2."""
-        self.decay, self.updates, self.weights = decay, 0, weights
-        self.values = {name: w.detach().clone().float() for name, w in weights.items()}
+    def __init__(self, decay: float, model: nn.Module) -> None:
+        """Of the model's trained parameters, in shards where these are."""
+        self.decay, self.updates, self.model = decay, 0, model
+        self.weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.values = {name: p.detach().clone() for name, p in self.weights.items()}
 
     def update(self) -> None:
         """Take in the weights after a step."""
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         values = [local(self.values[name]) for name in self.weights]
-        torch._foreach_lerp_(values, [local(w.detach()).float() for w in self.weights.values()], 1 - decay)
+        torch._foreach_lerp_(values, [local(w.detach()) for w in self.weights.values()], 1 - decay)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds."""
@@ -37,20 +39,19 @@ class WeightAverage:
         """Go on from a checkpoint's average; None: from the weights as they are now."""
         self.updates = saved["updates"] if saved else 0
         for name, value in self.values.items():
-            copy_into(value, saved["weights"][name] if saved else self.weights[name].detach())
+            local(value).copy_(local(saved["weights"][name] if saved else self.weights[name].detach()))
 
     @contextmanager
-    def in_place(self, model: nn.Module) -> Iterator[None]:
+    def in_place(self) -> Iterator[None]:
         """The model computes with the averaged weights inside. Takes memory for one more copy of the trained weights."""
-        held = {name: p for name, p in model.named_parameters() if name in self.values}
-        before = {name: p.detach().clone() for name, p in held.items()}
-        self._set(model, held, self.values)
+        before = {name: p.detach().clone() for name, p in self.weights.items()}
+        self._set(self.values)
         try:
             yield
         finally:
-            self._set(model, held, before)
+            self._set(before)
 
-    def _set(self, model: nn.Module, held: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
-        for name, p in held.items():
+    def _set(self, values: Mapping[str, Tensor]) -> None:
+        for name, p in self.weights.items():
             local(p.detach()).copy_(local(values[name]))
-        reshard(model)  # weights gathered before are old
+        reshard(self.model)  # weights gathered before are old

@@ -1,4 +1,5 @@
-"""The gradient cache (Gao et al. 2021, arXiv 2101.06983, section 3): the exact gradient of a loss over a whole batch, chunk by chunk.
+"""The gradient cache (Gao et al. 2021, arXiv 2101.06983, section 3): the exact gradient of a loss over a whole batch,
+chunk by chunk.
 
 A contrastive loss couples samples only through their representations, so three passes suffice:
 1. Encode every chunk without a graph.
@@ -48,27 +49,31 @@ class Arranged(Chunked, Protocol):
 class GradCache:
     """Exact gradients of `loss(*representations)` at any batch size, for any encoders.
 
-    `step(*inputs)` adds the gradient of one graph over the whole batch to `.grad` of every parameter of the encoders and of the loss.
-    `encode`, `backward` and `replay` are its parts, for callers that do something between them.
+    `step(*inputs)` adds the gradient of one graph over the whole batch to `.grad` of every parameter of the encoders
+    and of the loss. `encode`, `backward` and `replay` are its parts, for callers that do something between them.
 
     Args:
-        encoders: one module or callable per tower; each maps its chunk to a tensor whose first dimension counts the samples. The same
+        encoders: one module or callable per tower; each maps its chunk to a tensor whose first dimension counts the
+        samples. The same
             module may serve several towers. A module without trainable parameters is encoded once and not replayed.
             Under DDP or FSDP2 the gradients of each module are synchronised once, with its last chunk.
         loss: maps one representation tensor per tower, over the whole (local) batch, to a scalar.
-        chunks: samples per chunk, one size for all towers or one per tower. The last chunk may be shorter; a size beyond the batch
+        chunks: samples per chunk, one size for all towers or one per tower. The last chunk may be shorter; a size
+        beyond the batch
             means one chunk.
-        keep_bytes: memory for graphs kept from the first pass, whose chunks need no replay; the same on all ranks. 0: none; math.inf:
-            all. Between them, the first step measures a graph and keeps none; later ones keep as many as fit. It may be changed.
+        keep_bytes: memory for graphs kept from the first pass, whose chunks need no replay; the same on all ranks. 0:
+        none; math.inf:
+            all. Between them, the first step measures a graph and keeps none; later ones keep as many as fit. It may be
+            changed.
         autocast: makes the context in which encoders run. Each chunk gets a new one.
         scaler: a gradient scaler for fp16. It scales the loss before the backward pass.
 
     `before_chunk()` is called before each chunk in both passes; what it raises ends the step.
     `after_chunk(tower, rows)` is called when the second pass has added the gradient of `rows` samples of that tower.
 
-    Raises ValueError for chunk sizes below 1, input tensors of unequal length, an encoder whose output has another number of rows than
-    its input, a loss that does not use a representation, and batch normalisation in training mode over more than one chunk, or over
-    several ranks without synchronisation.
+    Raises ValueError for chunk sizes below 1, input tensors of unequal length, an encoder whose output has another
+    number of rows than its input, a loss that does not use a representation, and batch normalisation in training mode
+    over more than one chunk, or over several ranks without synchronisation.
 
     Dense retrieval with hard negatives, as in the paper's first experiments:
 
@@ -114,8 +119,8 @@ class GradCache:
     def encode(self, *inputs: Any) -> list[Tensor]:
         """First pass: the representations of every tower, as leaf tensors. Those of a trained tower require a gradient.
 
-        An input is a tensor, a nesting of tuples, lists and dicts of tensors with equal first dimensions, or a `Chunked`. The
-        representations of an `Arranged` input are in the batch's order.
+        An input is a tensor, a nesting of tuples, lists and dicts of tensors with equal first dimensions, or a
+        `Chunked`. The representations of an `Arranged` input are in the batch's order.
         """
         representations, budget = [], self.keep_bytes
         for tower, batch in zip(self.towers, inputs, strict=True):
@@ -133,7 +138,9 @@ class GradCache:
                 )
 
     def replay(self) -> None:
-        """Second pass: encode every chunk again, with a graph, and backpropagate its rows of the representations' gradient."""
+        """Second pass: encode every chunk again, with a graph, and backpropagate its rows of the representations'
+        gradient.
+        """
         for i, tower in enumerate(self.towers):
             for rows in tower.replay(self.before_chunk):
                 self.after_chunk(i, rows)
@@ -141,7 +148,8 @@ class GradCache:
             tower.representations = torch.empty(0)
 
     def ranges(self, tower: int, rows: int) -> Iterator[tuple[int, int]]:
-        """The row ranges that both passes of a tower over a batch ask for, in order. Read at most one range ahead of the passes.
+        """The row ranges that both passes of a tower over a batch ask for, in order. Read at most one range ahead of
+        the passes.
 
         Not for an `Arranged` input, which cuts its own.
         """
@@ -196,7 +204,8 @@ class Tower:
         return self.representations.requires_grad_(trained)
 
     def replay(self, before_chunk: Callable[[], None]) -> Iterator[int]:
-        """Backpropagate chunk by chunk, first through the kept graphs, then replaying the other chunks. Yields the samples of each.
+        """Backpropagate chunk by chunk, first through the kept graphs, then replaying the other chunks. Yields the
+        samples of each.
 
         One backward pass for all kept graphs would sum their gradients in the weights' own type, bf16 perhaps.
         """
@@ -256,12 +265,13 @@ def refuse_batch_norm(encoder: Callable[..., Tensor], chunks: int) -> None:
         what = f"{name} is batch normalisation in training mode, which mixes the samples of a batch"
         if chunks > 1:
             raise ValueError(
-                f"{what}: cut into {chunks} chunks it would compute another function; freeze it (.eval()) or use one chunk"
+                f"{what}: cut into {chunks} chunks it would compute another function; freeze it (.eval()) or use one
+                chunk"
             )
-        if ranks > 1 and not isinstance(module, nn.SyncBatchNorm) and not getattr(module, "synchronised", False):
+        if ranks > 1 and not isinstance(module, nn.SyncBatchNorm):
             raise ValueError(
                 f"{what}: over {ranks} ranks it would see only a part of them; synchronise it "
-                "(clipscale.distributed.world.sync_batch_norm) or freeze it (.eval())"
+                "(nn.SyncBatchNorm, on GPUs) or freeze it (.eval())"
             )
 
 

@@ -20,7 +20,8 @@ MARGIN = 0.9
 
 @dataclass
 class KeptGraphs:
-    """The graphs that one tower keeps of a step's first chunks: as many as its memory holds, the same number on all ranks.
+    """The graphs that one tower keeps of a step's first chunks: as many as its memory holds, the same number on all
+    ranks.
 
     A finite budget needs the bytes of a graph. The first step at a batch size measures them and keeps none.
     """
@@ -92,8 +93,8 @@ def graph_bytes() -> Iterator[Callable[[], int]]:
 class KeepBudget:
     """The bytes for kept graphs in each step: `cache.keep` is `none`, a number of bytes, or `auto`.
 
-    `auto` keeps none in the first step at a batch size and measures its peak beyond its start. Later steps may keep graphs in the rest of
-    the free memory, less a margin. On a CPU it is half of the memory that is free at the start.
+    `auto` keeps none in the first step at a batch size and measures its peak beyond its start. Later steps may keep
+    graphs in the rest of the free memory, less a margin. On a CPU it is half of the memory that is free at the start.
     """
 
     def __init__(self, setting: str, world: World) -> None:

@@ -1,7 +1,6 @@
 """Optimizers (timm's factory), parameter groups and learning-rate schedules."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,47 +9,20 @@ import torch
 from torch import nn
 
 from clipscale.common.errors import UserError
-from clipscale.common.terminal import say
 from clipscale.common.units import nearest
 from clipscale.config.sections import LR_SCALING, OptimConfig, ScheduleConfig
+from clipscale.data.loader.ramp import BatchSizes
 
-
-def peak_lr(config: OptimConfig, batch: int) -> float:
-    """The peak learning rate at this batch: lr x (batch / reference_batch) ^ (0, 1/2 or 1).
-
-    Linear: Goyal et al. 2017 (arXiv 1706.02677), for SGD below the noise scale. Square root: Krizhevsky 2014 (arXiv 1404.5997), the usual
-    choice for Adam and similar optimizers. Raises UserError for a rule without `reference_batch`.
-    """
-    if config.lr_scaling == "none":
-        return config.lr
-    if config.reference_batch is None:
-        raise UserError(
-            f"optim.lr_scaling={config.lr_scaling} needs optim.reference_batch, the batch that optim.lr={config.lr:g} is meant for"
-        )
-    return float(config.lr * (batch / config.reference_batch) ** LR_SCALING[config.lr_scaling])
-
-
-ELEMENTWISE = ("adamw", "lion", "adam", "nadamw", "sgd")
-"""Optimizers whose update of a shard is the shard of their update."""
-SHARDED = (*ELEMENTWISE, "adafactorbv", "lamb", "muon", "lars", "adopt", "laprop", "radam", "rmsprop")
+SHARDED = (
+    "adamw", "lion", "adam", "nadamw", "sgd", "adafactorbv", "muon", "lars", "adopt", "laprop", "radam", "rmsprop"
+)  # fmt: skip
 """Optimizers whose update of a matrix in shards is the one of the whole matrix: a test compares them."""
-OWN_CLIP = {"lamb": 1.0}
-"""Optimizers that clip by the global norm themselves, at timm's `max_grad_norm`."""
 
 
-def largest_norm(config: OptimConfig, *, sharded: bool) -> float | None:
-    """The norm at which gradients are clipped before the optimizer; `sharded`: it leaves its own clipping to us."""
-    own = config.options.get("max_grad_norm", OWN_CLIP[config.name]) if sharded and config.name in OWN_CLIP else None
-    return min((limit for limit in (config.clip_norm, own) if limit), default=None)
-
-
-def build_optimizer(
-    model: nn.Module, config: OptimConfig, masters: Mapping[int, nn.Parameter] | None = None, *, sharded: bool = False
-) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, config: OptimConfig, *, sharded: bool = False) -> torch.optim.Optimizer:
     """timm's optimizer over the trainable parameters, with weight decay on matrices only.
 
-    `masters` maps the id of a parameter to the copy that the optimizer updates instead. `sharded`: matrices and vectors are in shards,
-    the scalars are not.
+    `sharded`: matrices and vectors are in shards, the scalars are not.
 
     Raises UserError for an optimizer that timm does not have, and for options that the optimizer does not take.
     """
@@ -67,14 +39,10 @@ def build_optimizer(
         options.setdefault("eps", config.eps)
     if sharded and config.name not in SHARDED:
         raise UserError(
-            f"optim.name={config.name}: not with launch.parallel=fsdp, where a parameter is in shards; choose one of {', '.join(SHARDED)}, "
-            "or launch.parallel=ddp"
+            f"optim.name={config.name}: not with launch.parallel=fsdp, where a parameter is in shards; choose one of {',
+            '.join(SHARDED)}, " "or launch.parallel=ddp"
         )
-    if sharded and config.name in OWN_CLIP:  # it would join the norms of shards with those of whole scalars
-        options |= {"max_grad_norm": None, "foreach": False}
     groups = parameter_groups(model, config.weight_decay)
-    for group in groups:
-        group["params"] = [(masters or {}).get(id(p), p) for p in group["params"]]
     try:
         return timm.optim.create_optimizer_v2(
             groups, opt=config.name, lr=config.lr, momentum=config.betas[0], **options
@@ -86,11 +54,12 @@ def build_optimizer(
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Trainable parameters in four groups: matrices and token embeddings, with weight decay; vectors and scalars, without.
+    """Trainable parameters in four groups: matrices and token embeddings, with weight decay; vectors and scalars,
+    without.
 
-    Embeddings are a group because Muon's orthogonal steps suit matrices that multiply activations; it falls back to AdamW for them.
-    Scalars (logit scale and bias, outside the towers) are a group because FSDP2 shards all others, and fused optimizer loops do not mix
-    sharded with whole tensors.
+    Embeddings are a group because Muon's orthogonal steps suit matrices that multiply activations; it falls back to
+    AdamW for them. Scalars (logit scale and bias, outside the towers) are a group because FSDP2 shards all others, and
+    fused optimizer loops do not mix sharded with whole tensors.
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     trainable = [p for p in model.parameters() if p.requires_grad]
@@ -129,7 +98,10 @@ def parse_steps(text: str, setting: str, *, total: int, per_epoch: float | None)
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning rate as a pure function of the step, so that a resumed run needs no state."""
+    """Learning rate as a pure function of the step, so that a resumed run needs no state.
+
+    Under a batch ramp steps count full batches.
+    """
 
     peak: float
     total: int
@@ -137,38 +109,49 @@ class Schedule:
     cooldown: int
     final: float
     cosine: bool
+    sizes: BatchSizes
+    power: float = 0.0
+    """Of a ramped batch's share of the full one, by which the rate of its step is scaled. Linear: Goyal et al. 2017
+    (arXiv 1706.02677), for
+    SGD below the noise scale. The square root: Krizhevsky 2014 (arXiv 1404.5997), the usual choice for Adam and similar optimizers."""
 
     @staticmethod
-    def build(config: ScheduleConfig, *, peak: float, total: int, per_epoch: float | None) -> "Schedule":
+    def build(
+        config: ScheduleConfig, optim: OptimConfig, sizes: BatchSizes, samples: int, epoch: int | None
+    ) -> "Schedule":
+        """The schedule of a run of `samples`; `epoch` is the samples of an epoch, None if that is not known.
+
+        Raises UserError.
+        """
+        total, per_epoch = max(1, samples // sizes.batch), None if epoch is None else epoch / sizes.batch
         warmup = parse_steps(config.warmup, "schedule.warmup", total=total, per_epoch=per_epoch)
         cooldown = parse_steps(config.cooldown, "schedule.cooldown", total=total, per_epoch=per_epoch)
-        return Schedule(peak, total, min(warmup, total), min(cooldown, total), config.final, config.name == "cosine")
+        return Schedule(
+            optim.lr, total, min(warmup, total), min(cooldown, total), config.final,
+            config.name == "cosine", sizes, LR_SCALING[optim.lr_scaling],
+        )  # fmt: skip
 
-    @staticmethod
-    def of_run(
-        config: ScheduleConfig, optim: OptimConfig, *, batch: int, samples: int, epoch: int | None, announce: bool
-    ) -> "Schedule":
-        """The schedule of a run of `samples` in full batches; `epoch` is the samples of an epoch. `announce` prints a scaled peak."""
-        peak = peak_lr(optim, batch)
-        if optim.lr_scaling != "none" and announce:
-            say(f"peak learning rate {peak:.4g}: optim.lr={optim.lr:g}, {optim.lr_scaling} in batch / reference_batch")
-        per_epoch = None if epoch is None else epoch / batch
-        return Schedule.build(config, peak=peak, total=max(1, samples // batch), per_epoch=per_epoch)
-
-    def lr(self, step: float) -> float:
-        """Learning rate of step 0, 1, ..., total - 1, or in between: a linear warm-up, then a cosine or a constant with a cooldown."""
-        if self.warmup and step < self.warmup:
-            return self.peak * (step + 1) / self.warmup
+    def at(self, position: float) -> float:
+        """Learning rate of full batch 0, 1, ..., total - 1, or between: a linear warm-up, then a cosine or a constant
+        with a cooldown.
+        """
+        if self.warmup and position < self.warmup:
+            return self.peak * (position + 1) / self.warmup
         low = self.peak * self.final
         if self.cosine:
-            progress = (step - self.warmup) / max(1, self.total - self.warmup)
+            progress = (position - self.warmup) / max(1, self.total - self.warmup)
             return low + (self.peak - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-        left = self.total - step
+        left = self.total - position
         return self.peak if left >= self.cooldown else low + (self.peak - low) * left / self.cooldown
 
-    def apply(self, optimizer: torch.optim.Optimizer, step: float, factor: float = 1.0) -> float:
-        """Set every parameter group's learning rate for this step to `factor` times the schedule's; returns it."""
-        lr = factor * self.lr(step)
+    def lr(self, step: int) -> float:
+        """Learning rate of step 0, 1, ... of the run. A scaled peak follows the step's own batch."""
+        factor = (self.sizes.at(step) / self.sizes.batch) ** self.power
+        return factor * self.at(self.sizes.before(step + 1) / self.sizes.batch - 1)
+
+    def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
+        """Set every parameter group's learning rate for this step; returns it."""
+        lr = self.lr(step)
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         return lr

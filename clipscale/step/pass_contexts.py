@@ -1,4 +1,6 @@
-"""Contexts around one pass of an encoder: whether its gradients are summed over ranks, and that its statistics change once a step."""
+"""Contexts around one pass of an encoder: whether its gradients are summed over ranks, and that its statistics change
+once a step.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 def gradient_sync(encoder: Callable[..., Tensor], last: bool) -> Iterator[None]:
     """Around a chunk: its gradients are summed over ranks if it is a step's `last` one.
 
-    DDP reads this in the forward pass (see `summing`), FSDP2 in the backward pass. An encoder's own `gradient_sync` decides by itself.
+    DDP reads this in the forward pass (see `summing`), FSDP2 in the backward pass. An encoder's own `gradient_sync`
+    decides by itself.
     """
     if hasattr(encoder, "gradient_sync"):
         with encoder.gradient_sync(last):
@@ -32,7 +35,8 @@ def gradient_sync(encoder: Callable[..., Tensor], last: bool) -> Iterator[None]:
 def summing(encoder: Callable[..., Tensor], out: Tensor) -> Tensor:
     """The output of a kept graph, for a backward pass that sums gradients, though its forward pass was under `no_sync`.
 
-    DDP sums in the backward pass after its last forward pass. So `out` passes through the wrapper, while its module is the identity.
+    DDP sums in the backward pass after its last forward pass. So `out` passes through the wrapper, while its module is
+    the identity.
     """
     if not isinstance(encoder, DistributedDataParallel):
         return out

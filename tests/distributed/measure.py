@@ -2,7 +2,8 @@
 
     python -m tests.distributed.measure ranks=2 chunks=8 layers=4 width=64 precision=bf16
 
-It prints a table: collectives and bytes of one step on one rank, and the bytes of whole weights and gradients between two chunks.
+It prints a table: collectives and bytes of one step on one rank, and the bytes of whole weights and gradients between
+two chunks.
 """
 
 import sys
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipscale.config.sections import ModelConfig
-from clipscale.distributed.fsdp import ShardedTower, Sharding, reshard, sharded
+from clipscale.distributed.fsdp import ShardedTower, reshard, sharded
 from clipscale.distributed.world import World
 from clipscale.loss.api import contrastive_loss
 from clipscale.models.towers import ClipModel, build_model
@@ -77,10 +78,9 @@ def step(
     layers: int = 2,
     width: int = 32,
     half: str = "",
-    weights: str = "",
     steps: int = 1,
 ) -> dict[str, Any]:
-    """The last step of one rank, over `chunks` chunks of two samples for each tower, with Sharding's `stage`.
+    """The last step of one rank, over `chunks` chunks of two samples for each tower, with ShardedTower's `stage`.
 
     Stage 0: FSDP2 as it is by itself, summing gradients with the last chunk alone.
     """
@@ -93,8 +93,8 @@ def step(
     batch = inputs(rank, 2 * chunks)
     with torch.no_grad(), autocast():  # one after the other, without FSDP2
         alone = [torch.cat([tower(part) for part in x.split(2)]) for tower, x in zip((model.image, model.text), batch)]
-    sharding = Sharding(stage or 3, dtype, bool(weights))
-    towers: Sequence[Any] = [world.wrap(tower, "fsdp", sharding) for tower in (model.image, model.text)]
+    wrapped = [world.wrap(tower, "fsdp", stage or 3, dtype or torch.float32) for tower in (model.image, model.text)]
+    towers: Sequence[Any] = wrapped
     if not stage:
         assert all(isinstance(tower, ShardedTower) for tower in towers)
         towers = [tower.module for tower in towers]
@@ -120,7 +120,7 @@ def step(
         cache.after_chunk = after_chunk
         with counted:
             cache.replay()
-        cache.after_chunk = None
+        cache.after_chunk = lambda tower, rows: None
     found |= {**counted.calls, f"{GATHER} bytes": counted.bytes[GATHER], f"{SUM} bytes": counted.bytes[SUM]}
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert not any(held(tower)[0] for tower in towers), "no weights are whole between steps"

@@ -16,7 +16,6 @@ CASES: list[dict[str, Any]] = [
     *({"stage": stage} for stage in (0, 1, 2, 3)),
     {"stage": 1, "half": "bfloat16", "steps": 2},
     {"stage": 3, "half": "bfloat16"},
-    {"stage": 1, "half": "bfloat16", "weights": "bf16"},
 ]
 
 
@@ -61,9 +60,6 @@ def test_bf16_weights_are_gathered_in_bf16_with_the_features_and_gradients_of_au
         assert now[f"{GATHER} bytes"] < 0.6 * of(found, stage=stage)[f"{GATHER} bytes"]
         assert all(g.dtype == torch.float32 for g in now["gradients"].values())
     assert worst(third["gradients"], first["gradients"]) < 1e-5
-    assert (
-        worst(of(found, stage=1, half="bfloat16", weights="bf16")["gradients"], of(found, stage=1)["gradients"]) < 0.1
-    )
 
 
 def worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:

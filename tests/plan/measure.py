@@ -1,11 +1,9 @@
 """Measures the memory of real steps on the CPU by torch's profiler, which sees every allocation."""
 
 import gc
-import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,10 +62,9 @@ def measured(config: TrainConfig, world: World | None = None) -> StepMemory:
     gc.collect()  # garbage of earlier tests must not be freed during the measurement
     gc.freeze()  # for good: a full collection of all modules takes a quarter of a second
     with (
-        tempfile.TemporaryDirectory() as folder,
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
     ):
-        state = MeasuredState(config, world, Path(folder), None)
+        state = MeasuredState(config, world)
         assert state.captions.pad == 0, state.captions.note
         state.cache.keep_bytes = 0 if config.cache.keep == "none" else float(config.cache.keep)
         model = state.model
@@ -107,7 +104,7 @@ def one_step(
         features = state.cache.encode(images, texts)
     gc.collect()
     with mark("loss"):
-        state.backward(state.loss(*features))
+        state.cache.backward(state.loss(*features))
         del features
     gc.collect()
     with mark("replay"):

@@ -1,21 +1,21 @@
-"""Chunk sizes by measurement: the fastest, or the smallest that is nearly as fast where the memory left over keeps graphs."""
+"""Chunk sizes by measurement: the fastest, or the smallest that is nearly as fast where the memory left over keeps
+graphs.
+"""
 
-import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from clipscale import checkpoint
 from clipscale.common.errors import UserError
-from clipscale.config.sections import CacheConfig, CheckpointConfig, ModelConfig
-from clipscale.step import chunk_sizes as autotune
-from clipscale.step.chunk_sizes import CHUNKS, save_chunk_sizes, saved_chunk_sizes
+from clipscale.config.sections import CacheConfig
+from clipscale.distributed.world import World
+from clipscale.step import chunk_sizes
+from clipscale.step.chunk_sizes import agreed_chunk_sizes, find_chunk
 from clipscale.train import train
-from tests.support.runs import ARCHITECTURE, settings
+from tests.support.runs import settings
 
 GPU = torch.device("cuda")
 RATES = {16: 50.0, 32: 80.0, 64: 96.0, 128: 100.0, 256: 99.0, 512: 90.0, 1024: 70.0}
@@ -29,9 +29,9 @@ def measured(monkeypatch: pytest.MonkeyPatch, fits: int, rates: dict[int, float]
             raise torch.OutOfMemoryError
         return rates[len(inputs)]
 
-    monkeypatch.setattr(autotune, "samples_per_second", rate)
+    monkeypatch.setattr(chunk_sizes, "samples_per_second", rate)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    return lambda keep: autotune.find_chunk(nn.Linear(1, 1), torch.empty, 4096, GPU, keep=keep)
+    return lambda keep: find_chunk(nn.Linear(1, 1), torch.empty, 4096, GPU, keep=keep)
 
 
 def test_without_kept_graphs_the_fastest_chunk_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,36 +47,23 @@ def test_the_largest_chunk_that_fits_leaves_no_memory_and_is_not_taken(monkeypat
         measured(monkeypatch, fits=8, rates=rising)(False)
 
 
-def test_chunks_found_on_another_device_are_found_anew(
-    demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """They may be too large for it. Without dropout the curve stays the same to rounding; with it, a line says that it does not."""
-    for rate, said in ((0.0, False), (0.3, True)):
-        run = tmp_path / f"run{rate}"
-        model = ModelConfig(name="test", architecture=ARCHITECTURE, patch_dropout=rate)
-        config = settings(
-            demo, run, samples=128, model=model, cache=CacheConfig(), checkpoint=CheckpointConfig(every=1)
-        )
-        train(replace(config, samples=64))
-        card = {"image": 16, "text": 16, "device": "NVIDIA H200, 140 GiB"}
-        save_chunk_sizes(run, card)
-        checkpoint.save(run, 1, checkpoint.load(checkpoint.path_of(run, 1)) | {"chunks": card}, keep=0)
-        capsys.readouterr()
-        train(config)
-        out = " ".join(capsys.readouterr().out.split())
-        assert (
-            "cache.chunk=auto: 16 and 16 samples were found on NVIDIA H200, 140 GiB; on cpu they are 64 and 64" in out
-        )
-        assert ("resumed with chunks of [64, 64] samples instead of [16, 16]: the towers draw other" in out) == said, (
-            out
-        )
-        assert saved_chunk_sizes(run) == {"image": 64, "text": 64, "device": "cpu"}
+def test_a_resumed_run_has_the_chunks_of_its_checkpoint_on_the_same_kind_of_device() -> None:
+    """Else random numbers would differ. On another device they may be too large."""
+    towers = {"image": (nn.Linear(1, 1), torch.empty), "text": None}
+    for device, image in (("cpu", 17), ("NVIDIA H200, 140 GiB", 100)):
+        earlier = {"image": 17, "text": 100, "device": device}
+        sizes = agreed_chunk_sizes(CacheConfig(), towers, 100, World(0, 1, torch.device("cpu")), earlier)
+        assert sizes == {"device": "cpu", "image": image, "text": 100}
 
 
-def test_chunk_sizes_are_replaced_atomically_while_other_ranks_read_them(tmp_path: Path) -> None:
-    save_chunk_sizes(tmp_path, {"image": 64, "text": 128})
-    with (tmp_path / CHUNKS).open() as reading:
-        save_chunk_sizes(tmp_path, {"image": 32, "text": 32})
-        assert json.load(reading) == {"image": 64, "text": 128}
-    assert saved_chunk_sizes(tmp_path) == {"image": 32, "text": 32}
-    assert [path.name for path in tmp_path.iterdir()] == [CHUNKS]
+@pytest.mark.parametrize(
+    ("cache", "message"),
+    [
+        (CacheConfig(chunk="many"), "cache.chunk=many: give samples per chunk, or auto"),
+        (CacheConfig(chunk="65"), "cache.chunk=65: one process holds 64 samples"),
+        (CacheConfig(text_chunk=200), "cache.text_chunk=200"),
+    ],
+)
+def test_mistakes_are_named(demo: Path, tmp_path: Path, cache: CacheConfig, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        train(settings(demo, tmp_path / "run", cache=cache))

@@ -58,7 +58,9 @@ def batch(n: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
 def one_graph(
     encoders: list[nn.Module], loss: Callable[..., Tensor], inputs: tuple[Tensor, ...], chunks: list[int]
 ) -> Tensor:
-    """Forward and backward of everything in one graph; chunk by chunk only in the order in which random numbers are drawn."""
+    """Forward and backward of everything in one graph; chunk by chunk only in the order in which random numbers are
+    drawn.
+    """
     features = [torch.cat([e(rows) for rows in x.split(c)]) for e, x, c in zip(encoders, inputs, chunks, strict=True)]
     value = loss(*features)
     value.backward()
@@ -144,7 +146,9 @@ class Nested(nn.Module):
 
 
 def test_inputs_may_be_nested_and_towers_may_share_an_encoder() -> None:
-    """Dense retrieval: queries and passages (positives, then hard negatives) through one encoder, passages outnumbering queries."""
+    """Dense retrieval: queries and passages (positives, then hard negatives) through one encoder, passages outnumbering
+    queries.
+    """
     torch.manual_seed(0)
     wanted = Nested().double()
     found = copy.deepcopy(wanted)
@@ -166,7 +170,9 @@ def test_inputs_may_be_nested_and_towers_may_share_an_encoder() -> None:
 
 
 def test_three_towers_with_inputs_of_three_kinds_and_chunks_of_their_own() -> None:
-    """A module with positional inputs, a plain function, and a module whose output has a dimension more; unequal numbers of rows."""
+    """A module with positional inputs, a plain function, and a module whose output has a dimension more; unequal
+    numbers of rows.
+    """
     torch.manual_seed(0)
     wanted = nn.ModuleDict({"pair": nn.Bilinear(3, 4, 5), "tokens": nn.Linear(6, 5, bias=False)}).double()
     scale = nn.Parameter(torch.ones(5, dtype=torch.float64))
@@ -221,7 +227,9 @@ def test_scaled_gradients_are_the_scale_times_the_gradients() -> None:
 
 
 def test_autocast_does_not_lose_gradients_between_the_passes() -> None:
-    """Autocast caches cast weights; a cache filled by the pass without a graph would cut the second pass off from its weights."""
+    """Autocast caches cast weights; a cache filled by the pass without a graph would cut the second pass off from its
+    weights.
+    """
     wanted, found = models(dtype=torch.float32), models(dtype=torch.float32)
     inputs = batch(12, torch.float32)
 
@@ -277,7 +285,9 @@ def test_batch_norm_over_several_chunks_is_refused() -> None:
     "backend", ["aot_eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("eager", "inductor"))]
 )
 def test_compiled_encoders_replay_their_dropout(backend: str) -> None:
-    """The oracle is compiled too: a compiler's random numbers need not be those of eager torch, but have to be the same twice."""
+    """The oracle is compiled too: a compiler's random numbers need not be those of eager torch, but have to be the same
+    twice.
+    """
     torch._dynamo.reset()
     wanted, found = models(0.4), models(0.4)
     compiled = [[torch.compile(m[name], backend=backend) for name in ("image", "text")] for m in (wanted, found)]

@@ -1,4 +1,6 @@
-"""Kept graphs: as many chunks as fit skip their second pass, on all ranks the same, and the gradient stays that of one graph."""
+"""Kept graphs: as many chunks as fit skip their second pass, on all ranks the same, and the gradient stays that of one
+graph.
+"""
 
 import math
 import weakref

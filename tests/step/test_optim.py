@@ -11,7 +11,8 @@ from torch import nn
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.config.sections import CacheConfig, OptimConfig, RampConfig, ScheduleConfig
-from clipscale.step.optim import Schedule, build_optimizer, parse_steps, peak_lr
+from clipscale.data.loader.ramp import BatchSizes
+from clipscale.step.optim import Schedule, build_optimizer, parse_steps
 from clipscale.train import train
 from tests.support.runs import records, settings
 
@@ -91,8 +92,13 @@ def test_steps_are_read_in_three_forms() -> None:
         parse_steps("soon", "schedule.warmup", total=10, per_epoch=None)
 
 
+def schedule(config: ScheduleConfig, peak: float, total: int) -> Schedule:
+    """Of so many batches of eight."""
+    return Schedule.build(config, OptimConfig(lr=peak), BatchSizes(8), 8 * total, None)
+
+
 def test_cosine_warms_up_linearly_peaks_and_ends_at_its_share() -> None:
-    s = Schedule.build(ScheduleConfig(warmup="10", final=0.1), peak=2.0, total=110, per_epoch=None)
+    s = schedule(ScheduleConfig(warmup="10", final=0.1), 2.0, 110)
     assert s.lr(0) == pytest.approx(0.2)
     assert s.lr(9) == s.lr(10) == pytest.approx(2.0)
     assert s.lr(60) == pytest.approx(0.2 + 1.8 * 0.5 * (1 + math.cos(math.pi * 0.5)))
@@ -101,31 +107,20 @@ def test_cosine_warms_up_linearly_peaks_and_ends_at_its_share() -> None:
 
 
 def test_constant_stays_and_cools_down_linearly() -> None:
-    s = Schedule.build(ScheduleConfig(name="constant", warmup="0", cooldown="20%"), peak=1.0, total=100, per_epoch=None)
+    s = schedule(ScheduleConfig(name="constant", warmup="0", cooldown="20%"), 1.0, 100)
     assert [s.lr(i) for i in (0, 50, 80)] == [1.0, 1.0, 1.0]
     assert s.lr(90) == pytest.approx(0.5)
 
 
 def test_schedule_sets_every_group() -> None:
     optimizer = build_optimizer(small_model(), OptimConfig(lr=1.0))
-    s = Schedule.build(ScheduleConfig(name="constant", warmup="4"), peak=1.0, total=10, per_epoch=None)
+    s = schedule(ScheduleConfig(name="constant", warmup="4"), 1.0, 10)
     assert s.apply(optimizer, 1) == 0.5
     assert [g["lr"] for g in optimizer.param_groups] == [0.5, 0.5, 0.5]
 
 
-@pytest.mark.parametrize(("rule", "wanted"), [("none", 1e-3), ("sqrt", 2e-3), ("linear", 4e-3)])
-def test_the_peak_follows_the_batch_by_the_rule(rule: str, wanted: float) -> None:
-    assert peak_lr(OptimConfig(lr=1e-3, lr_scaling=rule, reference_batch=256), 1024) == pytest.approx(wanted)
-    assert peak_lr(OptimConfig(lr=1e-3, lr_scaling=rule, reference_batch=256), 256) == pytest.approx(1e-3)
-
-
-def test_a_rule_without_a_reference_is_refused() -> None:
-    with pytest.raises(UserError, match=r"optim\.lr_scaling=sqrt needs optim\.reference_batch"):
-        peak_lr(OptimConfig(lr_scaling="sqrt"), 1024)
-
-
 def test_under_a_ramp_the_scaled_peak_follows_the_batch(shards: str, tmp_path: Path) -> None:
-    """Batches of 6, then 24, at a constant schedule: sqrt(6/24) and sqrt(24/24) of the peak at 24, which is twice that at 6."""
+    """Batches of 6, then 24, at a constant schedule: sqrt(6/24) and sqrt(24/24) of the peak."""
     train(
         settings(
             tmp_path,
@@ -136,10 +131,10 @@ def test_under_a_ramp_the_scaled_peak_follows_the_batch(shards: str, tmp_path: P
             ramp=RampConfig(start=6, samples=12, rule="double"),
             cache=CacheConfig(),
             schedule=ScheduleConfig(name="constant", warmup="0"),
-            optim=OptimConfig(lr=1e-3, lr_scaling="sqrt", reference_batch=6),
+            optim=OptimConfig(lr=1e-3, lr_scaling="sqrt"),
         )
     )
     found = records(tmp_path / "run")
     assert found[0]["batch"] == 6 and found[-1]["batch"] == 24
     for record in found:
-        assert record["lr"] == pytest.approx(1e-3 * math.sqrt(record["batch"] / 6)), record["batch"]
+        assert record["lr"] == pytest.approx(1e-3 * math.sqrt(record["batch"] / 24)), record["batch"]

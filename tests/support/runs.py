@@ -25,7 +25,7 @@ ARCHITECTURE = {
     "text_cfg": {"context_length": 24, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1},
 }
 
-BF16 = PrecisionConfig(name="bf16", weights="bf16")
+BF16 = PrecisionConfig(name="bf16")
 
 
 def settings(demo: Path, run: Path, **changes: Any) -> TrainConfig:
