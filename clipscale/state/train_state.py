@@ -176,15 +176,14 @@ class TrainState:
             path.parent.mkdir(exist_ok=True)
             torch.save({"step": step, "loss": loss, "grad_norm": grad_norm, "model": weights, "samples": samples}, path)
         raise UserError(
-            f"step {step}: loss={loss}, gradient norm={grad_norm}: training has diverged; earlier checkpoints are intact
-            and {path} holds " "the weights; lower optim.lr, set optim.clip_norm, or use another precision"
+            f"step {step}: loss={loss}, gradient norm={grad_norm}: training has diverged; earlier checkpoints are "
+            f"intact and {path} holds the weights; lower optim.lr, set optim.clip_norm, or use another precision"
         )
 
     # ---- save and load ----
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds of this state, sharded where the weights are. Its tensors change with the next step.
-        """
+        """What a checkpoint holds of it, sharded where the weights are. Its tensors change with the next step."""
         optimizer = get_optimizer_state_dict(self.model, self.optimizer)
         return {
             "model": get_model_state_dict(self.model),
@@ -203,8 +202,8 @@ class TrainState:
         groups = saved["optimizer"]["param_groups"]
         if [group["params"] for group in groups] != names:
             raise UserError(
-                "resume: the checkpoint's optimizer does not fit this model's parameters; freeze the same towers, or
-                choose " "another run=NAME"
+                "resume: the checkpoint's optimizer does not fit this model's parameters; freeze the same towers, or "
+                "choose another run=NAME"
             )
         # The optimizer first: to make its state, the library takes a step with zero gradients and a learning rate of 0.
         # Not strict: a parameter that the loss does not use, such as the bias of a softmax loss, has no state.

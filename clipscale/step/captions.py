@@ -1,4 +1,4 @@
-"""Whether a run sorts its captions and cuts their padding off, decided once; and the text tower's input of each step."""
+"""Whether a run sorts its captions and cuts their padding off, decided once; the text tower's input of each step."""
 
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.captions import SortedCaptions

@@ -58,9 +58,9 @@ def batch_norm_chunk(tower: nn.Module, name: str, size: int | None, local_batch:
         return None
     if size is not None and size < local_batch:
         raise UserError(
-            f"cache.{name}_chunk={size}: the {name} tower has batch normalisation ({mixing[0]}), which mixes the samples
-            of a batch; set " f"model.batch_norm=frozen, or cache.{name}_chunk={local_batch}, all that one process
-            holds"
+            f"cache.{name}_chunk={size}: the {name} tower has batch normalisation ({mixing[0]}), which mixes the "
+            f"samples of a batch; set model.batch_norm=frozen, or cache.{name}_chunk={local_batch}, all that one "
+            "process holds"
         )
     return local_batch
 

@@ -43,7 +43,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model computes with the averaged weights inside. Takes memory for one more copy of the trained weights."""
+        """The model computes with the averaged weights inside. Takes memory for one more copy of them."""
         before = {name: p.detach().clone() for name, p in self.weights.items()}
         self._set(self.values)
         try:

@@ -265,8 +265,8 @@ def refuse_batch_norm(encoder: Callable[..., Tensor], chunks: int) -> None:
         what = f"{name} is batch normalisation in training mode, which mixes the samples of a batch"
         if chunks > 1:
             raise ValueError(
-                f"{what}: cut into {chunks} chunks it would compute another function; freeze it (.eval()) or use one
-                chunk"
+                f"{what}: cut into {chunks} chunks it would compute another function; freeze it (.eval()) or use "
+                "one chunk"
             )
         if ranks > 1 and not isinstance(module, nn.SyncBatchNorm):
             raise ValueError(

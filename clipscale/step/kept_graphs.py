@@ -1,4 +1,4 @@
-"""Graphs that wait between the two passes, so that their chunks need no second pass: how many, and in how much memory."""
+"""Graphs that wait between the two passes, so that their chunks need no second pass: how many, in how much memory."""
 
 import math
 from collections.abc import Callable, Iterator

@@ -39,8 +39,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig, *, sharded: bool = Fa
         options.setdefault("eps", config.eps)
     if sharded and config.name not in SHARDED:
         raise UserError(
-            f"optim.name={config.name}: not with launch.parallel=fsdp, where a parameter is in shards; choose one of {',
-            '.join(SHARDED)}, " "or launch.parallel=ddp"
+            f"optim.name={config.name}: not with launch.parallel=fsdp, where a parameter is in shards; choose one of "
+            f"{', '.join(SHARDED)}, or launch.parallel=ddp"
         )
     groups = parameter_groups(model, config.weight_decay)
     try:
@@ -112,8 +112,8 @@ class Schedule:
     sizes: BatchSizes
     power: float = 0.0
     """Of a ramped batch's share of the full one, by which the rate of its step is scaled. Linear: Goyal et al. 2017
-    (arXiv 1706.02677), for
-    SGD below the noise scale. The square root: Krizhevsky 2014 (arXiv 1404.5997), the usual choice for Adam and similar optimizers."""
+    (arXiv 1706.02677), for SGD below the noise scale. The square root: Krizhevsky 2014 (arXiv 1404.5997), the usual
+    choice for Adam and similar optimizers."""
 
     @staticmethod
     def build(
