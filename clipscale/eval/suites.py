@@ -11,8 +11,8 @@ from pathlib import Path
 from clipscale.common.errors import UserError
 from clipscale.config.sections import EvalConfig
 from clipscale.eval.sets import prompts
-from clipscale.eval.sets.item import CLASSIFICATION, EvalSet
-from clipscale.eval.sets.known import KnownSet, known_sets, published_classnames, published_templates, table
+from clipscale.eval.sets.item import EvalSet
+from clipscale.eval.sets.known import KnownSet, known_sets, table
 from clipscale.eval.sets.load import load_set, load_sets
 from clipscale.report.table import TextTable
 
@@ -74,11 +74,13 @@ def suite_table(
 
 
 def _known_set(known: KnownSet, place: Path) -> EvalSet:
-    """The set with its published class names and prompts, where its files have none."""
-    eval_set = load_set(place, tuple(published_classnames(known)), known.group)
-    own_templates = (place / prompts.TEMPLATES).is_file() or eval_set.templates != [prompts.SINGLE]
-    if eval_set.kind == CLASSIFICATION and not own_templates:
-        eval_set = replace(eval_set, templates=published_templates(known))
+    """The set under its published name. Raises UserError for class folders without the published prompts."""
+    eval_set = load_set(place, known.group)
+    if eval_set.templates == [prompts.SINGLE] and not (place / prompts.TEMPLATES).is_file():
+        raise UserError(
+            f"eval.root: {place} brings no prompts; take the webdataset of {known.name}, which has the published ones "
+            f"({known.source}), or write them into {place / prompts.TEMPLATES}"
+        )
     return replace(eval_set, name=known.name, metric=known.main_metric(eval_set))
 
 

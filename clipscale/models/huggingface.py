@@ -13,37 +13,6 @@ from torch import Tensor
 
 KINDS = ("clip", "siglip")
 
-_TEXT = {
-    "text.token_embedding.": "text_model.embeddings.token_embedding.",
-    "text.positional_embedding": "text_model.embeddings.position_embedding.weight",
-    "text.ln_final.": "text_model.final_layer_norm.",
-    "logit_scale": "logit_scale",
-    "logit_bias": "logit_bias",
-}
-_NAMES: dict[str, dict[str, str]] = {
-    "clip": _TEXT
-    | {
-        "visual.class_embedding": "vision_model.embeddings.class_embedding",
-        "visual.positional_embedding": "vision_model.embeddings.position_embedding.weight",
-        "visual.conv1.": "vision_model.embeddings.patch_embedding.",
-        "visual.ln_pre.": "vision_model.pre_layrnorm.",
-        "visual.ln_post.": "vision_model.post_layernorm.",
-        "visual.proj": "visual_projection.weight",
-        "text.text_projection": "text_projection.weight",
-    },
-    "siglip": _TEXT
-    | {
-        "visual.trunk.patch_embed.proj.": "vision_model.embeddings.patch_embedding.",
-        "visual.trunk.pos_embed": "vision_model.embeddings.position_embedding.weight",
-        "visual.trunk.norm.": "vision_model.post_layernorm.",
-        "visual.trunk.attn_pool.latent": "vision_model.head.probe",
-        "visual.trunk.attn_pool.proj.": "vision_model.head.attention.out_proj.",
-        "visual.trunk.attn_pool.norm.": "vision_model.head.layernorm.",
-        "visual.trunk.attn_pool.mlp.": "vision_model.head.mlp.",
-        "text.text_projection.": "text_model.head.",
-    },
-}
-"""By kind: open_clip's name or prefix -> Hugging Face's."""
 _OPEN_CLIP_BLOCK = {
     "ln_1.": "layer_norm1.",
     "ln_2.": "layer_norm2.",
@@ -59,10 +28,40 @@ _TIMM_BLOCK = {
     "attn.proj.": "self_attn.out_proj.",
     "attn.qkv.": "self_attn.{}_proj.",
 }
-_VISION_BLOCKS = {
-    "clip": ("visual.transformer.resblocks", _OPEN_CLIP_BLOCK),
-    "siglip": ("visual.trunk.blocks", _TIMM_BLOCK),
+
+
+def _blocks(tower: str, ours: str, parts: dict[str, str]) -> dict[str, str]:
+    return {f"{ours}.#.{name}": f"{tower}_model.encoder.layers.#.{theirs}" for name, theirs in parts.items()}
+
+
+_TEXT = _blocks("text", "text.transformer.resblocks", _OPEN_CLIP_BLOCK) | {
+    "text.token_embedding.": "text_model.embeddings.token_embedding.",
+    "text.positional_embedding": "text_model.embeddings.position_embedding.weight",
+    "text.ln_final.": "text_model.final_layer_norm.",
+    "logit_scale": "logit_scale",
+    "logit_bias": "logit_bias",
 }
+_CLIP = _blocks("vision", "visual.transformer.resblocks", _OPEN_CLIP_BLOCK) | {
+    "visual.class_embedding": "vision_model.embeddings.class_embedding",
+    "visual.positional_embedding": "vision_model.embeddings.position_embedding.weight",
+    "visual.conv1.": "vision_model.embeddings.patch_embedding.",
+    "visual.ln_pre.": "vision_model.pre_layrnorm.",
+    "visual.ln_post.": "vision_model.post_layernorm.",
+    "visual.proj": "visual_projection.weight",
+    "text.text_projection": "text_projection.weight",
+}
+_SIGLIP = _blocks("vision", "visual.trunk.blocks", _TIMM_BLOCK) | {
+    "visual.trunk.patch_embed.proj.": "vision_model.embeddings.patch_embedding.",
+    "visual.trunk.pos_embed": "vision_model.embeddings.position_embedding.weight",
+    "visual.trunk.norm.": "vision_model.post_layernorm.",
+    "visual.trunk.attn_pool.latent": "vision_model.head.probe",
+    "visual.trunk.attn_pool.proj.": "vision_model.head.attention.out_proj.",
+    "visual.trunk.attn_pool.norm.": "vision_model.head.layernorm.",
+    "visual.trunk.attn_pool.mlp.": "vision_model.head.mlp.",
+    "text.text_projection.": "text_model.head.",
+}
+_NAMES = {"clip": _TEXT | _CLIP, "siglip": _TEXT | _SIGLIP}
+"""By kind: open_clip's name or prefix -> Hugging Face's. # is the number of a block, {} is q, k and v."""
 _TRANSPOSED = ("visual.proj", "text.text_projection")
 """Matrices that open_clip multiplies from the right, and torch's linear layers from the left."""
 _POOL = "visual.trunk.attn_pool."
@@ -73,7 +72,7 @@ def from_open_clip(state: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
     """open_clip's weights under Hugging Face's names. Raises KeyError for a weight that a model of this kind does not
     have.
     """
-    names, theirs = _names(kind), dict[str, Tensor]()
+    names, theirs = _NAMES[kind], dict[str, Tensor]()
     for name, value in state.items():
         if name.startswith((f"{_POOL}q.", f"{_POOL}kv.")):
             continue
@@ -99,7 +98,7 @@ def to_open_clip(state: dict[str, Tensor]) -> dict[str, Tensor]:
     Weights whose names are not known keep them, so that a comparison of names lists them.
     """
     kind = "siglip" if any("vision_model.head." in n or "text_model.head." in n for n in state) else "clip"
-    names = {theirs: ours for ours, theirs in _names(kind).items()}
+    names = {theirs: ours for ours, theirs in _NAMES[kind].items()}
     ours: dict[str, Tensor] = {}
     fused: dict[str, dict[str, Tensor]] = {}
     for name, value in state.items():
@@ -116,15 +115,6 @@ def to_open_clip(state: dict[str, Tensor]) -> dict[str, Tensor]:
             value = value.T if new in _TRANSPOSED and value.dim() == 2 else value
             ours[new] = value[None] if new.endswith("trunk.pos_embed") else value
     return ours | {name: torch.cat([parts[p] for p in "qkv"]) for name, parts in fused.items() if len(parts) == 3}
-
-
-def _names(kind: str) -> dict[str, str]:
-    """open_clip's name or prefix -> Hugging Face's, blocks included, whose numbers are #."""
-    names = dict(_NAMES[kind])
-    towers = {"vision": _VISION_BLOCKS[kind], "text": ("text.transformer.resblocks", _OPEN_CLIP_BLOCK)}
-    for tower, (blocks, parts) in towers.items():
-        names |= {f"{blocks}.#.{ours}": f"{tower}_model.encoder.layers.#.{theirs}" for ours, theirs in parts.items()}
-    return names
 
 
 def _renamed(name: str, names: dict[str, str]) -> str | None:
@@ -160,6 +150,7 @@ _TEXT_SIZES = {
 _SIGLIP_TEXT = {"no_causal_mask": True, "proj_bias": True, "pool_type": "last"}
 _GELU = {"gelu_pytorch_tanh": "tanh", "gelu": "none"}
 """Hugging Face's name of an activation -> torch's."""
+_ACTS = {ours: theirs for theirs, ours in _GELU.items()}
 _TIMM_SIGLIP = {(768, 12): "base", (1024, 24): "large", (1152, 27): "so400m", (1536, 40): "giantopt"}
 
 
@@ -254,24 +245,22 @@ def configuration(description: dict[str, Any], visual: Any, *, logit_bias: bool)
     text_config = {theirs: text[ours] for ours, theirs in _TEXT_SIZES.items()}
     text_config["intermediate_size"] = int(text["width"] * text.get("mlp_ratio", 4.0))
     if trunk is not None:
-        siglip = {key: text.get(key) for key in _SIGLIP_TEXT} == _SIGLIP_TEXT
-        siglip = siglip and hasattr(getattr(trunk, "attn_pool", None), "latent")
-        tanh = (text.get("act_kwargs") or {}).get("approximate") == "tanh"
+        siglip = {key: text.get(key) for key in _SIGLIP_TEXT} == _SIGLIP_TEXT and vision.get("timm_proj") == "none"
         left = set(text) - _TEXT_KEYS - set(_SIGLIP_TEXT) - {"norm_kwargs", "act_kwargs"}
-        if not siglip or left or not logit_bias or vision.get("timm_proj") != "none":
+        if not (siglip and logit_bias and hasattr(getattr(trunk, "attn_pool", None), "latent")) or left:
             raise ValueError("only timm's SigLIP towers with SigLIP's text tower and a logit bias")
-        first = trunk.blocks[0]
         vision_config = {
             "hidden_size": trunk.embed_dim,
-            "intermediate_size": first.mlp.fc1.out_features,
+            "intermediate_size": trunk.blocks[0].mlp.fc1.out_features,
             "num_hidden_layers": len(trunk.blocks),
-            "num_attention_heads": first.attn.num_heads,
+            "num_attention_heads": trunk.blocks[0].attn.num_heads,
             "image_size": trunk.patch_embed.img_size[0],
             "patch_size": trunk.patch_embed.patch_size[0],
-            "hidden_act": "gelu_pytorch_tanh" if gelu_of(trunk) == "tanh" else "gelu",
+            "hidden_act": _ACTS[gelu_of(trunk)],
         }
-        act = {"hidden_act": "gelu_pytorch_tanh" if tanh else "gelu", "projection_size": description["embed_dim"]}
-        return {"model_type": "siglip", "vision_config": vision_config, "text_config": text_config | act}
+        text_config["hidden_act"] = _ACTS[(text.get("act_kwargs") or {}).get("approximate", "none")]
+        text_config["projection_size"] = description["embed_dim"]
+        return {"model_type": "siglip", "vision_config": vision_config, "text_config": text_config}
     left = (set(vision) - _VISION_KEYS) | (set(text) - _TEXT_KEYS)
     if left or logit_bias or isinstance(vision["layers"], list | tuple):
         what = ", ".join(sorted(left)) or ("a logit bias" if logit_bias else "a residual network")

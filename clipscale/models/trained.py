@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
@@ -10,8 +9,6 @@ from clipscale.config.parse import typed
 from clipscale.config.sections import ModelConfig
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import described, without_weights
-
-T = TypeVar("T")
 
 
 def load_model(run: Path, which: str = "latest", weights: str = "trained") -> tuple[ClipModel, ModelConfig, int]:
@@ -30,16 +27,12 @@ def load_model(run: Path, which: str = "latest", weights: str = "trained") -> tu
     return model.eval(), config, int(state["step"])
 
 
-def _directly(work: Callable[[], T]) -> T:
-    return work()
-
-
 def load_any(
     run: Path | None,
     which: str,
     weights: str,
     config: ModelConfig,
-    on_main: Callable[[Callable[[], ModelConfig]], ModelConfig] = _directly,
+    on_main: Callable[[Callable[[], ModelConfig]], ModelConfig],
 ) -> tuple[ClipModel, ModelConfig, int | None]:
     """The model of a run's checkpoint, as `load_model` has it, or without a run the one that `config` describes, with
     its weights.

@@ -22,18 +22,16 @@ def _is_image(file: Path) -> bool:
     return file.suffix.lower().removeprefix(".") in IMAGE_SUFFIXES
 
 
-def load(root: Path, published: Sequence[str] = ()) -> EvalSet:
-    """A set of class folders. Their order is alphabetical, or numeric where every name is a number: then it is the
-    label.
+def load(root: Path) -> EvalSet:
+    """A set of class folders in alphabetical order, or where every name is a number, that is the label.
 
     Names come from classnames.txt, else from WordNet ids as in ImageNet, else ImageNet's for the numbers of
-    ImageNet-v2, else from the folders themselves. `published`: the names of the published set, for numbers. Raises
-    UserError for folders whose names are codes.
+    ImageNet-v2, else from the folders themselves. Raises UserError for folders whose names are codes.
     """
     folders = sorted(folder.name for folder in root.iterdir() if folder.is_dir())
     numbers = all(folder.isdecimal() for folder in folders)
     label_of = {folder: int(folder) if numbers else place for place, folder in enumerate(folders)}
-    names = _classnames(root, folders, published if numbers else (), numbers=numbers)
+    names = _classnames(root, folders, numbers=numbers)
     beyond = [folder for folder, label in label_of.items() if label >= len(names)]
     if beyond or (not numbers and len(names) != len(folders)):
         raise UserError(
@@ -51,11 +49,11 @@ def load(root: Path, published: Sequence[str] = ()) -> EvalSet:
     return EvalSet(root.name, root, CLASSIFICATION, images, labels, names, templates)
 
 
-def _classnames(root: Path, folders: Sequence[str], published: Sequence[str], *, numbers: bool) -> list[str]:
+def _classnames(root: Path, folders: Sequence[str], *, numbers: bool) -> list[str]:
     """The class names of a set of folders, by label. Raises UserError where nothing says what the folders mean."""
     if not (root / CLASSNAMES).is_file() and all(map(_WNID.fullmatch, folders)):
         return _names_of_wnids(root, folders)
-    if names := prompts.classnames(root, published, numbers=numbers):
+    if names := prompts.classnames(root, numbers=numbers):
         return names
     if len(folders) < 2 or _SPLITS.issuperset(name.lower() for name in folders):
         raise UserError(

@@ -1,16 +1,13 @@
 """The published sets of `known.yaml`: where each lies under a folder of sets, its main metric, and its source."""
 
-import json
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from clipscale.common.errors import UserError
 from clipscale.eval.sets.item import RETRIEVAL, EvalSet
 
 BOTH_R1 = ("image_to_text_r1", "text_to_image_r1")
@@ -30,8 +27,6 @@ class KnownSet:
     """The main metric. Empty: top-1, or the mean of both recalls at 1."""
     group: int | None = None
     """The column of the samples' metadata (.npy) that names their group."""
-    classes: str = ""
-    """CLIP_benchmark's key of its class names, where that is not the set's name."""
 
     @property
     def candidates(self) -> list[str]:
@@ -72,34 +67,3 @@ def source_of(path: Path) -> str:
     """Where a set comes from, as the end of a message; nothing if its folder has no known name."""
     known = next((known for known in known_sets().values() if path.name in known.candidates), None)
     return f"; {known.name} comes from {known.source}" if known else ""
-
-
-def published_classnames(known: KnownSet) -> list[str]:
-    """CLIP_benchmark's class names of a set, by label; empty if it has none, or is not installed."""
-    if find_spec("clip_benchmark") is None:
-        return []
-    return _of_clip_benchmark("en_classnames.json", known.classes, *_keys(known))
-
-
-def published_templates(known: KnownSet) -> list[str]:
-    """CLIP_benchmark's prompts of a set; like CLIP_benchmark, those of ImageNet for a set without its own.
-
-    Raises UserError where it is not installed.
-    """
-    if find_spec("clip_benchmark") is None:
-        raise UserError(
-            f"eval.root: {known.name} brings no prompts; pip install clip-benchmark, which has the published ones, or "
-            "write zeroshot_classification_templates.txt into its folder"
-        )
-    return _of_clip_benchmark("en_zeroshot_classification_templates.json", *_keys(known), "imagenet1k")
-
-
-def _keys(known: KnownSet) -> tuple[str, str]:
-    return known.name, known.name.rpartition("/")[2]
-
-
-@cache
-def _of_clip_benchmark(file: str, *keys: str) -> list[str]:
-    """Of a file of CLIP_benchmark, the entry under the first of `keys` that it has."""
-    tree = json.loads(resources.files("clip_benchmark.datasets").joinpath(file).read_text(encoding="utf-8"))
-    return next((tree[key] for key in keys if key in tree), [])

@@ -36,20 +36,20 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 @lru_cache(maxsize=64)
-def load_set(path: Path, classnames: tuple[str, ...] = (), group: int | None = None) -> EvalSet:
+def load_set(path: Path, group: int | None = None) -> EvalSet:
     """Recognise the layout of `path` and load the set. Raises UserError, whatever is wrong with its files.
 
-    classnames: of the published set, for labels without names. group: the column of the metadata that names the group.
+    group: the column of the samples' metadata that names their group.
     """
     try:
-        return _load_set(path, classnames, group)
+        return _load_set(path, group)
     except UserError as error:
         raise UserError(f"{error}{source_of(path)}") from error
     except (OSError, ValueError) as error:  # a file that cannot be read, or a text that is not UTF-8
         raise UserError(f"eval.sets: {path} cannot be read ({one_line(error)}){source_of(path)}") from error
 
 
-def _load_set(path: Path, classnames: tuple[str, ...], group: int | None) -> EvalSet:
+def _load_set(path: Path, group: int | None) -> EvalSet:
     if not path.exists():
         raise UserError(
             f"eval.sets: {path} does not exist; give a folder in CLIP_benchmark's layout (PATH/test/nshards.txt)"
@@ -59,9 +59,9 @@ def _load_set(path: Path, classnames: tuple[str, ...], group: int | None) -> Eva
             raise UserError(f"eval.sets: {path} is no caption file (.json, .txt); give the set's folder, unpacked")
         return captions.load(path)
     if (path / "test" / "nshards.txt").is_file():
-        return shards.load(path, classnames, group)
+        return shards.load(path, group)
     if folders.has_class_folders(path):
-        return folders.load(path, classnames)
+        return folders.load(path)
     jsons = sorted(path.glob("*.json"))
     if len(jsons) == 1:
         return captions.load(jsons[0])

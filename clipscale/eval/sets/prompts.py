@@ -3,7 +3,7 @@ guessed.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from clipscale.common.errors import UserError
@@ -18,11 +18,11 @@ _IMAGENET_1K = re.compile(
 """Names of folders whose labels are ImageNet-1k's: ImageNet itself, its second version, and ImageNet-Sketch."""
 
 
-def classnames(root: Path, published: Sequence[str] = (), *, numbers: bool = True) -> list[str]:
-    """Class names: the set's own, ImageNet's where labels are numbers, or the published ones. Raises UserError."""
+def classnames(root: Path, *, numbers: bool = True) -> list[str]:
+    """The set's own class names, or ImageNet's where labels are numbers; else empty. Raises UserError."""
     if (root / CLASSNAMES).is_file():
         return lines(root / CLASSNAMES)
-    return imagenet_classnames() if numbers and _IMAGENET_1K.fullmatch(root.name.lower()) else list(published)
+    return imagenet_classnames() if numbers and _IMAGENET_1K.fullmatch(root.name.lower()) else []
 
 
 def imagenet_classnames() -> list[str]:

@@ -3,7 +3,7 @@
 import io
 import os
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -19,12 +19,8 @@ from clipscale.eval.sets import prompts
 from clipscale.eval.sets.item import CLASSIFICATION, IMAGE_SUFFIXES, RETRIEVAL, EvalSet, ImageRef
 
 
-def load(root: Path, classnames: Sequence[str] = (), group: int | None = None) -> EvalSet:
-    """Loads the set from `root`. Raises UserError.
-
-    classnames: those of the published set, for a folder without them. group: the column of the samples' metadata that
-    names their group.
-    """
+def load(root: Path, group: int | None = None) -> EvalSet:
+    """Loads the set from `root`. group: the column of the samples' metadata that names their group. Raises UserError."""
     kind = _dataset_type(root)
     images: list[ImageRef] = []
     labels: list[int] = []
@@ -51,7 +47,7 @@ def load(root: Path, classnames: Sequence[str] = (), group: int | None = None) -
     if kind == RETRIEVAL:
         return EvalSet(root.name, root, kind, images, captions=captions, owner=owner)
 
-    names = prompts.classnames(root, classnames)
+    names = prompts.classnames(root)
     if not names:
         raise UserError(
             f"eval.sets: {root} has no {prompts.CLASSNAMES}; write one class name a line, in the order of the labels"
