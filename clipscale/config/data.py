@@ -101,9 +101,6 @@ class DataConfig:
     cache: str | None = setting(
         None, "Folder for copies of remote shards, and indexes that cannot lie beside any; null: no copies."
     )
-    cache_bytes: int | None = setting(
-        None, "Most bytes of copies in `cache` (`500G`); the least recently used go first. 0: none, null: all.", least=0
-    )
     timeout_s: float = setting(300.0, "Seconds without progress after which a worker ends the run.", above=0)
 
     @property

@@ -144,7 +144,7 @@ def name_of(url: str) -> str:
     if scheme_of(url) != "table":
         return leaf_of(url).partition(".tar")[0]
     part = part_of(url)
-    stem = Path(part.root).name if part.sidecar else leaf_of(part.path).rpartition(".")[0]
+    stem = leaf_of(part.path).rpartition(".")[0]
     return f"{stem}-{part.first:09d}"
 
 

@@ -4,18 +4,16 @@ One SQLite file per folder. An entry holds only for the file it was made from: s
 shard, same size and version (ETag) for a remote one. Offsets take two to four bytes a sample.
 """
 
-import json
 import logging
 import os
 import sqlite3
 import tarfile
 import zlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import astuple, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +23,7 @@ import numpy as np
 from clipscale.common.errors import UserError
 from clipscale.data.sample import key_and_extension
 from clipscale.data.shards.addresses import SourceError, digest, is_local, leaf_of, scheme_of, user_cache
+from clipscale.data.shards.remote import State
 from clipscale.data.shards.store import Opened, Store
 from clipscale.data.shards.tar import BLOCK, DAMAGE, next_member, padded, skip, unpacked
 
@@ -34,13 +33,13 @@ T = TypeVar("T")
 FILE = "clipscale-index.sqlite"
 NO_FILE = ("pipe", "table")
 """Schemes whose addresses are not files and have no index."""
-_COLUMNS = "name, size, version, samples, totals, reason, detail"
+_COLUMNS = "name, size, version, samples, reason, detail"
 _SCHEMA = """CREATE TABLE IF NOT EXISTS shards (name TEXT PRIMARY KEY, size INT, version TEXT, samples INT,
-             totals TEXT, reason TEXT, detail TEXT, offsets BLOB)"""
+             reason TEXT, detail TEXT, offsets BLOB)"""
 """The long column is last: SQLite reads the others without it."""
 
-SERIAL_BYTES = 256 << 20
-"""Shards with fewer bytes together are scanned by one process; starting others would take longer."""
+FEW = 16
+"""Fewer shards are scanned by one process; starting others would take longer."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,6 @@ class Entry:
     version: str
     """Time of change in nanoseconds, or the remote object's version."""
     samples: int
-    totals: dict[str, tuple[int, int]]
-    """Extension -> members and their bytes."""
     reason: str | None
     """Why the shard could not be read to its end; `samples` counts what could be read."""
     detail: str = ""
@@ -109,9 +106,9 @@ def current(urls: Sequence[str], cache: str | None = None) -> tuple[dict[str, En
     entries: dict[str, list[Entry]] = defaultdict(list)
     for folder, leaves in folders.items():
         for path in index_paths(folder, cache):
-            for name, size, version, samples, totals, *damage in query(path, f"SELECT {_COLUMNS} FROM shards"):
-                for url in leaves.get(name, ()):
-                    entries[url].append(Entry(name, size, version, samples, json.loads(totals), *damage))
+            for row in query(path, f"SELECT {_COLUMNS} FROM shards"):
+                for url in leaves.get(row[0], ()):
+                    entries[url].append(Entry(*row))
 
     def matching(url: str) -> Entry | None:
         try:
@@ -171,20 +168,16 @@ def scan_shard(url: str) -> Entry:
     Raises OSError or SourceError if the shard cannot be opened.
     """
     opened = Store().open(url)
-    offsets, members, sizes = list[int](), Counter[str](), Counter[str]()
-    reason, detail, can_seek = None, "", False
+    offsets, reason, detail, can_seek = list[int](), None, "", False
     with closing(opened.stream) as source:
         try:
             archive, can_seek = unpacked(source)
             start, key = 0, None
             while (header := next_member(archive)) is not None:
                 name, length, taken = header
-                if named := key_and_extension(name):
-                    if named[0] != key:
-                        key = named[0]
-                        offsets.append(start)
-                    members[named[1]] += 1
-                    sizes[named[1]] += length
+                if (named := key_and_extension(name)) and named[0] != key:
+                    key = named[0]
+                    offsets.append(start)
                 skip(archive, padded(length), can_seek)
                 start += taken + padded(length)
             offsets.append(start)
@@ -194,9 +187,8 @@ def scan_shard(url: str) -> Entry:
             reason = getattr(error, "reason", "truncated_shard" if offsets else "unreadable_shard")
             detail = f"{url}: {error}"
     samples = max(0, len(offsets) - 1)
-    totals = {extension: (count, sizes[extension]) for extension, count in sorted(members.items())}
     known = np.array(offsets, dtype=np.int64) if samples and can_seek else None
-    return Entry(leaf_of(url), opened.size or 0, opened.version, samples, totals, reason, detail, known)
+    return Entry(leaf_of(url), opened.size or 0, opened.version, samples, reason, detail, known)
 
 
 Outcome = Entry | str | None
@@ -209,54 +201,42 @@ def update_indexes(
     cache: str | None = None,
     workers: int = 1,
     force: bool = False,
-    done: Callable[[str, int, Outcome], None] = lambda url, size, outcome: None,
+    done: Callable[[str, Outcome], None] = lambda url, outcome: None,
 ) -> None:
     """Bring the indexes of these shards' folders up to date, at `writable_path`. Raises UserError.
 
     Skips shards whose entry still holds, unless `force`. Entries are written one by one, so a killed run's work is
-    kept. `done` is called after every shard, with its size.
+    kept. `done` is called after every shard.
     """
     folders: dict[str, list[str]] = defaultdict(list)
     for url in urls:
         folders[folder_of(url)].append(url)
     for folder, shards in folders.items():
-        path, sizes = writable_path(folder, cache), dict[str, int]()
-        indexed = {name: state for name, *state in query(path, "SELECT name, size, version FROM shards")}
-        with ThreadPoolExecutor(16) as pool:
-            states = list(pool.map(partial(_or_error, Store().state), shards))
-        for url, state in zip(shards, states):
-            if isinstance(state, str):
-                done(url, 0, state)
-            elif not force and indexed.get(leaf_of(url)) == list(state):
-                done(url, state[0], None)
-            else:
-                sizes[url] = state[0]
-        if not sizes:
-            continue
-        processes = 1 if sum(sizes.values()) < SERIAL_BYTES else workers
+        path = writable_path(folder, cache)
+        rows = [] if force else query(path, "SELECT name, size, version FROM shards")
+        states: dict[str, State] = {name: (size, version) for name, size, version in rows}
+        old = [states.get(leaf_of(url)) for url in shards]
         with _writing(path) as base:
-            for url, outcome in map_shards(partial(_or_error, scan_shard), list(sizes), processes):
+            for url, outcome in zip(shards, map_shards(_scan_changed, workers, shards, old)):
                 if isinstance(outcome, Entry):
-                    facts = outcome.name, outcome.size, outcome.version, outcome.samples, json.dumps(outcome.totals)
                     packed = None if outcome.offsets is None else pack(outcome.offsets)
-                    values = (*facts, outcome.reason, outcome.detail, packed)
-                    base.execute("INSERT OR REPLACE INTO shards VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
-                done(url, sizes[url], outcome)
+                    values = *astuple(replace(outcome, offsets=None))[:-1], packed
+                    base.execute("INSERT OR REPLACE INTO shards VALUES (?, ?, ?, ?, ?, ?, ?)", values)
+                done(url, outcome)
 
 
-def _or_error(work: Callable[[str], Any], url: str) -> Any:
-    """What `work` returns for a shard, or the message of its error."""
+def _scan_changed(url: str, old: State | None) -> Outcome:
     try:
-        return work(url)
+        return None if Store().state(url) == old else scan_shard(url)
     except (OSError, SourceError) as error:
         return str(error)
 
 
-def map_shards(work: Callable[[str], T], urls: Sequence[str], workers: int) -> Iterator[tuple[str, T]]:
-    """Each shard and the result of `work` on it; one worker means this process."""
-    if workers < 2 or len(urls) < 2:
-        yield from zip(urls, map(work, urls))
+def map_shards(work: Callable[..., T], workers: int, urls: Sequence[str], *more: Sequence[Any]) -> Iterator[T]:
+    """The result of `work` on each shard, in order; few shards take this process alone, since others start slowly."""
+    if workers < 2 or len(urls) < FEW:
+        yield from map(work, urls, *more)
         return
     # spawn: the caller may hold threads and locks
     with ProcessPoolExecutor(min(workers, len(urls)), mp_context=get_context("spawn")) as pool:
-        yield from zip(urls, pool.map(work, urls))
+        yield from pool.map(work, urls, *more)

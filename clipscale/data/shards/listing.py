@@ -5,7 +5,6 @@ reported.
 """
 
 import glob
-import importlib.util
 import logging
 import os
 import re
@@ -16,15 +15,13 @@ from braceexpand import braceexpand
 
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig, TableConfig
-from clipscale.data.shards.addresses import as_path, is_local, leaf_of, scheme_of
+from clipscale.data.shards.addresses import as_path, is_local, scheme_of
 
 log = logging.getLogger(__name__)
 
 TABLES = (".csv", ".tsv", ".parquet")
-LISTED = ("http", "https", "s3", "gs", "hf")
-"""Schemes that a list may name, which may come from elsewhere. fsspec knows others that read this machine's files."""
-EXTRAS = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gs"), "gcs": ("gcsfs", "gs")}
-"""Scheme -> the package that reads it, and this project's extra that installs the package."""
+SCHEMES = ("http", "https", "s3", "gs", "hf")
+"""Of the addresses that are read. fsspec knows others, some of which read this machine's files."""
 NOTHING = "matches no shard; give a tar file, a brace list, a glob, a folder, a table or @FILE"
 _FILE = re.compile(r"^file:(//)?", re.IGNORECASE)
 
@@ -56,7 +53,7 @@ def check_local(config: DataConfig) -> None:
 def expand(
     source: str, allow_pipe: bool = False, *, setting: str = "data.train", table: TableConfig | None = None
 ) -> list[str]:
-    """The shards that one source names: a brace list, a glob, a folder of shards or pictures, a table, `@FILE` with an
+    """The shards that one source names: a brace list, a glob, a folder of shards, a table, `@FILE` with an
     address or path a line, or a URL (`::` joins several). The names of files are paths, whatever they look like.
 
     Warns of missing local shards, and leaves them out: downloads have gaps. Raises UserError if no shard is left, or
@@ -75,14 +72,21 @@ def expand(
         log.warning("%s: %s; going on without them", setting, counts)
     if not present:
         raise UserError(f"{setting}={source!r} {NOTHING}")
-    return [url for name in present for url in _parts(name, table or TableConfig(), setting)]
+    if not any(is_local(name) and name.endswith(TABLES) for name in present):
+        return present
+    from clipscale.data.shards.tables import table_shards  # here: it loads what decodes pictures
+
+    shards = (
+        table_shards(name, table or TableConfig(), setting) if name.endswith(TABLES) else [name] for name in present
+    )
+    return [url for urls in shards for url in urls]
 
 
 def _local(source: str, setting: str) -> list[str]:
     """The files of this machine that a brace list, glob or folder names, whether they exist or not."""
     source = os.path.expanduser(_FILE.sub("", source))  # noqa: PTH111 (a pattern, not yet a path)
     if os.path.isdir(source):  # noqa: PTH112
-        return sorted(as_path(str(path)) for path in Path(source).glob("*.tar*") if path.is_file()) or [source]
+        return sorted(as_path(str(path)) for path in Path(source).glob("*.tar*") if path.is_file())
     patterns = _braces(source, setting)
     listed = [sorted(glob.glob(name)) if glob.has_magic(name) else [name] for name in patterns]  # noqa: PTH207
     return [as_path(name) for names in listed for name in names]
@@ -97,20 +101,9 @@ def _existing(names: Sequence[str]) -> list[str]:
         if folder not in folders:
             there = Path(folder).is_dir()  # of "", the present folder
             folders[folder] = set(os.listdir(folder or ".")) if there else set()  # noqa: PTH208 (names only, fast)
-        return name in folders[folder] or not name
+        return name in folders[folder]
 
     return [name for name in names if not is_local(name) or exists(name)]
-
-
-def _parts(name: str, table: TableConfig, setting: str) -> list[str]:
-    """The virtual shards of a table or of a folder of pictures; any other shard is itself."""
-    if not is_local(name) or ".tar" in leaf_of(name) or not (name.endswith(TABLES) or Path(name).is_dir()):
-        return [name]
-    from clipscale.data.shards import tables  # here: it loads what decodes pictures
-
-    if name.endswith(TABLES):
-        return tables.table_shards(name, table, setting)
-    return tables.folder_shards(name, setting)
 
 
 def _braces(source: str, setting: str) -> list[str]:
@@ -128,12 +121,10 @@ def _remote(url: str, allow_pipe: bool, setting: str) -> list[str]:
     if scheme == "pipe" and not allow_pipe:
         remedy = "set data.allow_pipe=true if you wrote it yourself"
         raise UserError(f"{setting}={url!r}: `pipe:` runs a shell command; {remedy}")
+    if scheme not in ("pipe", *SCHEMES):
+        raise UserError(f"{setting}={url!r}: there are {', '.join(SCHEMES)}: and local paths")
     if scheme in ("http", "https", "pipe"):
         return [url]
-    package, extra = EXTRAS.get(scheme, ("", ""))
-    if package and importlib.util.find_spec(package) is None:
-        need = f"addresses need the package {package}; pip install 'clipscale[{extra}]'"
-        raise UserError(f"{setting}={url!r}: {scheme}: {need}")
     from fsspec.core import get_filesystem_class, url_to_fs
 
     try:
@@ -142,9 +133,8 @@ def _remote(url: str, allow_pipe: bool, setting: str) -> list[str]:
             return [url]
         system, path = url_to_fs(url + "*.tar*" if url.endswith("/") else url)
         listed = [str(system.unstrip_protocol(name)) for name in system.glob(path)]
-    except Exception as error:  # each library behind fsspec has its own
-        known = "there are https:, s3:, gs:, hf: and local paths"
-        raise UserError(f"{setting}={url!r} cannot be listed ({type(error).__name__}: {error}); {known}") from error
+    except Exception as error:  # each library behind fsspec has its own; a missing one is named
+        raise UserError(f"{setting}={url!r} cannot be listed ({type(error).__name__}: {error})") from error
     # a server chooses these names: they must not lead to another file system, as fsspec's `::` does
     return sorted(name for name in listed if "::" not in name and scheme_of(name) == scheme)
 
@@ -157,6 +147,6 @@ def _from_list(path: Path, allow_pipe: bool, setting: str) -> list[str]:
         raise UserError(f"{setting}='@{path}' cannot be read ({error})") from error
     names = [_FILE.sub("", line) for line in lines if line and not line.startswith("#")]
     for name in names:
-        if scheme_of(name) not in ("", *LISTED, *["pipe"] * allow_pipe) or (not is_local(name) and "::" in name):
-            raise UserError(f"{setting}='@{path}': {name[:200]!r} is neither a path nor one of {', '.join(LISTED)}:")
+        if scheme_of(name) not in ("", *SCHEMES, *["pipe"] * allow_pipe) or (not is_local(name) and "::" in name):
+            raise UserError(f"{setting}='@{path}': {name[:200]!r} is neither a path nor one of {', '.join(SCHEMES)}:")
     return names

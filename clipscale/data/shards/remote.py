@@ -10,7 +10,7 @@ import random
 import re
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -40,11 +40,6 @@ _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
 _RANGE = re.compile(r"bytes ([0-9]{1,18})-[0-9]{1,18}/([0-9]{1,18})$")
 _IN_ADDRESSES = "!#$%&'()*+,/:;=?@[]~"
 """Characters of an address that are sent as they are, since it may be signed; others, such as spaces, are quoted."""
-_VERSIONS = ("generation", "ETag", "etag", "mtime", "LastModified", "updated", "created")
-"""What fsspec's file systems call an object's version."""
-_one_thread = ThreadPoolExecutor(1, "fsspec")
-"""Calls file systems without asyncio, some of which have a single connection."""
-
 State = tuple[int, str]
 """Size and version (ETag, generation, time of change) of an object: they identify its content."""
 Request = Future[tuple[bytes, State]]
@@ -185,14 +180,9 @@ async def _from_file_system(url: str, start: int, stop: int) -> tuple[bytes, Sta
     from fsspec.core import url_to_fs
 
     system, path = url_to_fs(url, use_listings_cache=False)
-    if system.async_impl:
-        data = await system._cat_file(path, start=start, end=stop)
-        info = await system._info(path)  # afterwards: an object that still has the first version had it meanwhile
-    else:
-        loop = asyncio.get_running_loop()
-        data = await loop.run_in_executor(_one_thread, lambda: system.cat_file(path, start=start, end=stop))
-        info = await loop.run_in_executor(_one_thread, system.info, path)
-    version = next((str(info[name]) for name in _VERSIONS if info.get(name) is not None), "")
+    data = await system._cat_file(path, start=start, end=stop)
+    info = await system._info(path)  # afterwards: an object that still has the first version had it meanwhile
+    version = next((str(info[name]) for name in ("generation", "ETag", "etag") if name in info), "")
     return data[: stop - start], (int(info["size"]), version)
 
 

@@ -1,12 +1,12 @@
 """Opens shards wherever they are: local files, the output of commands, remote objects, and local copies of these."""
 
 import io
-import logging
 import os
+import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -15,10 +15,10 @@ from clipscale.config.data import DataConfig
 from clipscale.data.shards.addresses import EVENT, SourceError, digest, is_local, leaf_of, scheme_of, unsigned
 from clipscale.data.shards.remote import LARGEST_BLOCK, RemoteFile, State, fetch
 
-log = logging.getLogger(__name__)
-
 BUFFER = 1 << 17
 """Bytes that are read of a local file or a command's output at once."""
+LEAST_FREE = 0.1
+"""Share of the disk that copies of remote shards leave free."""
 
 
 class Opened(NamedTuple):
@@ -55,7 +55,7 @@ class Store:
             if not self.config.allow_pipe:
                 raise SourceError("refused_pipe", "`pipe:` runs a shell command, which is not allowed")
             return Opened(Pipe(url[len("pipe:") :]), None, "")
-        if self.config.cache and self.config.cache_bytes != 0 and (copy := self._copy_of(url)):
+        if self.config.cache and (copy := self._copy_of(url)):
             return copy
         remote = RemoteFile(url, self)
         return Opened(remote, remote.size, remote.version)
@@ -72,9 +72,9 @@ class Store:
         self.counts[EVENT + event] += 1
 
     def _copy_of(self, url: str) -> Opened | None:
-        """The shard's copy in the cache, made now if there is none; None if it does not fit there.
+        """The shard's copy in the cache, made now if there is none; None if the disk has no room for it.
 
-        Copies are named by address and version. While the server is away, the copy used last stands in.
+        Copies are named by address and version. While the server is away, the newest one stands in.
         """
         folder, name = Path(self.config.cache or "").expanduser() / "shards", digest(unsigned(url))
         folder.mkdir(parents=True, exist_ok=True)
@@ -87,41 +87,20 @@ class Store:
             self.count("copy_of_unreachable")
             return _opened(copies[-1])
         path = folder / f"{name}-{digest(f'{size} {version}')}-{leaf_of(url)[-80:]}"
-        try:
-            if not path.exists():
-                if not _make_room(folder, size, self.config.cache_bytes):
-                    raise OSError("it is larger than data.cache_bytes")
-                with files.replacing(path) as out, closing(RemoteFile(url, self)) as remote:
-                    while data := remote.read(LARGEST_BLOCK):
-                        out.write(data)
-                        self.tick()
-            os.utime(path)
-            return _opened(path, size, version)
-        except OSError as error:  # a full disk, or another process has removed the copy: the object itself is read
-            log.warning("data.cache=%s: no copy of %s (%s)", self.config.cache, leaf_of(url), error)
-            self.count("no_room_for_copy")
-            return None
+        if not path.exists():
+            disk = shutil.disk_usage(folder)
+            if disk.free - size < disk.total * LEAST_FREE:
+                self.count("no_room_for_copy")
+                return None
+            with files.replacing(path) as out, closing(RemoteFile(url, self)) as remote:
+                while data := remote.read(LARGEST_BLOCK):
+                    out.write(data)
+                    self.tick()
+        return _opened(path, size, version)
 
 
 def _opened(path: Path, size: int | None = None, version: str = "") -> Opened:
     return Opened(path.open("rb", BUFFER), size, version)
-
-
-def _make_room(folder: Path, size: int, bound: int | None) -> bool:
-    """Remove the copies used longest ago until one of `size` bytes fits the bound. Their readers can go on reading."""
-    if bound is None or size > bound:
-        return bound is None
-    copies = []
-    for path in folder.iterdir():
-        with suppress(FileNotFoundError):  # other processes remove copies, too
-            about = path.stat()
-            copies.append((about.st_mtime, about.st_size, path))
-    total = size + sum(length for _, length, _ in copies)
-    for _, length, path in sorted(copies):
-        if total > bound:
-            path.unlink(missing_ok=True)
-            total -= length
-    return True
 
 
 class Pipe(io.BufferedReader):

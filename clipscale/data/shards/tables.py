@@ -1,4 +1,4 @@
-"""Reads tables of picture paths and captions (CSV, TSV, Parquet), and folders of pictures, as shards.
+"""Reads tables of picture paths and captions (CSV, TSV, Parquet) as shards.
 
 A table is cut into virtual shards of some thousand rows with addresses `table:PATH?image=COLUMN&caption=COLUMN&...`.
 Parquet is read by pyarrow; CSV by the standard library, since pyarrow does not return the byte offset at which a
@@ -7,7 +7,6 @@ virtual shard's first row begins.
 
 import csv
 import importlib.util
-import io
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -17,13 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, quote, unquote, urlencode
 
-from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.config.data import TableConfig
 from clipscale.data.decode import IMAGE_TYPES
-from clipscale.data.order import permutation
 from clipscale.data.sample import MAX_IMAGE_BYTES, RawSample
-from clipscale.data.shards.addresses import SourceError, digest, is_local, user_cache
+from clipscale.data.shards.addresses import SourceError, is_local
 
 IMAGE_COLUMNS = ("filepath", "image", "image_path", "path", "file", "file_name", "filename", "jpg")
 CAPTION_COLUMNS = ("title", "caption", "text", "txt")
@@ -43,8 +40,6 @@ class Part(NamedTuple):
     path: str
     image: str
     caption: str
-    sidecar: str
-    """Column with the path of a text file that has the caption instead, or empty."""
     first: int
     last: int
     where: str
@@ -77,7 +72,7 @@ def table_shards(path: str, config: TableConfig, setting: str) -> list[str]:
     image = _column(names, config.image, IMAGE_COLUMNS, "image", path)
     caption = _column(names, config.caption, CAPTION_COLUMNS, "caption", path)
     root = config.root or ""
-    return [Part(path, image, caption, "", first, last, where, root).url for first, last, where in parts]
+    return [Part(path, image, caption, first, last, where, root).url for first, last, where in parts]
 
 
 def _column(names: list[str], given: str | None, usual: tuple[str, ...], what: str, path: str) -> str:
@@ -158,39 +153,6 @@ def _parquet_rows(part: Part) -> Iterator[dict[str, Any]]:
         yield from islice(rows, start, start + part.last - part.first)
 
 
-def folder_shards(folder: str, setting: str) -> list[str]:
-    """The virtual shards of a folder of pictures and its sub-folders.
-
-    A picture's caption is the text file of the same name beside it, or else its folder's name with spaces for `_` (its
-    class). The list of pictures is a table in the user's cache folder, in a fixed random order, since neighbours in a
-    class folder share their caption.
-    """
-    folder = os.path.abspath(folder)  # noqa: PTH100 (links stay as they are)
-    pictures: list[tuple[str, str, str]] = []
-    for place, folders, names in os.walk(folder):
-        folders.sort()
-        present = set(names)
-        caption = Path(place).name.replace("_", " ") if place != folder else ""
-        for name in sorted(names):
-            stem, _, extension = name.rpartition(".")
-            if extension.lower() in IMAGE_TYPES and stem:
-                sidecar = str(Path(place) / f"{stem}.txt") if f"{stem}.txt" in present else ""
-                pictures.append((str(Path(place) / name), caption, sidecar))
-    if not pictures:
-        raise UserError(f"{setting}={folder!r} matches no shard: it has neither tar files nor pictures")
-    table = io.StringIO(newline="")
-    rows = (pictures[at] for at in permutation(len(pictures), len(pictures)))
-    csv.writer(table).writerows([("filepath", "caption", "sidecar"), *rows])
-    # named by content too: a run must keep its list when another run finds more pictures in the folder
-    path = user_cache() / "tables" / f"{digest(folder)}-{digest(table.getvalue())}.csv"
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.write_text(path, table.getvalue(), errors="surrogateescape")
-    columns = TableConfig("filepath", "caption", root=os.path.realpath(folder))
-    urls = table_shards(str(path), columns, setting)
-    return [part_of(url)._replace(sidecar="sidecar").url for url in urls]
-
-
 def read_rows(url: str, want: Callable[[int], bool], kinds: Mapping[str, int] | None) -> Iterator[RawSample]:
     """The rows of a virtual shard as samples: the picture under its extension, the caption as `txt`, the row as `json`.
 
@@ -220,9 +182,7 @@ def _load(raw: RawSample, part: Part, row: dict[str, Any], kinds: Mapping[str, i
     extension = name.rpartition(".")[2].lower()
     try:
         add(extension if extension in IMAGE_TYPES else "jpg", partial(_content, part, name))
-        if part.sidecar and row.get(part.sidecar):
-            add("txt", partial(_content, part, row[part.sidecar]))
-        elif caption is not None:
+        if caption is not None:
             add("txt", lambda _: str(caption).encode("utf-8", "surrogatepass"))
         add(
             "json",

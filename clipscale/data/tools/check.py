@@ -55,7 +55,7 @@ def main(sources: Sequence[str], settings: CheckSettings) -> int:
     """Print the table. Status 1 where something is broken, apart from what the filters leave out. Raises UserError."""
     urls, findings = expanded(sources, settings.data.allow_pipe, settings.data.table), Findings()
     with progress(urls) as advance:
-        for _, shard in index.map_shards(partial(check_shard, config=settings.data), urls, settings.workers or cores()):
+        for shard in index.map_shards(partial(check_shard, config=settings.data), settings.workers or cores(), urls):
             findings.add(shard)
             advance(shard.bytes)
     plain_console().print(findings.table())

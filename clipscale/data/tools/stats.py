@@ -1,7 +1,6 @@
 """The verbs `clipscale data index` and `stats`: they take shards as plain arguments, and print counts and paths."""
 
 import os
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -18,7 +17,6 @@ from clipscale.config.tools import IndexSettings, StatsSettings
 from clipscale.data.shards import index, listing
 from clipscale.data.shards.addresses import is_local, scheme_of
 from clipscale.data.shards.counts import recorded_counts, scan_counts
-from clipscale.report.table import TextTable, plain_console
 
 
 def expanded(sources: Sequence[str], allow_pipe: bool = False, table: TableConfig | None = None) -> list[str]:
@@ -45,8 +43,8 @@ def make_index(sources: Sequence[str], settings: IndexSettings) -> int:
     outcomes: dict[str, index.Outcome] = {}
     with progress(urls) as advance:
 
-        def done(url: str, size: int, outcome: index.Outcome) -> None:
-            advance(size)
+        def done(url: str, outcome: index.Outcome) -> None:
+            advance(outcome.size if isinstance(outcome, index.Entry) else 0)
             outcomes[url] = outcome
 
         workers = settings.workers or cores()
@@ -82,10 +80,6 @@ def show_stats(sources: Sequence[str], settings: StatsSettings) -> int:
         scan_counts(missing, settings.cache)
         entries, _ = index.current(urls, settings.cache)
     rows = sum(filter(None, recorded_counts([url for url in urls if scheme_of(url) == "table"])))
-    members: dict[str, Counter[str]] = defaultdict(Counter)
-    for entry in entries.values():
-        for extension, (number, size) in entry.totals.items():
-            members[extension].update(count=number, bytes=size)
     counts = [entry.samples for entry in entries.values()] or [0]
     size = format_bytes(sum(entry.size for entry in entries.values()))
     say(f"{sum(counts) + rows} samples in {len(entries)} shards of {min(counts)} to {max(counts)}, {size}")
@@ -93,11 +87,6 @@ def show_stats(sources: Sequence[str], settings: StatsSettings) -> int:
         say(f"{rows} of them are rows of tables")
     elif len(entries) < len(urls):
         say(f"{len(urls) - len(entries)} of {len(urls)} shards are not counted; run `clipscale data index` on them")
-    lines = [
-        (name, str(member["count"]), format_bytes(member["bytes"]), format_bytes(member["bytes"] / member["count"]))
-        for name, member in sorted(members.items())
-    ]
-    plain_console().print(TextTable(("member", "samples that have it", "bytes", "mean"), [lines]))
     for url, entry in entries.items():
         if entry.reason:
             say(f"{entry.reason}: {url}")

@@ -1,4 +1,4 @@
-"""CSV, TSV and Parquet tables and folders of pictures are read as shards, with exact order and resuming."""
+"""CSV, TSV and Parquet tables are read as shards, with exact order and resuming."""
 
 import csv
 import json
@@ -15,7 +15,7 @@ from clipscale.data.shards import tables
 from clipscale.data.shards.counts import recorded_counts
 from clipscale.data.shards.listing import expand
 from clipscale.data.shards.reader import ReadProblem, read_shard
-from tests.data.files import Letters, picture
+from tests.data.files import picture
 from tests.data.streams import contents, flat, ids, open_stream
 
 ROWS = 25
@@ -125,7 +125,7 @@ def test_columns_are_named_or_refused(tmp_path: Path) -> None:
         expand(str(path), table=Config(image="a", caption="c"))
     (part,) = [tables.part_of(url) for url in expand(str(path), table=Config(image="a", caption="b"))]
     assert (part.image, part.caption, part.first, part.last) == ("a", "b", 0, 1)
-    part = tables.Part("/a b/c?d#e/ü.csv", "i m", "c&=", "", 3, 9, "120", "/r?")
+    part = tables.Part("/a b/c?d#e/ü.csv", "i m", "c&=", 3, 9, "120", "/r?")
     assert tables.part_of(part.url) == part
 
 
@@ -136,21 +136,3 @@ def test_a_table_that_cannot_be_read_is_named(tmp_path: Path) -> None:
             expand(str(tmp_path / name))
     with pytest.raises(UserError, match="matches no shard"):
         expand(str(tmp_path / "none.csv"))
-
-
-def test_a_folder_of_classes_captions_by_name_file_and_template(tmp_path: Path) -> None:
-    for name in ("red_fox", "owl"):
-        pictures(tmp_path / "set" / name)
-    urls = expand(str(tmp_path / "set"))
-    raws = samples(urls)
-    assert Counter(raw.members["txt"].decode() for raw in raws) == {"red fox": ROWS, "owl": ROWS}
-    assert 5 < [raw.members["txt"] for raw in raws[:ROWS]].count(b"owl") < 20, "classes are mixed"
-    stream = open_stream(tmp_path / "set", batch=10, templates=["{} !"], tokenizer=Letters())
-    assert stream.samples_per_epoch == 2 * ROWS
-    texts = {"".join(map(chr, row)).strip() for row in stream.next_batch().tokens(0, 10).tolist()}
-    assert texts == {"red fox", "owl !"}  # Letters keeps eight
-    (tmp_path / "set" / "owl" / "4.txt").write_text("an owl at night")
-    (tmp_path / "set" / "new.png").write_bytes(picture(99))
-    more = Counter(raw.members["txt"] for raw in samples(expand(str(tmp_path / "set"))))
-    assert more[b""] == more[b"an owl at night"] == 1
-    assert [raw.key for raw in samples(urls)] == [raw.key for raw in raws], "a run keeps its list"

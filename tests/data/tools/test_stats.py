@@ -29,9 +29,6 @@ def test_index_takes_brace_lists_globs_folders_and_lists(tmp_path: Path, capsys:
     assert main(["data", "stats", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "12 samples in 3 shards of 3 to 5" in out
-    assert [line.split()[:2] for line in out.split("\n") if " 12 " in line] == [
-        [name, "12"] for name in ("json", "png", "txt")
-    ]
 
 
 def test_the_verbs_load_no_torch(tmp_path: Path) -> None:
