@@ -1,14 +1,9 @@
-"""Pictures for the report: the images found for some captions, and what a model gets wrong in a classification set.
+"""Pictures for the report: the images found for some captions.
 
-N: images, M: captions, C: classes, D: feature width.
+N: images, M: captions, D: feature width.
 """
 
-import base64
-import io
-from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from PIL import Image
@@ -21,35 +16,14 @@ from clipscale.eval.sets.item import EvalSet, ImageRef
 
 QUERIES, TOP, TILE = 8, 5, 112
 """Captions shown, images per caption, and the side of a thumbnail in pixels."""
-CLASSES, PAIRS = 25_000, 100
-"""Most classes of the table and pairs of confused classes; ImageNet-21k has 21,841 classes."""
-WORST, OF_EACH, MISSES = 10, 6, 40
-"""Classes whose missed pictures are shown, pictures of each, and pictures of other misses."""
-NAME = 80
-"""Characters of a class name."""
 
 
-@dataclass(frozen=True)
-class Examples:
-    """What the report shows of a set: a record, and for retrieval a picture."""
-
-    folder: str
-    record: dict[str, Any]
-    picture: Image.Image | None = None
-
-    def save(self, run_dir: Path, label: str, step: int | None) -> None:
-        """Write `eval/FOLDER/SET.json` and the picture beside it, replacing those of another step. Raises OSError."""
-        path = run_dir / "eval" / self.folder / f"{label.replace('/', '-')}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if self.picture:
-            self.picture.save(path.with_suffix(".png"))
-        files.write_json(path, {"set": label, "step": step} | self.record)
-
-
-def gallery(eval_set: EvalSet, images_ND: Tensor, captions_MD: Tensor, usable_N: Tensor) -> Examples:
-    """For a few captions, a row of the TOP nearest images, then the right one.
-
-    The record has `tile`, `columns`, and for every row its `caption` and `hit`: the column of the right image, or null.
+def gallery(
+    eval_set: EvalSet, images_ND: Tensor, captions_MD: Tensor, usable_N: Tensor, run_dir: Path, step: int | None
+) -> None:
+    """Write `eval/retrieved/SET.png`, for a few captions a row of the TOP nearest images and then the right one, and
+    SET.json beside it: `tile`, `columns`, and for every row its `caption` and `hit`, the column of the right image or
+    null. They replace those of another step. Raises OSError.
     """
     owner_M = torch.tensor(eval_set.owner)
     candidates = usable_N.cpu()[owner_M].nonzero()[:, 0]
@@ -64,45 +38,10 @@ def gallery(eval_set: EvalSet, images_ND: Tensor, captions_MD: Tensor, usable_N:
         for x, index in [*enumerate(images), (TOP, right)]:
             grid.paste(thumbnail(eval_set.images[index]), (x * TILE, y * TILE))
         rows.append({"caption": eval_set.captions[query], "hit": images.index(right) if right in images else None})
-    return Examples("retrieved", {"tile": TILE, "columns": TOP, "rows": rows}, grid)
-
-
-def misses(eval_set: EvalSet, counts_3C: Tensor, predicted_N: Tensor, margin_N: Tensor) -> Examples:
-    """Accuracies of classes, pairs that the model confuses, and pictures that it misses, those with the largest margins
-    first.
-
-    counts_3C: images, top-1 and top-5 hits of each class. predicted_N: the class with the highest score. margin_N: how
-    far that is above the right class's; NaN for a picture without scores, which is not shown.
-    """
-    labels = torch.tensor(eval_set.labels)
-    predicted_N, margin_N, counts = predicted_N.cpu(), margin_N.cpu(), counts_3C.cpu().tolist()
-    missed = ((predicted_N != labels) & margin_N.isfinite()).nonzero()[:, 0]
-    missed = missed[margin_N[missed].argsort(descending=True, stable=True)]
-    pairs = Counter(zip(labels[missed].tolist(), predicted_N[missed].tolist()))
-    present = [c for c in range(len(eval_set.classnames)) if counts[0][c]]
-    worst_first = sorted(present, key=lambda c: (counts[1][c] / counts[0][c], -counts[0][c], c))
-    of_class: dict[int, list[int]] = {}
-    for index in missed.tolist():
-        of_class.setdefault(eval_set.labels[index], []).append(index)
-
-    def name(label: int) -> str:
-        return eval_set.classnames[label][:NAME]
-
-    def picture(index: int) -> dict[str, Any]:
-        out = io.BytesIO()
-        thumbnail(eval_set.images[index]).save(out, "JPEG", quality=85)
-        names = {"right": name(eval_set.labels[index]), "predicted": name(int(predicted_N[index]))}
-        return names | {"margin": float(margin_N[index]), "jpeg": base64.b64encode(out.getvalue()).decode()}
-
-    record = {
-        "images": len(eval_set),
-        "misses": len(eval_set) - sum(counts[1]),
-        "classes": [[name(c), *(counts[row][c] for row in range(3))] for c in worst_first[:CLASSES]],
-        "pairs": [[name(right), name(other), count] for (right, other), count in pairs.most_common(PAIRS)],
-        "worst": [picture(index) for c in worst_first[:WORST] for index in of_class.get(c, [])[:OF_EACH]],
-        "largest": [picture(index) for index in missed[:MISSES].tolist()],
-    }
-    return Examples("classes", record)
+    path = run_dir / "eval" / "retrieved" / f"{eval_set.label.replace('/', '-')}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    grid.save(path.with_suffix(".png"))
+    files.write_json(path, {"set": eval_set.label, "step": step, "tile": TILE, "columns": TOP, "rows": rows})
 
 
 def thumbnail(image: ImageRef) -> Image.Image:

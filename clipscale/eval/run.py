@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores_of_rank
@@ -19,7 +18,7 @@ from clipscale.config.sections import EvalConfig
 from clipscale.distributed.world import World
 from clipscale.eval import zero_shot
 from clipscale.eval.encode import Encoder, join
-from clipscale.eval.examples import Examples, gallery, misses
+from clipscale.eval.examples import gallery
 from clipscale.eval.results import Results, measured, save_results
 from clipscale.eval.retrieval import retrieval_metrics
 from clipscale.eval.sets.item import CLASSIFICATION, EvalSet
@@ -72,7 +71,7 @@ def evaluate(
         for eval_set in sets:
             started = time.perf_counter()
             evaluated = _classification if eval_set.kind == CLASSIFICATION else _retrieval
-            metrics, examples = evaluated(encoder, eval_set)
+            metrics, save_gallery = evaluated(encoder, eval_set)
             if eval_set.metric:
                 metrics["main"] = sum(metrics[name] for name in eval_set.metric) / len(eval_set.metric)
             results[eval_set.label] = metrics
@@ -81,30 +80,30 @@ def evaluate(
                 facts = measured(eval_set, {"batch": config.batch, "seconds": seconds} | (about or {}))
                 try:
                     save_results(run_dir, step, {eval_set.label: metrics}, {eval_set.label: facts})
-                    examples().save(run_dir, eval_set.label, step)
+                    save_gallery(run_dir, step)
                 except OSError as error:  # such as a full disk: training goes on
                     log.warning("%s/eval could not be written (%s): %s", run_dir, error.strerror, metrics)
     return results
 
 
-def _classification(encoder: Encoder, eval_set: EvalSet) -> tuple[dict[str, float], Callable[[], Examples]]:
-    """The metrics of a classification set, and what makes its examples for the report, on rank 0."""
+Evaluated = tuple[dict[str, float], Callable[[Path, int | None], None]]
+"""Metrics of a set, and what saves examples into the run's folder, on rank 0."""
+
+
+def _classification(encoder: Encoder, eval_set: EvalSet) -> Evaluated:
+    """The metrics of a classification set."""
     world, device = encoder.world, encoder.world.device
     C, G = len(eval_set.classnames), max(eval_set.groups, default=-1) + 1
     classes_UD, rows_C = encoder.classes(eval_set)
     counts_3C, counts_3G = (torch.zeros(3, n, dtype=torch.int64, device=device) for n in (C, G))
     predicted_C = torch.zeros(C, dtype=torch.int64, device=device)
     broken = torch.zeros((), dtype=torch.int64, device=device)
-    answers: list[tuple[Tensor, Tensor]] = []
     for span, features_nD, usable_n in encoder.images(eval_set):
         targets = torch.tensor(eval_set.labels[span.start : span.stop], device=device, dtype=torch.int64)
         scores_nC = (features_nD @ classes_UD.T)[:, rows_C]
         ranks = zero_shot.target_ranks(scores_nC, targets).masked_fill(~usable_n, C + 5)
         counts_3C += zero_shot.accuracy_counts(ranks, targets, C)
-        best_n, predicted_n = scores_nC.max(1)
-        predicted_C += torch.bincount(predicted_n[usable_n], minlength=C)
-        margin_n = best_n - scores_nC.gather(1, targets[:, None])[:, 0]
-        answers.append((predicted_n, margin_n.masked_fill(~usable_n, torch.nan)))
+        predicted_C += torch.bincount(scores_nC.argmax(1)[usable_n], minlength=C)
         if eval_set.groups:
             groups = torch.tensor(eval_set.groups[span.start : span.stop], device=device, dtype=torch.int64)
             counts_3G += zero_shot.accuracy_counts(ranks, groups, G)
@@ -118,13 +117,11 @@ def _classification(encoder: Encoder, eval_set: EvalSet) -> tuple[dict[str, floa
         metrics["macro_f1"] = zero_shot.macro_f1(counts_3C, predicted_C)
     if eval_set.groups:
         metrics |= zero_shot.worst_groups(counts_3G)
-    predicted_N, margin_N = (join(list(parts), len(eval_set), encoder.batch, world) for parts in zip(*answers))
-    metrics |= {"images": len(eval_set), "broken": int(broken)}
-    return metrics, lambda: misses(eval_set, counts_3C, predicted_N, margin_N)
+    return metrics | {"images": len(eval_set), "broken": int(broken)}, lambda run_dir, step: None
 
 
-def _retrieval(encoder: Encoder, eval_set: EvalSet) -> tuple[dict[str, float], Callable[[], Examples]]:
-    """The metrics of a retrieval set, and what makes its examples for the report. Every rank ranks the whole set."""
+def _retrieval(encoder: Encoder, eval_set: EvalSet) -> Evaluated:
+    """The metrics of a retrieval set, and what saves its examples for the report. Every rank ranks the whole set."""
     batches = list(encoder.images(eval_set))
     images_ND = join([features for _, features, _ in batches], len(eval_set), encoder.batch, encoder.world)
     usable = [usable.byte() for _, _, usable in batches]
@@ -135,7 +132,7 @@ def _retrieval(encoder: Encoder, eval_set: EvalSet) -> tuple[dict[str, float], C
     owner_M = torch.tensor(eval_set.owner, device=encoder.world.device)
     metrics = retrieval_metrics(images_ND, captions_MD, owner_M, usable_N)
     metrics |= {"images": len(eval_set), "captions": len(eval_set.captions), "broken": broken}
-    return metrics, lambda: gallery(eval_set, images_ND, captions_MD, usable_N)
+    return metrics, lambda run_dir, step: gallery(eval_set, images_ND, captions_MD, usable_N, run_dir, step)
 
 
 def _refuse_all_broken(eval_set: EvalSet, broken: int) -> None:

@@ -16,7 +16,6 @@ from clipscale.common.errors import UserError
 from clipscale.common.terminal import printable, say
 from clipscale.config.setting import flat
 from clipscale.config.tools import ReportSettings, check_run
-from clipscale.report import classes
 from clipscale.report.evaluations import read_evaluations
 from clipscale.report.metrics import read_metrics
 from clipscale.report.table import TextTable, result_tables
@@ -75,11 +74,10 @@ def page(run_dir: Path, records: Sequence[Record], evaluations: Sequence[Record]
     results = {f"{name} (step {step})": metrics for name, (step, metrics) in newest.items()}
     parts = [
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{name}</title>",
-        f"<style>{CSS}{classes.CSS}</style></head><body>",
+        f"<style>{CSS}</style></head><body>",
         f"<h1>{name}</h1><p>{escape(summary(records))}</p>",
         *(table.html() for table in result_tables(results)),
         f"<p><img alt='curves and retrieved images' src='data:image/png;base64,{image}'></p>",
-        classes.sections(run_dir),
         _details("Settings", yaml.safe_load((run_dir / "config.yaml").read_text())),
         _details("Machine", json.loads((run_dir / "env.json").read_text())),
         "</body></html>",

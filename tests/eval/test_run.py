@@ -229,4 +229,3 @@ def test_an_evaluation_leaves_modes_random_state_and_memory_as_they_were(shards:
     after = held()
     run.stream.close()
     assert after[0] <= before[0] and after[1:] == before[1:]
-    assert (tmp_path / "run/eval/classes/classes (ema).json").is_file()
