@@ -14,7 +14,6 @@ import torch
 from clipscale import checkpoint
 from clipscale.config.data import DataConfig
 from clipscale.config.sections import CacheConfig, OptimConfig, PrecisionConfig, ScheduleConfig
-from clipscale.data.loader.host_batch import Arena, Layout
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.data.tools.demo import paths
 from clipscale.loss.reference import dense_contrastive_loss
@@ -175,30 +174,6 @@ def test_an_overflow_leaves_the_step_out_and_lowers_the_loss_scale(
 def test_what_is_copied_to_the_device_is_page_locked(demo: Path, tmp_path: Path, offload: str) -> None:
     run(demo, tmp_path / "run", offload=offload, samples=64)
     assert [line["host_pinned"] for line in records(tmp_path / "run")] == [CUDA]
-
-
-def test_a_run_goes_on_where_host_memory_cannot_be_page_locked(
-    demo: Path, plain: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """An address that is none makes the real call fail, with CUDA's error left for the next kernel to find."""
-    known = torch.cuda.cudart if CUDA else None
-
-    class Refusing:
-        @staticmethod
-        def cudaHostRegister(address: int, size: int, flags: int) -> int:  # noqa: N802
-            return int(known().cudaHostRegister(0, size, flags)) if known else 1
-
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: Refusing)
-    if not CUDA:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        layout = Layout(1, 4, (3, 4, 4), 8)
-        arena = Arena(layout)
-        arena.pin()
-        assert not arena.pinned
-    else:
-        assert run(demo, tmp_path / "run", samples=640) == pytest.approx(plain, rel=1e-4)
-        assert not any(line["host_pinned"] for line in records(tmp_path / "run"))
-    assert "could not be page-locked" in caplog.text
 
 
 def test_a_resumed_run_goes_on_as_the_uninterrupted_one(demo: Path, plain: list[float], tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from clipscale.common.errors import UserError
-from clipscale.common.units import whole_number
 
 log = logging.getLogger(__name__)
 
@@ -104,5 +103,4 @@ def locate(run: Path, which: str) -> Path:
         if not checkpoints:
             raise UserError(f"run={run}: no checkpoint in {run / 'checkpoints'}")
         return checkpoints[-1]
-    step = whole_number(which)
-    return Path(which).expanduser() if step is None else path_of(run, step)
+    return path_of(run, int(which)) if which.isdecimal() else Path(which).expanduser()

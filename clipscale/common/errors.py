@@ -27,11 +27,6 @@ class StoppedError(UserError):
 class LostRankError(Exception):
     """Another process of the run hangs or has died. The message is one line that names it."""
 
-    def __init__(self, message: str, *, first: bool = True) -> None:
-        """`first`: whether this process is the one that says so."""
-        super().__init__(message)
-        self.first = first
-
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's message; its kind, where there is none."""

@@ -20,11 +20,6 @@ def unused(folder: Path) -> Path:
     return folder if not folder.exists() else next(path for path in numbered if not path.exists())
 
 
-def whole_number(text: str) -> int | None:
-    """The number that up to 18 ASCII digits write; None for any other text, such as `²`."""
-    return int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else None
-
-
 def parse_count(text: str) -> int:
     """`768k` -> 786,432: k, M and G are powers of 1024, a plain integer is itself. Raises ValueError otherwise."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgG]?)\s*", text)

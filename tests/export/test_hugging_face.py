@@ -17,7 +17,6 @@ from clipscale.config.sections import ModelConfig
 from clipscale.config.tools import ExportSettings
 from clipscale.export.hugging_face import write_tokenizer
 from clipscale.export.verb import main
-from clipscale.models import huggingface
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import described
 from tests.export.test_open_clip import ARCHITECTURE, saved
@@ -64,13 +63,8 @@ def test_the_tokenizer_of_an_export_is_clips(tmp_path: Path) -> None:
         assert tokens == ours[: len(tokens)] and not any(ours[len(tokens) :]), f"{tokens} instead of {ours}"
 
 
-@pytest.mark.parametrize(("bias", "image"), [(-10.0, "vit"), (None, "resnet")])
-def test_a_model_that_transformers_does_not_have_is_refused(tmp_path: Path, bias: float | None, image: str) -> None:
-    architecture = ARCHITECTURE
-    if image == "resnet":
-        vision = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "head_width": 16}
-        architecture = ARCHITECTURE | {"vision_cfg": vision}
-    saved(tmp_path / "run", ModelConfig("own", architecture, init_bias=bias))
+def test_a_model_that_transformers_does_not_have_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path / "run", ModelConfig("own", ARCHITECTURE, init_bias=-10.0))
     with pytest.raises(UserError, match=r"to=hf: .*no such CLIP or SigLIP .*take to=open_clip"):
         main(ExportSettings(run=str(tmp_path / "run"), to="hf"))
 
@@ -115,11 +109,3 @@ def test_open_clips_model_comes_back(tmp_path: Path) -> None:
     config = ModelConfig("small", SMALL, weights=str(tmp_path / "theirs.pt"))
     _, out = through_clipscale(tmp_path / "run", config, "open_clip")
     assert_same_weights(theirs, open_clip.create_model_from_pretrained(f"local-dir:{out}")[0])
-
-
-def test_hugging_faces_siglip_of_a_resolution_that_timm_does_not_name() -> None:
-    about = huggingface.description({"model_type": "siglip", "vision_config": {"image_size": 240}}, "folder")
-    assert about["vision_cfg"]["timm_model_name"] == "vit_base_patch16_siglip_224"
-    assert huggingface.resolution(about) == {"image_size": 240}
-    named = huggingface.description({"model_type": "siglip", "vision_config": {"image_size": 256}}, "folder")
-    assert named["vision_cfg"]["timm_model_name"].endswith("256") and huggingface.resolution(named) == {}

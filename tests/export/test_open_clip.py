@@ -81,14 +81,6 @@ def test_matrices_are_written_in_the_type_asked_for_and_the_file_names_the_step(
     assert "patch_dropout" not in description["vision_cfg"]
 
 
-def test_exported_weights_start_another_run(tmp_path: Path) -> None:
-    model = saved(tmp_path / "run", ModelConfig("own", ARCHITECTURE))
-    out = main(ExportSettings(run=str(tmp_path / "run")))
-    torch.manual_seed(1)
-    again = build_model(ModelConfig("own", ARCHITECTURE, weights=str(out / "open_clip_model.safetensors")))
-    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
-
-
 VISION = {
     "image_size": 224,
     "timm_model_name": "vit_base_patch16_siglip_224",
