@@ -24,10 +24,6 @@ class StoppedError(UserError):
         self.number = number
 
 
-class LostRankError(Exception):
-    """Another process of the run hangs or has died. The message is one line that names it."""
-
-
 def first_line(error: BaseException) -> str:
     """The first line of an error's message; its kind, where there is none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -40,7 +36,7 @@ def one_line(error: BaseException) -> str:
 
 LOST = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "timed out",
-    "Application timeout", "Socket Timeout", "DistBackendError", "DistNetworkError", "LostRankError",
+    "Application timeout", "Socket Timeout", "DistBackendError", "DistNetworkError",
 )  # fmt: skip
 """Words of gloo and NCCL for a rank that does not answer."""
 
@@ -53,13 +49,3 @@ def causes_of(error: BaseException) -> list[BaseException]:
         inner = [failure[0] for failure in failures.values()] if isinstance(failures, dict) else []
         causes += [earlier for earlier in (*inner, cause.__cause__ or cause.__context__) if earlier is not None]
     return causes
-
-
-def lost_rank(error: BaseException) -> bool:
-    """Whether an error, or a cause of it, only says that another rank does not answer (torch: a RuntimeError)."""
-
-    def says_so(cause: BaseException) -> bool:
-        line = f"{type(cause).__name__}: {cause}".partition("\n")[0]
-        return isinstance(cause, RuntimeError) and any(words in line for words in LOST)
-
-    return any(map(says_so, causes_of(error)))

@@ -5,14 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-
-
-def draws_random_numbers(module: nn.Module) -> bool:
-    """Whether a module in training draws random numbers: dropout, also of paths, patches and in attention."""
-    rates = ("p", "prob", "drop_prob", "dropout")
-    values = (getattr(m, rate, 0) for m in module.modules() if m.training for rate in rates)
-    return any(isinstance(value, float) and value > 0 for value in values)
+from torch import Tensor
 
 
 @dataclass
