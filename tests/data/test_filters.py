@@ -9,7 +9,7 @@ import pytest
 
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig, FilterConfig
-from clipscale.data.filters import Selection, caption_sources, condition, selection
+from clipscale.data.filters import Selection, selection
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError, RawSample
 from tests.data.files import Members, picture, write_tar
@@ -73,18 +73,13 @@ def test_files_block_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["similarity", "similarity>=high", ">=3", "x~3"])
 def test_malformed_conditions_are_refused(text: str) -> None:
     with pytest.raises(UserError, match=r"data\.filter\.fields="):
-        condition(text)
+        chosen(fields=[text])
 
 
-def test_settings_that_cannot_work_are_refused() -> None:
-    for name, value in (
-        ("block_keys", "/nowhere"),
-        ("templates", "no place"),
-        ("captions", "txt=-1"),
-        ("captions", "txt=much"),
-    ):
-        with pytest.raises(UserError, match=r"data\."):
-            chosen(**{name: [value]})
+@pytest.mark.parametrize("captions", [["txt=-1"], ["txt=much"], ["txt=0"], []])
+def test_caption_sources_that_cannot_work_are_refused(captions: list[str]) -> None:
+    with pytest.raises(UserError, match=r"data\.captions="):
+        selection(DataConfig(captions=captions))
 
 
 def test_a_stream_drops_by_reason_and_keeps_the_rest_exact(tmp_path: Path) -> None:
@@ -101,11 +96,6 @@ def test_a_stream_drops_by_reason_and_keeps_the_rest_exact(tmp_path: Path) -> No
     position = stream.position()
     again = open_stream(tmp_path, batch=15, shard_streams=1, filter=config, position=position)
     assert contents(again, 2) == contents(stream, 2)
-
-
-def test_sources_have_weights() -> None:
-    assert caption_sources(["txt=0.25", "json:caption=0.75"]) == (("txt", 0.25), ("json:caption", 0.75))
-    assert caption_sources(["txt", "json:caption"]) == (("txt", 1.0), ("json:caption", 1.0))
 
 
 def test_sources_are_drawn_by_weight() -> None:

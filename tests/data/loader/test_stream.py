@@ -94,16 +94,6 @@ def test_every_shard_stream_gives_its_share_of_an_epoch_once_whoever_reads_it(
     assert given_by == Counter({name: epochs * n for name, n in all_ids(paths, sizes).items()})
 
 
-def test_an_epoch_that_the_batch_divides_is_exact_in_global_batches(tmp_path: Path) -> None:
-    sizes = [40, 17, 39]
-    paths = write_shards(tmp_path, sizes)
-    stream = open_stream(tmp_path, batch=32)
-    epochs = [flat(ids(stream, 3)) for _ in range(3)]
-    assert all(Counter(epoch) == all_ids(paths, sizes) for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2], "each epoch has an order of its own"
-    assert flat(ids(open_stream(tmp_path, batch=32, seed=1), 3)) != epochs[0], "each seed too"
-
-
 def test_shuffling_mixes_within_the_window_and_zero_keeps_the_order(tmp_path: Path) -> None:
     path = write_shards(tmp_path, [40])[0]
     keys = {sample_id(str(path), f"00000{i:04d}"): i for i in range(40)}
@@ -151,14 +141,6 @@ def test_weights_are_of_samples_in_every_batch(tmp_path: Path) -> None:
     assert min(shares) > 0.25 and max(shares) < 0.75, shares
     counts = Counter(name for name in flat(batches) if name in small)
     assert len(counts) == 10 and max(counts.values()) - min(counts.values()) <= 8, counts
-
-
-def test_resampling_draws_within_a_shard_without_replacement(tmp_path: Path) -> None:
-    paths = write_shards(tmp_path, [16, 16], sized=False)
-    batches = ids(open_stream(tmp_path, batch=16, shard_streams=1, order="resampled", shuffle=5), 12)
-    shards = [all_ids([path], [16]) for path in paths]
-    assert all(Counter(batch) in shards for batch in batches)
-    assert len({tuple(batch) for batch in batches}) > 6, "each visit has an order of its own"
 
 
 # -- dirty data --------------------------------------------------------------------------------------------------------
@@ -222,15 +204,6 @@ def test_a_truncated_shard_loses_only_its_rest(tmp_path: Path) -> None:
     assert stream.broken["truncated_shard"] + stream.broken["missing_from_shard"] >= 8
     assert set(stream.broken) <= {"truncated_shard", "missing_from_shard", "no_caption"}
     assert len(names) >= 28
-
-
-def test_counts_that_are_too_low_leave_a_trace(tmp_path: Path) -> None:
-    write_shards(tmp_path, [20])
-    (tmp_path / "sizes.json").write_text(json.dumps({"00000.tar": 12}))
-    stream = open_stream(tmp_path, batch=4, shard_streams=1)
-    assert len(set(flat(ids(stream, 3)))) == 12
-    ids(stream, 1)
-    assert stream.broken["not_in_count"] == 8
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
