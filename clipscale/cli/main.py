@@ -6,6 +6,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pkgutil import resolve_name
+from typing import TYPE_CHECKING
 
 from clipscale import __version__
 from clipscale.cli import help
@@ -13,15 +14,17 @@ from clipscale.cli.verbs import TOOLS, VERBS, tools_of
 from clipscale.common.errors import StoppedError, UserError
 from clipscale.common.terminal import prepare, report, say
 from clipscale.common.units import nearest
-from clipscale.config.train import TrainConfig, check, warnings
 from clipscale.launch import local
+
+if TYPE_CHECKING:
+    from clipscale.cli.compose import Words
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 1 (a failure), 2 (a mistake the user can fix) or 128 + signal."""
     prepare()
     try:
-        return dispatch(list(sys.argv[1:] if argv is None else argv))
+        return run(list(sys.argv[1:] if argv is None else argv))
     except local.WorkerError as error:
         report(error, error.details)
         return 1
@@ -34,79 +37,67 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UserError, OSError) as error:  # OSError: a folder without permission, a full disk
         if os.environ.get("CLIPSCALE_DEBUG") == "1":
             traceback.print_exc()
-        if os.environ.get("RANK", "0") == "0":  # all ranks compose, and make the same mistakes
+        if local.main_rank():  # all ranks compose, and make the same mistakes
             report(error)
         if isinstance(error, StoppedError):
             return 128 + error.number
         return 2 if isinstance(error, UserError) else 1
 
 
-def dispatch(argv: list[str]) -> int:
-    """Find the verb and its tool, and run it or show its help."""
+def run(argv: list[str]) -> int:
+    """Find the verb, make its settings and call its `main`, or show help."""
     if not argv or argv[0] in ("-h", "--help", "help"):
         help.show_overview()
         return 0
     if argv[0] in ("-V", "--version", "version"):
         say(f"clipscale {__version__}")
         return 0
-    name, *rest = argv
-    if name not in VERBS:
-        raise UserError(f"unknown verb '{name}'{nearest(name, VERBS)}; there are {', '.join(VERBS)}")
-    topics = [word for word in rest if word not in ("-h", "--help")]
-    if topics != rest:
-        help.show_help(name, topics)
+    topics = [word for word in argv[1:] if word not in ("-h", "--help")]
+    if argv[0] in VERBS and topics != argv[1:]:
+        help.show_help(argv[0], topics)
         return 0
-    if tools := tools_of(name):
-        tool, *rest = rest or [""]
-        if tool not in tools:
-            example = TOOLS[f"{name} {tools[0]}"].examples.partition("\n")[0]
-            wrong = f"{name} {tool}: unknown{nearest(tool, tools)}" if tool else f"{name}: of what"
-            raise UserError(f"{wrong}; there is {', '.join(tools)}, as in: {example}")
-        name = f"{name} {tool}"
-    return work(name, rest)
-
-
-def work(name: str, argv: list[str]) -> int:
-    """Make the settings of a tool from `argv` and call its `main`. Under torchrun, this process's share."""
+    name, words = tool_named(argv)
     from clipscale.cli import compose  # imports Hydra
 
-    tool, line = TOOLS[name], compose.parse(argv)
+    tool, line = TOOLS[name], compose.parse(words)
     if line.multirun:
-        if name != "train":
-            raise UserError(f"{name} takes no -m; give one value for each setting")
-        if local.under_torchrun():
-            raise UserError("-m under torchrun would start the whole sweep in every rank; leave torchrun out")
-        from clipscale.cli import sweep
-
-        return sweep.main(line)
-    words, overrides = compose.overrides(name, line.words)
+        return sweep(name, line)
+    plain, overrides = compose.overrides(name, line.words)
     config = compose.values(name, overrides, line.config_dir)
     settings = compose.resolved(name, config)
     if line.cfg:
         print(compose.as_yaml(config), end="")
         return 0
-    if name == "train":
-        return train(settings)
     tool.check(settings)
-    run = resolve_name(tool.main)
-    result = run(words, settings) if tool.words else run(settings)
+    function = resolve_name(tool.main)
+    result = function(plain, settings) if tool.words else function(settings)
+    if name == "train" and local.main_rank():
+        say(f"done: {result['run']} (step {result['step']}, loss {result['loss']:.4f})")
     return result if isinstance(result, int) else 0
 
 
-def train(config: TrainConfig) -> int:
-    """One run, whose settings this process composes for all workers; under torchrun, this process's part of it."""
-    if local.under_torchrun() and not config.run:
-        raise UserError("run is not set; under torchrun all ranks need the same name, run=NAME")
-    check(config)
-    if not local.under_torchrun():  # there all ranks find it out together
-        from clipscale.data.shards import listing
+def tool_named(argv: list[str]) -> tuple[str, list[str]]:
+    """The name in TOOLS that the first words say, and the other words. Raises UserError."""
+    verb, *rest = argv
+    if verb not in VERBS:
+        raise UserError(f"unknown verb '{verb}'{nearest(verb, VERBS)}; there are {', '.join(VERBS)}")
+    tools = tools_of(verb)
+    if not tools:
+        return verb, rest
+    tool, *rest = rest or [""]
+    if tool not in tools:
+        example = TOOLS[f"{verb} {tools[0]}"].examples.partition("\n")[0]
+        wrong = f"{verb} {tool}: unknown{nearest(tool, tools)}" if tool else f"{verb}: of what"
+        raise UserError(f"{wrong}; there is {', '.join(tools)}, as in: {example}")
+    return f"{verb} {tool}", rest
 
-        listing.check_local(config.data)
-    main_rank = os.environ.get("RANK", "0") == "0"
-    if main_rank:
-        for warning in warnings(config):
-            say(f"warning: {warning}", error=True)
-    result = local.run(config)
-    if main_rank:
-        say(f"done: {result['run']} (step {result['step']}, loss {result['loss']:.4f})")
-    return 0
+
+def sweep(name: str, line: "Words") -> int:
+    """`train -m`. Raises UserError for other verbs, and under torchrun."""
+    if name != "train":
+        raise UserError(f"{name} takes no -m; give one value for each setting")
+    if local.under_torchrun():
+        raise UserError("-m under torchrun would start the whole sweep in every rank; leave torchrun out")
+    from clipscale.cli.sweep import main as run_all
+
+    return run_all(line)

@@ -6,6 +6,7 @@ from typing import Any
 
 from clipscale.config import tools
 from clipscale.config.train import TrainConfig
+from clipscale.launch import local
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ clipscale train -m model=vit-b32,vit-b16 batch=32k,64k,128k run=sizes         # 
 torchrun --nproc-per-node 8 -m clipscale train run=b32 batch=64k data.train=...   # several machines: see launch/""",
         often="model.name data.train data.workers optim.lr cache.chunk eval.sets eval.every checkpoint.every "
         "launch.procs",
+        check=local.check_train,
         notes="""\
 -m runs every combination of the comma-separated values. --cfg job prints the composed configuration instead of
 training. --config-dir DIR adds your own presets, such as DIR/experiment/mine.yaml.""",

@@ -58,7 +58,7 @@ class Setting:
     @property
     def kind(self) -> type:
         """The bare type: `int`, `list`, `dict`, ..."""
-        return get_origin(self.required) or self.required  # type: ignore[no-any-return]
+        return get_origin(self.required) or self.required
 
 
 def settings_of(declared: type, prefix: str = "", values: Any = None) -> tuple[Setting, ...]:

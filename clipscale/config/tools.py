@@ -24,7 +24,6 @@ from clipscale.config.setting import setting, summary
 from clipscale.config.train import TrainConfig
 
 RUN_HELP = "NAME of the run's folder under runs/, or its path."
-CHECKPOINT_HELP = "`latest`, the number of a step, or the path of a checkpoint."
 INDEX_HELP = "Folder of the index, if it is not beside the shards."
 PROCESSES_HELP = "Processes; null: one per core."
 PIPE_HELP = "Allow `pipe:` shards, which run a shell command."
@@ -42,8 +41,7 @@ class RunModel:
     """The model of a run."""
 
     run: str = setting("", RUN_HELP)
-    checkpoint: str = setting("latest", CHECKPOINT_HELP)
-    weights: str = setting("trained", f"Of a run. {WEIGHTS_HELP}", choices=WEIGHTS)
+    checkpoint: str = setting("latest", "`latest`, a step's number, a checkpoint's path, or (eval) `all`: every one.")
 
 
 @dataclass
@@ -56,19 +54,14 @@ class AnyModel(RunModel):
 
 
 @dataclass
-class EvalRunConfig:
+class EvalRunConfig(AnyModel):
     """`clipscale eval`: zero-shot and retrieval results of a run, or of any `model.weights`, as a table and in
     RUN/eval/step_N.json.
     """
 
-    run: str = setting("", RUN_HELP)
-    checkpoint: str = setting("latest", f"{CHECKPOINT_HELP} `all`: every one.")
     out: str | None = setting(None, "Folder for the results of `model.weights`; null: runs/eval-NAME, after them.")
-    model: ModelConfig = field(default_factory=lambda: ModelConfig(name=""))
-    device: str = setting("auto", DEVICE_HELP, choices=DEVICES)
     eval: EvalConfig = field(default_factory=EvalConfig)
     log: SinkConfig = field(default_factory=SinkConfig)
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
 
@@ -83,6 +76,7 @@ class ExportSettings(RunModel):
         "`open_clip`, or `hf`: transformers' CLIP or SigLIP.",
         choices=("open_clip", "hf"),
     )
+    weights: str = setting("trained", WEIGHTS_HELP, choices=WEIGHTS)
     out: str | None = setting(None, "Folder to write; null: RUN/export, or RUN/export-hf.")
     dtype: str = setting(
         "float32",
@@ -142,6 +136,7 @@ class EmbedConfig(AnyModel):
     `model.weights`.
     """
 
+    weights: str = setting("trained", WEIGHTS_HELP, choices=WEIGHTS)
     out: str = setting("", "Folder to write; complete files in it are kept.")
     format: str = setting(
         "npy",
@@ -171,6 +166,7 @@ class ExploreConfig(AnyModel):
     by side.
     """
 
+    weights: str = setting("trained", WEIGHTS_HELP, choices=WEIGHTS)
     against: str = setting("", "A second model, to compare: a run, or any value of `model.weights`. Empty: none.")
     port: int = setting(8765, "Port of the page; 0: a free one.", least=0, most=65535)
     data: DataConfig = field(default_factory=DataConfig)

@@ -21,7 +21,7 @@ from clipscale.common.errors import LOST, StoppedError, UserError
 from clipscale.common.hardware import cores
 from clipscale.config.checks import shared
 from clipscale.config.tools import EmbedConfig, EvalRunConfig
-from clipscale.config.train import TrainConfig
+from clipscale.config.train import TrainConfig, check, warnings
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -51,6 +51,25 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def main_rank() -> bool:
+    """Whether this is rank 0, or a process that belongs to no run."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def check_train(config: TrainConfig) -> None:
+    """The checks of a run that need no torch, local shards among them. Raises UserError, prints warnings."""
+    if not under_torchrun():  # there all ranks find missing shards together
+        from clipscale.data.shards import listing
+
+        listing.check_local(check(config).data)
+    elif not config.run:
+        raise UserError("run is not set; under torchrun all ranks need the same name, run=NAME")
+    else:
+        check(config)
+    for warning in warnings(config) if main_rank() else ():
+        terminal.say(f"warning: {warning}", error=True)
+
+
 def run(config: Launched, main: str = TRAIN, *, isolated: bool = False) -> dict[str, Any]:
     """Call `main` in several workers, or in this process: under torchrun, or where one worker is enough and it is not
     to be `isolated`.
@@ -61,7 +80,10 @@ def run(config: Launched, main: str = TRAIN, *, isolated: bool = False) -> dict[
     if under_torchrun():
         return join(config, main)
     count = workers(config)
-    return start(config, main, count) if count > 1 or isolated else work(config, main)
+    if count > 1 or isolated:
+        return start(config, main, count)
+    result: dict[str, Any] = resolve_name(main)(config)
+    return result
 
 
 def workers(config: Launched) -> int:
@@ -81,7 +103,7 @@ def join(config: Launched, main: str) -> dict[str, Any]:
     from torch.distributed.elastic.multiprocessing.errors import record
 
     try:
-        result = record(work)(config, main)
+        result: dict[str, Any] | None = record(resolve_name(main))(config)
     except UserError as error:
         if os.environ["RANK"] != "0" and "TORCHELASTIC_RUN_ID" not in os.environ:  # rank 0's is printed by the caller
             terminal.report(f"rank {os.environ['RANK']}: {error}")
@@ -128,11 +150,6 @@ def start(config: Launched, main: str, count: int) -> dict[str, Any]:
 def worker(config: Launched, main: str) -> dict[str, Any]:
     """The main function of a process that `start` starts. The kernel kills it when the launcher is killed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
-    return work(config, main)
-
-
-def work(config: Launched, main: str) -> dict[str, Any]:
-    """One worker's part."""
     terminal.prepare()
     result: dict[str, Any] = resolve_name(main)(config)
     return result

@@ -70,6 +70,10 @@ def ring(config: TrainConfig) -> dict[str, Any]:
     return {"ranks": ranks, "threads": torch.get_num_threads()}
 
 
+def this_process(config: TrainConfig) -> dict[str, Any]:
+    return {"pid": os.getpid()}
+
+
 def mistaken(config: TrainConfig) -> dict[str, Any]:
     """Rank 1 finds a mistake while rank 0 waits for it."""
     world = distributed.start("cpu")
@@ -91,9 +95,8 @@ def test_a_workers_mistake_comes_back_as_if_made_here_and_at_once(tmp_path: Path
 
 
 def test_one_worker_is_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "work", lambda config, main: {"pid": os.getpid()})
     config = TrainConfig(run=str(tmp_path), device="cpu")
-    assert local.run(config) == {"pid": os.getpid()}
+    assert local.run(config, f"{__name__}:this_process") == {"pid": os.getpid()}
     monkeypatch.setattr(local, "start", lambda config, main, count: {"count": count})
     assert local.run(config, isolated=True) == {"count": 1}
     config.launch.procs = 3
