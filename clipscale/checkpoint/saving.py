@@ -19,7 +19,7 @@ from torch.futures import Future as TorchFuture
 
 from clipscale.checkpoint import folder
 from clipscale.checkpoint.loading import META, meta_text, split, sum_of, values_text
-from clipscale.common.errors import UserError, causes_of
+from clipscale.common.errors import UserError
 from clipscale.common.files import sync_folder
 from clipscale.common.terminal import say
 from clipscale.config.sections import CheckpointConfig
@@ -158,7 +158,10 @@ class Writer(dcp.FileSystemWriter):
         try:
             results = super().write_data(plan, planner).value()
         except RuntimeError as error:  # torch.save hides what the disk says
-            raise next((cause for cause in causes_of(error) if isinstance(cause, OSError)), error) from error
+            cause: BaseException | None = error
+            while cause and not isinstance(cause, OSError):
+                cause = cause.__context__
+            raise cause or error from error
         sums = {name: sum_of(Path(self.path) / name) for name in {r.storage_data.relative_path for r in results}}
         future: TorchFuture[list[WriteResult]] = TorchFuture()
         future.set_result(

@@ -39,13 +39,3 @@ LOST = (
     "Application timeout", "Socket Timeout", "DistBackendError", "DistNetworkError",
 )  # fmt: skip
 """Words of gloo and NCCL for a rank that does not answer."""
-
-
-def causes_of(error: BaseException) -> list[BaseException]:
-    """An error and all that has caused it, on any rank: torch's CheckpointException holds the failures of ranks."""
-    causes = [error]
-    for cause in causes:
-        failures = getattr(cause, "failures", None)
-        inner = [failure[0] for failure in failures.values()] if isinstance(failures, dict) else []
-        causes += [earlier for earlier in (*inner, cause.__cause__ or cause.__context__) if earlier is not None]
-    return causes
