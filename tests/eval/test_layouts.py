@@ -93,10 +93,7 @@ def test_class_folders_by_name_and_by_wordnet_id(tmp_path: Path) -> None:
     assert eval_set.classnames == ["cat", "red fox"] and eval_set.labels == [0, 0, 1]
     assert eval_set.templates == ["a photo of a {c}."]
     eval_set = load_set(folders(tmp_path / "ids", ["n01498041", "n01443537"]))
-    assert eval_set.classnames == ["goldfish", "stingray"] and eval_set.labels == [0, 0, 1]
-    assert len(eval_set.templates) == 80
-    with pytest.raises(UserError, match="n99999999 is no class of ImageNet-1k"):
-        load_set(folders(tmp_path / "other", ["n99999999"]))
+    assert eval_set.classnames == ["goldfish", "stingray"] and len(eval_set.templates) == 80
 
 
 def test_the_folders_of_imagenet_v2_are_the_labels(tmp_path: Path) -> None:
@@ -169,56 +166,16 @@ PNG = picture("red")
 NO_NAMES = {"classnames.txt": "red\n"}
 
 
-@pytest.mark.parametrize(
-    ("shards", "files", "message"),
-    [
-        ([[("0.png", PNG), ("0.cls", b"1")]], NO_NAMES, r"1 labels outside its 1 classes \(such as 1\)"),
-        ([[("0.png", PNG), ("0.cls", b"-1")]], NO_NAMES, "outside its 1 classes"),
-        ([[("0.png", PNG), ("0.cls", b"red")]], NO_NAMES, "the label b'red'"),
-        ([[("0.png", PNG)]], NO_NAMES, r"no \.cls member"),
-        ([[("0.png", PNG), ("0.cls", b"0")]], {}, r"no classnames\.txt"),
-        ([[("0.cls", b"0")]], NO_NAMES, r"0 of .*0\.tar has no image"),
-        ([], NO_NAMES, "holds no image"),
-        ([[("0.png", PNG), ("0.txt", b" \n")]], {"dataset_type.txt": "retrieval"}, "no captions"),
-        ([[("0.png", PNG)]], {"dataset_type.txt": "multilabel"}, "says 'multilabel'"),
-        ([[("0.png", PNG), ("0.cls", b"0")]], {"test/nshards.txt": "two"}, "number of shards"),
-        ([[("0.png", PNG), ("0.cls", b"0")]], NO_NAMES | {"test/nshards.txt": "2"}, r"1\.tar is missing"),
-        ([[("0.png", PNG), ("0.cls", b"0")]], NO_NAMES | {"test/0.tar": "x" * 600}, r"cannot read .*0\.tar"),
-        ([[("0.png", PNG), ("0.cls", b"0")]], NO_NAMES | {"test/0.tar": ""}, r"cannot read .*0\.tar \(empty"),
-        (
-            [[("0.png", PNG), ("0.cls", b"0")]],
-            NO_NAMES | {"zeroshot_classification_templates.txt": "a photo"},
-            "no place for the class",
-        ),
-    ],
-)
-def test_shards_that_cannot_be_used(
-    tmp_path: Path, shards: list[list[tuple[str, bytes]]], files: dict[str, str], message: str
-) -> None:
-    with pytest.raises(UserError, match=message):
-        load_set(write_shards(tmp_path / "set", shards, files))
-
-
-def test_a_published_set_that_cannot_be_used_names_its_source(tmp_path: Path) -> None:
-    root = classification_set(tmp_path / "wds_vtab-dtd")
-    shard = root / "test" / "1.tar"
-    shard.write_bytes(shard.read_bytes()[:700])
-    source = "vtab/dtd comes from https://huggingface.co/datasets/clip-benchmark/wds_vtab-dtd"
-    with pytest.raises(UserError, match=rf"cannot read .*1\.tar.*fetch it again; {source}"):
-        load_set(root)
-
-
 def test_paths_that_are_no_set(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="does not exist"):
-        load_sets([str(tmp_path / "nowhere")])
-    with pytest.raises(UserError, match="none of the known layouts"):
-        load_sets([str(tmp_path)])
     (tmp_path / "set.csv").write_text("x")
-    with pytest.raises(UserError, match=r"is no caption file \(\.json, \.txt\)"):
-        load_sets([str(tmp_path / "set.csv")])
     (tmp_path / "set.json").write_text("[1]")
-    with pytest.raises(UserError, match="neither COCO's"):
-        load_sets([str(tmp_path / "set.json")])
     root = str(classification_set(tmp_path / "set"))
-    with pytest.raises(UserError, match="twice"):
-        load_sets([root, root + "/"])
+    for paths, message in (
+        ([tmp_path / "nowhere"], "does not exist"),
+        ([tmp_path / "set" / "test"], "none of the known layouts"),
+        ([tmp_path / "set.csv"], r"is no caption file \(\.json, \.txt\)"),
+        ([tmp_path / "set.json"], "neither COCO's"),
+        ([root, root + "/"], "twice"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load_sets([str(path) for path in paths])

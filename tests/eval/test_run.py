@@ -1,6 +1,5 @@
 """evaluate() gives the known results of small sets, in one process and in several, also with damaged images."""
 
-import gc
 import json
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,10 +16,10 @@ from clipscale.config.sections import EvalConfig
 from clipscale.distributed.world import World
 from clipscale.eval.encode import Encoder, join, spans
 from clipscale.eval.results import save_results
-from clipscale.eval.run import check, evaluate
+from clipscale.eval.run import evaluate
 from clipscale.eval.sets.load import load_set
 from clipscale.models.towers import build_model
-from clipscale.train import Run, train
+from clipscale.train import train
 from tests.eval.sets import (
     ALONE,
     NAMES,
@@ -49,13 +48,6 @@ def test_perfect_model_is_perfect_and_is_put_back_into_training_mode(tmp_path: P
     recalls = {f"{way}_r{k}": 1 for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)}
     assert results["captions"] == recalls | {"images": 6, "captions": 12, "broken": 0}
     assert model.modes == {False} and model.training
-
-
-@pytest.mark.parametrize("batch", [1, 4, 5, 256])
-def test_batch_size_changes_nothing(tmp_path: Path, batch: int) -> None:
-    config = EvalConfig(sets=two_sets(tmp_path, wrong=(2,)), batch=batch, workers=2)
-    results = evaluate(ColourModel(), config, ALONE)
-    assert results["classes"]["top1"] == 5 / 6 and results["captions"]["text_to_image_r1"] == 1
 
 
 def test_broken_images_are_misses_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -175,29 +167,11 @@ def test_features_and_results_are_the_same_on_one_two_and_four_ranks(tmp_path: P
         assert json.loads((tmp_path / str(size) / "eval/step_00000001.json").read_text())["results"] == results
 
 
-def check_on_rank(rank: int, world: int, *paths: list[str]) -> list[str]:
-    messages = []
-    for choices in paths:
-        try:
-            check(EvalConfig(sets=[choices[rank]]), World(rank, world, CPU))
-        except UserError as error:
-            messages.append(str(error))
-    return messages
-
-
-def test_a_mistake_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
-    good = str(classification_set(tmp_path / "a" / "set"))
-    other = str(classification_set(tmp_path / "b" / "set", ["red"]))
-    for missing, differing in run_ranks(check_on_rank, 2, [good, str(tmp_path / "nowhere")], [good, other]):
-        assert "nowhere does not exist" in missing, missing
-        assert "different files" in differing, differing
-
-
 # -- during training ---------------------------------------------------------------------------------------------------
 
 
 def test_evaluations_change_no_bit_of_the_curve(shards: str, tmp_path: Path) -> None:
-    """Patch dropout draws random numbers in every step, and the average of the weights takes their place meanwhile."""
+    """Patch dropout draws random numbers in every step, and the average of the weights takes their place."""
     plain = small(shards, tmp_path / "plain", ema=0.9)
     plain = replace(plain, model=replace(plain.model, patch_dropout=0.5))
     train(plain)
@@ -207,25 +181,3 @@ def test_evaluations_change_no_bit_of_the_curve(shards: str, tmp_path: Path) -> 
     assert curve(tmp_path / "evaluated") == curve(tmp_path / "plain")
     ours, theirs = (checkpoint.load(checkpoint.locate(tmp_path / name, "latest")) for name in ("evaluated", "plain"))
     assert all(torch.equal(ours["model"][name], value) for name, value in theirs["model"].items())
-
-
-def test_an_evaluation_leaves_modes_random_state_and_memory_as_they_were(shards: str, tmp_path: Path) -> None:
-    config = EvalConfig(sets=two_sets(tmp_path), weights="ema")
-    run = Run(small(shards, tmp_path / "run", ema=0.9, eval=config), ALONE)
-    run.optimizer_step()
-    run.evaluate()  # the sets' lists stay in memory
-
-    def held() -> tuple[int, list[bool], list[int]]:
-        gc.collect()
-        storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for tensor in gc.get_objects()
-            if type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        }
-        return sum(storages.values()), [m.training for m in run.state.model.modules()], torch.get_rng_state().tolist()
-
-    before = held()
-    run.evaluate()
-    after = held()
-    run.stream.close()
-    assert after[0] <= before[0] and after[1:] == before[1:]

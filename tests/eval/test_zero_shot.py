@@ -17,11 +17,6 @@ from clipscale.eval.zero_shot import (
 )
 
 
-def test_rank_counts_the_classes_above_the_right_one() -> None:
-    scores = torch.tensor([[0.9, 0.5, 0.1], [0.9, 0.5, 0.1], [0.9, 0.5, 0.1]])
-    assert target_ranks(scores, torch.tensor([0, 1, 2])).tolist() == [0, 1, 2]
-
-
 def test_of_equal_scores_the_lower_class_comes_first_as_in_argmax() -> None:
     scores = torch.tensor([[0.5, 0.5, 0.1], [0.5, 0.5, 0.1], [0.3, 0.3, 0.3]])
     assert target_ranks(scores, torch.tensor([0, 1, 2])).tolist() == [0, 1, 2]

@@ -142,19 +142,6 @@ def test_training_prepares_pictures_as_the_weights_of_the_image_tower_and_goes_o
         assert described(start) == start
 
 
-@pytest.mark.parametrize("of", ["timm", "transformers"])
-def test_a_tower_alone_says_how_its_pictures_are_normalised(tmp_path: Path, of: str) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    if of == "timm":
-        content = {"architecture": "vit_tiny", "pretrained_cfg": {"mean": [0.4] * 3, "std": HALF}}
-    else:
-        content = {"model_type": "vit"}
-        (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.4] * 3, "image_std": HALF}))
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    begun = described(config(image=TowerConfig(str(tmp_path))))
-    assert (begun.mean, begun.std) == ((0.4,) * 3, HALF)
-
-
 # -- hostile and damaged files, and weights that do not fit ------------------------------------------------------------
 
 
