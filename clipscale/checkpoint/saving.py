@@ -40,7 +40,6 @@ class Saver:
 
     def __init__(self, run: Path, world: World, config: CheckpointConfig) -> None:
         self.run, self.world, self.config = run, world, config
-        self.save_s = 0.0
         self.last_step: int | None = None
         """Of the newest checkpoint begun."""
         self._pending: tuple[int, Future[Metadata]] | None = None
@@ -96,10 +95,6 @@ class Saver:
             raise UnwritableError(
                 f"checkpoint {folder.path_of(self.run, step)} could not be written ({reasons[0]}); {rest}"
             ) from error
-
-    def forget(self) -> None:
-        """Wait no longer for what is being written."""
-        self._pending = None
 
     def close(self) -> None:
         """Wait for what is being written. A failure is reported."""

@@ -38,7 +38,7 @@ def compare(config: PlanConfig, announce: Callable[[str], None] = lambda line: N
     with dry_run(run_config, run_config.gpus * run_config.nodes, gpu.capability if gpu else None) as run:
         announce(announcement(run_config))
         made = MemoryPlan(run_config, gpu, run, chunks)
-        device, process = made.device_record(), made.host(made.local).process
+        device, process = made.device_record(), made.host(made.local)["process_bytes"]
     resident = process["process"] + process["batch"]
     if gpu is None:  # the run asks for it right after the optimizer's step, whose memory malloc still holds
         resident += int(made.step.phase("optim"))

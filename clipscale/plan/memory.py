@@ -4,8 +4,9 @@ b: samples of one rank, c: samples of a chunk. All sizes in bytes, of one GPU un
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 from clipscale.common.units import parse_memory
 from clipscale.config.tools import PlanConfig
@@ -122,22 +123,12 @@ def keep_bytes(setting: str, step: StepMemory, available: float) -> float:
 # ---- the host ----
 
 
-@dataclass(frozen=True)
-class HostMemory:
-    """Memory of one node, and its disk space for offload=disk."""
+def host_memory(config: PlanConfig, run: DryRun, batch: int, chunk: int, *, cuda: bool) -> dict[str, Any]:
+    """Host memory of a node, and its disk space for offload=disk.
 
-    process: dict[str, int]
-    """Of one training process and its loader workers, by what holds it."""
-    processes: int
-    disk: int
-
-    @property
-    def node(self) -> int:
-        return self.processes * sum(self.process.values())
-
-
-def host_memory(config: PlanConfig, run: DryRun, batch: int, chunk: int, *, cuda: bool) -> HostMemory:
-    """Host memory of a node. `batch`: samples of one rank; `chunk`: of the image tower."""
+    `batch`: samples of one rank; `chunk`: of the image tower. Returns `process_bytes`, of one process with its loader
+    workers, by what holds them; `processes`, `node_bytes` and `disk_bytes`.
+    """
     data, ranks = config.data, config.gpus * config.nodes
     streams = data.shard_streams or default_streams(config.batch, ranks, None)
     streams_of_rank = len(streams_of(streams, batch * ranks, 0, ranks))
@@ -157,4 +148,9 @@ def host_memory(config: PlanConfig, run: DryRun, batch: int, chunk: int, *, cuda
         "shuffle windows": streams_of_rank * max(data.shuffle, 1) * IMAGE_BYTES,
         "loader workers": LOADER + workers * WORKER if workers else 0,
     }
-    return HostMemory(process, config.gpus, config.gpus * layout.disk_bytes())
+    return {
+        "process_bytes": process,
+        "processes": config.gpus,
+        "node_bytes": config.gpus * sum(process.values()),
+        "disk_bytes": config.gpus * layout.disk_bytes(),
+    }

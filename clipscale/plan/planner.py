@@ -17,7 +17,6 @@ from clipscale.plan.memory import (
     RESERVE,
     WORKSPACES,
     Chunks,
-    HostMemory,
     MemoryModel,
     host_memory,
     keep_bytes,
@@ -113,11 +112,11 @@ class MemoryPlan:
 
     def needs(self) -> Needs:
         """Memory in shares of what there is."""
-        host = self.host(self.local).node / self.config.host_memory if self.config.host_memory else 0.0
+        host = self.host(self.local)["node_bytes"] / self.config.host_memory if self.config.host_memory else 0.0
         fixed = sum(self.run.fixed.values()) / self.usable
         return Needs(self.total(self.step) / self.usable, host, fixed, max(PHASES, key=self.step.phase))
 
-    def host(self, batch: int) -> HostMemory:
+    def host(self, batch: int) -> Result:
         """Host memory of a node, at `batch` samples on each rank."""
         return host_memory(self.config, self.run, batch, self.chunks[0] or batch, cuda=self.gpu is not None)
 
@@ -148,15 +147,16 @@ class MemoryPlan:
         """What does not suffice for `batch` samples on each rank; empty: it fits."""
         if self.total(self.model.at(batch, self.chunks, self.keep)) > self.usable:
             return "GPU memory"
-        return "host memory" if self.config.host_memory and self.host(batch).node > self.config.host_memory else ""
+        most = self.config.host_memory
+        return "host memory" if most and self.host(batch)["node_bytes"] > most else ""
 
     # ---- the result ----
 
     def result(self) -> Result:
         """The plan as JSON-like values (docs/plan.md), without remedies and conclusion."""
-        config, node = self.config, self.host(self.local)
+        config, host = self.config, self.host(self.local)
         device, time, limits = self.device_record(), None, None
-        host_fits = node.node <= config.host_memory if config.host_memory else None
+        host_fits = host["node_bytes"] <= config.host_memory if config.host_memory else None
         if self.gpu:
             counts = self.model.counts(self.local, self.chunks)
             image, text = (kept / count for kept, count in zip(self.step.kept, counts))
@@ -169,7 +169,7 @@ class MemoryPlan:
             "fits": self.total(self.step) <= self.usable and host_fits is not False,
             "peak_bytes": device["peak_bytes"],
             "loss_bytes": device["phases"]["loss"]["extra_bytes"],
-            "host_bytes": node.node,
+            "host_bytes": host["node_bytes"],
             "step_s": time["step_s"] if time else None,
             "settings": {
                 "model": config.model.name,
@@ -183,14 +183,7 @@ class MemoryPlan:
                 "parallel": config.launch.parallel,
             },
             "device": device,
-            "host": {
-                "process_bytes": node.process,
-                "processes": node.processes,
-                "node_bytes": node.node,
-                "memory_bytes": config.host_memory,
-                "disk_bytes": node.disk,
-                "fits": host_fits,
-            },
+            "host": host | {"memory_bytes": config.host_memory, "fits": host_fits},
             "limits": limits,
             "time": time,
             "notes": self.notes(),

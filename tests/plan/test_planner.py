@@ -110,8 +110,8 @@ def test_host_memory_bounds_the_batch() -> None:
     )
     assert result["limits"]["batch_bound"] == "host memory"
     assert result["limits"]["batch"] < 2**20
-    assert disk.node < 5 * 2**30
-    assert disk.disk == 2 * 2**20 * 3 * 30 * 30
+    assert disk["node_bytes"] < 5 * 2**30
+    assert disk["disk_bytes"] == 2 * 2**20 * 3 * 30 * 30
 
 
 @pytest.mark.slow
