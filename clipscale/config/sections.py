@@ -150,6 +150,7 @@ class LogConfig(SinkConfig):
     """Where metrics go, in addition to `metrics.jsonl`, which is always written."""
 
     every: int = setting(1, "Steps between console lines.", least=1)
+    progress: bool = setting(True, "On a terminal, show the steps between them in one line, which is overwritten.")
     noise_scale: int = setting(
         0, "Steps between estimates of the gradient noise scale (useful batch); 0: none.", least=0
     )

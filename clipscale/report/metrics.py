@@ -77,6 +77,8 @@ class MetricLog:
         self._unprinted = record
         if record["step"] % self.config.every == 0:
             self._print_record()
+        elif self.config.progress and self.console.is_terminal:
+            self.console.print(console_line(record)[: self.console.width - 1], end="\r", markup=False)
         self._sinks.write(record["step"], {k: float(v) for k, v in record.items() if isinstance(v, int | float)})
 
     def _append(self, line: str) -> None:

@@ -48,6 +48,19 @@ def test_one_line_a_step_and_the_files_beside_it(tmp_path: Path) -> None:
     assert env["versions"]["torch"] and env["hostname"] and env["command"] and "commit" in env
 
 
+@pytest.mark.parametrize("progress", [True, False])
+def test_on_a_terminal_steps_between_the_lines_overwrite_each_other(tmp_path: Path, progress: bool) -> None:
+    console = Console(file=io.StringIO(), width=40, highlight=False, soft_wrap=True, force_terminal=True)
+    config = LogConfig(every=3, progress=progress)
+    with MetricLog(tmp_path, config, resolved_config=SETTINGS, console=console) as log:
+        for step in range(1, 4):
+            log.step(record(step))
+    shown = printed(log).replace("\r\n", "\n")
+    assert shown.count("\r") == (2 if progress else 0)
+    assert all(len(line) < 40 for line in shown.split("\n")[0].split("\r")[:-1])
+    assert shown.endswith("\n") and "step=3 " in shown
+
+
 def test_resuming_cuts_off_what_lies_beyond_and_a_torn_last_line(tmp_path: Path) -> None:
     with open_log(tmp_path) as log:
         for step in range(1, 8):
