@@ -110,7 +110,7 @@ clipscale plan run=b16                                                        # 
     "data index": Tool(
         tools.IndexSettings,
         "clipscale.data.tools.stats:make_index",
-        "clipscale data index '/data/laion/{00000..41455}.tar'\nclipscale data index @shards.txt cache=/scratch/index",
+        "clipscale data index '/data/laion/{00000..41455}.tar'\nclipscale data index @shards.txt workers=8",
         words="SHARD...",
     ),
     "data check": Tool(

@@ -24,9 +24,7 @@ from clipscale.config.setting import setting, summary
 from clipscale.config.train import TrainConfig
 
 RUN_HELP = "NAME of the run's folder under runs/, or its path."
-INDEX_HELP = "Folder of the index, if it is not beside the shards."
 PROCESSES_HELP = "Processes; null: one per core."
-PIPE_HELP = "Allow `pipe:` shards, which run a shell command."
 
 
 @dataclass
@@ -104,19 +102,13 @@ class DemoSettings:
 class IndexSettings:
     """`clipscale data index SHARD...`: write an index of counts, offsets and sizes beside the shards."""
 
-    cache: str | None = setting(
-        None, "Folder for the index; null: beside the shards, or for remote and read-only ones the user's cache folder."
-    )
     workers: int | None = setting(None, PROCESSES_HELP)
     force: bool = setting(False, "Also read unchanged shards again.")
-    allow_pipe: bool = setting(False, PIPE_HELP)
 
 
 @dataclass
 class StatsSettings:
     """`clipscale data stats SHARD...`: samples and bytes, from the index."""
-
-    cache: str | None = setting(None, INDEX_HELP)
 
 
 @dataclass

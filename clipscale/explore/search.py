@@ -53,7 +53,7 @@ class Pictures:
         self.sources, self.data = sources, data
         self.decoding = threading.Semaphore(2)  # a large picture takes 268 MB
         self.small = lru_cache(2048)(self._small)  # about 20 kB each
-        self.index = lru_cache(None)(lambda url: scan_counts([url], data.cache) if is_local(url) else None)
+        self.index = lru_cache(None)(lambda url: scan_counts([url]) if is_local(url) else None)
 
     def encoded(self, part: str, row: int) -> bytes:
         """A picture's bytes. Raises BrokenSampleError, also for no such sample and an unreadable shard."""

@@ -14,7 +14,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.data.order import Epochs, Mixed, Order, Resampled, default_streams, streams_fit
 from clipscale.data.shards import index
-from clipscale.data.shards.addresses import is_local, scheme_of, user_cache
+from clipscale.data.shards.addresses import is_local, scheme_of
 
 log = logging.getLogger(__name__)
 
@@ -22,9 +22,9 @@ SCAN_AT_MOST = 256
 """Shards that are scanned to count their samples if no counts are recorded; more would delay the start of a run."""
 
 
-def recorded_counts(urls: Sequence[str], cache: str | None = None) -> list[int | None]:
+def recorded_counts(urls: Sequence[str]) -> list[int | None]:
     """Samples per shard by an index, `sizes.json` (webdataset) or `NNNNN_stats.json` (img2dataset); None: unknown."""
-    entries, stale = index.current(urls, cache)
+    entries, stale = index.current(urls)
     if stale:
         what = f"the index of {len(stale)} of {len(urls)} shards is out of date (first: {stale[0]})"
         log.warning(f"{what}: they have changed; counting them without it, run `clipscale data index` again")
@@ -69,15 +69,15 @@ def _json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def scan_counts(urls: Sequence[str], cache: str | None = None) -> list[int]:
-    """Samples per local shard from its tar headers; an index in the cache folder remembers them.
+def scan_counts(urls: Sequence[str]) -> list[int]:
+    """Samples per local shard from its tar headers; an index in the user's cache remembers them.
 
     A damaged shard counts the samples before the damage.
     """
     entries: dict[str, index.Entry] = {}
     try:
-        index.update_indexes(urls, cache=cache or str(user_cache()))
-        entries, _ = index.current(urls, cache)
+        index.update_indexes(urls, beside=False)
+        entries, _ = index.current(urls)
     except UserError as error:
         log.warning("counts are not remembered: %s", error)
         entries = {url: index.scan_shard(url) for url in urls}
@@ -102,7 +102,7 @@ def build_order(
     if config.order == "epochs" and source_of is not None:
         raise UserError("data.weights and data.order=epochs exclude each other; weights need data.order=resampled")
     epochs = config.order == "epochs" or (config.order == "auto" and source_of is None)
-    counts = recorded_counts(urls, config.cache)
+    counts = recorded_counts(urls)
     if epochs:
         counts = _scanned(config, urls, counts)
     known = [count for count in counts if count is not None]
@@ -130,7 +130,7 @@ def _scanned(config: DataConfig, urls: Sequence[str], counts: list[int | None]) 
     """The counts, with those of local shards that nothing records: they are scanned, unless they are too many."""
     unknown = [url for url, count in zip(urls, counts) if count is None]
     if unknown and all(map(is_local, unknown)) and (config.order == "epochs" or len(urls) <= SCAN_AT_MOST):
-        scanned = dict(zip(unknown, scan_counts(unknown, config.cache)))
+        scanned = dict(zip(unknown, scan_counts(unknown)))
         return [scanned[url] if count is None else count for url, count in zip(urls, counts)]
     if unknown and config.order == "epochs":
         remedy = "run `clipscale data index` on the shards, or take data.order=resampled"

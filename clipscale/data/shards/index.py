@@ -65,20 +65,15 @@ def folder_of(url: str) -> str:
     return str(Path(url).absolute().parent) if is_local(url) else url.rsplit("/", 1)[0]
 
 
-def index_paths(folder: str, cache: str | None) -> list[Path]:
-    """Where a folder's index may be, the preferred place first: beside the shards, `cache`, the user's cache."""
+def index_paths(folder: str) -> list[Path]:
+    """Where a folder's index may be, the preferred place first: beside local shards, in the user's cache."""
     beside = [Path(folder) / FILE] if is_local(folder) else []
-    caches = [Path(cache).expanduser(), user_cache()] if cache else [user_cache()]
-    return beside + [place / "index" / f"{digest(folder)}.sqlite" for place in caches]
+    return [*beside, user_cache() / "index" / f"{digest(folder)}.sqlite"]
 
 
-def writable_path(folder: str, cache: str | None) -> Path:
-    """Where to write a folder's index: beside the shards if `cache` is not set and the folder is writable, else in the
-    cache.
-    """
-    paths = index_paths(folder, cache)
-    beside = is_local(folder) and cache is None and os.access(folder, os.W_OK)
-    return paths[0] if beside or not is_local(folder) else paths[1]
+def writable_path(folder: str) -> Path:
+    """Where to write a folder's index: beside its shards, or in the user's cache if it is remote or read-only."""
+    return index_paths(folder)[0 if os.access(folder, os.W_OK) else -1]
 
 
 def query(path: Path, question: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
@@ -93,7 +88,7 @@ def query(path: Path, question: str, values: Sequence[Any] = ()) -> list[tuple[A
         return []
 
 
-def current(urls: Sequence[str], cache: str | None = None) -> tuple[dict[str, Entry], list[str]]:
+def current(urls: Sequence[str]) -> tuple[dict[str, Entry], list[str]]:
     """The entries that still hold, and the shards that have changed since theirs were made.
 
     Remote shards are assumed unchanged, since asking takes a request each; `sample_offsets` compares them when they are
@@ -105,7 +100,7 @@ def current(urls: Sequence[str], cache: str | None = None) -> tuple[dict[str, En
             folders[folder_of(url)][leaf_of(url)].append(url)
     entries: dict[str, list[Entry]] = defaultdict(list)
     for folder, leaves in folders.items():
-        for path in index_paths(folder, cache):
+        for path in index_paths(folder):
             for row in query(path, f"SELECT {_COLUMNS} FROM shards"):
                 for url in leaves.get(row[0], ()):
                     entries[url].append(Entry(*row))
@@ -122,11 +117,11 @@ def current(urls: Sequence[str], cache: str | None = None) -> tuple[dict[str, En
     return {url: entry for url, entry in matches.items() if entry}, [url for url, entry in matches.items() if not entry]
 
 
-def sample_offsets(url: str, opened: Opened, cache: str | None = None) -> np.ndarray | None:
+def sample_offsets(url: str, opened: Opened) -> np.ndarray | None:
     """Where an opened shard's samples begin, (samples + 1,) int64; None if no index has an entry of its state."""
     stale = False
     question = "SELECT size, version, offsets FROM shards WHERE name = ?"
-    for path in index_paths(folder_of(url), cache):
+    for path in index_paths(folder_of(url)):
         for size, version, packed in query(path, question, [leaf_of(url)]):
             if (size, version) == (opened.size, opened.version):
                 return None if packed is None else unpack(packed)
@@ -155,8 +150,7 @@ def _writing(path: Path) -> Iterator[sqlite3.Connection]:
             base.execute(_SCHEMA)
             yield base
     except (OSError, sqlite3.Error) as error:
-        remedy = "remove it, or choose another place with cache="
-        raise UserError(f"{path}: the index cannot be written ({error}); {remedy}") from error
+        raise UserError(f"{path}: the index cannot be written ({error}); remove it, or make room") from error
 
 
 # -- scanning ----------------------------------------------------------------------------------------------------------
@@ -198,21 +192,21 @@ Outcome = Entry | str | None
 def update_indexes(
     urls: Sequence[str],
     *,
-    cache: str | None = None,
+    beside: bool = True,
     workers: int = 1,
     force: bool = False,
     done: Callable[[str, Outcome], None] = lambda url, outcome: None,
 ) -> None:
-    """Bring the indexes of these shards' folders up to date, at `writable_path`. Raises UserError.
+    """Bring the indexes of these shards' folders up to date, at `writable_path` or, unless `beside`, in the user's cache.
 
     Skips shards whose entry still holds, unless `force`. Entries are written one by one, so a killed run's work is
-    kept. `done` is called after every shard.
+    kept. `done` is called after every shard. Raises UserError.
     """
     folders: dict[str, list[str]] = defaultdict(list)
     for url in urls:
         folders[folder_of(url)].append(url)
     for folder, shards in folders.items():
-        path = writable_path(folder, cache)
+        path = writable_path(folder) if beside else index_paths(folder)[-1]
         rows = [] if force else query(path, "SELECT name, size, version FROM shards")
         states: dict[str, State] = {name: (size, version) for name, size, version in rows}
         old = [states.get(leaf_of(url)) for url in shards]

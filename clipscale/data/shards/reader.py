@@ -54,7 +54,7 @@ def read_shard(
             return
         opened = store.open(url)
         with closing(opened.stream) as source:
-            offsets = index.sample_offsets(url, opened, store.config.cache) if indexed and source.seekable() else None
+            offsets = index.sample_offsets(url, opened) if indexed and source.seekable() else None
             if offsets is not None:
                 for number in range(len(offsets) - 1):
                     start, stop = int(offsets[number]), int(offsets[number + 1])

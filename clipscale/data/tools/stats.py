@@ -39,7 +39,7 @@ def progress(urls: Sequence[str]) -> Iterator[Callable[[int], None]]:
 
 def make_index(sources: Sequence[str], settings: IndexSettings) -> int:
     """Index the shards. Status 1 where one is damaged or cannot be read."""
-    urls = [url for url in expanded(sources, settings.allow_pipe) if scheme_of(url) not in index.NO_FILE]
+    urls = [url for url in expanded(sources) if scheme_of(url) not in index.NO_FILE]
     outcomes: dict[str, index.Outcome] = {}
     with progress(urls) as advance:
 
@@ -48,11 +48,11 @@ def make_index(sources: Sequence[str], settings: IndexSettings) -> int:
             outcomes[url] = outcome
 
         workers = settings.workers or cores()
-        index.update_indexes(urls, cache=settings.cache, workers=workers, force=settings.force, done=done)
+        index.update_indexes(urls, workers=workers, force=settings.force, done=done)
     if not urls:
         say("tables and pipes have no index; their rows are counted as they are")
         return 0
-    entries, _ = index.current(urls, settings.cache)
+    entries, _ = index.current(urls)
     samples = sum(entry.samples for entry in entries.values())
     read = sum(isinstance(outcome, index.Entry) for outcome in outcomes.values())
     unchanged = sum(outcome is None for outcome in outcomes.values())
@@ -66,7 +66,7 @@ def make_index(sources: Sequence[str], settings: IndexSettings) -> int:
     ]
     for line in damage:
         say(line)
-    for place in sorted({str(index.writable_path(index.folder_of(url), settings.cache)) for url in urls}):
+    for place in sorted({str(index.writable_path(index.folder_of(url))) for url in urls}):
         say(f"  {place}")
     return 1 if damage else 0
 
@@ -74,11 +74,11 @@ def make_index(sources: Sequence[str], settings: IndexSettings) -> int:
 def show_stats(sources: Sequence[str], settings: StatsSettings) -> int:
     """Print what the indexes say about the shards. Local shards without one have their headers read."""
     urls = expanded(sources)
-    entries, _ = index.current(urls, settings.cache)
+    entries, _ = index.current(urls)
     missing = [url for url in urls if url not in entries and is_local(url)]
     if missing:
-        scan_counts(missing, settings.cache)
-        entries, _ = index.current(urls, settings.cache)
+        scan_counts(missing)
+        entries, _ = index.current(urls)
     rows = sum(filter(None, recorded_counts([url for url in urls if scheme_of(url) == "table"])))
     counts = [entry.samples for entry in entries.values()] or [0]
     size = format_bytes(sum(entry.size for entry in entries.values()))

@@ -46,9 +46,9 @@ def test_the_verbs_load_no_torch(tmp_path: Path) -> None:
 def test_a_damaged_shard_is_named_and_the_status_is_one(tmp_path: Path, capsys: Captured) -> None:
     good, bad = write_shards(tmp_path, [3, 4], sized=False)
     bad.write_bytes(bad.read_bytes()[:3000])
-    assert main(["data", "index", str(good), str(bad), f"cache={tmp_path}/cache"]) == 1
+    assert main(["data", "index", str(good), str(bad)]) == 1
     out = capsys.readouterr().out
-    assert f"truncated_shard after 1 samples: {bad}" in out and f"  {tmp_path}/cache/index/" in out
+    assert f"truncated_shard after 1 samples: {bad}" in out and f"  {tmp_path}/clipscale-index.sqlite" in out
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_damaged_shard_is_named_and_the_status_is_one(tmp_path: Path, capsys: 
     [
         ([], "no shards given"),
         (["/nowhere/{0..3}.tar"], "shards='/nowhere/{0..3}.tar' matches no shard"),
-        (["x.tar", "cahce=/tmp"], "unknown key 'cahce'; did you mean 'cache'?"),
+        (["x.tar", "forse=true"], "unknown key 'forse'; did you mean 'force'?"),
     ],
 )
 def test_mistakes_are_named(words: list[str], message: str, capsys: Captured) -> None:
