@@ -43,14 +43,11 @@ def tokenizer_of(name: str, text: dict[str, Any]) -> Tokenizer:
     length = text.get("context_length", DEFAULT_CONTEXT_LENGTH)
     options = dict(text.get("tokenizer_kwargs") or {})
     source = text.get("hf_tokenizer_name")
-    if not source:
-        inner = SimpleTokenizer(context_length=length, **options) if options else open_clip.tokenizer._tokenizer
-        return Tokenizer(inner, length)
-    options |= {"tokenizer_mode": text.get("tokenizer_mode"), "trust_remote_code": False}
     try:
-        return Tokenizer(HFTokenizer(source, length, **options), length)
-    except (ImportError, OSError, ValueError) as error:
+        if source:
+            options |= {"tokenizer_mode": text.get("tokenizer_mode"), "trust_remote_code": False}
+            return Tokenizer(HFTokenizer(source, length, **options), length)
+        return Tokenizer(SimpleTokenizer(**options) if options else open_clip.tokenizer._tokenizer, length)
+    except (ImportError, OSError, ValueError, TypeError) as error:
         lacks = "; pip install 'clipscale[hf]'" if isinstance(error, ImportError) else ""
-        raise UserError(
-            f"model.name={name!r}: its tokenizer {source} cannot be loaded ({first_line(error)}){lacks}"
-        ) from error
+        raise UserError(f"model.name={name!r}: its tokenizer cannot be loaded ({first_line(error)}){lacks}") from error

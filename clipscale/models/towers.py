@@ -96,13 +96,6 @@ class ClipModel(nn.Module):
         """Turns the bytes of a picture into the pixels that the image tower takes, as in open_clip's evaluation."""
         return EvalTransform(self.image_size, mode=self.resize, interpolation=self.interpolation)
 
-    def freeze(self, *, image: bool, text: bool) -> None:
-        """Freeze towers: their parameters take no gradient, their dropout and batch norm stay in evaluation mode."""
-        for tower, frozen in ((self.image, image), (self.text, text)):
-            if frozen:
-                tower.requires_grad_(False)
-                tower.eval()
-
     def train(self, mode: bool = True) -> "ClipModel":
         """As in torch, but frozen towers and frozen batch normalisation stay in evaluation mode."""
         super().train(mode)
@@ -224,5 +217,8 @@ def build_model(config: ModelConfig) -> ClipModel:
         if not (config.lean and make_lean(encoder)):
             take_short_captions(encoder)
     model = ClipModel(encoders, description["embed_dim"], config, tokenizer_of(config.name, description["text_cfg"]))
-    model.freeze(image=config.freeze_image, text=config.freeze_text)
+    if config.freeze_image:
+        model.image.requires_grad_(False)
+    if config.freeze_text:
+        model.text.requires_grad_(False)
     return model.train()
