@@ -1,4 +1,4 @@
-"""Exact search in the features of a set, and the pictures in its shards.
+"""A model with its set, exact search in the set's features, and the pictures in its shards.
 
 D: feature width, n: rows of a tile.
 """
@@ -6,20 +6,31 @@ D: feature width, n: rows of a tile.
 import io
 import threading
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
+from clipscale.common.errors import UserError
+from clipscale.config.checks import existing_run
 from clipscale.config.data import DataConfig
+from clipscale.config.sections import ModelConfig
+from clipscale.config.tools import ExploreConfig
 from clipscale.data.decode import IMAGE_TYPES, broken_pictures, image_bytes, open_picture
 from clipscale.data.sample import BrokenSampleError, limits
 from clipscale.data.shards.addresses import is_local
 from clipscale.data.shards.counts import scan_counts
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
+from clipscale.distributed import world as distributed
+from clipscale.embed.arrays import EmbeddedSet
+from clipscale.models.trained import load_any
+from clipscale.step.precision import Precision
 
 TILE = 1 << 14
 """Rows compared at once: 32 MiB of 512 float32 numbers."""
@@ -43,6 +54,55 @@ def nearest(parts: Iterable[np.ndarray], query_D: Tensor, count: int) -> list[tu
             scores, rows = scores[best], rows[best]
         first += len(part)
     return [(row, score) for row, score in zip(rows.tolist(), scores.tolist()) if score > -torch.inf]
+
+
+class SearchModel:
+    """A model and its set. Queries come from several threads, and the model takes one at a time."""
+
+    def __init__(
+        self, config: ExploreConfig, run: str, checkpoint: str, model: ModelConfig, sets: list[EmbeddedSet]
+    ) -> None:
+        """The model of a run, or of weights from elsewhere. Raises UserError if none of the sets has its features."""
+        world = distributed.start(config.device)
+        folder = existing_run(run) if run else None
+        self.model, _, step = load_any(folder, checkpoint, config.weights, model, world.on_main)
+        self.title = f"{folder.name}, step {step}" if folder else str(model.weights)
+        self.transform = replace(self.model.eval_transform(), max_pixels=config.data.max_pixels)
+        digests = {"weights": self.model.image_digest(), "text": self.model.text_digest()}
+        wanted = digests | {"image_size": self.model.image_size, "resize": self.model.resize, "transform": "eval"}
+        fitting = [embedded for embedded in sets if wanted.items() <= (wanted | embedded.note).items()]
+        if not fitting:
+            raise UserError(f"data: no folder has features of {self.title}; embed the set with that model")
+        self.embedded = fitting[0]
+        self.device, self.lock, self.decoding = world.device, threading.Lock(), threading.Lock()
+        self.precision = Precision(config.precision, world.device)
+        for tower in (self.model.image, self.model.text):
+            tower.to(world.device)
+
+    def encode_texts(self, texts: list[str]) -> Tensor:
+        """Unit features (texts, D)."""
+        return self._encode(self.model.text, self.model.tokenizer(texts))
+
+    def encode_image(self, data: bytes) -> Tensor:
+        """The unit feature (D,) of an encoded picture. Raises BrokenSampleError."""
+        with self.decoding:  # one at a time: a large picture takes 268 MB
+            pixels = torch.from_numpy(self.transform(data))[None]
+        return self._encode(self.model.image, pixels)[0]
+
+    def _encode(self, tower: nn.Module, inputs: Tensor) -> Tensor:
+        with self.lock, torch.no_grad(), self.precision.autocast():
+            return F.normalize(tower(inputs.to(self.device)).float(), dim=-1)
+
+    def classes(self, picture_D: Tensor, prompts: list[str]) -> list[tuple[float, float]]:
+        """Probability (the softmax over the prompts, by the model's scale) and similarity of each for a picture."""
+        scores = self.encode_texts(prompts) @ picture_D
+        shares = (scores * self.model.logit_scale.detach().to(self.device).float().exp()).softmax(0)
+        return list(zip(shares.tolist(), scores.tolist()))
+
+    def matches(self, query_D: Tensor, kind: str, count: int) -> list[dict[str, Any]]:
+        """The samples whose feature of that kind is nearest to a query, with their similarity, best first."""
+        rows = nearest(self.embedded.features(kind), query_D, count)
+        return [{**self.embedded.sample(row), "score": score} for row, score in rows]
 
 
 class Pictures:

@@ -19,8 +19,7 @@ from starlette.routing import Route
 
 from clipscale.config.tools import IMAGE, TEXT
 from clipscale.data.sample import BrokenSampleError
-from clipscale.explore.search import Pictures
-from clipscale.explore.verb import SearchModel
+from clipscale.explore.search import Pictures, SearchModel
 
 PAGE = {"": "text/html", "page.css": "text/css", "page.js": "text/javascript"}
 MOST_TEXT, MOST_RESULTS = 1 << 16, 200

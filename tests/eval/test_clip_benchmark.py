@@ -17,7 +17,7 @@ from clipscale.models.towers import build_model
 from tests.eval.sets import write_shards
 from tests.eval.test_verb import TINY, save
 
-pytest.importorskip("clip_benchmark", reason="clip-benchmark is not installed (clipscale[eval])")
+pytest.importorskip("clip_benchmark", reason="clip-benchmark is not installed")
 from clip_benchmark.datasets.builder import build_dataset
 from clip_benchmark.metrics import zeroshot_classification, zeroshot_retrieval
 from clip_benchmark.models import load_clip
