@@ -37,7 +37,8 @@ def json_fields(text: str | bytes) -> dict[str, Any]:
 
 
 def caption_of(members: dict[str, bytes], key: str) -> str:
-    """The caption that an entry of `data.captions` names: a member's extension (`txt`), or `json:FIELD` for a field of the json member.
+    """The caption that an entry of `data.captions` names: a member's extension (`txt`), or `json:FIELD` for a field of
+    the json member.
 
     Raises BrokenSampleError: `no_caption`, `empty_caption`, `caption_not_utf8`, `bad_json`.
     """
@@ -47,7 +48,8 @@ def caption_of(members: dict[str, bytes], key: str) -> str:
     try:
         text = members[name].decode("utf-8")
     except UnicodeDecodeError as error:
-        # Replacing the bytes would train the text tower on noise. Such captions are rare, and more than one letter is usually damaged.
+        # Replacing the bytes would train the text tower on noise. Such captions are rare, and more than one letter is
+        # usually damaged.
         raise BrokenSampleError("caption_not_utf8", str(error)) from error
     if field:
         value = json_fields(text).get(field)
@@ -84,14 +86,16 @@ def broken_pictures() -> Iterator[None]:
 
 
 def open_picture(data: bytes, max_pixels: float = math.inf) -> Image.Image:
-    """A picture whose header has been read. Raises BrokenSampleError `huge_image`, and Pillow's errors, of many kinds."""
+    """A picture whose header has been read. Raises BrokenSampleError `huge_image`, and Pillow's errors, of many
+    kinds."""
     image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
     check_pixels(*image.size, max_pixels)
     return image
 
 
 def check_pixels(width: int, height: int, max_pixels: float) -> None:
-    """Raise BrokenSampleError `huge_image` for more pixels: of a picture to decode, or of one to resize to this size."""
+    """Raise BrokenSampleError `huge_image` for more pixels: of a picture to decode, or of one to resize to this
+    size."""
     if width * height > max_pixels:
         raise BrokenSampleError("huge_image", f"{width} x {height} pixels")
 
@@ -99,8 +103,8 @@ def check_pixels(width: int, height: int, max_pixels: float) -> None:
 class Picture:
     """A picture whose header has been read. Its upright width and height are known, its pixels are not decoded yet.
 
-    As in open_clip, transparency is dropped and not composited. Unlike open_clip, this resolves palettes before resizing, scales 16-bit
-    pictures to 8 bits instead of clipping them, and applies the EXIF orientation.
+    As in open_clip, transparency is dropped and not composited. Unlike open_clip, this resolves palettes before
+    resizing, scales 16-bit pictures to 8 bits instead of clipping them, and applies the EXIF orientation.
     Raises BrokenSampleError: `huge_image`, `unreadable_image`.
     """
 
@@ -118,10 +122,12 @@ class Picture:
                 self.width, self.height = self.height, self.width
 
     def decode(self, reduce: int = 1) -> np.ndarray:
-        """(H, W, C) uint8 RGB, upright. A JPEG can be decoded at 1/`reduce` (2, 4, 8) of its size, rounded up. Raises BrokenSampleError."""
+        """(H, W, C) uint8 RGB, upright. A JPEG can be decoded at 1/`reduce` (2, 4, 8) of its size, rounded up. Raises
+        BrokenSampleError."""
         with broken_pictures():
             pixels = None
-            # Pillow tolerates defects, such as stray bytes between markers, that the strict decoder rejects with ValueError.
+            # Pillow tolerates defects, such as stray bytes between markers, that the strict decoder rejects with
+            # ValueError.
             with suppress(ValueError):
                 for n in (reduce, 1) if self.is_jpeg else ():
                     width, height = (-(-side // n) for side in self._image.size)
@@ -159,7 +165,8 @@ Box = tuple[int, int, int, int]
 
 
 def random_box(width: int, height: int, scale: tuple[float, float], ratio: tuple[float, float], rng: CounterRNG) -> Box:
-    """A random crop by the rule of torchvision's RandomResizedCrop: share of the area uniform in `scale`, aspect log-uniform in `ratio`.
+    """A random crop by the rule of torchvision's RandomResizedCrop: share of the area uniform in `scale`, aspect
+    log-uniform in `ratio`.
 
     After ten failed attempts it is the largest central crop whose aspect lies in `ratio`.
     """
@@ -183,8 +190,8 @@ def random_box(width: int, height: int, scale: tuple[float, float], ratio: tuple
 class Colour:
     """Colour jitter with one probability, then greyscale with another (Chen et al. 2020, arXiv 2002.05709, appendix A).
 
-    In this order: brightness, contrast and saturation are multiplied by factors uniform in 1 +- their strength and not below 0; the hue
-    is shifted by at most its strength, as a share of the colour circle.
+    In this order: brightness, contrast and saturation are multiplied by factors uniform in 1 +- their strength and not
+    below 0; the hue is shifted by at most its strength, as a share of the colour circle.
     """
 
     strengths: tuple[float, float, float, float]
@@ -257,10 +264,11 @@ class TrainTransform:
         return Crop(left, top, right, bottom, reduce, flipped, 1 + rng.integer(2**62) if self.colour else 0)
 
     def render(self, decoded: np.ndarray, picture: Picture, crop: Crop, out: np.ndarray) -> None:
-        """Cut the crop out of the decoded picture (H, W, C), resize, colour and mirror it, and write it to `out`, (C, S, S) uint8.
+        """Cut the crop out of the decoded picture (H, W, C), resize, colour and mirror it, and write it to `out`, (C,
+        S, S) uint8.
 
-        torch's vectorised uint8 kernel takes at most a quarter of the time of Pillow's resize. The two differ by 1/255 at some pixels,
-        by 2/255 at few.
+        torch's vectorised uint8 kernel takes at most a quarter of the time of Pillow's resize. The two differ by 1/255
+        at some pixels, by 2/255 at few.
         """
         import torch  # here: `data check` decodes pictures without torch
 

@@ -23,8 +23,8 @@ class EvalTransform:
     side: int
     max_pixels: int = 89_478_485
     mode: str = "shortest"
-    """`shortest`: the shorter side becomes S, the centre is cut out; `squash`: both sides become S; `longest`: the longer
-    side becomes S, black fills the rest."""
+    """`shortest`: the shorter side becomes S, the centre is cut out; `squash`: both sides become S; `longest`: the
+    longer side becomes S, black fills the rest."""
     interpolation: str = "bicubic"
 
     def __call__(self, data: bytes) -> np.ndarray:

@@ -28,7 +28,8 @@ NOTE = "features.json"
 
 @dataclass(frozen=True)
 class StoredFeatures:
-    """Reads a sample's feature row from a member's bytes (NumPy's own format). Takes the place of a picture's transform."""
+    """Reads a sample's feature row from a member's bytes (NumPy's own format). Takes the place of a picture's
+    transform."""
 
     member: str
     width: int
@@ -45,7 +46,8 @@ class StoredFeatures:
         np.copyto(out, row)
 
     def _row(self, data: bytes) -> np.ndarray:
-        """The array in the bytes of a .npy file. Its header is checked first: numpy would allocate whatever that claims."""
+        """The array in the bytes of a .npy file. Its header is checked first: numpy would allocate whatever that
+        claims."""
         stream = io.BytesIO(data)
         shape, _, dtype = npy_header(stream)
         if shape != (self.width,) or dtype != self.dtype:
@@ -54,7 +56,8 @@ class StoredFeatures:
 
 
 def npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Shape, whether it lies by columns, and dtype of the array in a .npy file, which is left at the array's bytes. Raises ValueError."""
+    """Shape, whether it lies by columns, and dtype of the array in a .npy file, which is left at the array's bytes.
+    Raises ValueError."""
     try:
         read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[npy.read_magic(file)]
         shape, by_columns, dtype = read(file)
@@ -80,7 +83,8 @@ def stored_features(data: DataConfig, config: ModelConfig, model: "ClipModel") -
         return None
     if not config.freeze_image:
         raise UserError(
-            "data.image_features: stored features cannot train the image tower; set model.freeze_image=true, or read pictures"
+            "data.image_features: stored features cannot train the image tower; set model.freeze_image=true, or "
+            "read pictures"
         )
     note = _read_note(list_shards(data)[0])
     if member != note["member"]:
@@ -93,8 +97,10 @@ def stored_features(data: DataConfig, config: ModelConfig, model: "ClipModel") -
     ):
         if theirs != ours:
             raise UserError(
-                f"data.image_features: computed with {note['model']} of {what} {theirs}, but model.name={config.name} has {ours}; give the "
-                "same model and weights (model.image.weights=PATH), or compute them anew with `clipscale embed format=webdataset`"
+                f"data.image_features: computed with {note['model']} of {what} {theirs}, but model.name={config.name} "
+                "has "
+                f"{ours}; give the same model and weights (model.image.weights=PATH), or compute them anew with "
+                "`clipscale embed format=webdataset`"
             )
     return StoredFeatures(member, note["width"], note["dtype"])
 

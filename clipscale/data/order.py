@@ -1,9 +1,9 @@
 """The order of the samples, a pure function of (seed, shard stream, epoch): nothing here opens a file.
 
-The global order is the union of L independent shard streams. Stream l fills bounds[l+1] - bounds[l] places of every global batch, where
-bounds[l] = l * B // L, so a global batch holds the same samples for any number of ranks and workers. In each epoch a stream reads its
-exact share of all samples, or, where shards are drawn with replacement, one drawn shard. With weights, each place in a stream belongs to a
-source, and every source has draws of its own.
+The global order is the union of L independent shard streams. Stream l fills bounds[l+1] - bounds[l] places of every
+global batch, where bounds[l] = l * B // L, so a global batch holds the same samples for any number of ranks and
+workers. In each epoch a stream reads its exact share of all samples, or, where shards are drawn with replacement, one
+drawn shard. With weights, each place in a stream belongs to a source, and every source has draws of its own.
 
 B: global batch, L: shard streams, P: ranks, S: samples in an epoch.
 """
@@ -35,7 +35,8 @@ def _mix(z: int) -> int:
 
 
 def key(*parts: int) -> int:
-    """A 64-bit key from integers. The arithmetic is our own, so that a library's new generator does not change an order."""
+    """A 64-bit key from integers. The arithmetic is our own, so that a library's new generator does not change an
+    order."""
     state = len(parts)
     for part in parts:
         state = _mix((state + _GOLDEN + (part & _MASK) * 0xD1342543DE82EF95) & _MASK)
@@ -75,7 +76,8 @@ def stream_bounds(batch: int, streams: int) -> np.ndarray:
 
 
 def streams_of(streams: int, batch: int, rank: int, world: int) -> range:
-    """The shard streams with a place in the rank's part of the global batch. One that crosses a border belongs to both ranks."""
+    """The shard streams with a place in the rank's part of the global batch. One that crosses a border belongs to both
+    ranks."""
     bounds, local = stream_bounds(batch, streams), batch // world
     first = int(np.searchsorted(bounds, rank * local, side="right")) - 1
     return range(first, int(np.searchsorted(bounds, (rank + 1) * local, side="left")))
@@ -91,7 +93,8 @@ def local_places(stream: int, streams: int, batch: int, rank: int, world: int) -
 
 
 def default_streams(batch: int, world: int, samples: int | None) -> int:
-    """The usual number of shard streams: 64, or 8 a rank beyond 8 ranks; halved while the batch or the data set is too small.
+    """The usual number of shard streams: 64, or 8 a rank beyond 8 ranks; halved while the batch or the data set is too
+    small.
 
     The same for 1, 2, 4 and 8 ranks, so that their runs see the same batches. Always a multiple of
     `world`, so that no stream is read twice.
@@ -126,8 +129,8 @@ class Segment:
 class Epochs:
     """Each sample exactly once an epoch.
 
-    Every epoch puts the shards in a random order. Stream l reads the stretch [bounds[l] S / B, bounds[l+1] S / B) of their concatenation,
-    so all streams reach the end of an epoch together, whatever B mod L is.
+    Every epoch puts the shards in a random order. Stream l reads the stretch [bounds[l] S / B, bounds[l+1] S / B) of
+    their concatenation, so all streams reach the end of an epoch together, whatever B mod L is.
     """
 
     counts: tuple[int, ...]
@@ -189,8 +192,8 @@ class Resampled:
 
 @dataclass(frozen=True)
 class Mixed:
-    """Several sources, each with its share of the samples. Within a source, shards are drawn with replacement, all alike: a drawn shard is
-    read to its end, so every sample of a source comes equally often."""
+    """Several sources, each with its share of the samples. Within a source, shards are drawn with replacement, all
+    alike: a drawn shard is read to its end, so every sample of a source comes equally often."""
 
     weights: tuple[float, ...]
     """Of the sources. Not all are zero."""
@@ -203,9 +206,9 @@ class Mixed:
     def source(self, stream: int, place: int) -> int:
         """The source of a stream's usable sample number `place`.
 
-        Of every MIXED places, a source gets its share rounded down or up, in a random order. Points at equal distances fall into the
-        sources' intervals of [0, 1). Their start moves by the golden ratio from one such block to the next, so that the shares are exact in
-        the long run.
+        Of every MIXED places, a source gets its share rounded down or up, in a random order. Points at equal distances
+        fall into the sources' intervals of [0, 1). Their start moves by the golden ratio from one such block to the
+        next, so that the shares are exact in the long run.
         """
         return int(_mixed(self.weights, self.seed, stream, place // MIXED)[place % MIXED])
 
@@ -234,6 +237,7 @@ Order = Epochs | Resampled | Mixed
 
 
 def fingerprint(order: Order, names: Sequence[str], window: int) -> str:
-    """A short digest of everything a position refers to: the shards' names and counts, the seed, the streams, the shuffle window."""
+    """A short digest of everything a position refers to: the shards' names and counts, the seed, the streams, the
+    shuffle window."""
     text = json.dumps([order.description(), list(names), list(order.counts), window])
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()

@@ -111,7 +111,8 @@ def items_of(
 
 
 def read_in_windows(url: str, kinds: dict[str, int]) -> tuple[int, int]:
-    """Samples, and the KiB by which reading a shard has raised this process's peak: its own, not a parent's, as ru_maxrss is."""
+    """Samples, and the KiB by which reading a shard has raised this process's peak: its own, not a parent's, as
+    ru_maxrss is."""
 
     def peak() -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -122,7 +123,8 @@ def read_in_windows(url: str, kinds: dict[str, int]) -> tuple[int, int]:
 
 
 class Inline:
-    """In the place of worker processes: their work, piece by piece, in this one, by whichever worker a random number says is next."""
+    """In the place of worker processes: their work, piece by piece, in this one, by whichever worker a random number
+    says is next."""
 
     def __init__(self, random: random.Random, specs: Sequence[WorkerSpec], arena: Arena, *_: object) -> None:
         self._random = random

@@ -1,4 +1,5 @@
-"""Decoding gives the pixels of open_clip's transforms, colours change as torchvision's, and every unusable sample has a reason."""
+"""Decoding gives the pixels of open_clip's transforms, colours change as torchvision's, and every unusable sample has a
+reason."""
 
 import io
 import struct
@@ -239,7 +240,8 @@ def test_colours_change_at_their_rates_and_by_the_random_numbers_alone() -> None
 
 @pytest.mark.parametrize("steps", [(0,), (1,), (2,), (3,), (0, 1, 2, 3)])
 def test_colours_are_those_of_torchvision_for_the_same_factors(steps: tuple[int, ...]) -> None:
-    """open_clip jitters Pillow pictures: torchvision's operations on these round after each step, and hold a hue in a byte."""
+    """open_clip jitters Pillow pictures: torchvision's operations on these round after each step, and hold a hue in a
+    byte."""
     strengths = tuple(strength if step in steps else 0.0 for step, strength in enumerate((0.6, 0.5, 1.5, 0.5)))
     image = scene(64, 64)
     pixels = np.asarray(image).transpose(2, 0, 1)

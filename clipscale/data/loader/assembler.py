@@ -1,4 +1,5 @@
-"""Follows how the workers fill the batches: which rows have arrived, what was skipped, and where the shard streams stand."""
+"""Follows how the workers fill the batches: which rows have arrived, what was skipped, and where the shard streams
+stand."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -21,17 +21,19 @@ CHUNK_COST = 1 / 16
 
 
 def lengths(tokens: Tensor, pad: int) -> Tensor:
-    """Tokens (N, T) -> (N,) int64: tokens up to the last that is no padding, in steps of GRAIN, at least one step, at most T."""
+    """Tokens (N, T) -> (N,) int64: tokens up to the last that is no padding, in steps of GRAIN, at least one step, at
+    most T."""
     width = tokens.shape[1]
     used = ((tokens != pad) * torch.arange(1, width + 1)).amax(dim=1)
     return (used + GRAIN - 1).div(GRAIN, rounding_mode="floor").clamp(min=1).mul(GRAIN).clamp(max=width)
 
 
 class SortedCaptions(ChunkLoader):
-    """An input of `GradCache` whose chunks hold captions of like length, the longest first. Features come back in the batch's order.
+    """An input of `GradCache` whose chunks hold captions of like length, the longest first. Features come back in the
+    batch's order.
 
-    Chunks hold as many tokens as `size` whole contexts do. So they take the memory of a chunk of `size` captions, and short captions come
-    in larger chunks, each as wide as its first caption. All ranks make equally many chunks.
+    Chunks hold as many tokens as `size` whole contexts do. So they take the memory of a chunk of `size` captions, and
+    short captions come in larger chunks, each as wide as its first caption. All ranks make equally many chunks.
     """
 
     def __init__(
@@ -44,7 +46,8 @@ class SortedCaptions(ChunkLoader):
         resident: bool,
         most: Callable[[int], int] = lambda chunks: chunks,
     ) -> None:
-        """`tokens(start, stop)` blocks until those captions have arrived. All are asked for when the first chunk is cut.
+        """`tokens(start, stop)` blocks until those captions have arrived. All are asked for when the first chunk is
+        cut.
 
         `most(chunks)` is the largest of all ranks' numbers of chunks; every rank calls it once.
         """
@@ -54,7 +57,8 @@ class SortedCaptions(ChunkLoader):
 
     @cached_property
     def _sorted(self) -> tuple[Tensor, Tensor, list[int]]:
-        """The batch's captions; the batch's row at each position; and the length there. Equal lengths keep the batch's order."""
+        """The batch's captions; the batch's row at each position; and the length there. Equal lengths keep the batch's
+        order."""
         captions = self._tokens(0, self.count)
         sizes, order = lengths(captions, self._pad).sort(descending=True, stable=True)
         return captions, order, sizes.tolist()
@@ -87,7 +91,8 @@ class SortedCaptions(ChunkLoader):
 
 
 def cut(sizes: list[int], budget: int, most: int) -> list[tuple[int, int]]:
-    """Chunks of captions of falling `sizes`, each within `budget` tokens and `most` captions, but of one caption at least."""
+    """Chunks of captions of falling `sizes`, each within `budget` tokens and `most` captions, but of one caption at
+    least."""
     spans, start = [], 0
     while start < len(sizes):
         stop = min(start + max(1, min(budget // sizes[start], most)), len(sizes))
@@ -107,7 +112,8 @@ def split(spans: list[tuple[int, int]], count: int) -> None:
 
 
 def early(sizes: list[int], start: int, stop: int, cost: float) -> int:
-    """Where a chunk start..stop of falling `sizes` ends: at the drop that saves the most padding, if that is more than `cost` tokens."""
+    """Where a chunk start..stop of falling `sizes` ends: at the drop that saves the most padding, if that is more than
+    `cost` tokens."""
     drops = [i for i in range(start + 1, stop) if sizes[i] < sizes[i - 1]]
     saved = {i: (stop - i) * (sizes[start] - sizes[i]) for i in drops}
     best = max(drops, key=saved.__getitem__, default=stop)

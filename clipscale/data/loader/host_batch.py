@@ -1,4 +1,5 @@
-"""The local batch in host memory. It is allocated once and shared with the workers, which write each sample straight into its place.
+"""The local batch in host memory. It is allocated once and shared with the workers, which write each sample straight
+into its place.
 
 N: samples of the local batch, C: channels, S: side in pixels, T: tokens.
 """
@@ -30,7 +31,8 @@ PAGE = 4096
 BUFFERS = 3
 """Chunks in the buffers at once: the one computed on, the one being copied to the device, and the one being loaded."""
 RECIPE = 9
-"""Numbers stored for an encoded picture: where its bytes begin, how many there are, and the seven of its crop (decode.py)."""
+"""Numbers stored for an encoded picture: where its bytes begin, how many there are, and the seven of its crop
+(decode.py)."""
 
 
 def sample_id(url: str, key: str) -> int:
@@ -127,11 +129,12 @@ class Slot(dict[str, np.ndarray]):
 
 
 class Arena:
-    """The memory of one rank's batches: a block of anonymous memory that worker processes map too, and for `disk` a file.
+    """The memory of one rank's batches: a block of anonymous memory that worker processes map too, and for `disk` a
+    file.
 
-    Anonymous files (memfd) do not count against /dev/shm, which containers keep small. The file on disk has no name and is gone with the
-    last process that holds it; its whole size is reserved at once. It is read and written by system calls, not mapped, so that a failing
-    disk is an error with a reason; a mapping would kill the process.
+    Anonymous files (memfd) do not count against /dev/shm, which containers keep small. The file on disk has no name and
+    is gone with the last process that holds it; its whole size is reserved at once. It is read and written by system
+    calls, not mapped, so that a failing disk is an error with a reason; a mapping would kill the process.
 
     Raises UserError if the disk has not enough space.
     """
@@ -177,7 +180,8 @@ class Arena:
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda").add_(1)
         log.warning(
-            f"the host batch, {format_bytes(size)}, could not be page-locked (CUDA error {failed}); copies to the GPU will be slower: a "
+            f"the host batch, {format_bytes(size)}, could not be page-locked (CUDA error {failed}); copies to the GPU "
+            "will be slower: a "
             "smaller batch, or offload=encoded, has less to lock"
         )
 
@@ -206,7 +210,8 @@ def _reserved_file(folder: str | None, size: int) -> int:
             return os.dup(file.fileno())
     except OSError as error:
         raise UserError(
-            f"offload_dir={folder or tempfile.gettempdir()}: {size / 2**30:.1f} GiB for the batch cannot be reserved there "
+            f"offload_dir={folder or tempfile.gettempdir()}: {size / 2**30:.1f} GiB for the batch cannot be reserved "
+            "there "
             f"({error.strerror}); free some space, choose another folder, or take offload=encoded or host"
         ) from error
 
@@ -217,7 +222,8 @@ def stored_rows(slot: Slot, start: int, stop: int) -> Tensor:
 
 
 class HostBatch:
-    """One local batch, valid until the next is asked for. Access to rows blocks until the workers have delivered them."""
+    """One local batch, valid until the next is asked for. Access to rows blocks until the workers have delivered
+    them."""
 
     def __init__(
         self,
@@ -238,7 +244,8 @@ class HostBatch:
     def pixels(self, start: int, stop: int) -> Tensor:
         """(stop - start, C, S, S) uint8, or stored features, in host memory.
 
-        With device=cuda and offload=disk or encoded, valid until the call after the next. Raises UserError if the workers cannot go on.
+        With device=cuda and offload=disk or encoded, valid until the call after the next. Raises UserError if the
+        workers cannot go on.
         """
         self._wait(stop)
         return self._read(self._slot, start, stop)

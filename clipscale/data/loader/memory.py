@@ -54,8 +54,9 @@ def largest_pool(layout: Layout) -> int:
 def fitted(layout: Layout, expected: float | None = None, free: int | None = None) -> tuple[Layout, str]:
     """The layout with as large a pool for encoded pictures as fits, and a line that states the memory.
 
-    `expected` is the mean size of an encoded picture (None: unknown). `free` is the `free_memory` before any process of this machine took
-    its share (None: the memory free now). Raises UserError if the machine's processes cannot all have as much as they need.
+    `expected` is the mean size of an encoded picture (None: unknown). `free` is the `free_memory` before any process of
+    this machine took its share (None: the memory free now). Raises UserError if the machine's processes cannot all have
+    as much as they need.
     """
     processes, encoded = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), layout.backend == "encoded"
     share = (free_memory() if free is None else free) / processes
@@ -71,7 +72,8 @@ def fitted(layout: Layout, expected: float | None = None, free: int | None = Non
     each = f"{layout.slots} x {layout.samples} samples need {format_bytes(need)} of host memory in each process"
     if least > (MARGIN if encoded else 1) * share:
         raise UserError(
-            f"{setting}: {each}, and {format_bytes(share)} are free for each of {processes}; take {REMEDIES[layout.backend]}"
+            f"{setting}: {each}, and {format_bytes(share)} are free for each of {processes}; take "
+            f"{REMEDIES[layout.backend]}"
         )
     message = f"batch memory: {setting}, {each}, of {format_bytes(share)} free for each of {processes}"
     if encoded and expected is not None:

@@ -1,7 +1,9 @@
-"""The offload backends: how one sample's image row is stored in the batch until both passes have used it, and how it is loaded.
+"""The offload backends: how one sample's image row is stored in the batch until both passes have used it, and how it is
+loaded.
 
-`host` keeps pixels in memory. `disk` keeps pixels in a file, read back chunk by chunk. `encoded` keeps the picture's own bytes and the crop
-that was drawn, and decodes chunk by chunk, again for each pass: the same bytes and crop give the same pixels.
+`host` keeps pixels in memory. `disk` keeps pixels in a file, read back chunk by chunk. `encoded` keeps the picture's
+own bytes and the crop that was drawn, and decodes chunk by chunk, again for each pass: the same bytes and crop give the
+same pixels.
 
 C: channels, S: side in pixels, D: width of stored features.
 """
@@ -57,7 +59,8 @@ def train_transform(config: DataConfig, side: int) -> TrainTransform:
 
 
 def open_backend(arena: Arena, transform: Transform, span: tuple[int, int]) -> "HostBackend":
-    """The arena's backend, for a process that fills samples span[0]..span[1] of a batch, counted one process after another."""
+    """The arena's backend, for a process that fills samples span[0]..span[1] of a batch, counted one process after
+    another."""
     if arena.layout.backend == "encoded":
         assert isinstance(transform, TrainTransform)
         return EncodedBackend(arena, transform, span)
@@ -65,7 +68,8 @@ def open_backend(arena: Arena, transform: Transform, span: tuple[int, int]) -> "
 
 
 class HostBackend:
-    """One process's access to the image rows of an arena: they lie in shared memory. The other backends keep them elsewhere."""
+    """One process's access to the image rows of an arena: they lie in shared memory. The other backends keep them
+    elsewhere."""
 
     def __init__(self, arena: Arena, transform: Transform) -> None:
         self._layout, self._transform = arena.layout, transform
@@ -75,7 +79,8 @@ class HostBackend:
         """This process starts to fill the slot with a new batch."""
 
     def put(self, slot: Slot, place: int, data: bytes, rng: CounterRNG) -> None:
-        """Store one sample. Raises BrokenSampleError before anything is written, UserError where memory or disk is full."""
+        """Store one sample. Raises BrokenSampleError before anything is written, UserError where memory or disk is
+        full."""
         self._transform(data, rng, slot["rows"][place])
 
     def check(self, data: bytes, rng: CounterRNG) -> None:
@@ -83,7 +88,8 @@ class HostBackend:
         self._transform(data, rng, self._row)
 
     def load(self, slot: Slot, start: int, out: np.ndarray) -> None:
-        """Write the image rows from `start` on to `out`, as many as it has. Raises UserError where they cannot be read."""
+        """Write the image rows from `start` on to `out`, as many as it has. Raises UserError where they cannot be
+        read."""
         np.copyto(out, slot["rows"][start : start + len(out)])
 
 
@@ -114,7 +120,8 @@ class DiskBackend(HostBackend):
             except OSError as error:
                 raise UserError(
                     f"offload_dir={self._layout.offload.folder}: the batch cannot be {done} there ({error.strerror}); "
-                    "checkpoints are intact: free some space or repair the disk and resume, with another offload_dir or "
+                    "checkpoints are intact: free some space or repair the disk and resume, with another offload_dir "
+                    "or "
                     "offload=encoded"
                 ) from error
             moved += count
@@ -123,9 +130,9 @@ class DiskBackend(HostBackend):
 class EncodedBackend(HostBackend):
     """Keeps pictures as their bytes in this process's part of the slot's pool, one behind the other, and their crops.
 
-    A slot's `recipes` say for each row where its bytes begin in the pool, how many there are, and the crop. A picture with more bytes than
-    pixels is stored as pixels, with 0 for the number of bytes, so the pool never needs to be larger than these. Memory is used only as far
-    as the fullest batch so far has needed.
+    A slot's `recipes` say for each row where its bytes begin in the pool, how many there are, and the crop. A picture
+    with more bytes than pixels is stored as pixels, with 0 for the number of bytes, so the pool never needs to be
+    larger than these. Memory is used only as far as the fullest batch so far has needed.
     """
 
     _transform: TrainTransform
@@ -150,7 +157,8 @@ class EncodedBackend(HostBackend):
         if self._end + len(stored) > self._stop:
             raise UserError(
                 "offload=encoded: the pictures of a batch are larger than expected and need more than the "
-                f"{self._layout.pool / 2**30:.2f} GiB that are free for them; take offload=disk, data.buffers=1 or a smaller batch"
+                f"{self._layout.pool / 2**30:.2f} GiB that are free for them; take offload=disk, data.buffers=1 or a "
+                "smaller batch"
             )
         slot["pool"][self._end : self._end + len(stored)] = stored
         slot["recipes"][place] = (self._end, size, *crop)

@@ -1,4 +1,5 @@
-"""Image rows that wait on disk or as encoded pictures: the workers load them into host memory, ahead of the computation."""
+"""Image rows that wait on disk or as encoded pictures: the workers load them into host memory, ahead of the
+computation."""
 
 from collections.abc import Callable, Iterable
 
@@ -10,19 +11,20 @@ from clipscale.data.loader.host_batch import Slot
 
 Span = tuple[int, int]
 Load = Callable[[Slot, int, int, int], Callable[[], None]]
-"""`load(slot, start, stop, at)` starts to load rows start..stop of a slot to place `at` of the buffers and those after it. The function
-it returns waits for them."""
+"""`load(slot, start, stop, at)` starts to load rows start..stop of a slot to place `at` of the buffers and those after
+it. The function it returns waits for them."""
 
 
 class Prefetcher:
     """Image rows in buffers of host memory, loaded before they are asked for.
 
-    `expect` names the ranges that will be asked for. The next one is loaded while the last one is in use. Without it, or after a request
-    outside it, nothing is loaded ahead.
+    `expect` names the ranges that will be asked for. The next one is loaded while the last one is in use. Without it,
+    or after a request outside it, nothing is loaded ahead.
     """
 
     def __init__(self, buffers: np.ndarray, rows: int, load: Load, *, copy: bool = False) -> None:
-        """`buffers`: (places, ...), which `load` writes; each buffer has `rows` of them. `copy`: hand out copies, which may be kept."""
+        """`buffers`: (places, ...), which `load` writes; each buffer has `rows` of them. `copy`: hand out copies, which
+        may be kept."""
         self._places, self._capacity, self._load, self._copy = torch.from_numpy(buffers), rows, load, copy
         count = len(buffers) // rows
         self._spans: list[Span | None] = [
@@ -38,7 +40,8 @@ class Prefetcher:
         self.expect(())
 
     def expect(self, ranges: Iterable[Span]) -> None:
-        """The row ranges of this batch that will be asked for, in order. Each is taken from the iterable just before it is loaded."""
+        """The row ranges of this batch that will be asked for, in order. Each is taken from the iterable just before it
+        is loaded."""
         self._ranges = iter(ranges)
         self._next = next(self._ranges, None)
 

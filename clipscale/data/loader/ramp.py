@@ -41,7 +41,8 @@ class BatchSizes:
         return self._ends[ramped] + (step - ramped) * self.batch
 
     def samples(self, samples: int | None, epochs: float | None, epoch: int | None) -> int:
-        """The samples of a run of `samples`, or of that many epochs of `epoch` samples. Raises UserError for less than one batch."""
+        """The samples of a run of `samples`, or of that many epochs of `epoch` samples. Raises UserError for less than
+        one batch."""
         if samples is None:
             assert epochs is not None
             if epoch is None:
@@ -59,7 +60,8 @@ class BatchSizes:
 
 
 def check_ramp(size: int, batch: int, streams: int, world: int) -> None:
-    """Raise UserError for a ramp from `size` to `batch` whose batches do not take the same number of samples from each shard stream.
+    """Raise UserError for a ramp from `size` to `batch` whose batches do not take the same number of samples from each
+    shard stream.
 
     The streams would reach the end of an epoch at different times.
     """
@@ -68,6 +70,7 @@ def check_ramp(size: int, batch: int, streams: int, world: int) -> None:
     fitting = [n for n in range(world, streams + 1, world) if size % n == 0 and batch % n == 0]
     remedy = f"set data.shard_streams={fitting[-1]}, or choose another start" if fitting else "choose another start"
     raise UserError(
-        f"ramp.start: batches of {size} to {batch} are not all multiples of {world} processes and of the {streams} shard streams in "
+        f"ramp.start: batches of {size} to {batch} are not all multiples of {world} processes and of the {streams} "
+        "shard streams in "
         f"which the data is read; {remedy}"
     )

@@ -1,4 +1,5 @@
-"""Reads the samples of one shard stream in their order. A shard is read in windows, and each window has a random order."""
+"""Reads the samples of one shard stream in their order. A shard is read in windows, and each window has a random
+order."""
 
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -11,8 +12,9 @@ from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 
 WINDOW_BYTES = 128 << 20
-"""A shuffle window closes at this many bytes, even if it holds few samples. Ordinary data does not come to it: that would take half a
-megabyte a sample in windows of 256. A stream holds about as much at most, its current window and the next one together."""
+"""A shuffle window closes at this many bytes, even if it holds few samples. Ordinary data does not come to it: that
+would take half a megabyte a sample in windows of 256. A stream holds about as much at most, its current window and the
+next one together."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ class OrderedShards:
         return fingerprint(self.order, [unsigned(url).rsplit("/", 1)[-1] for url in self.urls], self.window)
 
     def sources(self) -> list["OrderedShards"]:
-        """The weighted sources, each with its share of the shuffle window; without weights, all shards are one source."""
+        """The weighted sources, each with its share of the shuffle window; without weights, all shards are one
+        source."""
         if not isinstance(self.order, Mixed):
             return [self]
         order, total = self.order, sum(self.order.weights)
@@ -50,7 +53,8 @@ class StreamPosition:
     epoch: int
     index: int
     sources: tuple[int, ...] = ()
-    """With data.weights: `index` counts usable samples, and each source has its own epoch and index here, one after the other."""
+    """With data.weights: `index` counts usable samples, and each source has its own epoch and index here, one after the
+    other."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,8 @@ class Windows:
         self._wanted = set(self.places)
 
     def wants(self, sample: int) -> bool:
-        """Whether a sample of the shard is needed. Without a count, the order is not known yet, but whole windows can be skipped."""
+        """Whether a sample of the shard is needed. Without a count, the order is not known yet, but whole windows can
+        be skipped."""
         if self.segment.count is None:
             return self.begin + self._window > self.segment.start
         return sample - self.begin in self._wanted
@@ -110,7 +115,8 @@ class Windows:
 
 
 class ShardReader:
-    """Reads a shard stream, or one source's part of it. `epoch` and `index` are its position, counted in items given out."""
+    """Reads a shard stream, or one source's part of it. `epoch` and `index` are its position, counted in items given
+    out."""
 
     def __init__(self, shards: OrderedShards, start: StreamPosition, kinds: Mapping[str, int], store: Store) -> None:
         self._shards, self._stream, self._kinds, self._store = shards, start.stream, kinds, store
@@ -127,9 +133,11 @@ class ShardReader:
         self.items.close()
 
     def _items(self) -> Generator[tuple[Segment, Item], None, None]:
-        """While a window is read, the one before is given out, an item for every sample read, so requests to the storage are spread evenly.
+        """While a window is read, the one before is given out, an item for every sample read, so requests to the
+        storage are spread evenly.
 
-        Together they hold about WINDOW_BYTES at most. Samples beyond the shard's count are not part of the order, but counted.
+        Together they hold about WINDOW_BYTES at most. Samples beyond the shard's count are not part of the order, but
+        counted.
         """
         store = self._store
         for epoch, segment in self._segments():

@@ -1,6 +1,7 @@
 """The usable samples of one shard stream, and the part of every batch that one worker fills from its streams.
 
-order.py fixes the order of all samples. Broken samples are skipped here, so each stream decides alone which sample it gives next.
+order.py fixes the order of all samples. Broken samples are skipped here, so each stream decides alone which sample it
+gives next.
 """
 
 from collections import Counter
@@ -24,10 +25,12 @@ from clipscale.data.shards.store import Store
 
 MOST_BROKEN = 20_000
 MOST_FRUITLESS = 200
-"""A stream gives up after this many broken samples, or visits to shards, without a usable sample between them. Generous: one bad shard of
-ten thousand must not end a run, and a stream of a small set may hold a single sample an epoch."""
+"""A stream gives up after this many broken samples, or visits to shards, without a usable sample between them.
+Generous: one bad shard of ten thousand must not end a run, and a stream of a small set may hold a single sample an
+epoch."""
 MOST_UNREACHABLE = 3
-"""A stream gives up when this many shards in a row stay out of reach for all retries: the storage is gone, not a shard."""
+"""A stream gives up when this many shards in a row stay out of reach for all retries: the storage is gone, not a
+shard."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +46,13 @@ class WorkerSpec:
     rank: int
     world: int
     span: tuple[int, int]
-    """The worker's samples in the largest local batch, where the workers' samples are counted one worker after another."""
+    """The worker's samples in the largest local batch, where the workers' samples are counted one worker after
+    another."""
     piece: int  # samples that the worker delivers at once
 
     def places(self, batch: int) -> list[np.ndarray]:
-        """The places that each stream fills in the local part of a global batch of that size. Those outside of it are another rank's."""
+        """The places that each stream fills in the local part of a global batch of that size. Those outside of it are
+        another rank's."""
         count = self.shards.order.streams
         spans = (local_places(s.stream, count, batch, self.rank, self.world) for s in self.streams)
         return [np.arange(span.start, span.stop) for span in spans]
@@ -83,7 +88,8 @@ class ShardStream:
     def take(self, put: Callable[[bytes, CounterRNG], None]) -> tuple[str, int]:
         """Give the next usable sample's picture to `put`; returns its caption and its id. Raises UserError.
 
-        `put` raises BrokenSampleError before it writes anything. A weighted source's broken sample is replaced by the same source's next.
+        `put` raises BrokenSampleError before it writes anything. A weighted source's broken sample is replaced by the
+        same source's next.
         """
         spec, order, seed = self._spec, self._spec.shards.order, self._spec.shards.seed
         source = order.source(self._start.stream, self._given) if isinstance(order, Mixed) else 0
@@ -175,8 +181,8 @@ class BatchFiller:
     def fill(self, fill: Fill) -> Iterator[Report]:
         """Fill this worker's places of a batch. Yields a report after every piece, and one with the positions.
 
-        Another rank's samples of a stream that both read are checked and left out, so that both skip the same broken ones.
-        Raises UserError.
+        Another rank's samples of a stream that both read are checked and left out, so that both skip the same broken
+        ones. Raises UserError.
         """
         slot, local = self._arena.slot(fill.step), range(fill.batch // self._spec.world)
         pairs = zip(self.streams, self._spec.places(fill.batch))

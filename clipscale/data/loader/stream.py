@@ -1,7 +1,7 @@
 """The training stream: opens the data of a run, and hands out one local batch after another.
 
-order.py fixes the order, the workers read and decode, the assembler follows what has arrived, and the prefetcher loads rows that wait
-elsewhere.
+order.py fixes the order, the workers read and decode, the assembler follows what has arrived, and the prefetcher loads
+rows that wait elsewhere.
 """
 
 import logging
@@ -35,8 +35,9 @@ from clipscale.data.shards.store import Store
 log = logging.getLogger(__name__)
 
 PIECE, PIECES = 64, 64
-"""Samples that a worker delivers at once: enough to tokenise together, few enough for the first chunk to start early. In large batches
-each worker delivers this many pieces; more reports could fill a pipe while nobody waits for samples."""
+"""Samples that a worker delivers at once: enough to tokenise together, few enough for the first chunk to start early.
+In large batches each worker delivers this many pieces; more reports could fill a pipe while nobody waits for
+samples."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,9 @@ class BatchShare:
     rank: int = 0
     world: int = 1
     sizes: Callable[[int], int] | None = None
-    """The global size of the i-th batch from here on, where it is not always `batch`. It never shrinks and ends at `batch`, and every size
-    is a multiple of `world` and of the shard streams, so that all streams reach the end of an epoch together."""
+    """The global size of the i-th batch from here on, where it is not always `batch`. It never shrinks and ends at
+    `batch`, and every size is a multiple of `world` and of the shard streams, so that all streams reach the end of an
+    epoch together."""
 
     def size(self, step: int) -> int:
         """The size of the global batch of that step, counted from the stream's start."""
@@ -67,7 +69,8 @@ class TrainStream:
         prefetcher: Prefetcher | None,
         memory: str,
     ) -> None:
-        """`prefetcher` gives image rows that do not lie in the arena's slots. `memory`: a line that states the memory of the batches."""
+        """`prefetcher` gives image rows that do not lie in the arena's slots. `memory`: a line that states the memory
+        of the batches."""
         self._shards, self._arena, self._assembler, self._prefetcher = shards, arena, assembler, prefetcher
         self.memory = memory
         self._positions = {position.stream: position for position in start}
@@ -98,7 +101,8 @@ class TrainStream:
         return counts
 
     def next_batch(self) -> HostBatch:
-        """The next local batch; the one before is no longer valid. Returns at once; access to its rows blocks until they have arrived."""
+        """The next local batch; the one before is no longer valid. Returns at once; access to its rows blocks until
+        they have arrived."""
         assembler, prefetcher = self._assembler, self._prefetcher
         if self._step >= 0:  # give the slot of the batch before to the workers again
             self._positions = assembler.finish(self._step)
@@ -128,7 +132,8 @@ class TrainStream:
         self._given_back = True
 
     def position(self) -> dict[str, Any]:
-        """This rank's record of where its shard streams stand after the last batch handed out. Blocks until that batch is complete.
+        """This rank's record of where its shard streams stand after the last batch handed out. Blocks until that batch
+        is complete.
 
         `at` maps each stream to epoch and samples read. A stream that two ranks read stands at the same place for both.
         """
@@ -219,7 +224,8 @@ def start_positions(shards: OrderedShards, position: dict[str, Any] | None, shar
     if position is None or position["order"] != shards.fingerprint():
         if position:
             log.warning(
-                "the shards, data.shuffle, data.order, data.weights or the seed differ from the checkpoint's: this data is read from its "
+                "the shards, data.shuffle, data.order, data.weights or the seed differ from the checkpoint's: this "
+                "data is read from its "
                 "first sample on"
             )
         return [StreamPosition(stream, 0, 0) for stream in streams]
@@ -231,7 +237,8 @@ def worker_count(config: DataConfig, streams: int) -> int:
     """Loader processes of a rank that reads `streams` shard streams."""
     if config.workers is not None:
         return config.workers
-    # One core is left to the training process. Each worker takes host memory, and 16 of them decode over 2,000 pictures a second.
+    # One core is left to the training process. Each worker takes host memory, and 16 of them decode over 2,000 pictures
+    # a second.
     return min(max(1, cores_of_rank() - 1), 16, max(1, streams))
 
 
@@ -244,7 +251,8 @@ def divide(
     """
     if workers > len(start):
         log.warning(
-            f"data.workers={workers}: this rank has only {len(start)} shard streams, so {len(start)} workers; take so many, or raise "
+            f"data.workers={workers}: this rank has only {len(start)} shard streams, so {len(start)} workers; take so "
+            "many, or raise "
             "data.shard_streams"
         )
     count = max(1, min(workers, len(start)))
@@ -258,10 +266,12 @@ def divide(
 
 
 def merge_positions(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The position of the whole run from `position()` of every rank. Raises UserError if the ranks read different shards."""
+    """The position of the whole run from `position()` of every rank. Raises UserError if the ranks read different
+    shards."""
     first = records[0]
     if any(record | {"at": {}} != first | {"at": {}} for record in records):
         raise UserError(
-            "data.train: the processes see different shards; every node must have the same list, the same counts and the same clipscale"
+            "data.train: the processes see different shards; every node must have the same list, the same counts and "
+            "the same clipscale"
         )
     return first | {"at": {stream: place for record in records for stream, place in record["at"].items()}}

@@ -13,16 +13,17 @@ AHEAD = 2
 
 @cache
 def copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream for all copies. The allocator keeps memory for each stream, so a new one per batch would hoard it 32 times over."""
+    """One stream for all copies. The allocator keeps memory for each stream, so a new one per batch would hoard it 32
+    times over."""
     return torch.cuda.Stream(device)
 
 
 class ChunkLoader:
     """Input of one tower for `GradCache`: chunks of host rows as tensors on the device.
 
-    `read(start, stop)` blocks until the data workers have delivered those rows. On a GPU, copies run on a stream of their own, at most
-    `AHEAD` chunks ahead of the computation, so device memory does not grow with the batch. With `resident`, every chunk stays on the
-    device for the second pass.
+    `read(start, stop)` blocks until the data workers have delivered those rows. On a GPU, copies run on a stream of
+    their own, at most `AHEAD` chunks ahead of the computation, so device memory does not grow with the batch. With
+    `resident`, every chunk stays on the device for the second pass.
     """
 
     def __init__(self, read: Callable[[int, int], Tensor], count: int, device: torch.device, *, resident: bool) -> None:
@@ -53,6 +54,7 @@ class ChunkLoader:
             # Rows that the GPU decodes are made there, on this stream.
             chunk = self.read(start, stop).to(self.device, non_blocking=True)
         compute.wait_stream(self.copies)
-        # The memory belongs to the copy stream; without this it could be handed out again while the computation still reads it.
+        # The memory belongs to the copy stream; without this it could be handed out again while the computation still
+        # reads it.
         chunk.record_stream(compute)
         return chunk

@@ -32,7 +32,8 @@ ALIVE_S = 2.0
 
 @dataclass(frozen=True)
 class Load:
-    """Asks a worker to load image rows start..stop of a slot to place `at` of the arena's buffers. It sends this back when it has."""
+    """Asks a worker to load image rows start..stop of a slot to place `at` of the arena's buffers. It sends this back
+    when it has."""
 
     slot: int
     start: int
@@ -77,7 +78,8 @@ class InProcess:
 
 
 class Worker:
-    """A worker process's answers to the training process while it fills batches. Loads come first, since a pass waits for them."""
+    """A worker process's answers to the training process while it fills batches. Loads come first, since a pass waits
+    for them."""
 
     def __init__(self, connection: Connection, spec: WorkerSpec, arena: Arena) -> None:
         self._connection, self._arena = connection, arena
@@ -116,7 +118,8 @@ class Worker:
 
 @contextmanager
 def _ended_if_lost() -> Iterator[None]:
-    """Around a worker's use of its connection, the only place where these errors mean that the training process is gone or has closed."""
+    """Around a worker's use of its connection, the only place where these errors mean that the training process is gone
+    or has closed."""
     try:
         yield
     except (EOFError, ConnectionError) as error:
@@ -124,8 +127,10 @@ def _ended_if_lost() -> Iterator[None]:
 
 
 def work(connection: Connection, spec: WorkerSpec, arena: Arena) -> None:
-    """A worker process's main function: fills the requested batches in order. An error is sent to the training process."""
-    # Ctrl-C, and a scheduler's warning to all processes of a job, are for the training process, which closes the connection at its end.
+    """A worker process's main function: fills the requested batches in order. An error is sent to the training
+    process."""
+    # Ctrl-C, and a scheduler's warning to all processes of a job, are for the training process, which closes the
+    # connection at its end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     # Damaged pictures are counted, and data.max_pixels judges sizes.
@@ -147,7 +152,8 @@ def work(connection: Connection, spec: WorkerSpec, arena: Arena) -> None:
 
 
 def warm_up(*modules: str) -> None:
-    """Start the server process that workers are forked from, and let it import what they need. Returns at once; a second call is harmless.
+    """Start the server process that workers are forked from, and let it import what they need. Returns at once; a
+    second call is harmless.
 
     A fork of the training process itself would copy CUDA's and the process group's threads in mid-step.
     """
@@ -158,8 +164,8 @@ def warm_up(*modules: str) -> None:
 class Workers:
     """The worker processes of one rank, as the training process sees them.
 
-    A worker that dies is replaced: the order of samples is exact, so another one starts where the last complete batch ended, and writes
-    the same bytes into the same places. A second death in the same epoch ends the run.
+    A worker that dies is replaced: the order of samples is exact, so another one starts where the last complete batch
+    ended, and writes the same bytes into the same places. A second death in the same epoch ends the run.
     """
 
     def __init__(self, specs: Sequence[WorkerSpec], arena: Arena, timeout_s: float) -> None:
@@ -167,7 +173,8 @@ class Workers:
         warm_up(type(getattr(specs[0].tokenizer, "inner", specs[0].tokenizer)).__module__)
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
-        # Also runs when the program ends without `close`, before multiprocessing sends its children the signal that they ignore, and waits.
+        # Also runs when the program ends without `close`, before multiprocessing sends its children the signal that
+        # they ignore, and waits.
         self.close = Finalize(self, _end, (self._connections, self._processes), exitpriority=10)
         """End the processes."""
         self._asked: list[list[Fill | Load]] = [[] for _ in specs]  # what each worker has not done yet
@@ -196,7 +203,8 @@ class Workers:
             self._ask(number, fill)
 
     def load(self, slot: int, start: int, stop: int, at: int) -> Callable[[], list[int]]:
-        """Let every worker load a part of image rows start..stop. The function returned names the workers that have not done it."""
+        """Let every worker load a part of image rows start..stop. The function returned names the workers that have not
+        done it."""
         bounds = pairwise(start + (stop - start) * number // len(self) for number in range(len(self) + 1))
         loads = [Load(slot, first, last, at + first - start) for first, last in bounds]
         for number, load in enumerate(loads):
@@ -209,9 +217,11 @@ class Workers:
             self._connections[number].send(message)
 
     def receive(self, needed: Sequence[int]) -> list[tuple[int, Message]]:
-        """All messages that are there, each with its worker's number. Blocks until there is one if workers are `needed`.
+        """All messages that are there, each with its worker's number. Blocks until there is one if workers are
+        `needed`.
 
-        Raises UserError when a worker cannot go on or has died again, or when one of `needed` has been silent for the time-out.
+        Raises UserError when a worker cannot go on or has died again, or when one of `needed` has been silent for the
+        time-out.
         """
         begun = time.monotonic()
         while True:
@@ -224,7 +234,8 @@ class Workers:
             if late := [n for n, seconds in silent.items() if seconds > self._timeout_s]:
                 names = ", ".join(f"{n} (process {self._processes[n].pid})" for n in late)
                 raise UserError(
-                    f"data.timeout_s={self._timeout_s:g}: data worker {names} of rank {self._specs[0].rank} has been silent for that "
+                    f"data.timeout_s={self._timeout_s:g}: data worker {names} of rank {self._specs[0].rank} has been "
+                    "silent for that "
                     "long; the storage may be stuck; raise the time-out or look at the process"
                 )
             wait(self._connections, timeout=min(self._timeout_s - max(silent.values()), 1.0))

@@ -1,4 +1,5 @@
-"""`clipscale data check`: reads every sample of a set as training does, and reports what is broken by training's reasons."""
+"""`clipscale data check`: reads every sample of a set as training does, and reports what is broken by training's
+reasons."""
 
 from collections import Counter
 from collections.abc import Sequence

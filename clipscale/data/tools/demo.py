@@ -1,6 +1,7 @@
 """The demo set: about 20k captioned pictures in LAION's shard layout, and held-out test sets in CLIP_benchmark's.
 
-Every picture is a pure function of (seed, split, index), so the bytes do not depend on the number of processes that write them.
+Every picture is a pure function of (seed, split, index), so the bytes do not depend on the number of processes that
+write them.
 """
 
 import io
@@ -67,7 +68,8 @@ def main(settings: DemoSettings) -> Path:
     objects, unseen = len(scenes.SEEN) * OBJECTS_PER_CLASS, len(scenes.UNSEEN) * UNSEEN_PER_CLASS
     notes = {
         "objects": f"{objects:6d} images  classification, {len(scenes.CLASSES)} names, held-out pictures",
-        "unseen": f"{unseen:6d} images  the same names, the {len(scenes.UNSEEN)} combinations that training never shows",
+        "unseen": f"{unseen:6d} images  the same names, the {len(scenes.UNSEEN)} combinations that training never "
+        "shows",
         "retrieval": f"{RETRIEVAL_IMAGES:6d} images  {CAPTIONS_PER_IMAGE} captions each",
     }
     for name, note in notes.items():

@@ -23,7 +23,8 @@ COLOURS = {
 SHAPES = ("circle", "square", "triangle", "cross", "ring", "star")
 CLASSES = tuple((colour, shape) for colour in COLOURS for shape in SHAPES)
 UNSEEN = tuple((colour, SHAPES[(5 * i + 2) % len(SHAPES)]) for i, colour in enumerate(COLOURS))
-"""Combinations that no training scene shows: each colour once, each shape once or twice. Training shows every word in others."""
+"""Combinations that no training scene shows: each colour once, each shape once or twice. Training shows every word in
+others."""
 SEEN = tuple(pair for pair in CLASSES if pair not in UNSEEN)
 
 OTHER_WORDS: dict[str, tuple[str, ...]] = {
@@ -64,7 +65,8 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """A picture's content. `kind`: `one`, `count` (several alike), `pair` (the first `relation` the second) or `row` (left to right)."""
+    """A picture's content. `kind`: `one`, `count` (several alike), `pair` (the first `relation` the second) or `row`
+    (left to right)."""
 
     kind: str
     things: tuple[Thing, ...]

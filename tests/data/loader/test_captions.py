@@ -13,7 +13,8 @@ PAD, END, CONTEXT = 0, 99, 44
 
 
 def captions(words: list[int]) -> Tensor:
-    """Captions of that many words, each with its number, then the end, then padding; one with a word that looks like padding."""
+    """Captions of that many words, each with its number, then the end, then padding; one with a word that looks like
+    padding."""
     tokens = torch.full((len(words), CONTEXT), PAD, dtype=torch.int32)
     for row, count in enumerate(words):
         tokens[row, :count] = row + 1
@@ -23,7 +24,8 @@ def captions(words: list[int]) -> Tensor:
 
 
 def sorted_captions(tokens: Tensor, **settings: object) -> SortedCaptions:
-    return SortedCaptions(lambda a, b: tokens[a:b], len(tokens), CPU, pad=PAD, resident=False, **settings)  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    return SortedCaptions(lambda a, b: tokens[a:b], len(tokens), CPU, pad=PAD, resident=False, **settings)
 
 
 def test_lengths_go_in_steps_of_eight_up_to_the_context() -> None:

@@ -141,7 +141,8 @@ def replace(path: Path, text: str) -> None:
 
 
 def live(source: Path, home: Path, workers: int, steps: int) -> None:
-    """What a training process does with its samples: it notes every step's, and every few steps the place from which to go on."""
+    """What a training process does with its samples: it notes every step's, and every few steps the place from which to
+    go on."""
     place, notes = home / "place.json", home / "steps.jsonl"
     done, position = json.loads(place.read_text()) if place.exists() else (0, None)
     before = notes.read_text().splitlines(keepends=True)[:done] if notes.exists() else []
@@ -186,7 +187,8 @@ def finish(child: int, home: Path) -> str:
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("kills", [2, pytest.param(30, marks=pytest.mark.slow)])
 def test_killed_at_any_moment_the_same_samples_follow(tmp_path: Path, kills: int) -> None:
-    """SIGKILL after random delays, with other numbers of loader processes each time. Compared are every step's keys, pixels and tokens."""
+    """SIGKILL after random delays, with other numbers of loader processes each time. Compared are every step's keys,
+    pixels and tokens."""
     warm_up(Letters.__module__)
     process = multiprocessing.get_context("forkserver").Process()  # the first fork waits for what the server imports
     process.start()

@@ -128,7 +128,8 @@ def test_uncounted_local_shards_are_scanned_when_few(
 
 
 def test_weights_are_of_samples_in_every_batch(tmp_path: Path) -> None:
-    """Sources of one shard of 200 and one of 20 samples, of which half are broken: whole shards drawn alike would give 91 : 9."""
+    """Sources of one shard of 200 and one of 20 samples, of which half are broken: whole shards drawn alike would give
+    91 : 9."""
     write_shards(tmp_path / "large", [200])
     broken = [member for i in range(20) for member in ([(f"x{i}.txt", b"x")] if i % 2 else sample(f"x{i}", i))]
     (tmp_path / "small").mkdir()

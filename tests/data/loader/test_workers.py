@@ -95,7 +95,8 @@ def test_a_killed_worker_is_replaced_and_no_byte_differs(
 
 
 def test_a_second_death_in_an_epoch_ends_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The first one is noticed when the batch that it has not filled is waited for: later than the next one, which lies ready."""
+    """The first one is noticed when the batch that it has not filled is waited for: later than the next one, which lies
+    ready."""
     write_shards(tmp_path, [500])
     with open_stream(tmp_path, batch=10, workers=2) as stream:
         contents(stream, 1)
@@ -120,7 +121,8 @@ def test_a_bug_in_a_worker_arrives_with_its_traceback(tmp_path: Path, error: typ
 
 
 def test_sigterm_leaves_workers_at_work_and_closing_ends_them(tmp_path: Path) -> None:
-    """The run saves at SIGTERM, which a scheduler sends to all processes: it must finish its step first, with samples."""
+    """The run saves at SIGTERM, which a scheduler sends to all processes: it must finish its step first, with
+    samples."""
     write_shards(tmp_path, [50])
     with open_stream(tmp_path, batch=400, workers=2) as stream:
         workers = [psutil.Process(process.pid) for process in processes_of(stream)]

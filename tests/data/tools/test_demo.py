@@ -1,4 +1,5 @@
-"""The demo set is deterministic to the byte, in LAION's and CLIP_benchmark's layouts, and its held-out data stays held out."""
+"""The demo set is deterministic to the byte, in LAION's and CLIP_benchmark's layouts, and its held-out data stays held
+out."""
 
 import io
 import json
