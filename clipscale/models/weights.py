@@ -275,7 +275,7 @@ def fill(encoders: nn.Module, state: dict[str, Tensor], source: Source, part: st
     except RuntimeError as error:  # lists the weights of another shape
         raise UserError(f"{source.setting} does not fit this architecture: {one_line(error)}") from error
     unmatched = {"missing": [name for name in missing if name.startswith(part)], "left over": left_over}
-    problems = {}
+    problems: dict[str, list[str]] = {}
     for what, names in unmatched.items():
         spare = [name for name in names if name == "logit_bias" or (part and _BARE.search(name.removeprefix(part)))]
         problems |= {what: sorted(set(names) - set(spare))} if set(names) - set(spare) else {}
