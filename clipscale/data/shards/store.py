@@ -45,7 +45,7 @@ class Store:
         self.counts = Counter() if counts is None else counts
 
     def open(self, url: str) -> Opened:
-        """The shard's bytes, seekable except for `pipe:`, whose command runs only if the access allows it.
+        """The shard's bytes, seekable except for `pipe:`, whose command runs only if the settings allow it.
 
         Raises OSError for a local file, SourceError (`unreachable_shard`, `missing_shard`, ...) for a remote one.
         """

@@ -125,7 +125,7 @@ def test_the_hub_gets_the_token_and_its_store_does_not(tmp_path: Path, monkeypat
     class Hub(Web):
         def answer(self, path: str, asked: str, sent: Mapping[str, str]) -> tuple[int, dict[str, str], bytes]:
             path = urlsplit(path).path
-            assert ("Authorization" in sent) == (not path.startswith("/store/"))
+            assert ("authorization" in sent) == (not path.startswith("/store/"))
             if path.startswith("/store/"):
                 return super().answer(path.removeprefix("/store"), asked, sent)
             location = f"{self.url.replace('127.0.0.1', 'localhost')}/store/{path.rsplit('/', 1)[-1]}?signed=yes"

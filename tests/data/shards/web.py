@@ -27,7 +27,7 @@ class Web:
         self.url = ""
 
     def answer(self, path: str, asked: str, sent: Mapping[str, str]) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and body without a fault; `sent` are the request's headers."""
+        """Status, headers and body without a fault; `sent` are the request's headers, in lower case."""
         file = self.folder / unquote(path).lstrip("/")
         if not file.is_file():
             return 404, {"Content-Length": "0"}, b""
@@ -56,7 +56,9 @@ def serving(web: Web) -> Iterator[Web]:
             number, asked = len(web.requests), self.headers.get("Range", "")
             web.requests.append((self.path, asked))
             fault = web.faults(number, self.path)
-            status, headers, body = web.answer(self.path, asked, self.headers)
+            status, headers, body = web.answer(
+                self.path, asked, {name.lower(): value for name, value in self.headers.items()}
+            )
             if fault in ("short", "drop") and len(body) < 2:
                 fault = None  # would not be noticed
             if fault:
