@@ -159,7 +159,8 @@ def gradients(
     text_sums = exchange.sweep(cols, GRAD if needs_texts else None, visit)
     replicated = (parameters.scale_grad, parameters.bias_grad, *parameters.module_grads)
     scale_grad, *others = (None if grad is None else grad * factor * exchange.local_fraction for grad in replicated)
-    side_factor, features = factor * backend.missing_factor(scale), []
+    side_factor = factor * backend.missing_factor(scale)
+    features: list[Tensor | None] = []
     sides = (rows, rows.grad, exchange.local_rows, like[0]), (cols, text_sums, exchange.local_cols, like[1])
     rows.grad = None
     for side, sums, local, wanted in sides:

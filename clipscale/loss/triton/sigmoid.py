@@ -18,6 +18,7 @@ from clipscale.loss.triton.tiles import (
     has_positives,
     quarters,
     store_part,
+    summable,
     tile_dots,
     tile_position,
     where_counted,
@@ -75,7 +76,7 @@ def sigmoid_kernel(
             g = tl.where(cols[None, :] == (rows + positive)[:, None], -g, g)
         store_part(panel, g, tile_row * BM, first_col, stride_panel, TMA)
         total += tl.sum(g, axis=1)
-        product += tl.sum(g * parts[part], axis=1)
+        product += tl.sum(g * summable(parts[part], n), axis=1)
     out, count = sums + tl.program_id(0), tl.num_programs(0)
     tl.store(out, tl.sum(value, axis=0))
     tl.store(out + count, tl.sum(total, axis=0))

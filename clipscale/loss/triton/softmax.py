@@ -21,6 +21,7 @@ from clipscale.loss.triton.tiles import (
     has_positives,
     quarters,
     store_part,
+    summable,
     tile_dots,
     tile_position,
     where_counted,
@@ -154,5 +155,5 @@ def softmax_gradient_kernel(
             g = tl.where(cols[None, :] == (rows + positive)[:, None], g - target, g)
         g = where_counted(g, 0.0, rows, cols, n, m, row_keys, col_keys, positive)
         store_part(panel, g, tile_row * BM, first_col, stride_panel, TMA)
-        product += tl.sum(g * parts[part], axis=1)
+        product += tl.sum(g * summable(parts[part], n), axis=1)
     tl.store(products + tl.program_id(0), tl.sum(product, axis=0))

@@ -16,6 +16,8 @@ NOTHING = tl.constexpr(float("-inf"))
 # Score gradients are stored times this, so that float16, which has few exponents, keeps a probability of 1/N. They are
 # at most 1.
 UNIT = tl.constexpr(2.0**13)
+# Triton before 3.9 cannot compile, for sm_100, a sum over columns of dot products as they come from tensor memory.
+HIDES_DOTS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))
 
 
 @triton.jit
@@ -89,6 +91,15 @@ def _halves(x):
     HEIGHT: tl.constexpr = x.shape[0]
     HALF: tl.constexpr = x.shape[1] // 2
     return tl.split(tl.permute(tl.reshape(x, (HEIGHT, 2, HALF)), (0, 2, 1)))
+
+
+@triton.jit
+def summable(dots, n):
+    """The dot products, for use in a sum. Where Triton needs it, they come out of a branch that is never taken (n < 0)."""
+    if HIDES_DOTS:  # noqa: SIM102 - a constant of the compiler, and a branch of the kernel
+        if n < 0:
+            dots = -dots
+    return dots
 
 
 @triton.jit
