@@ -37,9 +37,6 @@ class LaunchConfig:
 
     procs: int | None = setting(None, "Worker processes; null: one per visible GPU, or one without GPUs.", least=1)
     timeout_s: float = setting(1800.0, "Seconds that a process waits for the others before the run fails.", least=1)
-    grace_s: float = setting(
-        120.0, "Seconds from a signal to stop to the end; a step that would outlast them is abandoned.", least=0
-    )
     parallel: str = setting(
         "ddp",
         "`ddp`: every rank holds the whole model; `fsdp`: FSDP2 shards parameters, gradients and optimizer state.",

@@ -85,13 +85,13 @@ def nested(declared: type) -> dict[str, type]:
 
 
 def sections(declared: type) -> dict[str, str]:
-    """Section -> the first line of its docstring."""
+    """Section -> the first paragraph of its docstring."""
     return {name: summary(section) for name, section in nested(declared).items()}
 
 
 def summary(declared: type) -> str:
-    """The first line of a dataclass's docstring."""
-    return (declared.__doc__ or "").partition("\n")[0]
+    """The first paragraph of a dataclass's docstring."""
+    return " ".join((declared.__doc__ or "").partition("\n\n")[0].split())
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -6,7 +6,6 @@ Imports torch only when a run starts.
 
 import ctypes
 import logging
-import math
 import os
 import signal
 import tempfile
@@ -29,10 +28,8 @@ if TYPE_CHECKING:
 Launched = TrainConfig | EvalRunConfig | EmbedConfig
 TRAIN = "clipscale.train:train"
 """What the workers of a training run call."""
-MARGIN_S = 30
-"""After a signal, the launcher kills workers that have not ended so long after `launch.grace_s`: a save may take longer
-than it should.
-"""
+SHUTDOWN_S = 150
+"""Seconds that workers have for a save after a signal, before the launcher kills them (torch 2.11 always gives 30)."""
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 PR_SET_PDEATHSIG = 1
 """Linux's number of the option of prctl."""
@@ -120,8 +117,7 @@ def start(config: Launched, main: str, count: int) -> dict[str, Any]:
 
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # the exceptions below say it once
-    grace_s = math.ceil(config.launch.grace_s) if isinstance(config, TrainConfig) else 0
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(MARGIN_S + grace_s))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // count)))
     with tempfile.TemporaryDirectory(prefix="clipscale-") as folder, _same_handlers():
         elastic = LaunchConfig(
