@@ -23,8 +23,7 @@ from clipscale.config.tools import DoctorSettings, EvalRunConfig
 from clipscale.data.decode import TrainTransform
 from clipscale.data.loader.memory import free_memory
 from clipscale.data.order import CounterRNG
-from clipscale.distributed import world as distributed
-from clipscale.distributed.world import World
+from clipscale.distributed.world import World, join, leave
 from clipscale.launch import local
 from clipscale.loss.api import contrastive_loss
 from clipscale.loss.reference import dense_contrastive_loss
@@ -128,8 +127,8 @@ def loss_error(world: World) -> float:
 
 def ring(config: EvalRunConfig) -> dict[str, float]:
     """One of the processes that `processes` starts."""
-    world = distributed.start("auto", timeout_s=config.launch.timeout_s)
+    world = join("auto", timeout_s=config.launch.timeout_s)
     try:
         return {"error": max(world.gather(loss_error(world)))}
     finally:
-        distributed.stop()
+        leave()

@@ -23,9 +23,8 @@ from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.loader.ramp import BatchSizes
 from clipscale.data.loader.stream import merge_positions
 from clipscale.data.loader.to_device import ChunkLoader
-from clipscale.distributed import world as distributed
 from clipscale.distributed.fsdp import reshard
-from clipscale.distributed.world import World
+from clipscale.distributed.world import World, join, leave
 from clipscale.eval.run import check as check_sets
 from clipscale.eval.run import evaluate
 from clipscale.launch import run_lock
@@ -47,7 +46,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
     Returns {"run": folder, "step": steps done, "loss": last loss, "eval": results by set}, the same on every rank.
     Raises UserError for every mistake that the user can fix, and StoppedError after a signal.
     """
-    world = distributed.start(config.device, config.launch.timeout_s)
+    world = join(config.device, config.launch.timeout_s)
     folder = Path(config.run)
     # A sweep makes its jobs' folders, and keeps them. The folder of an unnamed run holds no more than its lock.
     new = world.main and (not folder.exists() or [path.name for path in folder.iterdir()] == [run_lock.FILE])
@@ -61,7 +60,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
         raise
     finally:
         lock.release()
-        distributed.stop()
+        leave()
 
 
 class Run:
@@ -82,7 +81,6 @@ class Run:
         self.saver = checkpoint.Saver(self.folder, world, config.checkpoint)
         self.saver.last_step = self.step
         self.saved_at = time.monotonic()
-        self.profiler = Profiler(self.folder, config.log.profile, world.rank, world.device)
         self.stop = Stop(world)
         self.state.cache.before_chunk = self.between_chunks
 
@@ -105,10 +103,11 @@ class Run:
     def go(self) -> dict[str, Any]:
         """All steps that are left, and the evaluation at the end."""
         config, results = self.config, {}
+        profiler = Profiler(self.folder, config.log.profile, self.world.rank, self.world.device)
         try:
             with self.stop:
                 while self.step < self.total:
-                    with self.profiler(self.step + 1), self.thrown_away_at_a_signal():
+                    with profiler(self.step + 1), self.thrown_away_at_a_signal():
                         self.train_step()
                     self.step += 1
                     if config.eval.every and self.step % config.eval.every == 0 and self.step < self.total:
@@ -229,10 +228,8 @@ class Run:
         """Whether this step ends with a checkpoint: by steps, by minutes, and at the end. All ranks agree."""
         c = self.config.checkpoint
         due = self.step == self.total or (c.every > 0 and self.step % c.every == 0)
-        late = c.minutes > 0 and self.world.highest(
-            self.world.main and time.monotonic() - self.saved_at > 60 * c.minutes
-        )
-        return due or bool(late and late[0])
+        late = self.world.main and c.minutes > 0 and time.monotonic() - self.saved_at > 60 * c.minutes
+        return bool(self.world.highest(int(late))[0]) or due
 
     def save(self, *, last: bool) -> None:
         """Begin to write a checkpoint; see `checkpoint.Saver`. The `last` one is waited for.

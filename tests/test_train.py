@@ -154,15 +154,12 @@ def test_a_run_goes_on_with_another_number_of_processes_and_another_parallelism(
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_any_number_of_processes(
-    demo: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_goes_on_with_any_number_of_processes(demo: Path, tmp_path: Path) -> None:
     """From 1 to 3, which share the 64 shard streams unevenly. The global batches stay the same."""
     constant = ScheduleConfig(name="constant", warmup="0")
     given = {"batch": 48, "schedule": constant, "cache": CacheConfig(chunk="8")}
     train(settings(demo, tmp_path / "run", samples=96, **given))
     run_ranks(on_a_rank, 3, settings(demo, tmp_path / "run", samples=192, **given))
-    assert "other random numbers" not in capfd.readouterr().out, "there are none"
     train(settings(demo, tmp_path / "whole", samples=192, **given))
     worst = max(abs(a - b) / a for a, b in zip(curve(tmp_path / "run"), curve(tmp_path / "whole"), strict=True))
     assert worst < 1e-4, f"{curve(tmp_path / 'run')} instead of {curve(tmp_path / 'whole')}"
@@ -181,9 +178,7 @@ def test_kept_graphs_do_not_change_the_curve(demo: Path, finished: Path, tmp_pat
 
 
 def test_negatives_from_the_chunk_alone_are_those_of_plain_accumulation(demo: Path, tmp_path: Path) -> None:
-    """At a small logit scale every candidate is about as likely, so the first loss is the logarithm of how many there
-    are.
-    """
+    """At a small logit scale all candidates are about as likely: the first loss is the logarithm of their number."""
     model = ModelConfig(name="test", architecture=ARCHITECTURE, init_scale=0.1)
     for negatives, candidates in (("batch", 64), ("chunk", 16)):
         cache = CacheConfig(image_chunk=16, text_chunk=32, negatives=negatives)

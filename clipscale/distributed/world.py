@@ -194,7 +194,7 @@ def _sum(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     return work.get_future().then(lambda future: future.value()[0])
 
 
-def start(device: str, timeout_s: float = TIMEOUT.total_seconds()) -> World:
+def join(device: str, timeout_s: float = TIMEOUT.total_seconds()) -> World:
     """Join the process group of torchrun's environment variables; without them, a world of one process.
 
     `timeout_s`: how long a rank waits for the others. Raises UserError if the requested device does not exist.
@@ -212,11 +212,12 @@ def start(device: str, timeout_s: float = TIMEOUT.total_seconds()) -> World:
         chosen = torch.device("cuda", local_rank)
         torch.cuda.set_device(chosen)
     if size > 1 and not dist.is_initialized():
+        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # the ring's transfers start beside full kernels
         dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=timeout)
     return World(rank, size, chosen, timeout)
 
 
-def stop() -> None:
+def leave() -> None:
     """Leave the process group."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -32,7 +32,7 @@ from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from clipscale.data.shards.tables import part_of
 from clipscale.data.shards.writer import shard_writer, write_counts
-from clipscale.distributed import world as distributed
+from clipscale.distributed.world import join, leave
 from clipscale.embed.arrays import SHARDS, array_path, write_npy
 from clipscale.embed.encode import FeatureEncoder, Group, caption_members
 from clipscale.launch import local
@@ -56,7 +56,7 @@ def main(config: EmbedConfig) -> dict[str, Any]:
 
 def work(config: EmbedConfig) -> dict[str, Any]:
     """One process's part. Raises UserError."""
-    world = distributed.start(config.device, config.launch.timeout_s)
+    world = join(config.device, config.launch.timeout_s)
     out = Path(config.out).expanduser()
     try:
         torch.manual_seed(0)
@@ -68,7 +68,7 @@ def work(config: EmbedConfig) -> dict[str, Any]:
         mine = list(sources)[world.rank :: world.size]
         parts = world.gather({name: embed_shard(encoder, sources[name], out / name) for name in mine})
     finally:
-        distributed.stop()
+        leave()
     entries = {name: entry for part in parts for name, entry in part.items() if entry}
     samples = sum(entry["samples"] for entry in entries.values())
     if world.main:

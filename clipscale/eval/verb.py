@@ -13,8 +13,7 @@ from clipscale.common.terminal import say
 from clipscale.config.secrets import restored
 from clipscale.config.sections import EvalConfig, SinkConfig
 from clipscale.config.tools import EvalRunConfig, check_eval
-from clipscale.distributed import world as distributed
-from clipscale.distributed.world import World
+from clipscale.distributed.world import World, join, leave
 from clipscale.eval.results import Results
 from clipscale.eval.run import check, evaluate
 from clipscale.eval.suites import chosen_sets, suite_table
@@ -45,7 +44,7 @@ def work(config: EvalRunConfig) -> Results:
     UserError.
     """
     folder = check_eval(config)
-    world = distributed.start(config.device, config.launch.timeout_s)
+    world = join(config.device, config.launch.timeout_s)
     results: Results = {}
     try:
         check(config.eval, world)  # before a model is loaded: a mistyped path is reported at once
@@ -59,7 +58,7 @@ def work(config: EvalRunConfig) -> Results:
                     sinks.eval(step, results)
                 del model
     finally:
-        distributed.stop()
+        leave()
     if every and world.main and (folder / "metrics.jsonl").is_file():  # with the results of all checkpoints as curves
         say(write_report(folder))
     return results

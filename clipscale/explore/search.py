@@ -27,7 +27,7 @@ from clipscale.data.shards.addresses import is_local
 from clipscale.data.shards.counts import scan_counts
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
-from clipscale.distributed import world as distributed
+from clipscale.distributed.world import join
 from clipscale.embed.arrays import EmbeddedSet
 from clipscale.models.trained import load_any
 from clipscale.step.precision import Precision
@@ -63,7 +63,7 @@ class SearchModel:
         self, config: ExploreConfig, run: str, checkpoint: str, model: ModelConfig, sets: list[EmbeddedSet]
     ) -> None:
         """The model of a run, or of weights from elsewhere. Raises UserError if none of the sets has its features."""
-        world = distributed.start(config.device)
+        world = join(config.device)
         folder = existing_run(run) if run else None
         self.model, _, step = load_any(folder, checkpoint, config.weights, model, world.on_main)
         self.title = f"{folder.name}, step {step}" if folder else str(model.weights)

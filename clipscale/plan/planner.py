@@ -23,7 +23,7 @@ from clipscale.plan.memory import (
 )
 from clipscale.plan.remedies import Needs, remedies
 from clipscale.plan.step_time import CAPTION_TOKENS, caption_width, step_time
-from clipscale.step.chunk_sizes import CPU_CHUNK, SMALLEST, batch_norm_chunk, chunk_sizes
+from clipscale.step.chunk_sizes import CPU_CHUNK, SMALLEST, batch_norm_chunk, sizes_of_settings
 
 AUTO_MOST = 512
 """Largest chunk assumed for cache.chunk=auto: larger ones are hardly faster on a GPU."""
@@ -51,7 +51,7 @@ def plan(config: PlanConfig, announce: Callable[[str], None] = lambda line: None
 def planned(config: PlanConfig) -> Iterator["MemoryPlan"]:
     """The plan of a run, while its dry run is open. Raises UserError."""
     gpu, ranks = target_gpu(config), config.gpus * config.nodes
-    chunk_sizes(config.cache, config.batch // ranks)
+    sizes_of_settings(config.cache, config.batch // ranks)
     with dry_run(config, ranks, gpu.capability if gpu else None) as run:
         yield MemoryPlan(config, gpu, run)
 
@@ -93,7 +93,7 @@ class MemoryPlan:
     def _chunks(self, tried: dict[str, Any]) -> tuple[Chunks, bool]:
         """Chunk sizes as set, as tried, or assumed: the largest up to AUTO_MOST that fits; and whether assumed."""
         model, local = self.run.state.model, self.local
-        set_sizes = chunk_sizes(self.config.cache, local)
+        set_sizes = sizes_of_settings(self.config.cache, local)
         sizes: list[int | None] = []
         for name, tower in zip(TOWERS, (model.image, model.text)):
             whole = batch_norm_chunk(tower, name, set_sizes[name], local) or (self.run.state.stored and name == "image")

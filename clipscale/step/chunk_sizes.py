@@ -25,7 +25,7 @@ Where graphs are kept, the smallest chunk that reaches it is chosen, and the mem
 """
 
 
-def chunk_sizes(config: CacheConfig, local_batch: int) -> dict[str, int | None]:
+def sizes_of_settings(config: CacheConfig, local_batch: int) -> dict[str, int | None]:
     """Samples per chunk from the settings, for `image` and `text`; None for `auto`, which `find_chunk` resolves.
 
     Raises UserError for sizes below 1 or beyond the samples of one process.
@@ -78,7 +78,7 @@ def agreed_chunk_sizes(
     random numbers are drawn chunk by chunk; else from a measurement of the tower with inputs of its sampler. None in
     place of a tower: its input is not cut.
     """
-    settings = chunk_sizes(config, local_batch)
+    settings = sizes_of_settings(config, local_batch)
     device = " and ".join(sorted(set(world.gather(device_name(world.device)))))
     sizes: dict[str, Any] = {"device": device}
     for name, encoder in towers.items():

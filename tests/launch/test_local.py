@@ -17,7 +17,7 @@ import torch
 from clipscale.common.errors import StoppedError, UserError
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train import TrainConfig
-from clipscale.distributed import world as distributed
+from clipscale.distributed.world import join, leave
 from clipscale.launch import local
 from tests.conftest import TINY
 
@@ -64,9 +64,9 @@ def two(tmp_path: Path) -> TrainConfig:
 
 def ring(config: TrainConfig) -> dict[str, Any]:
     """A worker that meets the other one."""
-    world = distributed.start("cpu")
+    world = join("cpu")
     ranks = world.gather(world.rank)
-    distributed.stop()
+    leave()
     return {"ranks": ranks, "threads": torch.get_num_threads()}
 
 
@@ -76,7 +76,7 @@ def this_process(config: TrainConfig) -> dict[str, Any]:
 
 def mistaken(config: TrainConfig) -> dict[str, Any]:
     """Rank 1 finds a mistake while rank 0 waits for it."""
-    world = distributed.start("cpu")
+    world = join("cpu")
     if world.rank == 1:
         raise UserError(f"run={config.run}: found by a worker")
     return {"ranks": world.gather(0)}

@@ -104,26 +104,3 @@ def test_ranks_that_see_different_shards_do_not_start(demo: Path, tmp_path: Path
 
     with pytest.raises(UserError, match="the processes see different shards"):
         Run(settings(demo, tmp_path / "run"), with_peer(other))
-
-
-def test_a_rank_judges_the_memory_before_others_take_theirs(
-    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    events: list[str] = []
-
-    def look() -> int:
-        events.append("looked")
-        return 2**30
-
-    monkeypatch.setattr("clipscale.state.start.free_memory", look)
-    monkeypatch.setattr("clipscale.data.loader.memory.free_memory", lambda: 0)  # the others have been quicker
-
-    class Waits(World):
-        def gather(self, value: Any) -> list[Any]:
-            events.append("waited")
-            return [value]
-
-    run = Run(settings(demo, tmp_path / "run"), Waits(0, 1, torch.device("cpu")))
-    run.stream.close()
-    assert events[events.index("looked") + 1] == "waited"
-    assert "of 1.00 GiB free" in run.stream.memory

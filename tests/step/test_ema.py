@@ -5,18 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
-from clipscale import checkpoint
-from clipscale.common.errors import UserError
-from clipscale.config.sections import EvalConfig, PrecisionConfig
-from clipscale.config.tools import ExportSettings
+from clipscale.config.sections import EvalConfig
 from clipscale.distributed.world import World
-from clipscale.export.verb import main as export
-from clipscale.models.trained import load_model
 from clipscale.step.ema import WeightAverage
-from clipscale.train import Run, train
+from clipscale.train import Run
 from tests.support.runs import small
 
 
@@ -35,20 +29,6 @@ def test_the_average_follows_its_formula_and_lends_its_values() -> None:
     with average.in_place():
         assert torch.equal(model.weight, average.values["weight"])
     assert torch.equal(model.weight, trained)
-
-
-@pytest.mark.slow  # runs and exports
-def test_export_writes_the_average_by_choice(shards: str, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    train(small(shards, run, ema=0.9, precision=PrecisionConfig(), samples=24))
-    saved = checkpoint.load(checkpoint.path_of(run, 2))
-    for weights, held in (("trained", saved["model"]), ("ema", saved["ema"]["weights"])):
-        export(ExportSettings(run=str(run), out=str(tmp_path / weights), weights=weights))
-        found = load_file(tmp_path / weights / "open_clip_model.safetensors")
-        assert torch.equal(found["text.text_projection"], held["text.encoder.text_projection"])
-    train(small(shards, tmp_path / "none", samples=12))
-    with pytest.raises(UserError, match="holds no average; take weights=trained"):
-        load_model(tmp_path / "none", weights="ema")
 
 
 def test_a_run_evaluates_the_average_and_trains_on_with_its_weights(
