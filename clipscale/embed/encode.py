@@ -67,9 +67,12 @@ class FeatureEncoder:
 
     def group(self, raws: list[RawSample], pixels: Sequence[Future[np.ndarray | None]]) -> Group:
         captions = [first_caption(raw, self.captions) for raw in raws]
-        images = [future.result() for future in pixels]
-        inputs = {IMAGE: (images, self.images), TEXT: (captions, self.texts)}
-        return Group(raws, captions, np.stack([self.encode(*inputs[kind]) for kind in self.config.kinds], 1))
+        features = []
+        if IMAGE in self.config.kinds:
+            features.append(self.encode([future.result() for future in pixels], self.images))
+        if TEXT in self.config.kinds:
+            features.append(self.encode(captions, self.texts))
+        return Group(raws, captions, np.stack(features, 1))
 
     def encode(self, inputs: Sequence[T | None], tower: Callable[[list[T]], Tensor]) -> np.ndarray:
         """A feature row for every input, (n, D); NaN for None."""

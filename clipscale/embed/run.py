@@ -140,7 +140,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def name_of(url: str) -> str:
-    """The name of a shard, or of a part of a table or of a folder of pictures."""
+    """The name of a shard, or of a part of a table."""
     if scheme_of(url) != "table":
         return leaf_of(url).partition(".tar")[0]
     part = part_of(url)
