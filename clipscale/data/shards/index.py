@@ -197,7 +197,7 @@ def update_indexes(
     force: bool = False,
     done: Callable[[str, Outcome], None] = lambda url, outcome: None,
 ) -> None:
-    """Bring the indexes of these shards' folders up to date, at `writable_path` or, unless `beside`, in the user's cache.
+    """Bring the indexes of these shards' folders up to date, at `writable_path` (`beside`) or in the user's cache.
 
     Skips shards whose entry still holds, unless `force`. Entries are written one by one, so a killed run's work is
     kept. `done` is called after every shard. Raises UserError.
