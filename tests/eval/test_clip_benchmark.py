@@ -39,14 +39,14 @@ def sets(root: Path) -> dict[str, Path]:
     """A classification set, one with names that two classes share, and a retrieval set of one to three captions an
     image.
     """
-    found = {}
+    paths = {}
     for name, classnames in {"classes": NAMES, "twins": TWINS}.items():
         labels = (i * 5 % len(classnames) for i in range(48))
         members = [
             m for i, y in enumerate(labels) for m in ((f"{i:03}.cls", str(y).encode()), (f"{i:03}.png", noise(i)))
         ]
         files = {"classnames.txt": "\n".join(classnames), "zeroshot_classification_templates.txt": "\n".join(TEMPLATES)}
-        found[name] = write_shards(root / name, [members[:50], members[50:]], files)
+        paths[name] = write_shards(root / name, [members[:50], members[50:]], files)
     captioned = [
         member
         for i in range(40)
@@ -55,8 +55,8 @@ def sets(root: Path) -> dict[str, Path]:
             (f"{i:03}.png", noise(100 + i)),
         )
     ]
-    found["captions"] = write_shards(root / "captions", [captioned], {"dataset_type.txt": "retrieval"})
-    return found
+    paths["captions"] = write_shards(root / "captions", [captioned], {"dataset_type.txt": "retrieval"})
+    return paths
 
 
 def test_the_figures_are_clip_benchmarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,19 +78,19 @@ def test_the_figures_are_clip_benchmarks(tmp_path: Path, monkeypatch: pytest.Mon
     # clip-benchmark 1.6.2 makes a float of an array with one element, which numpy 2.4 no longer does.
     monkeypatch.setattr(zeroshot_classification, "float", lambda x: np.asarray(x).item(), raising=False)
     for name, classnames in {"classes": NAMES, "twins": TWINS}.items():
-        found = ours[name]
+        results = ours[name]
         theirs = zeroshot_classification.evaluate(
             model, loader(name), tokenizer, classnames, TEMPLATES, device="cpu", amp=False
         )
-        assert found["mean_per_class_recall"] == pytest.approx(theirs["mean_per_class_recall"], abs=1e-6)
-        assert 0 < found["top1"] < found["top5"] < 1, "figures that could differ"
+        assert results["mean_per_class_recall"] == pytest.approx(theirs["mean_per_class_recall"], abs=1e-6)
+        assert 0 < results["top1"] < results["top5"] < 1, "figures that could differ"
         if name == "classes":  # torch.topk, and so clip-benchmark's top-1, leaves the order of equal scores open
-            assert (found["top1"], found["top5"]) == pytest.approx((theirs["acc1"], theirs["acc5"]), abs=1e-6)
+            assert (results["top1"], results["top5"]) == pytest.approx((theirs["acc1"], theirs["acc5"]), abs=1e-6)
 
     theirs = zeroshot_retrieval.evaluate(
         model, loader("captions", "zeroshot_retrieval"), tokenizer, device="cpu", amp=False, recall_k_list=[1, 5, 10]
     )
-    found = ours["captions"]
+    results = ours["captions"]
     for k in (1, 5, 10):
-        assert found[f"image_to_text_r{k}"] == pytest.approx(theirs[f"text_retrieval_recall@{k}"], abs=1e-6)
-        assert found[f"text_to_image_r{k}"] == pytest.approx(theirs[f"image_retrieval_recall@{k}"], abs=1e-6)
+        assert results[f"image_to_text_r{k}"] == pytest.approx(theirs[f"text_retrieval_recall@{k}"], abs=1e-6)
+        assert results[f"text_to_image_r{k}"] == pytest.approx(theirs[f"image_retrieval_recall@{k}"], abs=1e-6)

@@ -53,10 +53,11 @@ def test_a_limit_takes_of_each_class_in_proportion(order: str, limit: int) -> No
     assert numbers == sorted(numbers) and part.labels == [labels[i] for i in numbers]
 
 
-def test_a_limited_set_of_captions_keeps_those_of_its_images(tmp_path: Path) -> None:
+def test_a_limited_set_has_its_own_name_and_keeps_the_captions_of_its_images(tmp_path: Path) -> None:
     captions = load_set(retrieval_set(tmp_path / "captions")).limited(3)
     assert captions.captions == [f"{how} {n}" for n in ("red", "blue", "cyan") for how in ("all", "nothing but")]
-    assert captions.owner == [0, 0, 1, 1, 2, 2]
+    assert captions.owner == [0, 0, 1, 1, 2, 2] and captions.label == "captions (limit 3)"
+    assert captions.limited(3).label == captions.label, "a limit of the whole set limits nothing"
 
 
 @pytest.mark.parametrize("name", ["imagenet1k", "wds_imagenetv2"])

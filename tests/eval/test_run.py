@@ -114,16 +114,6 @@ def test_later_results_join_earlier_ones_and_replace_a_damaged_file(tmp_path: Pa
     assert json.loads(path.read_text())["results"] == {"b": {"top1": 0.3}}
 
 
-def test_limited_results_have_another_name_and_replace_nothing(tmp_path: Path) -> None:
-    root, run = classification_set(tmp_path / "classes", wrong=[1]), tmp_path / "run"
-    for limit in (None, 3, 6, 50):
-        evaluate(ColourModel(), EvalConfig(sets=[str(root)], limit=limit), ALONE, run_dir=run, step=1)
-    record = json.loads((run / "eval/step_00000001.json").read_text())
-    assert list(record["results"]) == ["classes", "classes (limit 3)"], "a limit of the whole set limits nothing"
-    assert record["results"]["classes"]["top1"] == 5 / 6 and record["results"]["classes (limit 3)"]["images"] == 3
-    assert record["measured"]["classes (limit 3)"]["of"] == 6
-
-
 # -- several ranks -----------------------------------------------------------------------------------------------------
 
 

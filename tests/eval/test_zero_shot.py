@@ -54,8 +54,8 @@ def encode(tokens: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("batch", [1, 2, 5, 12, 100])
 def test_class_embedding_is_the_normalised_mean_of_normalised_prompts(batch: int) -> None:
-    found = class_embeddings(encode, hashed_tokens, NAMES, TEMPLATES, batch=batch)
-    for name, row in zip(NAMES, found):
+    embeddings = class_embeddings(encode, hashed_tokens, NAMES, TEMPLATES, batch=batch)
+    for name, row in zip(NAMES, embeddings):
         prompts = F.normalize(encode(hashed_tokens([t.replace("{c}", name) for t in TEMPLATES])), dim=-1)
         wanted = F.normalize(prompts.mean(0), dim=-1)
         assert torch.allclose(row, wanted, atol=1e-6), f"{name}, batch {batch}: {row} instead of {wanted}"
@@ -66,10 +66,10 @@ def test_macro_f1_and_the_worst_group_are_those_of_a_direct_computation() -> Non
     scores, targets = torch.rand(90, 7, generator=generator), torch.randint(0, 6, (90,), generator=generator)
     scores[torch.arange(90), targets] += 0.4
     ranks, predicted = target_ranks(scores, targets), scores.argmax(1)
-    found = macro_f1(accuracy_counts(ranks, targets, 7), torch.bincount(predicted, minlength=7))
-    assert found == pytest.approx(f1_score(targets, predicted, average="macro", labels=targets.unique()), abs=1e-12)
+    score = macro_f1(accuracy_counts(ranks, targets, 7), torch.bincount(predicted, minlength=7))
+    assert score == pytest.approx(f1_score(targets, predicted, average="macro", labels=targets.unique()), abs=1e-12)
 
     groups = torch.randint(0, 4, (90,), generator=generator) * 2  # groups 1, 3 and 5 are empty
-    hits = {g: [bool(r == 0) for r, own in zip(ranks, groups) if own == g] for g in groups.tolist()}
+    hits = {g: [bool(r == 0) for r, group in zip(ranks, groups) if group == g] for g in groups.tolist()}
     worst = min(sum(of_group) / len(of_group) for of_group in hits.values())
     assert worst_groups(accuracy_counts(ranks, groups, 7))["worst_group_top1"] == pytest.approx(worst)
