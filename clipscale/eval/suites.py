@@ -47,8 +47,8 @@ def suite_sets(suite: str, root: str | None) -> list[EvalSet]:
     places = {known.name: place for known in entries if (place := known.find(folder))}
     if not places:
         raise UserError(
-            f"eval.root={root} holds none of the {len(entries)} sets of eval.suite={suite}; {entries[0].name} is looked "
-            f"for as {', '.join(entries[0].candidates)} and comes from {entries[0].source}"
+            f"eval.root={root} holds none of the {len(entries)} sets of eval.suite={suite}; {entries[0].name} is "
+            f"looked for as {', '.join(entries[0].candidates)} and comes from {entries[0].source}"
         )
     for known in entries:
         if known.name not in places:

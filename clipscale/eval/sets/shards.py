@@ -20,7 +20,7 @@ from clipscale.eval.sets.item import CLASSIFICATION, IMAGE_SUFFIXES, RETRIEVAL, 
 
 
 def load(root: Path, group: int | None = None) -> EvalSet:
-    """Loads the set from `root`. group: the column of the samples' metadata that names their group. Raises UserError."""
+    """The set in `root`. group: the column of the samples' metadata that names their group. Raises UserError."""
     kind = _dataset_type(root)
     images: list[ImageRef] = []
     labels: list[int] = []
