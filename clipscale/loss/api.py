@@ -103,7 +103,7 @@ def contrastive_loss(
     kind = "module" if isinstance(similarity, nn.Module) else similarity
     comm = None if exchange == "none" else Communicator.of(group)
     try:
-        _check_choices(objective=objective, similarity=kind, exchange=exchange, backend=backend)
+        _check_choices(objective, similarity, exchange, backend)
         inputs = checked_inputs(
             image_features, text_features, logit_scale, 0.0 if logit_bias is None else logit_bias, kind,
             masks=masks, keys=keys, check=check,
@@ -115,49 +115,48 @@ def contrastive_loss(
         raise
     if comm is not None and check:
         comm.agree(inputs.facts(objective, exchange), FACTS, None, image_features.device)
-    shared = _exchange(exchange, comm, ranks_per_node)
-    terms: Objective = Sigmoid() if objective == "sigmoid" else Softmax()
-
-    def loss(inputs: Inputs, similarity: Similarity, weights: Weights) -> Tensor:
-        """The loss of this rank's rows against the columns of all ranks."""
-        block_backend: Backend = TorchBackend(terms, similarity, dense=backend == "dense")
-        if backend == "triton":
-            from clipscale.loss.triton.backend import triton_backend  # Triton is imported where it is used
-
-            block_backend = triton_backend(terms)
-        call = LossCall(shared, block_backend, similarity, weights, inputs, check, torch.is_grad_enabled())
-        numbers = (inputs.scale, inputs.bias, *similarity.parameters)
-        return cast(Tensor, ContrastiveLoss.apply(call, inputs.rows, inputs.cols, *numbers))
-
-    pairs: Similarity = Dot()
-    if not isinstance(similarity, str):
-        pairs = Deep(similarity, image_features.device)
-    elif similarity == "late":
-        pairs = Late(image_features.device)
     if objective == "softmax_text":
         inputs = inputs.positives_only()  # a hard negative is in no text's softmax
-    if exchange != "local" or objective == "sigmoid":
-        return loss(inputs, pairs, WEIGHTS[objective])
-    # OpenCLIP's local loss: one-sided in both directions, the second time with the roles exchanged
-    one_sided, parts = WEIGHTS["softmax_image"], []
-    if objective != "softmax_text":
-        parts.append(loss(inputs, pairs, one_sided))
-    if objective != "softmax_image":
-        parts.append(loss(inputs.swapped(), pairs.swapped(), one_sided))
-    return parts[0] if len(parts) == 1 else (parts[0] + parts[1]) / 2
+    pairs = _similarity(similarity, image_features.device)
+    terms: list[tuple[Inputs, Similarity, Weights]] = [(inputs, pairs, WEIGHTS[objective])]
+    if exchange == "local" and objective != "sigmoid":
+        # OpenCLIP's local loss: one-sided in both directions, the second time with the roles exchanged
+        both = (inputs, pairs), (inputs.swapped(), pairs.swapped())
+        wanted = (w is not None for w in WEIGHTS[objective])
+        terms = [(*sides, WEIGHTS["softmax_image"]) for sides, is_wanted in zip(both, wanted) if is_wanted]
+    ranks, values = _exchange(exchange, comm, ranks_per_node), []
+    for given, pairs, weights in terms:
+        blocks = _backend(backend, Sigmoid() if objective == "sigmoid" else Softmax(), pairs)
+        call = LossCall(ranks, blocks, pairs, weights, given, check, torch.is_grad_enabled())
+        numbers = (given.scale, given.bias, *pairs.parameters)
+        values.append(cast(Tensor, ContrastiveLoss.apply(call, given.rows, given.cols, *numbers)))
+    return values[0] if len(values) == 1 else (values[0] + values[1]) / 2
 
 
-def _check_choices(**given: str) -> None:
+def _check_choices(objective: str, similarity: str | nn.Module, exchange: str, backend: str) -> None:
     """Raise ValueError for a word that is no choice of its argument."""
-    choices = {
-        "objective": OBJECTIVES,
-        "similarity": (*SIMILARITIES, "module"),
-        "exchange": EXCHANGES,
-        "backend": BACKENDS,
-    }
-    for name, value in given.items():
-        if value not in choices[name]:
-            raise ValueError(f"{name}={value!r} is not one of {', '.join(choices[name])}")
+    for name, value, choices in (
+        ("objective", objective, OBJECTIVES),
+        ("similarity", similarity, SIMILARITIES),
+        ("exchange", exchange, EXCHANGES),
+        ("backend", backend, BACKENDS),
+    ):
+        if isinstance(value, str) and value not in choices:
+            raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}")
+
+
+def _similarity(similarity: str | nn.Module, device: torch.device) -> Similarity:
+    if isinstance(similarity, nn.Module):
+        return Deep(similarity, device)
+    return Late(device) if similarity == "late" else Dot()
+
+
+def _backend(name: str, objective: Objective, similarity: Similarity) -> Backend:
+    if name == "triton":
+        from clipscale.loss.triton.backend import triton_backend  # Triton is imported where it is used
+
+        return triton_backend(objective)
+    return TorchBackend(objective, similarity, dense=name == "dense")
 
 
 def _exchange(name: str, comm: Communicator | None, ranks_per_node: int | None) -> Single:

@@ -55,22 +55,6 @@ def test_on_ranks_its_features_have_clip_loss_gradients(ranks: Workers) -> None:
         assert torch.allclose(a, b, rtol=1e-9), f"{name}: {float(a)} and {float(b)}"
 
 
-def on_a_mesh(group: dist.ProcessGroup, rank: int, u: Tensor, v: Tensor) -> Tensor:
-    """The loss of a data-parallel dimension: the two ranks of the other one have the same features."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    mine = mesh.get_local_rank("data")
-    as_group = contrastive_loss(u[mine], v[mine], 20.0, group=mesh.get_group("data"))
-    as_mesh = contrastive_loss(u[mine], v[mine], 20.0, group=mesh["data"])
-    assert torch.equal(as_group, as_mesh)
-    return as_mesh
-
-
-def test_a_dimension_of_a_mesh_is_a_group(ranks: Workers) -> None:
-    u, v = stacked(2, 5, 5, 8)
-    true = dense_contrastive_loss(u.flatten(0, 1), v.flatten(0, 1), 20.0)
-    assert all(torch.allclose(found, true, rtol=1e-10) for found in ranks.run(on_a_mesh, 4, u, v))
-
-
 def tower(weights: Sequence[Tensor]) -> nn.Sequential:
     layers = nn.Sequential(nn.Linear(8, 12, bias=False), nn.Tanh(), nn.Linear(12, 8, bias=False)).to(weights[0].dtype)
     for parameter, weight in zip(layers.parameters(), weights):

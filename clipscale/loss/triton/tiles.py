@@ -95,7 +95,7 @@ def _halves(x):
 
 @triton.jit
 def summable(dots, n):
-    """The dot products, for use in a sum. Where Triton needs it, they come out of a branch that is never taken (n < 0)."""
+    """The dot products, for use in a sum. Where Triton needs it, they come out of a branch that is never taken."""
     if HIDES_DOTS:  # noqa: SIM102 - a constant of the compiler, and a branch of the kernel
         if n < 0:
             dots = -dots
