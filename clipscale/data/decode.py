@@ -86,16 +86,14 @@ def broken_pictures() -> Iterator[None]:
 
 
 def open_picture(data: bytes, max_pixels: float = math.inf) -> Image.Image:
-    """A picture whose header has been read. Raises BrokenSampleError `huge_image`, and Pillow's errors, of many
-    kinds."""
+    """A picture whose header has been read. Raises BrokenSampleError `huge_image`, and Pillow's many errors."""
     image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
     check_pixels(*image.size, max_pixels)
     return image
 
 
 def check_pixels(width: int, height: int, max_pixels: float) -> None:
-    """Raise BrokenSampleError `huge_image` for more pixels: of a picture to decode, or of one to resize to this
-    size."""
+    """Raise BrokenSampleError `huge_image` for more pixels, of a picture to decode or to resize to this size."""
     if width * height > max_pixels:
         raise BrokenSampleError("huge_image", f"{width} x {height} pixels")
 

@@ -28,8 +28,7 @@ NOTE = "features.json"
 
 @dataclass(frozen=True)
 class StoredFeatures:
-    """Reads a sample's feature row from a member's bytes (NumPy's own format). Takes the place of a picture's
-    transform."""
+    """Reads a sample's feature row from a member's bytes (NumPy's format), in the place of a picture's transform."""
 
     member: str
     width: int
@@ -46,8 +45,7 @@ class StoredFeatures:
         np.copyto(out, row)
 
     def _row(self, data: bytes) -> np.ndarray:
-        """The array in the bytes of a .npy file. Its header is checked first: numpy would allocate whatever that
-        claims."""
+        """The array of a .npy file. Its header is checked first: numpy would allocate whatever that claims."""
         stream = io.BytesIO(data)
         shape, _, dtype = npy_header(stream)
         if shape != (self.width,) or dtype != self.dtype:
@@ -56,8 +54,7 @@ class StoredFeatures:
 
 
 def npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Shape, whether it lies by columns, and dtype of the array in a .npy file, which is left at the array's bytes.
-    Raises ValueError."""
+    """Shape, whether by columns, and dtype of a .npy file, which is left at the array's bytes. Raises ValueError."""
     try:
         read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[npy.read_magic(file)]
         shape, by_columns, dtype = read(file)
@@ -98,8 +95,7 @@ def stored_features(data: DataConfig, config: ModelConfig, model: "ClipModel") -
         if theirs != ours:
             raise UserError(
                 f"data.image_features: computed with {note['model']} of {what} {theirs}, but model.name={config.name} "
-                "has "
-                f"{ours}; give the same model and weights (model.image.weights=PATH), or compute them anew with "
+                f"has {ours}; give the same model and weights (model.image.weights=PATH), or compute them anew with "
                 "`clipscale embed format=webdataset`"
             )
     return StoredFeatures(member, note["width"], note["dtype"])

@@ -35,8 +35,7 @@ def _mix(z: int) -> int:
 
 
 def key(*parts: int) -> int:
-    """A 64-bit key from integers. The arithmetic is our own, so that a library's new generator does not change an
-    order."""
+    """A 64-bit key from integers, by arithmetic of our own: a library's new generator changes no order."""
     state = len(parts)
     for part in parts:
         state = _mix((state + _GOLDEN + (part & _MASK) * 0xD1342543DE82EF95) & _MASK)
@@ -237,7 +236,6 @@ Order = Epochs | Resampled | Mixed
 
 
 def fingerprint(order: Order, names: Sequence[str], window: int) -> str:
-    """A short digest of everything a position refers to: the shards' names and counts, the seed, the streams, the
-    shuffle window."""
+    """A digest of what a position refers to: the shards' names and counts, the seed, the streams, the window."""
     text = json.dumps([order.description(), list(names), list(order.counts), window])
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()

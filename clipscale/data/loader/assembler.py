@@ -1,5 +1,4 @@
-"""Follows how the workers fill the batches: which rows have arrived, what was skipped, and where the shard streams
-stand."""
+"""Follows how workers fill batches: which rows are there, what was skipped, where the shard streams stand."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence

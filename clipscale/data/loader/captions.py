@@ -21,8 +21,7 @@ CHUNK_COST = 1 / 16
 
 
 def lengths(tokens: Tensor, pad: int) -> Tensor:
-    """Tokens (N, T) -> (N,) int64: tokens up to the last that is no padding, in steps of GRAIN, at least one step, at
-    most T."""
+    """(N, T) -> (N,) int64: tokens up to the last that is no padding, in steps of GRAIN, at least one, at most T."""
     width = tokens.shape[1]
     used = ((tokens != pad) * torch.arange(1, width + 1)).amax(dim=1)
     return (used + GRAIN - 1).div(GRAIN, rounding_mode="floor").clamp(min=1).mul(GRAIN).clamp(max=width)
@@ -57,8 +56,7 @@ class SortedCaptions(ChunkLoader):
 
     @cached_property
     def _sorted(self) -> tuple[Tensor, Tensor, list[int]]:
-        """The batch's captions; the batch's row at each position; and the length there. Equal lengths keep the batch's
-        order."""
+        """The captions; the row at each position; and the length there. Equal lengths keep the batch's order."""
         captions = self._tokens(0, self.count)
         sizes, order = lengths(captions, self._pad).sort(descending=True, stable=True)
         return captions, order, sizes.tolist()
@@ -91,8 +89,7 @@ class SortedCaptions(ChunkLoader):
 
 
 def cut(sizes: list[int], budget: int, most: int) -> list[tuple[int, int]]:
-    """Chunks of captions of falling `sizes`, each within `budget` tokens and `most` captions, but of one caption at
-    least."""
+    """Chunks of captions of falling `sizes`, of at most `budget` tokens and `most` captions, but at least one."""
     spans, start = [], 0
     while start < len(sizes):
         stop = min(start + max(1, min(budget // sizes[start], most)), len(sizes))
@@ -112,8 +109,7 @@ def split(spans: list[tuple[int, int]], count: int) -> None:
 
 
 def early(sizes: list[int], start: int, stop: int, cost: float) -> int:
-    """Where a chunk start..stop of falling `sizes` ends: at the drop that saves the most padding, if that is more than
-    `cost` tokens."""
+    """Where a chunk of falling `sizes` ends: at the drop that saves the most padding, if more than `cost` tokens."""
     drops = [i for i in range(start + 1, stop) if sizes[i] < sizes[i - 1]]
     saved = {i: (stop - i) * (sizes[start] - sizes[i]) for i in drops}
     best = max(drops, key=saved.__getitem__, default=stop)

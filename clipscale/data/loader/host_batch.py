@@ -31,8 +31,7 @@ PAGE = 4096
 BUFFERS = 3
 """Chunks in the buffers at once: the one computed on, the one being copied to the device, and the one being loaded."""
 RECIPE = 9
-"""Numbers stored for an encoded picture: where its bytes begin, how many there are, and the seven of its crop
-(decode.py)."""
+"""Numbers for an encoded picture: where its bytes begin, how many there are, and the seven of its crop."""
 
 
 def sample_id(url: str, key: str) -> int:
@@ -222,8 +221,7 @@ def stored_rows(slot: Slot, start: int, stop: int) -> Tensor:
 
 
 class HostBatch:
-    """One local batch, valid until the next is asked for. Access to rows blocks until the workers have delivered
-    them."""
+    """One local batch, valid until the next is asked for. Access to rows blocks until they have arrived."""
 
     def __init__(
         self,

@@ -59,8 +59,7 @@ def train_transform(config: DataConfig, side: int) -> TrainTransform:
 
 
 def open_backend(arena: Arena, transform: Transform, span: tuple[int, int]) -> "HostBackend":
-    """The arena's backend, for a process that fills samples span[0]..span[1] of a batch, counted one process after
-    another."""
+    """The arena's backend, for a process that fills samples span[0]..span[1] of a batch, in order of processes."""
     if arena.layout.backend == "encoded":
         assert isinstance(transform, TrainTransform)
         return EncodedBackend(arena, transform, span)
@@ -68,8 +67,7 @@ def open_backend(arena: Arena, transform: Transform, span: tuple[int, int]) -> "
 
 
 class HostBackend:
-    """One process's access to the image rows of an arena: they lie in shared memory. The other backends keep them
-    elsewhere."""
+    """One process's access to the image rows of an arena. Here they lie in shared memory."""
 
     def __init__(self, arena: Arena, transform: Transform) -> None:
         self._layout, self._transform = arena.layout, transform
@@ -79,8 +77,7 @@ class HostBackend:
         """This process starts to fill the slot with a new batch."""
 
     def put(self, slot: Slot, place: int, data: bytes, rng: CounterRNG) -> None:
-        """Store one sample. Raises BrokenSampleError before anything is written, UserError where memory or disk is
-        full."""
+        """Store a sample. Raises BrokenSampleError before anything is written, UserError where there is no space."""
         self._transform(data, rng, slot["rows"][place])
 
     def check(self, data: bytes, rng: CounterRNG) -> None:
@@ -88,8 +85,7 @@ class HostBackend:
         self._transform(data, rng, self._row)
 
     def load(self, slot: Slot, start: int, out: np.ndarray) -> None:
-        """Write the image rows from `start` on to `out`, as many as it has. Raises UserError where they cannot be
-        read."""
+        """Write the image rows from `start` on to `out`, as many as it has. Raises UserError."""
         np.copyto(out, slot["rows"][start : start + len(out)])
 
 

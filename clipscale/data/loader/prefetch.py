@@ -1,5 +1,4 @@
-"""Image rows that wait on disk or as encoded pictures: the workers load them into host memory, ahead of the
-computation."""
+"""Image rows that wait on disk or encoded: the workers load them into host memory, ahead of the computation."""
 
 from collections.abc import Callable, Iterable
 
@@ -23,8 +22,7 @@ class Prefetcher:
     """
 
     def __init__(self, buffers: np.ndarray, rows: int, load: Load, *, copy: bool = False) -> None:
-        """`buffers`: (places, ...), which `load` writes; each buffer has `rows` of them. `copy`: hand out copies, which
-        may be kept."""
+        """`buffers`: (places, ...), written by `load`, each of `rows` places. `copy`: hand out copies to keep."""
         self._places, self._capacity, self._load, self._copy = torch.from_numpy(buffers), rows, load, copy
         count = len(buffers) // rows
         self._spans: list[Span | None] = [
@@ -40,8 +38,7 @@ class Prefetcher:
         self.expect(())
 
     def expect(self, ranges: Iterable[Span]) -> None:
-        """The row ranges of this batch that will be asked for, in order. Each is taken from the iterable just before it
-        is loaded."""
+        """The row ranges that will be asked for, in order, each taken from the iterable before it is loaded."""
         self._ranges = iter(ranges)
         self._next = next(self._ranges, None)
 

@@ -41,8 +41,7 @@ class BatchSizes:
         return self._ends[ramped] + (step - ramped) * self.batch
 
     def samples(self, samples: int | None, epochs: float | None, epoch: int | None) -> int:
-        """The samples of a run of `samples`, or of that many epochs of `epoch` samples. Raises UserError for less than
-        one batch."""
+        """The samples of a run of `samples`, or of `epochs` of `epoch`. Raises UserError for less than a batch."""
         if samples is None:
             assert epochs is not None
             if epoch is None:

@@ -1,5 +1,4 @@
-"""Reads the samples of one shard stream in their order. A shard is read in windows, and each window has a random
-order."""
+"""Reads the samples of one shard stream in their order: window after window, each in a random order."""
 
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -36,8 +35,7 @@ class OrderedShards:
         return fingerprint(self.order, [unsigned(url).rsplit("/", 1)[-1] for url in self.urls], self.window)
 
     def sources(self) -> list["OrderedShards"]:
-        """The weighted sources, each with its share of the shuffle window; without weights, all shards are one
-        source."""
+        """The weighted sources, each with its share of the window; without weights, all shards are one."""
         if not isinstance(self.order, Mixed):
             return [self]
         order, total = self.order, sum(self.order.weights)
@@ -53,8 +51,7 @@ class StreamPosition:
     epoch: int
     index: int
     sources: tuple[int, ...] = ()
-    """With data.weights: `index` counts usable samples, and each source has its own epoch and index here, one after the
-    other."""
+    """With data.weights: `index` counts usable samples, and each source has an epoch and an index here."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +96,7 @@ class Windows:
         self._wanted = set(self.places)
 
     def wants(self, sample: int) -> bool:
-        """Whether a sample of the shard is needed. Without a count, the order is not known yet, but whole windows can
-        be skipped."""
+        """Whether a sample is needed. Without a count, the order is not known yet, but windows can be skipped."""
         if self.segment.count is None:
             return self.begin + self._window > self.segment.start
         return sample - self.begin in self._wanted
@@ -115,8 +111,7 @@ class Windows:
 
 
 class ShardReader:
-    """Reads a shard stream, or one source's part of it. `epoch` and `index` are its position, counted in items given
-    out."""
+    """Reads a shard stream, or a source's part of it. `epoch` and `index`: its position, in items given out."""
 
     def __init__(self, shards: OrderedShards, start: StreamPosition, kinds: Mapping[str, int], store: Store) -> None:
         self._shards, self._stream, self._kinds, self._store = shards, start.stream, kinds, store

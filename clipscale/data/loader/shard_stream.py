@@ -29,8 +29,7 @@ MOST_FRUITLESS = 200
 Generous: one bad shard of ten thousand must not end a run, and a stream of a small set may hold a single sample an
 epoch."""
 MOST_UNREACHABLE = 3
-"""A stream gives up when this many shards in a row stay out of reach for all retries: the storage is gone, not a
-shard."""
+"""A stream gives up when so many shards in a row stay out of reach: the storage is gone, not a shard."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +45,11 @@ class WorkerSpec:
     rank: int
     world: int
     span: tuple[int, int]
-    """The worker's samples in the largest local batch, where the workers' samples are counted one worker after
-    another."""
+    """The worker's samples in the largest local batch, counted one worker after another."""
     piece: int  # samples that the worker delivers at once
 
     def places(self, batch: int) -> list[np.ndarray]:
-        """The places that each stream fills in the local part of a global batch of that size. Those outside of it are
-        another rank's."""
+        """The places of each stream in the local part of a batch of that size; those outside are another rank's."""
         count = self.shards.order.streams
         spans = (local_places(s.stream, count, batch, self.rank, self.world) for s in self.streams)
         return [np.arange(span.start, span.stop) for span in spans]

@@ -69,8 +69,7 @@ class TrainStream:
         prefetcher: Prefetcher | None,
         memory: str,
     ) -> None:
-        """`prefetcher` gives image rows that do not lie in the arena's slots. `memory`: a line that states the memory
-        of the batches."""
+        """`prefetcher` gives image rows that do not lie in the slots. `memory`: a line that states the memory."""
         self._shards, self._arena, self._assembler, self._prefetcher = shards, arena, assembler, prefetcher
         self.memory = memory
         self._positions = {position.stream: position for position in start}
@@ -101,8 +100,7 @@ class TrainStream:
         return counts
 
     def next_batch(self) -> HostBatch:
-        """The next local batch; the one before is no longer valid. Returns at once; access to its rows blocks until
-        they have arrived."""
+        """The next local batch, at once; access to its rows blocks until they are there. The one before is invalid."""
         assembler, prefetcher = self._assembler, self._prefetcher
         if self._step >= 0:  # give the slot of the batch before to the workers again
             self._positions = assembler.finish(self._step)
@@ -266,8 +264,7 @@ def divide(
 
 
 def merge_positions(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The position of the whole run from `position()` of every rank. Raises UserError if the ranks read different
-    shards."""
+    """The whole run's position, from `position()` of every rank. Raises UserError if ranks read different shards."""
     first = records[0]
     if any(record | {"at": {}} != first | {"at": {}} for record in records):
         raise UserError(

@@ -13,8 +13,7 @@ AHEAD = 2
 
 @cache
 def copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream for all copies. The allocator keeps memory for each stream, so a new one per batch would hoard it 32
-    times over."""
+    """One stream for all copies: the allocator keeps memory for each stream, so a new one per batch would hoard it."""
     return torch.cuda.Stream(device)
 
 

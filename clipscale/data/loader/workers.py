@@ -32,8 +32,7 @@ ALIVE_S = 2.0
 
 @dataclass(frozen=True)
 class Load:
-    """Asks a worker to load image rows start..stop of a slot to place `at` of the arena's buffers. It sends this back
-    when it has."""
+    """Asks a worker to load rows start..stop of a slot to place `at` of the buffers. It sends this back when done."""
 
     slot: int
     start: int
@@ -78,8 +77,7 @@ class InProcess:
 
 
 class Worker:
-    """A worker process's answers to the training process while it fills batches. Loads come first, since a pass waits
-    for them."""
+    """A worker's answers to the training process while it fills batches. Loads come first: a pass waits for them."""
 
     def __init__(self, connection: Connection, spec: WorkerSpec, arena: Arena) -> None:
         self._connection, self._arena = connection, arena
@@ -118,8 +116,7 @@ class Worker:
 
 @contextmanager
 def _ended_if_lost() -> Iterator[None]:
-    """Around a worker's use of its connection, the only place where these errors mean that the training process is gone
-    or has closed."""
+    """Around a worker's use of its connection: only there do these errors mean that the training process is gone."""
     try:
         yield
     except (EOFError, ConnectionError) as error:
@@ -127,8 +124,7 @@ def _ended_if_lost() -> Iterator[None]:
 
 
 def work(connection: Connection, spec: WorkerSpec, arena: Arena) -> None:
-    """A worker process's main function: fills the requested batches in order. An error is sent to the training
-    process."""
+    """A worker process: fills the requested batches in order. An error is sent to the training process."""
     # Ctrl-C, and a scheduler's warning to all processes of a job, are for the training process, which closes the
     # connection at its end.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -203,8 +199,7 @@ class Workers:
             self._ask(number, fill)
 
     def load(self, slot: int, start: int, stop: int, at: int) -> Callable[[], list[int]]:
-        """Let every worker load a part of image rows start..stop. The function returned names the workers that have not
-        done it."""
+        """Let each worker load a part of rows start..stop. The function returned names those that have not done it."""
         bounds = pairwise(start + (stop - start) * number // len(self) for number in range(len(self) + 1))
         loads = [Load(slot, first, last, at + first - start) for first, last in bounds]
         for number, load in enumerate(loads):

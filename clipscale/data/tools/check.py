@@ -1,5 +1,4 @@
-"""`clipscale data check`: reads every sample of a set as training does, and reports what is broken by training's
-reasons."""
+"""`clipscale data check`: reads every sample as training does, and reports what is broken, by its reason."""
 
 from collections import Counter
 from collections.abc import Sequence

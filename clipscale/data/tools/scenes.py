@@ -23,8 +23,7 @@ COLOURS = {
 SHAPES = ("circle", "square", "triangle", "cross", "ring", "star")
 CLASSES = tuple((colour, shape) for colour in COLOURS for shape in SHAPES)
 UNSEEN = tuple((colour, SHAPES[(5 * i + 2) % len(SHAPES)]) for i, colour in enumerate(COLOURS))
-"""Combinations that no training scene shows: each colour once, each shape once or twice. Training shows every word in
-others."""
+"""Combinations that no training scene shows: each colour once, each shape once or twice, in others often."""
 SEEN = tuple(pair for pair in CLASSES if pair not in UNSEEN)
 
 OTHER_WORDS: dict[str, tuple[str, ...]] = {
