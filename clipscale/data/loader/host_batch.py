@@ -210,8 +210,7 @@ def _reserved_file(folder: str | None, size: int) -> int:
     except OSError as error:
         raise UserError(
             f"offload_dir={folder or tempfile.gettempdir()}: {size / 2**30:.1f} GiB for the batch cannot be reserved "
-            "there "
-            f"({error.strerror}); free some space, choose another folder, or take offload=encoded or host"
+            f"there ({error.strerror}); free some space, choose another folder, or take offload=encoded or host"
         ) from error
 
 

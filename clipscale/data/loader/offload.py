@@ -117,8 +117,7 @@ class DiskBackend(HostBackend):
                 raise UserError(
                     f"offload_dir={self._layout.offload.folder}: the batch cannot be {done} there ({error.strerror}); "
                     "checkpoints are intact: free some space or repair the disk and resume, with another offload_dir "
-                    "or "
-                    "offload=encoded"
+                    "or offload=encoded"
                 ) from error
             moved += count
 
