@@ -5,6 +5,7 @@ Imports torch only when a run starts.
 """
 
 import ctypes
+import json
 import logging
 import os
 import signal
@@ -12,6 +13,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
@@ -136,7 +138,7 @@ def start(config: Launched, main: str, count: int) -> dict[str, Any]:
             results: dict[int, dict[str, Any]] = elastic_launch(elastic, worker)(config, main)
             return results[0]
         except ChildFailedError as error:
-            raise first_failure(error) from None
+            raise first_failure(error, Path(folder)) from None
         except SignalException as error:
             number = signal.SIGTERM if error.sigval == signal.SIGUSR1 else error.sigval  # as in a worker
             remedy = f"; go on with run={config.run} resume=auto" if main == TRAIN else ""
@@ -151,10 +153,18 @@ def worker(config: Launched, main: str) -> dict[str, Any]:
     return result
 
 
-def first_failure(error: "ChildFailedError") -> UserError | WorkerError:
-    """The first failure as an exception. A worker's UserError comes back as a UserError."""
-    rank, failure = min(error.failures.items(), key=lambda item: (_follows(item[1].message), item[1].timestamp))
-    message, details = failure.message, ""
+def first_failure(error: "ChildFailedError", folder: Path) -> UserError | WorkerError:
+    """The first failure as an exception. A worker's UserError comes back as a UserError.
+
+    torch names the worker whose end it has noticed first. That may be one that has lost the failed one, which has left
+    its error in `folder`.
+    """
+    rank, failure = next(iter(error.failures.items()))
+    message: Any = failure.message
+    if isinstance(message, dict) and _follows(message):
+        left = {int(file.parent.name): json.loads(file.read_text())["message"] for file in folder.rglob("error.json")}
+        rank, message = next(((r, m) for r, m in left.items() if not _follows(m)), (rank, message))
+    details = ""
     if isinstance(message, dict):
         message, details = message["message"], message["extraInfo"]["py_callstack"]
         for kind in (UserError, StoppedError):
@@ -168,13 +178,9 @@ def first_failure(error: "ChildFailedError") -> UserError | WorkerError:
     return WorkerError(f"worker {rank} failed: {message.strip().splitlines()[0]}", details)
 
 
-def _follows(message: str | dict[str, Any]) -> bool:
-    """Whether a rank failed because it has lost another one.
-
-    Times are in whole seconds, and do not show which failed first.
-    """
-    text = message["message"] if isinstance(message, dict) else message
-    return any(sign in text for sign in LOST)
+def _follows(message: dict[str, Any]) -> bool:
+    """Whether a rank failed because it has lost another one."""
+    return any(sign in message["message"] for sign in LOST)
 
 
 @contextmanager
