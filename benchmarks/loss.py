@@ -33,7 +33,7 @@ DEFAULTS = {
     "n": "1k,2k,4k,8k",
     "d": "512",
     "methods": "infcl,dense,open_clip,torch",
-    "dtype": "fp32",  # fp32, tf32, bf16, fp16
+    "dtype": "fp32",  # fp32, tf32 (of other methods: ours is IEEE), bf16, fp16
     "device": "auto",
     "repeats": 5,
     "scale": 100.0,  # CLIP's logit scale at the end of training; the sigmoid loss has its own

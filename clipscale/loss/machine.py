@@ -42,13 +42,6 @@ class Machine:
         """Whether kernels load and store by tensor descriptors (TMA, from Hopper on). float32 products would spill."""
         return x.is_cuda and _capability(x.device) >= 90 and x.dtype != torch.float32
 
-    def free_bytes(self, device: torch.device) -> int:
-        """Memory of the GPU that is free, with what torch's allocator holds in reserve; none elsewhere."""
-        if device.type != "cuda":
-            return 0
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
     def launch(self, kernel: Any, programs: int, device: torch.device, *arguments: Any, **options: Any) -> None:
         """Run so many programs of a Triton kernel."""
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
