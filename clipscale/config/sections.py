@@ -184,7 +184,7 @@ class ModelConfig:
     grad_checkpointing: bool = setting(False, "Recompute each block's activations in the backward pass.")
     batch_norm: str = setting(
         "sync",
-        "Batch normalisation (RN50): statistics of the whole batch, in one chunk (`sync`), or the stored ones (`frozen`).",
+        "Batch normalisation (RN50): statistics of the whole batch, in one chunk (`sync`), or stored ones (`frozen`).",
         choices=("sync", "frozen"),
     )
     patch_dropout: float = setting(0.0, "Share of image patches dropped in training.", least=0, below=1)
