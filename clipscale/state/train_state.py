@@ -124,12 +124,12 @@ class TrainState:
         c = self.config.loss
         scale, bias = self.model.logit_scale.exp(), self.model.logit_bias if c.objective == "sigmoid" else None
         size = self.cache.towers[0].size if self.config.cache.negatives == "chunk" else len(image_features)
+        value = image_features.new_zeros(())
         with self.precision.autocast():
-            parts = [
-                contrastive_loss(u, v, scale, logit_bias=bias, check=False, **vars(c)) * (len(u) / len(image_features))
-                for u, v in zip(image_features.split(size), text_features.split(size), strict=True)
-            ]
-            return torch.stack(parts).sum()
+            for u, v in zip(image_features.split(size), text_features.split(size), strict=True):
+                share = len(u) / len(image_features)
+                value = value + share * contrastive_loss(u, v, scale, logit_bias=bias, check=False, **vars(c))
+        return value
 
     def gradient_norm(self) -> Tensor:
         """Finish the gradients (scale's and bias's sums over ranks, the scaler's factor); their global norm, 0-d."""
