@@ -90,7 +90,7 @@ def stored_features(data: DataConfig, config: ModelConfig, model: "ClipModel") -
         ("width", note["width"], model.width),
         ("image size", note["image_size"], model.image_size),
         ("pixel mean and deviation", [note["mean"], note["std"]], [list(config.mean), list(config.std)]),
-        ("weights", note["weights"], model.image_digest()),
+        ("weights", note["weights"], model.image.digest()),
     ):
         if theirs != ours:
             raise UserError(

@@ -90,7 +90,7 @@ def features_note(config: EmbedConfig, model: ClipModel, settings: ModelConfig) 
         log.warning("these are features of random weights; give model.weights=PATH")
     note = {
         "model": settings.name,
-        "weights": model.image_digest(),
+        "weights": model.image.digest(),
         "width": model.width,
         "dtype": config.dtype,
         "member": FEATURES,
@@ -103,7 +103,7 @@ def features_note(config: EmbedConfig, model: ClipModel, settings: ModelConfig) 
         "interpolation": model.interpolation,
     }
     return note | (
-        {"text": model.text_digest(), "captions": caption_members(config.data)} if TEXT in config.kinds else {}
+        {"text": model.text.digest(), "captions": caption_members(config.data)} if TEXT in config.kinds else {}
     )
 
 

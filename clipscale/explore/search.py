@@ -68,7 +68,7 @@ class SearchModel:
         self.model, _, step = load_any(folder, checkpoint, config.weights, model, world.on_main)
         self.title = f"{folder.name}, step {step}" if folder else str(model.weights)
         self.transform = replace(self.model.eval_transform(), max_pixels=config.data.max_pixels)
-        digests = {"weights": self.model.image_digest(), "text": self.model.text_digest()}
+        digests = {"weights": self.model.image.digest(), "text": self.model.text.digest()}
         wanted = digests | {"image_size": self.model.image_size, "resize": self.model.resize, "transform": "eval"}
         fitting = [embedded for embedded in sets if wanted.items() <= (wanted | embedded.note).items()]
         if not fitting:

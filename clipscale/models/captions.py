@@ -17,8 +17,7 @@ TOLERANCE = 1e-4
 
 
 def padding(tower: nn.Module, tokenizer: Callable[[list[str]], Tensor], device: torch.device) -> int | str:
-    """The padding token, if a float32 tower's unit features stay the same when padding is cut off; else why they may
-    not be cut.
+    """The padding token, if a float32 tower's unit features stay the same without padding; else why it may not be cut.
 
     `tower` maps tokens (N, T) to features (N, D). A tower that normalises over a batch's samples is not cut either.
     """
@@ -45,10 +44,9 @@ def padding(tower: nn.Module, tokenizer: Callable[[list[str]], Tensor], device: 
 
 
 def expected_to_cut(encoder: nn.Module) -> bool:
-    """Whether `padding` is expected to find that captions may be cut, by the description of one of open_clip's text
-    transformers.
+    """What `padding` would find for a text transformer of open_clip; False for any other tower.
 
-    For `plan`, whose towers have no values. False for all other towers.
+    For `plan`, whose towers have no values.
     """
     if not isinstance(encoder, TextTransformer) or encoder.cls_emb is not None:
         return False

@@ -50,25 +50,17 @@ class Flops:
 
     def __init__(self, config: ModelConfig, device: torch.device, *, stored_images: bool = False) -> None:
         """With `stored_images` the image tower does not run, because its features are read."""
-        image, text = forward_flops(config)
         self.config = config
-        self.image = 0 if stored_images else image * (1 if config.freeze_image else 3)
-        self.text_passes = 1 if config.freeze_text else 3
-        self.per_sample = self.image + text * self.text_passes
-        """Of an image and a caption of the whole context."""
+        self.image = 0 if stored_images else forward_flops(config)[0] * (1 if config.freeze_image else 3)
         gpu = hardware_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self.peak = HARDWARE[gpu].peak("bf16") if gpu else None
 
-    def of_batch(self, widths: Mapping[int, int]) -> float:
-        """FLOPs a sample of a batch whose captions are computed at these widths: tokens -> captions."""
-        text = sum(count * forward_flops(self.config, width)[1] for width, count in widths.items())
-        return self.image + text / sum(widths.values()) * self.text_passes
+    def per_sample(self, widths: Mapping[int, int] | None = None) -> float:
+        """FLOPs; `widths`: a batch's captions by the tokens at which they are computed; None: the whole context."""
+        captions = dict[int | None, int](widths or {}) or {None: 1}
+        text = sum(count * forward_flops(self.config, width)[1] for width, count in captions.items())
+        return self.image + text / sum(captions.values()) * (1 if self.config.freeze_text else 3)
 
     def utilisation(self, samples_per_s: float, widths: Mapping[int, int] | None = None) -> float | None:
-        """MFU: samples_per_s (per device) x FLOPs per sample / peak. None where the device's peak is not known.
-
-        `widths`: captions by the tokens at which they are computed; None: the whole context.
-        """
-        if self.peak is None:
-            return None
-        return samples_per_s * (self.of_batch(widths) if widths else self.per_sample) / self.peak
+        """MFU: samples_per_s (per device) x FLOPs per sample / peak. None where the device's peak is not known."""
+        return None if self.peak is None else samples_per_s * self.per_sample(widths) / self.peak

@@ -69,9 +69,7 @@ _POOL_INPUT = "vision_model.head.attention.in_proj_"
 
 
 def from_open_clip(state: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
-    """open_clip's weights under Hugging Face's names. Raises KeyError for a weight that a model of this kind does not
-    have.
-    """
+    """open_clip's weights under Hugging Face's names. Raises KeyError for a weight that such a model does not have."""
     names, theirs = _NAMES[kind], dict[str, Tensor]()
     for name, value in state.items():
         if name.startswith((f"{_POOL}q.", f"{_POOL}kv.")):
@@ -162,19 +160,25 @@ def description(config: dict[str, Any], folder: str) -> dict[str, Any]:
     vision, text = (
         defaults | (config.get(f"{part}_config") or {}) for part, defaults in zip(("vision", "text"), _DEFAULTS[kind])
     )
+    mlp_ratios = [t.get("intermediate_size", 4 * t["hidden_size"]) / t["hidden_size"] for t in (vision, text)]
     text_cfg: dict[str, Any] = {ours: text[theirs] for ours, theirs in _TEXT_SIZES.items()}
-    text_cfg["mlp_ratio"] = _mlp_ratio(text)
+    text_cfg["mlp_ratio"] = mlp_ratios[1]
     if kind == "siglip":
-        act = {"act_kwargs": {"approximate": _gelu(text)}}
-        text_cfg |= _SIGLIP_TEXT | act | {"norm_kwargs": {"eps": 1e-6}, "hf_tokenizer_name": folder}
-        text_cfg["tokenizer_kwargs"] = {"clean": "canonicalize"}
-        vision_cfg = {"image_size": vision["image_size"], "act_kwargs": {"approximate": _gelu(vision)}}
+        act_kwargs = []
+        for tower in (vision, text):
+            act = tower.get("hidden_act", "gelu_pytorch_tanh")
+            if act not in _GELU:
+                raise ValueError(f"its activation is {act}; {' or '.join(_GELU)} can be read")
+            act_kwargs.append({"approximate": _GELU[act]})
+        text_cfg |= _SIGLIP_TEXT | {"act_kwargs": act_kwargs[1], "norm_kwargs": {"eps": 1e-6}}
+        text_cfg |= {"hf_tokenizer_name": folder, "tokenizer_kwargs": {"clean": "canonicalize"}}
+        vision_cfg = {"image_size": vision["image_size"], "act_kwargs": act_kwargs[0]}
         vision_cfg |= {"timm_model_name": _timm_siglip(vision), "timm_pool": "map", "timm_proj": "none"}
         towers = {"vision_cfg": vision_cfg, "text_cfg": text_cfg}
         return {"embed_dim": vision["hidden_size"], "init_logit_bias": -10} | towers
     vision_cfg = {ours: vision[theirs] for ours, theirs in _VISION_SIZES.items()}
     vision_cfg["head_width"] = vision["hidden_size"] // vision["num_attention_heads"]
-    vision_cfg["mlp_ratio"] = _mlp_ratio(vision)
+    vision_cfg["mlp_ratio"] = mlp_ratios[0]
     if text["vocab_size"] != 49408:  # CLIP's own vocabulary needs no files
         text_cfg["hf_tokenizer_name"] = folder
     acts = {tower.get("hidden_act", "quick_gelu") for tower in (vision, text)}
@@ -182,10 +186,6 @@ def description(config: dict[str, Any], folder: str) -> dict[str, Any]:
         raise ValueError(f"its activations are {sorted(acts)}; quick_gelu or gelu in both towers can be read")
     quick = {"quick_gelu": True} if acts == {"quick_gelu"} else {}
     return {"embed_dim": config.get("projection_dim", 512), "vision_cfg": vision_cfg, "text_cfg": text_cfg} | quick
-
-
-def _mlp_ratio(tower: dict[str, Any]) -> float:
-    return float(tower.get("intermediate_size", 4 * tower["hidden_size"]) / tower["hidden_size"])
 
 
 def _timm_siglip(vision: dict[str, Any]) -> str:
@@ -198,22 +198,13 @@ def _timm_siglip(vision: dict[str, Any]) -> str:
     return name if timm.is_model(name) else next(iter(timm.list_models(f"{prefix}[0-9]*")), name)
 
 
-def _gelu(tower: dict[str, Any]) -> str:
-    """How a tower computes GELU, as torch names it. Raises ValueError for another activation."""
-    act = tower.get("hidden_act", "gelu_pytorch_tanh")
-    if act not in _GELU:
-        raise ValueError(f"its activation is {act}; {' or '.join(_GELU)} can be read")
-    return _GELU[act]
-
-
 def gelu_of(trunk: Any) -> str:
-    """The same of a tower of timm."""
+    """How a tower of timm computes GELU, as torch names it."""
     return str(getattr(trunk.blocks[0].mlp.act, "approximate", "tanh"))
 
 
 def with_own_tokenizer(description: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """open_clip's description, naming the folder that it came with as that of its tokenizer, if the files are there;
-    open_clip does so too.
+    """open_clip's description; its tokenizer is the folder that it came with, if the files are there, as in open_clip.
 
     A description with a tower of transformers stays.
     """
@@ -235,9 +226,7 @@ _TEXT_KEYS = {*_TEXT_SIZES, "mlp_ratio", "hf_tokenizer_name", "tokenizer_kwargs"
 
 
 def configuration(description: dict[str, Any], visual: Any, *, logit_bias: bool) -> dict[str, Any]:
-    """The config.json of a model by open_clip's description and its image encoder. Raises ValueError for one that has
-    none.
-    """
+    """A model's config.json by open_clip's description and its image encoder. Raises ValueError where there is none."""
     vision, text = description["vision_cfg"], description["text_cfg"]
     trunk = getattr(visual, "trunk", None)
     if text.get("hf_model_name"):

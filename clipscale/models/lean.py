@@ -29,9 +29,7 @@ Position = int | Tensor
 
 
 def make_lean(encoder: nn.Module) -> bool:
-    """Give one of open_clip's transformers the shorter forward pass, in place; False for any other module, which stays
-    as it is.
-    """
+    """Give one of open_clip's transformers the shorter forward pass, in place. False for any other module."""
     kinds: dict[type, type[LeanVision] | type[LeanText]] = {VisionTransformer: LeanVision, TextTransformer: LeanText}
     kind, transformer = kinds.get(type(encoder)), getattr(encoder, "transformer", None)
     if kind is None or not isinstance(transformer, Transformer) or not kind.suits(encoder):
@@ -95,9 +93,7 @@ class LeanBlock(ResidualAttentionBlock):
 
 
 class LeanNorm(LayerNorm):
-    """open_clip's layer norm. Mean and variance are float32; on a GPU, gains and biases are rounded as autocast rounds
-    matrices.
-    """
+    """open_clip's layer norm: mean and variance in float32; on a GPU, gain and bias in the input's half precision."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype not in (torch.bfloat16, torch.float16):

@@ -1,6 +1,4 @@
-"""How pictures are prepared for weights: the settings `mean`, `std`, `resize` and `interpolation`, by what comes with
-the weights.
-"""
+"""How weights want their pictures prepared: `mean`, `std`, `resize` and `interpolation` of the model's settings."""
 
 import json
 from collections.abc import Mapping
@@ -15,17 +13,12 @@ PIXELS = ("mean", "std", "interpolation", "resize")
 
 
 def of_open_clip(preprocess: dict[str, Any]) -> dict[str, Any]:
-    """open_clip's description of the pictures' preparation, as settings of the model. Raises UserError for values that
-    they cannot have.
-    """
-    values = preprocess | {"resize": preprocess.get("resize_mode", "shortest")}
-    return _checked({key: values[key] for key in PIXELS if key in values})
+    """open_clip's description as settings. Raises UserError for values that they cannot have."""
+    return checked(preprocess | {"resize": preprocess.get("resize_mode", "shortest")})
 
 
 def of_transformers(folder: Path, kind: str) -> dict[str, Any]:
-    """transformers' description in a folder. `kind`: clip or siglip; "" for a tower alone, of which it is mean and
-    deviation.
-    """
+    """transformers' in a folder, as settings. `kind`: clip or siglip; "": a tower alone, of mean and deviation."""
     file = folder / "preprocessor_config.json"
     processor = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     processor = processor.get("image_processor", processor)
@@ -36,18 +29,14 @@ def of_transformers(folder: Path, kind: str) -> dict[str, Any]:
     for name, key in (("image_mean", "mean"), ("image_std", "std")):
         if name in processor or kind == "siglip":
             values[key] = tuple(processor.get(name) or (0.5, 0.5, 0.5))
-    return _checked(values)
+    return checked(values)
 
 
-def of_timm(pretrained: dict[str, Any]) -> dict[str, Any]:
-    """timm's description of a tower alone: mean and deviation."""
-    return _checked({key: pretrained[key] for key in ("mean", "std") if key in pretrained})
-
-
-def _checked(values: dict[str, Any]) -> dict[str, Any]:
-    """Settings of the model, with their types. Raises UserError."""
-    settings = typed(ModelConfig, values)
-    return {key: getattr(settings, key) for key in values}
+def checked(values: dict[str, Any]) -> dict[str, Any]:
+    """Of these values the settings of pictures, with their types. Raises UserError."""
+    known = {key: values[key] for key in PIXELS if key in values}
+    settings = typed(ModelConfig, known)
+    return {key: getattr(settings, key) for key in known}
 
 
 def filled(config: ModelConfig, known: Mapping[str, Any]) -> ModelConfig:

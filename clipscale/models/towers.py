@@ -28,15 +28,30 @@ from clipscale.models.tokenizer import tokenizer_of
 from clipscale.models.weights import load as load_weights
 
 
-class ImageTower(nn.Module):
+class Tower(nn.Module):
+    """An encoder of open_clip."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def digest(self) -> str:
+        """A digest of the weights, names and values, on any device."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, value in sorted(self.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+
+class ImageTower(Tower):
     """uint8 pixels (N, 3, H, W) -> unit feature rows (N, D), float32 (float64 for a float64 encoder)."""
 
     mean: Tensor
     std: Tensor
 
     def __init__(self, encoder: nn.Module, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-        super().__init__()
-        self.encoder = encoder
+        super().__init__(encoder)
         self.register_buffer("mean", 255 * torch.tensor(mean).view(3, 1, 1), persistent=False)
         self.register_buffer("std", 255 * torch.tensor(std).view(3, 1, 1), persistent=False)
 
@@ -44,21 +59,15 @@ class ImageTower(nn.Module):
         return unit_rows(self.encoder((pixels - self.mean) / self.std))
 
 
-class TextTower(nn.Module):
+class TextTower(Tower):
     """Integer tokens (N, T) -> unit feature rows (N, D), float32 (float64 for a float64 encoder)."""
-
-    def __init__(self, encoder: nn.Module) -> None:
-        super().__init__()
-        self.encoder = encoder
 
     def forward(self, tokens: Tensor) -> Tensor:
         return unit_rows(self.encoder(tokens.long()))
 
 
 class StoredTower(nn.Module):
-    """Takes the image tower's place where features are stored: rows (N, D) -> unit rows (N, D), float32. It has no
-    parameters.
-    """
+    """Takes the image tower's place where features are stored: rows (N, D) -> unit rows (N, D), float32."""
 
     def forward(self, rows: Tensor) -> Tensor:
         return unit_rows(rows)
@@ -107,23 +116,6 @@ class ClipModel(nn.Module):
                 tower.eval()
         return self
 
-    def image_digest(self) -> str:
-        """A digest of the image tower's weights."""
-        return weights_digest(self.image)
-
-    def text_digest(self) -> str:
-        """A digest of the text tower's weights."""
-        return weights_digest(self.text)
-
-
-def weights_digest(module: nn.Module) -> str:
-    """A digest of a module's weights, names and values, on any device."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, value in sorted(module.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
 
 def architecture(config: ModelConfig) -> dict[str, Any]:
     """open_clip's description of the model (embed_dim, vision_cfg, text_cfg), changed by the settings of `config`.
@@ -132,17 +124,16 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
     """
     if config.architecture:
         description = deepcopy(config.architecture)
-        missing = [part for part in ("embed_dim", "vision_cfg", "text_cfg") if part not in description]
-        if missing:
-            raise UserError(
-                f"model.architecture lacks {missing[0]}; it takes open_clip's embed_dim, vision_cfg and text_cfg"
-            )
+        for part in ("embed_dim", "vision_cfg", "text_cfg"):
+            if part not in description:
+                raise UserError(
+                    f"model.architecture lacks {part}; it takes open_clip's embed_dim, vision_cfg and text_cfg"
+                )
     else:
-        known = open_clip.get_model_config(config.name.replace("/", "-"))
-        if known is None:
+        description = open_clip.get_model_config(config.name.replace("/", "-"))  # a copy
+        if description is None:
             near = nearest(config.name, open_clip.list_models())
             raise UserError(f"model.name={config.name!r} is not an open_clip architecture{near}")
-        description = deepcopy(known)
     if "multimodal_cfg" in description:
         raise UserError(f"model.name={config.name!r} is a captioning model; choose a two-tower architecture")
     description.pop("custom_text", None)
@@ -160,28 +151,25 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
 
 
 def encoders_of(description: dict[str, Any]) -> CustomTextCLIP:
-    """open_clip's model by its description, on torch's default device. Raises UserError for what open_clip cannot
-    build.
-    """
+    """open_clip's model by its description, on torch's default device. Raises UserError where it cannot be built."""
     try:
         return CustomTextCLIP(**description)
     except Exception as error:  # open_clip and timm check little of what they are given
-        lacks = ""
-        if description["text_cfg"].get("hf_model_name") and find_spec("transformers") is None:
-            lacks = "; pip install 'clipscale[hf]'"
+        needs_transformers = description["text_cfg"].get("hf_model_name") and find_spec("transformers") is None
+        lacks = "; pip install 'clipscale[hf]'" if needs_transformers else ""
         raise UserError(
             f"model.architecture does not describe an open_clip model ({first_line(error)}){lacks}"
         ) from error
 
 
 def adapt(encoders: CustomTextCLIP, config: ModelConfig, description: dict[str, Any]) -> None:
-    """Give a tower of timm the `image_size` of the settings and the `act_kwargs` of its description, which open_clip
-    does not.
-    """
+    """Give timm's tower the `image_size` of the settings and the `act_kwargs` that open_clip's description has."""
     trunk = getattr(encoders.visual, "trunk", None)
-    if config.image_size and trunk is not None and hasattr(trunk, "set_input_size"):
+    if trunk is None:
+        return
+    if config.image_size and hasattr(trunk, "set_input_size"):
         trunk.set_input_size(img_size=(config.image_size, config.image_size))
-    if trunk is not None and (options := description["vision_cfg"].get("act_kwargs")):
+    if options := description["vision_cfg"].get("act_kwargs"):
         for module in trunk.modules():
             if isinstance(getattr(module, "act", None), nn.GELU | GELUTanh):
                 module.act = nn.GELU(**options)
@@ -189,9 +177,9 @@ def adapt(encoders: CustomTextCLIP, config: ModelConfig, description: dict[str, 
 
 def _check_patches(side: int, vision: dict[str, Any]) -> None:
     """Raise UserError for pictures that the patches do not divide."""
-    of_timm = re.search(r"_patch(\d+)", str(vision.get("timm_model_name") or ""))
-    patch = int(of_timm[1]) if of_timm else vision.get("patch_size")
-    if patch and side % patch:
+    of_timm = re.search(r"_patch(\d+)", vision.get("timm_model_name", ""))
+    patch = int(of_timm[1]) if of_timm else vision.get("patch_size", 1)
+    if side % patch:
         near = max(1, round(side / patch)) * patch
         raise UserError(
             f"model.image_size={side}: the patches are {patch} pixels wide; give a multiple, such as {near}"

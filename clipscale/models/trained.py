@@ -27,18 +27,16 @@ def load_model(run: Path, which: str = "latest", weights: str = "trained") -> tu
     return model.eval(), config, int(state["step"])
 
 
-def load_any(
-    run: Path | None,
-    which: str,
-    weights: str,
-    config: ModelConfig,
-    on_main: Callable[[Callable[[], ModelConfig]], ModelConfig],
-) -> tuple[ClipModel, ModelConfig, int | None]:
-    """The model of a run's checkpoint, as `load_model` has it, or without a run the one that `config` describes, with
-    its weights.
+OnMain = Callable[[Callable[[], ModelConfig]], ModelConfig]
+"""Calls a function on the first rank, which downloads weights, while the others wait for its result."""
 
-    In evaluation mode on the CPU, with its settings and its step. `on_main` runs the function that downloads weights on
-    the first rank of several while the others wait. Raises UserError.
+
+def load_any(
+    run: Path | None, which: str, weights: str, config: ModelConfig, on_main: OnMain
+) -> tuple[ClipModel, ModelConfig, int | None]:
+    """A run's model as from `load_model`; without a run the one that `config` describes, and no step.
+
+    Raises UserError.
     """
     if run is not None:
         return load_model(run, which, weights)

@@ -1,5 +1,4 @@
-"""Finds weights and loads them: open_clip tags and files, Hugging Face folders, clipscale's own runs and exports,
-single towers.
+"""Finds and loads weights: open_clip's tags and files, Hugging Face's folders, clipscale's runs, single towers.
 
 Names are looked up on the network only where the setting itself is a tag or begins with hf-hub:. Files execute no code.
 """
@@ -7,7 +6,7 @@ Names are looked up on the network only where the setting itself is a tag or beg
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -57,23 +56,29 @@ class Source:
 def find(value: str, name: str, setting: str = "model.weights") -> Source:
     """The weights that a setting names; `name` is the architecture, among whose tags it may be. Raises UserError."""
     about, path = f"{setting}={value!r}", Path(value).expanduser()
-    if value.startswith(HUB):
-        return _in_folder(_fetched(about, lambda: _from_hub(value.removeprefix(HUB))), about)
     if path.is_dir():
         return _in_folder(path, about)
     if path.is_file():
         return Source(about, path)
     if (run_folder(value) / "checkpoints").is_dir():
         return _in_folder(run_folder(value), about)
-    return _of_tag(value, name.replace("/", "-"), about)
+    try:
+        if value.startswith(HUB):
+            return _in_folder(_from_hub(value.removeprefix(HUB)), about)
+        return _of_tag(value, name.replace("/", "-"), about)
+    except UserError:
+        raise
+    except Exception as error:  # open_clip and the hub client raise what their downloaders do
+        raise UserError(
+            f"{about} cannot be fetched ({first_line(error)}); download it elsewhere, and give the file or folder"
+        ) from error
 
 
 def described(config: ModelConfig, saved: Mapping[str, Any] | None = None) -> ModelConfig:
-    """The settings of a model with what its weights say of it: architecture, if no name is given, and preparation of
-    pictures.
+    """The settings of a model with what its weights say of its pictures and, if no name is given, its architecture.
 
-    The preparation is that of the run's own checkpoint `saved`, else of the image tower's weights, else of the whole
-    model's. Settings that differ from their defaults stay. Raises UserError.
+    Pictures are prepared as in the run's own checkpoint `saved`, else as the image tower's weights say, else as the
+    whole model's. Settings that differ from their defaults stay. Raises UserError.
     """
     if saved is not None:
         trained = typed(ModelConfig, saved["model_config"])
@@ -85,9 +90,10 @@ def described(config: ModelConfig, saved: Mapping[str, Any] | None = None) -> Mo
                 f"{source.setting} does not describe its architecture; give a preset too, such as model=vit-b32"
             )
         config = replace(config, name=source.path.parent.name, architecture=source.description)
-    of_image = find(config.image.weights, config.name, "model.image.weights") if config.image.weights else None
-    of_pixels = of_image.pixels if of_image else {}
-    return pixels.filled(config, of_pixels or (source.pixels if source else {}))
+    known = source.pixels if source else {}
+    if config.image.weights:
+        known = find(config.image.weights, config.name, "model.image.weights").pixels or known
+    return pixels.filled(config, known)
 
 
 def without_weights(config: ModelConfig) -> ModelConfig:
@@ -118,7 +124,7 @@ def _in_folder(folder: Path, about: str) -> Source:
     if (folder / META).is_file():
         config = typed(ModelConfig, checkpoint.read_values(folder)["model_config"])
         description = config.architecture or open_clip.get_model_config(config.name.replace("/", "-"))
-        return Source(about, folder, description, {setting: getattr(config, setting) for setting in pixels.PIXELS})
+        return Source(about, folder, description, {key: getattr(config, key) for key in pixels.PIXELS})
     path = next((folder / name for name in _FILES if (folder / name).is_file()), None)
     if path is None:
         raise UserError(
@@ -134,8 +140,11 @@ def _in_folder(folder: Path, about: str) -> Source:
         if not (folder / CONFIG).is_file():
             return Source(about, path)
         content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        if "architecture" in content:  # timm's
-            return Source(about, path, pixels=pixels.of_timm(content.get("pretrained_cfg") or content))
+        if "architecture" in content:  # a tower of timm
+            prepared = content.get("pretrained_cfg") or content
+            return Source(
+                about, path, pixels=pixels.checked({k: prepared[k] for k in ("mean", "std") if k in prepared})
+            )
         kind = content.get("model_type")
         if kind not in huggingface.KINDS:  # a tower of transformers
             return Source(about, path, pixels=pixels.of_transformers(folder, ""))
@@ -175,33 +184,23 @@ def _of_tag(tag: str, name: str, about: str) -> Source:
             f"{about} is no file, no folder, no run and no tag of model.name={name}{nearest(tag, tags)}{known}"
         )
     pretrained = open_clip.get_pretrained_cfg(name, tag)
-    path = _fetched(about, lambda: Path(open_clip.download_pretrained(pretrained)))
+    path = Path(open_clip.download_pretrained(pretrained))
     return Source(about, path, pixels=pixels.of_open_clip(pretrained), quick_gelu=pretrained.get("quick_gelu", False))
-
-
-def _fetched(about: str, download: Callable[[], Path]) -> Path:
-    try:
-        return download()
-    except Exception as error:  # open_clip and the hub client raise what their downloaders do
-        raise UserError(
-            f"{about} cannot be fetched ({first_line(error)}); download it elsewhere, and give the file or folder"
-        ) from error
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
 def read(source: Source) -> dict[str, Tensor]:
-    """The weights in a checkpoint or a file (safetensors, an index of several, torch.save's), by name, without
-    trainers' wrappers.
+    """The weights in a checkpoint or a file (safetensors, an index of several, torch.save's), by open_clip's names.
 
     Raises UserError for a damaged file and for one that would execute code.
     """
     path, state = source.path, dict[str, Tensor]()
     if path.is_dir():
-        for name, value in checkpoint.load(path, parts=("model",))["model"].items():
-            state[re.sub(r"^text\.encoder\.", "text.", re.sub(r"^image\.encoder\.", "visual.", name))] = value
-        return state
+        state = checkpoint.load(path, parts=("model",))["model"]
+        towers = {"image.encoder.": "visual.", "text.encoder.": "text."}
+        return {re.sub(r"^(image|text)\.encoder\.", lambda m: towers[m[0]], name): x for name, x in state.items()}
     try:
         files = [path]
         if path.suffix == ".json":
@@ -274,15 +273,15 @@ def fill(encoders: nn.Module, state: dict[str, Tensor], source: Source, part: st
         missing, left_over = encoders.load_state_dict(state, strict=False)
     except RuntimeError as error:  # lists the weights of another shape
         raise UserError(f"{source.setting} does not fit this architecture: {one_line(error)}") from error
-    unmatched = {"missing": [name for name in missing if name.startswith(part)], "left over": left_over}
-    problems: dict[str, list[str]] = {}
-    for what, names in unmatched.items():
+    problems = []
+    for what, names in (("missing", [name for name in missing if name.startswith(part)]), ("left over", left_over)):
         spare = [name for name in names if name == "logit_bias" or (part and _BARE.search(name.removeprefix(part)))]
-        problems |= {what: sorted(set(names) - set(spare))} if set(names) - set(spare) else {}
         if spare:
             log.warning("%s: %s: %s", source.setting, what, ", ".join(spare))
+        if wrong := sorted(set(names) - set(spare)):
+            problems.append(f"{len(wrong)} {what}, such as {wrong[0]}")
     if problems:
-        text = "; ".join(f"{len(names)} {what}, such as {names[0]}" for what, names in problems.items())
         raise UserError(
-            f"{source.setting} does not fit this architecture ({text}); give the model= that it was trained as"
+            f"{source.setting} does not fit this architecture ({'; '.join(problems)}); give the model= that it was "
+            "trained as"
         )

@@ -90,7 +90,7 @@ def test_flops_are_the_published_ones() -> None:
 def test_a_frozen_tower_counts_its_forward_only() -> None:
     cpu = torch.device("cpu")
     plain, frozen = Flops(small(), cpu), Flops(small(freeze_image=True), cpu)
-    assert plain.per_sample - frozen.per_sample == 2 * forward_flops(small())[0]
+    assert plain.per_sample() - frozen.per_sample() == 2 * forward_flops(small())[0]
     assert plain.utilisation(100.0) is None, "a CPU's peak is not known"
 
 
