@@ -90,8 +90,8 @@ def agreed_chunk_sizes(
         if size is None and earlier.get("device") == device:
             size = earlier[name]
         if size is None:
-            found = find_chunk(tower, sample, local_batch, world.device, keep=config.keep != "none")
-            size = min(world.gather(found))
+            fastest = find_chunk(tower, sample, local_batch, world.device, keep=config.keep != "none")
+            size = min(world.gather(fastest))
         sizes[name] = size
     return sizes
 
