@@ -31,7 +31,7 @@ def write_npy(path: Path, groups: Iterable[Group], kinds: Iterable[str]) -> None
     for group in groups:
         rows.append(group.rows)
         for raw, caption in zip(group.raws, group.captions):
-            lines.append(json.dumps({"key": raw.key} | ({"caption": caption} if caption is not None else {})) + "\n")
+            lines.append(json.dumps({"key": raw.key} | ({} if caption is None else {"caption": caption})) + "\n")
     for number, kind in enumerate(kinds):
         with files.replacing(array_path(path, kind)) as file:
             np.save(file, np.concatenate([part[:, number] for part in rows]) if rows else np.empty((0, 0)))

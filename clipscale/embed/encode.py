@@ -47,11 +47,10 @@ class FeatureEncoder:
         self.precision = Precision(config.precision, device)
         for tower in [model.image] * (IMAGE in config.kinds) + [model.text] * (TEXT in config.kinds):
             tower.to(device)
-        self.side = model.image_size
         self.captions = caption_members(config.data)
         max_pixels = config.data.max_pixels
-        self.train_transform = TrainTransform(self.side, (1.0, 1.0), (1.0, 1.0), 0.0, max_pixels)
-        self.eval_transform = replace(model.eval_transform(), side=self.side, max_pixels=max_pixels)
+        self.train_transform = TrainTransform(model.image_size, (1.0, 1.0), (1.0, 1.0), 0.0, max_pixels)
+        self.eval_transform = replace(model.eval_transform(), max_pixels=max_pixels)
 
     def groups(self, raws: Iterable[RawSample]) -> Iterator[Group]:
         """All samples in their order. Threads decode the next group meanwhile."""
@@ -66,12 +65,15 @@ class FeatureEncoder:
                 yield self.group(*waiting)
 
     def group(self, raws: list[RawSample], pixels: Sequence[Future[np.ndarray | None]]) -> Group:
-        captions = [first_caption(raw, self.captions) for raw in raws]
-        features = []
+        model, features = self.model, []
+        captions = [self.caption(raw) for raw in raws]
         if IMAGE in self.config.kinds:
-            features.append(self.encode([future.result() for future in pixels], self.images))
+            pictures = [future.result() for future in pixels]
+            features.append(
+                self.encode(pictures, lambda some: model.image(torch.from_numpy(np.stack(some)).to(self.device)))
+            )
         if TEXT in self.config.kinds:
-            features.append(self.encode(captions, self.texts))
+            features.append(self.encode(captions, lambda some: model.text(model.tokenizer(some).to(self.device))))
         return Group(raws, captions, np.stack(features, 1))
 
     def encode(self, inputs: Sequence[T | None], tower: Callable[[list[T]], Tensor]) -> np.ndarray:
@@ -80,37 +82,26 @@ class FeatureEncoder:
         usable = [x for x in inputs if x is not None]
         if usable:
             with torch.inference_mode(), self.precision.autocast():
-                features = tower(usable).float().cpu().numpy()
-            rows[[x is not None for x in inputs]] = features.astype(self.config.dtype)
+                rows[[x is not None for x in inputs]] = tower(usable).float().cpu().numpy().astype(self.config.dtype)
         return rows
-
-    def images(self, pixels: Sequence[np.ndarray]) -> Tensor:
-        out: Tensor = self.model.image(torch.from_numpy(np.stack(pixels)).to(self.device))
-        return out
-
-    def texts(self, captions: Sequence[str]) -> Tensor:
-        out: Tensor = self.model.text(self.model.tokenizer(list(captions)).to(self.device))
-        return out
 
     def pixels(self, raw: RawSample) -> np.ndarray | None:
         """(C, S, S) uint8; None for a picture that cannot be used."""
-        try:
+        with suppress(BrokenSampleError):
             data = image_bytes(raw.members)
             if self.config.transform == "eval":
                 return self.eval_transform(data)
-            out = np.empty((3, self.side, self.side), np.uint8)
+            out = np.empty((3, self.model.image_size, self.model.image_size), np.uint8)
             self.train_transform(data, CounterRNG(0), out)
-        except BrokenSampleError:
-            return None
-        return out
+            return out
+        return None
 
-
-def first_caption(raw: RawSample, members: Sequence[str]) -> str | None:
-    """The first of the sample's texts that can be used; None if there is none."""
-    for member in members:
-        with suppress(BrokenSampleError):
-            return caption_of(raw.members, member)
-    return None
+    def caption(self, raw: RawSample) -> str | None:
+        """The first of the sample's texts that can be used; None if there is none."""
+        for member in self.captions:
+            with suppress(BrokenSampleError):
+                return caption_of(raw.members, member)
+        return None
 
 
 def caption_members(data: DataConfig) -> list[str]:

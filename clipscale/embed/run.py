@@ -65,8 +65,8 @@ def work(config: EmbedConfig) -> dict[str, Any]:
         note = features_note(config, model, settings)
         sources = world.on_main(lambda: prepared(config, out, note))
         encoder = FeatureEncoder(config, model, world.device)
-        mine = list(sources)[world.rank :: world.size]
-        parts = world.gather({name: embed_shard(encoder, sources[name], out / name) for name in mine})
+        names = list(sources)[world.rank :: world.size]
+        parts = world.gather({name: embed_shard(encoder, sources[name], out / name) for name in names})
     finally:
         leave()
     entries = {name: entry for part in parts for name, entry in part.items() if entry}
@@ -102,36 +102,33 @@ def features_note(config: EmbedConfig, model: ClipModel, settings: ModelConfig) 
         "resize": model.resize,
         "interpolation": model.interpolation,
     }
-    return note | (
-        {"text": model.text.digest(), "captions": caption_members(config.data)} if TEXT in config.kinds else {}
-    )
+    if TEXT in config.kinds:
+        note |= {"text": model.text.digest(), "captions": caption_members(config.data)}
+    return note
 
 
 def prepared(config: EmbedConfig, out: Path, note: dict[str, Any]) -> dict[str, str]:
-    """Write the note; the shards by the names of their files in `out`.
+    """Write the note. Returns the shards by the names of their files in `out`.
 
     Raises UserError where two shards have one name, or where `out` has features of another kind or from elsewhere.
     """
-    urls, _ = list_shards(config.data)
-    sources: dict[str, str] = {}
-    listed = read(out / SHARDS)
-    for url in urls:
+    shards: dict[str, str] = {}
+    sources = {name: entry["source"] for name, entry in read(out / SHARDS).items()}
+    for url in list_shards(config.data)[0]:
         name = name_of(url) + (".tar" if config.format == "webdataset" else ".jsonl")
-        other = sources.get(name) or listed.get(name, {}).get("source", address(url))
-        if other != address(url):
+        if (other := sources.setdefault(name, address(url))) != address(url):
             raise UserError(f"out={out}: {name} is of {other} and of {address(url)}; choose an out=DIR for each source")
         if is_local(url) and Path(url).expanduser().parent.resolve() == out.resolve():
             raise UserError(f"out={out}: data.train has shards there; choose another folder")
-        sources[name] = address(url)
+        shards[name] = url
     earlier = read(out / NOTE).get("features", note)
     for name in note.keys() | earlier.keys():
         if earlier.get(name) != note.get(name):
             what = f"{name}: {str(earlier.get(name))[:80]}, not {str(note.get(name))[:80]}"
             raise UserError(f"out={out}: holds features of another kind ({what}); choose another folder")
-    with files.reported(f"out={out}", out / NOTE, "choose another folder"):
-        out.mkdir(parents=True, exist_ok=True)
-        files.write_json(out / NOTE, {"features": note})
-    return dict(zip(sources, urls))
+    out.mkdir(parents=True, exist_ok=True)
+    files.write_json(out / NOTE, {"features": note})
+    return shards
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -161,8 +158,7 @@ def embed_shard(encoder: FeatureEncoder, url: str, path: Path) -> dict[str, Any]
     as_tar, kinds = path.suffix == ".tar", encoder.config.kinds
     if not path.is_file():
         try:
-            with files.reported(f"out={path.parent}", path, "free disk space and start again"):
-                (write_tar if as_tar else write_npy)(path, shard_groups(encoder, url, all_members=as_tar), kinds)
+            (write_tar if as_tar else write_npy)(path, shard_groups(encoder, url, all_members=as_tar), kinds)
         except SourceError:
             return None
     samples = scan_shard(str(path)).samples if as_tar else len(np.load(array_path(path, kinds[0]), mmap_mode="r"))

@@ -36,9 +36,7 @@ def spans(count: int, batch: int, world: World) -> list[range]:
 
 
 def join(parts: Sequence[Tensor], count: int, batch: int, world: World) -> Tensor:
-    """The rows of all batches on every rank, in order: (count, ...). `parts` has the rows of each of this rank's
-    `spans`.
-    """
+    """The rows of all batches on every rank, in order: (count, ...). `parts`: the rows of this rank's `spans`."""
     batch = min(batch, count)
     rows = torch.stack([torch.cat([part, part.new_zeros(batch - len(part), *part.shape[1:])]) for part in parts])
     joined = world.gather_rows(rows)
@@ -48,7 +46,7 @@ def join(parts: Sequence[Tensor], count: int, batch: int, world: World) -> Tenso
 
 @dataclass
 class Encoder:
-    """Unit features of this rank's share of images, texts and classes."""
+    """Unit features of images, texts and classes, by all ranks together."""
 
     model: ClipModel
     world: World
@@ -71,8 +69,7 @@ class Encoder:
         return join(parts, len(texts), self.batch, self.world)
 
     def classes(self, eval_set: EvalSet) -> tuple[Tensor, Tensor]:
-        """Embeddings (U, D) of the distinct class names of a classification set, and the row of each class (C,), on
-        every rank.
+        """Embeddings (U, D) of the distinct class names, and the row of each class (C,), on every rank.
 
         Classes of one name have one row, and so the same score to the last bit.
         """

@@ -5,7 +5,6 @@ RUN/eval/step_N.json has `results` (set -> metric -> value) and `measured` (set 
 
 import hashlib
 import json
-import logging
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,13 @@ from clipscale import __version__
 from clipscale.common import files
 from clipscale.eval.sets.item import EvalSet
 
-log = logging.getLogger(__name__)
-
 Results = dict[str, dict[str, float]]
 """Set name -> metric name -> value. Metrics are shares in [0, 1], except the counts `images`, `captions` and `broken`.
 `main` is the set's main metric in its suite."""
 
 
 def measured(eval_set: EvalSet, about: dict[str, Any]) -> dict[str, Any]:
-    """What the results of a set belong to: the set, how much of it, the prompts, the versions, and what the caller
-    knows.
-    """
+    """What the results of a set belong to: how much of the set, its prompts, the versions, and what the caller knows."""
     facts: dict[str, Any] = {"path": str(eval_set.path), "kind": eval_set.kind, "images": len(eval_set)}
     if eval_set.whole is not None:
         facts |= {"of": eval_set.whole, "chosen": "of each class in proportion"}
@@ -41,19 +36,15 @@ def measured(eval_set: EvalSet, about: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_results(run_dir: Path, step: int | None, results: Results, about: dict[str, dict[str, Any]]) -> Path:
-    """Write `eval/step_N.json`, or `eval/final.json`, as a whole. Results of other sets from an earlier call stay in
-    the file.
+    """Write `eval/step_N.json`, or `eval/final.json`, where the results of other sets stay. Raises OSError.
 
-    about: what each set's results belong to. Raises OSError.
+    about: what each set's results belong to.
     """
     path = run_dir / "eval" / ("final.json" if step is None else f"step_{step:08d}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     earlier: dict[str, Any] = {}
     if path.exists():
-        try:
-            earlier = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            log.warning("%s is damaged (%s) and replaced", path, error)
+        earlier = json.loads(path.read_text(encoding="utf-8"))
     record = {"results": earlier.get("results", {}) | results, "measured": earlier.get("measured", {}) | about}
     files.write_json(path, {"step": step} | record)
     return path

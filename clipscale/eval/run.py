@@ -3,7 +3,6 @@
 N: images, M: captions, n: images of a batch, C: classes, G: groups, U: distinct class names, D: feature width.
 """
 
-import logging
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -25,8 +24,6 @@ from clipscale.eval.sets.item import CLASSIFICATION, EvalSet
 from clipscale.eval.suites import chosen_sets
 from clipscale.models.towers import ClipModel
 
-log = logging.getLogger(__name__)
-
 
 def check(config: EvalConfig, world: World) -> list[EvalSet]:
     """The sets of `config`, indexed. Training calls it at its start, so a mistyped path is found in the first minute.
@@ -44,8 +41,8 @@ def evaluate(
     model: ClipModel,
     config: EvalConfig,
     world: World,
-    *,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    *,
     run_dir: Path | None = None,
     step: int | None = None,
     before_batch: Callable[[], None] = lambda: None,
@@ -55,42 +52,36 @@ def evaluate(
 
     Broken images count as misses, so every metric covers all images of its set; the metric `broken` counts them. With
     `run_dir`, rank 0 writes `eval/step_N.json` there after each set, and examples for the report. The model is in
-    evaluation mode meanwhile, and put back afterwards. Sets evaluated with averaged weights, which the caller puts into
-    the model, are named `SET (ema)`, parts of sets `SET (limit N)`. `about` is what the caller knows of the results,
-    such as the precision; it is kept beside them. `before_batch()` is called equally often on every rank; what it
-    raises ends the evaluation.
+    evaluation mode meanwhile. Sets evaluated with averaged weights, which the caller puts into the model, are named
+    `SET (ema)`, parts of sets `SET (limit N)`. `about` is what the caller knows of the results, such as the precision.
+    `before_batch()` is called equally often on every rank; what it raises ends the evaluation.
 
-    Raises UserError for sets that cannot be used.
+    Raises UserError for sets that cannot be used, and OSError where `run_dir` cannot be written.
     """
     sets = check(config, world)
     encoder = Encoder(model, world, autocast, config.batch, config.workers or min(8, cores_of_rank()), before_batch)
+    folder = run_dir if world.main else None
     results: Results = {}
     with torch.no_grad(), ExitStack() as stack:
         stack.callback(model.train, model.training)
         model.train(False)
         for eval_set in sets:
             started = time.perf_counter()
-            evaluated = _classification if eval_set.kind == CLASSIFICATION else _retrieval
-            metrics, save_gallery = evaluated(encoder, eval_set)
+            if eval_set.kind == CLASSIFICATION:
+                metrics = _classification(encoder, eval_set)
+            else:
+                metrics = _retrieval(encoder, eval_set, folder, step)
             if eval_set.metric:
                 metrics["main"] = sum(metrics[name] for name in eval_set.metric) / len(eval_set.metric)
             results[eval_set.label] = metrics
-            if run_dir is not None and world.main:
+            if folder is not None:
                 seconds = round(time.perf_counter() - started, 3)
                 facts = measured(eval_set, {"batch": config.batch, "seconds": seconds} | (about or {}))
-                try:
-                    save_results(run_dir, step, {eval_set.label: metrics}, {eval_set.label: facts})
-                    save_gallery(run_dir, step)
-                except OSError as error:  # such as a full disk: training goes on
-                    log.warning("%s/eval could not be written (%s): %s", run_dir, error.strerror, metrics)
+                save_results(folder, step, {eval_set.label: metrics}, {eval_set.label: facts})
     return results
 
 
-Evaluated = tuple[dict[str, float], Callable[[Path, int | None], None]]
-"""Metrics of a set, and what saves examples into the run's folder, on rank 0."""
-
-
-def _classification(encoder: Encoder, eval_set: EvalSet) -> Evaluated:
+def _classification(encoder: Encoder, eval_set: EvalSet) -> dict[str, float]:
     """The metrics of a classification set."""
     world, device = encoder.world, encoder.world.device
     C, G = len(eval_set.classnames), max(eval_set.groups, default=-1) + 1
@@ -117,11 +108,11 @@ def _classification(encoder: Encoder, eval_set: EvalSet) -> Evaluated:
         metrics["macro_f1"] = zero_shot.macro_f1(counts_3C, predicted_C)
     if eval_set.groups:
         metrics |= zero_shot.worst_groups(counts_3G)
-    return metrics | {"images": len(eval_set), "broken": int(broken)}, lambda run_dir, step: None
+    return metrics | {"images": len(eval_set), "broken": int(broken)}
 
 
-def _retrieval(encoder: Encoder, eval_set: EvalSet) -> Evaluated:
-    """The metrics of a retrieval set, and what saves its examples for the report. Every rank ranks the whole set."""
+def _retrieval(encoder: Encoder, eval_set: EvalSet, folder: Path | None, step: int | None) -> dict[str, float]:
+    """The metrics of a retrieval set; writes examples into `folder`. Every rank ranks the whole set."""
     batches = list(encoder.images(eval_set))
     images_ND = join([features for _, features, _ in batches], len(eval_set), encoder.batch, encoder.world)
     usable = [usable.byte() for _, _, usable in batches]
@@ -131,8 +122,9 @@ def _retrieval(encoder: Encoder, eval_set: EvalSet) -> Evaluated:
     captions_MD = encoder.texts(eval_set.captions)
     owner_M = torch.tensor(eval_set.owner, device=encoder.world.device)
     metrics = retrieval_metrics(images_ND, captions_MD, owner_M, usable_N)
-    metrics |= {"images": len(eval_set), "captions": len(eval_set.captions), "broken": broken}
-    return metrics, lambda run_dir, step: gallery(eval_set, images_ND, captions_MD, usable_N, run_dir, step)
+    if folder is not None:
+        gallery(eval_set, images_ND, captions_MD, usable_N, folder, step)
+    return metrics | {"images": len(eval_set), "captions": len(eval_set.captions), "broken": broken}
 
 
 def _refuse_all_broken(eval_set: EvalSet, broken: int) -> None:

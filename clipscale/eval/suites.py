@@ -35,8 +35,7 @@ def chosen_sets(config: EvalConfig) -> list[EvalSet]:
 
 
 def suite_sets(suite: str, root: str | None) -> list[EvalSet]:
-    """The sets of a suite that are in the folder `root`, under the suite's names for them. The others are named in the
-    log.
+    """The sets of a suite in the folder `root`, under the suite's names for them; the log names those that are missing.
 
     Raises UserError if there are none, and for a set that cannot be used.
     """
@@ -60,17 +59,15 @@ def suite_sets(suite: str, root: str | None) -> list[EvalSet]:
 def suite_table(
     suite: str, sets: Sequence[EvalSet], results: Mapping[str, Mapping[str, float]], name: str
 ) -> TextTable:
-    """The columns of the suite for one model, in per cent: each the mean of some results, or `-` where one of them is
-    missing.
-    """
+    """The columns of the suite for one model, in per cent: means of results, or `-` where one of them is missing."""
     of_set = {eval_set.name: results.get(eval_set.label, {}) for eval_set in sets}
-    cells = []
-    for column in table()["suites"][suite]["columns"].values():
-        entries = [entry.partition(":") for entry in (table()["suites"][suite]["sets"] if column == "all" else column)]
-        values = [of_set.get(name, {}).get(metric or "main") for name, _, metric in entries]
+    entries, cells = table()["suites"][suite], []
+    for column in entries["columns"].values():
+        parts = [part.partition(":") for part in (entries["sets"] if column == "all" else column)]
+        values = [of_set.get(name, {}).get(metric or "main") for name, _, metric in parts]
         known = [value for value in values if value is not None]
         cells.append(f"{100 * sum(known) / len(known):.2f}" if len(known) == len(values) else "-")
-    return TextTable([suite, *table()["suites"][suite]["columns"]], [[[name, *cells]]])
+    return TextTable([suite, *entries["columns"]], [[[name, *cells]]])
 
 
 def _known_set(known: KnownSet, place: Path) -> EvalSet:

@@ -3,7 +3,6 @@
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -13,12 +12,11 @@ from clipscale.common.terminal import say
 from clipscale.config.secrets import restored
 from clipscale.config.sections import EvalConfig, SinkConfig
 from clipscale.config.tools import EvalRunConfig, check_eval
-from clipscale.distributed.world import World, join, leave
+from clipscale.distributed.world import join, leave
 from clipscale.eval.results import Results
 from clipscale.eval.run import check, evaluate
 from clipscale.eval.suites import chosen_sets, suite_table
 from clipscale.launch import local
-from clipscale.models.towers import ClipModel
 from clipscale.models.trained import load_any
 from clipscale.report.page import write_report
 from clipscale.report.sinks import Sinks
@@ -27,10 +25,9 @@ from clipscale.step.precision import Precision
 
 
 def main(config: EvalRunConfig) -> Results:
-    """Evaluate, on `launch.procs` processes or as one of torchrun's. Without sets it takes the run's own, and without a
-    root the run's.
+    """Evaluate, on `launch.procs` processes or as one of torchrun's. Raises UserError.
 
-    Raises UserError.
+    Without sets it takes the run's own, and without a root the run's.
     """
     folder = check_eval(config)
     if not config.eval.wanted or (config.eval.suite != "none" and config.eval.root is None):
@@ -40,23 +37,37 @@ def main(config: EvalRunConfig) -> Results:
 
 
 def work(config: EvalRunConfig) -> Results:
-    """One process's part. Rank 0 prints tables. Returns the results, of `checkpoint=all` those of the newest. Raises
-    UserError.
-    """
+    """One process's part. Rank 0 prints tables. Returns the results, of `checkpoint=all` those of the newest."""
     folder = check_eval(config)
+    run = folder if config.run else None
+    every = run is not None and config.checkpoint == "all"
     world = join(config.device, config.launch.timeout_s)
     results: Results = {}
     try:
         check(config.eval, world)  # before a model is loaded: a mistyped path is reported at once
-        every = bool(config.run) and config.checkpoint == "all"
-        which = world.on_main(lambda: _checkpoints(folder)) if every else [config.checkpoint]
+        precision = Precision(config.precision, world.device)
+        paths = [config.checkpoint]
+        if every:  # oldest first; where there is none, `latest` says so
+            paths = world.on_main(lambda: [str(path) for path in checkpoint.found(folder)]) or ["latest"]
         with closing(Sinks(folder, config.log if world.main else SinkConfig(), {}, say)) as sinks:
-            for path in which:
-                model, step, about = world.on_all(partial(_model, config, folder, path, world))
-                results = _results(config, folder, world, model, step, about)
+            for path in paths:
+                load = partial(load_any, run, path, config.eval.weights, config.model, world.on_main)
+                model, settings, step = world.on_all(load)
+                about = {"model": settings.name, "source": config.model.weights}
+                about = {"precision": config.precision.name} | ({"checkpoint": Path(path).name} if run else about)
+                results = evaluate(
+                    model.to(world.device),
+                    config.eval,
+                    world,
+                    precision.autocast,
+                    run_dir=folder,
+                    step=step,
+                    about=about,
+                )
+                if world.main:
+                    _print(config.eval, results, folder.name if step is None else f"{folder.name}, step {step}")
                 if world.main and step is not None:
                     sinks.eval(step, results)
-                del model
     finally:
         leave()
     if every and world.main and (folder / "metrics.jsonl").is_file():  # with the results of all checkpoints as curves
@@ -64,43 +75,15 @@ def work(config: EvalRunConfig) -> Results:
     return results
 
 
-def _checkpoints(folder: Path) -> list[str]:
-    """The paths of a run's checkpoints, oldest first. Raises UserError if there is none."""
-    checkpoint.locate(folder, "latest")
-    return [str(path) for path in checkpoint.found(folder)]
-
-
-def _model(
-    config: EvalRunConfig, folder: Path, which: str, world: World
-) -> tuple[ClipModel, int | None, dict[str, Any]]:
-    """The model, its step, and what is known of it. Raises UserError."""
-    run = folder if config.run else None
-    model, settings, step = load_any(run, which, config.eval.weights, config.model, world.on_main)
-    if run:
-        return model, step, {"checkpoint": Path(which).name}
-    return model, step, {"model": settings.name, "source": config.model.weights}
-
-
-def _results(
-    config: EvalRunConfig, folder: Path, world: World, model: ClipModel, step: int | None, about: dict[str, Any]
-) -> Results:
-    """Evaluate one model, and print its results."""
-    precision = Precision(config.precision, world.device)
-    model.to(world.device)
-    about = {"precision": config.precision.name} | about
-    results = evaluate(model, config.eval, world, autocast=precision.autocast, run_dir=folder, step=step, about=about)
-    if world.main:
-        title = folder.name if step is None else f"{folder.name}, step {step}"
-        print_results(results, title)
-        if config.eval.suite != "none":
-            plain_console().print(suite_table(config.eval.suite, chosen_sets(config.eval), results, title))
-    return results
+def _print(config: EvalConfig, results: Results, title: str) -> None:
+    """The results of one model, and the columns of its suite."""
+    print_results(results, title)
+    if config.suite != "none":
+        plain_console().print(suite_table(config.suite, chosen_sets(config), results, title))
 
 
 def _complete(config: EvalConfig, settings: Path) -> None:
-    """Set what is not given of `sets`, `suite` and `root` as in the run's settings. Raises UserError where they have no
-    sets either.
-    """
+    """Set what is not given of `sets`, `suite` and `root` as in the run's settings. Raises UserError without any set."""
     saved = yaml.safe_load(settings.read_text(encoding="utf-8")).get("eval", {}) if settings.is_file() else {}
     if not config.wanted:
         config.sets, config.suite = restored(saved.get("sets", [])), saved.get("suite", "none")

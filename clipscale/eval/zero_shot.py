@@ -62,18 +62,14 @@ def accuracy_counts(ranks_n: Tensor, target_n: Tensor, classes: int) -> Tensor:
 
 
 def accuracy_metrics(counts_3C: Tensor) -> dict[str, float]:
-    """`top1` and `top5`, as shares of all images, and `mean_per_class_recall`, the mean top-1 of the classes with
-    images.
-    """
+    """`top1` and `top5` of all images; `mean_per_class_recall`: the mean top-1 of the classes with images."""
     images, top1, top5 = counts_3C.double().unbind(0)
     shares = {"top1": float(top1.sum() / images.sum()), "top5": float(top5.sum() / images.sum())}
     return shares | {"mean_per_class_recall": float((top1 / images)[images > 0].mean())}
 
 
 def macro_f1(counts_3C: Tensor, predicted_C: Tensor) -> float:
-    """The mean over classes with images of 2 hits / (images + predictions). predicted_C: images that were given each
-    class.
-    """
+    """The mean over classes with images of 2 hits / (images + predictions). predicted_C: predictions of each class."""
     images, hits, _ = counts_3C.double().unbind(0)
     present = images > 0
     return float((2 * hits / (images + predicted_C))[present].mean())

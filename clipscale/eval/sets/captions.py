@@ -1,6 +1,4 @@
-"""Reads caption files beside their images: COCO's annotations, Karpathy's splits of COCO and Flickr30k,
-CLIP_benchmark's lists.
-"""
+"""Reads caption files beside their images: COCO's annotations, Karpathy's splits, CLIP_benchmark's lists of Flickr."""
 
 import json
 from collections.abc import Iterator, Sequence

@@ -4,6 +4,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from open_clip import IMAGENET_CLASSNAMES
+from timm.data import ImageNetInfo
+
 from clipscale.common.errors import UserError
 from clipscale.eval.sets import prompts
 from clipscale.eval.sets.item import CLASSIFICATION, IMAGE_SUFFIXES, EvalSet, ImageRef
@@ -71,13 +74,10 @@ def _classnames(root: Path, folders: Sequence[str], *, numbers: bool) -> list[st
 
 def _names_of_wnids(root: Path, wnids: Sequence[str]) -> list[str]:
     """ImageNet's class names of WordNet ids. Raises UserError for others than its own."""
-    from timm.data import ImageNetInfo
-
     order = {wnid: index for index, wnid in enumerate(ImageNetInfo().label_names())}
     unknown = [wnid for wnid in wnids if wnid not in order]
     if unknown:
         raise UserError(
             f"eval.sets: {root / unknown[0]} is no class of ImageNet-1k; write the class names into {CLASSNAMES}"
         )
-    names = prompts.imagenet_classnames()
-    return [names[order[wnid]] for wnid in wnids]
+    return [IMAGENET_CLASSNAMES[order[wnid]] for wnid in wnids]

@@ -63,8 +63,7 @@ class EvalSet:
         return " ".join([self.name, *(f"({mark})" for mark in self.marks)])
 
     def limited(self, limit: int | None) -> "EvalSet":
-        """At most `limit` images, of each class in proportion, whatever the order of the set; their results have
-        another label.
+        """At most `limit` images, of each class in proportion; their results have another label.
 
         They are evenly spaced over the set sorted by class, and by group within a class.
         """

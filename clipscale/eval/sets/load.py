@@ -51,9 +51,7 @@ def load_set(path: Path, group: int | None = None) -> EvalSet:
 
 def _load_set(path: Path, group: int | None) -> EvalSet:
     if not path.exists():
-        raise UserError(
-            f"eval.sets: {path} does not exist; give a folder in CLIP_benchmark's layout (PATH/test/nshards.txt)"
-        )
+        raise UserError(f"eval.sets: {path} does not exist; give the folder of a set, or a caption file")
     if path.is_file():
         if path.suffix not in (".json", ".txt"):
             raise UserError(f"eval.sets: {path} is no caption file (.json, .txt); give the set's folder, unpacked")

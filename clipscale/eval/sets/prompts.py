@@ -1,10 +1,10 @@
-"""Class names and prompts of classification sets: their own files first, else those of a known data set. Nothing is
-guessed.
-"""
+"""Class names and prompts of classification sets: from the set's own files, else those of ImageNet."""
 
 import re
 from collections.abc import Iterable
 from pathlib import Path
+
+from open_clip import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES
 
 from clipscale.common.errors import UserError
 
@@ -22,31 +22,19 @@ def classnames(root: Path, *, numbers: bool = True) -> list[str]:
     """The set's own class names, or ImageNet's where labels are numbers; else empty. Raises UserError."""
     if (root / CLASSNAMES).is_file():
         return lines(root / CLASSNAMES)
-    return imagenet_classnames() if numbers and _IMAGENET_1K.fullmatch(root.name.lower()) else []
-
-
-def imagenet_classnames() -> list[str]:
-    """The names of ImageNet's 1000 classes that CLIP's authors curated."""
-    from open_clip import IMAGENET_CLASSNAMES
-
-    return list(IMAGENET_CLASSNAMES)
+    return list(IMAGENET_CLASSNAMES) if numbers and _IMAGENET_1K.fullmatch(root.name.lower()) else []
 
 
 def templates(root: Path, *, imagenet: bool = False) -> list[str]:
     """Templates: the set's own, else CLIP's 80 for ImageNet and its variants, or a single one. Raises UserError."""
     if (root / TEMPLATES).is_file():
-        return _own_templates(root / TEMPLATES)
-    return imagenet_templates() if imagenet or "imagenet" in root.name.lower() else [SINGLE]
+        return read_templates(root / TEMPLATES)
+    if imagenet or "imagenet" in root.name.lower():
+        return [template("{c}") for template in OPENAI_IMAGENET_TEMPLATES]
+    return [SINGLE]
 
 
-def imagenet_templates() -> list[str]:
-    """CLIP's 80 prompts for ImageNet."""
-    from open_clip import OPENAI_IMAGENET_TEMPLATES
-
-    return [template("{c}") for template in OPENAI_IMAGENET_TEMPLATES]
-
-
-def _own_templates(file: Path) -> list[str]:
+def read_templates(file: Path) -> list[str]:
     """The templates in a file, one a line, with {c}, {classname} or {} for the class. Raises UserError."""
     templates = lines(file)
     for line in templates:
