@@ -5,7 +5,7 @@ b: samples of one rank, c: samples of a chunk, P: ranks, D: feature width. All s
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -41,18 +41,18 @@ class StepMemory:
     before: dict[str, float]
     """Live bytes at the start of each phase."""
     peak: dict[str, float]
-    """Peak of each stage: "encode image", "loss", ... A frozen tower has no replay stage."""
+    """Peak of each stage: "encode", "encode image", "loss", ... A frozen tower has no stage of "replay"."""
     kept: tuple[int, int] = (0, 0)
     """Image and text chunks whose graphs are kept."""
 
     def phase(self, name: str) -> float:
         """Peak of a phase."""
-        return max([self.before[name], *(size for stage, size in self.peak.items() if stage.split()[0] == name)])
+        return max(size for stage, size in self.peak.items() if stage.split()[0] == name)
 
     @property
     def highest(self) -> float:
         """Peak of the step."""
-        return max(map(self.phase, PHASES))
+        return max(self.peak.values())
 
     def extended(self, smaller: "StepMemory", distance: float) -> "StepMemory":
         """The step on the straight line from a `smaller` step through this one, `distance` times as far beyond it."""
@@ -60,39 +60,7 @@ class StepMemory:
         def further(sizes: dict[str, float], less: dict[str, float]) -> dict[str, float]:
             return {name: size + round(distance * (size - less.get(name, size))) for name, size in sizes.items()}
 
-        return replace(self, before=further(self.before, smaller.before), peak=further(self.peak, smaller.peak))
-
-
-@dataclass
-class StageRecorder:
-    """Fills a StepMemory while a step runs: callers announce where a phase or a stage begins."""
-
-    tracker: MemoryTracker
-    memory: StepMemory = field(default_factory=lambda: StepMemory({}, {}))
-    phase: str = ""
-    stage: str = ""
-
-    def begin_phase(self, phase: str, stage: str = "") -> None:
-        self.begin_stage(stage)
-        self.phase = phase
-        self.memory.before[phase] = self.tracker.live
-
-    def begin_stage(self, stage: str) -> None:
-        peak = self.tracker.take_peak()
-        if self.stage:
-            self.memory.peak[self.stage] = max(peak, self.memory.peak.get(self.stage, 0))
-        self.stage = stage
-
-
-class StagedRows(ChunkLoader):
-    """Rows made on demand. Asking for rows of a tower begins that tower's stage."""
-
-    recorder: StageRecorder
-    tower: str
-
-    def chunk(self, start: int, stop: int) -> Tensor:
-        self.recorder.begin_stage(f"{self.recorder.phase} {self.tower}")
-        return super().chunk(start, stop)
+        return StepMemory(further(self.before, smaller.before), further(self.peak, smaller.peak))
 
 
 class DryRunWorld(World):
@@ -167,6 +135,8 @@ class DryRun:
 
     def __init__(self, config: TrainConfig, ranks: int, tracker: MemoryTracker, capability: int | None) -> None:
         self.config, self.ranks, self.tracker = config, ranks, tracker
+        self.memory, self.stage = StepMemory({}, {}), ""
+        """Of the step that runs, and its present stage."""
         self.state = DryRunState(config, DryRunWorld(0, ranks, CPU))
         if capability and type(self.state.optimizer).__module__.startswith("torch.optim"):
             for group in self.state.optimizer.param_groups:  # torch's own choice on CUDA
@@ -176,22 +146,18 @@ class DryRun:
         self.width, self.context_length = model.width, model.context_length
         self.row = (stored.width,) if stored else (3, model.image_size, model.image_size)
         self.row_type = getattr(torch, stored.dtype if stored else "uint8")
-        self._make_optimizer_state()
+        for p in self.state.trained:  # the optimizer makes its state in the first update
+            p.grad = torch.empty_like(p)
+        self.state.update(self.state.gradient_norm())
+        self.state.optimizer.zero_grad()
         if config.launch.parallel == "fsdp" and ranks > 1:
             self.step((1, 1), 1)  # FSDP2 allocates in its first step
         self.fixed = self._fixed()
         """Live bytes between steps, by what they hold."""
 
-    def _make_optimizer_state(self) -> None:
-        for group in self.state.optimizer.param_groups:
-            for p in group["params"]:
-                p.grad = torch.empty_like(p)
-        self.state.update(self.state.gradient_norm())
-        self.state.optimizer.zero_grad()
-
     def _fixed(self) -> dict[str, int]:
         state = self.state
-        buckets = [t.encoder for t in state.cache.towers if isinstance(t.encoder, DdpBuckets)]
+        buckets = [tower.encoder for tower in state.cache.towers if isinstance(tower.encoder, DdpBuckets)]
         parts = {
             "optimizer state": [x for values in state.optimizer.state.values() for x in values.values()],
             "moving average": list(state.average.values.values()) if state.average else [],
@@ -209,29 +175,35 @@ class DryRun:
 
     def gradient_bytes(self) -> int:
         """Bytes of all gradients of the whole model."""
-        return sum(p.nbytes for group in self.state.optimizer.param_groups for p in group["params"])
+        return sum(p.nbytes for p in self.state.trained)
 
     def step(self, chunks: tuple[int, int], batch: int) -> StepMemory:
         """One optimizer step over `batch` samples of this rank, with chunks of the given sizes for the two towers."""
-        state, recorder = self.state, StageRecorder(self.tracker)
-        inputs = []
-        for number, (tower, size) in enumerate(zip(state.cache.towers, chunks)):
+        state, cache = self.state, self.state.cache
+        self.memory = StepMemory({}, {})
+        for tower, size in zip(cache.towers, chunks):
             tower.size = size
-            rows = StagedRows(partial(self.samples, number), batch, CPU, resident=self.config.offload == "none")
-            rows.recorder, rows.tower = recorder, TOWERS[number]
-            inputs.append(rows)
-        recorder.begin_phase("encode")
-        features = state.cache.encode(*inputs)
-        recorder.begin_phase("loss", "loss")
-        state.cache.backward(state.loss(*features))
+        self.enter("encode")
+        features = cache.encode(StagedRows(self, 0, batch), StagedRows(self, 1, batch))
+        self.enter("loss")
+        cache.backward(state.loss(*features))
         del features
-        recorder.begin_phase("replay")
-        state.cache.replay()
-        recorder.begin_phase("optim", "optim")
+        self.enter("replay")
+        cache.replay()
+        self.enter("optim")
         state.update(state.gradient_norm())
-        recorder.begin_stage("")
+        self.enter("")
         state.optimizer.zero_grad()
-        return recorder.memory
+        return self.memory
+
+    def enter(self, stage: str) -> None:
+        """A stage of the step begins: a phase, or a tower's part of it. Empty: the step ends."""
+        peak = self.tracker.take_peak()
+        if self.stage:
+            self.memory.peak[self.stage] = max(peak, self.memory.peak.get(self.stage, 0))
+        if stage in PHASES:
+            self.memory.before[stage] = self.tracker.live
+        self.stage = stage
 
     def loss(self, batch: int) -> int:
         """Bytes that the loss of `batch` samples of this rank and its gradients take, beyond the features."""
@@ -256,6 +228,18 @@ class DryRun:
             out.backward(torch.empty_like(out))
         self.state.optimizer.zero_grad()
         return held
+
+
+class StagedRows(ChunkLoader):
+    """A tower's rows, made on demand. Asking for them begins that tower's stage."""
+
+    def __init__(self, run: DryRun, tower: int, batch: int) -> None:
+        super().__init__(partial(run.samples, tower), batch, CPU, resident=run.config.offload == "none")
+        self.run, self.tower = run, TOWERS[tower]
+
+    def chunk(self, start: int, stop: int) -> Tensor:
+        self.run.enter(f"{self.run.stage.split()[0]} {self.tower}")
+        return super().chunk(start, stop)
 
 
 @contextmanager

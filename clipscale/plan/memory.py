@@ -1,4 +1,5 @@
-"""Predicts a run's memory at any batch and chunk size from a few dry-run steps, and the host's from the batch's layout.
+"""Predicts the memory of a step at any batch and chunk size from a few dry-run steps, and the host's memory from the
+batch's layout.
 
 b: samples of one rank, c: samples of a chunk. All sizes in bytes, of one GPU unless the name says otherwise.
 """
@@ -18,21 +19,12 @@ from clipscale.plan.dry_run import DryRun, StepMemory
 from clipscale.step.kept_graphs import MARGIN
 
 MIB, GIB = 2**20, 2**30
-CONTEXT = 600 * MIB
-"""Assumed: memory that the driver, torch's kernels and cuBLAS take on a GPU outside of torch's allocator."""
-NCCL = 600 * MIB
-"""Assumed: NCCL's buffers, with several GPUs."""
-WORKSPACES = {70: 2 * 8 * MIB, 80: 2 * 8 * MIB, 89: 2 * 8 * MIB, 90: 2 * 32 * MIB, 100: 2 * 32 * MIB}
-"""cuBLAS's workspaces, which torch allocates: one for the thread that calls forward and one for autograd's (torch's
-documentation, CUBLAS_WORKSPACE_CONFIG: 4096 KiB x 2 + 16 KiB x 8, on Hopper 4096 KiB x 8)."""
 PROCESS, CUDA_PROCESS = 930 * MIB, 3 * GIB
 """Host memory of a process without tensors and batch: on a CPU, measured (torch 2.15.0); with CUDA, assumed."""
 LOADER, WORKER = 550 * MIB, 100 * MIB
 """Host memory of the process that loader workers are forked from, measured; and of each worker, assumed."""
 IMAGE_BYTES = 40_000
 """Assumed: mean size of a picture in the shards."""
-RESERVE = 0.05
-"""Share of a GPU's memory that is left free, as for fragmentation."""
 LINEAR_FROM = 2**18
 """From this many samples on, the loss's memory is a straight line."""
 
@@ -41,7 +33,7 @@ Chunks = tuple[int | None, int | None]
 
 
 class MemoryModel:
-    """Memory of a step at any batch and chunk size. Every stage's peak is a straight line in b and in c."""
+    """Memory of a step at any batch. With given chunks, every stage's peak is a straight line in b."""
 
     def __init__(self, run: DryRun, captions: float = 1.0) -> None:
         """`captions`: tokens of an average caption as a share of the context. More sorted ones fit a chunk."""
@@ -70,14 +62,6 @@ class MemoryModel:
         image, text = (chunk or batch for chunk in chunks)
         return [math.ceil(batch / image), math.ceil(batch * self.captions / text)]
 
-    def estimate(self, batch: int, size: int, chunk: int) -> StepMemory:
-        """A step with chunks of `size` samples for both towers, by the line through `chunk` and half of it."""
-        half = max(1, chunk // 2)
-        if size in (half, chunk) or half == chunk:
-            return self.at(batch, (size, size))
-        low, high = self.at(batch, (half, half)), self.at(batch, (chunk, chunk))
-        return high.extended(low, (size - chunk) / (chunk - half))
-
     def loss(self, batch: int) -> int:
         """The loss and its gradients, beyond the features."""
         if batch <= 2 * LINEAR_FROM:
@@ -98,6 +82,7 @@ class MemoryModel:
             "encode image": held[0] - last[0],
             "encode text": sum(held) - last[1],
             "loss": sum(held),
+            "replay": sum(held),
             "replay image": max(0, image - 1) * each[0] + held[1],
             "replay text": max(0, text - 1) * each[1],
         }
@@ -106,9 +91,7 @@ class MemoryModel:
         start = step.before["encode"]
         for stage, size in (("encode image", held[0]), ("encode text", sum(held))):
             peak[stage] = max(peak[stage], start + size)
-        before = {
-            phase: size + (sum(held) if phase in ("loss", "replay") else 0) for phase, size in step.before.items()
-        }
+        before = {phase: size + sum(held) * (phase in ("loss", "replay")) for phase, size in step.before.items()}
         return StepMemory(before, peak, (image, text))
 
 
@@ -120,10 +103,7 @@ def keep_bytes(setting: str, step: StepMemory, available: float) -> float:
     return max(0.0, MARGIN * (available - start) - (step.highest - start))
 
 
-# ---- the host ----
-
-
-def host_memory(config: PlanConfig, run: DryRun, batch: int, chunk: int, *, cuda: bool) -> dict[str, Any]:
+def host_memory(config: PlanConfig, run: DryRun, batch: int, chunk: int | None) -> dict[str, Any]:
     """Host memory of a node, and its disk space for offload=disk.
 
     `batch`: samples of one rank; `chunk`: of the image tower. Returns `process_bytes`, of one process with its loader
@@ -139,11 +119,11 @@ def host_memory(config: PlanConfig, run: DryRun, batch: int, chunk: int, *, cuda
         row=run.row,
         context_length=run.context_length,
         dtype=str(run.row_type).removeprefix("torch."),
-        offload=Offload(config.offload if config.offload != "none" else "host", chunk),
+        offload=Offload(config.offload if config.offload != "none" else "host", chunk or batch),
     )
     layout = replace(layout, pool=largest_pool(layout))
     process = {
-        "process": CUDA_PROCESS if cuda else PROCESS,
+        "process": PROCESS if config.hardware == "cpu" else CUDA_PROCESS,
         "batch": layout.memory_bytes(min(IMAGE_BYTES, layout.row_bytes)),
         "shuffle windows": streams_of_rank * max(data.shuffle, 1) * IMAGE_BYTES,
         "loader workers": LOADER + workers * WORKER if workers else 0,

@@ -5,28 +5,29 @@ from typing import Any
 
 from rich.console import Console
 
-from clipscale.common.terminal import printable, say
+from clipscale.common.terminal import printable
 from clipscale.common.units import format_bytes, format_count
 from clipscale.config.tools import PlanConfig
-from clipscale.plan.compare import compare
-from clipscale.plan.planner import plan
+from clipscale.plan.planner import compare, plan
 from clipscale.report.table import TextTable, plain_console
 
 Result = dict[str, Any]
 
 
-def main(config: PlanConfig, console: Console | None = None) -> int:
+def main(config: PlanConfig) -> int:
     """Plan, or with `run` compare, and print; returns the exit status: 1 if the run does not fit. Raises UserError."""
-    console = console or plain_console()
-    result = (compare if config.run else plan)(config, lambda line: say(line, error=True))
+    console = plain_console()
+    result = compare(config) if config.run else plan(config)
     if config.json:
         console.print(json.dumps(result, indent=1), soft_wrap=True)
+    elif config.run:
+        show_comparison(result, console)
     else:
-        (show_comparison if config.run else show_plan)(result, config, console)
+        show_plan(result, config.utilisation, console)
     return 0 if result.get("fits", True) else 1
 
 
-def show_plan(result: Result, config: PlanConfig, console: Console) -> None:
+def show_plan(result: Result, utilisation: float, console: Console) -> None:
     """Print a plan as tables and lines; the last line is the conclusion."""
     settings, time, limits, host = (result[name] for name in ("settings", "time", "limits", "host"))
     chunks = " and ".join(map(str, dict.fromkeys(settings["chunk"].values())))
@@ -43,15 +44,13 @@ def show_plan(result: Result, config: PlanConfig, console: Console) -> None:
     if time:
         names = ("encode", "loss", "ring", "replay", "gradients", "step")
         row = [*(f"{time[f'{name}_s']:.3g}" for name in names), f"{time['samples_per_s']:,.0f}"]
-        title = f"seconds of a step, if the GPU reaches {config.utilisation:.0%} of its peak (assumed, not measured)"
+        title = f"seconds of a step, if the GPU reaches {utilisation:.0%} of its peak (assumed, not measured)"
         console.print(TextTable((*names, "samples/s"), [[row]], title))
         if time["hours"]:
             console.print(f"{time['hours']:,.1f} hours for the run's samples, at that rate\n")
     if limits:
-        chunk = f"cache.chunk={limits['chunk']}" if limits["chunk"] else "none"
-        batch = f"batch={format_count(limits['batch'])}" if limits["batch"] else "none"
-        bound = f" (bounded by {limits['batch_bound']})" if limits["batch_bound"] else ""
-        console.print(f"largest that fits, in powers of two: at this batch {chunk}; with this chunk {batch}{bound}")
+        batch = format_count(limits["batch"]) if limits["batch"] else "none"
+        console.print(f"largest batch that fits with these chunks, of this one's halves and doubles: {batch}")
     for note in result["notes"]:
         console.print(printable(note))
     console.print(result["conclusion"], style="bold")
@@ -72,13 +71,13 @@ def memory_tables(device: Result, host: Result) -> list[TextTable]:
     ]
 
 
-def show_comparison(result: Result, _: PlanConfig, console: Console) -> None:
+def show_comparison(result: Result, console: Console) -> None:
     """Print predicted and measured memory side by side."""
     rows = []
     for name, entry in result["compared"].items():
         predicted, measured, ratio = entry.values()
         rows.append([name, format_bytes(predicted), *([format_bytes(measured), f"{ratio:.3f}"] if measured else "--")])
-    title = f"{result['run']}: {result['hardware']}, medians of {result['steps']} steps"
+    title = f"{result['run']}: {result['settings']['hardware']}, medians of {result['steps']} steps"
     console.print(TextTable(("what", "predicted", "measured", "predicted / measured"), [rows], title))
     for note in result["notes"]:
         console.print(printable(note))

@@ -4,8 +4,7 @@ The console, wandb and TensorBoard are sinks. A sink that fails does not stop th
 """
 
 import json
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -61,7 +60,7 @@ class MetricLog:
         # No highlighting and no wrapping: they put control codes and line breaks into lines that are meant for grep.
         self.console = console or Console(highlight=False, soft_wrap=True, emoji=False)
         self._unprinted: Record | None = None
-        self._unwritten, self._full = bytearray(), False
+        self._unwritten = bytearray()
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             self._file = _open_from(run_dir / "metrics.jsonl", resume_step)
@@ -73,7 +72,7 @@ class MetricLog:
 
     def step(self, record: Record) -> None:
         """Log one optimizer step: `record["step"]` (counted from 1) and the measured values, which are no tensors."""
-        self._append(json.dumps(_encodable(record), allow_nan=False) + "\n")
+        self._append(json.dumps(record) + "\n")
         self._unprinted = record
         if record["step"] % self.config.every == 0:
             self._print_record()
@@ -83,15 +82,14 @@ class MetricLog:
 
     def _append(self, line: str) -> None:
         """Append to `metrics.jsonl`. What a full disk does not take is kept, and written with the next line."""
+        full, reason = bool(self._unwritten), "the disk is full"
         self._unwritten += line.encode()
-        reason = "the disk is full"
         try:
             del self._unwritten[: self._file.write(self._unwritten)]
         except OSError as error:
-            reason = error.strerror or str(error)
-        if self._unwritten and not self._full:
+            reason = error.strerror
+        if self._unwritten and not full:
             self.message(f"warning: {self._file.name} cannot be written ({reason}); its lines wait in memory")
-        self._full = bool(self._unwritten)
 
     def _print_record(self) -> None:
         """Print the newest record, unless it has been printed."""
@@ -116,8 +114,6 @@ class MetricLog:
         self._sinks.close()
         self._append("")
         self._file.close()
-        if self._unwritten:
-            self.message(f"warning: {self._file.name} lacks the last {self._unwritten.count(10)} lines")
 
     def __enter__(self) -> "MetricLog":
         return self
@@ -132,41 +128,19 @@ def console_line(record: Record) -> str:
     return " ".join(f"{name}={int(value) if style == 'd' else value:{style}}" for name, style, value in fields)
 
 
-NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-"""Strict JSON lacks them. They are written as these strings, which `float()` and protobuf's JSON accept."""
-
-
-def _encodable(record: Record) -> dict[str, Any]:
-    def strange(value: Any) -> bool:
-        return isinstance(value, float) and not math.isfinite(value)
-
-    return {key: json.dumps(value) if strange(value) else value for key, value in record.items()}
-
-
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a `metrics.jsonl`, in order, without an incomplete last line. NaN and infinity are floats again.
-
-    Raises UserError for any other damage.
-    """
-    lines = _complete_lines(path) if path.is_file() else []
-    return [{k: NON_FINITE.get(v, v) if isinstance(v, str) else v for k, v in record.items()} for _, record in lines]
-
-
-def _complete_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Text and object of every complete line."""
-    lines = path.read_bytes().splitlines(keepends=True)
-    for number, line in enumerate(lines, 1):
+    """The records of a `metrics.jsonl`, in order, without an incomplete last line. Raises UserError for other damage."""
+    records: list[dict[str, Any]] = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True) if path.is_file() else [], 1):
         try:
-            if line.endswith(b"\n"):
-                yield line, dict(json.loads(line))
+            records += [dict(json.loads(line))] if line.endswith(b"\n") else []
         except (ValueError, TypeError) as error:
             raise UserError(f"{path}, line {number} is no JSON object; restore the file, or move it away") from error
+    return records
 
 
 def _open_from(path: Path, resume_step: int) -> FileIO:
     """Open for appending, without the lines of steps after `resume_step`. Unbuffered: a killed run loses no line."""
-    with files.replacing(path) as new:
-        for line, record in _complete_lines(path) if resume_step and path.is_file() else ():
-            if record["step"] <= resume_step:
-                new.write(line)
+    records = read_metrics(path) if resume_step else []
+    files.write_text(path, "".join(json.dumps(record) + "\n" for record in records if record["step"] <= resume_step))
     return path.open("ab", buffering=0)

@@ -55,8 +55,7 @@ class Sinks:
             call()
         except Exception as error:
             self._sinks.pop(name, None)
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            self.message(f"warning: {name} failed and is off from here on ({reason})")
+            self.message(f"warning: {name} failed and is off from here on ({type(error).__name__}: {error})")
 
 
 def tensorboard(run_dir: Path, resume_step: int) -> Sink:

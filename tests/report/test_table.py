@@ -18,24 +18,15 @@ def test_tables_group_sets_by_their_metrics() -> None:
         "| a | 10 | 2 | 81.2 |",
         "| b | 10 | 0 | 81.2 |",
     ]
-    assert second.markdown().splitlines()[::2] == [
-        "| set | images | texts | I→T R@1 | T→I R@1 |",
-        "| coco | 1,500 | 7,500 | 25.0 | 50.0 |",
-    ]
+    assert second.markdown().splitlines()[-1] == "| coco | 1,500 | 7,500 | 25.0 | 50.0 |"
 
 
-def test_table_of_nine_columns_fits_a_plain_terminal() -> None:
+def test_nine_columns_fit_a_plain_terminal_and_markup_is_printed_as_it_is() -> None:
     shares = {f"{direction}_r{k}": 1.0 for direction in ("image_to_text", "text_to_image") for k in (1, 5, 10)}
-    console = Console(file=io.StringIO(), width=80)
+    file = io.StringIO()
+    console = Console(file=file, width=80)
     print_results({"flickr30k-test": shares | {"images": 31000, "captions": 155000, "broken": 0}}, "t", console)
-    assert isinstance(console.file, io.StringIO)
-    text = console.file.getvalue()
+    text = file.getvalue()
     assert "flickr30k-test" in text and "155,000" in text and text.count("100.0") == 6, text
-
-
-def test_markup_in_cells_is_printed_as_it_is() -> None:
-    console = Console(file=io.StringIO(), width=80)
     console.print(TextTable(["name", "count"], [[("[bold]x[/bold]", "1")], [("short row",)]], title="a [title]"))
-    assert isinstance(console.file, io.StringIO)
-    lines = [line.strip() for line in console.file.getvalue().splitlines()]
-    assert lines[0] == "a [title]" and "[bold]x[/bold]      1" in lines and "short row" in lines, lines
+    assert "a [title]" in file.getvalue() and "[bold]x[/bold]      1" in file.getvalue()
