@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from clipscale.config.train import TrainConfig
 from clipscale.data.features import StoredFeatures
 from clipscale.data.loader.to_device import ChunkLoader
-from clipscale.distributed.world import World, local
+from clipscale.distributed.world import World
 from clipscale.loss.machine import replaced
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import without_weights
@@ -152,20 +152,6 @@ class DryRun:
         self.state.optimizer.zero_grad()
         if config.launch.parallel == "fsdp" and ranks > 1:
             self.step((1, 1), 1)  # FSDP2 allocates in its first step
-        self.fixed = self._fixed()
-        """Live bytes between steps, by what they hold."""
-
-    def _fixed(self) -> dict[str, int]:
-        state = self.state
-        buckets = [tower.encoder for tower in state.cache.towers if isinstance(tower.encoder, DdpBuckets)]
-        parts = {
-            "optimizer state": [x for values in state.optimizer.state.values() for x in values.values()],
-            "moving average": list(state.average.values.values()) if state.average else [],
-            "DDP buckets": [view for tower in buckets for view in tower.views.values()],
-        }
-        sizes = {name: sum(local(x).nbytes for x in xs if isinstance(x, Tensor)) for name, xs in parts.items()}
-        weights = {"weights": self.tracker.live - sum(sizes.values())}
-        return weights | {name: size for name, size in sizes.items() if size}
 
     def samples(self, tower: int, start: int, stop: int) -> Tensor:
         """Inputs start..stop of the image (0) or the text tower (1)."""

@@ -140,12 +140,9 @@ def cuda_autocast() -> Iterator[None]:
     """Inside, autocast on a CPU runs the operations in float32 that it runs so on CUDA."""
     kernels = torch.library.Library("aten", "IMPL")
     for name in FLOAT32_ON_CUDA:
-        operation, _, overload = name.partition(".")
-        kernels.impl(
-            name,
-            partial(_in_float32, getattr(getattr(torch.ops.aten, operation), overload or "default")),
-            "AutocastCPU",
-        )
+        packet, _, overload = name.partition(".")
+        operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        kernels.impl(name, partial(_in_float32, operation), "AutocastCPU")
     try:
         yield
     finally:

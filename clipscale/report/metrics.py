@@ -87,7 +87,7 @@ class MetricLog:
         try:
             del self._unwritten[: self._file.write(self._unwritten)]
         except OSError as error:
-            reason = error.strerror
+            reason = error.strerror or reason
         if self._unwritten and not full:
             self.message(f"warning: {self._file.name} cannot be written ({reason}); its lines wait in memory")
 

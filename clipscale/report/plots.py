@@ -41,7 +41,7 @@ def curve(records: Sequence[Record], name: str, factor: float = 1) -> Curve:
 def with_mean(steps: Sequence[float], values: Sequence[float]) -> dict[str, Curve]:
     """A curve, and the means of as many of its values as make a fortieth, at their middle."""
     width = max(1, len(values) // 40)
-    means = np.convolve(values, np.full(width, 1 / width), "valid") if values else []
+    means: Any = np.convolve(values, np.full(width, 1 / width), "valid") if values else []
     return {"": (steps, values), "mean": (steps[width // 2 : width // 2 + len(means)], means)}
 
 

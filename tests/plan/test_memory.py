@@ -88,16 +88,12 @@ def test_two_ranks(parallel: str) -> None:
 
 
 @pytest.mark.slow
-def test_more_chunks_and_larger_ones_follow_a_straight_line() -> None:
+def test_more_chunks_follow_a_straight_line() -> None:
     """The extrapolation from two chunks equals a dry run of twelve."""
-    config = settings(offload="none", precision__name="bf16")
-    with dry_run(config, 1, 90) as run:
-        model = MemoryModel(run)
-        step, direct = model.at(12 * 16, (16, 16)), run.step((16, 16), 12 * 16)
-        assert step.before == direct.before
-        assert step.peak == pytest.approx(direct.peak, rel=0.002)
-        larger, direct = model.estimate(512, 128, 32), run.step((128, 128), 512)
-        assert larger.peak == pytest.approx(direct.peak, rel=0.05)
+    with dry_run(settings(offload="none", precision__name="bf16"), 1, 90) as run:
+        step, direct = MemoryModel(run).at(12 * 16, (16, 16)), run.step((16, 16), 12 * 16)
+    assert step.before == direct.before
+    assert step.peak == pytest.approx(direct.peak, rel=0.002)
 
 
 def test_a_frozen_tower_has_no_second_pass_and_no_graph() -> None:
