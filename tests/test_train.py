@@ -26,8 +26,7 @@ from clipscale.config.train import TrainConfig
 from clipscale.data.loader.stream import DataConfig
 from clipscale.data.tools.demo import paths
 from clipscale.launch import local
-from clipscale.models.towers import build_model
-from clipscale.models.trained import load_model
+from clipscale.models.towers import build_model, load_model
 from clipscale.train import train
 from tests.support.forks import forks
 from tests.support.ranks import run_ranks

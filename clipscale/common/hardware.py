@@ -42,8 +42,6 @@ class Hardware:
     """Peak TFLOP/s of matrix products in bf16 (Volta: fp16)."""
     tf32: float
     """The same in TF32, or in float32 on GPUs without TF32."""
-    fp32: float
-    """The same in IEEE float32."""
     link: float
     """GB/s that a GPU can send to others in the node: NVLink, else PCIe."""
 
@@ -51,25 +49,23 @@ class Hardware:
     def memory_bytes(self) -> int:
         return int(self.memory * GIB)
 
-    def peak(self, precision: str, tf32: bool = True) -> float:
-        """Peak FLOP/s of matrix products in `fp32`, `bf16` or `fp16`."""
-        if precision != "fp32":
-            return 1e12 * self.half
-        return 1e12 * (self.tf32 if tf32 else self.fp32)
+    def peak(self, precision: str) -> float:
+        """Peak FLOP/s of matrix products in `fp32` (by TF32), `bf16` or `fp16`."""
+        return 1e12 * (self.tf32 if precision == "fp32" else self.half)
 
 
 HARDWARE = {
-    "a100-80g": Hardware(("A100", "80GB"), 80, 79.0, 312, 156, 19.5, 300),
-    "a100-40g": Hardware(("A100", "40GB"), 80, 39.0, 312, 156, 19.5, 300),
-    "a800-80g": Hardware(("A800", "80GB"), 80, 79.0, 312, 156, 19.5, 200),
-    "h100-80g": Hardware(("H100",), 90, 79.0, 989, 494, 67, 450),
-    "h800-80g": Hardware(("H800",), 90, 79.0, 989, 494, 67, 200),
-    "h200-141g": Hardware(("H200",), 90, 139.5, 989, 494, 67, 450),
-    "b200-180g": Hardware(("B200",), 100, 178.0, 2250, 1100, 75, 900),
-    "l40s-48g": Hardware(("L40S",), 89, 44.0, 362, 183, 91.6, 32),
-    "rtx4090-24g": Hardware(("4090",), 89, 23.5, 165, 82.6, 82.6, 32),
-    "v100-32g": Hardware(("V100", "32GB"), 70, 31.5, 125, 15.7, 15.7, 150),
-    "v100-16g": Hardware(("V100", "16GB"), 70, 15.5, 125, 15.7, 15.7, 150),
+    "a100-80g": Hardware(("A100", "80GB"), 80, 79.0, 312, 156, 300),
+    "a100-40g": Hardware(("A100", "40GB"), 80, 39.0, 312, 156, 300),
+    "a800-80g": Hardware(("A800", "80GB"), 80, 79.0, 312, 156, 200),
+    "h100-80g": Hardware(("H100",), 90, 79.0, 989, 494, 450),
+    "h800-80g": Hardware(("H800",), 90, 79.0, 989, 494, 200),
+    "h200-141g": Hardware(("H200",), 90, 139.5, 989, 494, 450),
+    "b200-180g": Hardware(("B200",), 100, 178.0, 2250, 1100, 900),
+    "l40s-48g": Hardware(("L40S",), 89, 44.0, 362, 183, 32),
+    "rtx4090-24g": Hardware(("4090",), 89, 23.5, 165, 82.6, 32),
+    "v100-32g": Hardware(("V100", "32GB"), 70, 31.5, 125, 15.7, 150),
+    "v100-16g": Hardware(("V100", "16GB"), 70, 15.5, 125, 15.7, 150),
 }
 """By the name that `hardware=` accepts. The H100 is the SXM board."""
 

@@ -15,18 +15,12 @@ class Readback:
     """Scalars on their way from the device to the host. Reading waits for them, not for what was queued later."""
 
     def __init__(self, *values: Tensor) -> None:
-        stacked = torch.stack([value.detach().double() for value in values])
+        self._values = torch.stack([value.detach().double() for value in values])
         self._event = None
-        if stacked.device.type == "cuda":
-            stacked = stacked.to("cpu", non_blocking=True)
+        if self._values.device.type == "cuda":
+            self._values = self._values.to("cpu", non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
-        self._values = stacked
-
-    @property
-    def ready(self) -> bool:
-        """Whether reading would not wait."""
-        return self._event is None or self._event.query()
 
     def read(self) -> list[float]:
         """The values, on the host."""
@@ -80,23 +74,16 @@ class Phases:
     def total(self) -> float:
         return sum(self.seconds.values())
 
-    def peak_bytes(self) -> int | None:
-        """Highest allocation in any part."""
-        return max(self.peak.values()) if self.peak else None
-
     def working_bytes(self) -> int:
         """The peak beyond the allocation at the step's start. On a GPU."""
         return max(self.peak.values()) - self.before["encode"]
 
-    def extra_bytes(self, name: str) -> int | None:
-        """One part's peak beyond the allocation at its start."""
-        return self.peak[name] - self.before[name] if name in self.peak else None
-
     def record(self) -> dict[str, float | int | None]:
-        """Seconds and bytes of all parts, by the names in `metrics.jsonl`."""
+        """By the names in `metrics.jsonl`: seconds, the highest allocation, and that of each part beyond its start's."""
+        peak, before = self.peak, self.before
         return {
             "step_s": self.total,
             **{f"{name}_s": seconds for name, seconds in self.seconds.items()},
-            "mem_peak_bytes": self.peak_bytes(),
-            **{f"mem_{name}_bytes": self.extra_bytes(name) for name in self.seconds},
+            "mem_peak_bytes": max(peak.values(), default=None),
+            **{f"mem_{name}_bytes": peak[name] - before[name] if name in peak else None for name in self.seconds},
         }

@@ -7,6 +7,7 @@ features.json says what the features are, and SHARDS where each file's samples c
 Rank r of P takes every P-th shard. D: feature width.
 """
 
+import json
 import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -33,16 +34,16 @@ from clipscale.data.shards.store import Store
 from clipscale.data.shards.tables import part_of
 from clipscale.data.shards.writer import shard_writer, write_counts
 from clipscale.distributed.world import join, leave
-from clipscale.embed.arrays import SHARDS, array_path, write_npy
 from clipscale.embed.encode import FeatureEncoder, Group, caption_members
 from clipscale.launch import local
-from clipscale.models.towers import ClipModel
-from clipscale.models.trained import load_any
+from clipscale.models.towers import ClipModel, load_any
 
 log = logging.getLogger(__name__)
 
 MEMBERS = {IMAGE: FEATURES, TEXT: f"text.{FEATURES}"}
 """A shard's members with features."""
+SHARDS = "shards.json"
+"""The file of a folder that says where the samples of each of its files come from."""
 DAMAGED = ("truncated_shard", "unreadable_shard")
 """Reasons that lie in the shard itself, and stay. The others lie in the network or the server."""
 
@@ -133,7 +134,7 @@ def prepared(config: EmbedConfig, out: Path, note: dict[str, Any]) -> dict[str, 
 
 def read(path: Path) -> dict[str, Any]:
     """What an earlier start has written; empty for the first one."""
-    return dict(files.read_json(path)) if path.is_file() else {}
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
 def name_of(url: str) -> str:
@@ -180,6 +181,24 @@ def shard_groups(encoder: FeatureEncoder, url: str, *, all_members: bool) -> Ite
         if problem.reason not in DAMAGED:
             raise SourceError(problem.reason, problem.detail)
     say(f"{url}: {samples} samples, {missing} of them without a usable picture or text")
+
+
+def array_path(path: Path, kind: str) -> Path:
+    """The array beside NAME.jsonl."""
+    return path.with_name(f"{path.name.removesuffix('.jsonl')}.{kind}.npy")
+
+
+def write_npy(path: Path, groups: Iterable[Group], kinds: Iterable[str]) -> None:
+    """The arrays first: NAME.jsonl says that they are complete."""
+    rows, lines = [], []
+    for group in groups:
+        rows.append(group.rows)
+        for raw, caption in zip(group.raws, group.captions):
+            lines.append(json.dumps({"key": raw.key} | ({} if caption is None else {"caption": caption})) + "\n")
+    for number, kind in enumerate(kinds):
+        with files.replacing(array_path(path, kind)) as file:
+            np.save(file, np.concatenate([part[:, number] for part in rows]) if rows else np.empty((0, 0)))
+    files.write_text(path, "".join(lines))
 
 
 def write_tar(path: Path, groups: Iterable[Group], kinds: Iterable[str]) -> None:

@@ -17,7 +17,7 @@ from clipscale.eval.results import Results
 from clipscale.eval.run import check, evaluate
 from clipscale.eval.suites import chosen_sets, suite_table
 from clipscale.launch import local
-from clipscale.models.trained import load_any
+from clipscale.models.towers import load_any
 from clipscale.report.page import write_report
 from clipscale.report.sinks import Sinks
 from clipscale.report.table import plain_console, print_results

@@ -28,8 +28,8 @@ from clipscale.data.shards.counts import scan_counts
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from clipscale.distributed.world import join
-from clipscale.embed.arrays import EmbeddedSet
-from clipscale.models.trained import load_any
+from clipscale.explore.embedded import EmbeddedSet
+from clipscale.models.towers import load_any
 from clipscale.step.precision import Precision
 
 TILE = 1 << 14
@@ -74,7 +74,7 @@ class SearchModel:
         if not fitting:
             raise UserError(f"data: no folder has features of {self.title}; embed the set with that model")
         self.embedded = fitting[0]
-        self.device, self.lock, self.decoding = world.device, threading.Lock(), threading.Lock()
+        self.device, self.lock = world.device, threading.RLock()
         self.precision = Precision(config.precision, world.device)
         for tower in (self.model.image, self.model.text):
             tower.to(world.device)
@@ -85,9 +85,8 @@ class SearchModel:
 
     def encode_image(self, data: bytes) -> Tensor:
         """The unit feature (D,) of an encoded picture. Raises BrokenSampleError."""
-        with self.decoding:  # one at a time: a large picture takes 268 MB
-            pixels = torch.from_numpy(self.transform(data))[None]
-        return self._encode(self.model.image, pixels)[0]
+        with self.lock:  # one at a time: a large picture takes 268 MB
+            return self._encode(self.model.image, torch.from_numpy(self.transform(data))[None])[0]
 
     def _encode(self, tower: nn.Module, inputs: Tensor) -> Tensor:
         with self.lock, torch.no_grad(), self.precision.autocast():

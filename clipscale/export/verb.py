@@ -1,38 +1,66 @@
-"""The verb `clipscale export`."""
+"""The verb `clipscale export`, and the model card: how the model was trained and how well it scores."""
 
+import json
+from functools import reduce
 from pathlib import Path
 
 import torch
+import yaml
 
+from clipscale import __version__
 from clipscale.common import files
-from clipscale.common.errors import UserError
 from clipscale.common.terminal import say
+from clipscale.config.sections import ModelConfig
 from clipscale.config.tools import ExportSettings, check_run
 from clipscale.export import hugging_face, open_clip
-from clipscale.export.card import card
-from clipscale.models.trained import load_model
+from clipscale.models.towers import ClipModel, load_model
+from clipscale.report.evaluations import read_evaluations
+from clipscale.report.table import TextTable, result_tables
 
 FORMATS = {"open_clip": (open_clip.write, "open_clip"), "hf": (hugging_face.write, "transformers")}
 """By the setting `to`: what writes the folder, and the library that loads it, by its name on Hugging Face."""
 
 
-def main(settings: ExportSettings) -> Path:
-    """Write the folder and return it.
+SHOWN = ("batch", "samples", "epochs", "loss.objective", "optim.name", "optim.lr", "schedule.name", "schedule.warmup",
+         "precision.name", "seed")  # fmt: skip
+"""Settings of the run in the card, as far as they are set."""
 
-    Raises UserError without a readable checkpoint, for a model that the format lacks, and if it cannot be written.
-    """
+
+def main(settings: ExportSettings) -> Path:
+    """Write the folder and return it. Raises UserError without a checkpoint, and for a model that the format lacks."""
     run = check_run(settings)
     model, config, step = load_model(run, settings.checkpoint, settings.weights)
     name = "export" if settings.to == "open_clip" else f"export-{settings.to}"
     out = Path(settings.out).expanduser() if settings.out else run / name
     write, library = FORMATS[settings.to]
     note = {"run": run.name, "step": str(step), "weights": settings.weights}
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        call = write(model, config, out, getattr(torch, settings.dtype), note)
-        here = call.format(out.name)  # the card goes where the folder goes: it names no path of this machine
-        files.write_text(out / "README.md", card(run, model, config, note, here, library))
-    except OSError as error:
-        raise UserError(f"out={out}: cannot be written ({error.strerror or error}); choose another folder") from error
+    out.mkdir(parents=True, exist_ok=True)
+    call = write(model, config, out, getattr(torch, settings.dtype), note)
+    here = call.format(out.name)  # the card goes where the folder goes: it names no path of this machine
+    files.write_text(out / "README.md", card(run, model, config, note, here, library))
     say(f"{out}: step {step}; {call.format(out.resolve())}")
     return out
+
+
+def card(run: Path, model: ClipModel, config: ModelConfig, note: dict[str, str], call: str, library: str) -> str:
+    """The text of README.md. `call` loads the folder with `library`; `note` has the run, its step and which weights."""
+    path = run / "config.yaml"
+    settings = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    rows = [("model", config.name), ("parameters", f"{sum(p.numel() for p in model.parameters()):,}")]
+    rows += [("image size", str(model.image_size)), ("feature width", str(model.width))]
+    rows += [("step", note["step"]), ("weights", note["weights"])]
+    for name in SHOWN:
+        value = reduce(lambda node, part: node.get(part, {}), name.split("."), settings)
+        if value not in (None, {}):
+            rows.append((name, value if isinstance(value, str) else json.dumps(value)))
+    head = {"library_name": library, "tags": ["clip", "zero-shot-image-classification"]}
+    parts = [f"---\n{yaml.safe_dump(head).strip()}\n---", f"# {note['run']}, step {note['step']}"]
+    parts.append(f"Trained and exported with clipscale {__version__}. Load it with\n\n    {call}")
+    parts.append("## Training\n\n" + TextTable(("setting", "value"), [rows], left=("value",)).markdown())
+    results = [record["results"] for record in read_evaluations(run) if str(record["step"]) == note["step"]]
+    for result in results:
+        scores = "\n\n".join(table.markdown() for table in result_tables(result))
+        parts.append(f"## Scores at this step\n\nPer cent, except counts and ranks.\n\n{scores}")
+    if not results:
+        parts.append("## Scores\n\nThis step has not been evaluated.")
+    return "\n\n".join(parts) + "\n"

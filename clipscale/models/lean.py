@@ -30,14 +30,18 @@ Position = int | Tensor
 
 def make_lean(encoder: nn.Module) -> bool:
     """Give one of open_clip's transformers the shorter forward pass, in place. False for any other module."""
-    kinds: dict[type, type[LeanVision] | type[LeanText]] = {VisionTransformer: LeanVision, TextTransformer: LeanText}
-    kind, transformer = kinds.get(type(encoder)), getattr(encoder, "transformer", None)
-    if kind is None or not isinstance(transformer, Transformer) or not kind.suits(encoder):
+    if type(encoder) is VisionTransformer:
+        suits, kind = encoder.attn_pool is None, LeanVision
+    elif type(encoder) is TextTransformer:
+        suits, kind = encoder.cls_emb is None and not encoder.use_pad_mask, LeanText
+    else:
         return False
-    if not all(map(LeanBlock.suits, transformer.resblocks)):
+    blocks = encoder.transformer.resblocks
+    plain = all(type(block) is ResidualAttentionBlock and not hasattr(block, "ln_1_kv") for block in blocks)
+    if encoder.output_tokens or not suits or not plain:
         return False
     encoder.__class__ = kind
-    for block in transformer.resblocks:
+    for block in blocks:
         block.__class__ = LeanBlock
     for module in encoder.modules():
         if type(module) is LayerNorm:
@@ -53,10 +57,6 @@ def take_short_captions(encoder: nn.Module) -> None:
 
 class LeanBlock(ResidualAttentionBlock):
     """open_clip's block over (N, T, W)."""
-
-    @staticmethod
-    def suits(block: nn.Module) -> bool:
-        return type(block) is ResidualAttentionBlock and not hasattr(block, "ln_1_kv")
 
     def forward(self, x: Tensor, causal: bool, position: Position | None = None) -> Tensor:
         """(N, T, W) -> (N, T, W); with `position`, the output of that token alone, (N, W)."""
@@ -106,10 +106,6 @@ class LeanNorm(LayerNorm):
 class LeanVision(VisionTransformer):
     """Pixels (N, 3, S, S) -> features (N, D)."""
 
-    @staticmethod
-    def suits(tower: nn.Module) -> bool:
-        return tower.attn_pool is None and not tower.output_tokens
-
     def forward(self, x: Tensor) -> Tensor:
         x = run(self.transformer, self._embeds(x), False, 0 if self.pool_type == "tok" else None)
         pooled = self._pool(x)[0] if x.ndim == 3 else self.ln_post(x)
@@ -118,10 +114,6 @@ class LeanVision(VisionTransformer):
 
 class LeanText(TextTransformer):
     """Tokens (N, T) -> features (N, D). T is any length up to the context's."""
-
-    @staticmethod
-    def suits(tower: nn.Module) -> bool:
-        return tower.cls_emb is None and not tower.use_pad_mask and not tower.output_tokens
 
     def forward(self, text: Tensor) -> Tensor:
         x = run(self.transformer, self._embeds(text)[0], self.attn_mask is not None, self.position(text))

@@ -24,11 +24,13 @@ from clipscale.common.errors import UserError, first_line, one_line
 from clipscale.common.units import nearest, run_folder
 from clipscale.config.parse import typed
 from clipscale.config.sections import ModelConfig, TowerConfig
-from clipscale.models import huggingface, pixels
+from clipscale.models import huggingface
 
 log = logging.getLogger(__name__)
 
 HUB = "hf-hub:"
+PIXELS = ("mean", "std", "interpolation", "resize")
+"""The settings of how pictures are prepared for weights."""
 OPEN_CLIP, CONFIG = "open_clip_config.json", "config.json"
 _FILES = ("open_clip_model.safetensors", "model.safetensors", "open_clip_pytorch_model.bin", "pytorch_model.bin",
           "model.safetensors.index.json")  # fmt: skip
@@ -82,7 +84,7 @@ def described(config: ModelConfig, saved: Mapping[str, Any] | None = None) -> Mo
     """
     if saved is not None:
         trained = typed(ModelConfig, saved["model_config"])
-        return pixels.filled(config, {key: getattr(trained, key) for key in (*pixels.PIXELS, "image_size")})
+        return filled(config, {key: getattr(trained, key) for key in (*PIXELS, "image_size")})
     source = find(config.weights, config.name) if config.weights else None
     if source and not config.name:
         if not source.description:
@@ -93,7 +95,7 @@ def described(config: ModelConfig, saved: Mapping[str, Any] | None = None) -> Mo
     known = source.pixels if source else {}
     if config.image.weights:
         known = find(config.image.weights, config.name, "model.image.weights").pixels or known
-    return pixels.filled(config, known)
+    return filled(config, known)
 
 
 def without_weights(config: ModelConfig) -> ModelConfig:
@@ -124,7 +126,7 @@ def _in_folder(folder: Path, about: str) -> Source:
     if (folder / META).is_file():
         config = typed(ModelConfig, checkpoint.read_values(folder)["model_config"])
         description = config.architecture or open_clip.get_model_config(config.name.replace("/", "-"))
-        return Source(about, folder, description, {key: getattr(config, key) for key in pixels.PIXELS})
+        return Source(about, folder, description, {key: getattr(config, key) for key in PIXELS})
     path = next((folder / name for name in _FILES if (folder / name).is_file()), None)
     if path is None:
         raise UserError(
@@ -136,20 +138,20 @@ def _in_folder(folder: Path, about: str) -> Source:
             content = json.loads((folder / OPEN_CLIP).read_text(encoding="utf-8"))
             check_names(content["model_cfg"])
             description = huggingface.with_own_tokenizer(content["model_cfg"], folder)
-            return Source(about, path, description, pixels.of_open_clip(content.get("preprocess_cfg") or {}))
+            return Source(about, path, description, pixels_of_open_clip(content.get("preprocess_cfg") or {}))
         if not (folder / CONFIG).is_file():
             return Source(about, path)
         content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         if "architecture" in content:  # a tower of timm
             prepared = content.get("pretrained_cfg") or content
             return Source(
-                about, path, pixels=pixels.checked({k: prepared[k] for k in ("mean", "std") if k in prepared})
+                about, path, pixels=checked_pixels({k: prepared[k] for k in ("mean", "std") if k in prepared})
             )
         kind = content.get("model_type")
         if kind not in huggingface.KINDS:  # a tower of transformers
-            return Source(about, path, pixels=pixels.of_transformers(folder, ""))
+            return Source(about, path, pixels=pixels_of_transformers(folder, ""))
         description = huggingface.description(content, str(folder.resolve()))
-        prepared = pixels.of_transformers(folder, kind) | huggingface.resolution(description)
+        prepared = pixels_of_transformers(folder, kind) | huggingface.resolution(description)
         return Source(about, path, description, prepared, bool(description.get("quick_gelu")))
     except Exception as error:  # a value of another type fails wherever it is used
         raise UserError(
@@ -185,7 +187,43 @@ def _of_tag(tag: str, name: str, about: str) -> Source:
         )
     pretrained = open_clip.get_pretrained_cfg(name, tag)
     path = Path(open_clip.download_pretrained(pretrained))
-    return Source(about, path, pixels=pixels.of_open_clip(pretrained), quick_gelu=pretrained.get("quick_gelu", False))
+    return Source(about, path, pixels=pixels_of_open_clip(pretrained), quick_gelu=pretrained.get("quick_gelu", False))
+
+
+# -- how their pictures are prepared -----------------------------------------------------------------------------------
+
+
+def pixels_of_open_clip(preprocess: dict[str, Any]) -> dict[str, Any]:
+    """open_clip's description as settings. Raises UserError for values that they cannot have."""
+    return checked_pixels(preprocess | {"resize": preprocess.get("resize_mode", "shortest")})
+
+
+def pixels_of_transformers(folder: Path, kind: str) -> dict[str, Any]:
+    """transformers' in a folder, as settings. `kind`: clip or siglip; "": a tower alone, of mean and deviation."""
+    file = folder / "preprocessor_config.json"
+    processor = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    processor = processor.get("image_processor", processor)
+    values: dict[str, Any] = {}
+    if kind:
+        interpolation = "bilinear" if processor.get("resample") == 2 else "bicubic"
+        values = {"resize": "squash" if kind == "siglip" else "shortest", "interpolation": interpolation}
+    for name, key in (("image_mean", "mean"), ("image_std", "std")):
+        if name in processor or kind == "siglip":
+            values[key] = tuple(processor.get(name) or (0.5, 0.5, 0.5))
+    return checked_pixels(values)
+
+
+def checked_pixels(values: dict[str, Any]) -> dict[str, Any]:
+    """Of these values the settings of pictures, with their types. Raises UserError."""
+    known = {key: values[key] for key in PIXELS if key in values}
+    settings = typed(ModelConfig, known)
+    return {key: getattr(settings, key) for key in known}
+
+
+def filled(config: ModelConfig, known: Mapping[str, Any]) -> ModelConfig:
+    """The settings with the known values in place of defaults. Settings that differ from their defaults stay."""
+    default = ModelConfig()
+    return replace(config, **{k: value for k, value in known.items() if getattr(config, k) == getattr(default, k)})
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

@@ -131,11 +131,7 @@ def test_the_card_names_settings_and_scores_of_the_step_and_no_path(tmp_path: Pa
     assert str(tmp_path) not in card and "/data" not in card, "a path of this machine"
 
 
-def test_a_run_without_checkpoints_and_a_folder_that_is_none_are_refused(tmp_path: Path) -> None:
+def test_a_run_without_checkpoints_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="no checkpoint in"):
         main(ExportSettings(run=str(tmp_path / "empty")))
-    saved(tmp_path / "run", ModelConfig("own", ARCHITECTURE))
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"out=.*file: cannot be written"):
-        main(ExportSettings(run=str(tmp_path / "run"), out=str(tmp_path / "file")))

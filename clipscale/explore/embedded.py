@@ -1,11 +1,8 @@
-"""Features as arrays: NAME.image.npy, NAME.text.npy, (samples, D), and NAME.jsonl with each row's key and caption.
-
-D: feature width.
-"""
+"""What `clipscale embed` has written, as the page reads it. D: feature width."""
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +11,7 @@ import numpy as np
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.data.features import NOTE
-from clipscale.embed.encode import Group
-
-SHARDS = "shards.json"
-"""The file of a folder that says where the samples of each of its files come from."""
-
-
-def array_path(path: Path, kind: str) -> Path:
-    """The array beside NAME.jsonl."""
-    return path.with_name(f"{path.name.removesuffix('.jsonl')}.{kind}.npy")
-
-
-def write_npy(path: Path, groups: Iterable[Group], kinds: Iterable[str]) -> None:
-    """The arrays first: NAME.jsonl says that they are complete."""
-    rows, lines = [], []
-    for group in groups:
-        rows.append(group.rows)
-        for raw, caption in zip(group.raws, group.captions):
-            lines.append(json.dumps({"key": raw.key} | ({} if caption is None else {"caption": caption})) + "\n")
-    for number, kind in enumerate(kinds):
-        with files.replacing(array_path(path, kind)) as file:
-            np.save(file, np.concatenate([part[:, number] for part in rows]) if rows else np.empty((0, 0)))
-    files.write_text(path, "".join(lines))
+from clipscale.embed.run import SHARDS, array_path
 
 
 class EmbeddedSet:
@@ -44,8 +20,8 @@ class EmbeddedSet:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         with files.reported("data", folder / SHARDS, "give a folder of `clipscale embed`"):
-            self.note: dict[str, Any] = files.read_json(folder / NOTE)["features"]
-            shards = files.read_json(folder / SHARDS)
+            self.note: dict[str, Any] = json.loads((folder / NOTE).read_text())["features"]
+            shards = json.loads((folder / SHARDS).read_text())
         if any(name.endswith(".tar") for name in shards):
             raise UserError(f"data={folder}: it holds shards; embed with format=npy")
         self.sources: dict[str, str] = {Path(name).stem: entry["source"] for name, entry in shards.items()}
