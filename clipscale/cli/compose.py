@@ -4,6 +4,7 @@ overrides.
 Every mistake becomes a UserError of one line.
 """
 
+import itertools
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Sequence
@@ -14,29 +15,18 @@ from typing import Any, NoReturn
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from clipscale.cli.verbs import TOOLS, Tool
+from clipscale.cli.verbs import VERBS, Verb
 from clipscale.common.errors import UserError
 from clipscale.common.units import nearest, one_of, split
 from clipscale.config.parse import misnamed, typed
 from clipscale.config.presets import conf_dir, group_options
 from clipscale.config.secrets import from_environment
-from clipscale.config.setting import flat, settings_of
-
-
-class Words(Namespace):
-    """A command line after its verb."""
-
-    words: list[str]
-    """Settings, and plain words such as shards."""
-    multirun: bool
-    cfg: str | None
-    config_dir: str | None
+from clipscale.config.setting import settings_of
 
 
 class Parser(ArgumentParser):
@@ -44,43 +34,41 @@ class Parser(ArgumentParser):
         raise UserError(message)
 
 
-def parse(argv: Sequence[str]) -> Words:
-    """Flags and words apart. Raises UserError for an unknown flag."""
+def parse(argv: Sequence[str]) -> Namespace:
+    """Flags (multirun, cfg, config_dir) and `words`: settings, and plain words such as shards. Raises UserError."""
     parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("-m", "--multirun", action="store_true")
     parser.add_argument("--cfg", choices=["job"])
     parser.add_argument("--config-dir")
     parser.add_argument("words", nargs="*")
-    return parser.parse_intermixed_args(argv, Words())
+    return parser.parse_intermixed_args(argv)
 
 
 def overrides(name: str, words: Iterable[str], *, sweep: bool = False) -> tuple[list[str], list[str]]:
-    """The plain words of a tool that takes some, and the others as Hydra's overrides.
+    """The plain words of a verb that takes some, and the others as Hydra's overrides. Raises UserError.
 
     Texts such as paths are quoted, dictionaries accept new keys, and of `samples` and `epochs` the one that is not
     given becomes null.
     """
-    tool, plain, result = TOOLS[name], [], []
-    settings = {setting.name: setting for setting in settings_of(tool.settings)}
-    dictionaries = tuple(f"{key}." for key, setting in settings.items() if setting.kind is dict)
-    sections = {key.partition(".")[0] for key in settings}
+    declared = {setting.name: setting for setting in settings_of(VERBS[name].settings)}
+    dictionaries = tuple(f"{key}." for key, setting in declared.items() if setting.kind is dict)
+    plain, given = [], {}
     for word in words:
         key, equals, value = word.partition("=")
-        if tool.words and not (key.partition(".")[0] in sections or (equals and re.fullmatch(r"[a-z_.]+", key))):
+        if VERBS[name].words and not (equals and re.fullmatch(r"[a-z_.]+", key)):
             plain.append(word)
             continue
-        if not (key and (equals or word.startswith("~"))):
+        if not (key and equals):
             raise UserError(f"{word}: give settings as KEY=VALUE")
-        if key == "data" and "data.train" in settings and is_source(value):
+        if key == "data" and "data.train" in declared and is_source(value):
             key = "data.train"
-        if key in settings and settings[key].is_text:
+        if key in declared and declared[key].is_text:
             value = quoted_values(value, sweep=sweep)
-        result.append(f"{'++' * key.startswith(dictionaries)}{key}{equals}{value}")
-    given = {word.partition("=")[0] for word in result}
-    for length, other in (("samples", "epochs"), ("epochs", "samples")):
-        if length in given and other not in given and other in settings:
-            result.append(f"{other}=null")
-    return plain, result
+        given[f"{'++' * key.startswith(dictionaries)}{key}"] = value
+    lengths = {"samples", "epochs"}
+    if lengths <= declared.keys() and len(lengths & given.keys()) == 1:
+        given[(lengths - given.keys()).pop()] = "null"
+    return plain, [f"{key}={value}" for key, value in given.items()]
 
 
 def is_source(text: str) -> bool:
@@ -102,48 +90,35 @@ def quoted_values(text: str, *, sweep: bool) -> str:
     return ",".join(map(quoted, split(text))) if sweep else text and quoted(text)
 
 
-def values(name: str, words: Sequence[str], config_dir: str | None = None, *, with_hydra: bool = False) -> DictConfig:
-    """The composed configuration. `with_hydra`: with Hydra's own part. Raises UserError for whatever Hydra refuses."""
-    tool = TOOLS[name]
-    ConfigStore.instance().store(name="settings", node=asdict(tool.settings()))
+def settings(name: str, words: Sequence[str], config_dir: str | None = None) -> Any:
+    """The settings of a verb: its defaults, conf/ and Hydra's overrides `words`. Raises UserError for any mistake."""
+    verb = VERBS[name]
+    ConfigStore.instance().store(name="settings", node=asdict(verb.settings()))
     file = name if (conf_dir() / f"{name}.yaml").exists() else "settings"
     path = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            return compose(file, [*words, *path], return_hydra_config=with_hydra)
+            tree: Any = OmegaConf.to_container(compose(file, [*words, *path]), resolve=True)
     except (HydraException, OmegaConfBaseException, ValueError, YAMLError) as error:
-        raise explain(error, tool) from error
+        raise explain(error, verb) from error
+    return typed(verb.settings, tree)
 
 
-def resolved(name: str, config: DictConfig) -> Any:
-    """The settings of a tool from its composed configuration. Raises UserError for a wrong value."""
-    tool = TOOLS[name]
+def sweep_combinations(words: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """The overrides with one value, and every combination of the others' values, in Hydra's order: the last varies
+    fastest. Raises UserError.
+    """
     try:
-        tree: Any = OmegaConf.to_container(config, resolve=True)
-    except OmegaConfBaseException as error:
-        raise explain(error, tool) from error
-    return typed(tool.settings, tree)
-
-
-def defaults(name: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The defaults of a tool by dotted key, and the preset of each of its groups that they come from."""
-    config = values(name, [], with_hydra=True)
-    choices = {group: choice for group, choice in config.hydra.runtime.choices.items() if group in group_options()}
-    tree: Any = OmegaConf.to_container(config)
-    return {setting.name: setting.default for setting in settings_of(TOOLS[name].settings)} | dict(flat(tree)), choices
-
-
-def as_yaml(config: DictConfig) -> str:
-    """What `--cfg job` prints: the composed configuration, with its interpolations as they are."""
-    return OmegaConf.to_yaml(config)
-
-
-def parsed(words: Sequence[str], tool: Tool) -> list[Override]:
-    """The overrides as Hydra reads them. Raises UserError."""
-    try:
-        return OverridesParser.create().parse_overrides(list(words))
+        parsed = OverridesParser.create().parse_overrides(list(words))
     except HydraException as error:
-        raise explain(error, tool) from error
+        raise explain(error, VERBS["train"]) from error
+    fixed = [str(override.input_line) for override in parsed if not override.is_sweep_override()]
+    choices = [
+        [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+        for override in parsed
+        if override.is_sweep_override()
+    ]
+    return fixed, list(map(list, itertools.product(*choices)))
 
 
 def demo_path(part: str) -> str:
@@ -157,9 +132,9 @@ OmegaConf.register_new_resolver("demo", demo_path, replace=True)
 OmegaConf.register_new_resolver("oc.env", from_environment, replace=True)
 
 
-def explain(error: Exception, tool: Tool) -> UserError:
+def explain(error: Exception, verb: Verb) -> UserError:
     """One line for an error of Hydra or OmegaConf: the setting, and the nearest valid names."""
-    names = [*group_options(), *(setting.name for setting in settings_of(tool.settings))]
+    names = [*group_options(), *(setting.name for setting in settings_of(verb.settings))]
     cause: BaseException | None = error
     while cause is not None:
         text = " ".join(str(cause).split())

@@ -5,16 +5,15 @@ The same command again goes on with the sweep: every run resumes from its newest
 no further.
 """
 
-import itertools
 import re
 import zlib
+from argparse import Namespace
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from clipscale.cli import compose
-from clipscale.cli.verbs import TOOLS
 from clipscale.common.errors import StoppedError, UserError
 from clipscale.common.terminal import report, say
 from clipscale.common.units import run_folder, unused
@@ -23,46 +22,40 @@ from clipscale.launch import local
 from clipscale.report.table import TextTable, plain_console
 
 
-def main(line: compose.Words) -> int:
+def main(name: str, line: Namespace) -> int:
     """Run the sweep; the exit status is 1 if any run failed.
 
-    All combinations are composed and checked before the first one starts.
+    All combinations are composed and checked before the first one starts. Raises UserError.
     """
+    if name != "train":
+        raise UserError(f"{name} takes no -m; give one value for each setting")
+    if local.under_torchrun():
+        raise UserError("-m under torchrun would start the whole sweep in every rank; leave torchrun out")
     configs = [check(config) for config in combinations(line)]
-    folder = Path(configs[0].run).parent
     results: list[dict[str, Any]] = []
     try:
         for number, config in enumerate(configs):
-            name = Path(config.run).name
-            say(f"\nrun {number + 1} of {len(configs)}: {name}")
-            results.append({"name": name} | train(config))
+            run = Path(config.run).name
+            say(f"run {number + 1} of {len(configs)}: {run}")
+            results.append({"name": run} | train(config))
     finally:
         if results:
-            plain_console().print(table(results, folder))
+            plain_console().print(table(results, Path(configs[0].run).parent))
     failed = sum("error" in result for result in results)
     if failed:
         say(f"error: {failed} of {len(results)} runs failed", error=True)
     return int(failed > 0)
 
 
-def combinations(line: compose.Words) -> list[TrainConfig]:
-    """The settings of every run, in Hydra's order: the last override varies fastest. Raises UserError."""
+def combinations(line: Namespace) -> list[TrainConfig]:
+    """The settings of every run, each with a folder of its own inside `run=`. Raises UserError."""
     _, words = compose.overrides("train", line.words, sweep=True)
-    parsed = compose.parsed(words, TOOLS["train"])
-    runs = [override.value() for override in parsed if override.key_or_group == "run" and override.value()]
-    folder = run_folder(str(runs[-1])) if runs else unused(Path("runs") / f"{datetime.now():sweep-%Y%m%d-%H%M%S}")
-    fixed = [str(override.input_line) for override in parsed if not override.is_sweep_override()]
-    varied = [override for override in parsed if override.is_sweep_override()]
-    choices = [
-        [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()] for override in varied
-    ]
-    configs = []
-    for combination in itertools.product(*choices):
-        config: TrainConfig = compose.resolved(
-            "train", compose.values("train", [*fixed, *combination], line.config_dir)
-        )
+    fixed, varied = compose.sweep_combinations(words)
+    configs: list[TrainConfig] = [compose.settings("train", [*fixed, *c], line.config_dir) for c in varied]
+    now = Path("runs") / f"{datetime.now():sweep-%Y%m%d-%H%M%S}"
+    folder = run_folder(configs[0].run) if configs[0].run else unused(now)
+    for config, combination in zip(configs, varied):
         config.run = str(folder / folder_name(combination))
-        configs.append(config)
     return configs
 
 

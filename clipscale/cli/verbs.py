@@ -1,24 +1,25 @@
 """The table of what the command line can do: each verb's settings, work and help. Imports nothing heavy."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from clipscale.common.errors import UserError
+from clipscale.common.units import nearest
 from clipscale.config import tools
+from clipscale.config.checks import existing_run
 from clipscale.config.train import TrainConfig
 from clipscale.launch import local
 
 
 @dataclass(frozen=True)
-class Tool:
-    """A verb, or a tool of a verb that has several, such as `data index`."""
+class Verb:
+    """What one command does."""
 
     settings: type[Any]
-    """The dataclass of its settings."""
+    """The dataclass of its settings, whose docstring says what it does."""
     main: str
-    """MODULE:FUNCTION, imported when it is called: takes the settings; returns an exit status, a benchmark's rows, or
-    anything else.
-    """
+    """MODULE:FUNCTION, imported when it is called: takes the settings; returns an exit status, or anything else."""
     examples: str
     words: str = ""
     """The plain words before the settings, as the usage line shows them; `main` then takes the list of them first."""
@@ -31,21 +32,9 @@ class Tool:
 
 
 VERBS = {
-    "train": "train a model, or resume a run",
-    "eval": "zero-shot classification and retrieval with a run's checkpoint, or any CLIP or SigLIP weights",
-    "embed": "features of pictures and texts, as arrays or shards",
-    "explore": "a local page: pictures by text, captions and classes of a picture, two models side by side",
-    "plan": "predict whether a run fits, and its time; needs no GPU",
-    "data": "`data demo`: a small data set; `index`, `check`, `stats`: inspect shards",
-    "report": "curves, results and retrieved images of a run, on one page",
-    "export": "write a run's weights for open_clip or transformers",
-    "doctor": "test whether this machine is ready to train",
-}
-
-TOOLS = {
-    "train": Tool(
+    "train": Verb(
         TrainConfig,
-        "clipscale.launch.local:run",
+        "clipscale.launch.local:main",
         """\
 clipscale train model=vit-l14 batch=1M data.train='/data/laion/{00000..41455}.tar'
 clipscale train experiment=openclip-vit-b32-laion400m data.train='/data/laion/*.tar' run=b32
@@ -56,10 +45,10 @@ torchrun --nproc-per-node 8 -m clipscale train run=b32 batch=64k data.train=... 
         "launch.procs",
         check=local.check_train,
         notes="""\
--m runs every combination of the comma-separated values. --cfg job prints the composed configuration instead of
-training. --config-dir DIR adds your own presets, such as DIR/experiment/mine.yaml.""",
+-m runs every combination of the comma-separated values. --cfg job prints the settings instead of training.
+--config-dir DIR adds your own presets, such as DIR/experiment/mine.yaml.""",
     ),
-    "eval": Tool(
+    "eval": Verb(
         tools.EvalRunConfig,
         "clipscale.eval.verb:main",
         """\
@@ -72,7 +61,7 @@ clipscale eval model.weights=/models/clip-vit-base-patch32 'eval.sets=[/data/ima
         often="model.weights eval.sets eval.root",
         check=tools.check_eval,
     ),
-    "embed": Tool(
+    "embed": Verb(
         tools.EmbedConfig,
         "clipscale.embed.run:main",
         """\
@@ -83,7 +72,7 @@ clipscale embed model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/pairs.c
         notes="data=SHARDS is short for data.train=SHARDS.",
         check=tools.check_embed,
     ),
-    "explore": Tool(
+    "explore": Verb(
         tools.ExploreConfig,
         "clipscale.explore.verb:main",
         """\
@@ -93,7 +82,7 @@ clipscale explore run=b32 against=b16 data=[/data/laion-b32,/data/laion-b16]""",
         notes="data= takes folders of `clipscale embed`.",
         check=tools.check_explore,
     ),
-    "plan": Tool(
+    "plan": Verb(
         tools.PlanConfig,
         "clipscale.plan.show:main",
         """\
@@ -104,44 +93,51 @@ clipscale plan run=b16                                                        # 
         notes="The settings are those of `clipscale train`, without data. Exit status 1: the run does not fit.",
         check=tools.target_gpu,
     ),
-    "data demo": Tool(
+    "data demo": Verb(
         tools.DemoSettings, "clipscale.data.tools.demo:main", "clipscale data demo root=/tmp/demo samples=5000 seed=1"
     ),
-    "data index": Tool(
+    "data index": Verb(
         tools.IndexSettings,
         "clipscale.data.tools.stats:make_index",
         "clipscale data index '/data/laion/{00000..41455}.tar'\nclipscale data index @shards.txt workers=8",
         words="SHARD...",
     ),
-    "data check": Tool(
+    "data check": Verb(
         tools.CheckSettings,
         "clipscale.data.tools.check:main",
         "clipscale data check '/data/laion/{00000..00099}.tar' 'data.captions=[json:caption]'",
         words="SHARD...",
     ),
-    "data stats": Tool(
+    "data stats": Verb(
         tools.StatsSettings,
         "clipscale.data.tools.stats:show_stats",
         "clipscale data stats '/data/laion/*.tar'",
         words="SHARD...",
     ),
-    "report": Tool(
-        tools.ReportSettings, "clipscale.report.page:main", "clipscale report run=demo", check=tools.check_run
+    "report": Verb(
+        tools.ReportSettings,
+        "clipscale.report.page:main",
+        "clipscale report run=demo",
+        check=lambda settings: existing_run(settings.run),
     ),
-    "export": Tool(
+    "export": Verb(
         tools.ExportSettings,
         "clipscale.export.verb:main",
         """\
 clipscale export run=b32
 clipscale export run=b32 to=hf out=/models/b32-hf
 clipscale export run=b32 checkpoint=20000 dtype=float16 out=/models/b32""",
-        check=tools.check_run,
+        check=lambda settings: existing_run(settings.run),
     ),
-    "doctor": Tool(tools.DoctorSettings, "clipscale.doctor:main", "clipscale doctor"),
+    "doctor": Verb(tools.DoctorSettings, "clipscale.doctor:main", "clipscale doctor"),
 }
-"""Every verb, or every tool of a verb that has several."""
+"""Every verb; a name may be two words."""
 
 
-def tools_of(verb: str) -> list[str]:
-    """The tools of a verb that has several: `demo`, `index`, ... of `data`."""
-    return [name.partition(" ")[2] for name in TOOLS if name.startswith(verb + " ")]
+def split_verb(words: Sequence[str]) -> tuple[str, list[str]]:
+    """The verb that the first words name, and the other words. Raises UserError."""
+    for length in (1, 2):
+        name = " ".join(words[:length])
+        if name in VERBS:
+            return name, list(words[length:])
+    raise UserError(f"unknown verb '{name}'{nearest(name, VERBS)}; there are {', '.join(VERBS)}")

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, field
 
-from clipscale.common.errors import UserError
-from clipscale.config.checks import shared
 from clipscale.config.setting import setting
 
 DECODE = ("exact", "fast")
@@ -108,15 +106,3 @@ class DataConfig:
         """The member of each sample that holds features instead of an image; None if images are read."""
         value = self.image_features or "false"
         return {"false": None, "true": FEATURES}.get(value.lower(), value)
-
-
-def check(config: DataConfig, batch: int, world: int) -> None:
-    """Raise UserError for settings that no data fits."""
-    shared(batch, world, f"{world} processes")
-    augment = config.augment
-    for name in ("scale", "ratio"):
-        low, high = getattr(augment, name)
-        if not 0 < low <= high:
-            raise UserError(f"data.augment.{name}=[{low:g},{high:g}]: give 0 < low <= high")
-    if augment.scale[1] > 1 or min(augment.jitter) < 0 or augment.jitter[3] > 0.5:
-        raise UserError("data.augment: scale is at most 1, strengths of jitter at least 0, that of the hue at most 0.5")

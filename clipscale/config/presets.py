@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import yaml
+
 PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -14,6 +16,13 @@ def group_options() -> dict[str, list[str]]:
     """Group -> the presets to choose from."""
     folders = sorted(path for path in conf_dir().iterdir() if path.is_dir())
     return {path.name: sorted(file.stem for file in path.glob("*.yaml")) for path in folders}
+
+
+def default_choices(verb: str) -> dict[str, str | None]:
+    """Group -> the preset that a verb takes unless another is given."""
+    file = conf_dir() / f"{verb}.yaml"
+    entries = yaml.safe_load(file.read_text(encoding="utf-8"))["defaults"] if file.exists() else []
+    return {group: choice for entry in entries if isinstance(entry, dict) for group, choice in entry.items()}
 
 
 def about(group: str, option: str) -> str:

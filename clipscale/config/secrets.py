@@ -4,6 +4,7 @@ addresses.
 
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 from clipscale.common.errors import UserError
@@ -26,17 +27,15 @@ def from_environment(name: str, *default: str | None) -> str | None:
 
 def hidden(tree: Any) -> Any:
     """Nested values as they may be written: without values of the environment and without `user:password@`."""
-    if isinstance(tree, dict):
-        return {key: hidden(value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [hidden(value) for value in tree]
-    if not isinstance(tree, str):
-        return tree
-    for name in os.environ.get(READ, "").split(","):
-        value = os.environ.get(name, "")
-        if len(value) >= LEAST:
-            tree = tree.replace(value, f"${{oc.env:{name}}}")
-    return without_password(tree)
+
+    def without_secrets(text: str) -> str:
+        for name in os.environ.get(READ, "").split(","):
+            value = os.environ.get(name, "")
+            if len(value) >= LEAST:
+                text = text.replace(value, f"${{oc.env:{name}}}")
+        return without_password(text)
+
+    return each_text(tree, without_secrets)
 
 
 def restored(tree: Any) -> Any:
@@ -44,10 +43,14 @@ def restored(tree: Any) -> Any:
 
     Raises UserError.
     """
+    pattern = re.compile(r"\$\{oc\.env:(\w+)\}")
+    return each_text(tree, lambda text: pattern.sub(lambda match: str(from_environment(match[1])), text))
+
+
+def each_text(tree: Any, change: Callable[[str], str]) -> Any:
+    """Nested values with every text changed."""
     if isinstance(tree, dict):
-        return {key: restored(value) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return list(map(restored, tree))
-    if not isinstance(tree, str):
-        return tree
-    return re.sub(r"\$\{oc\.env:(\w+)\}", lambda match: str(from_environment(match[1])), tree)
+        return {key: each_text(value, change) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [each_text(value, change) for value in tree]
+    return change(tree) if isinstance(tree, str) else tree

@@ -88,9 +88,7 @@ class PrecisionConfig:
     """Precision of the encoders' arithmetic and weights."""
 
     name: str = setting(
-        "fp32",
-        "`bf16`, `fp16`: autocast. Frozen towers are stored in it.",
-        choices=("fp32", "bf16", "fp16"),
+        "fp32", "`bf16`, `fp16`: autocast. Frozen towers are stored in it.", choices=("fp32", "bf16", "fp16")
     )
 
 

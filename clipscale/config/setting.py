@@ -1,5 +1,6 @@
 """How a setting is declared: a dataclass field with its help and what it accepts. Lists all settings of a dataclass."""
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -90,8 +91,8 @@ def sections(declared: type) -> dict[str, str]:
 
 
 def summary(declared: type) -> str:
-    """The first paragraph of a dataclass's docstring."""
-    return " ".join((declared.__doc__ or "").partition("\n\n")[0].split())
+    """The first paragraph of a dataclass's docstring, without the verb's name that it may begin with."""
+    return re.sub(r"^`clipscale.*?`: ", "", " ".join((declared.__doc__ or "").partition("\n\n")[0].split()))
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import Hardware, hardware
 from clipscale.common.units import run_folder
-from clipscale.config.checks import begun_run, existing_run, one_model, shared
+from clipscale.config.checks import existing_run, shared
 from clipscale.config.data import DataConfig
 from clipscale.config.sections import (
     DEVICE_HELP,
@@ -20,7 +20,7 @@ from clipscale.config.sections import (
     PrecisionConfig,
     SinkConfig,
 )
-from clipscale.config.setting import setting, summary
+from clipscale.config.setting import setting
 from clipscale.config.train import TrainConfig
 
 RUN_HELP = "NAME of the run's folder under runs/, or its path."
@@ -69,17 +69,11 @@ class ExportSettings(RunModel):
     card.
     """
 
-    to: str = setting(
-        "open_clip",
-        "`open_clip`, or `hf`: transformers' CLIP or SigLIP.",
-        choices=("open_clip", "hf"),
-    )
+    to: str = setting("open_clip", "`open_clip`, or `hf`: transformers' CLIP or SigLIP.", choices=("open_clip", "hf"))
     weights: str = setting("trained", WEIGHTS_HELP, choices=WEIGHTS)
     out: str | None = setting(None, "Folder to write; null: RUN/export, or RUN/export-hf.")
     dtype: str = setting(
-        "float32",
-        "Dtype of the matrices; all else stays float32.",
-        choices=("float32", "bfloat16", "float16"),
+        "float32", "Dtype of the matrices; all else stays float32.", choices=("float32", "bfloat16", "float16")
     )
 
 
@@ -178,52 +172,43 @@ class PlanConfig(TrainConfig):
     json: bool = setting(False, "Print one JSON object instead of tables.")
 
 
-def check_run(config: ReportSettings | ExportSettings) -> Path:
-    """The folder of the run. Raises UserError if `run` is not set, or names no run."""
-    if not config.run:
-        verb = summary(type(config)).partition("`: ")[0].removeprefix("`clipscale ")
-        raise UserError(f"{verb} needs run=NAME or run=PATH")
-    return existing_run(config.run)
+def model_run(config: AnyModel) -> Path | None:
+    """The folder of the run; None for weights of another source. Raises UserError if neither is given, or both."""
+    model = config.model
+    weights = model.weights or model.image.weights or model.text.weights
+    if config.run and weights:
+        raise UserError(f"run={config.run} and model.weights={weights} are two models; give one of them")
+    if not config.run and not weights:
+        raise UserError("run is not set; give run=NAME or run=PATH, or model=vit-b32 model.weights=laion2b_s34b_b79k")
+    return existing_run(config.run) if config.run else None
 
 
 def check_explore(config: ExploreConfig) -> None:
-    """Raises UserError if neither a run nor weights are given, or both, or no data."""
-    one_model(config.run, config.model.weights, "explore", "give the second as against=")
+    """Raises UserError for one model that is not given, or given twice, or no data."""
+    model_run(config)
     if not config.data.train:
         raise UserError("data is not set; give a folder of `clipscale embed`: data=PATH")
 
 
 def check_eval(config: EvalRunConfig) -> Path:
-    """The folder of the results.
-
-    Raises UserError if neither a run nor weights are given, or both, or if there is no such run.
-    """
-    if folder := one_model(config.run, config.model.weights, "eval"):
+    """The folder of the results. Raises UserError for a model that is not given, or given twice."""
+    if folder := model_run(config):
         return folder
     name = re.sub(r"[^\w.-]+", "-", f"{config.model.name}-{config.model.weights}").strip("-.")
     return Path(config.out).expanduser() if config.out else run_folder(f"eval-{name}")
 
 
 def check_embed(config: EmbedConfig) -> Path | None:
-    """The folder of the run; None for a model of its own.
-
-    Raises UserError if neither is given, or both, or no folder to write.
-    """
+    """The folder of the run; None for weights of another source. Raises UserError, also for no folder to write."""
     if not config.out:
         raise UserError("out is not set; give the folder to write, out=DIR")
-    model = config.model
-    if not config.run:
-        return None if model.name else one_model("", model.weights, "embed")
-    return one_model(config.run, model.weights or model.image.weights or model.text.weights, "embed")
+    return model_run(config)
 
 
 def target_gpu(config: PlanConfig) -> Hardware | None:
-    """The GPU to plan for; None for a CPU, and with `run`, which names its own.
-
-    Raises UserError for a run that has not begun, and for impossible settings of the machine.
-    """
+    """The GPU to plan for; None for a CPU, and with `run`, which names its own. Raises UserError."""
     if config.run:
-        begun_run(config.run)
+        existing_run(config.run)
         return None
     if not config.hardware:
         raise UserError("hardware is not set; give the GPU, hardware=a100-80g, or run=NAME to compare with a run")

@@ -20,7 +20,7 @@ from clipscale.config.setting import flat, setting
 
 @dataclass
 class TrainConfig:
-    """All settings of a training run."""
+    """`clipscale train`: train a model, or resume a run."""
 
     batch: int = setting(256, "Pairs per optimizer step, over all processes.", least=1)
     samples: int | None = setting(None, "Length of the run in pairs.", least=1)
@@ -68,6 +68,13 @@ def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
         raise UserError(
             "log.noise_scale: FSDP2 keeps no gradient of a chunk to look at; leave it 0, or use launch.parallel=ddp"
         )
+    augment = config.data.augment
+    for name in ("scale", "ratio"):
+        low, high = getattr(augment, name)
+        if not 0 < low <= high:
+            raise UserError(f"data.augment.{name}=[{low:g},{high:g}]: give 0 < low <= high")
+    if augment.scale[1] > 1 or min(augment.jitter) < 0 or augment.jitter[3] > 0.5:
+        raise UserError("data.augment: scale is at most 1, strengths of jitter at least 0, that of the hue at most 0.5")
     procs = config.launch.procs
     shared(config.batch, procs or 1, f"launch.procs={procs} processes")
     if config.run:

@@ -10,8 +10,9 @@ import yaml
 from clipscale import __version__
 from clipscale.common import files
 from clipscale.common.terminal import say
+from clipscale.config.checks import existing_run
 from clipscale.config.sections import ModelConfig
-from clipscale.config.tools import ExportSettings, check_run
+from clipscale.config.tools import ExportSettings
 from clipscale.export import hugging_face, open_clip
 from clipscale.models.towers import ClipModel, load_model
 from clipscale.report.evaluations import read_evaluations
@@ -28,7 +29,7 @@ SHOWN = ("batch", "samples", "epochs", "loss.objective", "optim.name", "optim.lr
 
 def main(settings: ExportSettings) -> Path:
     """Write the folder and return it. Raises UserError without a checkpoint, and for a model that the format lacks."""
-    run = check_run(settings)
+    run = existing_run(settings.run)
     model, config, step = load_model(run, settings.checkpoint, settings.weights)
     name = "export" if settings.to == "open_clip" else f"export-{settings.to}"
     out = Path(settings.out).expanduser() if settings.out else run / name

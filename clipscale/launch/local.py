@@ -69,6 +69,13 @@ def check_train(config: TrainConfig) -> None:
         terminal.say(f"warning: {warning}", error=True)
 
 
+def main(config: TrainConfig) -> None:
+    """`clipscale train`: train, and print the result."""
+    result = run(config)
+    if main_rank():
+        terminal.say(f"done: {result['run']} (step {result['step']}, loss {result['loss']:.4f})")
+
+
 def run(config: Launched, main: str = TRAIN, *, isolated: bool = False) -> dict[str, Any]:
     """Call `main` in several workers, or in this process: under torchrun, or where one worker is enough and it is not
     to be `isolated`.

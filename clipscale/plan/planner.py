@@ -18,7 +18,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.hardware import hardware_of
 from clipscale.common.terminal import say
 from clipscale.common.units import format_bytes
-from clipscale.config.checks import begun_run
+from clipscale.config.checks import existing_run
 from clipscale.config.parse import typed
 from clipscale.config.secrets import restored
 from clipscale.config.tools import PlanConfig, target_gpu
@@ -218,7 +218,7 @@ def conclusion(result: Result) -> str:
 
 def compare(config: PlanConfig) -> Result:
     """The object that `run=NAME json=true` prints (docs/plan.md). Raises UserError."""
-    folder = begun_run(config.run)
+    folder = existing_run(config.run)
     run_config = settings_of(config, folder)
     records = [record for record in read_metrics(folder / "metrics.jsonl") if record["step"] >= FIRST]
     if not records:

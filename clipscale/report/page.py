@@ -17,8 +17,9 @@ from PIL import Image, ImageDraw
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import printable, say
+from clipscale.config.checks import existing_run
 from clipscale.config.setting import flat
-from clipscale.config.tools import ReportSettings, check_run
+from clipscale.config.tools import ReportSettings
 from clipscale.report.evaluations import read_evaluations, read_galleries
 from clipscale.report.metrics import read_metrics
 from clipscale.report.table import TextTable, result_tables
@@ -37,7 +38,7 @@ Record = dict[str, Any]
 
 def main(settings: ReportSettings) -> Path:
     """Write the report and print its paths. Returns the page's path. Raises UserError."""
-    html = write_report(check_run(settings))
+    html = write_report(existing_run(settings.run))
     say(html)
     say(html.with_suffix(".png"))
     return html

@@ -38,7 +38,8 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[TrainConfig
 def test_all_combinations_run_in_hydras_order_and_a_table_closes(
     trained: list[TrainConfig], shards: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("train", "-m", *TINY, f"data.train={shards}", "run=s", "seed=1,13", "optim=adamw,lion", "samples=2k,4k")
+    tiny = [word for word in TINY if not word.startswith("samples=")]
+    words = ("train", "-m", *tiny, f"data.train={shards}", "run=s", "seed=1,13", "optim=adamw,lion", "samples=2k,4k")
     assert main(words) == 1
     assert [(config.seed, config.optim.name, config.samples) for config in trained] == [
         (seed, optim, samples) for seed in (1, 13) for optim in ("adamw", "lion") for samples in (2048, 4096)

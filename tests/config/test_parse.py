@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from clipscale.cli.verbs import TOOLS
+from clipscale.cli.verbs import VERBS
 from clipscale.common.errors import UserError
 from clipscale.config.checks import existing_run, shared
 from clipscale.config.parse import typed
@@ -119,9 +119,9 @@ def test_nested_settings_are_listed_by_dotted_name() -> None:
     assert Outer().sizes == [1], "no two objects share a default"
 
 
-@pytest.mark.parametrize("tool", TOOLS)
-def test_every_setting_has_help_and_accepts_its_default(tool: str) -> None:
-    declared = TOOLS[tool].settings
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_setting_has_help_and_accepts_its_default(verb: str) -> None:
+    declared = VERBS[verb].settings
     silent = [setting.name for setting in settings_of(declared) if not setting.help]
     silent += [section for section, text in sections(declared).items() if not text]
     assert not silent, f"without help: {silent}"

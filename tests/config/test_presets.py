@@ -15,7 +15,7 @@ OPTIONS = group_options()
 def composed(*overrides: str) -> TrainConfig:
     """The settings of `clipscale train` with these words."""
     _, words = compose.overrides("train", [*overrides, "data.train=x.tar"])
-    return check(compose.resolved("train", compose.values("train", words)))
+    return check(compose.settings("train", words))
 
 
 @pytest.mark.parametrize("name", OPTIONS["experiment"])

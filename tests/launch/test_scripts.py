@@ -26,7 +26,7 @@ def steps(run: Path) -> list[int]:
 def test_the_kubernetes_manifest_starts_a_run_that_composes() -> None:
     trainer = yaml.safe_load((LAUNCH / "kubernetes.yaml").read_text())["spec"]["trainer"]
     assert trainer["command"][-3:] == ["-m", "clipscale", "train"]
-    config = compose.resolved("train", compose.values("train", compose.overrides("train", trainer["args"])[1]))
+    config = compose.settings("train", compose.overrides("train", trainer["args"])[1])
     assert config.batch % (trainer["numNodes"] * trainer["numProcPerNode"]) == 0
 
 

@@ -18,7 +18,7 @@ from tests.support.forks import forks
 
 def planned(words: str) -> dict[str, Any]:
     _, overrides = compose.overrides("plan", words.split())
-    return plan(compose.resolved("plan", compose.values("plan", overrides)))
+    return plan(compose.settings("plan", overrides))
 
 
 def in_folder(folder: Path, *words: str) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores_of_rank
-from clipscale.config.data import DataConfig, check
+from clipscale.config.data import DataConfig
 from clipscale.data.filters import selection
 from clipscale.data.loader.assembler import BatchAssembler
 from clipscale.data.loader.host_batch import HOST, Arena, HostBatch, Layout, Offload, stored_rows
@@ -170,7 +170,6 @@ def open_stream(
     `free` is the free memory before any process of this machine took its share (None: what is free now).
     Raises UserError for settings or shards that cannot work.
     """
-    check(config, share.batch, share.world)
     chosen = selection(config)
     urls, source_of = list_shards(config)
     order = build_order(config, urls, source_of, share.size(0), share.world, seed, position)
