@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from clipscale import __version__
 from clipscale.cli.main import main
 from clipscale.cli.verbs import VERBS
 from clipscale.config.presets import group_options
