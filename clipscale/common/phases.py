@@ -22,6 +22,11 @@ class Readback:
             self._event = torch.cuda.Event()
             self._event.record()
 
+    @property
+    def ready(self) -> bool:
+        """Whether reading would not wait."""
+        return self._event is None or self._event.query()
+
     def read(self) -> list[float]:
         """The values, on the host."""
         if self._event is not None:
