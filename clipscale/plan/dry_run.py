@@ -159,10 +159,6 @@ class DryRun:
             return torch.empty(stop - start, *self.row, dtype=self.row_type)
         return torch.empty(stop - start, self.context_length, dtype=torch.int32)
 
-    def gradient_bytes(self) -> int:
-        """Bytes of all gradients of the whole model."""
-        return sum(p.nbytes for p in self.state.trained)
-
     def step(self, chunks: tuple[int, int], batch: int) -> StepMemory:
         """One optimizer step over `batch` samples of this rank, with chunks of the given sizes for the two towers."""
         state, cache = self.state, self.state.cache

@@ -42,7 +42,7 @@ def step_time(config: PlanConfig, gpu: Hardware, run: DryRun, kept: list[float])
         "loss_s": (sweeps + sum(trained)) * 2 * pairs * run.width / rate,
         "ring_s": (sweeps * LAP_BYTES + GRADIENT_BYTES) * columns / link,
         "replay_s": batch * replay / rate,
-        "gradients_s": 2 * (ranks - 1) / ranks * run.gradient_bytes() / link,  # the sum over ranks
+        "gradients_s": 2 * (ranks - 1) / ranks * sum(p.nbytes for p in run.state.trained) / link,  # the sum over ranks
     }
     step = sum(seconds.values()) - min(seconds["loss_s"], seconds["ring_s"])
     hours = config.samples / config.batch * step / 3600 if config.samples else None

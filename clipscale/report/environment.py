@@ -5,7 +5,7 @@ import platform
 import subprocess
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ def environment(world: int = 1) -> dict[str, Any]:
         "hostname": platform.node(),
         "platform": platform.platform(),
         "python": platform.python_version(),
-        "versions": {"clipscale": clipscale.__version__} | {name: _version(name) for name in PACKAGES},
+        "versions": {"clipscale": clipscale.__version__} | {name: version(name) for name in PACKAGES},
         "commit": _commit(),
         "processes": world,
         "cpus": cores(),
@@ -39,13 +39,6 @@ def environment(world: int = 1) -> dict[str, Any]:
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
     }
     return dict(hidden(record))
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _commit() -> str | None:

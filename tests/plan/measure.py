@@ -1,8 +1,6 @@
 """Measures the memory of real steps on the CPU by torch's profiler, which sees every allocation."""
 
 import gc
-from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -61,21 +59,17 @@ def measured(config: TrainConfig, world: World | None = None) -> StepMemory:
     world = world or World(0, 1, CPU)
     gc.collect()  # garbage of earlier tests must not be freed during the measurement
     gc.freeze()  # for good: a full collection of all modules takes a quarter of a second
-    with (
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
-    ):
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         state = MeasuredState(config, world)
         assert state.captions.pad == 0, state.captions.note
         state.cache.keep_bytes = 0 if config.cache.keep == "none" else float(config.cache.keep)
-        model = state.model
-        shapes = {torch.uint8: (3, model.image_size, model.image_size), torch.int32: (model.context_length,)}
-        for mark in (lambda _: nullcontext(), lambda _: nullcontext(), record_function):
-            one_step(state, config.batch // world.size, shapes, mark, resident=config.offload == "none")
+        for _ in range(3):
+            one_step(state)
     events = profiler.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     memory = StepMemory({}, {})
     for phase in PHASES:
-        start, end = next((e.start_ns(), e.end_ns()) for e in events if e.name() == phase)
+        start, end = max((e.start_ns(), e.end_ns()) for e in events if e.name() == phase)
         memory.before[phase] = memory.peak[phase] = live = sum(change for at, change in changes if at <= start)
         for at, change in changes:
             if start < at <= end:
@@ -84,33 +78,29 @@ def measured(config: TrainConfig, world: World | None = None) -> StepMemory:
     return memory
 
 
-def one_step(
-    state: TrainState,
-    local: int,
-    shapes: dict[torch.dtype, tuple[int, ...]],
-    mark: Callable[[str], Any],
-    *,
-    resident: bool,
-) -> None:
-    """A step as in clipscale.train. Garbage is collected before each part."""
+def one_step(state: TrainState) -> None:
+    """A step as in clipscale.train. Garbage is collected before each phase."""
+    side, local = state.model.image_size, state.config.batch // state.world.size
+    shapes = {torch.uint8: (3, side, side), torch.int32: (state.model.context_length,)}
 
     def rows(i: int, j: int, dtype: torch.dtype) -> Tensor:
         return torch.ones(j - i, *shapes[dtype], dtype=dtype)
 
+    resident = state.config.offload == "none"
     state.optimizer.zero_grad()
     images, texts = (ChunkLoader(partial(rows, dtype=dtype), local, CPU, resident=resident) for dtype in shapes)
     gc.collect()
-    with mark("encode"):
+    with record_function("encode"):
         features = state.cache.encode(images, texts)
     gc.collect()
-    with mark("loss"):
+    with record_function("loss"):
         state.cache.backward(state.loss(*features))
         del features
     gc.collect()
-    with mark("replay"):
+    with record_function("replay"):
         state.cache.replay()
     gc.collect()
-    with mark("optim"):
+    with record_function("optim"):
         state.update(state.gradient_norm())
 
 
