@@ -43,14 +43,3 @@ def test_a_wrong_gradient_and_a_check_that_fails_are_problems_and_the_others_go_
         out = capsys.readouterr().out
         assert "RuntimeError: no such thing" in out and "and more" not in out
         assert "that is not rounding" in out and "free for this process" in out
-
-
-def test_a_driver_without_a_device_is_a_problem(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(doctor, "CHECKS", (doctor.devices,))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
-    assert main(DoctorSettings()) == 1
-    assert "finds no device" in capsys.readouterr().out

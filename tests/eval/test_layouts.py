@@ -116,12 +116,6 @@ def test_folders_whose_names_are_codes_need_class_names(tmp_path: Path, names: l
     assert [eval_set.classnames[label] for label in eval_set.labels] == ["first", "second", "second"]
 
 
-@pytest.mark.parametrize("names", [["images"], ["train", "val"], ["pictures"]])
-def test_folders_that_are_no_classes_are_refused(tmp_path: Path, names: list[str]) -> None:
-    with pytest.raises(UserError, match="no class folders but"):
-        load_set(folders(tmp_path / "set", names))
-
-
 # -- caption files -----------------------------------------------------------------------------------------------------
 
 

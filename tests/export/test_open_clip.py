@@ -129,9 +129,3 @@ def test_the_card_names_settings_and_scores_of_the_step_and_no_path(tmp_path: Pa
     assert "87.5" not in card, "the score of another step"
     assert "samples" not in card, "it is not set"
     assert str(tmp_path) not in card and "/data" not in card, "a path of this machine"
-
-
-def test_a_run_without_checkpoints_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="no checkpoint in"):
-        main(ExportSettings(run=str(tmp_path / "empty")))
