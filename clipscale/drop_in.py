@@ -20,8 +20,7 @@ class ClipLoss(nn.Module):
         rank, world_size, local_loss, gather_with_grad, cache_labels, use_horovod: open_clip's. With world_size=1 the
             process is by itself; the others change nothing.
         group: the ranks, as a process group or a mesh of one dimension; None: all.
-        options: of `contrastive_loss`, such as exchange="gather". Inputs are checked in the first step, unless `check`
-        says otherwise.
+        options: of `contrastive_loss`, such as exchange="gather". The first step checks its inputs, unless check=False.
     """
 
     def __init__(
@@ -48,8 +47,7 @@ class ClipLoss(nn.Module):
         logit_bias: Tensor | float | None = None,
         output_dict: bool = False,
     ) -> Tensor | dict[str, Tensor]:
-        """The loss, 0-d, or {"contrastive_loss": it}. The features are (n, D) of this rank; the bias changes no
-        softmax."""
+        """The loss, 0-d, or {"contrastive_loss": it}. Features are (n, D) of this rank; a bias changes no softmax."""
         loss = contrastive_loss(image_features, text_features, logit_scale, group=self.group, **self.options)
         self.options["check"] = False
         # The same value; gradients that have been averaged over the ranks are then those of the mean.

@@ -61,9 +61,7 @@ def newest_step(run: Path) -> int | None:
 
 
 def outdated(steps: Sequence[int], step: int, keep: int, keep_every: int) -> list[int]:
-    """Of these steps, oldest first, those up to `step` that are not kept: the newest `keep` (0: all) are, and multiples
-    of `keep_every`.
-    """
+    """The steps up to `step` that go: all but the newest `keep` (0: all) and multiples of `keep_every`."""
     temporary = [s for s in steps if s <= step and not (keep_every and s % keep_every == 0)]
     return temporary[:-keep] if keep else []
 

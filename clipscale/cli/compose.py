@@ -1,5 +1,4 @@
-"""Words of the command line in, the settings of a verb out: Hydra composes them from the dataclasses, conf/ and the
-overrides.
+"""The settings of a verb from the command line: Hydra composes the dataclasses, conf/ and the overrides.
 
 Every mistake becomes a UserError of one line.
 """
@@ -77,9 +76,7 @@ def is_source(text: str) -> bool:
 
 
 def quoted_values(text: str, *, sweep: bool) -> str:
-    """A text in quotes, since braces and colons mean something else to Hydra; in a list `[a,b]` and a sweep `a,b` each
-    part on its own.
-    """
+    """A text in quotes, since braces and colons mean something to Hydra; each part of a list `[a,b]` or sweep `a,b`."""
 
     def quoted(part: str) -> str:
         special = part == "null" or part[0] in "'\"" or part.startswith("${")

@@ -1,6 +1,4 @@
-"""Help texts, made from the table of verbs, the declared settings and the files in conf/, so that they are never out of
-date.
-"""
+"""Help texts, made from the table of verbs, the declared settings and the files in conf/."""
 
 import shutil
 import textwrap

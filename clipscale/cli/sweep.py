@@ -1,5 +1,4 @@
-"""`clipscale train -m ...`: a run for every combination of values, one after another, each in its own folder, then one
-table.
+"""`clipscale train -m ...`: a run for every combination of values, one after another, and a table of all.
 
 The same command again goes on with the sweep: every run resumes from its newest checkpoint, and a complete one trains
 no further.

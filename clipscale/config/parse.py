@@ -1,5 +1,4 @@
-"""From plain values, as YAML and the command line give them, to settings dataclasses: types, choices and bounds are
-checked here, once.
+"""Plain values, as YAML and the command line give them, to settings: checks types, choices and bounds, once.
 
 Every mistake is a UserError of one line that names the setting.
 """

@@ -1,6 +1,4 @@
-"""Keeps secrets out of files: what `${oc.env:NAME}` has given is written as `${oc.env:NAME}` again, and passwords leave
-addresses.
-"""
+"""Keeps secrets out of files: what `${oc.env:NAME}` gave is written as that, and addresses lose their passwords."""
 
 import os
 import re

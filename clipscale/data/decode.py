@@ -37,8 +37,7 @@ def json_fields(text: str | bytes) -> dict[str, Any]:
 
 
 def caption_of(members: dict[str, bytes], key: str) -> str:
-    """The caption that an entry of `data.captions` names: a member's extension (`txt`), or `json:FIELD` for a field of
-    the json member.
+    """The caption that an entry of `data.captions` names: a member's extension (`txt`), or `json:FIELD`.
 
     Raises BrokenSampleError: `no_caption`, `empty_caption`, `caption_not_utf8`, `bad_json`.
     """
@@ -163,8 +162,7 @@ Box = tuple[int, int, int, int]
 
 
 def random_box(width: int, height: int, scale: tuple[float, float], ratio: tuple[float, float], rng: CounterRNG) -> Box:
-    """A random crop by the rule of torchvision's RandomResizedCrop: share of the area uniform in `scale`, aspect
-    log-uniform in `ratio`.
+    """A random crop as by torchvision's RandomResizedCrop: area uniform in `scale`, aspect log-uniform in `ratio`.
 
     After ten failed attempts it is the largest central crop whose aspect lies in `ratio`.
     """
@@ -262,8 +260,7 @@ class TrainTransform:
         return Crop(left, top, right, bottom, reduce, flipped, 1 + rng.integer(2**62) if self.colour else 0)
 
     def render(self, decoded: np.ndarray, picture: Picture, crop: Crop, out: np.ndarray) -> None:
-        """Cut the crop out of the decoded picture (H, W, C), resize, colour and mirror it, and write it to `out`, (C,
-        S, S) uint8.
+        """Cut the crop out of the picture (H, W, C), resize, colour and mirror it, into `out`, (C, S, S) uint8.
 
         torch's vectorised uint8 kernel takes at most a quarter of the time of Pillow's resize. The two differ by 1/255
         at some pixels, by 2/255 at few.

@@ -75,8 +75,7 @@ def stream_bounds(batch: int, streams: int) -> np.ndarray:
 
 
 def streams_of(streams: int, batch: int, rank: int, world: int) -> range:
-    """The shard streams with a place in the rank's part of the global batch. One that crosses a border belongs to both
-    ranks."""
+    """The shard streams of the rank's part of the global batch. One that crosses a border belongs to both ranks."""
     bounds, local = stream_bounds(batch, streams), batch // world
     first = int(np.searchsorted(bounds, rank * local, side="right")) - 1
     return range(first, int(np.searchsorted(bounds, (rank + 1) * local, side="left")))
@@ -92,8 +91,7 @@ def local_places(stream: int, streams: int, batch: int, rank: int, world: int) -
 
 
 def default_streams(batch: int, world: int, samples: int | None) -> int:
-    """The usual number of shard streams: 64, or 8 a rank beyond 8 ranks; halved while the batch or the data set is too
-    small.
+    """The usual number of shard streams: 64, or 8 a rank beyond 8 ranks; halved for a small batch or data set.
 
     The same for 1, 2, 4 and 8 ranks, so that their runs see the same batches. Always a multiple of
     `world`, so that no stream is read twice.

@@ -18,8 +18,7 @@ PER_PARAMETER = "param_dtype_override_fn" in signature(MixedPrecisionPolicy).par
 
 
 class ShardedTower(nn.Module):
-    """The tower, sharded in place. Gradients are summed over ranks, since each rank's loss gradient is a share of the
-    whole.
+    """The tower, sharded in place. Gradients are summed: each rank's loss gradient is a share of the whole.
 
     Between steps weights, gradients and optimizer state are shards. Within a step, by ZeRO's stages (Rajbhandari et al.
     2020, arXiv 1910.02054): in stage 3 a block's weights are gathered for each chunk anew, and gradients are summed
@@ -54,8 +53,7 @@ class ShardedTower(nn.Module):
 
 
 def policy(tower: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """Weights of linear layers, convolutions and attention are gathered in autocast's type: it rounds them the same way
-    in every chunk.
+    """Weights of matrix products are gathered in autocast's type: it rounds them the same way in every chunk.
 
     All others, and the layers' inputs and outputs, keep the types that autocast gives them. Gradients are summed in
     float32.
@@ -75,8 +73,7 @@ def policy(tower: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolicy:
 
 
 def keep_stream_type(tower: nn.Module) -> None:
-    """open_clip's transformers ask their first block for the type of their embeddings. It is fixed here, as if nothing
-    were sharded.
+    """open_clip's transformers ask their first block for its weights' type. It is fixed here, as if not sharded.
 
     Otherwise it would change with the first chunk, before which that block is in float32 shards.
     """

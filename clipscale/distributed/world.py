@@ -145,8 +145,7 @@ class World:
     def wrap(
         self, tower: nn.Module, parallel: str = "ddp", stage: int = 3, dtype: torch.dtype = torch.float32
     ) -> nn.Module:
-        """The tower under DDP or FSDP2, with gradients SUMMED over ranks, since each rank's loss gradient is a share of
-        the whole.
+        """The tower under DDP or FSDP2. Gradients are SUMMED: each rank's loss gradient is a share of the whole.
 
         A frozen tower is returned as it is. Batch normalisation is synchronised on GPUs; torch has none for CPUs. FSDP2
         changes the module in place and shards block by block; `stage` and `dtype` are those of ShardedTower.

@@ -1,5 +1,4 @@
-"""Starts the workers of a run with torchrun's elastic launcher and returns their result, or the failure that came
-first.
+"""Starts a run's workers with torchrun's elastic launcher; returns their result, or raises the first failure.
 
 Imports torch only when a run starts.
 """
@@ -77,8 +76,7 @@ def main(config: TrainConfig) -> None:
 
 
 def run(config: Launched, main: str = TRAIN, *, isolated: bool = False) -> dict[str, Any]:
-    """Call `main` in several workers, or in this process: under torchrun, or where one worker is enough and it is not
-    to be `isolated`.
+    """Call `main` in several workers, or here: under torchrun, or where one worker that is not `isolated` is enough.
 
     Returns its result on rank 0. Raises UserError if a worker does, WorkerError for other failures, StoppedError for a
     signal. No worker outlives this call.
@@ -103,9 +101,7 @@ def workers(config: Launched) -> int:
 
 
 def join(config: Launched, main: str) -> dict[str, Any]:
-    """This process's part of a run that torchrun or a scheduler has started. torchrun finds a failure in the file that
-    `record` writes.
-    """
+    """This process's part of a run under torchrun, which finds a failure in the file that `record` writes."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
     try:

@@ -21,8 +21,7 @@ WAIT_S = 10.0
 
 
 class RunLock:
-    """The lock of a folder: `flock` on FOLDER/run.lock, which the kernel releases when the process ends, however it
-    ends.
+    """The lock of a folder: `flock` on FOLDER/run.lock, which the kernel releases when the process ends.
 
     The file names process and host for the message.
     """

@@ -24,8 +24,7 @@ class SignalError(Exception):
 
 
 class Stop:
-    """A context in which a scheduler's warning and Ctrl-C are only recorded; `check` then leaves the work, so that the
-    run can save.
+    """Records a scheduler's warning or Ctrl-C; `check` then leaves the work, so that the run can save.
 
     Warnings are SIGTERM and SIGUSR1, which Slurm's users choose for it. Both count as SIGTERM, so the run ends with the
     same status. A later Ctrl-C raises KeyboardInterrupt. Works in the main thread only.

@@ -66,8 +66,7 @@ class LossCall:
 
 
 class ContrastiveLoss(torch.autograd.Function):
-    """(call, image features, text features, scale, bias, *parameters of the similarity) -> the mean over all rows of
-    all ranks.
+    """(call, images, texts, scale, bias, *the similarity's parameters) -> the mean over all ranks' rows.
 
     A softmax takes one matmul unit in the forward pass, which keeps the log-sum-exps, and three in the backward pass. A
     sum over pairs needs nothing from other pairs: one sweep in the forward pass finds its value and its gradients, with
@@ -192,8 +191,7 @@ def _arithmetic(call: LossCall, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replayed(state: RandomState | None) -> Iterator[None]:
-    """Random numbers as from `state` on; afterwards they continue as if none had been drawn. The order of the tiles
-    must be the same."""
+    """Random numbers as from `state`, for tiles in the same order; afterwards they continue as if none were drawn."""
     if state is None:
         yield
         return

@@ -38,8 +38,7 @@ class Transfer:
 
 
 class Communicator:
-    """The transfers of one process group. Counts the bytes that this process sends (for a collective, as its ring
-    algorithm would)."""
+    """The transfers of a process group. Counts the bytes that this process sends (collectives: as by a ring)."""
 
     bytes_sent: ClassVar[int] = 0
 
@@ -59,8 +58,7 @@ class Communicator:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def post(self, tensors: list[Tensor], hop: Hop, tag: int = 0) -> Transfer:
-        """Start to send the tensors to one rank and to receive the same shapes from another. `tag` separates two
-        streams of transfers."""
+        """Start to send the tensors to one rank and receive such from another. `tag` separates two streams."""
         dest, src = (dist.get_global_rank(self.group, peer) for peer in hop)
         received = [torch.empty_like(x) for x in tensors]
         sends = [dist.P2POp(dist.isend, x, dest, self.group, tag) for x in tensors]
@@ -83,8 +81,7 @@ class Communicator:
         return mine
 
     def scatter_lse(self, x: Tensor) -> Tensor:
-        """Log-sum-exps (P n,) of each rank, joined over the ranks, to this rank's (n,): the largest first, then the sum
-        of exponentials."""
+        """Log-sum-exps (P n,) of each rank, joined over ranks, to this rank's (n,): the maximum, then the sums."""
         largest = self.reduce(x.clone(), dist.ReduceOp.MAX).clamp_min(torch.finfo(x.dtype).min)
         mine = self.scatter((x - largest).exp_())
         return mine.log_().add_(largest[self.rank * len(mine) :][: len(mine)])
@@ -189,8 +186,7 @@ class Grouped(Single):
 
 
 class Replicated(Grouped):
-    """CLIP's exchange: every rank gathers both sides, computes the loss of the whole batch, and keeps its own rows'
-    gradient."""
+    """CLIP's exchange: every rank gathers both sides, computes the whole loss, and takes its rows' gradient."""
 
     def __init__(self, communicator: Communicator) -> None:
         super().__init__(communicator)
@@ -213,8 +209,7 @@ class Replicated(Grouped):
 
 
 class Gather(Grouped):
-    """Own rows against the columns of all ranks: all-gather of the columns, reduce-scatter of their sums (DisCo-CLIP,
-    arXiv 2304.08480)."""
+    """A rank's rows against all columns: all-gather, reduce-scatter of their sums (DisCo-CLIP, arXiv 2304.08480)."""
 
     def sweep(self, cols: RowBlock, sums: Sums | None, visit: Visit) -> Tensor | None:
         positive = self.rank * len(cols)

@@ -28,8 +28,7 @@ class Machine:
         return device.type == "cuda"
 
     def parts(self, parts: Iterator[T]) -> Iterator[T]:
-        """The tiles or panels of a block that are computed. A dry run takes the first: the others use the same
-        buffers."""
+        """The tiles or panels of a block that are computed; a dry run needs the first, for its buffers."""
         return parts
 
     def tiles(self, device: torch.device, dtype: torch.dtype) -> Tiles:
@@ -63,8 +62,7 @@ here = Machine()
 
 @contextlib.contextmanager
 def replaced(machine: Machine) -> Iterator[None]:
-    """Calls of the loss inside, and their backward passes, run on another machine: a dry run's, or one with other
-    tiles."""
+    """Calls of the loss inside, and their backward passes, run on another machine: a dry run's, or other tiles."""
     global here
     before, here = here, machine
     try:
@@ -81,8 +79,7 @@ def _capability(device: torch.device) -> int:
 
 @cache
 def _addmm_widens(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch has addmm(float32, half, half, out_dtype=) for the device (pull request 167931, November 2025), and
-    it adds up."""
+    """Whether torch has addmm(float32, half, half, out_dtype=) on the device (pull request 167931), and it adds up."""
     out, half = torch.ones(16, 16, device=device), torch.ones(16, 16, dtype=dtype, device=device)
     try:
         torch.addmm(out, half, half, out_dtype=torch.float32, out=out)

@@ -1,5 +1,4 @@
-"""The objectives: what each does with one tile of scores, forward into the running sums and backward into the scores'
-gradient.
+"""The objectives: one tile of scores forward into the running sums, and backward into the scores' gradient.
 
 Scores x are scale * similarity. They are a list: one tensor (n, m) for both directions, or two (image to text, text to
 image) where the similarity differs. Both functions may overwrite them. Values and gradients leave out the common factor
@@ -32,8 +31,7 @@ class Softmax:
     sums_pairs = False
 
     def forward(self, scores: list[Tensor], tile: Block, bound: float, spare: Tensor) -> None:
-        """Merge a tile into the running log-sum-exps and targets. `bound` limits |x|; `spare` is scratch of the scores'
-        shape."""
+        """Merge a tile into the log-sum-exps and targets. `bound` limits |x|; `spare`: scratch of the scores' shape."""
         reference = _reference(bound)
         for x, directions in self._served(scores, tile):
             if not directions:
@@ -104,8 +102,7 @@ class Sigmoid:
         self._subtract_value(self._signed_logits(scores, tile), tile, spare)
 
     def backward(self, scores: list[Tensor], tile: Block, bound: float, spare: Tensor) -> list[Tensor]:
-        """Replace the scores, in place, by the derivative of the loss with respect to them, and add to the bias's
-        gradient.
+        """Replace the scores, in place, by the loss's derivative in them, and add to the bias's gradient.
 
         Also subtract the tile's part of the value from the targets, where there are any.
         """
@@ -148,8 +145,7 @@ class Direction:
 
 
 def _reference(bound: float) -> float:
-    """t, given a bound of |x|: e^(x - t) never overflows. t = 0 costs nothing and loses nothing, and is chosen wherever
-    it can be."""
+    """t, given a bound of |x|: e^(x - t) never overflows. t = 0 costs and loses nothing, and is chosen where it can."""
     return max(0.0, bound - MARGIN)
 
 

@@ -21,8 +21,7 @@ def dense_contrastive_loss(
     keys: tuple[Tensor, Tensor] | None = None,
     masks: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
-    """What `contrastive_loss` returns for the batch of all ranks, in the inputs' precision. Texts from the N-th on are
-    hard negatives."""
+    """`contrastive_loss` of all ranks' batch, in the inputs' precision. Texts from the N-th on are hard negatives."""
     n, m = len(image_features), len(text_features)
     target = torch.arange(n, device=image_features.device)
     to_text, to_image = dense_similarities(image_features, text_features, similarity, *masks)

@@ -184,8 +184,7 @@ def product(a: Tensor, b: Tensor, out: Tensor, alpha: float, beta: float = 0.0) 
 
 
 def row_products(x: Tensor, y: Tensor) -> Tensor:
-    """<x_i, y_i> (n,) in float64, for x and y (n, ...). Works in slabs of rows, since the product of both is as large
-    as they are."""
+    """<x_i, y_i> (n,) in float64, for x and y (n, ...). By slabs of rows: the product of both is as large as they."""
     products = torch.empty(len(x), dtype=torch.float64, device=x.device)
     step = max(1, (2**24 if x.is_cuda else 2**20) // x[0].numel())
     for a, b, place in zip(x.split(step), y.split(step), products.split(step)):
@@ -194,8 +193,7 @@ def row_products(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _masked_mean(x: Tensor, mask: Tensor | None, dim: int) -> Tensor:
-    """The mean of x over `dim` where the mask is true. x is (n, T, m) with mask (n, T), or (n, m, S) with mask (m,
-    S)."""
+    """The mean of x over `dim` where the mask is true: x (n, T, m) with mask (n, T), or (n, m, S) with (m, S)."""
     if mask is None:
         return x.mean(dim)
     weight = mask.to(x.dtype) / mask.sum(1, keepdim=True)

@@ -44,8 +44,7 @@ class TorchBackend:
         self._buffers = []
 
     def backward(self, block: Block) -> None:
-        """Add the block's part of the gradients to every `grad` that is not None, in place, given both complete
-        log-sum-exps.
+        """Add the block's part to every gradient that is not None, in place, given both complete log-sum-exps.
 
         Of a sum over pairs, also the block's part of the value, where the rows have targets.
         """

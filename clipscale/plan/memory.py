@@ -1,5 +1,4 @@
-"""Predicts the memory of a step at any batch and chunk size from a few dry-run steps, and the host's memory from the
-batch's layout.
+"""Predicts a step's memory at any batch and chunk size from a few dry-run steps, and the host's from its layout.
 
 b: samples of one rank, c: samples of a chunk. All sizes in bytes, of one GPU unless the name says otherwise.
 """

@@ -1,6 +1,4 @@
-"""Plans a run on a machine that need not be here (chunk sizes, memory, time, and what would fit), or compares the plan
-of a run with what the run has measured.
-"""
+"""Plans a run on any machine (chunk sizes, memory, time, what would fit), or compares a run with its plan."""
 
 import json
 import math
@@ -244,9 +242,7 @@ def compare(config: PlanConfig) -> Result:
 
 
 def settings_of(config: PlanConfig, folder: Path) -> PlanConfig:
-    """The run's settings, with the chunk sizes of its newest checkpoint, on the machine it ran on unless `config` names
-    another.
-    """
+    """The run's settings, with its newest checkpoint's chunk sizes, on its machine unless `config` names another."""
     trained = typed(TrainConfig, restored(yaml.safe_load((folder / "config.yaml").read_text())))
     env = json.loads((folder / "env.json").read_text())
     processes, gpus = env["processes"], env["gpus"] if trained.device != "cpu" else []

@@ -1,6 +1,4 @@
-"""`clipscale report`: writes a run's `report.png` with its curves, and `report.html`, a page with curves, results,
-retrieved examples and settings.
-"""
+"""`clipscale report`: a run's curves as `report.png`, and `report.html` with results, retrieved examples, settings."""
 
 import base64
 import io

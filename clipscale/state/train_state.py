@@ -1,6 +1,4 @@
-"""What a run trains: the model, the gradient cache around its towers, the optimizer, and how a batch's gradient updates
-them.
-"""
+"""What a run trains: the model, the gradient cache around its towers, the optimizer, and an update of all."""
 
 import math
 from dataclasses import asdict
@@ -37,9 +35,7 @@ from clipscale.step.precision import Precision
 
 
 class TrainState:
-    """The model of a run on one rank, from its initial weights or from a checkpoint, and what turns a batch into new
-    weights.
-    """
+    """A run's model on one rank, from its initial weights or a checkpoint, and what turns a batch into new weights."""
 
     def __init__(self, config: TrainConfig, world: World, saved: Saved | None = None) -> None:
         self.config, self.world = config, world
@@ -92,9 +88,7 @@ class TrainState:
         return CaptionRule(self.config, self.world, self.model)
 
     def chunk_sizes(self, earlier: dict[str, Any]) -> dict[str, Any]:
-        """Samples per chunk of the `image` and the `text` tower, and the `device` that they hold for; `earlier`: the
-        checkpoint's.
-        """
+        """Samples per chunk of the `image` and `text` tower, and their `device`; `earlier`: the checkpoint's."""
         side, length, device = self.model.image_size, self.model.context_length, self.world.device
 
         def pixels(n: int) -> Tensor:
@@ -116,8 +110,7 @@ class TrainState:
     # ---- step ----
 
     def loss(self, image_features: Tensor, text_features: Tensor) -> Tensor:
-        """This rank's view of the global loss: its value is the global mean, and its gradients sum over ranks to that
-        mean's.
+        """This rank's view of the global loss: the value is the global mean; gradients sum over ranks to its gradient.
 
         With `cache.negatives=chunk`, the mean over micro-batches, each made of one image chunk of every rank.
         """
@@ -162,8 +155,7 @@ class TrainState:
             self.average.update()
 
     def refuse_divergence(self, step: int, loss: float, grad_norm: float, batch: HostBatch, run: Path) -> None:
-        """Raise UserError for a loss or gradient that is not finite, unless a lower loss scale or a skipped step may
-        help.
+        """Raise UserError for a value that is not finite, unless a lower loss scale or a skipped step may help.
 
         The weights, as yet unchanged, and the ids of the batch's samples are written to RUN/diverged/.
         """

@@ -99,8 +99,7 @@ def agreed_chunk_sizes(
 def find_chunk(
     tower: nn.Module, sample: Callable[[int], Tensor], local_batch: int, device: torch.device, *, keep: bool
 ) -> int:
-    """The power of two that fits the device and runs forward and backward fastest; with `keep`, the smallest that is
-    nearly as fast.
+    """The fastest power of two that fits the device, forward and backward; with `keep`, the smallest nearly as fast.
 
     `sample(n)` makes an input of n samples on the device. On a CPU nothing is measured.
     """

@@ -1,5 +1,4 @@
-"""The gradient cache (Gao et al. 2021, arXiv 2101.06983, section 3): the exact gradient of a loss over a whole batch,
-chunk by chunk.
+"""The gradient cache (Gao et al. 2021, arXiv 2101.06983, section 3): a batch's exact gradient, chunk by chunk.
 
 A contrastive loss couples samples only through their representations, so three passes suffice:
 1. Encode every chunk without a graph.
@@ -53,18 +52,14 @@ class GradCache:
     and of the loss. `encode`, `backward` and `replay` are its parts, for callers that do something between them.
 
     Args:
-        encoders: one module or callable per tower; each maps its chunk to a tensor whose first dimension counts the
-        samples. The same
-            module may serve several towers. A module without trainable parameters is encoded once and not replayed.
-            Under DDP or FSDP2 the gradients of each module are synchronised once, with its last chunk.
+        encoders: one module or callable per tower; each maps its chunk to a tensor (samples, ...). The same module may
+            serve several towers. A module without trainable parameters is encoded once and not replayed. Under DDP or
+            FSDP2 the gradients of each module are synchronised once, with its last chunk.
         loss: maps one representation tensor per tower, over the whole (local) batch, to a scalar.
-        chunks: samples per chunk, one size for all towers or one per tower. The last chunk may be shorter; a size
-        beyond the batch
-            means one chunk.
+        chunks: samples per chunk, one size for all towers or one per tower. The last chunk may be shorter.
         keep_bytes: memory for graphs kept from the first pass, whose chunks need no replay; the same on all ranks. 0:
-        none; math.inf:
-            all. Between them, the first step measures a graph and keeps none; later ones keep as many as fit. It may be
-            changed.
+            none; math.inf: all. Between them, the first step measures a graph and keeps none; later ones keep as many
+            as fit. It may be changed.
         autocast: makes the context in which encoders run. Each chunk gets a new one.
         scaler: a gradient scaler for fp16. It scales the loss before the backward pass.
 
@@ -138,9 +133,7 @@ class GradCache:
                 )
 
     def replay(self) -> None:
-        """Second pass: encode every chunk again, with a graph, and backpropagate its rows of the representations'
-        gradient.
-        """
+        """Second pass: encode every chunk again, with a graph, and backpropagate its rows of the gradient."""
         for i, tower in enumerate(self.towers):
             for rows in tower.replay(self.before_chunk):
                 self.after_chunk(i, rows)
@@ -148,8 +141,7 @@ class GradCache:
             tower.representations = torch.empty(0)
 
     def ranges(self, tower: int, rows: int) -> Iterator[tuple[int, int]]:
-        """The row ranges that both passes of a tower over a batch ask for, in order. Read at most one range ahead of
-        the passes.
+        """A tower's row ranges of the batch, in order, for both passes. Read at most one range ahead of them.
 
         Not for an `Arranged` input, which cuts its own.
         """
@@ -204,8 +196,7 @@ class Tower:
         return self.representations.requires_grad_(trained)
 
     def replay(self, before_chunk: Callable[[], None]) -> Iterator[int]:
-        """Backpropagate chunk by chunk, first through the kept graphs, then replaying the other chunks. Yields the
-        samples of each.
+        """Backpropagate through the kept graphs, then replay the other chunks. Yields the samples of each.
 
         One backward pass for all kept graphs would sum their gradients in the weights' own type, bf16 perhaps.
         """

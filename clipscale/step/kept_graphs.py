@@ -20,8 +20,7 @@ MARGIN = 0.9
 
 @dataclass
 class KeptGraphs:
-    """The graphs that one tower keeps of a step's first chunks: as many as its memory holds, the same number on all
-    ranks.
+    """The graphs that one tower keeps of a step's first chunks: as many as memory holds, equally many on all ranks.
 
     A finite budget needs the bytes of a graph. The first step at a batch size measures them and keeps none.
     """

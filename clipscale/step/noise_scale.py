@@ -1,5 +1,4 @@
-"""The gradient noise scale (McCandlish et al. 2018, arXiv 1812.06162, appendix A), estimated from the gradients of the
-chunks.
+"""The gradient noise scale (McCandlish et al. 2018, arXiv 1812.06162, appendix A), by the chunks' gradients.
 
 A batch well below the noise scale gains from growing. A batch well above it learns hardly more from each step.
 """

@@ -54,8 +54,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig, *, sharded: bool = Fa
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Trainable parameters in four groups: matrices and token embeddings, with weight decay; vectors and scalars,
-    without.
+    """Trainable parameters in four groups: matrices and token embeddings with weight decay; vectors, scalars without.
 
     Embeddings are a group because Muon's orthogonal steps suit matrices that multiply activations; it falls back to
     AdamW for them. Scalars (logit scale and bias, outside the towers) are a group because FSDP2 shards all others, and
@@ -132,9 +131,7 @@ class Schedule:
         )  # fmt: skip
 
     def at(self, position: float) -> float:
-        """Learning rate of full batch 0, 1, ..., total - 1, or between: a linear warm-up, then a cosine or a constant
-        with a cooldown.
-        """
+        """Learning rate of full batch 0 to total - 1: linear warm-up, then a cosine, or a constant and a cooldown."""
         if self.warmup and position < self.warmup:
             return self.peak * (position + 1) / self.warmup
         low = self.peak * self.final

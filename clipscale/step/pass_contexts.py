@@ -1,6 +1,4 @@
-"""Contexts around one pass of an encoder: whether its gradients are summed over ranks, and that its statistics change
-once a step.
-"""
+"""Contexts around a pass of an encoder: whether gradients are summed over ranks; its statistics change once a step."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

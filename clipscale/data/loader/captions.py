@@ -28,8 +28,7 @@ def lengths(tokens: Tensor, pad: int) -> Tensor:
 
 
 class SortedCaptions(ChunkLoader):
-    """An input of `GradCache` whose chunks hold captions of like length, the longest first. Features come back in the
-    batch's order.
+    """An input of `GradCache` in chunks of captions of like length, longest first; features are in the batch's order.
 
     Chunks hold as many tokens as `size` whole contexts do. So they take the memory of a chunk of `size` captions, and
     short captions come in larger chunks, each as wide as its first caption. All ranks make equally many chunks.
@@ -45,8 +44,7 @@ class SortedCaptions(ChunkLoader):
         resident: bool,
         most: Callable[[int], int] = lambda chunks: chunks,
     ) -> None:
-        """`tokens(start, stop)` blocks until those captions have arrived. All are asked for when the first chunk is
-        cut.
+        """`tokens(start, stop)` blocks until those captions have arrived; the first chunk needs all of them.
 
         `most(chunks)` is the largest of all ranks' numbers of chunks; every rank calls it once.
         """

@@ -1,5 +1,4 @@
-"""The local batch in host memory. It is allocated once and shared with the workers, which write each sample straight
-into its place.
+"""The local batch in host memory, allocated once. Workers share it and write each sample into its place.
 
 N: samples of the local batch, C: channels, S: side in pixels, T: tokens.
 """
@@ -128,8 +127,7 @@ class Slot(dict[str, np.ndarray]):
 
 
 class Arena:
-    """The memory of one rank's batches: a block of anonymous memory that worker processes map too, and for `disk` a
-    file.
+    """The memory of one rank's batches: anonymous memory that worker processes map too; for `disk`, also a file.
 
     Anonymous files (memfd) do not count against /dev/shm, which containers keep small. The file on disk has no name and
     is gone with the last process that holds it; its whole size is reserved at once. It is read and written by system

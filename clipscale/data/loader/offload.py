@@ -1,5 +1,4 @@
-"""The offload backends: how one sample's image row is stored in the batch until both passes have used it, and how it is
-loaded.
+"""The offload backends: how an image row is stored in the batch until both passes have used it, and loaded.
 
 `host` keeps pixels in memory. `disk` keeps pixels in a file, read back chunk by chunk. `encoded` keeps the picture's
 own bytes and the crop that was drawn, and decodes chunk by chunk, again for each pass: the same bytes and crop give the

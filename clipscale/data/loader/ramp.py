@@ -59,8 +59,7 @@ class BatchSizes:
 
 
 def check_ramp(size: int, batch: int, streams: int, world: int) -> None:
-    """Raise UserError for a ramp from `size` to `batch` whose batches do not take the same number of samples from each
-    shard stream.
+    """Raise UserError unless all batches from `size` to `batch` take equally many samples from each shard stream.
 
     The streams would reach the end of an epoch at different times.
     """

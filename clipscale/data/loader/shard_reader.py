@@ -128,8 +128,7 @@ class ShardReader:
         self.items.close()
 
     def _items(self) -> Generator[tuple[Segment, Item], None, None]:
-        """While a window is read, the one before is given out, an item for every sample read, so requests to the
-        storage are spread evenly.
+        """Give out a window while the next is read: an item for every sample read, so requests are spread evenly.
 
         Together they hold about WINDOW_BYTES at most. Samples beyond the shard's count are not part of the order, but
         counted.

@@ -130,8 +130,7 @@ class TrainStream:
         self._given_back = True
 
     def position(self) -> dict[str, Any]:
-        """This rank's record of where its shard streams stand after the last batch handed out. Blocks until that batch
-        is complete.
+        """Where this rank's shard streams stand after the last batch handed out. Blocks until that batch is complete.
 
         `at` maps each stream to epoch and samples read. A stream that two ranks read stands at the same place for both.
         """

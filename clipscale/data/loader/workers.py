@@ -148,8 +148,7 @@ def work(connection: Connection, spec: WorkerSpec, arena: Arena) -> None:
 
 
 def warm_up(*modules: str) -> None:
-    """Start the server process that workers are forked from, and let it import what they need. Returns at once; a
-    second call is harmless.
+    """Start the server that workers are forked from, with what they import. Returns at once; may be called again.
 
     A fork of the training process itself would copy CUDA's and the process group's threads in mid-step.
     """
@@ -212,8 +211,7 @@ class Workers:
             self._connections[number].send(message)
 
     def receive(self, needed: Sequence[int]) -> list[tuple[int, Message]]:
-        """All messages that are there, each with its worker's number. Blocks until there is one if workers are
-        `needed`.
+        """All messages that are there, each with its worker's number. Blocks for one if workers are `needed`.
 
         Raises UserError when a worker cannot go on or has died again, or when one of `needed` has been silent for the
         time-out.

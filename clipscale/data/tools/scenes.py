@@ -64,8 +64,7 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """A picture's content. `kind`: `one`, `count` (several alike), `pair` (the first `relation` the second) or `row`
-    (left to right)."""
+    """`kind`: `one`, `count` (several alike), `pair` (the first `relation` the second) or `row` (from the left)."""
 
     kind: str
     things: tuple[Thing, ...]

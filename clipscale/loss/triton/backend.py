@@ -30,8 +30,7 @@ MERGED = 128  # rows or columns of a program of merge_kernel
 
 
 class TritonBackend:
-    """What both objectives share. A backend (see TorchBackend) on CUDA or in Triton's interpreter, for bfloat16,
-    float16 and float32 features."""
+    """A backend (see TorchBackend) on CUDA or in Triton's interpreter, for bfloat16, float16 and float32 features."""
 
     width_step = WIDTH_STEP
     sums_scale_grad = True
@@ -78,8 +77,7 @@ class TritonBackend:
         return self.machine.parts(block.tile(i, height, j, width) for i, j in corners)
 
     def gradient_panels(self, block: Block) -> Iterator[tuple[Block, Tensor]]:
-        """Panels, each with memory for its score gradients; what the caller has stored there is then added to the
-        feature gradients."""
+        """Panels with memory for score gradients; what the caller stores there joins the feature gradients."""
         features, store = block.rows.features, None
         t = self.machine.tiles(features.device, features.dtype)
         for panel in self.panels(block, self.machine.panel_bytes // features.itemsize):
@@ -126,8 +124,7 @@ class TritonSoftmax(TritonBackend):
             self.objective.add_positives(positives, self.objective.directions(block), block, diagonal)
 
     def backward(self, block: Block) -> None:
-        """Add UNIT * G V to the rows' gradient, UNIT * G' U to the columns', and sum_ij G_ij <u_i, v_j> to the
-        scale's."""
+        """Add UNIT * G V to the rows' gradient, UNIT * G' U to the columns', sum_ij G_ij <u_i, v_j> to the scale's."""
         t = self.machine.tiles(block.rows.features.device, block.rows.features.dtype)
         for panel, store in self.gradient_panels(block):
             products = store.new_empty(programs(panel, t.rows, t.cols), dtype=torch.float32)
@@ -143,8 +140,7 @@ class TritonSigmoid(TritonBackend):
     sums_pairs = True
 
     def forward(self, block: Block) -> None:
-        """Subtract the sum over pairs of softplus(-z_ij (x_ij + bias)), z = 1 at positives, else -1, from the target of
-        row 0."""
+        """Subtract sum_ij softplus(-z_ij (x_ij + bias)), z = 1 at positives, else -1, from the target of row 0."""
         self.backward(block)
 
     def backward(self, block: Block) -> None:

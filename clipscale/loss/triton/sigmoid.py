@@ -27,8 +27,7 @@ from clipscale.loss.triton.tiles import (
 
 @triton.jit
 def log1p(x):
-    """log(1 + x) for x in [0, 1], to 2e-7 relative. log of a rounded 1 + x is wrong by any factor where x is tiny, as
-    SigLIP's terms are.
+    """log(1 + x) for x in [0, 1], to 2e-7 relative. log of a rounded 1 + x is wrong by any factor for SigLIP's tiny x.
 
     x times a polynomial: the interpolant of log(1 + x) / x at ten Chebyshev nodes.
     """
@@ -49,8 +48,7 @@ def sigmoid_kernel(
     u, v, scale, row_keys, col_keys, n, m, depth, stride_u, stride_v, positive, panel, stride_panel, bias, sums,
     TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """panel (N and M rounded up to whole tiles) = UNIT * G of one tile, zero past the end; G is sigmoid(l), -sigmoid(l)
-    at positives.
+    """panel (whole tiles) = UNIT * G of one tile, zero past the end; G is sigmoid(l), -sigmoid(l) at positives.
 
     sums (3, programs) = the tile's sum of softplus(l), of UNIT * G, and of UNIT * G_ij <u_i, v_j>.
     """

@@ -84,8 +84,7 @@ def lse_kernel(
 
 @triton.jit(do_not_specialize=["size", "lines"])
 def merge_kernel(parts, scale, lse, size, lines, BLOCK: tl.constexpr):
-    """lse (size,) float64, in nats: joined with what lse_kernel has left in `parts` (2, lines, size), line by line in
-    order.
+    """lse (size,) float64, in nats: joined in order with each line of lse_kernel's `parts` (2, lines, size).
 
     float64, since float32 would round a value near 100 by 4e-6, and with it every probability of that row.
     """

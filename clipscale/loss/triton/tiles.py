@@ -60,8 +60,7 @@ def tile_dots(
 
 @triton.jit
 def where_counted(x, other, rows, cols, n, m, row_keys, col_keys, positive):
-    """x (BM, BN) of the pairs that count. `other` past the end, and where keys agree but for the positive, column
-    positive + i of row i."""
+    """x (BM, BN) of pairs that count; `other` past the end, and where keys agree but for row i's positive + i."""
     if (tl.max(rows, axis=0) >= n) | (tl.max(cols, axis=0) >= m):
         x = tl.where((rows < n)[:, None] & (cols < m)[None, :], x, other)
     if row_keys is not None:
@@ -111,8 +110,7 @@ def has_positives(first_row, first_col, positive, HEIGHT: tl.constexpr, WIDTH: t
 
 @triton.jit
 def store_part(panel, x, first_row, first_col, stride_panel, TMA: tl.constexpr):
-    """Store a quarter of a tile; the panel has whole tiles. With TMA `panel` is a tensor descriptor with such blocks,
-    else a pointer."""
+    """Store a quarter of a tile; the panel has whole tiles. With TMA `panel` is a tensor descriptor, else a pointer."""
     if TMA:
         panel.store([first_row, first_col], x.to(panel.dtype))
     else:
