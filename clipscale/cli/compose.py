@@ -26,6 +26,7 @@ from clipscale.config.parse import misnamed, typed
 from clipscale.config.presets import conf_dir, group_options
 from clipscale.config.secrets import from_environment
 from clipscale.config.setting import settings_of
+from clipscale.config.train import TrainConfig
 
 
 class Parser(ArgumentParser):
@@ -61,7 +62,7 @@ def overrides(name: str, words: Iterable[str], *, sweep: bool = False) -> tuple[
             raise UserError(f"{word}: give settings as KEY=VALUE")
         if key == "data" and "data.train" in declared and is_source(value):
             key = "data.train"
-        if key in declared and declared[key].is_text:
+        if key in declared and declared[key].kind in (str, list):
             value = quoted_values(value, sweep=sweep)
         given[f"{'++' * key.startswith(dictionaries)}{key}"] = value
     lengths = {"samples", "epochs"}
@@ -101,21 +102,21 @@ def settings(name: str, words: Sequence[str], config_dir: str | None = None) -> 
     return typed(verb.settings, tree)
 
 
-def sweep_combinations(words: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """The overrides with one value, and every combination of the others' values, in Hydra's order: the last varies
-    fastest. Raises UserError.
+def combinations(words: Sequence[str], config_dir: str | None) -> list[tuple[list[str], TrainConfig]]:
+    """Every combination of the values of a sweep, and its settings, in Hydra's order: the last varies fastest. Raises
+    UserError.
     """
     try:
-        parsed = OverridesParser.create().parse_overrides(list(words))
+        parsed = OverridesParser.create().parse_overrides(overrides("train", words, sweep=True)[1])
     except HydraException as error:
         raise explain(error, VERBS["train"]) from error
     fixed = [str(override.input_line) for override in parsed if not override.is_sweep_override()]
-    choices = [
+    varied = [
         [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
         for override in parsed
         if override.is_sweep_override()
     ]
-    return fixed, list(map(list, itertools.product(*choices)))
+    return [(list(c), settings("train", [*fixed, *c], config_dir)) for c in itertools.product(*varied)]
 
 
 def demo_path(part: str) -> str:

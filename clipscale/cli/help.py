@@ -9,7 +9,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.units import nearest, one_of
 from clipscale.config.parse import as_typed
 from clipscale.config.presets import about, default_choices, group_options
-from clipscale.config.setting import Setting, sections, settings_of, summary
+from clipscale.config.setting import Setting, nested, settings_of, summary
 
 WIDTH = 120
 """Most columns of a help text; longer lines are hard to read."""
@@ -36,11 +36,7 @@ def show_verbs(names: Iterable[str]) -> None:
     print("clipscale: contrastive image-text pretraining at any batch size\n")
     print("Usage: clipscale VERB [KEY=VALUE ...]\n")
     columns((name, summary(VERBS[name].settings)) for name in names)
-    show_examples(
-        "clipscale data demo                      # 20k captioned scenes, in under half a minute\n"
-        "clipscale train experiment=demo          # train on them\n"
-        "clipscale train model=vit-l14 batch=1M data.train='/data/laion/{00000..41455}.tar'"
-    )
+    show_examples(f"clipscale data demo\n{VERBS['train'].examples}")
     print("\n`clipscale VERB --help` describes a verb. CLIPSCALE_DEBUG=1 shows tracebacks.")
 
 
@@ -51,10 +47,10 @@ def show_verb(name: str) -> None:
     print("Usage:", *(word for word in (f"clipscale {name}", verb.words, "[KEY=VALUE ...]") if word), end="\n\n")
     declared = declared_settings(name)
     often = [setting for key in verb.often.split() for setting in declared if setting.name == key]
-    describe([*(setting for setting in declared if not setting.section), *often])
-    if described := sections(verb.settings):
+    describe([*(setting for setting in declared if "." not in setting.name), *often])
+    if sections := nested(verb.settings):
         print(f"\nSections: `clipscale {name} --help SECTION` lists their keys")
-        columns((f"{section}.", text) for section, text in described.items())
+        columns((f"{section}.", summary(declared)) for section, declared in sections.items())
     if choices := default_choices(name):
         print("\nGroups: named sets of values, from conf/ (* the default)")
         options = group_options()
@@ -66,13 +62,11 @@ def show_verb(name: str) -> None:
 
 def show_section(name: str, section: str) -> None:
     """All keys of a section, and the presets of the group of that name."""
-    described, choices = sections(VERBS[name].settings), default_choices(name)
-    known = list(dict.fromkeys([*described, *choices]))
-    if section not in known:
-        there = f"there are {', '.join(known)}" if known else "there are none"
-        raise UserError(f"{name} --help {section}: no such section{nearest(section, known)}; {there}")
-    print(f"{section}: {described.get(section, 'whole sets of settings')}")
-    describe([setting for setting in declared_settings(name) if setting.section == section])
+    sections, choices = nested(VERBS[name].settings), default_choices(name)
+    if section not in {**sections, **choices}:
+        raise UserError(f"{name} --help {section}: no such section{nearest(section, {**sections, **choices})}")
+    print(f"{section}: {summary(sections[section]) if section in sections else 'whole sets of settings'}")
+    describe([setting for setting in declared_settings(name) if setting.name.startswith(section + ".")])
     options = group_options()[section] if section in choices else []
     columns((f"{section}={option}", about(section, option)) for option in options)
 

@@ -30,7 +30,13 @@ def main(name: str, line: Namespace) -> int:
         raise UserError(f"{name} takes no -m; give one value for each setting")
     if local.under_torchrun():
         raise UserError("-m under torchrun would start the whole sweep in every rank; leave torchrun out")
-    configs = [check(config) for config in combinations(line)]
+    combinations = compose.combinations(line.words, line.config_dir)
+    configs = [config for _, config in combinations]
+    now = Path("runs") / f"{datetime.now():sweep-%Y%m%d-%H%M%S}"
+    folder = run_folder(configs[0].run) if configs[0].run else unused(now)
+    for words, config in combinations:
+        config.run = str(folder / folder_name(words))
+        check(config)
     results: list[dict[str, Any]] = []
     try:
         for number, config in enumerate(configs):
@@ -39,23 +45,11 @@ def main(name: str, line: Namespace) -> int:
             results.append({"name": run} | train(config))
     finally:
         if results:
-            plain_console().print(table(results, Path(configs[0].run).parent))
+            plain_console().print(table(results, folder))
     failed = sum("error" in result for result in results)
     if failed:
         say(f"error: {failed} of {len(results)} runs failed", error=True)
     return int(failed > 0)
-
-
-def combinations(line: Namespace) -> list[TrainConfig]:
-    """The settings of every run, each with a folder of its own inside `run=`. Raises UserError."""
-    _, words = compose.overrides("train", line.words, sweep=True)
-    fixed, varied = compose.sweep_combinations(words)
-    configs: list[TrainConfig] = [compose.settings("train", [*fixed, *c], line.config_dir) for c in varied]
-    now = Path("runs") / f"{datetime.now():sweep-%Y%m%d-%H%M%S}"
-    folder = run_folder(configs[0].run) if configs[0].run else unused(now)
-    for config, combination in zip(configs, varied):
-        config.run = str(folder / folder_name(combination))
-    return configs
 
 
 def folder_name(combination: Sequence[str]) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 
+from clipscale.common.errors import UserError
+
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
@@ -34,13 +36,13 @@ def parse_count(text: str) -> int:
 
 
 def parse_memory(key: str, text: str) -> int | None:
-    """The bytes that a setting allows: `none` -> 0, `8G` -> 2^33, `auto` -> None. Raises ValueError with its `key`."""
+    """The bytes that a setting allows: `none` -> 0, `8G` -> 2^33, `auto` -> None. Raises UserError with its `key`."""
     if text in ("none", "auto"):
         return 0 if text == "none" else None
     try:
         return parse_count(text)
     except ValueError:
-        raise ValueError(f"{key}={text}: give none, auto, or bytes such as 8G") from None
+        raise UserError(f"{key}={text}: give none, auto, or bytes such as 8G") from None
 
 
 def format_count(count: int) -> str:

@@ -13,7 +13,6 @@ from clipscale.common.units import nearest, one_of, parse_count
 from clipscale.config.setting import Setting, nested, settings_of
 
 T = TypeVar("T")
-TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 BOUNDS = {"least": (ge, "at least"), "above": (gt, "more than"), "below": (lt, "less than"), "most": (le, "at most")}
 
 
@@ -46,32 +45,24 @@ def accepted(setting: Setting, value: Any) -> Any:
         raise UserError(f"{key}={result}: choose {one_of(setting.choices)}{nearest(str(result), setting.choices)}")
     for name, bound in setting.bounds.items():
         holds, words = BOUNDS[name]
-        if not holds(result, bound):  # NaN is refused, too
-            raise UserError(f"{key}={result}: give {words} {bound}")
-    if setting.check:
-        try:
-            setting.check(key, result)
-        except ValueError as error:
-            raise UserError(error) from error
+        if not all(holds(number, bound) for number in (result if setting.kind is tuple else [result])):  # nor is NaN
+            raise UserError(f"{key}={as_typed(result)}: give {words} {bound}")
     return result
 
 
 def converted(setting: Setting, value: Any) -> Any:
     """A value as the setting's type: a count may be `1M`, a single value stand for a list. Raises UserError."""
-    key = setting.name
-    if setting.kind is tuple:
-        kinds = get_args(setting.required)
-        if not isinstance(value, list | tuple) or len(value) != len(kinds):
-            raise UserError(f"{key}={as_typed(value)}: give {len(kinds)} numbers, {key}=[...]")
-        return tuple(scalar(kind, f"{key}[{i}]", item) for i, (kind, item) in enumerate(zip(kinds, value)))
+    key, kinds = setting.name, get_args(setting.required)
     if setting.kind is dict:
         if not isinstance(value, dict):
             raise UserError(f"{key}: give names and values, {key}.NAME=VALUE")
         return dict(value)
+    if setting.kind is tuple:
+        if not isinstance(value, list | tuple) or len(value) != len(kinds):
+            raise UserError(f"{key}={as_typed(value)}: give {len(kinds)} numbers, {key}=[...]")
+        return tuple(scalar(kind, key, item) for kind, item in zip(kinds, value))
     if setting.kind is list and value is not None:
-        (kind,) = get_args(setting.required)
-        items = value if isinstance(value, list | tuple) else [value]
-        return [scalar(kind, f"{key}[{i}]", item) for i, item in enumerate(items)]
+        return [scalar(kinds[0], key, item) for item in (value if isinstance(value, list | tuple) else [value])]
     return scalar(setting.kind, key, value)
 
 
@@ -79,13 +70,13 @@ def scalar(kind: type, key: str, value: Any) -> Any:
     """A value as bool, int, float or str. Raises UserError."""
     if kind is str and isinstance(value, bool | int | float | str):
         return str(value)
-    if kind is bool and str(value).lower() in TRUTH:
-        return TRUTH[str(value).lower()]
-    if kind is int and isinstance(value, str):
-        try:
+    if kind is bool and isinstance(value, bool):
+        return value
+    try:
+        if kind is int and isinstance(value, str):
             return parse_count(value)
-        except ValueError as error:
-            raise UserError(f"{key}={value}: {error}") from error
+    except ValueError as error:
+        raise UserError(f"{key}={value}: {error}") from error
     if kind in (int, float) and not isinstance(value, bool):
         with suppress(ValueError, TypeError):
             number = float(value)
@@ -101,9 +92,7 @@ def misnamed(key: str, names: Iterable[str]) -> str:
     if inside := [name for name in names if name.startswith(key + ".")]:
         more = ", ..." * (len(inside) > 3)
         return f"{key} is a section of settings; give one of its keys: {', '.join(inside[:3])}{more}"
-    sections = {name.rpartition(".")[0] for name in names}
-    single = [name for name in names if key.startswith(name + ".") and name not in sections]
-    return f"unknown key '{key}'{nearest(single[0] if single else key, names)}"
+    return f"unknown key '{key}'{nearest(key, names)}"
 
 
 def as_typed(value: object) -> str:

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from clipscale.common.units import parse_memory
 from clipscale.config.setting import setting
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -102,7 +101,6 @@ class CacheConfig:
     keep: str = setting(
         "none",
         "GPU memory for graphs kept from the first pass, which skip the second: `none`, bytes (`20G`) or `auto` (all).",
-        check=parse_memory,
     )
     negatives: str = setting(
         "batch",

@@ -1,22 +1,20 @@
 """How a setting is declared: a dataclass field with its help and what it accepts. Lists all settings of a dataclass."""
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
 from types import NoneType
 from typing import Any, get_args, get_origin
 
 
-def setting(
-    default: Any, help: str, *, choices: Collection[str] | None = None, check: Any = None, **bounds: float
-) -> Any:
+def setting(default: Any, help: str, *, choices: Collection[str] | None = None, **bounds: float) -> Any:
     """A dataclass field: its default, one or two sentences of help, and what it accepts.
 
-    choices: the texts that it accepts. check: called with name and value, raises ValueError. bounds of a number:
-    `least` and `most`, which it may be, `above` and `below`, which it may not.
+    choices: the texts that it accepts. bounds of a number, or of each of several: `least` and `most`, which it may be,
+    `above` and `below`, which it may not.
     """
-    metadata = {"help": help, "choices": choices and tuple(choices), "check": check, "bounds": bounds}
+    metadata = {"help": help, "choices": choices and tuple(choices), "bounds": bounds}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -33,18 +31,7 @@ class Setting:
     default: Any
     help: str
     choices: tuple[str, ...] | None = None
-    check: Callable[[str, str], object] | None = None
     bounds: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def is_text(self) -> bool:
-        """Whether it is a free text, such as a path, or a list of them."""
-        return self.required == list[str] or (self.kind is str and not self.choices)
-
-    @property
-    def section(self) -> str:
-        """The first part of the name if there are several, else empty."""
-        return self.name.partition(".")[0] if "." in self.name else ""
 
     @property
     def optional(self) -> bool:
@@ -54,7 +41,7 @@ class Setting:
     @property
     def required(self) -> Any:
         """The type without `| None`."""
-        return next(kind for kind in get_args(self.type) if kind is not NoneType) if self.optional else self.type
+        return get_args(self.type)[0] if self.optional else self.type
 
     @property
     def kind(self) -> type:
@@ -80,14 +67,7 @@ def settings_of(declared: type, prefix: str = "", values: Any = None) -> tuple[S
 
 def nested(declared: type) -> dict[str, type]:
     """Section -> its dataclass."""
-    return {
-        part.name: part.type for part in fields(declared) if isinstance(part.type, type) and is_dataclass(part.type)
-    }
-
-
-def sections(declared: type) -> dict[str, str]:
-    """Section -> the first paragraph of its docstring."""
-    return {name: summary(section) for name, section in nested(declared).items()}
+    return {part.name: part.type for part in fields(declared) if is_dataclass(part.type)}  # type: ignore[misc]
 
 
 def summary(declared: type) -> str:

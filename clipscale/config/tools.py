@@ -6,7 +6,7 @@ from pathlib import Path
 
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import Hardware, hardware
-from clipscale.common.units import run_folder
+from clipscale.common.units import parse_memory, run_folder
 from clipscale.config.checks import existing_run, shared
 from clipscale.config.data import DataConfig
 from clipscale.config.sections import (
@@ -213,5 +213,6 @@ def target_gpu(config: PlanConfig) -> Hardware | None:
     if not config.hardware:
         raise UserError("hardware is not set; give the GPU, hardware=a100-80g, or run=NAME to compare with a run")
     gpu = None if config.hardware == "cpu" else hardware(config.hardware)
+    parse_memory("cache.keep", config.cache.keep)
     shared(config.batch, config.gpus * config.nodes, f"gpus={config.gpus} x nodes={config.nodes}")
     return gpu

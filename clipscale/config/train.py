@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from clipscale.common.errors import UserError
-from clipscale.common.units import format_count, run_folder, unused
+from clipscale.common.units import format_count, parse_memory, run_folder, unused
 from clipscale.config import sections
 from clipscale.config.checks import shared
 from clipscale.config.data import DataConfig
@@ -68,13 +68,13 @@ def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
         raise UserError(
             "log.noise_scale: FSDP2 keeps no gradient of a chunk to look at; leave it 0, or use launch.parallel=ddp"
         )
-    augment = config.data.augment
+    parse_memory("cache.keep", config.cache.keep)
     for name in ("scale", "ratio"):
-        low, high = getattr(augment, name)
-        if not 0 < low <= high:
-            raise UserError(f"data.augment.{name}=[{low:g},{high:g}]: give 0 < low <= high")
-    if augment.scale[1] > 1 or min(augment.jitter) < 0 or augment.jitter[3] > 0.5:
-        raise UserError("data.augment: scale is at most 1, strengths of jitter at least 0, that of the hue at most 0.5")
+        low, high = getattr(config.data.augment, name)
+        if low > high:
+            raise UserError(f"data.augment.{name}=[{low:g},{high:g}]: give the lower end first")
+    if config.data.augment.jitter[3] > 0.5:
+        raise UserError(f"data.augment.jitter: the hue's strength {config.data.augment.jitter[3]:g} is more than 0.5")
     procs = config.launch.procs
     shared(config.batch, procs or 1, f"launch.procs={procs} processes")
     if config.run:

@@ -12,7 +12,7 @@ import pytest
 from clipscale.cli.main import main
 from clipscale.cli.verbs import VERBS
 from clipscale.config.presets import group_options
-from clipscale.config.setting import sections, settings_of
+from clipscale.config.setting import nested, settings_of
 from tests.conftest import TINY, Command
 from tests.eval.sets import classification_set
 
@@ -51,8 +51,8 @@ def test_help_lists_every_declared_key(cli: Cli, verb: str) -> None:
     status, out, _ = cli(*verb.split(), "--help")
     assert status == 0
     assert f"Usage: clipscale {verb}" in out and VERBS[verb].examples.splitlines()[0] in out
-    if sections(settings):
-        out += cli(*verb.split(), *sections(settings), "--help")[1]
+    if nested(settings):
+        out += cli(*verb.split(), *nested(settings), "--help")[1]
     assert max(map(len, out.splitlines())) <= 130
     missing = [key.name for key in settings_of(settings) if f"\n  {key.name} " not in out]
     assert not missing, missing
