@@ -4,7 +4,6 @@ from clipscale.checkpoint.folder import (
     found,
     locate,
     make_folder,
-    newest_step,
     path_of,
     remove_empty_run,
     remove_temporary,
@@ -13,10 +12,9 @@ from clipscale.checkpoint.folder import (
 )
 from clipscale.checkpoint.loading import Saved, load, read_values, verify
 from clipscale.checkpoint.resume import check_fits, to_resume
-from clipscale.checkpoint.saving import Saver, UnwritableError, save, save_diverged
+from clipscale.checkpoint.saving import Saver, UnwritableError, save
 
 __all__ = [
-    "Saved", "Saver", "UnwritableError", "check_fits", "found", "load", "locate", "make_folder", "newest_step",
-    "path_of", "read_values", "remove_empty_run", "remove_temporary", "save", "save_diverged", "set_aside", "step_of",
-    "to_resume", "verify",
+    "Saved", "Saver", "UnwritableError", "check_fits", "found", "load", "locate", "make_folder", "path_of",
+    "read_values", "remove_empty_run", "remove_temporary", "save", "set_aside", "step_of", "to_resume", "verify",
 ]  # fmt: skip

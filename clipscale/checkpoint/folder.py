@@ -54,12 +54,6 @@ def found(run: Path) -> list[Path]:
     return sorted((path for path in paths if re.fullmatch(r"step_\d+", path.name)), key=step_of)
 
 
-def newest_step(run: Path) -> int | None:
-    """The step of a run's newest checkpoint, by its name."""
-    checkpoints = found(run)
-    return step_of(checkpoints[-1]) if checkpoints else None
-
-
 def outdated(steps: Sequence[int], step: int, keep: int, keep_every: int) -> list[int]:
     """The steps up to `step` that go: all but the newest `keep` (0: all) and multiples of `keep_every`."""
     temporary = [s for s in steps if s <= step and not (keep_every and s % keep_every == 0)]

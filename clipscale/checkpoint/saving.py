@@ -186,9 +186,3 @@ def save(run: Path, step: int, state: dict[str, Any], *, keep: int, keep_every: 
     config = CheckpointConfig(keep=keep, keep_every=keep_every)
     Saver(run, World(0, 1, torch.device("cpu")), config).save(step, state, last=True)
     return folder.path_of(run, step)
-
-
-def save_diverged(run: Path, step: int, state: dict[str, Any]) -> None:
-    """Write what is needed to look into a divergence to RUN/diverged/."""
-    (run / "diverged").mkdir(exist_ok=True)
-    torch.save(state, run / "diverged" / f"step_{step:08d}.pt")

@@ -106,6 +106,10 @@ def test_a_kill_at_any_moment_of_a_save_or_load_loses_no_complete_checkpoint(tmp
     assert not list((tmp_path / "checkpoints").glob("*.damaged")), f"seed {SEED}: a half checkpoint was taken for whole"
 
 
+def newest_step(run: Path) -> int:
+    return max(map(checkpoint.step_of, checkpoint.found(run)), default=0)
+
+
 def losses(run: Path) -> list[float]:
     return [record["loss"] for record in read_metrics(run / "metrics.jsonl")]
 
@@ -121,15 +125,15 @@ def test_a_run_that_is_killed_again_and_again_has_the_undisturbed_curve(demo: Pa
     config = replace(config, cache=chunks, checkpoint=often)
     train(replace(config, samples=32, run=str(tmp_path / "first")))  # imports, tokenizer, counts of operations
     longest = 2 * until(lambda: len(losses(run)) >= 2, train, config)
-    saved = [checkpoint.newest_step(run) or 0]
+    saved = [newest_step(run)]
     for number in range(KILLS):
         child, begun = begin(train, config), time.monotonic()
-        while number % 2 and (checkpoint.newest_step(run) or 0) <= saved[-1]:
+        while number % 2 and newest_step(run) <= saved[-1]:
             time.sleep(0.005)
             assert time.monotonic() - begun < 300, f"seed {SEED}, kill {number}: no checkpoint within 300 s"
         time.sleep(numbers.uniform(0.001, longest / 4 if number % 2 else longest))
         kill(child)
-        newest = checkpoint.newest_step(run) or 0
+        newest = newest_step(run)
         assert newest >= saved[-1], f"seed {SEED}, kill {number}: {saved[-1]} steps were saved, now {newest}"
         saved.append(newest)
     assert not list((run / "checkpoints").glob("*.damaged")), f"seed {SEED}: a half checkpoint was taken for whole"
