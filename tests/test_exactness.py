@@ -15,18 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from clipscale.config.sections import ModelConfig
 from clipscale.data.loader.captions import SortedCaptions
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import World, gradient_norm
 from clipscale.loss.api import contrastive_loss
 from clipscale.loss.reference import dense_contrastive_loss
-from clipscale.models.towers import ClipModel, build_model
+from clipscale.models.towers import ClipModel
 from clipscale.step.grad_cache import GradCache
 from tests.support.ranks import run_ranks
+from tests.support.towers import PIXELS, TOKENS, small_model
 
 BATCH = 12
-PIXELS, TOKENS = 12, 20
 DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "ranks": (1, 2, 4),
     "parallel": ("none", "ddp", "fsdp"),
@@ -102,28 +101,13 @@ def test_any_two_values_meet() -> None:
 
 
 def model_of(case: Case) -> ClipModel:
-    """Small towers of open_clip's; the same weights everywhere."""
-    architecture = {
-        "embed_dim": 16,
-        "vision_cfg": {"image_size": PIXELS, "layers": 2, "width": 32, "head_width": 16, "patch_size": 3},
-        "text_cfg": {"context_length": TOKENS, "vocab_size": 50, "width": 32, "heads": 2, "layers": 2},
-    }
-    torch.manual_seed(0)
-    model = build_model(
-        ModelConfig(
-            name="small",
-            architecture=architecture,
-            patch_dropout=0.5 if case.noise == "patch dropout" else 0.0,
-            grad_checkpointing=case.checkpointing == "all",
-            lean=case.lean,
-            init_scale=5.0,
-            init_bias=-2.0 if case.loss == "sigmoid" else None,
-        )
+    model = small_model(
+        dropout=0.3 if case.noise == "dropout" else 0.0,
+        patch_dropout=0.5 if case.noise == "patch dropout" else 0.0,
+        grad_checkpointing=case.checkpointing == "all",
+        lean=case.lean,
+        init_bias=-2.0 if case.loss == "sigmoid" else None,
     )
-    if case.noise == "dropout":
-        for name in [name for name, _ in model.named_modules()]:
-            if name.endswith(("ls_1", "ls_2")):  # open_clip's places for a scale on each branch
-                model.get_submodule(name.rpartition(".")[0]).register_module(name.rpartition(".")[2], nn.Dropout(0.3))
     return model.to(getattr(torch, case.dtype))
 
 

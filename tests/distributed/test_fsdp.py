@@ -1,63 +1,131 @@
-"""What FSDP2 sends and holds within a step, by stage and type."""
+"""What a step under FSDP2 and DDP sends over ranks, and what FSDP2 holds within it, by stage and type."""
 
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed.measure import GATHER, SUM, measured, small_model
+from clipscale.distributed.fsdp import reshard, sharded
+from clipscale.distributed.world import World
+from clipscale.loss.api import contrastive_loss
+from clipscale.step.grad_cache import GradCache
+from tests.step.test_grad_cache import batch, models
 from tests.support.ranks import run_ranks
+from tests.support.towers import samples, small_model
 
+CPU = torch.device("cpu")
+GATHER, SUM = "all-gathers", "reduce-scatters"
 CHUNKS, LAYERS = 3, 2
 GROUPS = 2 * (LAYERS + 1)
 """Both towers' blocks, and what is outside of them."""
 CASES: list[dict[str, Any]] = [
     *({"stage": stage} for stage in (0, 1, 2, 3)),
-    {"stage": 1, "half": "bfloat16", "steps": 2},
-    {"stage": 3, "half": "bfloat16"},
+    {"stage": 1, "half": True, "steps": 2},
+    {"stage": 3, "half": True},
 ]
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the calls of FSDP2's collectives, and the bytes that this rank puts in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.bytes = {GATHER: 0, SUM: 0}, {GATHER: 0, SUM: 0}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = {"_allgather_base_": GATHER, "_reduce_scatter_base_": SUM}.get(func._schema.name.split("::")[1])
+        if name:
+            self.calls[name] += 1
+            self.bytes[name] += args[1].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def held(tower: nn.Module) -> tuple[int, int]:
+    """Bytes of whole weights and of their gradients. FSDP2 keeps the latter aside while a weight is in shards."""
+    weights = sum(p.nbytes for p in tower.parameters() if not isinstance(p, DTensor))
+    groups = [group for part in sharded(tower) for group in part._get_fsdp_state()._fsdp_param_groups]
+    whole = [getattr(param, "_unsharded_param", None) for group in groups for param in group.fsdp_params]
+    return weights, sum(p.grad.nbytes for p in whole if p is not None and p.grad is not None)
+
+
+def step(rank: int, ranks: int, stage: int, half: bool = False, steps: int = 1) -> dict[str, Any]:
+    """The last step of one rank, over chunks of two samples for each tower, with ShardedTower's `stage`.
+
+    Stage 0: FSDP2 as it is by itself, summing gradients with the last chunk alone.
+    """
+    model, world = small_model(LAYERS), World(rank, ranks, CPU)
+
+    def autocast() -> torch.autocast:
+        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=half)
+
+    inputs, both = samples(2 * CHUNKS, seed=1 + rank), (model.image, model.text)
+    with torch.no_grad(), autocast():  # one after the other, without FSDP2
+        alone = [torch.cat([tower(part) for part in x.split(2)]) for tower, x in zip(both, inputs)]
+    towers = [world.wrap(tower, "fsdp", stage or 3, torch.bfloat16 if half else torch.float32) for tower in both]
+    if not stage:
+        towers = [tower.module for tower in towers]
+    cache = GradCache(towers, lambda u, v: contrastive_loss(u, v, model.logit_scale.exp()), chunks=2, autocast=autocast)
+    now: list[tuple[int, int]] = []
+    cache.after_chunk = lambda tower, rows: now.append(held(towers[tower]))
+    for _ in range(steps):
+        model.zero_grad()
+        now.clear()
+        counted = Collectives()
+        with counted:
+            features = cache.encode(*inputs)
+        cache.backward(cache.loss(*features))
+        with counted:
+            cache.replay()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert not any(held(tower)[0] for tower in towers), "no weights are whole between steps"
+    reshard(model)
+    return {
+        **counted.calls,
+        "bytes": counted.bytes[GATHER],
+        "held": tuple(map(max, zip(*now))),
+        "same features": all(torch.equal(*pair) for pair in zip(features, alone)),
+        "gradients": {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()},
+    }
+
+
+def measured(rank: int, ranks: int) -> list[dict[str, Any]]:
+    return [step(rank, ranks, **case) for case in CASES]
 
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
     """The first rank's results of all cases."""
-    return run_ranks(measured, 2, [{**case, "chunks": CHUNKS, "layers": LAYERS} for case in CASES])[0]
-
-
-def of(found: list[dict[str, Any]], **case: Any) -> dict[str, Any]:
-    return found[CASES.index(case)]
+    return run_ranks(measured, 2)[0]
 
 
 def test_weights_are_gathered_once_in_a_step_and_gradients_summed_once(found: list[dict[str, Any]]) -> None:
-    """Stage 0 is FSDP2 by itself: it gathers three times for each chunk."""
-    before = of(found, stage=0)
+    """FSDP2 by itself gathers three times for each chunk. docs/step.md has the formulas' numbers of larger towers."""
+    before, first, second, third, *_ = found
     assert (before[GATHER], before[SUM]) == (3 * 2 * LAYERS * CHUNKS + 2 * CHUNKS, GROUPS)
-    for stage, sums in ((1, GROUPS), (2, CHUNKS * GROUPS)):
-        now = of(found, stage=stage)
-        assert (now[GATHER], now[SUM]) == (GROUPS, sums), f"stage {stage}"
-        assert now[f"{GATHER} bytes"] < before[f"{GATHER} bytes"] / (2 * CHUNKS)
-    assert of(found, stage=3)[GATHER] == before[GATHER]
+    for now, sums in ((first, GROUPS), (second, CHUNKS * GROUPS)):
+        assert (now[GATHER], now[SUM]) == (GROUPS, sums)
+        assert now["bytes"] < before["bytes"] / (2 * CHUNKS)
+    assert third[GATHER] == before[GATHER]
 
 
 def test_each_stage_holds_what_it_says(found: list[dict[str, Any]]) -> None:
     model = small_model(LAYERS)
     largest = max(sum(p.nbytes for p in tower.parameters()) for tower in (model.image, model.text))
-    held = {
-        stage: (of(found, stage=stage)["whole weights"], of(found, stage=stage)["whole gradients"])
-        for stage in (0, 1, 2, 3)
-    }
-    assert held == {0: (0, largest), 1: (largest, largest), 2: (largest, 0), 3: (0, 0)}
+    assert [case["held"] for case in found[:4]] == [(0, largest), (largest, largest), (largest, 0), (0, 0)]
 
 
 def test_bf16_weights_are_gathered_in_bf16_with_the_features_and_gradients_of_autocast(
     found: list[dict[str, Any]],
 ) -> None:
     """Bit-equal features, since autocast rounds the same weights; gradients to the rounding of bf16."""
-    first, third = of(found, stage=1, half="bfloat16", steps=2), of(found, stage=3, half="bfloat16")
-    for stage, now in ((1, first), (3, third)):
+    _, single, _, whole, first, third = found
+    for plain, now in ((single, first), (whole, third)):
         assert now["same features"]
-        assert now[f"{GATHER} bytes"] < 0.6 * of(found, stage=stage)[f"{GATHER} bytes"]
+        assert now["bytes"] < 0.6 * plain["bytes"]
         assert all(g.dtype == torch.float32 for g in now["gradients"].values())
     assert worst(third["gradients"], first["gradients"]) < 1e-5
 
@@ -65,3 +133,34 @@ def test_bf16_weights_are_gathered_in_bf16_with_the_features_and_gradients_of_au
 def worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     assert found.keys() == wanted.keys()
     return max(((found[name] - g).norm() / g.norm()).item() for name, g in wanted.items())
+
+
+REDUCED = {(parallel, keep): [2 + 2 * (keep > 0), 2, 2] for parallel in ("ddp", "fsdp") for keep in (0, 3000)}
+"""Of a wrapper and the bytes for kept graphs, in three steps: one reduction for each tower, and one when its graphs are
+measured."""
+
+
+def reductions(rank: int, ranks: int) -> tuple[list[list[int]], int]:
+    """How often each of three steps reduces something over ranks; and the graphs kept where other ranks' are larger."""
+    world, counts = World(rank, ranks, CPU), []
+    for parallel, keep in REDUCED:
+        m = models()
+        towers = [world.wrap(m[name], parallel, 1) for name in ("image", "text")]
+        cache = GradCache(towers, m["head"], chunks=[2, 5], keep_bytes=keep)
+        steps = []
+        for _ in range(3):
+            with CommDebugMode() as communication:
+                cache.step(*batch(6))
+            steps.append(sum(n for op, n in communication.get_comm_counts().items() if "reduce" in str(op)))
+        counts.append(steps)
+    weight = torch.ones(4, 10 * (1 + rank), requires_grad=True)  # (2, 10 or 20) float32 a chunk are saved
+    uneven = GradCache([lambda x: (x @ weight).exp()], Tensor.sum, chunks=2, keep_bytes=1000)
+    for _ in range(2):
+        uneven.step(torch.zeros(20, 4))
+    return counts, uneven.towers[0].graphs.count
+
+
+def test_gradients_are_reduced_once_for_each_tower_and_ranks_keep_the_same_graphs() -> None:
+    (counts, kept), (others, kept_there) = run_ranks(reductions, 2)
+    assert counts == others == [*REDUCED.values()]
+    assert 0 < kept == kept_there < 10, "as many as fit on the rank whose graphs are largest"

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from clipscale.common.rng import RandomState
 from clipscale.step.grad_cache import GradCache
 
 
@@ -89,51 +88,32 @@ def test_gradient_is_that_of_one_graph(
     n: int, chunks: list[int], keep: float, dropout: float, dtype: torch.dtype, tolerance: float
 ) -> None:
     inputs = batch(n, dtype)
-    wanted = models(dropout, dtype)
+    wanted, found = models(dropout, dtype), models(dropout, dtype)
     torch.manual_seed(5)
     value = one_graph([wanted["image"], wanted["text"]], wanted["head"], inputs, chunks)
-    after_wanted = torch.rand(3)
-
-    found = models(dropout, dtype)
-    torch.manual_seed(5)
-    cached = GradCache([found["image"], found["text"]], found["head"], chunks=chunks, keep_bytes=keep).step(*inputs)
-    after_found = torch.rand(3)
-
-    assert torch.allclose(cached, value, rtol=tolerance)
-    if n > 1:  # a single pair has loss 0 and no gradient to compare with
-        assert_same(gradients(found), gradients(wanted), tolerance)
-    assert torch.equal(after_found, after_wanted), "the replay must leave the random state where the first pass left it"
+    after = torch.rand(3)
+    cache = GradCache([found["image"], found["text"]], found["head"], chunks=chunks, keep_bytes=keep)
+    for _ in range(2 if keep == 4000 else 1):  # first it measures graphs, then it keeps some
+        found.zero_grad()
+        torch.manual_seed(5)
+        cached = cache.step(*inputs)
+        assert torch.equal(torch.rand(3), after), "the replay must leave the random state where the first pass left it"
+        assert torch.allclose(cached, value, rtol=tolerance)
+        if n > 1:  # a single pair has loss 0 and no gradient to compare with
+            assert_same(gradients(found), gradients(wanted), tolerance)
 
 
 @settings(max_examples=30)
 @given(n=st.integers(2, 24), image_chunk=st.integers(1, 26), text_chunk=st.integers(1, 26), keep=st.floats(0, 20_000))
 def test_any_chunk_sizes_give_the_same_gradient(n: int, image_chunk: int, text_chunk: int, keep: float) -> None:
+    """And two steps, the second perhaps with kept graphs, give twice the gradient."""
     wanted, found = models(), models()
-    one_graph([wanted["image"], wanted["text"]], wanted["head"], batch(n), [n, n])
-    GradCache([found["image"], found["text"]], found["head"], chunks=[image_chunk, text_chunk], keep_bytes=keep).step(
-        *batch(n)
-    )
+    one_graph([wanted["image"], wanted["text"]], lambda u, v: 2 * wanted["head"](u, v), batch(n), [n, n])
+    chunks = [image_chunk, text_chunk]
+    cache = GradCache([found["image"], found["text"]], found["head"], chunks=chunks, keep_bytes=keep)
+    for _ in range(2):
+        cache.step(*batch(n))
     assert_same(gradients(found), gradients(wanted), 1e-10)
-
-
-def test_without_replayed_random_numbers_the_gradient_would_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted, found = models(0.4), models(0.4)
-    torch.manual_seed(5)
-    one_graph([wanted["image"], wanted["text"]], wanted["head"], batch(12), [4, 4])
-    monkeypatch.setattr(RandomState, "restore", lambda self: None)
-    torch.manual_seed(5)
-    GradCache([found["image"], found["text"]], found["head"], chunks=4).step(*batch(12))
-    with pytest.raises(AssertionError, match="relative error"):
-        assert_same(gradients(found), gradients(wanted), 1e-3)
-
-
-def test_gradients_add_up_over_steps() -> None:
-    once, twice = models(), models()
-    GradCache([once["image"], once["text"]], once["head"], chunks=4).step(*batch(10))
-    cache = GradCache([twice["image"], twice["text"]], twice["head"], chunks=4)
-    cache.step(*batch(10))
-    cache.step(*batch(10))
-    assert_same(gradients(twice), {k: 2 * g for k, g in gradients(once).items()}, 1e-10)
 
 
 class Nested(nn.Module):
@@ -209,13 +189,6 @@ def test_a_frozen_encoder_runs_once_and_gets_no_gradient() -> None:
     assert_same(gradients(found), gradients(wanted), 1e-10)
 
 
-def test_buffers_are_updated_once() -> None:
-    m = models()
-    m["image"].net[1] = nn.BatchNorm1d(12).double()
-    GradCache([m["image"], m["text"]], m["head"], chunks=12).step(*batch(12))
-    assert m["image"].net[1].num_batches_tracked == 1
-
-
 def test_scaled_gradients_are_the_scale_times_the_gradients() -> None:
     plain, scaled = models(dtype=torch.float32), models(dtype=torch.float32)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -236,48 +209,43 @@ def test_autocast_does_not_lose_gradients_between_the_passes() -> None:
     def autocast() -> Any:
         return torch.autocast("cpu", dtype=torch.bfloat16)
 
+    def loss(m: nn.ModuleDict) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda u, v: m["head"](u.float(), v.float())
+
     with autocast():
         features = [
-            torch.cat([m(rows) for rows in x.split(4)])
-            for m, x in zip([wanted["image"], wanted["text"]], inputs, strict=True)
+            torch.cat([wanted[side](rows) for rows in x.split(4)]) for side, x in zip(("image", "text"), inputs)
         ]
-    wanted["head"](*(f.float() for f in features)).backward()
-    GradCache(
-        [found["image"], found["text"]], lambda u, v: found["head"](u.float(), v.float()), chunks=4, autocast=autocast
-    ).step(*inputs)
+    loss(wanted)(*features).backward()
+    GradCache([found["image"], found["text"]], loss(found), chunks=4, autocast=autocast).step(*inputs)
     assert_same(gradients(found), gradients(wanted), 2e-2)
 
 
-@pytest.mark.parametrize(
-    ("make", "inputs", "message"),
-    [
-        (lambda m: GradCache([m["image"], m["text"]], m["head"], chunks=0), (8, 8), "one size of at least 1"),
-        (lambda m: GradCache([m["image"], m["text"]], m["head"], chunks=[4]), (8, 8), "one for each of 2 encoders"),
-        (
-            lambda m: GradCache([m["image"], m["text"]], lambda u, v: u.sum(), chunks=4),
-            (8, 8),
-            "does not use the representations of encoder 1",
-        ),
-        (
-            lambda m: GradCache([lambda x: x[:1] * 2.0, m["text"]], m["head"], chunks=4),
-            (8, 8),
-            "returned 1 rows for 4 samples",
-        ),
-        (lambda m: GradCache([m["image"], m["text"]], m["head"], chunks=4), (0, 0), "empty batch"),
-    ],
-)
-def test_mistakes_are_named(make: Callable[[nn.ModuleDict], GradCache], inputs: tuple[int, int], message: str) -> None:
-    x, y = batch(8)
+MISTAKES: dict[str, dict[str, Any]] = {
+    "one size of at least 1": {"chunks": 0},
+    "one for each of 2 encoders": {"chunks": [4]},
+    "does not use the representations of encoder 1": {"loss": lambda u, v: u.sum()},
+    "returned 1 rows for 4 samples": {"image": lambda x: x[:1] * 2.0},
+    "empty batch": {"n": 0},
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_mistakes_are_named(message: str) -> None:
+    given = {**models(), "loss": lambda u, v: (u @ v.T).sum(), "chunks": 4, "n": 8} | MISTAKES[message]
     with pytest.raises(ValueError, match=message):
-        make(models()).step(x[: inputs[0]], y[: inputs[1]])
+        cache = GradCache([given["image"], given["text"]], given["loss"], chunks=given["chunks"])
+        cache.step(*(x[: given["n"]] for x in batch(8)))
 
 
-def test_batch_norm_over_several_chunks_is_refused() -> None:
+def test_batch_norm_sees_the_batch_at_once_and_counts_it_once() -> None:
     m = models()
-    m["image"].net[1] = nn.BatchNorm1d(12).double()
+    norm = m["image"].net[1] = nn.BatchNorm1d(12).double()
     with pytest.raises(ValueError, match=r"net\.1 is batch normalisation"):
         GradCache([m["image"], m["text"]], m["head"], chunks=4).step(*batch(12))
-    m["image"].net[1].eval()
+    GradCache([m["image"], m["text"]], m["head"], chunks=12).step(*batch(12))
+    assert norm.num_batches_tracked == 1
+    norm.eval()
     GradCache([m["image"], m["text"]], m["head"], chunks=4).step(*batch(12))
 
 

@@ -1,6 +1,4 @@
-"""Kept graphs: as many chunks as fit skip their second pass, on all ranks the same, and the gradient stays that of one
-graph.
-"""
+"""Kept graphs: as many chunks as fit skip their second pass. The gradient stays: test_grad_cache.py, test_exactness.py."""
 
 import math
 import weakref
@@ -9,40 +7,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from clipscale.common.phases import Phases
-from clipscale.config.sections import ModelConfig
 from clipscale.distributed.world import World
 from clipscale.loss.api import contrastive_loss
-from clipscale.loss.reference import dense_contrastive_loss
-from clipscale.models.towers import ClipModel, build_model
+from clipscale.models.towers import ClipModel
 from clipscale.step import kept_graphs
 from clipscale.step.grad_cache import GradCache
 from clipscale.step.kept_graphs import KeepBudget, KeptGraphs, graph_bytes
-from tests.support.ranks import run_ranks
+from tests.support.towers import samples, small_model
 
 N, CHUNK = 12, 2
-
-
-def towers(dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> ClipModel:
-    architecture = {
-        "embed_dim": 16,
-        "vision_cfg": {"image_size": 12, "layers": 2, "width": 32, "head_width": 16, "patch_size": 3},
-        "text_cfg": {"context_length": 20, "vocab_size": 50, "width": 32, "heads": 2, "layers": 2},
-    }
-    torch.manual_seed(0)
-    config = ModelConfig(name="small", architecture=architecture, patch_dropout=dropout, init_scale=5.0)
-    model = build_model(config).to(dtype)
-    for block in (*model.image.encoder.transformer.resblocks, *model.text.encoder.transformer.resblocks):
-        block.ls_1 = block.ls_2 = nn.Dropout(dropout)
-    return model
-
-
-def inputs() -> tuple[Tensor, Tensor]:
-    g = torch.Generator().manual_seed(1)
-    pixels = torch.randint(0, 256, (N, 3, 12, 12), dtype=torch.uint8, generator=g)
-    return pixels, torch.randint(1, 50, (N, 20), generator=g)
 
 
 def cached(model: ClipModel, keep: float = 0, chunk: int = CHUNK, **more: Any) -> GradCache:
@@ -53,7 +28,7 @@ def cached(model: ClipModel, keep: float = 0, chunk: int = CHUNK, **more: Any) -
 def graphs_of(model: ClipModel) -> list[int]:
     """Bytes of a graph of each tower."""
     sizes = []
-    for tower, rows in zip((model.image, model.text), inputs()):
+    for tower, rows in zip((model.image, model.text), samples(N)):
         with graph_bytes() as size:
             tower(rows[:CHUNK])
         sizes.append(size())
@@ -72,10 +47,10 @@ def test_as_many_graphs_are_kept_as_fit(budget: float, count: int) -> None:
 
 def test_the_first_step_at_a_batch_size_measures_a_full_chunk_and_keeps_none() -> None:
     """Also where the last chunk is a remainder, and the first one sets aside what stays."""
-    model = towers()
+    model = small_model()
     size = graphs_of(model)[0]
     cache = cached(model, 2.5 * size)
-    pixels, tokens = inputs()
+    pixels, tokens = samples(N)
     cache.step(pixels[:11], tokens[:11])
     assert [tower.graphs.count for tower in cache.towers] == [0, 0]
     assert cache.towers[0].graphs.bytes_each == size
@@ -88,85 +63,27 @@ def test_the_first_step_at_a_batch_size_measures_a_full_chunk_and_keeps_none() -
 
 
 def test_kept_chunks_have_no_second_pass() -> None:
-    model, calls = towers(), []
+    model, calls = small_model(), []
     image, text = graphs_of(model)
     model.image.register_forward_hook(lambda *_: calls.append("image"))
     model.text.register_forward_hook(lambda *_: calls.append("text"))
     for keep, wanted in ((0, (12, 12)), (4.5 * image, (8, 12)), (6 * image + 3.5 * text, (6, 9)), (math.inf, (6, 6))):
         cache = cached(model, keep)
-        cache.step(*inputs())
+        cache.step(*samples(N))
         calls.clear()
-        cache.step(*inputs())
+        cache.step(*samples(N))
         assert (calls.count("image"), calls.count("text")) == wanted
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.4])
-def test_the_gradient_is_that_of_one_graph(dropout: float) -> None:
-    """Whatever is kept. Dropout draws the same numbers again."""
-    wanted, found = towers(dropout), towers(dropout)
-    torch.manual_seed(5)
-    features = [
-        torch.cat([tower(rows) for rows in x.split(CHUNK)]) for tower, x in zip((wanted.image, wanted.text), inputs())
-    ]
-    dense_contrastive_loss(*features, wanted.logit_scale.exp()).backward()
-    after = torch.rand(3)
-    cache, size = cached(found), sum(graphs_of(found))
-    for keep in (0.3, 1.0, 4.0, 9.0, math.inf):
-        found.zero_grad()
-        cache.keep_bytes = keep * size
-        torch.manual_seed(5)
-        cache.step(*inputs())
-        assert torch.equal(torch.rand(3), after), "the next step's random numbers"
-        for (name, p), q in zip(found.named_parameters(), wanted.parameters(), strict=True):
-            assert (p.grad - q.grad).norm() <= 1e-12 * q.grad.norm().clamp_min(1e-30), f"{name} with {keep} graphs"
-    assert [tower.graphs.count for tower in cache.towers] == [N // CHUNK] * 2
 
 
 def test_in_bf16_kept_graphs_give_the_replayed_gradient_bit_for_bit() -> None:
     """One backward pass each: one for all would sum them otherwise."""
     gradients = []
     for keep in (0, math.inf):
-        model = towers(0.4, torch.float32)
+        model = small_model(dropout=0.4, patch_dropout=0.4)
         torch.manual_seed(5)
-        cached(model, keep, autocast=lambda: torch.autocast("cpu", dtype=torch.bfloat16)).step(*inputs())
+        cached(model, keep, autocast=lambda: torch.autocast("cpu", dtype=torch.bfloat16)).step(*samples(N))
         gradients.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-
-
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_ranks_keep_the_same_graphs_and_sum_every_gradient_once(parallel: str) -> None:
-    """In all steps, DDP's second among them, in which it rebuilds its buckets."""
-    for counts in run_ranks(_on_ranks, 2, parallel, timeout_s=60):
-        assert counts == [[0, 0], [2, 0], [3, 1], [3, 3]]
-
-
-def _on_ranks(rank: int, ranks: int, parallel: str) -> list[list[int]]:
-    world = World(rank, ranks, torch.device("cpu"))
-    half = [rows[rank * N // 2 : (rank + 1) * N // 2] for rows in inputs()]
-
-    def wrapped() -> tuple[ClipModel, GradCache]:
-        model = towers()
-        model.logit_scale.requires_grad_(False)
-        cache = cached(model)
-        for tower in cache.towers:
-            tower.encoder = world.wrap(tower.encoder, parallel)
-        return model, cache
-
-    def gradients(model: ClipModel, cache: GradCache) -> list[Tensor]:
-        model.zero_grad()
-        cache.step(*half)
-        found = [p.grad for p in model.parameters() if p.grad is not None]
-        return [g.full_tensor() if isinstance(g, DTensor) else g.clone() for g in found]
-
-    wanted, counts = gradients(*wrapped()), []
-    model, cache = wrapped()
-    image, text = graphs_of(towers())
-    for keep in (1.0, 2.5 * image, 3 * image + 1.5 * text, math.inf):
-        cache.keep_bytes = keep
-        for g, w in zip(gradients(model, cache), wanted, strict=True):
-            assert (g - w).norm() <= 1e-12 * w.norm().clamp_min(1e-30), f"{keep} bytes"
-        counts.append([tower.graphs.count for tower in cache.towers])
-    return counts
 
 
 def test_a_graph_that_is_measured_is_gone_at_once() -> None:
