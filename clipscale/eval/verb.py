@@ -3,6 +3,7 @@
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -13,8 +14,7 @@ from clipscale.config.secrets import restored
 from clipscale.config.sections import EvalConfig, SinkConfig
 from clipscale.config.tools import EvalRunConfig, check_eval
 from clipscale.distributed.world import join, leave
-from clipscale.eval.results import Results
-from clipscale.eval.run import check, evaluate
+from clipscale.eval.run import Results, check, evaluate
 from clipscale.eval.suites import chosen_sets, suite_table
 from clipscale.launch import local
 from clipscale.models.towers import load_any
@@ -53,8 +53,11 @@ def work(config: EvalRunConfig) -> Results:
             for path in paths:
                 load = partial(load_any, run, path, config.eval.weights, config.model, world.on_main)
                 model, settings, step = world.on_all(load)
-                about = {"model": settings.name, "source": config.model.weights}
-                about = {"precision": config.precision.name} | ({"checkpoint": Path(path).name} if run else about)
+                about: dict[str, Any] = {"precision": config.precision.name}
+                if run:
+                    about["checkpoint"] = Path(path).name
+                else:
+                    about |= {"model": settings.name, "source": config.model.weights}
                 results = evaluate(
                     model.to(world.device),
                     config.eval,

@@ -1,13 +1,16 @@
-"""A model with its set, exact search in the set's features, and the pictures in its shards.
+"""What `clipscale embed` has written, exact search in it with its model, and the pictures of its shards.
 
 D: feature width, n: rows of a tile.
 """
 
 import io
+import json
 import threading
-from collections.abc import Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,19 +19,21 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
+from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.config.checks import existing_run
 from clipscale.config.data import DataConfig
 from clipscale.config.sections import ModelConfig
 from clipscale.config.tools import ExploreConfig
 from clipscale.data.decode import IMAGE_TYPES, broken_pictures, image_bytes, open_picture
+from clipscale.data.features import NOTE
 from clipscale.data.sample import BrokenSampleError, limits
 from clipscale.data.shards.addresses import is_local
 from clipscale.data.shards.counts import scan_counts
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from clipscale.distributed.world import join
-from clipscale.explore.embedded import EmbeddedSet
+from clipscale.embed.run import SHARDS, array_path
 from clipscale.models.towers import load_any
 from clipscale.step.precision import Precision
 
@@ -54,6 +59,43 @@ def nearest(parts: Iterable[np.ndarray], query_D: Tensor, count: int) -> list[tu
             scores, rows = scores[best], rows[best]
         first += len(part)
     return [(row, score) for row, score in zip(rows.tolist(), scores.tolist()) if score > -torch.inf]
+
+
+class EmbeddedSet:
+    """The folder of `clipscale embed format=npy`. Raises UserError for another folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with files.reported("data", folder / SHARDS, "give a folder of `clipscale embed`"):
+            self.note: dict[str, Any] = json.loads((folder / NOTE).read_text())["features"]
+            shards = json.loads((folder / SHARDS).read_text())
+        if any(name.endswith(".tar") for name in shards):
+            raise UserError(f"data={folder}: it holds shards; embed with format=npy")
+        self.sources: dict[str, str] = {Path(name).stem: entry["source"] for name, entry in shards.items()}
+        """The shard that has the pictures of each part."""
+        self.paths = [folder / name for name in shards]
+        self.starts = []  # of each part, where the line of each row begins
+        for path in self.paths:
+            with path.open("rb") as lines:
+                self.starts.append(np.cumsum([0, *map(len, lines)])[:-1])
+        self.firsts = np.cumsum([0, *map(len, self.starts)]).tolist()
+
+    def __len__(self) -> int:
+        return int(self.firsts[-1])
+
+    def features(self, kind: str) -> Iterator[np.ndarray]:
+        """Of each part, (rows, D), mapped; none if the set was embedded without them."""
+        if kind in self.note["kinds"]:
+            yield from (np.load(array_path(path, kind), mmap_mode="r") for path in self.paths)
+
+    def sample(self, number: int) -> dict[str, Any]:
+        """The row of that number, counted through all parts, as the page names and shows it."""
+        place = bisect_right(self.firsts, number) - 1
+        path, row = self.paths[place], number - self.firsts[place]
+        with path.open("rb") as file:
+            file.seek(self.starts[place][row])
+            entry = json.loads(file.readline())
+        return {"part": path.stem, "row": row, "key": entry["key"], "caption": entry.get("caption", "")}
 
 
 class SearchModel:

@@ -9,8 +9,7 @@ from clipscale.common.terminal import say
 from clipscale.common.units import run_folder
 from clipscale.config.sections import ModelConfig
 from clipscale.config.tools import ExploreConfig, check_explore
-from clipscale.explore.embedded import EmbeddedSet
-from clipscale.explore.search import Pictures, SearchModel
+from clipscale.explore.search import EmbeddedSet, Pictures, SearchModel
 
 
 def main(config: ExploreConfig) -> None:

@@ -57,9 +57,9 @@ class Flops:
 
     def per_sample(self, widths: Mapping[int, int] | None = None) -> float:
         """FLOPs; `widths`: a batch's captions by the tokens at which they are computed; None: the whole context."""
-        captions = dict[int | None, int](widths or {}) or {None: 1}
-        text = sum(count * forward_flops(self.config, width)[1] for width, count in captions.items())
-        return self.image + text / sum(captions.values()) * (1 if self.config.freeze_text else 3)
+        captions = list(widths.items()) if widths else [(None, 1)]
+        text = sum(count * forward_flops(self.config, width)[1] for width, count in captions)
+        return self.image + text / sum(count for _, count in captions) * (1 if self.config.freeze_text else 3)
 
     def utilisation(self, samples_per_s: float, widths: Mapping[int, int] | None = None) -> float | None:
         """MFU: samples_per_s (per device) x FLOPs per sample / peak. None where the device's peak is not known."""

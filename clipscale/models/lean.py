@@ -36,7 +36,7 @@ def make_lean(encoder: nn.Module) -> bool:
         suits, kind = encoder.cls_emb is None and not encoder.use_pad_mask, LeanText
     else:
         return False
-    blocks = encoder.transformer.resblocks
+    blocks: Any = encoder.transformer.resblocks  # type: ignore[union-attr]
     plain = all(type(block) is ResidualAttentionBlock and not hasattr(block, "ln_1_kv") for block in blocks)
     if encoder.output_tokens or not suits or not plain:
         return False

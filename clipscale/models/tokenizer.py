@@ -25,13 +25,12 @@ class Tokenizer:
         self.inner, self.length = inner, length
 
     def __call__(self, texts: list[str]) -> Tensor:
-        return self.inner([cut(text, CHARS_PER_TOKEN * self.length) for text in texts], self.length)
+        return self.inner([self.cut(text) for text in texts], self.length)
 
-
-def cut(text: str, most: int) -> str:
-    """At most `most` characters of a text, without lone surrogates, which json can hold."""
-    text = text.encode("utf-8", "replace").decode()
-    return text if len(text) <= most else " ".join(text.split())[:most]  # tokenizers see runs of spaces as one
+    def cut(self, text: str) -> str:
+        """Runs of spaces are one to tokenizers. JSON can hold lone surrogates."""
+        most, text = CHARS_PER_TOKEN * self.length, text.encode("utf-8", "replace").decode()
+        return text if len(text) <= most else " ".join(text.split())[:most]
 
 
 def tokenizer_of(name: str, text: dict[str, Any]) -> Tokenizer:

@@ -14,8 +14,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.sections import EvalConfig
 from clipscale.distributed.world import World
 from clipscale.eval.encode import Encoder, join, spans
-from clipscale.eval.results import save_results
-from clipscale.eval.run import evaluate
+from clipscale.eval.run import evaluate, save_results
 from clipscale.eval.sets.load import load_set
 from clipscale.models.towers import build_model
 from clipscale.train import train

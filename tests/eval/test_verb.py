@@ -108,7 +108,7 @@ def test_any_weights_are_evaluated_without_a_run(
 
 
 def test_mistakes_are_named(tmp_path: Path, sets: list[str]) -> None:
-    with pytest.raises(UserError, match="eval needs run="):
+    with pytest.raises(UserError, match="run is not set; give run="):
         main(EvalRunConfig())
     with pytest.raises(UserError, match=r"eval\.sets is empty"):
         main(EvalRunConfig(run=str(tmp_path)))
