@@ -17,8 +17,7 @@ from clipscale.common.errors import StoppedError, UserError
 from clipscale.common.phases import Phases, Readback
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import say
-from clipscale.config.checks import shared
-from clipscale.config.train import TrainConfig, changes_since, to_yaml
+from clipscale.config.train import TrainConfig, changes_since, shared, to_yaml
 from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.loader.ramp import BatchSizes
 from clipscale.data.loader.stream import merge_positions

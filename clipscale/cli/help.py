@@ -56,8 +56,7 @@ def show_verb(name: str) -> None:
         options = group_options()
         columns((f"{g}=", ", ".join(o + "*" * (o == choices[g]) for o in options[g])) for g in choices)
     show_examples(verb.examples)
-    notes = [COUNTS] * any(setting.kind is int for setting in declared) + [verb.notes] * bool(verb.notes)
-    print("\n" * bool(notes) + "\n".join(notes))
+    print(f"\n{COUNTS}\n{verb.notes}".rstrip())
 
 
 def show_section(name: str, section: str) -> None:

@@ -20,6 +20,9 @@ from clipscale.config.train import TrainConfig, check
 from clipscale.launch import local
 from clipscale.report.table import TextTable, plain_console
 
+MAIN = {"top1", "image_to_text_r1", "text_to_image_r1"}
+"""The metrics that the table shows."""
+
 
 def main(name: str, line: Namespace) -> int:
     """Run the sweep; the exit status is 1 if any run failed.
@@ -72,24 +75,20 @@ def train(config: TrainConfig) -> dict[str, Any]:
 
 def table(results: Sequence[dict[str, Any]], folder: Path) -> TextTable:
     """One row per run: steps, last loss, the main metrics of every evaluation set, and the error if it failed."""
-    figures = list(dict.fromkeys(name for result in results for name in headline(result)))
+    scores = [
+        {f"{name} {m}": 100 * metrics[m] for name, metrics in result.get("eval", {}).items() for m in MAIN & {*metrics}}
+        for result in results
+    ]
+    names = sorted(set().union(*scores))
     rows = [
         (
             result["name"],
             str(result.get("step", "")),
             f"{result['loss']:.4f}" if "loss" in result else "",
-            *(f"{100 * headline(result)[name]:.1f}" if name in headline(result) else "" for name in figures),
+            *(f"{score[name]:.1f}" if name in score else "" for name in names),
             result.get("error", "done"),
         )
-        for result in results
+        for result, score in zip(results, scores)
     ]
-    heads = ("run", "steps", "loss", *figures, "outcome")
+    heads = ("run", "steps", "loss", *names, "outcome")
     return TextTable(heads, [rows], f"{folder}: {len(results)} runs", left=("outcome",))
-
-
-def headline(result: dict[str, Any]) -> dict[str, float]:
-    """`SET METRIC` -> value, for the metrics that are usually compared."""
-    wanted = ("top1", "image_to_text_r1", "text_to_image_r1")
-    return {
-        f"{name} {m}": metrics[m] for name, metrics in result.get("eval", {}).items() for m in wanted if m in metrics
-    }

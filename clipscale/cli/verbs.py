@@ -7,7 +7,7 @@ from typing import Any
 from clipscale.common.errors import UserError
 from clipscale.common.units import nearest
 from clipscale.config import tools
-from clipscale.config.checks import existing_run
+from clipscale.config.tools import existing_run
 from clipscale.config.train import TrainConfig
 from clipscale.launch import local
 
@@ -54,9 +54,7 @@ torchrun --nproc-per-node 8 -m clipscale train run=b32 batch=64k data.train=... 
         """\
 clipscale eval run=demo
 clipscale eval run=b32 'eval.sets=[/data/imagenet1k,/data/mscoco_captions]' precision=bf16
-clipscale eval run=b32 eval.suite=infcl-table3 eval.root=/data/eval
 clipscale eval run=b32 checkpoint=all log=tensorboard                         # curves over all checkpoints
-clipscale eval model=vit-b32 model.weights=laion2b_s34b_b79k 'eval.sets=[/data/imagenet1k]'
 clipscale eval model.weights=/models/clip-vit-base-patch32 'eval.sets=[/data/imagenet1k]'""",
         often="model.weights eval.sets eval.root",
         check=tools.check_eval,
@@ -66,7 +64,6 @@ clipscale eval model.weights=/models/clip-vit-base-patch32 'eval.sets=[/data/ima
         "clipscale.embed.run:main",
         """\
 clipscale embed run=b32 data='/data/laion/*.tar' out=/data/b32
-clipscale embed run=b32 data=/data/pairs.parquet out=/data/b32 launch.procs=8
 clipscale embed model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/pairs.csv out=/data/b32 features=image""",
         often="model.weights data.train launch.procs",
         notes="data=SHARDS is short for data.train=SHARDS.",

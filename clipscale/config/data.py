@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 
 from clipscale.config.setting import setting
 
-DECODE = ("exact", "fast")
 FEATURES = "npy"
 """The member that `data.image_features=true` stands for."""
 
@@ -92,7 +91,7 @@ class DataConfig:
     decode: str = setting(
         "exact",
         "`exact`: the pixels of open_clip's transform; `fast`: large JPEGs are decoded at 1/2, 1/4 or 1/8.",
-        choices=DECODE,
+        choices=("exact", "fast"),
     )
     max_pixels: int = setting(89_478_485, "Most pixels of an image; others are broken (`huge_image`).", least=1)
     max_bytes: int = setting(67_108_864, "Most encoded bytes of an image; a caption has 1 MiB (`too_large`).", least=1)

@@ -168,9 +168,8 @@ class ModelConfig:
     )
     weights: str | None = setting(
         None,
-        "Weights to start from: one of open_clip's tags for `name`, hf-hub:ORG/NAME, a run, a folder of open_clip or "
-        "Hugging Face "
-        "(CLIP, SigLIP), or a file. Only a tag and hf-hub: use the network.",
+        "Weights to start from: one of open_clip's tags for `name`, hf-hub:ORG/NAME (only these use the network), a "
+        "run, a folder of open_clip or Hugging Face (CLIP, SigLIP), or a file.",
     )
     image: TowerConfig = field(default_factory=TowerConfig)
     text: TowerConfig = field(default_factory=TowerConfig)

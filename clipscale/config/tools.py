@@ -7,38 +7,23 @@ from pathlib import Path
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import Hardware, hardware
 from clipscale.common.units import parse_memory, run_folder
-from clipscale.config.checks import existing_run, shared
+from clipscale.config import sections
 from clipscale.config.data import DataConfig
-from clipscale.config.sections import (
-    DEVICE_HELP,
-    DEVICES,
-    WEIGHTS,
-    WEIGHTS_HELP,
-    EvalConfig,
-    LaunchConfig,
-    ModelConfig,
-    PrecisionConfig,
-    SinkConfig,
-)
 from clipscale.config.setting import setting
-from clipscale.config.train import TrainConfig
-
-RUN_HELP = "NAME of the run's folder under runs/, or its path."
-PROCESSES_HELP = "Processes; null: one per core."
+from clipscale.config.train import TrainConfig, shared
 
 
 @dataclass
 class ReportSettings:
     """`clipscale report`: a page and a figure of a run."""
 
-    run: str = setting("", RUN_HELP)
+    run: str = setting("", "NAME of the run's folder under runs/, or its path.")
 
 
 @dataclass
-class RunModel:
+class RunModel(ReportSettings):
     """The model of a run."""
 
-    run: str = setting("", RUN_HELP)
     checkpoint: str = setting("latest", "`latest`, a step's number, a checkpoint's path, or (eval) `all`: every one.")
 
 
@@ -46,31 +31,27 @@ class RunModel:
 class AnyModel(RunModel):
     """The model of a run, or of any `model.weights`."""
 
-    device: str = setting("auto", DEVICE_HELP, choices=DEVICES)
-    model: ModelConfig = field(default_factory=lambda: ModelConfig(name=""))
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    device: str = setting("auto", sections.DEVICE_HELP, choices=sections.DEVICES)
+    model: sections.ModelConfig = field(default_factory=lambda: sections.ModelConfig(name=""))
+    precision: sections.PrecisionConfig = field(default_factory=sections.PrecisionConfig)
 
 
 @dataclass
 class EvalRunConfig(AnyModel):
-    """`clipscale eval`: zero-shot and retrieval results of a run, or of any `model.weights`, as a table and in
-    RUN/eval/step_N.json.
-    """
+    """`clipscale eval`: zero-shot and retrieval results of a run (also in RUN/eval/), or of any `model.weights`."""
 
     out: str | None = setting(None, "Folder for the results of `model.weights`; null: runs/eval-NAME, after them.")
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    log: SinkConfig = field(default_factory=SinkConfig)
-    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    eval: sections.EvalConfig = field(default_factory=sections.EvalConfig)
+    log: sections.SinkConfig = field(default_factory=sections.SinkConfig)
+    launch: sections.LaunchConfig = field(default_factory=sections.LaunchConfig)
 
 
 @dataclass
 class ExportSettings(RunModel):
-    """`clipscale export`: a run's weights as a folder for open_clip (`local-dir:FOLDER`) or transformers, with a model
-    card.
-    """
+    """`clipscale export`: a run's weights as a folder for open_clip (`local-dir:FOLDER`) or transformers."""
 
     to: str = setting("open_clip", "`open_clip`, or `hf`: transformers' CLIP or SigLIP.", choices=("open_clip", "hf"))
-    weights: str = setting("trained", WEIGHTS_HELP, choices=WEIGHTS)
+    weights: str = setting("trained", sections.WEIGHTS_HELP, choices=sections.WEIGHTS)
     out: str | None = setting(None, "Folder to write; null: RUN/export, or RUN/export-hf.")
     dtype: str = setting(
         "float32", "Dtype of the matrices; all else stays float32.", choices=("float32", "bfloat16", "float16")
@@ -96,7 +77,7 @@ class DemoSettings:
 class IndexSettings:
     """`clipscale data index SHARD...`: write an index of counts, offsets and sizes beside the shards."""
 
-    workers: int | None = setting(None, PROCESSES_HELP)
+    workers: int | None = setting(None, "Processes; null: one per core.")
     force: bool = setting(False, "Also read unchanged shards again.")
 
 
@@ -109,7 +90,7 @@ class StatsSettings:
 class CheckSettings:
     """`clipscale data check SHARD...`: read and decode everything, and print what is broken."""
 
-    workers: int | None = setting(None, PROCESSES_HELP)
+    workers: int | None = setting(None, "Processes; null: one per core.")
     data: DataConfig = field(default_factory=DataConfig)
 
 
@@ -118,11 +99,9 @@ IMAGE, TEXT = "image", "text"
 
 @dataclass
 class EmbedConfig(AnyModel):
-    """`clipscale embed`: features of the pictures and texts in `data.train`, with their keys, by a run or any
-    `model.weights`.
-    """
+    """`clipscale embed`: features of the pictures and texts in `data.train`, by a run or any `model.weights`."""
 
-    weights: str = setting("trained", WEIGHTS_HELP, choices=WEIGHTS)
+    weights: str = setting("trained", sections.WEIGHTS_HELP, choices=sections.WEIGHTS)
     out: str = setting("", "Folder to write; complete files in it are kept.")
     format: str = setting(
         "npy",
@@ -138,7 +117,7 @@ class EmbedConfig(AnyModel):
     )
     batch: int = setting(256, "Pictures or texts encoded at once.", least=1)
     data: DataConfig = field(default_factory=DataConfig)
-    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    launch: sections.LaunchConfig = field(default_factory=sections.LaunchConfig)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -148,11 +127,9 @@ class EmbedConfig(AnyModel):
 
 @dataclass
 class ExploreConfig(AnyModel):
-    """`clipscale explore`: a local page that searches what `clipscale embed` has written, with one model, or two side
-    by side.
-    """
+    """`clipscale explore`: a local page that searches what `embed` has written, with one model or two."""
 
-    weights: str = setting("trained", WEIGHTS_HELP, choices=WEIGHTS)
+    weights: str = setting("trained", sections.WEIGHTS_HELP, choices=sections.WEIGHTS)
     against: str = setting("", "A second model, to compare: a run, or any value of `model.weights`. Empty: none.")
     port: int = setting(8765, "Port of the page; 0: a free one.", least=0, most=65535)
     data: DataConfig = field(default_factory=DataConfig)
@@ -160,9 +137,7 @@ class ExploreConfig(AnyModel):
 
 @dataclass
 class PlanConfig(TrainConfig):
-    """`clipscale plan`: predict memory and time of a run from the settings of `train`; with `run`, compare with its
-    measurements.
-    """
+    """`clipscale plan`: predict memory and time of a run from the settings of `train`; or compare with `run`."""
 
     hardware: str = setting("", "The GPU: a100-80g, h100-80g, ... (a wrong name lists all); or `cpu`.")
     gpus: int = setting(1, "GPUs per node; one process each.", least=1)
@@ -170,6 +145,19 @@ class PlanConfig(TrainConfig):
     host_memory: int | None = setting(None, "Host memory of a node in bytes (`1024G`); null: not compared.")
     utilisation: float = setting(0.4, "Assumed share of the GPU's peak FLOP/s, for the time.", above=0, most=1)
     json: bool = setting(False, "Print one JSON object instead of tables.")
+
+
+def existing_run(run: str) -> Path:
+    """The folder of a run. Raises UserError if none is given, or there is none, or if it is a sweep."""
+    if not run:
+        raise UserError("run is not set; give run=NAME or run=PATH")
+    folder = run_folder(run)
+    if not folder.is_dir():
+        raise UserError(f"run={run}: there is no folder {folder}")
+    runs = sorted(path.parent for path in folder.glob("*/config.yaml"))
+    if runs and not (folder / "config.yaml").exists():
+        raise UserError(f"run={run}: a sweep of {len(runs)} runs; give one of them, as in run={runs[0]}")
+    return folder
 
 
 def model_run(config: AnyModel) -> Path | None:

@@ -12,7 +12,6 @@ import yaml
 from clipscale.common.errors import UserError
 from clipscale.common.units import format_count, parse_memory, run_folder, unused
 from clipscale.config import sections
-from clipscale.config.checks import shared
 from clipscale.config.data import DataConfig
 from clipscale.config.secrets import hidden
 from clipscale.config.setting import flat, setting
@@ -51,6 +50,12 @@ class TrainConfig:
     log: sections.LogConfig = field(default_factory=sections.LogConfig)
     checkpoint: sections.CheckpointConfig = field(default_factory=sections.CheckpointConfig)
     launch: sections.LaunchConfig = field(default_factory=sections.LaunchConfig)
+
+
+def shared(batch: int, count: int, among: str, remedy: str = "") -> None:
+    """Raise UserError for a batch that `count` processes cannot share evenly; the message calls them `among`."""
+    if batch % count:
+        raise UserError(f"batch={batch} cannot be shared evenly by {among}; choose a multiple of {count}{remedy}")
 
 
 def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:

@@ -21,10 +21,9 @@ from torch import Tensor, nn
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.config.checks import existing_run
 from clipscale.config.data import DataConfig
 from clipscale.config.sections import ModelConfig
-from clipscale.config.tools import ExploreConfig
+from clipscale.config.tools import ExploreConfig, existing_run
 from clipscale.data.decode import IMAGE_TYPES, broken_pictures, image_bytes, open_picture
 from clipscale.data.features import NOTE
 from clipscale.data.sample import BrokenSampleError, limits

@@ -10,9 +10,8 @@ import yaml
 from clipscale import __version__
 from clipscale.common import files
 from clipscale.common.terminal import say
-from clipscale.config.checks import existing_run
 from clipscale.config.sections import ModelConfig
-from clipscale.config.tools import ExportSettings
+from clipscale.config.tools import ExportSettings, existing_run
 from clipscale.export import hugging_face, open_clip
 from clipscale.models.towers import ClipModel, load_model
 from clipscale.report.evaluations import read_evaluations

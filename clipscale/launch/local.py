@@ -10,8 +10,6 @@ import os
 import signal
 import tempfile
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -19,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 from clipscale.common import terminal
 from clipscale.common.errors import LOST, StoppedError, UserError
 from clipscale.common.hardware import cores
-from clipscale.config.checks import shared
 from clipscale.config.tools import EmbedConfig, EvalRunConfig
-from clipscale.config.train import TrainConfig, check, warnings
+from clipscale.config.train import TrainConfig, check, shared, warnings
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -56,14 +53,13 @@ def main_rank() -> bool:
 
 def check_train(config: TrainConfig) -> None:
     """The checks of a run that need no torch, local shards among them. Raises UserError, prints warnings."""
+    if under_torchrun() and not config.run:
+        raise UserError("run is not set; under torchrun all ranks need the same name, run=NAME")
+    check(config)
     if not under_torchrun():  # there all ranks find missing shards together
         from clipscale.data.shards import listing
 
-        listing.check_local(check(config).data)
-    elif not config.run:
-        raise UserError("run is not set; under torchrun all ranks need the same name, run=NAME")
-    else:
-        check(config)
+        listing.check_local(config.data)
     for warning in warnings(config) if main_rank() else ():
         terminal.say(f"warning: {warning}", error=True)
 
@@ -124,7 +120,8 @@ def start(config: Launched, main: str, count: int) -> dict[str, Any]:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # the exceptions below say it once
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // count)))
-    with tempfile.TemporaryDirectory(prefix="clipscale-") as folder, _same_handlers():
+    handlers = {number: signal.getsignal(number) for number in HANDLED}  # torch sets its own
+    with tempfile.TemporaryDirectory(prefix="clipscale-") as folder:
         elastic = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -146,6 +143,9 @@ def start(config: Launched, main: str, count: int) -> dict[str, Any]:
             number = signal.SIGTERM if error.sigval == signal.SIGUSR1 else error.sigval  # as in a worker
             remedy = f"; go on with run={config.run} resume=auto" if main == TRAIN else ""
             raise StoppedError(f"stopped by {number.name}{remedy}", number) from None
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
 
 def worker(config: Launched, main: str) -> dict[str, Any]:
@@ -184,14 +184,3 @@ def first_failure(error: "ChildFailedError", folder: Path) -> UserError | Worker
 def _follows(message: dict[str, Any]) -> bool:
     """Whether a rank failed because it has lost another one."""
     return any(sign in message["message"] for sign in LOST)
-
-
-@contextmanager
-def _same_handlers() -> Iterator[None]:
-    """Restores our signal handlers afterwards: torch's launcher sets its own."""
-    handlers = {number: signal.getsignal(number) for number in HANDLED}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)

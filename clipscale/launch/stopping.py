@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from clipscale.distributed.world import Later, World
@@ -14,13 +15,11 @@ launcher forwards it.
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1)
 
 
+@dataclass
 class SignalError(Exception):
-    """All ranks leave their work at the same place, because of a signal to one of them."""
+    """All ranks leave their work at the same place, because of the signal `number` to one of them."""
 
-    def __init__(self, number: int) -> None:
-        """`number`: of the signal."""
-        super().__init__(number)
-        self.number = number
+    number: int
 
 
 class Stop:

@@ -16,10 +16,9 @@ from clipscale.common.errors import UserError
 from clipscale.common.hardware import hardware_of
 from clipscale.common.terminal import say
 from clipscale.common.units import format_bytes
-from clipscale.config.checks import existing_run
 from clipscale.config.parse import typed
 from clipscale.config.secrets import restored
-from clipscale.config.tools import PlanConfig, target_gpu
+from clipscale.config.tools import PlanConfig, existing_run, target_gpu
 from clipscale.config.train import TrainConfig
 from clipscale.plan.dry_run import PHASES, TOWERS, dry_run
 from clipscale.plan.memory import IMAGE_BYTES, MIB, Chunks, MemoryModel, host_memory, keep_bytes

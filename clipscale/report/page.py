@@ -15,9 +15,8 @@ from PIL import Image, ImageDraw
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import printable, say
-from clipscale.config.checks import existing_run
 from clipscale.config.setting import flat
-from clipscale.config.tools import ReportSettings
+from clipscale.config.tools import ReportSettings, existing_run
 from clipscale.report.evaluations import read_evaluations, read_galleries
 from clipscale.report.metrics import read_metrics
 from clipscale.report.table import TextTable, result_tables

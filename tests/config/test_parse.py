@@ -11,11 +11,11 @@ import pytest
 
 from clipscale.cli.verbs import VERBS
 from clipscale.common.errors import UserError
-from clipscale.config.checks import existing_run, shared
 from clipscale.config.parse import typed
 from clipscale.config.presets import PACKAGE
 from clipscale.config.setting import Setting, nested, setting, settings_of, summary
-from clipscale.config.train import TrainConfig
+from clipscale.config.tools import existing_run
+from clipscale.config.train import TrainConfig, shared
 
 
 @pytest.mark.parametrize(
