@@ -3,13 +3,13 @@
 import json
 import math
 from collections.abc import Callable
-from dataclasses import fields, replace
-from functools import reduce
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
@@ -153,39 +153,29 @@ def remedies(config: PlanConfig, result: Result) -> list[Result]:
     """
     gpu_share, host_share = shares(result)
     exchange = "none" if config.loss.exchange == "none" else "auto"
-    for_gpu: list[Result] = [
-        {"loss.backend": "auto", "loss.exchange": exchange},
-        {"cache.chunk": str(result["limits"]["chunk"])},
-        {"cache.keep": "none"},
-        {"model.grad_checkpointing": True},
-        {"launch.parallel": "fsdp"},
-        {"offload": "host"},
+    for_gpu = [
+        ["loss.backend=auto", f"loss.exchange={exchange}"],
+        [f"cache.chunk={result['limits']['chunk']}"],
+        ["cache.keep=none"],
+        ["model.grad_checkpointing=true"],
+        ["launch.parallel=fsdp"],
+        ["offload=host"],
     ]
-    for_host: list[Result] = [{"data.buffers": 1}, {"offload": "encoded"}, {"offload": "disk"}]
+    for_host = [["data.buffers=1"], ["offload=encoded"], ["offload=disk"]]
 
-    def tried(settings: Result) -> tuple[float, Result]:
+    def tried(words: list[str]) -> tuple[float, list[str]]:
         """The larger share of the memory that the run takes with other settings; infinite where they are refused."""
+        values: Any = OmegaConf.to_container(OmegaConf.merge(asdict(config), OmegaConf.from_dotlist(words)))
         try:
-            return max(shares(predicted(reduce(with_setting, settings.items(), config), search=False))), settings
+            return max(shares(predicted(typed(PlanConfig, values), search=False))), words
         except UserError:
-            return math.inf, settings
+            return math.inf, words
 
-    settings = (for_gpu if gpu_share > 1 else []) + (for_host if host_share > 1 else [])
-    trials = sorted(map(tried, settings), key=lambda trial: trial[0])
+    trials = sorted(map(tried, (for_gpu if gpu_share > 1 else []) + (for_host if host_share > 1 else [])))
     if trials[0][0] > 1:
-        helpful = [settings for share, settings in trials if share < max(gpu_share, host_share)]
-        trials = [tried({name: value for settings in helpful[::-1] for name, value in settings.items()})]
-    return [
-        {"settings": [f"{name}={str(value).lower()}" for name, value in settings.items()], "share": share}
-        for share, settings in trials
-        if share <= 1
-    ]
-
-
-def with_setting(config: Any, setting: tuple[str, Any]) -> Any:
-    """The settings with another value of a dotted name."""
-    (section, _, rest), value = setting[0].partition("."), setting[1]
-    return replace(config, **{section: with_setting(getattr(config, section), (rest, value)) if rest else value})
+        helpful = [words for share, words in trials if share < max(gpu_share, host_share)]
+        trials = [tried([word for words in helpful[::-1] for word in words])]
+    return [{"settings": words, "share": share} for share, words in trials if share <= 1]
 
 
 def shares(result: Result) -> tuple[float, float]:

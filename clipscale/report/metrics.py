@@ -41,8 +41,7 @@ CONSOLE_FIELDS = {
 class MetricLog:
     """The log of one run, on rank 0: `metrics.jsonl`, `env.json` and `config.yaml` in its folder, console and sinks.
 
-    Raises UserError for a folder that cannot be written. Later, a full disk under `metrics.jsonl` prints a warning,
-    and its lines wait in memory.
+    A full disk under `metrics.jsonl` prints a warning, and its lines wait in memory.
     """
 
     def __init__(
@@ -61,13 +60,10 @@ class MetricLog:
         self.console = console or Console(highlight=False, soft_wrap=True, emoji=False)
         self._unprinted: Record | None = None
         self._unwritten = bytearray()
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            self._file = _open_from(run_dir / "metrics.jsonl", resume_step)
-            files.write_json(run_dir / "env.json", environment(world) | {"resume_step": resume_step})
-            files.write_text(run_dir / "config.yaml", resolved_config)
-        except OSError as error:
-            raise UserError(f"run={run_dir}: cannot write there ({error.strerror}); choose another folder") from error
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._file = _open_from(run_dir / "metrics.jsonl", resume_step)
+        files.write_json(run_dir / "env.json", environment(world) | {"resume_step": resume_step})
+        files.write_text(run_dir / "config.yaml", resolved_config)
         self._sinks = Sinks(run_dir, config, yaml.safe_load(resolved_config), self.message, resume_step)
 
     def step(self, record: Record) -> None:

@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
@@ -143,19 +140,6 @@ def test_a_run_without_a_whole_checkpoint_does_not_begin_again(tmp_path: Path) -
     for _ in range(2):  # a requeued job asks again
         with pytest.raises(UserError, match=r"step_00000002 is damaged .*; no other can be read"):
             checkpoint.to_resume(tmp_path, "auto", ALONE)
-
-
-@hypothesis_settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_every_flipped_bit_is_found(tmp_path: Path, data: st.DataObject) -> None:
-    path = checkpoint.save(tmp_path, 1, some_state(2.0), keep=0)
-    file = path / data.draw(st.sampled_from(FILES))
-    content = bytearray(file.read_bytes())
-    at = int(data.draw(st.floats(0, 1, exclude_max=True)) * len(content))
-    content[at] ^= 1 << data.draw(st.integers(0, 7))
-    file.write_bytes(content)
-    with pytest.raises(UserError, match="is damaged"):
-        checkpoint.load(path)
 
 
 def test_resume_reads_a_path_or_a_run_folder(tmp_path: Path) -> None:

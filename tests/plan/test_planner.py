@@ -70,16 +70,6 @@ def test_an_automatic_chunk_is_assumed() -> None:
     assert result["device"]["phases"]["loss"]["extra_bytes"] > 0 and result["time"]["step_s"] > 0
 
 
-@pytest.mark.slow
-def test_memory_grows_with_the_batch_by_its_features_alone() -> None:
-    small, large = (planned(f"model=tiny batch={batch} hardware=h100-80g cache.chunk=4k") for batch in ("32k", "1M"))
-    per_sample = 2 * 2 * 128 * 4  # features and their gradients
-    for phase in ("encode", "replay"):
-        grown = large["device"]["phases"][phase]["peak_bytes"] - small["device"]["phases"][phase]["peak_bytes"]
-        assert 0 < grown <= per_sample * (2**20 - 2**15), phase
-    assert large["device"]["phases"]["optim"] == small["device"]["phases"]["optim"]
-
-
 def test_a_run_is_compared_with_its_prediction(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
