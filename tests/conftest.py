@@ -95,7 +95,7 @@ def shared(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], No
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from clipscale.data.tools.demo import render_demo
 
-    return shared(tmp_path_factory, "demo", lambda folder: render_demo(folder, train_samples=640))
+    return shared(tmp_path_factory, "demo", lambda folder: render_demo(folder, 640))
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ CHECKOUT = PACKAGE.parent
 def test_an_image_reads_every_kind_of_storage(name: str) -> None:
     text = (CHECKOUT / "docker" / name).read_text()
     (extras,) = re.findall(r'pip install .* "\.\[(.*)\]"', text)
-    assert set(extras.split(",")) == {"s3", "gs", "parquet"}
+    assert set(extras.split(",")) == {"s3", "gs"}
 
 
 def test_the_gpu_image_has_what_nccl_loads_for_infiniband() -> None:

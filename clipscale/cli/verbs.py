@@ -91,24 +91,18 @@ clipscale plan run=b16                                                        # 
         check=tools.target_gpu,
     ),
     "data demo": Verb(
-        tools.DemoSettings, "clipscale.data.tools.demo:main", "clipscale data demo root=/tmp/demo samples=5000 seed=1"
+        tools.DemoSettings, "clipscale.data.tools.demo:main", "clipscale data demo root=/tmp/demo samples=5000"
     ),
     "data index": Verb(
         tools.IndexSettings,
-        "clipscale.data.tools.stats:make_index",
-        "clipscale data index '/data/laion/{00000..41455}.tar'\nclipscale data index @shards.txt workers=8",
+        "clipscale.data.tools.make_index:main",
+        "clipscale data index '/data/laion/{00000..41455}.tar'\nclipscale data index @shards.txt",
         words="SHARD...",
     ),
     "data check": Verb(
         tools.CheckSettings,
         "clipscale.data.tools.check:main",
         "clipscale data check '/data/laion/{00000..00099}.tar' 'data.captions=[json:caption]'",
-        words="SHARD...",
-    ),
-    "data stats": Verb(
-        tools.StatsSettings,
-        "clipscale.data.tools.stats:show_stats",
-        "clipscale data stats '/data/laion/*.tar'",
         words="SHARD...",
     ),
     "report": Verb(

@@ -10,22 +10,16 @@ FEATURES = "npy"
 
 @dataclass
 class AugmentConfig:
-    """Random resized crop, flip and colours of training images (torchvision's conventions)."""
+    """Random resized crop and flip of training images (torchvision's conventions)."""
 
     scale: tuple[float, float] = setting((0.9, 1.0), "Crop area as a share of the image.", above=0, most=1)
     ratio: tuple[float, float] = setting((0.75, 1.3333333), "Crop aspect ratio, width over height.", above=0)
     flip: float = setting(0.0, "Probability of a horizontal flip.", least=0, most=1)
-    jitter: tuple[float, float, float, float] = setting(
-        (0.0, 0.0, 0.0, 0.0),
-        "Strengths of changes of brightness, contrast, saturation, hue (this at most 0.5), made to 80 % of the images.",
-        least=0,
-    )
-    greyscale: float = setting(0.0, "Probability of a greyscale image.", least=0, most=1)
 
 
 @dataclass
 class TableConfig:
-    """Tables of image paths and captions (.csv, .tsv, .parquet) in `data.train`."""
+    """Tables of image paths and captions (.csv, .tsv) in `data.train`."""
 
     image: str | None = setting(
         None, "Column with the image's path; null: the first of `filepath`, `image`, `path` and such."
@@ -47,8 +41,6 @@ class FilterConfig:
     fields: list[str] = setting(
         [], "Conditions on the json member: `similarity>=0.3`, `LANGUAGE=en|de`, `status!=failed` (`filter_FIELD`)."
     )
-    keep_missing: bool = setting(False, "Keep samples that lack a field of `fields` (`filter_no_FIELD`).")
-    block_keys: list[str] = setting([], "Files of lines KEY or SHARD/KEY (`filter_blocked_key`).")
 
 
 @dataclass
@@ -84,7 +76,6 @@ class DataConfig:
     sort_captions: bool = setting(
         True, "Chunks hold captions of like length, little padded, where the tower allows it; false: the batch's order."
     )
-    templates: list[str] = setting([], "Texts with `{}` for the caption; one is drawn per sample.")
     table: TableConfig = field(default_factory=TableConfig)
     filter: FilterConfig = field(default_factory=FilterConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)

@@ -69,28 +69,17 @@ class DemoSettings:
 
     root: str | None = setting(None, "Folder to write; null: the user's cache folder.")
     samples: int = setting(20_000, "Training pairs to render.")
-    seed: int = setting(0, "Random seed; the same seed renders the same bytes.")
-    force: bool = setting(False, "Render again even if the same set exists.")
 
 
 @dataclass
 class IndexSettings:
-    """`clipscale data index SHARD...`: write an index of counts, offsets and sizes beside the shards."""
-
-    workers: int | None = setting(None, "Processes; null: one per core.")
-    force: bool = setting(False, "Also read unchanged shards again.")
-
-
-@dataclass
-class StatsSettings:
-    """`clipscale data stats SHARD...`: samples and bytes, from the index."""
+    """`clipscale data index SHARD...`: write an index of counts, offsets and sizes beside the shards; print counts."""
 
 
 @dataclass
 class CheckSettings:
     """`clipscale data check SHARD...`: read and decode everything, and print what is broken."""
 
-    workers: int | None = setting(None, "Processes; null: one per core.")
     data: DataConfig = field(default_factory=DataConfig)
 
 

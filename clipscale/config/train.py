@@ -78,8 +78,6 @@ def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
         low, high = getattr(config.data.augment, name)
         if low > high:
             raise UserError(f"data.augment.{name}=[{low:g},{high:g}]: give the lower end first")
-    if config.data.augment.jitter[3] > 0.5:
-        raise UserError(f"data.augment.jitter: the hue's strength {config.data.augment.jitter[3]:g} is more than 0.5")
     procs = config.launch.procs
     shared(config.batch, procs or 1, f"launch.procs={procs} processes")
     if config.run:

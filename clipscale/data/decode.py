@@ -182,38 +182,6 @@ def random_box(width: int, height: int, scale: tuple[float, float], ratio: tuple
     return left, top, left + w, top + h
 
 
-@dataclass(frozen=True)
-class Colour:
-    """Colour jitter with one probability, then greyscale with another (Chen et al. 2020, arXiv 2002.05709, appendix A).
-
-    In this order: brightness, contrast and saturation are multiplied by factors uniform in 1 +- their strength and not
-    below 0; the hue is shifted by at most its strength, as a share of the colour circle.
-    """
-
-    strengths: tuple[float, float, float, float]
-    """Brightness, contrast, saturation and hue (at most 0.5)."""
-    probability: float
-    grey: float
-    """Probability of a greyscale picture."""
-
-    def __call__(self, pixels: np.ndarray, rng: CounterRNG) -> np.ndarray:
-        """Change (C, S, S) uint8 pixels."""
-        import torch
-        from torchvision.transforms.v2 import functional as F  # here: only runs with colour changes load it
-
-        image = torch.from_numpy(np.ascontiguousarray(pixels))
-        if rng.uniform() < self.probability:
-            steps = (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation)
-            for step, strength in zip(steps, self.strengths):
-                if strength:
-                    image = step(image, rng.uniform(max(0.0, 1 - strength), 1 + strength))
-            if hue := self.strengths[3]:
-                image = F.adjust_hue(image, rng.uniform(-hue, hue))
-        if rng.uniform() < self.grey:
-            image = F.rgb_to_grayscale(image, num_output_channels=3)
-        return image.numpy()
-
-
 class Crop(NamedTuple):
     """The random choices for one picture. Applied to the same bytes they give the same pixels."""
 
@@ -224,13 +192,11 @@ class Crop(NamedTuple):
     reduce: int
     """The picture is decoded at 1/`reduce` of its size."""
     flipped: bool
-    colour: int
-    """Key of the random numbers for its colours; 0 leaves them unchanged."""
 
 
 @dataclass(frozen=True)
 class TrainTransform:
-    """Picture bytes to training pixels: random resized crop, flip, colours. The caller passes the random numbers.
+    """Picture bytes to training pixels: random resized crop, flip. The caller passes the random numbers.
 
     With `fast`, a JPEG is decoded at 1/2, 1/4 or 1/8 of its size where the crop still has S pixels a side then.
     """
@@ -241,7 +207,6 @@ class TrainTransform:
     flip: float
     max_pixels: int
     fast: bool = False
-    colour: Colour | None = None
 
     def __call__(self, data: bytes, rng: CounterRNG, out: np.ndarray) -> None:
         """Write the pixels to `out`, (C, S, S) uint8. Raises BrokenSampleError before anything is written."""
@@ -256,11 +221,10 @@ class TrainTransform:
         reduce = next((n for n in (8, 4, 2) if n <= most), 1) if self.fast and picture.is_jpeg else 1
         # Edges between two pixels of the reduced picture would shift its contents.
         left, top, right, bottom = (reduce * (edge // reduce) for edge in box)
-        flipped = self.flip > 0 and rng.uniform() < self.flip
-        return Crop(left, top, right, bottom, reduce, flipped, 1 + rng.integer(2**62) if self.colour else 0)
+        return Crop(left, top, right, bottom, reduce, self.flip > 0 and rng.uniform() < self.flip)
 
     def render(self, decoded: np.ndarray, picture: Picture, crop: Crop, out: np.ndarray) -> None:
-        """Cut the crop out of the picture (H, W, C), resize, colour and mirror it, into `out`, (C, S, S) uint8.
+        """Cut the crop out of the picture (H, W, C), resize and mirror it, into `out`, (C, S, S) uint8.
 
         torch's vectorised uint8 kernel takes at most a quarter of the time of Pillow's resize. The two differ by 1/255
         at some pixels, by 2/255 at few.
@@ -273,6 +237,4 @@ class TrainTransform:
         if image.shape[1:] != size:
             image = torch.nn.functional.interpolate(image[None], size=size, mode="bicubic", antialias=True)[0]
         pixels = image.numpy()
-        if self.colour and crop.colour:
-            pixels = self.colour(pixels, CounterRNG(crop.colour))
         np.copyto(out, pixels[:, :, ::-1] if crop.flipped else pixels)

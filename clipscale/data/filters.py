@@ -8,18 +8,13 @@ import operator
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig, FilterConfig
 from clipscale.data.decode import Picture, caption_of, image_bytes, json_fields
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError, RawSample
-from clipscale.data.shards.addresses import hash64, leaf_of
 
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     ">=": operator.ge,
@@ -94,8 +89,6 @@ class Selection:
 
     captions: tuple[tuple[str, float], ...]
     """Sources (`txt`, `json:FIELD`) and their weights."""
-    templates: tuple[str, ...]
-    """The caption takes the place of `{}` in one of them, drawn for each sample."""
     conditions: tuple[Condition, ...]
     filters: FilterConfig
 
@@ -123,8 +116,6 @@ class Selection:
                 text, at = drawn, at - weight
                 if at < 0:
                     break
-        if self.templates:
-            text = self.templates[rng.integer(len(self.templates))].replace("{}", text)
         return text
 
     def check(self, sample: RawSample, caption: str) -> None:
@@ -134,11 +125,6 @@ class Selection:
             raise BrokenSampleError("filter_short_caption", f"{len(caption)} characters")
         if filters.max_caption is not None and len(caption) > filters.max_caption:
             raise BrokenSampleError("filter_long_caption", f"{len(caption)} characters")
-        if filters.block_keys:
-            names = [hash64(name) for name in (sample.key, f"{leaf_of(sample.url)}/{sample.key}")]
-            blocked, hashes = _blocked(tuple(filters.block_keys)), np.array(names, dtype=np.uint64)
-            if (np.searchsorted(blocked, hashes, "right") > np.searchsorted(blocked, hashes)).any():
-                raise BrokenSampleError("filter_blocked_key")
         if self.conditions:
             self._check_fields(json_fields(sample.members.get("json", b"{}")))
         if filters.min_side or filters.max_aspect is not None:
@@ -157,8 +143,6 @@ class Selection:
                     raise ValueError("missing")
                 holds = wanted.holds(value)
             except (ValueError, TypeError, OverflowError) as error:  # missing, or not a number where one is needed
-                if self.filters.keep_missing:
-                    continue
                 raise BrokenSampleError(f"filter_no_{wanted.name}") from error
             if not holds:
                 raise BrokenSampleError(f"filter_{wanted.name}", str(value)[:100])
@@ -166,22 +150,5 @@ class Selection:
 
 def selection(config: DataConfig) -> Selection:
     """Parse the settings. Raises UserError for conditions, sources or files that cannot be used."""
-    for path in config.filter.block_keys:
-        if not Path(path).expanduser().is_file():
-            raise UserError(f"data.filter.block_keys={path}: no such file")
-    for template in config.templates:
-        if "{}" not in template:
-            raise UserError(f"data.templates={template!r}: write {{}} where the caption goes")
     conditions = tuple(condition(text) for text in config.filter.fields)
-    return Selection(caption_sources(config.captions), tuple(config.templates), conditions, config.filter)
-
-
-@lru_cache(maxsize=8)
-def _blocked(paths: tuple[str, ...]) -> np.ndarray:
-    """The lines of these files, read once per process, as sorted 64-bit hashes of 8 bytes each.
-
-    With 10^8 lines one lookup in 10^11 is wrong.
-    """
-    lines = (line for path in paths for line in Path(path).expanduser().open("rb"))
-    texts = (line.decode("utf-8", "surrogateescape").strip() for line in lines)
-    return np.unique(np.fromiter((hash64(text) for text in texts if text and text[0] != "#"), dtype=np.uint64))
+    return Selection(caption_sources(config.captions), conditions, config.filter)

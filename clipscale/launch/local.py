@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from clipscale.common import terminal
 from clipscale.common.errors import LOST, StoppedError, UserError
 from clipscale.common.hardware import cores
+from clipscale.common.signals import blocked
 from clipscale.config.tools import EmbedConfig, EvalRunConfig
 from clipscale.config.train import TrainConfig, check, shared, warnings
 
@@ -58,7 +59,9 @@ def check_train(config: TrainConfig) -> None:
     check(config)
     if not under_torchrun():  # there all ranks find missing shards together
         from clipscale.data.shards import listing
+        from clipscale.data.tools.demo import render_missing
 
+        render_missing(config.data.train or ())
         listing.check_local(config.data)
     for warning in warnings(config) if main_rank() else ():
         terminal.say(f"warning: {warning}", error=True)
@@ -134,6 +137,8 @@ def start(config: Launched, main: str, count: int) -> dict[str, Any]:
             signals_to_handle=",".join(number.name for number in HANDLED),
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
+        with blocked():  # starts the resource tracker that the workers share
+            pass
         try:
             results: dict[int, dict[str, Any]] = elastic_launch(elastic, worker)(config, main)
             return results[0]

@@ -11,7 +11,6 @@ from typing import Any
 from clipscale.common.units import parse_memory
 from clipscale.config.tools import PlanConfig
 from clipscale.data.loader.host_batch import Layout, Offload
-from clipscale.data.loader.memory import largest_pool
 from clipscale.data.loader.stream import worker_count
 from clipscale.data.order import default_streams, streams_of
 from clipscale.plan.dry_run import DryRun, StepMemory
@@ -120,7 +119,6 @@ def host_memory(config: PlanConfig, run: DryRun, batch: int, chunk: int | None) 
         dtype=str(run.row_type).removeprefix("torch."),
         offload=Offload(config.offload if config.offload != "none" else "host", chunk or batch),
     )
-    layout = replace(layout, pool=largest_pool(layout))
     process = {
         "process": PROCESS if config.hardware == "cpu" else CUDA_PROCESS,
         "batch": layout.memory_bytes(min(IMAGE_BYTES, layout.row_bytes)),

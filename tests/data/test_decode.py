@@ -1,5 +1,4 @@
-"""Decoding gives the pixels of open_clip's transforms, colours change as torchvision's, and every unusable sample has a
-reason."""
+"""Decoding gives the pixels of open_clip's transforms, and every unusable sample has a reason."""
 
 import io
 import struct
@@ -12,9 +11,8 @@ import simplejpeg
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
-from torchvision.transforms import functional as tv
 
-from clipscale.data.decode import BrokenSampleError, Colour, Picture, TrainTransform, caption_of
+from clipscale.data.decode import BrokenSampleError, Picture, TrainTransform, caption_of
 from clipscale.data.eval_transform import EvalTransform
 from clipscale.data.order import CounterRNG
 from tests.data.files import photograph, picture
@@ -220,37 +218,3 @@ def test_fast_pixels_are_near_the_exact_ones(side: int, orientation: int) -> Non
     assert reduced == (0 if side == 200 else 8), (
         f"{reduced} of 8: 320 pixels can be halved for 20 to 80, and not for 200"
     )
-
-
-# -- colours -----------------------------------------------------------------------------------------------------------
-
-JITTER = (0.4, 0.4, 0.4, 0.1)
-STEPS = (tv.adjust_brightness, tv.adjust_contrast, tv.adjust_saturation, tv.adjust_hue)
-
-
-def test_colours_change_at_their_rates_and_by_the_random_numbers_alone() -> None:
-    pixels = np.random.default_rng(0).integers(0, 256, (3, 8, 8), np.uint8)
-    jitter = Colour(JITTER, 0.5, 0.25)
-    changed = [jitter(pixels, CounterRNG(i)) for i in range(400)]
-    grey = sum(bool((x[0] == x[1]).all() and (x[0] == x[2]).all()) for x in changed)
-    same = sum(np.array_equal(x, pixels) for x in changed)
-    assert 70 < grey < 130 and 110 < same < 190, (grey, same)
-    assert np.array_equal(changed[3], jitter(pixels, CounterRNG(3)))
-
-
-@pytest.mark.parametrize("steps", [(0,), (1,), (2,), (3,), (0, 1, 2, 3)])
-def test_colours_are_those_of_torchvision_for_the_same_factors(steps: tuple[int, ...]) -> None:
-    """open_clip jitters Pillow pictures: torchvision's operations on these round after each step, and hold a hue in a
-    byte."""
-    strengths = tuple(strength if step in steps else 0.0 for step, strength in enumerate((0.6, 0.5, 1.5, 0.5)))
-    image = scene(64, 64)
-    pixels = np.asarray(image).transpose(2, 0, 1)
-    for seed in range(12):
-        ours = Colour(strengths, 1.0, 0.0)(pixels, CounterRNG(seed)).astype(int)  # type: ignore[arg-type]
-        rng, theirs = CounterRNG(seed), image
-        rng.uniform()
-        for step in steps:
-            low, high = (-0.5, 0.5) if step == 3 else (max(0.0, 1 - strengths[step]), 1 + strengths[step])
-            theirs = STEPS[step](theirs, rng.uniform(low, high))
-        difference = np.abs(ours - np.asarray(theirs).transpose(2, 0, 1))
-        assert difference.mean() < 1.5 and difference.max() <= (12 if 3 in steps else 2), seed

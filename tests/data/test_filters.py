@@ -16,15 +16,13 @@ from tests.data.files import Members, picture, write_tar
 from tests.data.streams import contents, flat, ids, open_stream
 
 
-def chosen(captions: list[str] | None = None, templates: list[str] | None = None, **filters: Any) -> Selection:
-    return selection(
-        DataConfig(captions=captions or ["txt"], templates=templates or [], filter=FilterConfig(**filters))
-    )
+def chosen(captions: list[str] | None = None, **filters: Any) -> Selection:
+    return selection(DataConfig(captions=captions or ["txt"], filter=FilterConfig(**filters)))
 
 
-def raw(key: str = "a", size: tuple[int, int] = (8, 6), text: str = "a caption", **fields: Any) -> RawSample:
+def raw(size: tuple[int, int] = (8, 6), text: str = "a caption", **fields: Any) -> RawSample:
     members = {"png": picture(size=size), "txt": text.encode(), "json": json.dumps(fields).encode()}
-    return RawSample("/data/00000.tar", key, 0, members)
+    return RawSample("/data/00000.tar", "a", 0, members)
 
 
 def reason_for(selected: Selection, sample: RawSample) -> str | None:
@@ -56,18 +54,6 @@ def test_each_filter_has_a_reason_of_its_own(filters: dict[str, Any], bad: RawSa
     good = raw(similarity=0.3, punsafe="0.1", LANGUAGE="EN", status="ok")
     assert reason_for(chosen(**filters), bad) == reason
     assert reason_for(chosen(**filters), good) is None
-
-
-def test_samples_without_a_field_can_be_kept() -> None:
-    selected = chosen(fields=["similarity>=0.3"], keep_missing=True)
-    assert reason_for(selected, raw()) is None and reason_for(selected, raw(similarity=0.1)) == "filter_similarity"
-
-
-def test_files_block_keys(tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("# duplicates\nb\n00000.tar/c\n00001.tar/a\n")
-    reasons = [reason_for(chosen(block_keys=[str(keys)]), raw(key)) for key in "abc"]
-    assert reasons == [None, "filter_blocked_key", "filter_blocked_key"]
 
 
 @pytest.mark.parametrize("text", ["similarity", "similarity>=high", ">=3", "x~3"])
@@ -110,12 +96,6 @@ def test_a_source_without_text_gives_way_to_the_others() -> None:
     assert {selected.caption(raw(text="t").members, CounterRNG(i)) for i in range(50)} == {"t"}
     with pytest.raises(BrokenSampleError, match="no_caption"):
         selected.caption(raw(text=" ").members, CounterRNG(0))
-
-
-def test_a_template_goes_around_the_caption() -> None:
-    selected = chosen(templates=["a photo of {}.", "{}"])
-    drawn = {selected.caption(raw(text="a dog").members, CounterRNG(i)) for i in range(50)}
-    assert drawn == {"a photo of a dog.", "a dog"}
 
 
 def test_the_stream_draws_the_same_captions_again(tmp_path: Path) -> None:

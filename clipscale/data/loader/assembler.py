@@ -9,7 +9,7 @@ import numpy as np
 from clipscale.data.loader.host_batch import Slot, Stopwatch
 from clipscale.data.loader.shard_reader import StreamPosition
 from clipscale.data.loader.shard_stream import Fill, Report, WorkerSpec
-from clipscale.data.loader.workers import InProcess, Restarted, Workers
+from clipscale.data.loader.workers import InProcess, Workers
 
 
 @dataclass
@@ -30,13 +30,9 @@ class BatchAssembler:
         """`sizes`: step -> size of the global batch."""
         self._specs, self.workers, self._sizes = specs, workers, sizes
         self._batches: dict[int, _Filling] = {}
-        self._counts: Counter[str] = Counter()  # up to each worker's last complete batch
-        self._recent: list[Counter[str]] = [Counter() for _ in specs]  # since; a worker in its place counts it again
-        self.waited = Stopwatch()
-
-    def total(self) -> Counter[str]:
+        self.counts: Counter[str] = Counter()
         """What the workers have counted so far. Names that begin with EVENT cost no sample."""
-        return sum(self._recent, self._counts)
+        self.waited = Stopwatch()
 
     def size(self, step: int) -> int:
         """Local samples of the batch."""
@@ -85,17 +81,12 @@ class BatchAssembler:
 
     def _receive(self, needed: Sequence[int]) -> None:
         for number, message in self.workers.receive(needed):
-            recent = self._recent[number]
-            if isinstance(message, Restarted):  # rows that have arrived stay as they are
-                recent.clear()
-            elif isinstance(message, Report):
-                recent.update(message.counts)
-                if message.positions is not None:
-                    batch = self._batches[message.step]
-                    batch.positions |= {position.stream: position for position in message.positions}
-                    batch.unfinished.remove(number)
-                    self._counts.update(recent)
-                    recent.clear()
-                elif message.step >= 0:
-                    done = self._batches[message.step].done
-                    done[number] = max(done[number], message.done)
+            if not isinstance(message, Report):
+                continue
+            self.counts.update(message.counts)
+            if message.positions is not None:
+                batch = self._batches[message.step]
+                batch.positions |= {position.stream: position for position in message.positions}
+                batch.unfinished.remove(number)
+            elif message.step >= 0:
+                self._batches[message.step].done[number] = message.done

@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 PAGE = 4096
 BUFFERS = 3
 """Chunks in the buffers at once: the one computed on, the one being copied to the device, and the one being loaded."""
-RECIPE = 9
-"""Numbers for an encoded picture: where its bytes begin, how many there are, and the seven of its crop."""
+RECIPE = 7
+"""Numbers for an encoded picture: how many bytes it has, and the six of its crop."""
 
 
 def sample_id(url: str, key: str) -> int:
@@ -68,16 +68,14 @@ HOST = Offload()
 
 @dataclass(frozen=True)
 class Layout:
-    """What one rank keeps of its batches, and where."""
+    """What one rank stores of its batches, and where."""
 
-    slots: int  # local batches held at once
+    slots: int  # local batches at once
     samples: int  # samples of the largest local batch
     row: tuple[int, ...]  # shape of one image row: (C, S, S) pixels, or the features of a frozen tower
     context_length: int
     dtype: str = "uint8"
     offload: Offload = HOST
-    pool: int = 0
-    """encoded: bytes that the pictures of one slot may take. Address space: memory is used as it is written to."""
 
     @property
     def backend(self) -> str:
@@ -88,13 +86,12 @@ class Layout:
         return math.prod(self.row) * np.dtype(self.dtype).itemsize
 
     def slot_parts(self) -> dict[str, Part]:
-        """The arrays of one slot in shared memory."""
+        """The arrays of one slot in shared memory. Encoded pictures use the beginning of their rows."""
         parts = {"tokens": Part((self.samples, self.context_length), "int32"), "ids": Part((self.samples,), "int64")}
-        if self.backend == "host":
+        if self.backend != "disk":
             parts["rows"] = Part((self.samples, *self.row), self.dtype)
-        elif self.backend == "encoded":
+        if self.backend == "encoded":
             parts["recipes"] = Part((self.samples, RECIPE), "int64")
-            parts["pool"] = Part((self.pool,), "uint8")
         return parts
 
     @property
@@ -107,12 +104,16 @@ class Layout:
         buffers = 0 if self.backend == "host" else BUFFERS
         return Part((buffers * self.buffer_rows, *self.row), self.dtype)
 
-    def memory_bytes(self, picture_bytes: float | None = None) -> int:
-        """Host memory of it all. Encoded pictures count with this mean size (None: as much as the pool can hold)."""
-        total = self.slots * sum(part.size for part in self.slot_parts().values()) + self.buffers_part().size
-        if self.backend == "encoded" and picture_bytes is not None:
-            total -= self.slots * max(0, self.pool - int(self.samples * picture_bytes))
-        return total
+    def mapped_bytes(self) -> int:
+        """Address space of it all, apart from the file of `disk`."""
+        return self.slots * sum(part.size for part in self.slot_parts().values()) + self.buffers_part().size
+
+    def memory_bytes(self, picture: float | None = None) -> int:
+        """Host memory of it all, with encoded pictures of this mean size (None: unknown, as large as their pixels)."""
+        unused = 0.0
+        if self.backend == "encoded" and picture is not None:
+            unused = max(0.0, self.row_bytes - picture - PAGE)  # on average half a page at either end
+        return self.mapped_bytes() - self.slots * int(self.samples * unused)
 
     def disk_bytes(self) -> int:
         return self.slots * self.samples * self.row_bytes if self.backend == "disk" else 0
@@ -130,45 +131,57 @@ class Arena:
     """The memory of one rank's batches: anonymous memory that worker processes map too; for `disk`, also a file.
 
     Anonymous files (memfd) do not count against /dev/shm, which containers keep small. The file on disk has no name and
-    is gone with the last process that holds it; its whole size is reserved at once. It is read and written by system
-    calls, not mapped, so that a failing disk is an error with a reason; a mapping would kill the process.
-
-    Raises UserError if the disk has not enough space.
+    is gone with the last process that holds it; its whole size is reserved at once. Raises UserError if the disk has
+    not enough space.
     """
 
     def __init__(self, layout: Layout, fds: tuple[int, int] | None = None) -> None:
         """`fds`: the files of another process's arena."""
         self.layout = layout
-        parts, buffers = layout.slot_parts(), layout.buffers_part()
         self._fd, self.file = fds or (os.memfd_create("clipscale-batch"), -1)
         if fds is None:
-            os.ftruncate(self._fd, layout.memory_bytes())
+            os.ftruncate(self._fd, layout.mapped_bytes())
             if layout.backend == "disk":
                 self.file = _reserved_file(layout.offload.folder, layout.disk_bytes())
-        self._memory = mmap.mmap(self._fd, layout.memory_bytes())
-        offset = 0
-
-        def view(part: Part) -> np.ndarray:
-            nonlocal offset
-            flat: np.ndarray = np.frombuffer(self._memory, part.dtype, math.prod(part.shape), offset)
-            offset += part.size
-            return flat.reshape(part.shape)
-
-        self.buffers = view(buffers) if buffers.size else np.empty(buffers.shape, buffers.dtype)
-        self.slots = [Slot(n, {name: view(part) for name, part in parts.items()}) for n in range(layout.slots)]
+        self._memory = mmap.mmap(self._fd, layout.mapped_bytes())
+        self._end = 0
+        self.buffers = self._view(layout.buffers_part())
+        self.slots = [
+            Slot(number, {name: self._view(part) for name, part in layout.slot_parts().items()})
+            for number in range(layout.slots)
+        ]
+        if self.file >= 0:
+            pixels: np.ndarray = np.frombuffer(mmap.mmap(self.file, layout.disk_bytes()), layout.dtype)
+            for slot, rows in zip(self.slots, pixels.reshape(layout.slots, layout.samples, *layout.row)):
+                slot["rows"] = rows
         self.pinned = False
         """Whether the memory that is copied to the GPU is page-locked."""
+
+    def _view(self, part: Part) -> np.ndarray:
+        """The next array of the memory."""
+        at, self._end = self._end, self._end + part.size
+        if not part.size:
+            return np.empty(part.shape, part.dtype)
+        flat: np.ndarray = np.frombuffer(self._memory, part.dtype, math.prod(part.shape), at)
+        return flat.reshape(part.shape)
 
     def slot(self, step: int) -> Slot:
         """The slot of the batch of that step."""
         return self.slots[step % len(self.slots)]
+
+    def empty(self, slot: Slot) -> None:
+        """Give the memory of a slot's encoded pictures back: the next ones in their rows may be smaller."""
+        if self.layout.backend == "encoded":
+            rows = slot["rows"]
+            at = rows.ctypes.data - self._address()
+            self._memory.madvise(mmap.MADV_REMOVE, at, self.layout.slot_parts()["rows"].size)
 
     def __reduce__(self) -> tuple[Callable[..., "Arena"], tuple[Any, ...]]:
         return _mapped, (self.layout, DupFd(self._fd), DupFd(self.file) if self.file >= 0 else None)
 
     def pin(self) -> None:
         """Page-lock the memory that is copied to the GPU, so that copies overlap with computation. Needs CUDA."""
-        size = self.layout.memory_bytes() if self.layout.backend == "host" else self.layout.buffers_part().size
+        size = self.layout.mapped_bytes() if self.layout.backend == "host" else self.layout.buffers_part().size
         failed = torch.cuda.cudart().cudaHostRegister(self._address(), size, 0)
         if not int(failed):
             self.pinned = True

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -18,8 +17,6 @@ from clipscale.data.shards.store import Store
 
 PEEK = 64
 """Samples of the first shard from which the size of encoded pictures is estimated."""
-MARGIN = 0.9
-"""Share of the free memory that the pictures may take."""
 REMEDIES = {
     "host": "offload=encoded (the pictures' own bytes), offload=disk, data.buffers=1, a smaller batch or more machines",
     "encoded": "offload=disk, data.buffers=1, a smaller batch or more machines",
@@ -39,46 +36,31 @@ def free_memory() -> int:
 
 
 def picture_bytes(url: str, types: Sequence[str], layout: Layout, store: Store) -> float | None:
-    """Mean bytes that are kept of a picture, estimated from a shard's first samples; None if there is no picture."""
+    """Mean bytes that are stored of a picture, estimated from a shard's first samples; None if there is no picture."""
     with closing(read_shard(url, ReadProblem(), lambda index: index < PEEK, limits(types), store=store)) as raws:
         pictures = (data for raw in islice(raws, PEEK) for data in islice(raw.members.values(), 1))
         sizes = [min(len(data), layout.row_bytes) for data in pictures]
     return sum(sizes) / len(sizes) if sizes else None
 
 
-def largest_pool(layout: Layout) -> int:
-    """Bytes that a slot's pool never needs to exceed; 0 for backends without a pool."""
-    return layout.samples * layout.row_bytes if layout.backend == "encoded" else 0
+def stated_memory(layout: Layout, picture: float | None, free: int | None = None) -> str:
+    """A line that states the memory. Raises UserError if the machine's processes cannot all have as much.
 
-
-def fitted(layout: Layout, expected: float | None = None, free: int | None = None) -> tuple[Layout, str]:
-    """The layout with as large a pool for encoded pictures as fits, and a line that states the memory.
-
-    `expected` is the mean size of an encoded picture (None: unknown). `free` is the `free_memory` before any process of
-    this machine took its share (None: the memory free now). Raises UserError if the machine's processes cannot all have
-    as much as they need.
+    `picture` is the mean size of an encoded picture (None: unknown). `free` is the `free_memory` before any process of
+    this machine took its share (None: the memory free now).
     """
-    processes, encoded = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), layout.backend == "encoded"
-    share = (free_memory() if free is None else free) / processes
-    if encoded:
-        picture = layout.row_bytes if expected is None else expected
-        budget = MARGIN * share - replace(layout, pool=0).memory_bytes()
-        least = replace(layout, pool=largest_pool(layout)).memory_bytes(picture)
-        layout = replace(layout, pool=max(0, min(largest_pool(layout), int(budget / layout.slots))))
-        need = max(least, layout.memory_bytes(picture))
-    else:
-        least = need = layout.memory_bytes()
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    share, need = (free_memory() if free is None else free) / processes, layout.memory_bytes(picture)
     setting = f"offload={layout.backend}"
     each = f"{layout.slots} x {layout.samples} samples need {format_bytes(need)} of host memory in each process"
-    if least > (MARGIN if encoded else 1) * share:
+    if need > share:
         raise UserError(
             f"{setting}: {each}, and {format_bytes(share)} are free for each of {processes}; take "
             f"{REMEDIES[layout.backend]}"
         )
     message = f"batch memory: {setting}, {each}, of {format_bytes(share)} free for each of {processes}"
-    if encoded and expected is not None:
-        host = format_bytes(replace(layout, offload=replace(layout.offload, backend="host")).memory_bytes())
-        message += f" ({expected / 1000:.0f} kB a picture; offload=host: {host})"
+    if picture is not None:
+        message += f" ({picture / 1000:.0f} kB a picture)"
     if layout.backend == "disk":
         message += f", and {format_bytes(layout.disk_bytes())} in {layout.offload.folder}"
-    return layout, message
+    return message

@@ -44,8 +44,6 @@ class WorkerSpec:
     streams: tuple[StreamPosition, ...]  # the worker's shard streams, and where each starts
     rank: int
     world: int
-    span: tuple[int, int]
-    """The worker's samples in the largest local batch, counted one worker after another."""
     piece: int  # samples that the worker delivers at once
 
     def places(self, batch: int) -> list[np.ndarray]:
@@ -170,7 +168,7 @@ class BatchFiller:
 
     def __init__(self, spec: WorkerSpec, arena: Arena, tick: Callable[[], None]) -> None:
         self.counts: Counter[str] = Counter()
-        self.backend = open_backend(arena, spec.rows.transform, spec.span)
+        self.backend = open_backend(arena, spec.rows.transform)
         self._spec, self._arena, self._tick = spec, arena, tick
         store = Store(spec.config, self.counts, tick)
         self.streams = [ShardStream(spec, start, store) for start in spec.streams]
@@ -184,7 +182,6 @@ class BatchFiller:
         slot, local = self._arena.slot(fill.step), range(fill.batch // self._spec.world)
         pairs = zip(self.streams, self._spec.places(fill.batch))
         work = [(stream, int(place)) for stream, places in pairs for place in places]
-        self.backend.begin(slot)
         for start in range(0, len(work), self._spec.piece):
             piece = work[start : start + self._spec.piece]
             captions: dict[int, str] = {}

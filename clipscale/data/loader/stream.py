@@ -8,7 +8,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -19,14 +18,14 @@ from clipscale.config.data import DataConfig
 from clipscale.data.filters import selection
 from clipscale.data.loader.assembler import BatchAssembler
 from clipscale.data.loader.host_batch import HOST, Arena, HostBatch, Layout, Offload, stored_rows
-from clipscale.data.loader.memory import fitted, picture_bytes
+from clipscale.data.loader.memory import picture_bytes, stated_memory
 from clipscale.data.loader.offload import RowKind
 from clipscale.data.loader.prefetch import Prefetcher
 from clipscale.data.loader.ramp import check_ramp
 from clipscale.data.loader.shard_reader import OrderedShards, StreamPosition
 from clipscale.data.loader.shard_stream import WorkerSpec
 from clipscale.data.loader.workers import InProcess, Workers
-from clipscale.data.order import local_places, streams_of
+from clipscale.data.order import streams_of
 from clipscale.data.shards.addresses import EVENT
 from clipscale.data.shards.counts import build_order
 from clipscale.data.shards.listing import list_shards
@@ -84,13 +83,13 @@ class TrainStream:
     @property
     def broken(self) -> Counter[str]:
         """Reason -> samples skipped so far on this rank."""
-        return Counter({name: n for name, n in self._assembler.total().items() if not name.startswith(EVENT)})
+        return Counter({name: n for name, n in self._assembler.counts.items() if not name.startswith(EVENT)})
 
     @property
     def seen(self) -> Counter[str]:
         """Event -> how often it happened without costing a sample, such as a request made again."""
-        total = self._assembler.total().items()
-        return Counter({name.removeprefix(EVENT): n for name, n in total if name.startswith(EVENT)})
+        counts = self._assembler.counts.items()
+        return Counter({name.removeprefix(EVENT): n for name, n in counts if name.startswith(EVENT)})
 
     def record(self) -> dict[str, Any]:
         """This rank's counts since the start, by the names of `metrics.jsonl`."""
@@ -107,6 +106,7 @@ class TrainStream:
             if prefetcher:
                 prefetcher.release()
             assembler.forget(self._step)
+            self._arena.empty(self._arena.slot(self._step))
             assembler.begin(self._step + len(self._arena.slots))
         self._step += 1
         step, size, slot = self._step, assembler.size(self._step), self._arena.slot(self._step)
@@ -186,11 +186,16 @@ def open_stream(
     )
     encoded = offload.backend == "encoded"
     picture = picture_bytes(urls[0], rows.members, layout, Store(config)) if encoded else None
-    layout, memory = fitted(layout, picture, free)
+    memory = stated_memory(layout, picture, free)
     arena = Arena(layout)
     if offload.gpu:
         arena.pin()
-    parts = divide(start, workers, share, order.streams)
+    if workers > len(start):
+        log.warning(
+            f"data.workers={workers}: this rank has only {len(start)} shard streams, so {len(start)} workers; take so "
+            "many, or raise data.shard_streams"
+        )
+    count = max(1, min(workers, len(start)))
     specs = [
         WorkerSpec(
             config=config,
@@ -198,13 +203,12 @@ def open_stream(
             rows=rows,
             tokenizer=tokenizer,
             selection=chosen,
-            streams=part,
+            streams=tuple(start[number::count]),  # so that all workers fill the batch from its first rows on
             rank=share.rank,
             world=share.world,
-            span=span,
-            piece=max(PIECE, layout.samples // (len(parts) * PIECES)),
+            piece=max(PIECE, layout.samples // (count * PIECES)),
         )
-        for part, span in parts
+        for number in range(count)
     ]
     readers = Workers(specs, arena, config.timeout_s) if workers else InProcess(specs[0], arena)
     assembler, prefetcher = BatchAssembler(specs, readers, share.size), None
@@ -221,8 +225,7 @@ def start_positions(shards: OrderedShards, position: dict[str, Any] | None, shar
         if position:
             log.warning(
                 "the shards, data.shuffle, data.order, data.weights or the seed differ from the checkpoint's: this "
-                "data is read from its "
-                "first sample on"
+                "data is read from its first sample on"
             )
         return [StreamPosition(stream, 0, 0) for stream in streams]
     places = ((stream, position["at"][str(stream)]) for stream in streams)
@@ -236,29 +239,6 @@ def worker_count(config: DataConfig, streams: int) -> int:
     # One core is left to the training process. Each worker takes host memory, and 16 of them decode over 2,000 pictures
     # a second.
     return min(max(1, cores_of_rank() - 1), 16, max(1, streams))
-
-
-def divide(
-    start: Sequence[StreamPosition], workers: int, share: BatchShare, streams: int
-) -> list[tuple[tuple[StreamPosition, ...], tuple[int, int]]]:
-    """Each worker's shard streams: every n-th, so that all workers fill the batch from its first rows on.
-
-    And its samples of a whole local batch, (first, stop), where the samples are counted one worker after another.
-    """
-    if workers > len(start):
-        log.warning(
-            f"data.workers={workers}: this rank has only {len(start)} shard streams, so {len(start)} workers; take so "
-            "many, or raise "
-            "data.shard_streams"
-        )
-    count = max(1, min(workers, len(start)))
-    parts, local = [tuple(start[number::count]) for number in range(count)], share.batch // share.world
-
-    def size(part: Sequence[StreamPosition]) -> int:
-        places = [local_places(place.stream, streams, share.batch, share.rank, share.world) for place in part]
-        return sum(min(span.stop, local) - max(span.start, 0) for span in places)
-
-    return list(zip(parts, pairwise(accumulate(map(size, parts), initial=0))))
 
 
 def merge_positions(records: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from clipscale.data.shards.addresses import as_path, is_local, scheme_of
 
 log = logging.getLogger(__name__)
 
-TABLES = (".csv", ".tsv", ".parquet")
+TABLES = (".csv", ".tsv")
 SCHEMES = ("http", "https", "s3", "gs", "hf")
 """Of the addresses that are read. fsspec knows others, some of which read this machine's files."""
 NOTHING = "matches no shard; give a tar file, a brace list, a glob, a folder, a table or @FILE"

@@ -5,7 +5,7 @@ import tarfile
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
 
 from clipscale.data.sample import RawSample, key_and_extension
 from clipscale.data.shards import index
@@ -56,11 +56,27 @@ def read_shard(
         with closing(opened.stream) as source:
             offsets = index.sample_offsets(url, opened) if indexed and source.seekable() else None
             if offsets is not None:
-                for number in range(len(offsets) - 1):
-                    start, stop = int(offsets[number]), int(offsets[number + 1])
+                for number, (start, stop) in enumerate(pairwise(offsets.tolist())):
                     raw = RawSample(url, "", number, {}, extent=stop - start)
-                    if want(number):
-                        raw = _sample_at(start, source, raw, kinds)
+                    if not want(number):
+                        yield raw
+                        continue
+                    source.seek(start)
+                    try:
+                        while start < stop and (header := next_member(source)) is not None:
+                            name, size, taken = header
+                            left = padded(size)
+                            start, named = start + taken + left, key_and_extension(name)
+                            if named is not None:
+                                raw.key = raw.key or named[0]
+                                if start > stop or named[0] != raw.key:
+                                    raise tarfile.ReadError(f"member {name!r} is not of this sample")
+                                if raw.accepts(name, named[1], size, kinds):
+                                    raw.members[named[1]] = read_exactly(source, size)
+                                    left -= size
+                            skip(source, left, True)
+                    except (tarfile.TarError, ValueError) as error:
+                        raw = RawSample(url, "", number, {}, "damaged_sample", str(error), raw.extent)
                     yield raw
                 return
             archive, can_seek = unpacked(source)
@@ -94,27 +110,3 @@ def read_shard(
     except (*DAMAGE, csv.Error) as error:
         problem.reason = "unreadable_shard" if raw is None else "truncated_shard"
         problem.detail = f"{url}: {getattr(error, 'strerror', None) or str(error) or type(error).__name__}"
-
-
-def _sample_at(start: int, source: Any, raw: RawSample, kinds: Mapping[str, int] | None) -> RawSample:
-    """The sample whose first header is at `start`, as long as `raw.extent` says; damaged where its bytes are not it."""
-    source.seek(start)
-    stop = start + raw.extent
-    try:
-        while start < stop and (header := next_member(source)) is not None:
-            name, size, taken = header
-            left = padded(size)
-            start, named = start + taken + left, key_and_extension(name)
-            if start > stop:
-                raise tarfile.ReadError(f"member {name!r} ends behind its sample")
-            if named is not None:
-                raw.key = raw.key or named[0]
-                if named[0] != raw.key:
-                    raise tarfile.ReadError(f"two samples, {raw.key!r} and {named[0]!r}, where the index has one")
-                if raw.accepts(name, named[1], size, kinds):
-                    raw.members[named[1]] = read_exactly(source, size)
-                    left -= size
-            skip(source, left, True)
-    except (tarfile.TarError, ValueError) as error:
-        return RawSample(raw.url, "", raw.index, {}, "damaged_sample", str(error), raw.extent)
-    return raw

@@ -119,5 +119,5 @@ class Pipe(io.BufferedReader):
 
     def close(self) -> None:
         super().close()
-        self._process.terminate()  # which does nothing to one that has ended
+        self._process.kill()  # which does nothing to one that has ended
         self._process.wait()

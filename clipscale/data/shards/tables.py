@@ -1,12 +1,9 @@
-"""Reads tables of picture paths and captions (CSV, TSV, Parquet) as shards.
+"""Reads tables of picture paths and captions (CSV, TSV) as shards.
 
 A table is cut into virtual shards of some thousand rows with addresses `table:PATH?image=COLUMN&caption=COLUMN&...`.
-Parquet is read by pyarrow; CSV by the standard library, since pyarrow does not return the byte offset at which a
-virtual shard's first row begins.
 """
 
 import csv
-import importlib.util
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -29,8 +26,6 @@ ROWS = 10_000
 """Rows of a virtual shard. Epochs shuffle shards; resumed runs read them again."""
 LONGEST_LINE = 1 << 24
 """Bytes of the longest line, and of a field; the standard library's limit of 128 Ki is too short for some columns."""
-LARGEST_GROUP = 1 << 30
-"""Bytes of the largest row group of a Parquet table, unpacked."""
 csv.field_size_limit(LONGEST_LINE)
 
 
@@ -42,8 +37,8 @@ class Part(NamedTuple):
     caption: str
     first: int
     last: int
-    where: str
-    """Byte offset of the first row (CSV, TSV), or its row group and row in the group, `GROUP.ROW` (Parquet)."""
+    at: int
+    """Byte offset of the first row."""
     root: str = ""
     """Folder that the files must lie in, or empty: the table's own."""
 
@@ -58,21 +53,20 @@ def part_of(url: str) -> Part:
     """The virtual shard at an address."""
     path, _, query = url.removeprefix("table:").partition("?")
     fields: dict[str, Any] = dict(parse_qsl(query, keep_blank_values=True))
-    return Part(unquote(path), **fields | {name: int(fields[name]) for name in ("first", "last")})
+    return Part(unquote(path), **fields | {name: int(fields[name]) for name in ("first", "last", "at")})
 
 
 def table_shards(path: str, config: TableConfig, setting: str) -> list[str]:
     """The addresses of a table's virtual shards. Raises UserError if it cannot be read or lacks the columns."""
     path = os.path.abspath(path)  # noqa: PTH100 (as it is named)
     try:
-        cuts = _parquet_cuts if path.endswith(".parquet") else _text_cuts
-        names, parts = cuts(path, Path(path).stat().st_mtime_ns, ROWS)
-    except (OSError, csv.Error, ValueError) as error:  # pyarrow's errors are ValueErrors
+        names, parts = _cuts(path, Path(path).stat().st_mtime_ns, ROWS)
+    except (OSError, csv.Error, ValueError) as error:
         raise UserError(f"{setting}={path!r}: the table cannot be read ({error})") from error
     image = _column(names, config.image, IMAGE_COLUMNS, "image", path)
     caption = _column(names, config.caption, CAPTION_COLUMNS, "caption", path)
     root = config.root or ""
-    return [Part(path, image, caption, first, last, where, root).url for first, last, where in parts]
+    return [Part(path, image, caption, first, last, at, root).url for first, last, at in parts]
 
 
 def _column(names: list[str], given: str | None, usual: tuple[str, ...], what: str, path: str) -> str:
@@ -83,13 +77,9 @@ def _column(names: list[str], given: str | None, usual: tuple[str, ...], what: s
     return column
 
 
-Cuts = tuple[list[str], list[tuple[int, int, str]]]
-"""Column names, and the first row, end and `where` of each virtual shard."""
-
-
 @lru_cache(maxsize=64)
-def _text_cuts(path: str, changed: int, rows: int) -> Cuts:
-    """Reads the whole table to find every `rows`-th row."""
+def _cuts(path: str, changed: int, rows: int) -> tuple[list[str], list[tuple[int, int, int]]]:
+    """Column names; the first row, end and byte offset of each virtual shard. Reads the whole table."""
     starts: list[int] = []
     count = 0
     with open(path, "rb") as file:  # noqa: PTH123 (as it is named)
@@ -102,7 +92,7 @@ def _text_cuts(path: str, changed: int, rows: int) -> Cuts:
                     starts.append(at)
                 count += 1
             at = file.tell()
-    return names, [(n * rows, min((n + 1) * rows, count), str(start)) for n, start in enumerate(starts)]
+    return names, [(n * rows, min((n + 1) * rows, count), start) for n, start in enumerate(starts)]
 
 
 def _csv_rows(path: str, file: Any) -> Iterator[list[str]]:
@@ -115,42 +105,13 @@ def _csv_rows(path: str, file: Any) -> Iterator[list[str]]:
     return csv.reader(lines(), delimiter="\t" if path.endswith(".tsv") else ",")
 
 
-def _text_rows(part: Part) -> Iterator[dict[str, Any]]:
+def _rows(part: Part) -> Iterator[dict[str, str]]:
     with open(part.path, "rb") as file:  # noqa: PTH123 (as it is named)
         names = next(_csv_rows(part.path, file), [])
-        file.seek(int(part.where))
+        file.seek(part.at)
         rows = (row for row in _csv_rows(part.path, file) if row)
         for row in islice(rows, part.last - part.first):
             yield dict(zip(names, row))
-
-
-def _parquet_cuts(path: str, changed: int, rows: int) -> Cuts:
-    """Cuts each row group into parts of at most `rows` rows."""
-    if importlib.util.find_spec("pyarrow") is None:
-        raise UserError("data.train: Parquet tables need the package pyarrow; pip install 'clipscale[parquet]'")
-    from pyarrow import parquet
-
-    parts: list[tuple[int, int, str]] = []
-    before = 0
-    with parquet.ParquetFile(path) as file:
-        for group in range(file.num_row_groups):
-            size = file.metadata.row_group(group).num_rows
-            if size > max(file.metadata.row_group(group).total_byte_size, 1 << 20):
-                raise ValueError(f"row group {group} claims {size} rows")
-            parts += [(before + at, before + min(at + rows, size), f"{group}.{at}") for at in range(0, size, rows)]
-            before += size
-        return list(file.schema_arrow.names), parts
-
-
-def _parquet_rows(part: Part) -> Iterator[dict[str, Any]]:
-    from pyarrow import parquet
-
-    group, start = map(int, part.where.split("."))
-    with parquet.ParquetFile(part.path) as file:
-        if (size := file.metadata.row_group(group).total_byte_size) > LARGEST_GROUP:
-            raise ValueError(f"row group {group} unpacks to {size} bytes; write smaller ones")
-        rows = (row for batch in file.iter_batches(256, row_groups=[group]) for row in batch.to_pylist())
-        yield from islice(rows, start, start + part.last - part.first)
 
 
 def read_rows(url: str, want: Callable[[int], bool], kinds: Mapping[str, int] | None) -> Iterator[RawSample]:
@@ -160,15 +121,15 @@ def read_rows(url: str, want: Callable[[int], bool], kinds: Mapping[str, int] | 
     picture does not exist then has the damage `missing_file`. Raises OSError, ValueError, csv.Error.
     """
     part = part_of(url)
-    for index, row in enumerate((_parquet_rows if part.path.endswith(".parquet") else _text_rows)(part)):
-        extent = sum(len(value) if isinstance(value, bytes | str) else 8 for value in row.values())
+    for index, row in enumerate(_rows(part)):
+        extent = sum(map(len, row.values()))
         raw = RawSample(url, str(row.get(part.image) or f"row {part.first + index}"), index, {}, extent=extent)
         if want(index):
             raw.deferred = partial(_load, raw, part, row, kinds)
         yield raw
 
 
-def _load(raw: RawSample, part: Part, row: dict[str, Any], kinds: Mapping[str, int] | None) -> None:
+def _load(raw: RawSample, part: Part, row: dict[str, str], kinds: Mapping[str, int] | None) -> None:
     """Read a row's members; notes damage in the sample."""
 
     def add(extension: str, content: Callable[[int], bytes]) -> None:
@@ -184,10 +145,7 @@ def _load(raw: RawSample, part: Part, row: dict[str, Any], kinds: Mapping[str, i
         add(extension if extension in IMAGE_TYPES else "jpg", partial(_content, part, name))
         if caption is not None:
             add("txt", lambda _: str(caption).encode("utf-8", "surrogatepass"))
-        add(
-            "json",
-            lambda _: json.dumps({k: v for k, v in row.items() if not isinstance(v, bytes)}, default=str).encode(),
-        )
+        add("json", lambda _: json.dumps(row).encode())
     except FileNotFoundError as error:
         raw.damage, raw.detail = "missing_file", str(error)
     except SourceError as error:

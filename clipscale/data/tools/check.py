@@ -17,7 +17,7 @@ from clipscale.data.shards import index
 from clipscale.data.shards.addresses import leaf_of
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
-from clipscale.data.tools.stats import expanded, progress
+from clipscale.data.tools.make_index import expanded, progress
 from clipscale.report.table import TextTable, plain_console
 
 
@@ -55,7 +55,7 @@ def main(sources: Sequence[str], settings: CheckSettings) -> int:
     """Print the table. Status 1 where something is broken, apart from what the filters leave out. Raises UserError."""
     urls, findings = expanded(sources, settings.data.allow_pipe, settings.data.table), Findings()
     with progress(urls) as advance:
-        for shard in index.map_shards(partial(check_shard, config=settings.data), settings.workers or cores(), urls):
+        for shard in index.map_shards(partial(check_shard, config=settings.data), cores(), urls):
             findings.add(shard)
             advance(shard.bytes)
     plain_console().print(findings.table())

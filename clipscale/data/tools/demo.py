@@ -1,6 +1,6 @@
 """The demo set: about 20k captioned pictures in LAION's shard layout, and held-out test sets in CLIP_benchmark's.
 
-Every picture is a pure function of (seed, split, index), so the bytes do not depend on the number of processes that
+Every picture is a pure function of (split, index), so the bytes do not depend on the number of processes that
 write them.
 """
 
@@ -9,7 +9,7 @@ import json
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -28,6 +28,7 @@ Sample = dict[str, str | bytes]
 
 RECIPE_VERSION = 2
 """Goes up with every change of pictures, captions or layout. A cached set of an older version is rendered anew."""
+SEED = 0
 SIDE = 30
 """Side of a picture in pixels."""
 TRAIN_SHARDS = 16
@@ -61,7 +62,7 @@ def main(settings: DemoSettings) -> Path:
     """Render the set unless it is there, and print where it is. Returns its folder."""
     place = paths(Path(settings.root).expanduser() if settings.root else None)
     begun = time.monotonic()
-    fresh = render_demo(place.root, seed=settings.seed, train_samples=settings.samples, force=settings.force)
+    fresh = render_demo(place.root, settings.samples)
     verb = f"written in {time.monotonic() - begun:.1f} s" if fresh else "already there"
     say(f"demo set {verb}: {place.root}")
     say(f"  train      {settings.samples:6d} pairs   {place.train}")
@@ -77,17 +78,25 @@ def main(settings: DemoSettings) -> Path:
     return place.root
 
 
-def render_demo(root: Path, *, seed: int = 0, train_samples: int = 20_000, force: bool = False) -> bool:
+def render_missing(sources: Sequence[str]) -> None:
+    """Render the set in the user's cache if it is one of the sources, by data=demo, and is not there."""
+    place = paths()
+    if place.train in sources and not place.root.exists():
+        say("data=demo: rendering the demo set")
+        main(DemoSettings())
+
+
+def render_demo(root: Path, train_samples: int = 20_000) -> bool:
     """Write the set to `root`, complete or not at all. False if a set of the same recipe was already there.
 
     Raises UserError if `root` holds something else.
     """
-    recipe = {"recipe": RECIPE_VERSION, "seed": seed, "train_samples": train_samples, "side": SIDE}
+    recipe = {"recipe": RECIPE_VERSION, "train_samples": train_samples}
     if train_samples < TRAIN_SHARDS:
         raise UserError(f"samples={train_samples}: the demo set needs at least {TRAIN_SHARDS}, one for each shard")
     note = root / "recipe.json"
     if note.is_file():
-        if not force and json.loads(note.read_text()) == recipe:
+        if json.loads(note.read_text()) == recipe:
             return False
     elif root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise UserError(f"root={root}: exists and is not a demo set; choose an empty or new folder")
@@ -95,7 +104,7 @@ def render_demo(root: Path, *, seed: int = 0, train_samples: int = 20_000, force
         root.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{root.name}-", dir=root.parent) as temporary:
             new, old = Path(temporary) / "new", Path(temporary) / "old"
-            _write_all(new, seed, train_samples)
+            _write_all(new, train_samples)
             (new / "recipe.json").write_text(json.dumps(recipe) + "\n")
             if root.exists():
                 root.rename(old)
@@ -105,17 +114,17 @@ def render_demo(root: Path, *, seed: int = 0, train_samples: int = 20_000, force
     return True
 
 
-def _write_all(root: Path, seed: int, train_samples: int) -> None:
+def _write_all(root: Path, train_samples: int) -> None:
     for name in ("train", *(f"{name}/test" for name in TEST_SETS)):
         (root / name).mkdir(parents=True)
     shards: dict[Path, Callable[[], Iterator[Sample]]] = {
-        root / "objects/test/0.tar": partial(_class_samples, "objects", scenes.SEEN, OBJECTS_PER_CLASS, seed),
-        root / "unseen/test/0.tar": partial(_class_samples, "unseen", scenes.UNSEEN, UNSEEN_PER_CLASS, seed),
-        root / "retrieval/test/0.tar": partial(_retrieval_samples, seed),
+        root / "objects/test/0.tar": partial(_class_samples, "objects", scenes.SEEN, OBJECTS_PER_CLASS),
+        root / "unseen/test/0.tar": partial(_class_samples, "unseen", scenes.UNSEEN, UNSEEN_PER_CLASS),
+        root / "retrieval/test/0.tar": _retrieval_samples,
     }
     for shard in range(TRAIN_SHARDS):
         start, stop = (train_samples * number // TRAIN_SHARDS for number in (shard, shard + 1))
-        shards[root / f"train/{shard:05d}.tar"] = partial(_train_samples, shard, start, stop, seed)
+        shards[root / f"train/{shard:05d}.tar"] = partial(_train_samples, shard, start, stop)
         stats = {"count": stop - start, "successes": stop - start, "failed_to_download": 0, "failed_to_resize": 0}
         (root / f"train/{shard:05d}_stats.json").write_text(json.dumps(stats) + "\n")
     # the text files that CLIP_benchmark's reader expects beside the shards
@@ -141,9 +150,9 @@ def _rendered(samples: Callable[[], Iterator[Sample]]) -> list[Sample]:
     return list(samples())
 
 
-def _train_samples(shard: int, start: int, stop: int, seed: int) -> Iterator[Sample]:
+def _train_samples(shard: int, start: int, stop: int) -> Iterator[Sample]:
     for index in range(start, stop):
-        rng = Random(f"{seed}/train/{index}")
+        rng = Random(f"{SEED}/train/{index}")
         scene = scenes.compose(rng, rng.choices(KINDS, TRAIN_MIX)[0])
         words = scenes.caption(scene, rng)
         key = f"{shard:05d}{index - start:04d}"
@@ -157,17 +166,17 @@ def _train_samples(shard: int, start: int, stop: int, seed: int) -> Iterator[Sam
         yield {"__key__": key, "jpg": picture, "txt": words.encode(), "json": json.dumps(about).encode()}
 
 
-def _class_samples(split: str, classes: tuple[tuple[str, str], ...], number: int, seed: int) -> Iterator[Sample]:
+def _class_samples(split: str, classes: tuple[tuple[str, str], ...], number: int) -> Iterator[Sample]:
     for index in range(len(classes) * number):
-        rng = Random(f"{seed}/{split}/{index}")
+        rng = Random(f"{SEED}/{split}/{index}")
         pair = classes[index % len(classes)]
         label = str(scenes.CLASSES.index(pair)).encode()
         yield {"__key__": f"{index:06d}", "png": _encode(scenes.single(rng, pair), rng, "PNG"), "cls": label}
 
 
-def _retrieval_samples(seed: int) -> Iterator[Sample]:
+def _retrieval_samples() -> Iterator[Sample]:
     """Images whose contents all differ, so that every caption has one right answer."""
-    rng = Random(f"{seed}/retrieval")
+    rng = Random(f"{SEED}/retrieval")
     taken: set[tuple[str, ...]] = set()
     while len(taken) < RETRIEVAL_IMAGES:
         scene = scenes.compose(rng, rng.choices(KINDS, RETRIEVAL_MIX)[0])

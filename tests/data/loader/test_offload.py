@@ -16,7 +16,7 @@ import torch
 from clipscale.common.errors import UserError
 from clipscale.config.data import AugmentConfig
 from clipscale.data.loader import memory
-from clipscale.data.loader.host_batch import Layout, Offload, Slot
+from clipscale.data.loader.host_batch import Slot
 from clipscale.data.loader.prefetch import Prefetcher
 from tests.data.files import Members, picture, sample, write_tar
 from tests.data.streams import open_stream
@@ -111,17 +111,19 @@ def test_the_next_chunk_is_loaded_before_it_is_asked_for_and_none_twice() -> Non
 
 
 def test_encoded_pictures_take_their_bytes_and_no_more(tmp_path: Path) -> None:
-    data = picture(1, (400, 400), "JPEG", quality=95)
-    members = [member for i in range(64) for member in ((f"{i}.jpg", data), (f"{i}.txt", b"a photograph"))]
+    """Also after larger ones have lain in the same places."""
+    small, large = (picture(1, (size, size), "JPEG", quality=95) for size in (100, 400))
+    members = [(f"{i}.{kind}", data) for i in range(640) for kind, data in (("jpg", large if i % 8 == 0 else small),)]
+    members = [member for name, data in members for member in ((name, data), (name[:-3] + "txt", b"a photograph"))]
     path = write_tar(tmp_path / "0.tar", members)
-    sizes: dict[str, set[int]] = {"host": set(), "encoded": set()}
-    for backend, taken in sizes.items():
+    taken: dict[str, list[int]] = {"host": [], "encoded": []}
+    for backend, sizes in taken.items():
         with open_stream(path, batch=64, side=224, backend=backend, chunk=1) as stream:
-            for _ in range(3):
-                stream.next_batch().pixels(0, 64)
-                taken.add(os.fstat(stream._arena._fd).st_blocks * 512)
-    (host,), (encoded,) = sizes.values()
-    assert encoded < 64 * len(data) + host / 8 < host, f"{encoded} bytes for 64 times {len(data)}"
+            for _ in range(10):
+                stream.next_batch().ids()
+                sizes.append(os.fstat(stream._arena._fd).st_blocks * 512)
+    expected = 8 * len(large) + 56 * len(small) + 64 * 4096
+    assert max(taken["encoded"]) < 1.2 * expected < taken["host"][0] / 2, (taken, expected)
 
 
 def test_what_does_not_fit_is_refused_with_what_to_do(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,19 +135,6 @@ def test_what_does_not_fit_is_refused_with_what_to_do(mixed: Path, monkeypatch: 
             open_stream(mixed, batch=BATCH, side=64, backend=backend, chunk=CHUNK)
 
 
-def test_pictures_larger_than_expected_end_the_run_instead_of_the_machine(tmp_path: Path, monkeypatch: Any) -> None:
-    members: Members = []
-    for i in range(64 * 4):  # the first ones are small
-        data = picture(0, (8, 8)) if i < 64 else picture(i, (60, 60))
-        members += [(f"{i}.png", data), (f"{i}.txt", b"words")]
-    path = write_tar(tmp_path / "0.tar", members)
-    layout = Layout(1, 256, (3, 64, 64), 8, offload=Offload("encoded", CHUNK))
-    monkeypatch.setattr(memory, "free_memory", lambda: int((layout.memory_bytes() + 256 * 1000) / memory.MARGIN))
-    stream = open_stream(path, batch=256, side=64, backend="encoded", chunk=CHUNK, shuffle=0, shard_streams=1)
-    with pytest.raises(UserError, match=r"offload=encoded: the pictures of a batch are larger .* take offload=disk"):
-        stream.next_batch().ids()
-
-
 def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "memory.max").write_text("5000000\n")
     (tmp_path / "memory.stat").write_text("anon 1000000\nfile 90000000\nshmem 500000\n")
@@ -155,17 +144,10 @@ def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert memory.free_memory() == pytest.approx(psutil.virtual_memory().available, rel=0.2)
 
 
-def test_a_disk_that_is_full_or_fails_is_named(mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_is_named(mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"batch": BATCH, "side": 64, "backend": "disk", "chunk": CHUNK}
     with pytest.raises(UserError, match=r"offload_dir=/nowhere: .*No such file"):
         open_stream(mixed, folder="/nowhere", **options)
-    with open_stream(mixed, folder=str(tmp_path), **options) as stream:
-        batch = stream.next_batch()
-        batch.ids()
-        assert os.fstat(stream._arena.file).st_blocks * 512 >= BATCH * 3 * 64 * 64
-        os.ftruncate(stream._arena.file, 1000)
-        with pytest.raises(UserError, match=rf"offload_dir={tmp_path}: .* cannot be read there \(the file ends early"):
-            batch.pixels(0, CHUNK)
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -19,10 +19,9 @@ def table(capsys: pytest.CaptureFixture[str]) -> dict[str, list[str]]:
     return {words[0]: words[1:] for words in lines}
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_sound_set_has_status_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str], workers: int) -> None:
+def test_a_sound_set_has_status_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_shards(tmp_path, [5, 4], sized=False)
-    assert main(["data", "check", str(tmp_path), f"workers={workers}"]) == 0
+    assert main(["data", "check", str(tmp_path)]) == 0
     rows = table(capsys)
     assert (rows["samples"][0], rows["usable"], len(rows)) == ("9", ["9"], 2)
 
@@ -31,7 +30,7 @@ def test_broken_samples_have_the_reasons_that_training_counts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_tar(tmp_path / "0.tar", DIRTY)
-    assert main(["data", "check", str(tmp_path), "data.max_pixels=1000", "workers=1"]) == 1
+    assert main(["data", "check", str(tmp_path), "data.max_pixels=1000"]) == 1
     rows = table(capsys)
     stream = open_stream(tmp_path, batch=1, max_pixels=1000)
     ids(stream, 3)
@@ -45,13 +44,13 @@ def test_broken_samples_have_the_reasons_that_training_counts(
 def test_a_shard_that_cannot_be_read_to_its_end_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole, cut = write_shards(tmp_path, [8, 8], sized=False)
     cut.write_bytes(cut.read_bytes()[:4300])
-    assert main(["data", "check", str(whole), str(cut), "workers=1"]) == 1
+    assert main(["data", "check", str(whole), str(cut)]) == 1
     out = "".join(capsys.readouterr().out.split())
     assert f"damagedshard{cut}truncated_shard" in out
 
 
 def test_filtered_samples_are_counted_and_not_broken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_shards(tmp_path, [6], sized=False)
-    words = ["data.filter.min_side=5", "data.filter.fields=[similarity>=0.3]", "workers=1"]
+    words = ["data.filter.min_side=5", "data.filter.fields=[similarity>=0.3]"]
     assert main(["data", "check", str(tmp_path), *words]) == 0
     assert table(capsys)["filter_no_similarity"][0] == "6"

@@ -1,4 +1,4 @@
-"""The verbs `clipscale data index` and `stats`: they take shards as plain arguments, and print counts and paths."""
+"""The verb `clipscale data index`, and what tools share that take shards as plain arguments."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,10 +13,9 @@ from clipscale.common.hardware import cores
 from clipscale.common.terminal import say
 from clipscale.common.units import format_bytes
 from clipscale.config.data import TableConfig
-from clipscale.config.tools import IndexSettings, StatsSettings
+from clipscale.config.tools import IndexSettings
 from clipscale.data.shards import index, listing
 from clipscale.data.shards.addresses import is_local, scheme_of
-from clipscale.data.shards.counts import recorded_counts, scan_counts
 
 
 def expanded(sources: Sequence[str], allow_pipe: bool = False, table: TableConfig | None = None) -> list[str]:
@@ -37,9 +36,12 @@ def progress(urls: Sequence[str]) -> Iterator[Callable[[int], None]]:
         yield lambda size: bar.update(task, advance=size, description=f"{next(numbers)} of {len(urls)} shards")
 
 
-def make_index(sources: Sequence[str], settings: IndexSettings) -> int:
-    """Index the shards. Status 1 where one is damaged or cannot be read."""
+def main(sources: Sequence[str], settings: IndexSettings) -> int:
+    """Index the shards, and print their samples and bytes. Status 1 where one is damaged or cannot be read."""
     urls = [url for url in expanded(sources) if scheme_of(url) not in index.NO_FILE]
+    if not urls:
+        say("tables and pipes have no index; their rows are counted as they are")
+        return 0
     outcomes: dict[str, index.Outcome] = {}
     with progress(urls) as advance:
 
@@ -47,47 +49,16 @@ def make_index(sources: Sequence[str], settings: IndexSettings) -> int:
             advance(outcome.size if isinstance(outcome, index.Entry) else 0)
             outcomes[url] = outcome
 
-        workers = settings.workers or cores()
-        index.update_indexes(urls, workers=workers, force=settings.force, done=done)
-    if not urls:
-        say("tables and pipes have no index; their rows are counted as they are")
-        return 0
+        index.update_indexes(urls, workers=cores(), done=done)
     entries, _ = index.current(urls)
-    samples = sum(entry.samples for entry in entries.values())
+    counts = [entry.samples for entry in entries.values()] or [0]
+    size = format_bytes(sum(entry.size for entry in entries.values()))
     read = sum(isinstance(outcome, index.Entry) for outcome in outcomes.values())
-    unchanged = sum(outcome is None for outcome in outcomes.values())
-    say(f"{samples} samples in {len(entries)} shards; {read} indexed now, {unchanged} unchanged")
-    damage = [
-        f"not indexed: {url}: {outcome}"
-        if isinstance(outcome, str)
-        else f"{outcome.reason} after {outcome.samples} samples: {outcome.detail}"
-        for url, outcome in outcomes.items()
-        if isinstance(outcome, str) or (outcome and outcome.reason)
-    ]
+    say(f"{sum(counts)} samples in {len(entries)} shards of {min(counts)} to {max(counts)}, {size}; {read} read now")
+    damage = [f"not indexed: {url}: {outcome}" for url, outcome in outcomes.items() if isinstance(outcome, str)]
+    damage += [f"{e.reason} after {e.samples} samples: {e.detail}" for e in entries.values() if e.reason]
     for line in damage:
         say(line)
     for place in sorted({str(index.writable_path(index.folder_of(url))) for url in urls}):
         say(f"  {place}")
     return 1 if damage else 0
-
-
-def show_stats(sources: Sequence[str], settings: StatsSettings) -> int:
-    """Print what the indexes say about the shards. Local shards without one have their headers read."""
-    urls = expanded(sources)
-    entries, _ = index.current(urls)
-    missing = [url for url in urls if url not in entries and is_local(url)]
-    if missing:
-        scan_counts(missing)
-        entries, _ = index.current(urls)
-    rows = sum(filter(None, recorded_counts([url for url in urls if scheme_of(url) == "table"])))
-    counts = [entry.samples for entry in entries.values()] or [0]
-    size = format_bytes(sum(entry.size for entry in entries.values()))
-    say(f"{sum(counts) + rows} samples in {len(entries)} shards of {min(counts)} to {max(counts)}, {size}")
-    if rows:
-        say(f"{rows} of them are rows of tables")
-    elif len(entries) < len(urls):
-        say(f"{len(urls) - len(entries)} of {len(urls)} shards are not counted; run `clipscale data index` on them")
-    for url, entry in entries.items():
-        if entry.reason:
-            say(f"{entry.reason}: {url}")
-    return 0
