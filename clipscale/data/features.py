@@ -83,7 +83,7 @@ def stored_features(data: DataConfig, config: ModelConfig, model: "ClipModel") -
             "data.image_features: stored features cannot train the image tower; set model.freeze_image=true, or "
             "read pictures"
         )
-    note = _read_note(list_shards(data)[0])
+    note = _read_note(list_shards(data)[0][0])
     if member != note["member"]:
         raise UserError(f"data.image_features={member}: the shards hold them as {note['member']!r}")
     for what, theirs, ours in (
@@ -101,20 +101,13 @@ def stored_features(data: DataConfig, config: ModelConfig, model: "ClipModel") -
     return StoredFeatures(member, note["width"], note["dtype"])
 
 
-def _read_note(urls: list[str]) -> dict[str, Any]:
-    """The note that all of the shards' folders share. Raises UserError where there is none, or where they differ."""
-    notes: dict[str, dict[str, Any]] = {}
-    for folder in sorted({str(Path(url).parent) for url in urls}):
-        path = Path(folder) / NOTE
-        try:
-            notes[folder] = dict(json.loads(path.read_text())["features"])
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise UserError(
-                f"data.image_features: {path} cannot be read ({error}); give data.train the shards that "
-                "`clipscale embed format=webdataset` has written"
-            ) from error
-    (first, note), *others = notes.items()
-    for folder, other in others:
-        if other != note:
-            raise UserError(f"data.train: the features in {first} and in {folder} are not of the same kind")
-    return note
+def _read_note(shard: str) -> dict[str, Any]:
+    """The note beside a shard. Raises UserError where there is none."""
+    path = Path(shard).parent / NOTE
+    try:
+        return dict(json.loads(path.read_text())["features"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(
+            f"data.image_features: {path} cannot be read ({error}); give data.train the shards that "
+            "`clipscale embed format=webdataset` has written"
+        ) from error

@@ -25,12 +25,13 @@ FROZEN = ModelConfig(name="test", architecture=ARCHITECTURE, freeze_image=True)
 
 @pytest.fixture(scope="module")
 def stored(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The demo set's features in both dtypes."""
+    """A run from pictures, and its frozen tower's features of the demo set in both dtypes."""
     root, data = tmp_path_factory.mktemp("features"), DataConfig(train=[paths(demo).train])
-    options: dict[str, Any] = {"batch": 24, "device": "cpu", "transform": "train"}
-    options |= {"model": FROZEN, "data": data, "format": "webdataset", "features": "image"}
+    train(locked(demo, root / "pictures"))
+    options: dict[str, Any] = {"run": str(root / "pictures"), "batch": 24, "device": "cpu", "transform": "train"}
+    options |= {"data": data, "format": "webdataset", "features": "image"}
     configs = {dtype: EmbedConfig(out=str(root / dtype), dtype=dtype, **options) for dtype in ("float16", "float32")}
-    return {dtype: Path(main(config)["out"]) for dtype, config in configs.items()}
+    return {"pictures": root / "pictures"} | {dtype: Path(main(config)["out"]) for dtype, config in configs.items()}
 
 
 def locked(demo: Path, run: Path, **changes: Any) -> TrainConfig:
@@ -46,8 +47,7 @@ def from_features(folder: Path, **changes: Any) -> DataConfig:
 def test_training_from_features_is_training_with_the_frozen_tower(
     demo: Path, stored: dict[str, Path], tmp_path: Path
 ) -> None:
-    train(locked(demo, tmp_path / "pictures"))
-    expected = curve(tmp_path / "pictures")
+    expected = curve(stored["pictures"])
     evaluation = EvalConfig(sets=[str(demo / "objects")], limit=48)
     for dtype, tolerance in (("float32", 1e-6), ("float16", 1e-3)):
         train(locked(demo, tmp_path / dtype, data=from_features(stored[dtype]), eval=evaluation, offload="disk"))

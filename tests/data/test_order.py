@@ -17,7 +17,6 @@ from clipscale.data.order import (
     key,
     local_places,
     permutation,
-    stream_bounds,
     streams_fit,
     streams_of,
 )
@@ -52,16 +51,6 @@ def test_skipping_goes_on_where_reading_stopped(order: Epochs, epoch: int, data:
     assert places(stream, skip) == whole[skip:]
 
 
-@given(epoch_orders(), st.integers(1, 50))
-def test_streams_reach_the_end_of_an_epoch_together(order: Epochs, epochs: int) -> None:
-    bounds = stream_bounds(order.batch, order.streams)
-    total = sum(order.counts)
-    for stream in range(order.streams):
-        first, last = order.reach(stream)
-        share = int(bounds[stream + 1] - bounds[stream])
-        assert abs((last - first) - share * total / order.batch) < 1
-
-
 @given(st.integers(1, 40), st.integers(1, 8), st.data())
 def test_ranks_read_the_streams_of_their_places_and_no_others(world: int, per_rank: int, data: st.DataObject) -> None:
     batch = world * per_rank
@@ -78,11 +67,6 @@ def test_the_default_number_of_streams_fits(world: int, per_rank: int, samples: 
     streams = default_streams(batch, world, samples)
     assert streams % world == 0
     assert streams == world or streams_fit(streams, batch, samples)
-
-
-@pytest.mark.parametrize("batch", [8, 32, 64, 256, 1000, 2**20])
-def test_one_to_eight_ranks_share_the_default_streams(batch: int) -> None:
-    assert len({default_streams(batch, world, 20_000) for world in (1, 2, 4, 8)}) == 1
 
 
 def test_the_order_is_pinned_down() -> None:

@@ -274,13 +274,11 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self._begun = self._seconds = 0.0
-        self.running = False
 
     def __enter__(self) -> None:
-        self._begun, self.running = time.monotonic(), True
+        self._begun = time.monotonic()
 
     def __exit__(self, *_: object) -> None:
-        self.running = False
         self._seconds += time.monotonic() - self._begun
 
     def take(self) -> float:

@@ -25,15 +25,16 @@ class Prefetcher:
         """`buffers`: (places, ...), written by `load`, each of `rows` places. `copy`: hand out copies to keep."""
         self._places, self._capacity, self._load, self._copy = torch.from_numpy(buffers), rows, load, copy
         count = len(buffers) // rows
-        self._spans: list[Span | None] = [
-            None
-        ] * count  # the range that each buffer holds, or will hold after this wait
+        self._spans: list[Span | None] = [None] * count  # what each buffer holds, or will hold after this wait
         self._waits: list[Callable[[], None] | None] = [None] * count
         self._given = 0  # the buffer that was handed out last
         self._arrived = 0
 
     def open(self, slot: Slot) -> None:
-        """Go on with the batch in that slot."""
+        """Go on with the batch in that slot. The one before is not read any more."""
+        for buffer in range(len(self._waits)):
+            self._wait(buffer)
+        self._spans = [None] * len(self._spans)
         self._slot, self._arrived = slot, 0
         self.expect(())
 
@@ -64,12 +65,6 @@ class Prefetcher:
         first = self._given * self._capacity
         rows = self._places[first : first + stop - start]
         return rows.clone() if self._copy else rows
-
-    def release(self) -> None:
-        """Stop reading the slot: it will be filled again."""
-        for buffer in range(len(self._waits)):
-            self._wait(buffer)
-        self._spans = [None] * len(self._spans)
 
     def _begin(self, buffer: int, span: Span) -> int:
         """Start to load the range into the buffer (counted around), unless it holds it; returns the buffer's number."""

@@ -116,9 +116,8 @@ class ShardReader:
     def __init__(self, shards: OrderedShards, start: StreamPosition, kinds: Mapping[str, int], store: Store) -> None:
         self._shards, self._stream, self._kinds, self._store = shards, start.stream, kinds, store
         self.epoch, self.index = start.epoch, start.index
-        self._ready: list[
-            tuple[int, Segment, Item]
-        ] = []  # of the window that is given out, with their epoch, the next one last
+        # The items of the window that is given out, with their epoch, the next one last.
+        self._ready: list[tuple[int, Segment, Item]] = []
         self._ready_bytes = 0
         self.items = self._items()
         """Every item from the position on, with its segment."""

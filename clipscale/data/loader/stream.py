@@ -86,43 +86,38 @@ class TrainStream:
         return Counter({name: n for name, n in self._assembler.counts.items() if not name.startswith(EVENT)})
 
     @property
-    def seen(self) -> Counter[str]:
+    def faults(self) -> Counter[str]:
         """Event -> how often it happened without costing a sample, such as a request made again."""
         counts = self._assembler.counts.items()
         return Counter({name.removeprefix(EVENT): n for name, n in counts if name.startswith(EVENT)})
 
     def record(self) -> dict[str, Any]:
         """This rank's counts since the start, by the names of `metrics.jsonl`."""
-        counts: dict[str, Any] = {"host_pinned": self._arena.pinned}
-        for name, reasons in (("broken", self.broken), ("faults", self.seen)):
-            counts |= {name: reasons.total(), f"{name}_by": dict(reasons)}
-        return counts
+        broken, faults = self.broken, self.faults
+        by_reason = {"broken_by": dict(broken), "faults_by": dict(faults)}
+        return {"host_pinned": self._arena.pinned, "broken": broken.total(), "faults": faults.total(), **by_reason}
 
     def next_batch(self) -> HostBatch:
         """The next local batch, at once; access to its rows blocks until they are there. The one before is invalid."""
-        assembler, prefetcher = self._assembler, self._prefetcher
-        if self._step >= 0:  # give the slot of the batch before to the workers again
-            self._positions = assembler.finish(self._step)
-            if prefetcher:
-                prefetcher.release()
-            assembler.forget(self._step)
-            self._arena.empty(self._arena.slot(self._step))
-            assembler.begin(self._step + len(self._arena.slots))
-        self._step += 1
+        assembler, prefetcher, slots = self._assembler, self._prefetcher, len(self._arena.slots)
+        before, self._step = self._step, self._step + 1
         step, size, slot = self._step, assembler.size(self._step), self._arena.slot(self._step)
+        if before >= 0:
+            self._positions = assembler.finish(before)
+        if prefetcher:
+            prefetcher.open(slot)
+        if before >= 0:  # give the slot of the batch before to the workers again
+            assembler.forget(before)
+            self._arena.empty(self._arena.slot(before))
+            assembler.begin(before + slots)
 
         def wait(stop: int) -> None:
-            if step != self._step:
-                raise RuntimeError("this batch is no longer valid: the next one has been asked for")
-            if not 0 <= stop <= size:
-                raise ValueError(f"row {stop} lies outside the local batch of {size}")
             assembler.wait(step, stop)
             if prefetcher:
                 prefetcher.arrived(assembler.arrived(step))
 
         if not prefetcher:
             return HostBatch(slot, size, wait, stored_rows)
-        prefetcher.open(slot)
         return HostBatch(slot, size, wait, prefetcher.rows, prefetcher.expect)
 
     def give_back(self) -> None:

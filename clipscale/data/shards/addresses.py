@@ -32,11 +32,6 @@ def is_local(url: str) -> bool:
     return not _SCHEME.match(url)
 
 
-def as_path(name: str) -> str:
-    """A file's name in a form that no reader takes for an address, such as `./pipe:x.tar`."""
-    return name if is_local(name) else f"./{name}"
-
-
 def scheme_of(url: str) -> str:
     """The scheme in lower case, empty for a path."""
     return "" if is_local(url) else url.split(":", 1)[0].lower()

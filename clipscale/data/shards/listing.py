@@ -1,6 +1,6 @@
 """Lists the shards that a setting names.
 
-Expands braces, `::` and `${NAME}` as webdataset does, whose own function would load torch before a mistyped path is
+Expands braces and `::` as webdataset does, whose own function would load torch before a mistyped path is
 reported.
 """
 
@@ -15,7 +15,7 @@ from braceexpand import braceexpand
 
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig, TableConfig
-from clipscale.data.shards.addresses import as_path, is_local, scheme_of
+from clipscale.data.shards.addresses import is_local, scheme_of
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,6 @@ TABLES = (".csv", ".tsv")
 SCHEMES = ("http", "https", "s3", "gs", "hf")
 """Of the addresses that are read. fsspec knows others, some of which read this machine's files."""
 NOTHING = "matches no shard; give a tar file, a brace list, a glob, a folder, a table or @FILE"
-_FILE = re.compile(r"^file:(//)?", re.IGNORECASE)
 
 
 def list_shards(config: DataConfig) -> tuple[list[str], list[int] | None]:
@@ -54,14 +53,14 @@ def expand(
     source: str, allow_pipe: bool = False, *, setting: str = "data.train", table: TableConfig | None = None
 ) -> list[str]:
     """The shards that one source names: a brace list, a glob, a folder of shards, a table, `@FILE` with an
-    address or path a line, or a URL (`::` joins several). The names of files are paths, whatever they look like.
+    address or path a line, or a URL (`::` joins several).
 
     Warns of missing local shards, and leaves them out: downloads have gaps. Raises UserError if no shard is left, or
     for `pipe:` without `allow_pipe`.
     """
     if source.startswith("@"):
         names = _from_list(Path(source[1:]).expanduser(), allow_pipe, setting)
-    elif is_local(source) or _FILE.match(source):
+    elif is_local(source):
         names = _local(source, setting)
     else:
         names = [url for address in _braces(source, setting) for url in _remote(address, allow_pipe, setting)]
@@ -84,12 +83,12 @@ def expand(
 
 def _local(source: str, setting: str) -> list[str]:
     """The files of this machine that a brace list, glob or folder names, whether they exist or not."""
-    source = os.path.expanduser(_FILE.sub("", source))  # noqa: PTH111 (a pattern, not yet a path)
+    source = os.path.expanduser(source)  # noqa: PTH111 (a pattern, not yet a path)
     if os.path.isdir(source):  # noqa: PTH112
-        return sorted(as_path(str(path)) for path in Path(source).glob("*.tar*") if path.is_file())
+        return sorted(str(path) for path in Path(source).glob("*.tar*"))
     patterns = _braces(source, setting)
     listed = [sorted(glob.glob(name)) if glob.has_magic(name) else [name] for name in patterns]  # noqa: PTH207
-    return [as_path(name) for names in listed for name in names]
+    return [name for names in listed for name in names]
 
 
 def _existing(names: Sequence[str]) -> list[str]:
@@ -107,11 +106,10 @@ def _existing(names: Sequence[str]) -> list[str]:
 
 
 def _braces(source: str, setting: str) -> list[str]:
-    """Expands braces and `${NAME}` (environment variable WDS_NAME), and splits at `::`."""
+    """Expands braces, and splits at `::`."""
     try:
-        filled = re.sub(r"\$\{(\w+)\}", lambda name: os.environ["WDS_" + name[1]], source)
-        return [url for part in filled.split("::") for url in braceexpand(part)]
-    except (ValueError, KeyError) as error:  # unbalanced braces; a variable that is not set
+        return [url for part in source.split("::") for url in braceexpand(part)]
+    except ValueError as error:  # unbalanced braces
         raise UserError(f"{setting}={source!r} cannot be expanded: {error}") from error
 
 
@@ -145,7 +143,7 @@ def _from_list(path: Path, allow_pipe: bool, setting: str) -> list[str]:
         lines = [line.strip() for line in path.read_text().splitlines()]
     except (OSError, ValueError) as error:
         raise UserError(f"{setting}='@{path}' cannot be read ({error})") from error
-    names = [_FILE.sub("", line) for line in lines if line and not line.startswith("#")]
+    names = [line for line in lines if line and not line.startswith("#")]
     for name in names:
         if scheme_of(name) not in ("", *SCHEMES, *["pipe"] * allow_pipe) or (not is_local(name) and "::" in name):
             raise UserError(f"{setting}='@{path}': {name[:200]!r} is neither a path nor one of {', '.join(SCHEMES)}:")

@@ -64,17 +64,9 @@ def main(settings: DemoSettings) -> Path:
     begun = time.monotonic()
     fresh = render_demo(place.root, settings.samples)
     verb = f"written in {time.monotonic() - begun:.1f} s" if fresh else "already there"
-    say(f"demo set {verb}: {place.root}")
-    say(f"  train      {settings.samples:6d} pairs   {place.train}")
-    objects, unseen = len(scenes.SEEN) * OBJECTS_PER_CLASS, len(scenes.UNSEEN) * UNSEEN_PER_CLASS
-    notes = {
-        "objects": f"{objects:6d} images  classification, {len(scenes.CLASSES)} names, held-out pictures",
-        "unseen": f"{unseen:6d} images  the same names, the {len(scenes.UNSEEN)} combinations that training never "
-        "shows",
-        "retrieval": f"{RETRIEVAL_IMAGES:6d} images  {CAPTIONS_PER_IMAGE} captions each",
-    }
-    for name, note in notes.items():
-        say(f"  {name:10s} {note}: {place.tests[name]}")
+    say(f"demo set {verb}: {settings.samples} pairs in {place.train}, and the evaluation sets")
+    for name in TEST_SETS:
+        say(f"  {place.tests[name]}")
     return place.root
 
 

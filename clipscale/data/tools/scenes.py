@@ -27,15 +27,17 @@ UNSEEN = tuple((colour, SHAPES[(5 * i + 2) % len(SHAPES)]) for i, colour in enum
 SEEN = tuple(pair for pair in CLASSES if pair not in UNSEEN)
 
 OTHER_WORDS: dict[str, tuple[str, ...]] = {
-    **{
-        "red": ("scarlet",),
-        "yellow": ("golden",),
-        "green": ("emerald",),
-        "cyan": ("turquoise",),
-        "purple": ("violet",),
-    },
-    **{"circle": ("disc",), "square": ("box",), "cross": ("plus sign",), "ring": ("hoop",)},
-    **{"small": ("little", "tiny"), "large": ("big",)},
+    "red": ("scarlet",),
+    "yellow": ("golden",),
+    "green": ("emerald",),
+    "cyan": ("turquoise",),
+    "purple": ("violet",),
+    "circle": ("disc",),
+    "square": ("box",),
+    "cross": ("plus sign",),
+    "ring": ("hoop",),
+    "small": ("little", "tiny"),
+    "large": ("big",),
 }
 PLURALS = {"cross": "crosses", "box": "boxes"}
 OPPOSITES = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
@@ -206,14 +208,8 @@ def _around(number: int, *radii: float) -> list[tuple[float, float]]:
     return [(r * math.sin(a), -r * math.cos(a)) for r, a in corners]
 
 
-_HALF = [
-    (0.32, -1.0),
-    (0.32, -0.32),
-    (1.0, -0.32),
-    (1.0, 0.32),
-    (0.32, 0.32),
-    (0.32, 1.0),
-]  # of the cross, to the right
+# The right half of the cross.
+_HALF = [(0.32, -1.0), (0.32, -0.32), (1.0, -0.32), (1.0, 0.32), (0.32, 0.32), (0.32, 1.0)]
 _OUTLINES = {
     "circle": _around(24, 1.0),
     "square": [(-0.85, -0.85), (0.85, -0.85), (0.85, 0.85), (-0.85, 0.85)],

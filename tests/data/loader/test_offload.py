@@ -3,12 +3,9 @@
 import errno
 import os
 import time
-from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 import torch
@@ -16,8 +13,6 @@ import torch
 from clipscale.common.errors import UserError
 from clipscale.config.data import AugmentConfig
 from clipscale.data.loader import memory
-from clipscale.data.loader.host_batch import Slot
-from clipscale.data.loader.prefetch import Prefetcher
 from tests.data.files import Members, picture, sample, write_tar
 from tests.data.streams import open_stream
 
@@ -66,45 +61,6 @@ def test_pixels_are_those_of_host_in_both_passes(mixed: Path, tmp_path: Path, ba
             assert stream.broken["unreadable_image"] > 20
             whole = stream.next_batch().pixels(0, BATCH)
     assert torch.equal(whole, expected[4]), "in one piece larger than a chunk"
-
-
-def test_the_next_chunk_is_loaded_before_it_is_asked_for_and_none_twice() -> None:
-    """A buffer that was handed out holds until the call after the next."""
-    buffers = np.zeros((30, 1), np.uint8)
-    events: list[tuple[str, int]] = []
-
-    def load(slot: Slot, start: int, stop: int, at: int) -> Callable[[], None]:
-        def wait() -> None:
-            buffers[at : at + stop - start, 0] = range(start, stop)
-            events.append(("waited", start))
-
-        events.append(("begun", start))
-        return wait
-
-    prefetcher, slot = Prefetcher(buffers, 10, load), Slot(0, {})
-    spans = [(0, 10), (10, 20), (20, 30), (30, 35)]
-    for _ in range(3):
-        prefetcher.open(slot)
-        prefetcher.arrived(35)
-        prefetcher.expect(
-            [*spans, *spans[1:]]
-        )  # the first chunk's graph was held, so the second pass begins with the second
-        events.clear()
-        given: list[tuple[torch.Tensor, list[int]]] = []
-        for span in [*spans, *spans[1:]]:
-            given.append((prefetcher.rows(slot, *span), list(range(*span))))
-            assert all(rows[:, 0].tolist() == values for rows, values in given[-2:]), "overwritten too early"
-        begun = [start for what, start in events if what == "begun"]
-        assert begun.count(0) == 1 and all(begun.count(start) <= 2 for start, _ in spans), begun
-        for before, (start, _) in pairwise(spans):
-            assert events.index(("begun", start)) <= events.index(("waited", before[0])) + 1
-        prefetcher.release()
-    prefetcher.open(slot)
-    prefetcher.expect(spans)
-    prefetcher.arrived(15)
-    events.clear()
-    prefetcher.rows(slot, 0, 10)
-    assert ("begun", 10) not in events, "its rows have not all arrived"
 
 
 # -- memory and disk ---------------------------------------------------------------------------------------------------

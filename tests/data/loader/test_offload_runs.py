@@ -1,13 +1,11 @@
 """Whole runs with pixels on disk or as encoded pictures, and with a growing batch: the same training."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from clipscale.common.errors import UserError
 from clipscale.config.data import AugmentConfig, DataConfig
 from clipscale.config.sections import CacheConfig, RampConfig, ScheduleConfig
 from clipscale.config.train import TrainConfig
@@ -41,16 +39,6 @@ def test_where_pixels_wait_does_not_change_a_bit_of_the_curve(demo: Path, tmp_pa
         train(augmented(demo, run, workers, offload=offload, cache=cache))
         expected = curve(tmp_path / "host-none")
         assert curve(run) == (expected if keep == "none" else pytest.approx(expected, rel=1e-5)), run.name
-
-
-def test_a_full_disk_leaves_the_checkpoints(demo: Path, tmp_path: Path) -> None:
-    train(augmented(demo, tmp_path / "run", samples=128, **CONSTANT))
-    before = sorted((tmp_path / "run/checkpoints").iterdir())
-    config = augmented(demo, tmp_path / "run", **CONSTANT)
-    with pytest.raises(UserError, match=r"offload_dir=/nowhere: .*offload=encoded"):
-        train(replace(config, offload="disk", offload_dir="/nowhere"))
-    assert sorted((tmp_path / "run/checkpoints").iterdir()) == before
-    assert train(replace(config, offload="disk"))["step"] == 4, "and the run goes on with another backend"
 
 
 def growing(demo: Path, run: Path, samples: int) -> TrainConfig:

@@ -1,34 +1,20 @@
 """Resuming: the same samples follow, whoever reads them, wherever the run was cut off, and little is read twice."""
 
-import hashlib
-import json
-import multiprocessing
-import os
-import random
-import signal
-import time
-import traceback
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from clipscale.common.errors import UserError
-from clipscale.config.data import AugmentConfig
 from clipscale.data.decode import TrainTransform
 from clipscale.data.loader.stream import TrainStream, merge_positions
-from clipscale.data.loader.workers import warm_up
-from tests.data.files import Letters, sample, write_shards, write_tar
+from tests.data.files import sample, write_shards, write_tar
 from tests.data.streams import contents, flat, ids, inline_workers, open_stream, positions
 
 pytestmark = pytest.mark.timeout(60)
 
-
-# -- the same samples follow -------------------------------------------------------------------------------------------
 
 SPREADS = [(1, 0), (1, 3), (2, 2), (2, 3), (3, 0), (3, 2), (4, 1), (6, 1), (8, 1), (12, 2), (24, 1)]
 """Ranks, and workers of each. Of the ranks, 3, 6, 12 and 24 cannot share the 8 shard streams evenly."""
@@ -127,91 +113,3 @@ def test_positions_of_different_shards_do_not_merge(tmp_path: Path) -> None:
     records = [open_stream(tmp_path / name, batch=8, rank=r, world=2).position() for r, name in enumerate("ab")]
     with pytest.raises(UserError, match="different shards"):
         merge_positions(records)
-
-
-# -- killed at any moment ----------------------------------------------------------------------------------------------
-
-EVERY, BATCH = 4, 24
-
-
-def replace(path: Path, text: str) -> None:
-    """As a checkpoint is written: there as a whole, or not."""
-    path.with_suffix(".new").write_text(text)
-    path.with_suffix(".new").replace(path)
-
-
-def live(source: Path, home: Path, workers: int, steps: int) -> None:
-    """What a training process does with its samples: it notes every step's, and every few steps the place from which to
-    go on."""
-    place, notes = home / "place.json", home / "steps.jsonl"
-    done, position = json.loads(place.read_text()) if place.exists() else (0, None)
-    before = notes.read_text().splitlines(keepends=True)[:done] if notes.exists() else []
-    replace(notes, "".join(before))
-    options: dict[str, Any] = {"augment": AugmentConfig(scale=(0.3, 1.0), flip=0.5), "backend": "disk", "chunk": 8}
-    options |= {"batch": BATCH, "workers": workers, "position": position, "folder": str(home)}
-    with open_stream(source, **options) as stream, notes.open("a") as out:
-        for step in range(done, steps):
-            ((keys, pixels, tokens),) = contents(stream, 1)
-            out.write(json.dumps([step, keys, hashlib.sha256(pixels + tokens).hexdigest()]) + "\n")
-            out.flush()
-            if (step + 1) % EVERY == 0:
-                replace(place, json.dumps([step + 1, stream.position()]))
-
-
-def begin(source: Path, home: Path, workers: int, steps: int) -> int:
-    """`live` in a fork of this process, which has imported torch. Its loaders are forked by this process's server."""
-    if child := os.fork():
-        return child
-    status = 1
-    try:
-        forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
-        live(source, home, workers, steps)
-        status = 0
-    except BaseException:
-        (home / "error").write_text(traceback.format_exc())
-    finally:
-        os._exit(status)
-
-
-def loaders() -> set[psutil.Process]:
-    return set(psutil.Process(forkserver._forkserver._forkserver_pid).children())  # type: ignore[attr-defined]
-
-
-def finish(child: int, home: Path) -> str:
-    """Wait for the end; returns what it has noted."""
-    _, status = os.waitpid(child, 0)
-    assert status == 0, (home / "error").read_text()
-    return (home / "steps.jsonl").read_text()
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize("kills", [2, pytest.param(30, marks=pytest.mark.slow)])
-def test_killed_at_any_moment_the_same_samples_follow(tmp_path: Path, kills: int) -> None:
-    """SIGKILL after random delays, with other numbers of loader processes each time. Compared are every step's keys,
-    pixels and tokens."""
-    warm_up(Letters.__module__)
-    process = multiprocessing.get_context("forkserver").Process()  # the first fork waits for what the server imports
-    process.start()
-    process.join()
-    write_shards(tmp_path / "set", [70, 41, 90, 7])
-    steps, seed = 20 * kills + 20, random.randrange(2**32)
-    chosen, others = random.Random(seed), loaders()
-    whole, home = tmp_path / "whole", tmp_path / "killed"
-    whole.mkdir()
-    home.mkdir()
-    begun = time.monotonic()
-    expected = finish(begin(tmp_path / "set", whole, 2, steps), whole)
-    lasts, notes = time.monotonic() - begun, home / "steps.jsonl"
-    for _ in range(kills):
-        child = begin(tmp_path / "set", home, chosen.choice([1, 2, 3]), steps)
-        time.sleep(chosen.uniform(0, 2 * lasts / kills))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        until = time.monotonic() + 10
-        while left := loaders() - others:
-            assert time.monotonic() < until, f"loader processes outlive the killed one: {left}"
-            time.sleep(0.005)
-        assert {path.suffix for path in home.iterdir()} <= {".json", ".jsonl", ".new"}, "the file of pixels is gone"
-    assert finish(begin(tmp_path / "set", home, 2, steps), home) == expected, f"seed {seed}"
-    keys = [json.loads(line)[1] for line in notes.read_text().splitlines()]
-    assert keys == ids(open_stream(tmp_path / "set", batch=BATCH), steps), "and the order is that of a single process"

@@ -1,7 +1,6 @@
 """The stream: the same batches for any number of ranks and workers, exact epochs, and an error instead of a hang."""
 
 import io
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -104,15 +103,6 @@ def test_shuffling_mixes_within_the_window_and_zero_keeps_the_order(tmp_path: Pa
     assert [sorted(windowed[i : i + 10]) for i in range(0, 40, 10)] == [plain[i : i + 10] for i in range(0, 40, 10)]
 
 
-def test_augmentation_differs_between_epochs_but_not_between_runs(tmp_path: Path) -> None:
-    write_shards(tmp_path, [8])
-    options = {"batch": 8, "augment": AugmentConfig(scale=(0.2, 0.6))}
-    first, second = (contents(open_stream(tmp_path, **options), 2) for _ in range(2))
-    assert first == second
-    assert sorted(first[0][0]) == sorted(first[1][0])
-    assert first[0][1] != first[1][1]
-
-
 # -- which order -------------------------------------------------------------------------------------------------------
 
 
@@ -182,21 +172,6 @@ def test_data_without_a_usable_sample_ends_with_the_reason(
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"no tar" * 500, None], ids=["empty", "noise", "members without samples"])
-def test_shards_without_samples_end_the_run(tmp_path: Path, content: bytes | None) -> None:
-    for i in range(3):
-        if content is None:
-            write_tar(tmp_path / f"{i}.tar", [("README", b"x")])
-        else:
-            (tmp_path / f"{i}.tar").write_bytes(content)
-    for sized in (False, True):
-        if sized:
-            (tmp_path / "sizes.json").write_text(json.dumps({f"{i}.tar": 5 for i in range(3)}))
-        for order in ("epochs", "resampled"):
-            with pytest.raises(UserError, match=r"no usable sample|hold no sample"):
-                open_stream(tmp_path, batch=2, order=order).next_batch().pixels(0, 1)
-
-
 def test_a_truncated_shard_loses_only_its_rest(tmp_path: Path) -> None:
     paths = write_shards(tmp_path, [20, 20])
     paths[0].write_bytes(paths[0].read_bytes()[: paths[0].stat().st_size // 2])
@@ -213,7 +188,6 @@ def test_a_truncated_shard_loses_only_its_rest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch": 9, "world": 2}, r"batch=9 .*by 2 processes; choose a multiple of 2"),
         ({"shard_streams": 16}, r"data\.shard_streams=16: too many for the batch of 8"),
         ({"batch": 100, "shard_streams": 60}, r"data\.shard_streams=60: too many for the 50 samples"),
         ({"train": []}, r"data\.train is not set"),
@@ -221,7 +195,6 @@ def test_a_truncated_shard_loses_only_its_rest(tmp_path: Path) -> None:
         ({"train": ["pipe:cat /etc/passwd"]}, "allow_pipe"),
         ({"weights": [1.0, 2.0]}, r"data\.weights=.*2 weights for 1 source"),
         ({"weights": [1.0], "order": "epochs"}, r"data\.weights and data\.order=epochs"),
-        ({"augment": AugmentConfig(scale=(0.9, 0.1))}, r"data\.augment\.scale"),
         ({"train": ["https://host/{0..9}.tar"], "order": "epochs"}, r"data\.order=epochs: .*0\.tar"),
         ({"batch": 2**36, "side": 224, "workers": 1}, r"offload=host: .* TiB of host memory .*offload=encoded"),
     ],

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from clipscale.common.errors import UserError
-from tests.data.files import SIDE, Letters, write_shards
+from tests.data.files import Letters, write_shards
 from tests.data.streams import contents, open_stream, processes_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -103,27 +103,29 @@ def test_a_signal_to_all_processes_leaves_workers_at_work_and_closing_ends_them(
     command = [sys.executable, str(tmp_path / "main.py"), str(tmp_path), str(int(number))]
     ran = subprocess.run(command, capture_output=True, text=True, start_new_session=True, env=os.environ | HERE)
     assert (ran.returncode, ran.stderr) == (0, "")
+    ended(ran.stdout)
+
+
+def test_a_killed_run_leaves_no_process(tmp_path: Path) -> None:
+    write_shards(tmp_path, [50])
+    (tmp_path / "main.py").write_text(SIGNALLED.replace("os.killpg(0, int(sys.argv[2]))", KILL))
+    command = [sys.executable, str(tmp_path / "main.py"), str(tmp_path), str(int(signal.SIGUSR1))]
+    ran = subprocess.run(command, capture_output=True, text=True, start_new_session=True, env=os.environ | HERE)
+    assert ran.returncode == -signal.SIGKILL, ran.stderr
+    ended(ran.stdout)
+
+
+KILL = "print(*(child.pid for child in children), flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def ended(processes: str) -> None:
     deadline = time.monotonic() + 20
-    while left := [pid for pid in map(int, ran.stdout.split()) if psutil.pid_exists(pid)]:
+    while left := [pid for pid in map(int, processes.split()) if psutil.pid_exists(pid)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
 
 
 # -- the batch ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_old_batch_is_refused_and_bad_rows_too(tmp_path: Path, workers: int) -> None:
-    write_shards(tmp_path, [50])
-    with open_stream(tmp_path, batch=8, workers=workers) as stream:
-        old = stream.next_batch()
-        assert len(old) == 8 and old.pixels(2, 5).shape == (3, 3, SIDE, SIDE) and old.pixels(0, 8).dtype == torch.uint8
-        assert old.tokens(0, 8).shape == (8, 8) and old.tokens(0, 8).dtype == torch.int32
-        with pytest.raises(ValueError, match="outside"):
-            old.pixels(0, 9)
-        stream.next_batch()
-        with pytest.raises(RuntimeError, match="no longer valid"):
-            old.pixels(0, 1)
 
 
 @pytest.mark.parametrize("buffers", [1, 2, 3])

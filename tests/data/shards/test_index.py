@@ -1,6 +1,5 @@
 """The index: its content, its updates, its use by the reader; an entry never applies to a changed file."""
 
-import gzip
 import os
 import tracemalloc
 from collections import Counter
@@ -42,17 +41,6 @@ def read(path: Path, **options: Any) -> tuple[list[RawSample], ReadProblem]:
     return list(read_shard(str(path), problem, indexed=True, **options)), problem
 
 
-def test_it_describes_the_shards(tmp_path: Path) -> None:
-    paths = write_shards(tmp_path, [3, 5], sized=False)
-    packed = tmp_path / "p.tar.gz"
-    packed.write_bytes(gzip.compress(paths[0].read_bytes()))
-    assert make([*paths, packed]) == "rrr"
-    for path, samples in zip([*paths, packed], [3, 5, 3]):
-        raws = read(path)[0]
-        assert (len(raws), entry(path).samples, entry(path).reason) == (samples, samples, None)
-    assert recorded_counts([str(path) for path in paths]) == [3, 5]
-
-
 names = ["a.png", "a.txt", "b.png", "c/d.x.json", "n", "__m__", "e.txt", "x" * 120 + ".txt"]
 
 
@@ -71,14 +59,6 @@ def test_reading_by_offsets_gives_what_reading_on_gives(
     assert scanned.offsets is None or len(scanned.offsets) == len(plain) + 1
 
 
-def test_a_damaged_shard_is_recorded_with_its_readable_samples(tmp_path: Path) -> None:
-    path = write_shards(tmp_path, [10], sized=False)[0]
-    path.write_bytes(path.read_bytes()[: 512 * 24 + 100])
-    make([path])
-    assert entry(path).reason == "truncated_shard" and entry(path).samples == 3
-    assert [s.key for s in read(path)[0]] == [s.key for s in read_shard(str(path), ReadProblem())]
-
-
 def test_only_changed_shards_are_scanned_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = write_shards(tmp_path, [3, 5], sized=False)
     monkeypatch.setattr(index, "FEW", 2)
@@ -88,18 +68,6 @@ def test_only_changed_shards_are_scanned_again(tmp_path: Path, monkeypatch: pyte
     assert make([*paths, tmp_path / "none.tar"]) == "ruf"
     assert [entry(path).samples for path in paths] == [1, 5]
     assert make(paths, force=True) == "rr"
-
-
-def test_the_work_of_a_killed_run_is_kept(tmp_path: Path) -> None:
-    paths = write_shards(tmp_path, [3, 5, 7], sized=False)
-
-    def die(url: str, outcome: index.Outcome) -> None:
-        if url == str(paths[1]):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        make(paths, done=die)
-    assert make(paths) == "uur"
 
 
 def test_the_index_of_a_read_only_folder_is_in_the_cache(

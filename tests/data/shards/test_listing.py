@@ -1,7 +1,5 @@
 """The shards that a setting names."""
 
-import os
-import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,9 @@ from tests.data.streams import contents, open_stream
 
 def test_braces_globs_folders_and_lists_name_the_same_shards(tmp_path: Path) -> None:
     paths = [str(path) for path in write_shards(tmp_path / "set", [1, 1, 1])]
-    (tmp_path / "list").write_text(f"# three shards\n{paths[0]}\n\n{paths[1]}\nfile://{paths[2]}\n")
+    (tmp_path / "list").write_text(f"# three shards\n{paths[0]}\n\n{paths[1]}\n{paths[2]}\n")
     folder = tmp_path / "set"
-    for source in (f"{folder}/{{00000..00002}}.tar", f"{folder}/*.tar", str(folder), f"file:{folder}/*.tar"):
+    for source in (f"{folder}/{{00000..00002}}.tar", f"{folder}/*.tar", str(folder)):
         assert expand(source) == paths, source
     assert expand(f"@{tmp_path}/list") == paths
 
@@ -32,18 +30,6 @@ def test_gaps_in_a_brace_list_are_left_out_with_a_warning(tmp_path: Path, caplog
     paths[1].unlink()
     assert expand(f"{tmp_path}/{{00000..00002}}.tar") == [str(paths[0]), str(paths[2])]
     assert "1 of 3 shards do not exist" in caplog.text
-
-
-def test_listing_many_shards_takes_time_in_proportion_to_their_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """0.3 s for 41,456; comparing each with all takes minutes."""
-    monkeypatch.setattr(os, "listdir", lambda _: [f"{i:05}.tar" for i in range(41_456) if i != 41_000])
-    (tmp_path / "list").write_text("\n".join(f"{tmp_path}/{i:05}.tar" for i in range(41_456)))
-    begun = time.process_time()
-    assert expand(f"{tmp_path}/{{00000..41455}}.tar") == expand(f"@{tmp_path}/list")
-    assert len(expand(f"@{tmp_path}/list")) == 41_455
-    assert time.process_time() - begun < 10
 
 
 @pytest.mark.parametrize(
@@ -74,11 +60,10 @@ def test_a_list_names_paths_and_servers_alone(tmp_path: Path, line: str) -> None
         expand(f"@{tmp_path}/list")
 
 
-def test_specifications_are_webdatasets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_specifications_are_webdatasets() -> None:
     from webdataset.shardlists import expand_urls
 
-    monkeypatch.setenv("WDS_HOME", "https://host")
-    for source in ("${HOME}/{00..03}.tar::s3://a/{x,y}/0.tar", "https://host/{a,b}{0..1}.tar::${HOME}/0.tar"):
+    for source in ("/x/{00..03}.tar::s3://a/{x,y}/0.tar", "https://host/{a,b}{0..1}.tar::/x/0.tar"):
         assert listing._braces(source, "data.train") == expand_urls(source)
 
 

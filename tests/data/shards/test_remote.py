@@ -5,7 +5,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -64,8 +63,8 @@ def test_an_epoch_over_a_bad_network_loses_nothing(tmp_path: Path, web: Web) -> 
     with open_stream(f"{web.url}/set/{{00000..00001}}.tar", batch=21) as stream:
         assert stream.samples_per_epoch == sum(sizes)
         assert contents(stream, 10) == contents(open_stream(tmp_path / "set", batch=21), 10)
-        assert not stream.broken and 5 < stream.seen.total() <= web.done.total()
-        assert set(stream.seen) <= {"http_503", "failed_request", "short_answer", "wrong_range"}
+        assert not stream.broken and 5 < stream.faults.total() <= web.done.total()
+        assert set(stream.faults) <= {"http_503", "failed_request", "short_answer", "wrong_range"}
 
 
 @pytest.mark.parametrize("same_size", [True, False])
@@ -119,28 +118,6 @@ def test_what_was_not_asked_for_is_not_read(tmp_path: Path, name: str) -> None:
     assert not samples and problem.reason in (None, "unreadable_shard"), problem
 
 
-def test_the_hub_gets_the_token_and_its_store_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub import HfFileSystem, constants
-
-    class Hub(Web):
-        def answer(self, path: str, asked: str, sent: Mapping[str, str]) -> tuple[int, dict[str, str], bytes]:
-            path = urlsplit(path).path
-            assert ("authorization" in sent) == (not path.startswith("/store/"))
-            if path.startswith("/store/"):
-                return super().answer(path.removeprefix("/store"), asked, sent)
-            location = f"{self.url.replace('127.0.0.1', 'localhost')}/store/{path.rsplit('/', 1)[-1]}?signed=yes"
-            return 302, {"Location": location, "Content-Length": "0"}, b""
-
-    (path,) = write_shards(tmp_path, [30])
-    monkeypatch.setenv("HF_TOKEN", "a-token")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    with serving(Hub(tmp_path)) as web:
-        address = f"{web.url}/datasets/me/pairs/resolve/main/00000.tar"
-        monkeypatch.setattr(HfFileSystem, "url", lambda self, path: address)
-        samples, problem, _ = read("hf://datasets/me/pairs/00000.tar")
-    assert members(samples) == members(read(str(path))[0]), problem
-
-
 @pytest.fixture
 def s3() -> Iterator[str]:
     """An S3-compatible server with a bucket `bucket`; yields its address."""
@@ -172,7 +149,7 @@ def test_shards_are_listed_indexed_and_read_from_s3(tmp_path: Path, s3: str) -> 
     with open_stream("s3://bucket/set/", batch=20) as stream:
         assert stream.samples_per_epoch == 47
         assert contents(stream, 5) == contents(open_stream(tmp_path / "set", batch=20), 5)
-        assert not stream.broken and not stream.seen
+        assert not stream.broken and not stream.faults
     problem = ReadProblem()
     reader = read_shard(urls[0], problem)
     next(reader)

@@ -124,7 +124,7 @@ def test_a_set_is_reused_replaced_or_refused(few: None, tmp_path: Path, capsys: 
     place = tmp_path / "set"
     assert demo.main(demo.DemoSettings(str(place), 64)) == place
     out = capsys.readouterr().out
-    assert "written in" in out and str(place) in out and "64 pairs" in out
+    assert "written in" in out and f"64 pairs in {place}" in out
     assert not demo.render_demo(place, 64)
     assert demo.render_demo(place, 80), "another recipe is rendered anew"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["set"], "nothing is left lying about"
