@@ -84,7 +84,7 @@ class Phases:
         return max(self.peak.values()) - self.before["encode"]
 
     def record(self) -> dict[str, float | int | None]:
-        """By the names in `metrics.jsonl`: seconds, the highest allocation, and that of each part beyond its start's."""
+        """By the names in `metrics.jsonl`: seconds, the highest allocation, and each part's beyond its start."""
         peak, before = self.peak, self.before
         return {
             "step_s": self.total,

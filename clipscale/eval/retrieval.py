@@ -33,7 +33,7 @@ def first_right_ranks(
 
 
 def retrieval_metrics(images_ND: Tensor, captions_MD: Tensor, owner_M: Tensor, usable_N: Tensor) -> dict[str, float]:
-    """`image_to_text_r{1,5,10}`: one of the image's captions is in the top k. `text_to_image_...`: the caption's image is.
+    """`image_to_text_r{1,5,10}`: one of the image's captions is in the top k. `text_to_image_...`: its image is.
 
     owner_M: (M,) int64, the image of each caption; every image has at least one. usable_N: (N,) bool; an image that is
     not is a miss, and so are its captions. The others are ranked without them.

@@ -144,7 +144,7 @@ def _refuse_all_broken(eval_set: EvalSet, broken: int) -> None:
 
 
 def measured(eval_set: EvalSet, about: dict[str, Any]) -> dict[str, Any]:
-    """What the results of a set belong to: how much of the set, its prompts, the versions, and what the caller knows."""
+    """What the results of a set belong to: how much of the set, its prompts, versions, and what the caller knows."""
     facts: dict[str, Any] = {"path": str(eval_set.path), "kind": eval_set.kind, "images": len(eval_set)}
     if eval_set.whole is not None:
         facts |= {"of": eval_set.whole, "chosen": "of each class in proportion"}

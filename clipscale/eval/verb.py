@@ -86,7 +86,7 @@ def _print(config: EvalConfig, results: Results, title: str) -> None:
 
 
 def _complete(config: EvalConfig, settings: Path) -> None:
-    """Set what is not given of `sets`, `suite` and `root` as in the run's settings. Raises UserError without any set."""
+    """Set what is not given of `sets`, `suite` and `root` as in the run's settings. UserError without any set."""
     saved = yaml.safe_load(settings.read_text(encoding="utf-8")).get("eval", {}) if settings.is_file() else {}
     if not config.wanted:
         config.sets, config.suite = restored(saved.get("sets", [])), saved.get("suite", "none")

@@ -125,7 +125,7 @@ def console_line(record: Record) -> str:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a `metrics.jsonl`, in order, without an incomplete last line. Raises UserError for other damage."""
+    """The records of a `metrics.jsonl`, in order, without an incomplete last line. UserError for other damage."""
     records: list[dict[str, Any]] = []
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True) if path.is_file() else [], 1):
         try:

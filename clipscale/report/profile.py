@@ -13,7 +13,7 @@ FIRST = 2
 
 @contextmanager
 def profiled(run: Path, steps: int, rank: int, device: torch.device) -> Iterator[Callable[[], None]]:
-    """Records `steps` steps after the first `FIRST` into RUN/profile/rankN.json.gz. Yields what to call after a step."""
+    """Records `steps` steps after the first `FIRST` into RUN/profile/rankN.json.gz. Yields what ends a step."""
     if not steps:
         yield lambda: None
         return

@@ -1,4 +1,4 @@
-"""Text of strangers is printed without obeying it: no control character, no line break, no markup reaches the terminal."""
+"""Text of strangers is printed without obeying it: no control character, line break or markup reaches the terminal."""
 
 import io
 import logging

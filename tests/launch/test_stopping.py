@@ -1,4 +1,4 @@
-"""A signal ends a run between two chunks: the step is thrown away without a trace, and a later Ctrl-C ends it at once."""
+"""A signal ends a run between two chunks: the step is thrown away without a trace, and a later Ctrl-C ends at once."""
 
 import os
 import signal

@@ -270,7 +270,7 @@ def test_compiled_encoders_replay_their_dropout(backend: str) -> None:
 
 
 def test_the_dense_retrieval_example_of_the_documentation_works_as_written() -> None:
-    """Queries, passages and hard negatives; the block of docs/step.md is run, and its gradients are those of one graph."""
+    """Queries, passages and hard negatives; the block of docs/step.md is run, its gradients are one graph's."""
     page = (Path(__file__).parents[2] / "docs" / "step.md").read_text()
     (example,) = re.findall(r"```python\n(.*?GradCache.*?)```", page, re.S)
     assert len(example.strip().splitlines()) <= 12

@@ -1,4 +1,4 @@
-"""Kept graphs: as many chunks as fit skip their second pass. The gradient stays: test_grad_cache.py, test_exactness.py."""
+"""Kept graphs: as many chunks as fit skip their second pass. The gradient stays: see test_exactness.py."""
 
 import math
 import weakref
