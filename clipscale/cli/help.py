@@ -36,7 +36,7 @@ def show_verbs(names: Iterable[str]) -> None:
     print("clipscale: contrastive image-text pretraining at any batch size\n")
     print("Usage: clipscale VERB [KEY=VALUE ...]\n")
     columns((name, summary(VERBS[name].settings)) for name in names)
-    show_examples(f"clipscale data demo\n{VERBS['train'].examples}")
+    print("\nExamples\n" + textwrap.indent(f"clipscale data demo\n{VERBS['train'].examples}", "  "))
     print("\n`clipscale VERB --help` describes a verb. CLIPSCALE_DEBUG=1 shows tracebacks.")
 
 
@@ -55,7 +55,7 @@ def show_verb(name: str) -> None:
         print("\nGroups: named sets of values, from conf/ (* the default)")
         options = group_options()
         columns((f"{g}=", ", ".join(o + "*" * (o == choices[g]) for o in options[g])) for g in choices)
-    show_examples(verb.examples)
+    print("\nExamples\n" + textwrap.indent(verb.examples, "  "))
     print(f"\n{COUNTS}\n{verb.notes}".rstrip())
 
 
@@ -98,9 +98,3 @@ def columns(rows: Iterable[Sequence[str]]) -> None:
     for *cells, text in rows:
         start = "  " + "".join(cell.ljust(width) for cell, width in zip(cells, widths))
         print(start + textwrap.fill(margin + text, columns, subsequent_indent=margin).lstrip())
-
-
-def show_examples(lines: str) -> None:
-    """Commands, indented."""
-    print("\nExamples")
-    print(textwrap.indent(lines, "  "))

@@ -149,8 +149,8 @@ def start(config: Launched, main: str, count: int) -> dict[str, Any]:
             remedy = f"; go on with run={config.run} resume=auto" if main == TRAIN else ""
             raise StoppedError(f"stopped by {number.name}{remedy}", number) from None
         finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+            for handled, handler in handlers.items():
+                signal.signal(handled, handler)
 
 
 def worker(config: Launched, main: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@ Hydra.
 """
 
 import ast
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ from clipscale.cli.verbs import VERBS
 from clipscale.common.errors import UserError
 from clipscale.config.parse import typed
 from clipscale.config.presets import PACKAGE
-from clipscale.config.setting import Setting, nested, setting, settings_of, summary
+from clipscale.config.setting import nested, settings_of, summary
 from clipscale.config.tools import existing_run
-from clipscale.config.train import TrainConfig, shared
+from clipscale.config.train import TrainConfig
 
 
 @pytest.mark.parametrize(
@@ -80,42 +80,6 @@ def test_a_run_must_exist_and_a_sweep_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"^run={tmp_path}/sizes: a sweep of 2 runs; .*/sizes/batch=128$"):
         existing_run(f"{tmp_path}/sizes")
     assert existing_run(f"{tmp_path}/sizes/batch=64") == tmp_path / "sizes/batch=64"
-
-
-def test_processes_share_a_batch_evenly() -> None:
-    shared(8, 4, "4 processes")
-    with pytest.raises(UserError, match=r"^batch=10 cannot be shared evenly by 4 processes; choose a multiple of 4$"):
-        shared(10, 4, "4 processes")
-
-
-# ---- declarations ----
-
-
-@dataclass
-class Inner:
-    """A section. More about it."""
-
-    name: str = setting("a", "Its name.", choices=("a", "b"))
-    path: str | None = setting(None, "Its path.")
-
-
-@dataclass
-class Outer:
-    """All."""
-
-    sizes: list[int] = setting([1], "Sizes.")
-    inner: Inner = field(default_factory=Inner)
-
-
-def test_nested_settings_are_listed_by_dotted_name() -> None:
-    assert settings_of(Outer) == (
-        Setting("sizes", list[int], [1], "Sizes."),
-        Setting("inner.name", str, "a", "Its name.", choices=("a", "b")),
-        Setting("inner.path", str | None, None, "Its path."),
-    )
-    assert nested(Outer) == {"inner": Inner} and summary(Inner) == "A section. More about it."
-    Outer().sizes.append(2)
-    assert Outer().sizes == [1], "no two objects share a default"
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -20,7 +20,6 @@ from clipscale.launch.stopping import SignalError, Stop
 from clipscale.train import train
 from tests.support.ranks import run_ranks
 from tests.support.runs import curve, settings
-from tests.test_train import start, wait_for
 
 CHUNKS = 20
 """Of a step, in both passes: six of images and four of texts."""
@@ -125,15 +124,3 @@ def test_all_ranks_leave_a_step_at_the_same_chunk(demo: Path, tmp_path: Path, pa
     assert [path.name for path in checkpoint.found(tmp_path / "run")] == ["step_00000001"]
     assert run_ranks(on_rank_1, 2, config, -1) == [0, 0]
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
-
-
-def test_a_signal_saves_before_the_end(demo: Path, tmp_path: Path) -> None:
-    process = start(demo, tmp_path / "run")
-    wait_for(process, lambda: (tmp_path / "run/metrics.jsonl").is_file() and len(curve(tmp_path / "run")) > 0)
-    assert process.pid
-    os.kill(process.pid, signal.SIGTERM)
-    process.join(120)
-    assert process.exitcode != 0
-    assert "stopped by a signal after step" in (tmp_path / "run/error").read_text()
-    step = len(curve(tmp_path / "run"))
-    assert checkpoint.found(tmp_path / "run")[-1] == checkpoint.path_of(tmp_path / "run", step)
