@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,18 +52,12 @@ def test_a_run_learns_and_leaves_its_record(finished: Path) -> None:
     record = logged[-1]
     assert not FIELDS - set(record), f"missing: {FIELDS - set(record)}"
     assert record["samples"] == 640
-    assert all(one["samples_per_s_wall"] <= one["samples_per_s"] for one in logged)
-    between = sum(one["batch"] / one["samples_per_s_wall"] for one in logged[1:])
+    assert all(line["samples_per_s_wall"] <= line["samples_per_s"] for line in logged)
+    between = sum(line["batch"] / line["samples_per_s_wall"] for line in logged[1:])
     assert between == pytest.approx(record["time"] - logged[0]["time"], rel=0.05), "evaluations are in it"
     assert record["step_s"] == pytest.approx(sum(record[f"{p}_s"] for p in ("encode", "loss", "replay", "optim")))
-    for name in (
-        "config.yaml",
-        "env.json",
-        "report.html",
-        "report.png",
-        "eval/step_00000005.json",
-        "eval/step_00000010.json",
-    ):
+    evaluations = ("eval/step_00000005.json", "eval/step_00000010.json")
+    for name in ("config.yaml", "env.json", "report.html", "report.png", *evaluations):
         assert (finished / name).stat().st_size > 0, name
     assert [p.name for p in checkpoint.found(finished)] == ["step_00000010"]
 
@@ -137,38 +132,32 @@ def test_the_number_of_processes_does_not_change_the_curve(
         local.run(replace(config, data=data, launch=LaunchConfig(procs=procs)))
     else:
         run_ranks(on_a_rank, procs, config)
-    one, several = curve(finished), curve(tmp_path / "run")
-    worst = max(abs(a - b) / a for a, b in zip(one, several, strict=True))
-    assert worst < 1e-4, f"{procs} processes: {several} instead of {one}"
+    assert curve(tmp_path / "run") == pytest.approx(curve(finished), rel=1e-4)
 
 
-def test_a_run_goes_on_with_another_number_of_processes_and_another_parallelism(demo: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("parallel", "batch", "starts"),
+    [
+        ("fsdp", 64, [(192, 2), (320, 1)]),
+        pytest.param("ddp", 48, [(96, 1), (192, 3)], marks=pytest.mark.slow),  # 3 share the 64 shard streams unevenly
+    ],
+)
+def test_a_run_goes_on_with_another_number_of_processes(
+    demo: Path, tmp_path: Path, parallel: str, batch: int, starts: list[tuple[int, int]]
+) -> None:
     constant = ScheduleConfig(name="constant", warmup="0")
-    for samples, procs in ((320, 2), (640, 1)):
-        config = settings(demo, tmp_path / "run", samples=samples, schedule=constant)
-        run_ranks(on_a_rank, procs, replace(config, launch=LaunchConfig(parallel="fsdp")))
-    train(settings(demo, tmp_path / "whole", schedule=constant))
-    worst = max(abs(a - b) / a for a, b in zip(curve(tmp_path / "run"), curve(tmp_path / "whole"), strict=True))
-    assert worst < 1e-4, f"{curve(tmp_path / 'run')} instead of {curve(tmp_path / 'whole')}"
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_with_any_number_of_processes(demo: Path, tmp_path: Path) -> None:
-    """From 1 to 3, which share the 64 shard streams unevenly. The global batches stay the same."""
-    constant = ScheduleConfig(name="constant", warmup="0")
-    given = {"batch": 48, "schedule": constant, "cache": CacheConfig(chunk="8")}
-    train(settings(demo, tmp_path / "run", samples=96, **given))
-    run_ranks(on_a_rank, 3, settings(demo, tmp_path / "run", samples=192, **given))
-    train(settings(demo, tmp_path / "whole", samples=192, **given))
-    worst = max(abs(a - b) / a for a, b in zip(curve(tmp_path / "run"), curve(tmp_path / "whole"), strict=True))
-    assert worst < 1e-4, f"{curve(tmp_path / 'run')} instead of {curve(tmp_path / 'whole')}"
+    given = {"batch": batch, "schedule": constant, "cache": CacheConfig(chunk="8")}
+    for samples, procs in starts:
+        launch = LaunchConfig(parallel=parallel)
+        run_ranks(on_a_rank, procs, settings(demo, tmp_path / "run", samples=samples, launch=launch, **given))
+    train(settings(demo, tmp_path / "whole", samples=starts[-1][0], **given))
+    assert curve(tmp_path / "run") == pytest.approx(curve(tmp_path / "whole"), rel=1e-4)
 
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_half_precision_follows_the_same_curve(demo: Path, finished: Path, tmp_path: Path, precision: str) -> None:
     train(settings(demo, tmp_path / "run", precision=PrecisionConfig(name=precision)))
-    worst = max(abs(a - b) for a, b in zip(curve(finished), curve(tmp_path / "run"), strict=True))
-    assert worst < 0.15, f"{precision}: {curve(tmp_path / 'run')} instead of {curve(finished)}"
+    assert curve(tmp_path / "run") == pytest.approx(curve(finished), abs=0.15)
 
 
 def test_kept_graphs_do_not_change_the_curve(demo: Path, finished: Path, tmp_path: Path) -> None:
@@ -189,9 +178,8 @@ def test_negatives_from_the_chunk_alone_are_those_of_plain_accumulation(demo: Pa
 
 
 def test_a_frozen_tower_does_not_change(demo: Path, tmp_path: Path) -> None:
-    train(
-        settings(demo, tmp_path / "run", model=ModelConfig(name="test", architecture=ARCHITECTURE, freeze_image=True))
-    )
+    model = ModelConfig(name="test", architecture=ARCHITECTURE, freeze_image=True)
+    train(settings(demo, tmp_path / "run", samples=128, model=model))
     torch.manual_seed(3)
     fresh = build_model(ModelConfig(name="test", architecture=ARCHITECTURE)).state_dict()
     trained = checkpoint.load(checkpoint.found(tmp_path / "run")[-1])["model"]
@@ -201,51 +189,44 @@ def test_a_frozen_tower_does_not_change(demo: Path, tmp_path: Path) -> None:
     assert not torch.equal(fresh["text.encoder.text_projection"], trained["text.encoder.text_projection"])
 
 
-def diverging(demo: Path, run: Path, on_divergence: str) -> TrainConfig:
+def diverging(demo: Path, run: Path, precision: str = "fp32", **optim: Any) -> TrainConfig:
+    """A first step so large that the second is not finite."""
     return settings(
         demo,
         run,
-        optim=OptimConfig(lr=1e30, weight_decay=0.0, on_divergence=on_divergence),
+        samples=256,
+        optim=OptimConfig(lr=1e30, weight_decay=0.0, **optim),
         schedule=ScheduleConfig(name="constant", warmup="0"),
+        precision=PrecisionConfig(precision),
         checkpoint=CheckpointConfig(every=1),
     )
 
 
 def test_a_diverging_run_stops_and_keeps_its_checkpoints(demo: Path, tmp_path: Path) -> None:
+    config = diverging(demo, tmp_path / "run")
     with pytest.raises(UserError, match=r"training has diverged.*lower optim.lr"):
-        train(diverging(demo, tmp_path / "run", "stop"))
+        train(config)
     assert checkpoint.found(tmp_path / "run"), "the step before the divergence must be there"
     (left,) = (tmp_path / "run/diverged").iterdir()
     state = torch.load(left, weights_only=True)
     assert len(state["samples"].unique()) == 64, "the ids of the batch at which it happened"
     assert not math.isfinite(state["loss"]) or not math.isfinite(state["grad_norm"])
-
-
-@pytest.mark.slow
-def test_shards_of_a_diverging_run_are_written_whole(demo: Path, tmp_path: Path) -> None:
-    config = replace(diverging(demo, tmp_path / "run", "stop"), launch=LaunchConfig(parallel="fsdp"))
-    with pytest.raises(AssertionError, match="training has diverged"):
-        run_ranks(on_a_rank, 2, config)
-    (left,) = (tmp_path / "run/diverged").iterdir()
-    whole = build_model(config.model).state_dict()
-    found = torch.load(left, weights_only=True)["model"]
-    assert {name: value.shape for name, value in found.items()} == {name: value.shape for name, value in whole.items()}
+    assert state["model"].keys() == build_model(config.model).state_dict().keys()
 
 
 def test_half_precision_that_overflows_at_any_loss_scale_has_diverged(
     demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With fp16 a step that overflows is skipped and halves the loss scale, but not for ever."""
-    monkeypatch.setattr("clipscale.step.precision.LEAST_LOSS_SCALE", 2.0**14)
-    config = replace(diverging(demo, tmp_path / "run", "stop"), precision=PrecisionConfig("fp16"))
+    monkeypatch.setattr("clipscale.step.precision.LEAST_LOSS_SCALE", 2.0**15)
     with pytest.raises(UserError, match="training has diverged"):
-        train(config)
+        train(diverging(demo, tmp_path / "run", "fp16"))
     assert sum(record["skipped"] for record in records(tmp_path / "run")) >= 2, (
         "the scales 65,536 and 32,768 were tried"
     )
 
 
 def test_steps_that_are_not_finite_can_be_skipped(demo: Path, tmp_path: Path) -> None:
-    train(diverging(demo, tmp_path / "run", "skip"))
-    found = [record["skipped"] for record in records(tmp_path / "run")]
-    assert len(found) == 10 and found[-1] and not found[0]
+    train(diverging(demo, tmp_path / "run", on_divergence="skip"))
+    skipped = [record["skipped"] for record in records(tmp_path / "run")]
+    assert len(skipped) == 4 and skipped[-1] and not skipped[0]

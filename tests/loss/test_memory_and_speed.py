@@ -8,6 +8,7 @@ import os
 import statistics
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -16,54 +17,71 @@ from clipscale.loss import machine
 from clipscale.loss.api import contrastive_loss
 from clipscale.plan.memory_tracker import DryMachine, cuda_autocast, without_memory
 
-RETURNING_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
-"""With these, glibc gives back what is freed, so the peak is what was held."""
-
 # Prints by how many bytes the peak of a forward and a backward pass exceeds what the process holds before them. The
-# process is a fresh one, and its peak is reset first (proc(5), clear_refs).
-PROGRAM = """
-import json, sys
+# peak is reset first (proc(5), clear_refs); glibc gives back what is freed, so the peak is what was held.
+PEAK = """
+import sys
 import torch, torch.nn.functional as F
 from clipscale import contrastive_loss
-
-method, sizes, width, options = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
-if method == "peer":
-    from open_clip.loss import ClipLoss
-    loss = ClipLoss()
-else:
-    loss = lambda u, v, s: contrastive_loss(u, v, s, **options)
+from open_clip.loss import ClipLoss
 
 def held(what):
     line = next(x for x in open("/proc/self/status") if x.startswith(what))
     return 1024 * int(line.split()[1])
 
-def step(n):
-    u, v = (F.normalize(torch.randn(n, width), dim=1).requires_grad_() for _ in range(2))
+loss = ClipLoss() if sys.argv[1] == "peer" else contrastive_loss
+for n in (64, 16384):  # the first for torch's allocations that happen once
+    u, v = (F.normalize(torch.randn(n, 512), dim=1).requires_grad_() for _ in range(2))
     open("/proc/self/clear_refs", "w").write("5")
     before = held("VmRSS")
     loss(u, v, torch.tensor(14.3, requires_grad=True)).backward()
-    return held("VmHWM") - before
+print(held("VmHWM") - before)
+"""
 
-step(64)  # torch's allocations that happen once
-print(json.dumps([step(n) for n in sizes]))
+# Prints the seconds of forward and backward, ours and the peer's in alternation.
+TIMES = """
+import json, time
+import torch, torch.nn.functional as F
+from clipscale import contrastive_loss
+from open_clip.loss import ClipLoss
+
+torch.set_num_threads(2)
+u, v = (F.normalize(torch.randn(16384, 512), dim=1) for _ in range(2))
+methods = {"ours": contrastive_loss, "peer": ClipLoss()}
+times = {name: [] for name in methods}
+for _ in range(6):
+    for name, loss in methods.items():
+        inputs = [x.clone().requires_grad_() for x in (u, v, torch.tensor(14.3))]
+        start = time.perf_counter()
+        loss(*inputs).backward()
+        times[name].append(time.perf_counter() - start)
+print(json.dumps({name: sorted(t[1:]) for name, t in times.items()}))
 """
 
 
-def peak_growth(method: str, sizes: list[int], width: int, **options: object) -> list[int]:
-    """Bytes by which the peak grows during one forward and backward pass of each size, the features' gradients
-    included."""
-    command = [sys.executable, "-c", PROGRAM, method, json.dumps(sizes), str(width), json.dumps(options)]
-    environment = os.environ | RETURNING_MALLOC
+def printed(program: str, *words: str, **variables: str) -> Any:
+    """What a process of its own prints."""
+    environment = {name: x for name, x in os.environ.items() if name != "OMP_NUM_THREADS"} | variables
+    command = [sys.executable, "-c", program, *words]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=2400, env=environment)
-    found: list[int] = json.loads(done.stdout)
-    return found
+    return json.loads(done.stdout)
 
 
 @pytest.mark.timeout(3000)
 @pytest.mark.slow  # five gigabytes of the peer's matrices
 def test_extra_memory_at_16k_is_at_most_a_twentieth_of_clip_loss() -> None:
-    ours, peer = (peak_growth(method, [16384], 512)[0] for method in ("ours", "peer"))
+    """The features' gradients included."""
+    given = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
+    ours, peer = (printed(PEAK, method, **given) for method in ("ours", "peer"))
     assert ours * 20 <= peer, f"{ours / 2**20:.0f} MiB against ClipLoss's {peer / 2**20:.0f} MiB"
+
+
+@pytest.mark.timeout(3000)
+@pytest.mark.slow  # minutes of matmuls on two cores, with nothing else running
+def test_on_two_cores_the_loss_is_half_as_fast_again_as_clip_loss() -> None:
+    times = printed(TIMES)
+    ours, peer = (statistics.median(times[name]) for name in ("ours", "peer"))
+    assert peer >= 1.5 * ours, f"{ours:.2f} s against ClipLoss's {peer:.2f} s, {peer / ours:.2f} times; all: {times}"
 
 
 @pytest.mark.parametrize(("objective", "dtype"), [("softmax", torch.bfloat16), ("sigmoid", torch.float16)])
@@ -82,39 +100,3 @@ def test_a_million_pairs_take_memory_for_two_float32_gradients_and_a_panel_on_a_
         peak, left = memory.take_peak() - before - grads, memory.live - before - grads
     assert peak <= 8 * n * width + 2**30, f"{peak / 2**30:.2f} GiB"
     assert left <= 2**12, f"{left} bytes remain"
-
-
-# Prints the seconds of forward and backward, ours and the peer's in alternation, as JSON.
-TIMES = """
-import json, sys, time
-import torch, torch.nn.functional as F
-from clipscale import contrastive_loss
-from open_clip.loss import ClipLoss
-
-n, width, rounds = map(int, sys.argv[1:4])
-torch.set_num_threads(2)
-u, v = (F.normalize(torch.randn(n, width), dim=1) for _ in range(2))
-methods = {"ours": contrastive_loss, "peer": ClipLoss()}
-times = {name: [] for name in methods}
-for _ in range(rounds + 1):
-    for name, loss in methods.items():
-        inputs = [x.clone().requires_grad_() for x in (u, v, torch.tensor(14.3))]
-        start = time.perf_counter()
-        loss(*inputs).backward()
-        times[name].append(time.perf_counter() - start)
-print(json.dumps({name: sorted(t[1:]) for name, t in times.items()}))
-"""
-
-
-@pytest.mark.timeout(3000)
-@pytest.mark.slow  # minutes of matmuls on two cores, with nothing else running
-@pytest.mark.parametrize("n", [16384])
-def test_on_two_cores_the_loss_is_half_as_fast_again_as_clip_loss(n: int) -> None:
-    command = [sys.executable, "-c", TIMES, str(n), "512", "5"]
-    environment = {name: x for name, x in os.environ.items() if name != "OMP_NUM_THREADS"}
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=2400, env=environment).stdout
-    times = json.loads(printed)
-    ours, peer = (statistics.median(times[name]) for name in ("ours", "peer"))
-    assert peer >= 1.5 * ours, (
-        f"N = {n}: {ours:.2f} s against ClipLoss's {peer:.2f} s, {peer / ours:.2f} times; all: {times}"
-    )

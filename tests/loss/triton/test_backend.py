@@ -9,6 +9,7 @@ import math
 import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -149,36 +150,34 @@ def test_a_block_may_have_its_positives_anywhere_or_none() -> None:
 # ---- nothing is lost to underflow ----
 
 
-@pytest.fixture
-def flushed(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def flushed() -> Iterator[None]:
     """The interpreter flushes results below 2^-126 to zero, as GPUs do in exponentials; here in products and sums,
     too."""
-    if DEVICE == "cpu":
-        flush_to_zero(monkeypatch)
-
-
-def flush_to_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime import interpreter
 
     builder = type(interpreter.interpreter_builder)
-    for name in ("create_exp2", "create_fmul", "create_fadd", "create_fma"):
-        plain = getattr(builder, name)
+    plain = {name: getattr(builder, name) for name in ("create_exp2", "create_fmul", "create_fadd", "create_fma")}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in plain if DEVICE == "cpu" else ():
 
-        def flushing(self: Any, *given: Any, plain: Any = plain) -> Any:
-            handle = plain(self, *given)
-            if handle.data.dtype == "float32":
-                handle.data = handle.data.copy()
-                handle.data[abs(handle.data) < 2.0**-126] = 0
-            return handle
+            def flushing(self: Any, *given: Any, name: str = name) -> Any:
+                handle = plain[name](self, *given)
+                if handle.data.dtype == "float32":
+                    handle.data = handle.data.copy()
+                    handle.data[abs(handle.data) < 2.0**-126] = 0
+                return handle
 
-        monkeypatch.setattr(builder, name, flushing)
+            patch.setattr(builder, name, flushing)
+        yield
 
 
 def assert_nothing_is_lost(u: Tensor, v: Tensor, scale: float = 100.0, objectives: Sequence[str] = SOFTMAXES) -> None:
     """Values and each row's gradient, which would be wrong by powers of ten where a column's terms are lost."""
     u, v = u.float(), v.float()
     for objective in objectives:
-        found, true = ([x.cpu().double() for x in f(u, v, scale, objective=objective)] for f in (triton, oracle))
+        with flushed():
+            found, true = ([x.cpu().double() for x in f(u, v, scale, objective=objective)] for f in (triton, oracle))
         assert abs(float(found[0] - true[0])) <= 1e-4, (
             f"{objective}: the loss is {float(found[0])}, not {float(true[0])}"
         )
@@ -192,9 +191,9 @@ def unit(*numbers: float) -> Tensor:
     return torch.tensor([*numbers, math.sqrt(max(0.0, 1 - sum(x * x for x in numbers)))], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("c", [-0.46, -0.30, -0.9, 0.0, 0.5])
-@pytest.mark.parametrize("gap", [0.0, 0.1, 0.3, 0.9])
-def test_columns_far_below_the_largest_row_keep_their_terms(flushed: None, c: float, gap: float) -> None:
+@pytest.mark.parametrize("c", [-0.46, -0.30, -0.9, 0.5])
+@pytest.mark.parametrize("gap", [0.0, 0.3])
+def test_columns_far_below_the_largest_row_keep_their_terms(c: float, gap: float) -> None:
     """Two rows with a perfect positive, and a third whose column lies tens of nats below them."""
     u, v = torch.zeros(3, 8, dtype=torch.float64), torch.zeros(3, 8, dtype=torch.float64)
     u[0, 0] = u[1, 1] = v[0, 0] = 1
@@ -205,19 +204,18 @@ def test_columns_far_below_the_largest_row_keep_their_terms(flushed: None, c: fl
     assert_nothing_is_lost(normalize(u, dim=1), normalize(v, dim=1))
 
 
-def test_two_and_three_pairs_in_every_direction_lose_nothing(flushed: None) -> None:
+def test_two_and_three_pairs_in_every_direction_lose_nothing() -> None:
     """Directed: all angles of a fan of unit rows, so that scores lie up to 288 units of log 2 apart in one tile."""
     fan = [torch.tensor([math.cos(a), math.sin(a)], dtype=torch.float64) for a in (0.0, 0.8, 1.6, 2.4, math.pi)]
     pairs = list(itertools.product(fan, repeat=2))
     for number, (first, second) in enumerate(itertools.product(pairs, repeat=2)):
-        if number % 12 == 0:
-            third = pairs[number % len(pairs)] if number % 24 else None
-            rows = [first, second] + ([third] if third else [])
-            images, texts = (torch.stack(side) for side in zip(*rows))
+        if number % 36 == 0:
+            third = [pairs[number % len(pairs)]] if number % 72 else []
+            images, texts = (torch.stack(side) for side in zip(first, second, *third))
             assert_nothing_is_lost(images, texts, objectives=["softmax"])
 
 
-@settings(max_examples=40, derandomize=True, deadline=None)
+@settings(max_examples=15, derandomize=True, deadline=None)
 @given(
     angles=st.lists(st.tuples(*[st.floats(0, math.pi)] * 4), min_size=2, max_size=3),
     scale=st.sampled_from([1.0, 50.0, 100.0]),
@@ -226,17 +224,14 @@ def test_no_pairs_lose_anything(angles: list[tuple[float, ...]], scale: float) -
     def row(a: float, b: float) -> Tensor:
         return torch.tensor([math.cos(a), math.sin(a) * math.cos(b), math.sin(a) * math.sin(b)], dtype=torch.float64)
 
-    with pytest.MonkeyPatch.context() as patch:
-        if DEVICE == "cpu":
-            flush_to_zero(patch)
-        u, v = (torch.stack([row(*x[i : i + 2]) for x in angles]) for i in (0, 2))
-        assert_nothing_is_lost(u, v, scale, ["softmax"])
+    u, v = (torch.stack([row(*x[i : i + 2]) for x in angles]) for i in (0, 2))
+    assert_nothing_is_lost(u, v, scale, ["softmax"])
 
 
-def test_far_rows_in_several_tiles_and_longer_ones_lose_nothing(flushed: None) -> None:
+def test_far_rows_in_several_tiles_and_longer_ones_lose_nothing() -> None:
     u, v = extreme(40, 70, 24)
-    assert_nothing_is_lost(u, v[:40])
-    assert_nothing_is_lost(3 * u, v[:40])
+    assert_nothing_is_lost(u, v[:40], objectives=["softmax"])
+    assert_nothing_is_lost(3 * u, v[:40], objectives=["softmax"])
 
 
 # ---- ranks ----

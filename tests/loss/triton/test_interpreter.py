@@ -17,16 +17,8 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they run on the CUDA device")
 def test_the_kernels_in_the_interpreter() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-o",
-        "addopts=",
-        "-p",
-        "no:cacheprovider",
-        "tests/loss/triton/test_backend.py",
-    ]
+    options = ["-o", "addopts=", "-p", "no:cacheprovider", "tests/loss/triton/test_backend.py"]
+    command = [sys.executable, "-m", "pytest", *options]
     env = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
