@@ -176,10 +176,10 @@ def check_eval(config: EvalRunConfig) -> Path:
 
 
 def check_embed(config: EmbedConfig) -> Path | None:
-    """The folder of the run; None for weights of another source. Raises UserError, also for no folder to write."""
+    """The folder of the run; None for another model, also one of random weights. Raises UserError."""
     if not config.out:
         raise UserError("out is not set; give the folder to write, out=DIR")
-    return model_run(config)
+    return model_run(config) if config.run or not config.model.name else None
 
 
 def target_gpu(config: PlanConfig) -> Hardware | None:
