@@ -9,18 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from clipscale import contrastive_loss
 from clipscale.config.sections import OBJECTIVES
 from clipscale.loss.reference import dense_contrastive_loss
-from tests.loss.cases import (
-    Phi,
-    assert_exact,
-    error,
-    errors,
-    features,
-    keys,
-    oracle,
-    results,
-    tiles_of,
-    token_features,
-)  # fmt: skip
+from tests.loss import cases
+from tests.loss.cases import Phi, assert_exact, error, errors, features, oracle, results, tiles_of, token_features
 
 BARS = {torch.float64: 1e-10, torch.float32: 1e-5}
 BACKENDS = [
@@ -29,38 +19,27 @@ BACKENDS = [
     pytest.param({"backend": "tiled", "tile": 50}, id="tiles of 50"),
 ]
 SMALL_BACKENDS = [{"backend": "dense"}, {"backend": "tiled", "tile": 4}]
-SHAPES = [(1, 1, 3), (2, 2, 64), (63, 64, 33), (65, 80, 64), (252, 507, 123)]
+PROBLEMS = [(1, 1, 3, "random"), (2, 2, 64, "random"), (63, 64, 33, "random"), (252, 507, 123, "random")]
+PROBLEMS += [(120, 130, 60, kind) for kind in ("aligned", "equal", "orthogonal", "low", "duplicates")]
 U, V = features(90, 95, 32)
 
 
 def key_options(has_keys: bool, n: int, m: int) -> dict[str, object]:
-    return {"keys": keys(n, m)} if has_keys else {}
+    return {"keys": cases.keys(n, m)} if has_keys else {}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("has_keys", [False, True])
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_dot_product_is_exact(objective: str, has_keys: bool, backend: dict[str, object]) -> None:
-    for n, m, width in SHAPES:
+    for n, m, width, kind in PROBLEMS:
         for scale in (1.0, 14.3, 100.0) if n > 64 else (100.0,):
-            u, v = features(n, m, width)
+            u, v = features(n, m, width, kind)
             options = {"objective": objective} | key_options(has_keys, n, m)
             true = oracle(u, v, scale, **options)
             for dtype, bar in BARS.items():
                 found = results(contrastive_loss, u.to(dtype), v.to(dtype), scale, **options, **backend)
-                assert_exact(found, true, scale, bar, (n, m, width, scale, dtype))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["aligned", "equal", "orthogonal", "low", "duplicates"])
-@pytest.mark.parametrize("objective", ["softmax", "softmax_text", "sigmoid"])
-def test_hard_distributions_are_exact(objective: str, kind: str, backend: dict[str, object]) -> None:
-    for scale in (1.0, 14.3, 100.0):
-        u, v = features(120, 130, 60, kind)
-        true = oracle(u, v, scale, objective=objective)
-        for dtype, bar in BARS.items():
-            found = results(contrastive_loss, u.to(dtype), v.to(dtype), scale, objective=objective, **backend)
-            assert_exact(found, true, scale, bar, (kind, scale, dtype))
+                assert_exact(found, true, scale, bar, (n, m, width, kind, scale, dtype))
 
 
 @pytest.mark.parametrize("backend", SMALL_BACKENDS)

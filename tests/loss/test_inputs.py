@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from clipscale import contrastive_loss
 from clipscale.config.sections import OBJECTIVES, LossConfig
+from clipscale.loss.machine import float32_matmuls
 from tests.loss.cases import Phi, assert_exact, error, features, oracle, results
 
 U, V = (x.float() for x in features(6, 8, 4))
@@ -164,3 +165,18 @@ def test_torch_compile_around_it_gives_what_eager_gives() -> None:
 def test_every_field_of_the_config_is_a_keyword_of_the_function() -> None:
     value = contrastive_loss(U, V, 10.0, **vars(LossConfig()))
     assert torch.equal(value, contrastive_loss(U, V, 10.0)), "the defaults differ"
+
+
+@pytest.mark.parametrize("inside", ["ieee", "tf32"])
+@pytest.mark.parametrize("value", [True, False])
+def test_both_of_torchs_interfaces_can_be_read_inside_and_are_restored(inside: str, value: bool) -> None:
+    """The caller's precision of float32 matmuls, around the loss's own."""
+    matmul = torch.backends.cuda.matmul
+    first = matmul.allow_tf32
+    matmul.allow_tf32 = value
+    before = matmul.fp32_precision
+    with pytest.raises(KeyError), float32_matmuls(inside):
+        assert (matmul.fp32_precision, matmul.allow_tf32) == (inside, inside == "tf32")
+        raise KeyError
+    assert (matmul.fp32_precision, matmul.allow_tf32) == (before, value)
+    matmul.allow_tf32 = first

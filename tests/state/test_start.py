@@ -1,6 +1,5 @@
 """How a run begins: refused with one line, resumed, taken back, or alike on every rank."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,24 +82,12 @@ def test_what_does_not_fit_a_checkpoint_is_named(demo: Path, finished: Path) -> 
     assert len(curve(finished)) == 10, "a refused resume changes nothing"
 
 
-class WithPeer(World):
-    """A world with an imaginary second rank, whose value is `answer(own value)`."""
+def test_ranks_that_see_different_shards_do_not_start(
+    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_peer(world: World, value: Any) -> list[Any]:
+        return [value, value | {"order": "other"} if isinstance(value, dict) and "order" in value else value]
 
-    answer: Callable[[Any], Any]
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value, self.answer(value)]
-
-
-def with_peer(answer: Callable[[Any], Any]) -> WithPeer:
-    world = WithPeer(0, 1, torch.device("cpu"))
-    vars(world)["answer"] = answer
-    return world
-
-
-def test_ranks_that_see_different_shards_do_not_start(demo: Path, tmp_path: Path) -> None:
-    def other(value: Any) -> Any:
-        return {**value, "order": "other"} if isinstance(value, dict) and "order" in value else value
-
+    monkeypatch.setattr(World, "gather", with_peer)
     with pytest.raises(UserError, match="the processes see different shards"):
-        Run(settings(demo, tmp_path / "run"), with_peer(other))
+        Run(settings(demo, tmp_path / "run"), World(0, 1, torch.device("cpu")))

@@ -14,7 +14,7 @@ from clipscale.loss.api import contrastive_loss
 from clipscale.models.towers import ClipModel
 from clipscale.step import kept_graphs
 from clipscale.step.grad_cache import GradCache
-from clipscale.step.kept_graphs import KeepBudget, KeptGraphs, graph_bytes
+from clipscale.step.kept_graphs import KeepBudget, graph_bytes
 from tests.support.towers import samples, small_model
 
 N, CHUNK = 12, 2
@@ -33,16 +33,6 @@ def graphs_of(model: ClipModel) -> list[int]:
             tower(rows[:CHUNK])
         sizes.append(size())
     return sizes
-
-
-@pytest.mark.parametrize(("budget", "count"), [(0, 0), (99, 0), (100, 1), (599, 5), (600, 6), (6000, 6), (math.inf, 6)])
-def test_as_many_graphs_are_kept_as_fit(budget: float, count: int) -> None:
-    graphs = KeptGraphs(bytes_each=100)
-    graphs._rows = 12
-    graphs.begin(12, 6, budget)
-    assert graphs.count == count
-    graphs.begin(12, 0, budget)
-    assert graphs.count == 0, "a frozen tower"
 
 
 def test_the_first_step_at_a_batch_size_measures_a_full_chunk_and_keeps_none() -> None:
