@@ -87,9 +87,6 @@ class DataConfig:
     max_pixels: int = setting(89_478_485, "Most pixels of an image; others are broken (`huge_image`).", least=1)
     max_bytes: int = setting(67_108_864, "Most encoded bytes of an image; a caption has 1 MiB (`too_large`).", least=1)
     allow_pipe: bool = setting(False, "Allow `pipe:` shards, which run a shell command.")
-    cache: str | None = setting(
-        None, "Folder for copies of remote shards; a tenth of its disk stays free. null: no copies."
-    )
     timeout_s: float = setting(300.0, "Seconds without progress after which a worker ends the run.", above=0)
 
     @property

@@ -37,20 +37,14 @@ def published(data: bytes, **options: object) -> np.ndarray:
     return np.round(transform(Image.open(io.BytesIO(data)).convert("RGB")).numpy() * 255).astype(np.uint8)
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "AVIF"])
-@pytest.mark.parametrize("size", [(301, 97), (97, 301), (31, 33)])
-def test_evaluation_pixels_are_open_clips_bit_for_bit(size: tuple[int, int], kind: str) -> None:
-    data = picture(1, size, kind)
-    assert np.array_equal(EvalTransform(64)(data), published(data))
-
-
 @pytest.mark.parametrize("mode", ["shortest", "squash", "longest"])
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
 @pytest.mark.parametrize("size", [(301, 98), (97, 301), (64, 64), (33, 32)])
-def test_evaluation_pixels_follow_the_models_own_preprocessing(
-    mode: str, interpolation: str, size: tuple[int, int]
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_evaluation_pixels_are_open_clips_bit_for_bit(
+    mode: str, interpolation: str, size: tuple[int, int], kind: str
 ) -> None:
-    data = picture(1, size)
+    data = picture(1, size, kind)
     theirs = published(data, resize_mode=mode, interpolation=interpolation)
     assert np.array_equal(EvalTransform(64, mode=mode, interpolation=interpolation)(data), theirs)
 
@@ -72,19 +66,6 @@ def test_training_pixels_of_whole_jpegs_are_open_clips(size: tuple[int, int], mo
         text = f"quality {quality}: {difference.mean():.3f}/255 on average, {difference.max():.1f} at most"
         print(text)
         assert difference.mean() < 0.35 and difference.max() < 4, text
-
-
-def test_flips_come_at_their_rate_and_mirror_the_picture() -> None:
-    data = picture(3, (16, 16))
-    plain, out = np.empty((2, 3, 16, 16), dtype=np.uint8)
-    TrainTransform(16, (1.0, 1.0), (1.0, 1.0), 0.0, MOST)(data, CounterRNG(0), plain)
-    flipped = 0
-    for i in range(400):
-        TrainTransform(16, (1.0, 1.0), (1.0, 1.0), 0.25, MOST)(data, CounterRNG(i), out)
-        if not np.array_equal(out, plain):
-            assert np.array_equal(out, plain[:, :, ::-1])
-            flipped += 1
-    assert 65 < flipped < 135, flipped
 
 
 @pytest.mark.parametrize(

@@ -96,14 +96,3 @@ def test_a_source_without_text_gives_way_to_the_others() -> None:
     assert {selected.caption(raw(text="t").members, CounterRNG(i)) for i in range(50)} == {"t"}
     with pytest.raises(BrokenSampleError, match="no_caption"):
         selected.caption(raw(text=" ").members, CounterRNG(0))
-
-
-def test_the_stream_draws_the_same_captions_again(tmp_path: Path) -> None:
-    members: Members = []
-    for i in range(30):
-        members += [(f"{i:02d}.png", picture(i % 3)), (f"{i:02d}.txt", b"txt"), (f"{i:02d}.json", b'{"alt": "json"}')]
-    write_tar(tmp_path / "00000.tar", members)
-    options: dict[str, Any] = {"batch": 10, "captions": ["txt", "json:alt"]}
-    first, second = (contents(open_stream(tmp_path, **options), 6) for _ in range(2))
-    assert first == second
-    assert len({tokens for _, _, tokens in first}) > 1

@@ -191,8 +191,7 @@ class Arena:
             torch.zeros(1, device="cuda").add_(1)
         log.warning(
             f"the host batch, {format_bytes(size)}, could not be page-locked (CUDA error {failed}); copies to the GPU "
-            "will be slower: a "
-            "smaller batch, or offload=encoded, has less to lock"
+            "will be slower: a smaller batch, or offload=encoded, has less to lock"
         )
 
     def _address(self) -> int:

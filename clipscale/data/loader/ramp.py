@@ -69,6 +69,5 @@ def check_ramp(size: int, batch: int, streams: int, world: int) -> None:
     remedy = f"set data.shard_streams={fitting[-1]}, or choose another start" if fitting else "choose another start"
     raise UserError(
         f"ramp.start: batches of {size} to {batch} are not all multiples of {world} processes and of the {streams} "
-        "shard streams in "
-        f"which the data is read; {remedy}"
+        f"shard streams in which the data is read; {remedy}"
     )

@@ -161,8 +161,8 @@ def open_stream(
 ) -> TrainStream:
     """The training data from its start, or from `position`, the record that `merge_positions` made.
 
-    `free` is the free memory before any process of this machine took its share (None: what is free now).
-    Raises UserError for settings or shards that cannot work.
+    `free` is the free memory before any process of this machine took its share (None: what is free now). Raises
+    UserError for settings or shards that cannot work.
     """
     chosen = selection(config)
     urls, source_of = list_shards(config)

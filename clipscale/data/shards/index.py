@@ -194,20 +194,19 @@ def update_indexes(
     *,
     beside: bool = True,
     workers: int = 1,
-    force: bool = False,
     done: Callable[[str, Outcome], None] = lambda url, outcome: None,
 ) -> None:
     """Bring the indexes of these shards' folders up to date, at `writable_path` (`beside`) or in the user's cache.
 
-    Skips shards whose entry still holds, unless `force`. Entries are written one by one, so a killed run's work is
-    kept. `done` is called after every shard. Raises UserError.
+    Skips shards whose entry still holds. Entries are written one by one, so a killed run can go on. `done` is called
+    after every shard. Raises UserError.
     """
     folders: dict[str, list[str]] = defaultdict(list)
     for url in urls:
         folders[folder_of(url)].append(url)
     for folder, shards in folders.items():
         path = writable_path(folder) if beside else index_paths(folder)[-1]
-        rows = [] if force else query(path, "SELECT name, size, version FROM shards")
+        rows = query(path, "SELECT name, size, version FROM shards")
         states: dict[str, State] = {name: (size, version) for name, size, version in rows}
         old = [states.get(leaf_of(url)) for url in shards]
         with _writing(path) as base:

@@ -45,12 +45,8 @@ State = tuple[int, str]
 Request = Future[tuple[bytes, State]]
 
 
-class TransientError(Exception):
+class TransientError(SourceError):
     """A request failed in a way that may pass. `reason` names its counter."""
-
-    def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(detail or reason)
-        self.reason = reason
 
 
 def begin(url: str, start: int, stop: int) -> Request:
@@ -161,7 +157,7 @@ async def _request(url: str, start: int, stop: int) -> tuple[bytes, State]:
                 data, state = await _from_web(address, start, stop, build_hf_headers())
             else:
                 data, state = await _from_file_system(url, start, stop)
-    except (SourceError, TransientError):
+    except SourceError:
         raise
     except TimeoutError as error:
         raise TransientError("no_answer", f"nothing within {WAIT_S:g} s") from error

@@ -1,24 +1,18 @@
-"""Opens shards wherever they are: local files, the output of commands, remote objects, and local copies of these."""
+"""Opens shards wherever they are: local files, the output of commands, remote objects."""
 
 import io
-import os
-import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from clipscale.common import files
 from clipscale.config.data import DataConfig
-from clipscale.data.shards.addresses import EVENT, SourceError, digest, is_local, leaf_of, scheme_of, unsigned
-from clipscale.data.shards.remote import LARGEST_BLOCK, RemoteFile, State, fetch
+from clipscale.data.shards.addresses import EVENT, SourceError, is_local, scheme_of
+from clipscale.data.shards.remote import RemoteFile, State, fetch
 
 BUFFER = 1 << 17
 """Bytes that are read of a local file or a command's output at once."""
-LEAST_FREE = 0.1
-"""Share of the disk that copies of remote shards leave free."""
 
 
 class Opened(NamedTuple):
@@ -38,8 +32,8 @@ class Store:
         counts: Counter[str] | None = None,
         tick: Callable[[], None] = lambda: None,
     ) -> None:
-        """`config` says where copies lie and whether commands may run (None: nowhere, no). `counts` receives faults
-        that cost no sample. `tick` is called during waits and may raise to end them.
+        """`config` says whether commands may run (None: no). `counts` receives faults that cost no sample. `tick` is
+        called during waits and may raise to end them.
         """
         self.config, self.tick = config or DataConfig(), tick
         self.counts = Counter() if counts is None else counts
@@ -50,13 +44,11 @@ class Store:
         Raises OSError for a local file, SourceError (`unreachable_shard`, `missing_shard`, ...) for a remote one.
         """
         if is_local(url):
-            return _opened(Path(url), *self.state(url))
+            return Opened(Path(url).open("rb", BUFFER), *self.state(url))
         if scheme_of(url) == "pipe":
             if not self.config.allow_pipe:
                 raise SourceError("refused_pipe", "`pipe:` runs a shell command, which is not allowed")
             return Opened(Pipe(url[len("pipe:") :]), None, "")
-        if self.config.cache and (copy := self._copy_of(url)):
-            return copy
         remote = RemoteFile(url, self)
         return Opened(remote, remote.size, remote.version)
 
@@ -70,37 +62,6 @@ class Store:
     def count(self, event: str) -> None:
         """Count an event that costs no sample."""
         self.counts[EVENT + event] += 1
-
-    def _copy_of(self, url: str) -> Opened | None:
-        """The shard's copy in the cache, made now if there is none; None if the disk has no room for it.
-
-        Copies are named by address and version. While the server is away, the newest one stands in.
-        """
-        folder, name = Path(self.config.cache or "").expanduser() / "shards", digest(unsigned(url))
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            size, version = self.state(url)
-        except SourceError as error:
-            copies = sorted(folder.glob(f"{name}-*"), key=os.path.getmtime)
-            if error.reason != "unreachable_shard" or not copies:
-                raise
-            self.count("copy_of_unreachable")
-            return _opened(copies[-1])
-        path = folder / f"{name}-{digest(f'{size} {version}')}-{leaf_of(url)[-80:]}"
-        if not path.exists():
-            disk = shutil.disk_usage(folder)
-            if disk.free - size < disk.total * LEAST_FREE:
-                self.count("no_room_for_copy")
-                return None
-            with files.replacing(path) as out, closing(RemoteFile(url, self)) as remote:
-                while data := remote.read(LARGEST_BLOCK):
-                    out.write(data)
-                    self.tick()
-        return _opened(path, size, version)
-
-
-def _opened(path: Path, size: int | None = None, version: str = "") -> Opened:
-    return Opened(path.open("rb", BUFFER), size, version)
 
 
 class Pipe(io.BufferedReader):

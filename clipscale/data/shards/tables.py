@@ -146,14 +146,9 @@ def _load(raw: RawSample, part: Part, row: dict[str, str], kinds: Mapping[str, i
         if caption is not None:
             add("txt", lambda _: str(caption).encode("utf-8", "surrogatepass"))
         add("json", lambda _: json.dumps(row).encode())
-    except FileNotFoundError as error:
-        raw.damage, raw.detail = "missing_file", str(error)
-    except SourceError as error:
-        raw.damage, raw.detail = error.reason, str(error)
-    except (OSError, ValueError) as error:  # a folder, a file without permission, a name that no file can have
-        raw.damage, raw.detail = "unreadable_file", str(error)
-    if raw.damage:
-        raw.members = {}
+    except (SourceError, OSError, ValueError) as error:  # ValueError: a name that no file can have
+        other = "missing_file" if isinstance(error, FileNotFoundError) else "unreadable_file"
+        raw.members, raw.damage, raw.detail = {}, getattr(error, "reason", other), str(error)
 
 
 def _content(part: Part, name: str, most: int) -> bytes:

@@ -42,14 +42,6 @@ class Findings:
         self.examples = other.examples | self.examples
         self.damaged |= other.damaged
 
-    def table(self) -> TextTable:
-        """What is wrong, how often, and an example."""
-        rows = [("samples", str(self.samples), format_bytes(self.bytes))]
-        rows.append(("usable", str(self.samples - self.broken.total()), ""))
-        rows += [(reason, str(count), self.examples[reason]) for reason, count in self.broken.most_common()]
-        rows += [("damaged shard", url, why) for url, why in sorted(self.damaged.items())]
-        return TextTable(("", "", ""), [rows], left=("",))
-
 
 def main(sources: Sequence[str], settings: CheckSettings) -> int:
     """Print the table. Status 1 where something is broken, apart from what the filters leave out. Raises UserError."""
@@ -58,7 +50,11 @@ def main(sources: Sequence[str], settings: CheckSettings) -> int:
         for shard in index.map_shards(partial(check_shard, config=settings.data), cores(), urls):
             findings.add(shard)
             advance(shard.bytes)
-    plain_console().print(findings.table())
+    rows = [("samples", str(findings.samples), format_bytes(findings.bytes))]
+    rows.append(("usable", str(findings.samples - findings.broken.total()), ""))
+    rows += [(reason, str(count), findings.examples[reason]) for reason, count in findings.broken.most_common()]
+    rows += [("damaged shard", url, why) for url, why in sorted(findings.damaged.items())]
+    plain_console().print(TextTable(("", "", ""), [rows], left=("",)))
     failed = findings.damaged or any(not reason.startswith("filter_") for reason in findings.broken)
     return 1 if failed else 0
 

@@ -117,23 +117,6 @@ def test_uncounted_local_shards_are_scanned_when_few(
     assert open_stream(tmp_path, batch=4).samples_per_epoch == 12
 
 
-def test_weights_are_of_samples_in_every_batch(tmp_path: Path) -> None:
-    """Sources of one shard of 200 and one of 20 samples, of which half are broken: whole shards drawn alike would give
-    91 : 9."""
-    write_shards(tmp_path / "large", [200])
-    broken = [member for i in range(20) for member in ([(f"x{i}.txt", b"x")] if i % 2 else sample(f"x{i}", i))]
-    (tmp_path / "small").mkdir()
-    write_tar(tmp_path / "small/0.tar", broken)
-    small = {sample_id("0.tar", f"x{i}") for i in range(0, 20, 2)}
-    config = {"train": [str(tmp_path / "large"), str(tmp_path / "small")], "weights": [1.0, 1.0], "batch": 64}
-    batches = ids(open_stream("", **config, shard_streams=4), 20)
-    shares = [sum(name in small for name in batch) / 64 for batch in batches]
-    assert sum(shares) / 20 == pytest.approx(0.5, abs=0.01)
-    assert min(shares) > 0.25 and max(shares) < 0.75, shares
-    counts = Counter(name for name in flat(batches) if name in small)
-    assert len(counts) == 10 and max(counts.values()) - min(counts.values()) <= 8, counts
-
-
 # -- dirty data --------------------------------------------------------------------------------------------------------
 
 BROKEN: dict[str, Members] = {

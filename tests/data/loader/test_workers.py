@@ -73,7 +73,7 @@ def test_a_bug_in_a_worker_arrives_with_its_traceback(tmp_path: Path, error: typ
         contents(stream, 1)
 
 
-SIGNALLED = """
+SIGNALLED = """\
 import os, signal, sys, psutil
 from tests.data.streams import open_stream
 if __name__ == "__main__":
@@ -123,20 +123,3 @@ def ended(processes: str) -> None:
     while left := [pid for pid in map(int, processes.split()) if psutil.pid_exists(pid)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
-
-
-# -- the batch ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("buffers", [1, 2, 3])
-def test_a_held_batch_keeps_its_pixels_in_memory_that_is_allocated_once(tmp_path: Path, buffers: int) -> None:
-    write_shards(tmp_path, [50])
-    places = set()
-    with open_stream(tmp_path, batch=8, workers=2, buffers=buffers) as stream:
-        for _ in range(6):
-            pixels = stream.next_batch().pixels(0, 8)
-            before = pixels.clone()
-            time.sleep(0.02)
-            assert torch.equal(pixels, before)
-            places.add(pixels.data_ptr())
-    assert len(places) == buffers

@@ -67,7 +67,6 @@ def test_only_changed_shards_are_scanned_again(tmp_path: Path, monkeypatch: pyte
     write_tar(paths[0], sample("a"))
     assert make([*paths, tmp_path / "none.tar"]) == "ruf"
     assert [entry(path).samples for path in paths] == [1, 5]
-    assert make(paths, force=True) == "rr"
 
 
 def test_the_index_of_a_read_only_folder_is_in_the_cache(

@@ -11,8 +11,7 @@ import pytest
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.data.sample import RawSample
-from clipscale.data.shards import index, remote, store
-from clipscale.data.shards.addresses import EVENT
+from clipscale.data.shards import index, remote
 from clipscale.data.shards.listing import expand
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
@@ -156,47 +155,3 @@ def test_shards_are_listed_indexed_and_read_from_s3(tmp_path: Path, s3: str) -> 
     client.put_object(Bucket="bucket", Key="set/00000.tar", Body=paths[1].read_bytes())
     assert len(list(reader)) < 29 and problem.reason == "changed_shard"
     assert read("s3://bucket/set/none.tar")[1].reason == "missing_shard"
-
-
-# -- copies ------------------------------------------------------------------------------------------------------------
-
-
-def fetch(url: str, config: DataConfig) -> tuple[bytes, Counter[str]]:
-    counts = Counter[str]()
-    stream = Store(config, counts).open(url).stream
-    try:
-        return stream.read(), counts
-    finally:
-        stream.close()
-
-
-def copies(cache: Path) -> list[Path]:
-    return sorted((cache / "shards").iterdir())
-
-
-def test_a_copy_is_made_once_and_stands_in_while_the_server_is_away(tmp_path: Path, web: Web) -> None:
-    path = write_shards(tmp_path / "set", [20])[0]
-    url, config = f"{web.url}/set/00000.tar", DataConfig(cache=str(tmp_path / "c"))
-    assert fetch(url, config)[0] == path.read_bytes()
-    before = len(web.requests)
-    assert fetch(url, config)[0] == path.read_bytes()
-    assert [asked for _, asked in web.requests[before:]] == ["bytes=0-0"], "only its version is asked for"
-    assert [copy.read_bytes() for copy in copies(tmp_path / "c")] == [path.read_bytes()]
-    web.faults = lambda number, _: "503"
-    data, counts = fetch(url, config)
-    assert data == path.read_bytes() and counts[EVENT + "copy_of_unreachable"] == 1
-
-
-def test_copies_leave_a_share_of_the_disk_free(tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shard that would take it is read where it is."""
-    path = write_shards(tmp_path / "set", [20])[0]
-    monkeypatch.setattr(store, "LEAST_FREE", 1.0)
-    data, counts = fetch(f"{web.url}/set/00000.tar", DataConfig(cache=str(tmp_path / "c")))
-    assert data == path.read_bytes() and counts == {EVENT + "no_room_for_copy": 1} and not copies(tmp_path / "c")
-
-
-def test_a_copy_that_cannot_be_finished_leaves_nothing(tmp_path: Path, web: Web) -> None:
-    write_shards(tmp_path / "set", [40])
-    web.faults = lambda number, _: "503" if number > 3 else None
-    assert read(f"{web.url}/set/00000.tar", DataConfig(cache=str(tmp_path / "c")))[1].reason == "unreachable_shard"
-    assert copies(tmp_path / "c") == []

@@ -118,12 +118,3 @@ def test_columns_are_named_or_refused(tmp_path: Path) -> None:
     assert (part.image, part.caption, part.first, part.last) == ("a", "b", 0, 1)
     part = tables.Part("/a b/c?d#e/ü.csv", "i m", "c&=", 3, 9, 120, "/r?")
     assert tables.part_of(part.url) == part
-
-
-def test_a_table_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    for name, content in (("t.csv", b"filepath,title\n\xff\xff,x\n"), ("e.csv", b"")):
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(UserError, match=name):
-            expand(str(tmp_path / name))
-    with pytest.raises(UserError, match="matches no shard"):
-        expand(str(tmp_path / "none.csv"))

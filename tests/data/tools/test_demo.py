@@ -81,15 +81,8 @@ def test_training_shards_are_in_laions_layout(root: Path) -> None:
 
 
 def test_no_training_scene_holds_an_unseen_combination(root: Path) -> None:
-    found = Counter(
-        (thing["colour"], thing["shape"]) for s in train(root) for thing in json.loads(s.members["json"])["things"]
-    )
-    assert not set(found) & set(scenes.UNSEEN)
-    assert set(found) == set(scenes.SEEN), "every other combination is there"
-    for position, words in enumerate((scenes.COLOURS, scenes.SHAPES)):
-        held = Counter(pair[position] for pair in scenes.UNSEEN)
-        assert set(held) == set(words), "each word is held out in some company"
-        assert max(held.values()) <= 2, "and learnt in most"
+    things = [thing for s in train(root) for thing in json.loads(s.members["json"])["things"]]
+    assert {(thing["colour"], thing["shape"]) for thing in things} == set(scenes.SEEN)
 
 
 def held_out(root: Path, name: str) -> list[RawSample]:
