@@ -189,7 +189,7 @@ def description(config: dict[str, Any], folder: str) -> dict[str, Any]:
 
 
 def _timm_siglip(vision: dict[str, Any]) -> str:
-    """timm's name of a SigLIP tower, if need be of another resolution. Raises ValueError if it has none."""
+    """timm's name of a SigLIP tower, else of another resolution. Raises ValueError if it has none."""
     size = _TIMM_SIGLIP.get((vision["hidden_size"], vision["num_hidden_layers"]))
     if size is None:
         raise ValueError(f"timm has no SigLIP tower of width {vision['hidden_size']}")

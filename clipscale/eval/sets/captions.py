@@ -1,4 +1,4 @@
-"""Reads caption files beside their images: COCO's annotations, Karpathy's splits, CLIP_benchmark's lists of Flickr."""
+"""Reads caption files beside their images: COCO's annotations, and Karpathy's splits of COCO and Flickr."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -11,19 +11,12 @@ from clipscale.eval.sets.prompts import stripped
 
 
 def load(file: Path) -> EvalSet:
-    """COCO's caption annotations, Karpathy's split (images marked `test`), or CLIP_benchmark's list of Flickr (.txt).
-
-    Raises UserError.
-    """
-    text = file.read_text(encoding="utf-8")
-    if file.suffix == ".txt":
-        captions_of = _of_list(file, text)
-    else:
-        try:
-            record = json.loads(text)
-            captions_of = dict(_karpathy(record) if "sentences" in record["images"][0] else _coco(record))
-        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-            raise UserError(f"eval.sets: {file} is neither COCO's caption JSON nor Karpathy's ({error!r})") from error
+    """COCO's caption annotations, or Karpathy's split (images marked `test`). Raises UserError."""
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        captions_of = dict(_karpathy(record) if "sentences" in record["images"][0] else _coco(record))
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+        raise UserError(f"eval.sets: {file} is neither COCO's caption JSON nor Karpathy's ({error!r})") from error
     captions_of = {name: texts for name, given in captions_of.items() if (texts := stripped(given))}
     if not captions_of:
         raise UserError(f"eval.sets: {file} holds no image with captions in its test split")
@@ -31,17 +24,6 @@ def load(file: Path) -> EvalSet:
     captions = [caption for texts in captions_of.values() for caption in texts]
     owner = [index for index, texts in enumerate(captions_of.values()) for _ in texts]
     return EvalSet(file.stem, file, RETRIEVAL, images, captions=captions, owner=owner)
-
-
-def _of_list(file: Path, text: str) -> dict[str, list[str]]:
-    """A heading, then lines `NAME.jpg,CAPTION`; lines of one image need not follow one another."""
-    captions_of: dict[str, list[str]] = {}
-    for line in filter(None, map(str.strip, text.split("\n")[1:])):  # captions may hold other line separators
-        name, comma, caption = line.partition(".jpg,")
-        if not comma:
-            raise UserError(f"eval.sets: {file} has the line {line[:60]!r}; it needs lines such as 7.jpg,a black dog")
-        captions_of.setdefault(f"{name}.jpg", []).append(caption)
-    return captions_of
 
 
 def _karpathy(record: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:

@@ -27,7 +27,7 @@ def load_sets(paths: Sequence[str]) -> list[EvalSet]:
 
 def _names(paths: Sequence[Path]) -> list[str]:
     """The fewest trailing path parts by which the sets differ."""
-    plain = [path.with_suffix("") if path.suffix in (".json", ".txt") else path for path in paths]
+    plain = [path.with_suffix("") if path.suffix == ".json" else path for path in paths]
     for parts in range(1, max((len(path.parts) for path in plain), default=1) + 1):
         names = ["/".join(path.parts[-parts:]).removeprefix("wds_") for path in plain]
         if len(set(names)) == len(names):
@@ -53,8 +53,8 @@ def _load_set(path: Path, group: int | None) -> EvalSet:
     if not path.exists():
         raise UserError(f"eval.sets: {path} does not exist; give the folder of a set, or a caption file")
     if path.is_file():
-        if path.suffix not in (".json", ".txt"):
-            raise UserError(f"eval.sets: {path} is no caption file (.json, .txt); give the set's folder, unpacked")
+        if path.suffix != ".json":
+            raise UserError(f"eval.sets: {path} is no caption file (.json); give the set's folder, unpacked")
         return captions.load(path)
     if (path / "test" / "nshards.txt").is_file():
         return shards.load(path, group)
