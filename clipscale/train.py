@@ -129,6 +129,7 @@ class Run:
             print_results(results, f"{self.folder.name}, step {self.step}")
             if config.log.report:
                 write_report(self.folder)
+            say(f"done: {self.folder} (step {self.step}, loss {self.loss:.4f})")
         return {"run": str(self.folder), "step": self.step, "loss": self.loss, "eval": results}
 
     def train_step(self) -> None:

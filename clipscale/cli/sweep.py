@@ -16,7 +16,7 @@ from clipscale.cli import compose
 from clipscale.common.errors import StoppedError, UserError
 from clipscale.common.terminal import report, say
 from clipscale.common.units import run_folder, unused
-from clipscale.config.train import TrainConfig, check
+from clipscale.config.train import TrainConfig
 from clipscale.launch import local
 from clipscale.report.table import TextTable, plain_console
 
@@ -39,7 +39,7 @@ def main(name: str, line: Namespace) -> int:
     folder = run_folder(configs[0].run) if configs[0].run else unused(now)
     for words, config in combinations:
         config.run = str(folder / folder_name(words))
-        check(config)
+        local.check_train(config)
     results: list[dict[str, Any]] = []
     try:
         for number, config in enumerate(configs):

@@ -34,7 +34,7 @@ class Verb:
 VERBS = {
     "train": Verb(
         TrainConfig,
-        "clipscale.launch.local:main",
+        "clipscale.launch.local:run",
         """\
 clipscale train model=vit-l14 batch=1M data.train='/data/laion/{00000..41455}.tar'
 clipscale train experiment=openclip-vit-b32-laion400m data.train='/data/laion/*.tar' run=b32

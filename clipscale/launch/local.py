@@ -67,13 +67,6 @@ def check_train(config: TrainConfig) -> None:
         terminal.say(f"warning: {warning}", error=True)
 
 
-def main(config: TrainConfig) -> None:
-    """`clipscale train`: train, and print the result."""
-    result = run(config)
-    if main_rank():
-        terminal.say(f"done: {result['run']} (step {result['step']}, loss {result['loss']:.4f})")
-
-
 def run(config: Launched, main: str = TRAIN, *, isolated: bool = False) -> dict[str, Any]:
     """Call `main` in several workers, or here: under torchrun, or where one worker that is not `isolated` is enough.
 
