@@ -35,7 +35,6 @@ class StepRecords:
             "host_rss_bytes": psutil.Process().memory_info().rss,
             **self._stream.record(),
             "caption_tokens": sum(width * count for width, count in widths.items()) / sum(widths.values()),
-            "waited_s": self._stream.waited.take(),
         }
         self._unfinished = record | measured, phases, Readback(scale), dict(widths)
 

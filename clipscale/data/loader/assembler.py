@@ -1,12 +1,13 @@
 """Follows how workers fill batches: which rows are there, what was skipped, where the shard streams stand."""
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from clipscale.data.loader.host_batch import Slot, Stopwatch
+from clipscale.data.loader.host_batch import Slot
 from clipscale.data.loader.shard_reader import StreamPosition
 from clipscale.data.loader.shard_stream import Fill, Report, WorkerSpec
 from clipscale.data.loader.workers import InProcess, Workers
@@ -32,7 +33,7 @@ class BatchAssembler:
         self._batches: dict[int, _Filling] = {}
         self.counts: Counter[str] = Counter()
         """What the workers have counted so far. Names that begin with EVENT cost no sample."""
-        self.waited = Stopwatch()
+        self._waited_s = 0.0
 
     def size(self, step: int) -> int:
         """Local samples of the batch."""
@@ -75,9 +76,15 @@ class BatchAssembler:
 
     def _wait(self, missing: Callable[[], list[int]]) -> None:
         """Handle the workers' messages until no worker is missing."""
-        with self.waited:
-            while late := missing():
-                self._receive(late)
+        begun = time.monotonic()
+        while late := missing():
+            self._receive(late)
+        self._waited_s += time.monotonic() - begun
+
+    def waited_s(self) -> float:
+        """Seconds that the training process has waited for samples since the last call."""
+        seconds, self._waited_s = self._waited_s, 0.0
+        return seconds
 
     def _receive(self, needed: Sequence[int]) -> None:
         for number, message in self.workers.receive(needed):

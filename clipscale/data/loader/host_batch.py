@@ -10,7 +10,6 @@ import math
 import mmap
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.reduction import DupFd
@@ -266,21 +265,3 @@ class HostBatch:
         """(N,) int64: `sample_id` of every sample; waits for all of them."""
         self._wait(self._size)
         return torch.from_numpy(self._slot["ids"][: self._size])
-
-
-class Stopwatch:
-    """Adds up the seconds spent in `with` blocks."""
-
-    def __init__(self) -> None:
-        self._begun = self._seconds = 0.0
-
-    def __enter__(self) -> None:
-        self._begun = time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        self._seconds += time.monotonic() - self._begun
-
-    def take(self) -> float:
-        """The sum since the last call."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds

@@ -75,8 +75,6 @@ class TrainStream:
         self._step, self._given_back = -1, False
         self.samples_per_epoch = shards.samples
         """Over all ranks; None where shards are drawn with replacement."""
-        self.waited = assembler.waited
-        """Measures how long the training process waits for samples."""
         for step in range(len(arena.slots)):
             assembler.begin(step)
 
@@ -92,10 +90,10 @@ class TrainStream:
         return Counter({name.removeprefix(EVENT): n for name, n in counts if name.startswith(EVENT)})
 
     def record(self) -> dict[str, Any]:
-        """This rank's counts since the start, by the names of `metrics.jsonl`."""
+        """This rank's counts since the start, and `waited_s` since the last call, by the names of `metrics.jsonl`."""
         broken, faults = self.broken, self.faults
-        by_reason = {"broken_by": dict(broken), "faults_by": dict(faults)}
-        return {"host_pinned": self._arena.pinned, "broken": broken.total(), "faults": faults.total(), **by_reason}
+        counts = {"broken": broken.total(), "faults": faults.total(), "waited_s": self._assembler.waited_s()}
+        return counts | {"host_pinned": self._arena.pinned, "broken_by": dict(broken), "faults_by": dict(faults)}
 
     def next_batch(self) -> HostBatch:
         """The next local batch, at once; access to its rows blocks until they are there. The one before is invalid."""

@@ -76,7 +76,7 @@ def scan_counts(urls: Sequence[str]) -> list[int]:
     """
     entries: dict[str, index.Entry] = {}
     try:
-        index.update_indexes(urls, beside=False)
+        dict(index.update_indexes(urls, beside=False))
         entries, _ = index.current(urls)
     except UserError as error:
         log.warning("counts are not remembered: %s", error)

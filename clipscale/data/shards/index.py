@@ -189,17 +189,11 @@ Outcome = Entry | str | None
 """A shard's new entry, why it could not be opened, or None where its old entry still holds."""
 
 
-def update_indexes(
-    urls: Sequence[str],
-    *,
-    beside: bool = True,
-    workers: int = 1,
-    done: Callable[[str, Outcome], None] = lambda url, outcome: None,
-) -> None:
+def update_indexes(urls: Sequence[str], *, beside: bool = True, workers: int = 1) -> Iterator[tuple[str, Outcome]]:
     """Bring the indexes of these shards' folders up to date, at `writable_path` (`beside`) or in the user's cache.
 
-    Skips shards whose entry still holds. Entries are written one by one, so a killed run can go on. `done` is called
-    after every shard. Raises UserError.
+    Yields each shard when it is done. Skips those whose entry still holds. Entries are written one by one, so a killed
+    run can go on. Raises UserError.
     """
     folders: dict[str, list[str]] = defaultdict(list)
     for url in urls:
@@ -215,7 +209,7 @@ def update_indexes(
                     packed = None if outcome.offsets is None else pack(outcome.offsets)
                     values = *astuple(replace(outcome, offsets=None))[:-1], packed
                     base.execute("INSERT OR REPLACE INTO shards VALUES (?, ?, ?, ?, ?, ?, ?)", values)
-                done(url, outcome)
+                yield url, outcome
 
 
 def _scan_changed(url: str, old: State | None) -> Outcome:

@@ -46,10 +46,9 @@ class Findings:
 def main(sources: Sequence[str], settings: CheckSettings) -> int:
     """Print the table. Status 1 where something is broken, apart from what the filters leave out. Raises UserError."""
     urls, findings = expanded(sources, settings.data.allow_pipe, settings.data.table), Findings()
-    with progress(urls) as advance:
-        for shard in index.map_shards(partial(check_shard, config=settings.data), cores(), urls):
-            findings.add(shard)
-            advance(shard.bytes)
+    checked = index.map_shards(partial(check_shard, config=settings.data), cores(), urls)
+    for shard in progress(checked, len(urls)):
+        findings.add(shard)
     rows = [("samples", str(findings.samples), format_bytes(findings.bytes))]
     rows.append(("usable", str(findings.samples - findings.broken.total()), ""))
     rows += [(reason, str(count), findings.examples[reason]) for reason, count in findings.broken.most_common()]

@@ -1,12 +1,10 @@
 """The verb `clipscale data index`, and what tools share that take shards as plain arguments."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import count
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import track
 
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores
@@ -15,7 +13,9 @@ from clipscale.common.units import format_bytes
 from clipscale.config.data import TableConfig
 from clipscale.config.tools import IndexSettings
 from clipscale.data.shards import index, listing
-from clipscale.data.shards.addresses import is_local, scheme_of
+from clipscale.data.shards.addresses import scheme_of
+
+T = TypeVar("T")
 
 
 def expanded(sources: Sequence[str], allow_pipe: bool = False, table: TableConfig | None = None) -> list[str]:
@@ -26,14 +26,9 @@ def expanded(sources: Sequence[str], allow_pipe: bool = False, table: TableConfi
     return list(dict.fromkeys(url for urls in listed for url in urls))
 
 
-@contextmanager
-def progress(urls: Sequence[str]) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr that counts shards and bytes; call what it yields with the size of each finished shard."""
-    total = sum(Path(url).stat().st_size for url in urls if is_local(url) and Path(url).exists())
-    columns = BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn()
-    with Progress(TextColumn("{task.description}"), *columns, console=Console(stderr=True)) as bar:
-        task, numbers = bar.add_task(f"0 of {len(urls)} shards", total=total or None), count(1)
-        yield lambda size: bar.update(task, advance=size, description=f"{next(numbers)} of {len(urls)} shards")
+def progress(done: Iterable[T], count: int) -> Iterable[T]:
+    """Shows on stderr how many of `count` shards are done."""
+    return track(done, "shards", count, console=Console(stderr=True))
 
 
 def main(sources: Sequence[str], settings: IndexSettings) -> int:
@@ -42,14 +37,7 @@ def main(sources: Sequence[str], settings: IndexSettings) -> int:
     if not urls:
         say("tables and pipes have no index; their rows are counted as they are")
         return 0
-    outcomes: dict[str, index.Outcome] = {}
-    with progress(urls) as advance:
-
-        def done(url: str, outcome: index.Outcome) -> None:
-            advance(outcome.size if isinstance(outcome, index.Entry) else 0)
-            outcomes[url] = outcome
-
-        index.update_indexes(urls, workers=cores(), done=done)
+    outcomes = dict(progress(index.update_indexes(urls, workers=cores()), len(urls)))
     entries, _ = index.current(urls)
     counts = [entry.samples for entry in entries.values()] or [0]
     size = format_bytes(sum(entry.size for entry in entries.values()))

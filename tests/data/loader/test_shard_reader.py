@@ -40,7 +40,7 @@ def test_windows_closed_by_bytes_are_the_same_from_any_start(
     plain = keys(0, count)
     assert sorted(plain) == sorted(ordinary) and plain != ordinary
     if kind == "indexed":
-        index.update_indexes([str(path)])
+        dict(index.update_indexes([str(path)]))
     elif kind == "packed":
         path.write_bytes(gzip.compress(path.read_bytes()))
     for start in (0, 1, 3, 9, 17, 31, 39):
@@ -65,7 +65,7 @@ def test_a_stream_holds_about_one_window_of_bytes(tmp_path: Path, monkeypatch: p
 
 def test_with_an_index_a_resumed_stream_reads_nothing_twice(tmp_path: Path) -> None:
     path = pictures(tmp_path, [2000] * 60)
-    index.update_indexes([str(path)])
+    dict(index.update_indexes([str(path)]))
 
     class CountingStore(Store):
         read_bytes = 0

@@ -23,13 +23,8 @@ from tests.data.streams import contents, open_stream
 def make(paths: list[Path], **options: Any) -> str:
     """Index the shards; of each a letter: r(ead), u(nchanged) or f(ailed)."""
     letters = {index.Entry: "r", type(None): "u", str: "f"}
-    outcomes: dict[str, str] = {}
-
-    def done(url: str, outcome: index.Outcome) -> None:
-        outcomes[url] = letters[type(outcome)]
-
-    index.update_indexes([str(path) for path in paths], **{"done": done, **options})
-    return "".join(outcomes.get(str(path), "") for path in paths)
+    outcomes = dict(index.update_indexes([str(path) for path in paths], **options))
+    return "".join(letters[type(outcomes[str(path)])] for path in paths)
 
 
 def entry(path: Path) -> index.Entry:

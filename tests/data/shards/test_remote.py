@@ -57,7 +57,7 @@ def test_an_epoch_over_a_bad_network_loses_nothing(tmp_path: Path, web: Web) -> 
     """With exact epochs by an index of the remote shards; every fault is counted."""
     sizes, rng = [60, 45], random.Random(5)
     paths = write_shards(tmp_path / "set", sizes)
-    index.update_indexes([f"{web.url}/set/{path.name}" for path in paths])
+    dict(index.update_indexes([f"{web.url}/set/{path.name}" for path in paths]))
     web.faults = lambda number, path: rng.choice(FAULTS) if rng.random() < 0.2 else None
     with open_stream(f"{web.url}/set/{{00000..00001}}.tar", batch=21) as stream:
         assert stream.samples_per_epoch == sum(sizes)
@@ -144,7 +144,7 @@ def test_shards_are_listed_indexed_and_read_from_s3(tmp_path: Path, s3: str) -> 
         client.put_object(Bucket="bucket", Key=f"set/{path.name}", Body=path.read_bytes())
     urls = expand("s3://bucket/set/")
     assert expand("s3://bucket/set/*.tar") == urls == [f"s3://bucket/set/{path.name}" for path in paths]
-    index.update_indexes(urls)
+    dict(index.update_indexes(urls))
     with open_stream("s3://bucket/set/", batch=20) as stream:
         assert stream.samples_per_epoch == 47
         assert contents(stream, 5) == contents(open_stream(tmp_path / "set", batch=20), 5)
