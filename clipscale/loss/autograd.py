@@ -22,6 +22,7 @@ from clipscale.loss.machine import float32_matmuls
 from clipscale.loss.similarity import Similarity, row_products
 
 INPUTS = ("image_features", "text_features", "logit_scale", "logit_bias")
+STRIPE = 2**16  # rows whose gradients one process sums at a time: some panels of the Triton backend
 
 
 class Backend(Protocol):
@@ -134,7 +135,7 @@ def gradients(
     """One sweep of the backend's backward function: the gradients of features and numbers, times `factor`.
 
     None where none is `needed`. Those of features are in the type of the caller's features `like`; of float16, whose
-    few exponents a later factor would not fit, in float32.
+    few exponents a later factor would not fit, in float32 if they are found in the forward pass.
     """
     exchange, backend = call.exchange, call.backend
     scale, bias, *module_parameters = numbers
@@ -150,28 +151,43 @@ def gradients(
             widened(torch.zeros_like(p)) if needs else None for p, needs in zip(module_parameters, needs_module)
         ),
     )
-    rows.grad = rows.empty_grad() if needs_images or (from_side and not needs_texts) else None
+    side_factor = factor * backend.missing_factor(scale)
+    types = [torch.float32 if x.dtype == torch.float16 and backend.sums_pairs else x.dtype for x in like]
+    # One process visits its rows once: they are done stripe by stripe, and only the texts' sums are held whole. A
+    # module's tiles keep their order, since it may draw random numbers.
+    in_stripes = exchange.size == 1 and call.similarity.homogeneous and needs_images and needs_texts
+    in_stripes = in_stripes and len(rows) > STRIPE
+    images = torch.empty_like(like[0], dtype=types[0]) if in_stripes else None
+    if not in_stripes and (needs_images or (from_side and not needs_texts)):
+        rows.grad = rows.empty_grad()
 
     def visit(cols: RowBlock, positive: int | None) -> None:
-        backend.backward(Block(rows, cols, parameters, positive))
+        block = Block(rows, cols, parameters, positive)
+        if images is None:
+            backend.backward(block)
+            return
+        for start in range(0, len(rows), STRIPE):
+            stripe = block.tile(start, STRIPE, 0, len(cols))
+            stripe.rows.grad = stripe.rows.empty_grad()
+            backend.backward(stripe)
+            images[start : start + STRIPE] = _unpadded(stripe.rows.grad.mul_(side_factor), images)
 
     text_sums = exchange.sweep(cols, GRAD if needs_texts else None, visit)
     replicated = (parameters.scale_grad, parameters.bias_grad, *parameters.module_grads)
     scale_grad, *others = (None if grad is None else grad * factor * exchange.local_fraction for grad in replicated)
-    side_factor = factor * backend.missing_factor(scale)
     features: list[Tensor | None] = []
-    sides = (rows, rows.grad, exchange.local_rows, like[0]), (cols, text_sums, exchange.local_cols, like[1])
+    sides = [(rows, rows.grad, exchange.local_rows), (cols, text_sums, exchange.local_cols)]
     rows.grad = None
-    for side, sums, local, wanted in sides:
+    for wanted, dtype in zip(like, types):  # the first side's sums are freed before the second's gradient is made
+        side, sums, local = sides.pop(0)
         if sums is None:
             features.append(None)
             continue
         grad = local(sums).mul_(side_factor)
         if from_side and scale_grad is None:
             scale_grad = row_products(local(side.features), grad).sum() / scale
-        dtype = torch.float32 if wanted.dtype == torch.float16 else wanted.dtype
         features.append(_unpadded(grad, wanted).to(dtype).contiguous())
-    return [features[0] if needs_images else None, features[1], scale_grad, *others]
+    return [images if in_stripes else features[0] if needs_images else None, features[1], scale_grad, *others]
 
 
 def _unpadded(x: Tensor, like: Tensor) -> Tensor:

@@ -142,6 +142,22 @@ def test_half_precision_is_no_further_from_the_truth_than_twice_plain_torch(
             )
 
 
+@pytest.mark.parametrize("similarity", ["dot", "late"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_gradients_of_rows_in_stripes_are_exact(
+    objective: str, similarity: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clipscale.loss.autograd.STRIPE", 5)
+    (u, v), masks = token_features(13, 17, 4, 5, 8)
+    options: dict[str, object] = {"objective": objective, "similarity": similarity} | key_options(True, 13, 17)
+    if similarity == "late":
+        options["masks"] = masks
+    else:
+        u, v = u[:, 0], v[:, 0]
+    found = results(contrastive_loss, u, v, 14.3, tile=4, **options)
+    assert_exact(found, oracle(u, v, 14.3, **options), 14.3, 1e-10, (objective, similarity))
+
+
 @pytest.mark.parametrize("similarity", ["dot", "late", "deep"])
 @pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
 def test_a_second_backward_pass_gives_the_same_gradient(objective: str, similarity: str) -> None:

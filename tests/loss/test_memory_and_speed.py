@@ -84,12 +84,16 @@ def test_on_two_cores_the_loss_is_half_as_fast_again_as_clip_loss() -> None:
     assert peer >= 1.5 * ours, f"{ours:.2f} s against ClipLoss's {peer:.2f} s, {peer / ours:.2f} times; all: {times}"
 
 
-@pytest.mark.parametrize(("objective", "dtype"), [("softmax", torch.bfloat16), ("sigmoid", torch.float16)])
-def test_a_million_pairs_take_memory_for_two_float32_gradients_and_a_panel_on_a_gpu(
-    objective: str, dtype: torch.dtype
+@pytest.mark.parametrize(
+    ("objective", "dtype", "bytes_each"),
+    [("softmax", torch.bfloat16, 4), ("softmax", torch.float16, 4), ("sigmoid", torch.float16, 8)],
+)
+def test_a_million_pairs_take_memory_for_the_texts_sums_on_a_gpu(
+    objective: str, dtype: torch.dtype, bytes_each: int
 ) -> None:
-    """Beyond half-precision features and their gradients, as the memory tracker counts it; nothing is left
-    afterwards."""
+    """Beyond half-precision features and their gradients, as the memory tracker counts it; nothing is left afterwards.
+
+    The sigmoid's in float16 are float32 until the caller's factor is known."""
     n, width = 2**20, 768
     with without_memory() as memory, cuda_autocast(), machine.replaced(DryMachine(90)):
         u, v = (torch.empty(n, width, dtype=dtype).requires_grad_() for _ in range(2))
@@ -98,5 +102,5 @@ def test_a_million_pairs_take_memory_for_two_float32_gradients_and_a_panel_on_a_
         before, grads = memory.live, 2 * n * width * dtype.itemsize
         contrastive_loss(u, v, scale, logit_bias=bias, objective=objective, check=False).backward()
         peak, left = memory.take_peak() - before - grads, memory.live - before - grads
-    assert peak <= 8 * n * width + 2**30, f"{peak / 2**30:.2f} GiB"
+    assert peak <= bytes_each * n * width + 2**28, f"{peak / 2**30:.2f} GiB"
     assert left <= 2**12, f"{left} bytes remain"

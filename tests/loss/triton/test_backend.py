@@ -105,7 +105,9 @@ class WithDescriptors(Machine):
 
 
 @pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
-def test_panels_and_descriptors_change_nothing_but_rounding(objective: str) -> None:
+def test_panels_stripes_and_descriptors_change_nothing_but_rounding(
+    objective: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     u, v = (x.float() for x in features(40, 75, 41))
     options: dict[str, Any] = {"objective": objective, "keys": keys(40, 75)}
     plain, again = (triton(u, v, 14.3, **options) for _ in range(2))
@@ -114,6 +116,8 @@ def test_panels_and_descriptors_change_nothing_but_rounding(objective: str) -> N
     for machine in machines:
         with replaced(machine):
             assert_exact(triton(u, v, 14.3, **options), [x.double() for x in plain], 14.3, 2e-6, type(machine))
+    monkeypatch.setattr("clipscale.loss.autograd.STRIPE", 16)
+    assert_exact(triton(u, v, 14.3, **options), [x.double() for x in plain], 14.3, 2e-6, "stripes")
 
 
 def test_a_frozen_side_changes_nothing_for_the_other() -> None:
