@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -115,6 +116,27 @@ def test_what_was_not_asked_for_is_not_read(tmp_path: Path, name: str) -> None:
     with serving(Hostile(tmp_path)) as web:
         samples, problem, _ = read(f"{web.url}/{name}")
     assert not samples and problem.reason in (None, "unreadable_shard"), problem
+
+
+def test_the_hub_gets_the_token_and_its_store_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import HfFileSystem, constants
+
+    class Hub(Web):
+        def answer(self, path: str, asked: str, sent: Mapping[str, str]) -> tuple[int, dict[str, str], bytes]:
+            path = urlsplit(path).path
+            assert ("authorization" in sent) == (not path.startswith("/store/"))
+            if path.startswith("/store/"):
+                return super().answer(path.removeprefix("/store"), asked, sent)
+            location = f"{self.url.replace('127.0.0.1', 'localhost')}/store/{path.rsplit('/', 1)[-1]}?signed=yes"
+            return 302, {"Location": location, "Content-Length": "0"}, b""
+
+    (path,) = write_shards(tmp_path, [30])
+    monkeypatch.setenv("HF_TOKEN", "a-token")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with serving(Hub(tmp_path)) as web:
+        monkeypatch.setattr(HfFileSystem, "url", lambda self, path: f"{web.url}/resolve/main/00000.tar")
+        samples, problem, _ = read("hf://datasets/me/pairs/00000.tar")
+    assert members(samples) == members(read(str(path))[0]), problem
 
 
 @pytest.fixture
