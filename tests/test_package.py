@@ -58,7 +58,7 @@ def test_the_wheel_composes_a_run_from_another_folder(
     words = [str(installed / "bin/clipscale"), "train", *TINY, "data.train=x.tar", "--cfg", "job"]
     done = subprocess.run(words, cwd=tmp_path, env=environment | ALONE, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "train: x.tar" in done.stdout
+    assert "- x.tar\n" in done.stdout
     where = [str(installed / "bin/python"), "-c", "import clipscale; print(clipscale.__file__)"]
     options = {"cwd": tmp_path, "env": environment | ALONE, "check": True}
     assert str(installed) in subprocess.run(where, capture_output=True, text=True, **options).stdout

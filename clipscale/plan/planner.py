@@ -4,12 +4,13 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
@@ -165,7 +166,11 @@ def remedies(config: PlanConfig, result: Result) -> list[Result]:
 
     def tried(words: list[str]) -> tuple[float, list[str]]:
         """The larger share of the memory that the run takes with other settings; infinite where they are refused."""
-        values: Any = OmegaConf.to_container(OmegaConf.merge(asdict(config), OmegaConf.from_dotlist(words)))
+        values = asdict(config)
+        for key, _, value in (word.partition("=") for word in words):
+            *sections, name = key.split(".")
+            section: dict[str, Any] = reduce(getitem, sections, values)
+            section[name] = yaml.safe_load(value)
         try:
             return max(shares(predicted(typed(PlanConfig, values), search=False))), words
         except UserError:
