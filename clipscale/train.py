@@ -13,7 +13,7 @@ from typing import Any
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipscale import checkpoint
-from clipscale.common.errors import StoppedError, UserError
+from clipscale.common.errors import StoppedError
 from clipscale.common.phases import Phases, Readback
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import say
@@ -26,7 +26,6 @@ from clipscale.distributed.fsdp import reshard
 from clipscale.distributed.world import World, join, leave
 from clipscale.eval.run import check as check_sets
 from clipscale.eval.run import evaluate
-from clipscale.launch import run_lock
 from clipscale.launch.run_lock import RunLock
 from clipscale.launch.stopping import SignalError, Stop
 from clipscale.models.flops import Flops
@@ -46,17 +45,10 @@ def train(config: TrainConfig) -> dict[str, Any]:
     Raises UserError for every mistake that the user can fix, and StoppedError after a signal.
     """
     world = join(config.device, config.launch.timeout_s)
-    folder = Path(config.run)
-    # A sweep makes its jobs' folders, and keeps them. The folder of an unnamed run holds no more than its lock.
-    new = world.main and (not folder.exists() or [path.name for path in folder.iterdir()] == [run_lock.FILE])
-    lock = RunLock(folder)
+    lock = RunLock(Path(config.run))
     try:
-        world.on_main(lock.enter)
+        world.on_main(lock.acquire)
         return Run(config, world).go()
-    except UserError:
-        if new:
-            checkpoint.remove_empty_run(folder, run_lock.FILE)
-        raise
     finally:
         lock.release()
         leave()

@@ -5,7 +5,6 @@ from clipscale.checkpoint.folder import (
     locate,
     make_folder,
     path_of,
-    remove_empty_run,
     remove_temporary,
     set_aside,
     step_of,
@@ -16,5 +15,5 @@ from clipscale.checkpoint.saving import Saver, UnwritableError, save
 
 __all__ = [
     "Saved", "Saver", "UnwritableError", "check_fits", "found", "load", "locate", "make_folder", "path_of",
-    "read_values", "remove_empty_run", "remove_temporary", "save", "set_aside", "step_of", "to_resume", "verify",
+    "read_values", "remove_temporary", "save", "set_aside", "step_of", "to_resume", "verify",
 ]  # fmt: skip

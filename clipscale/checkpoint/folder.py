@@ -31,13 +31,6 @@ def remove_temporary(run: Path) -> None:
         discard(path)
 
 
-def remove_empty_run(run: Path, *names: str) -> None:
-    """Remove the folder of a run that was refused at its start, if it holds nothing but these names."""
-    present = {path.name for path in run.iterdir()} if run.is_dir() else set()
-    if "checkpoints" in present and present <= {"checkpoints", *names} and not any((run / "checkpoints").iterdir()):
-        shutil.rmtree(run)
-
-
 def path_of(run: Path, step: int) -> Path:
     """The folder of the run's checkpoint at `step`."""
     return run / "checkpoints" / f"step_{step:08d}"

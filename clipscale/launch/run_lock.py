@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import IO
 
 from clipscale import checkpoint
-from clipscale.common import files
 from clipscale.common.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -21,29 +20,21 @@ WAIT_S = 10.0
 
 
 class RunLock:
-    """The lock of a folder: `flock` on FOLDER/run.lock, which the kernel releases when the process ends.
+    """The lock of a run's folder: `flock` on run.lock, which the kernel releases however the process ends.
 
     The file names process and host for the message.
     """
 
-    def __init__(self, folder: Path, setting: str = "run") -> None:
-        """`setting` names the folder in messages."""
-        self.folder, self.setting = folder, setting
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.file: IO[str] | None = None
 
-    def enter(self) -> None:
-        """Make the run's folder, take the lock and remove half-written files that a dead run has left.
-
-        Raises UserError.
+    def acquire(self) -> None:
+        """Make the run's folder, take the lock, if need be after a short wait for its holder, and remove half-written
+        files that a dead run has left. Raises UserError if another run keeps it.
         """
         checkpoint.make_folder(self.folder)
-        self.acquire()
-        checkpoint.remove_temporary(self.folder)
-
-    def acquire(self) -> None:
-        """Take the lock, if need be after a short wait for its holder. Raises UserError if another run keeps it."""
-        with files.reported(self.setting, self.folder / FILE, f"choose another {self.setting}=NAME"):
-            file = (self.folder / FILE).open("a+")
+        file = (self.folder / FILE).open("a+")
         deadline, announced = time.monotonic() + WAIT_S, False
         while True:
             try:
@@ -51,10 +42,9 @@ class RunLock:
                 break
             except BlockingIOError:
                 file.seek(0)
-                used = f"{self.setting}={self.folder} is in use by {file.read() or 'another run'}"
+                used = f"run={self.folder} is in use by {file.read() or 'another run'}"
             if time.monotonic() > deadline:
-                file.close()
-                raise UserError(f"{used}; stop that run, or choose another {self.setting}=NAME")
+                raise UserError(f"{used}; stop that run, or choose another run=NAME")
             if not announced:
                 log.warning("%s; waiting up to %.0f s for its end", used, WAIT_S)
                 announced = True
@@ -63,6 +53,7 @@ class RunLock:
         file.write(f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}")
         file.flush()
         self.file = file
+        checkpoint.remove_temporary(self.folder)
 
     def release(self) -> None:
         """Give the lock back. Safe without a lock."""

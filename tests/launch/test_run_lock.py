@@ -26,10 +26,10 @@ def test_a_second_run_is_refused_with_the_holder_and_a_killed_one_holds_nothing(
         with pytest.raises(UserError, match=rf"^run={tmp_path} is in use by process {holder.pid} on .*; stop that run"):
             RunLock(tmp_path).acquire()
         holder.kill()
-    lock = RunLock(tmp_path, "out")
+    lock = RunLock(tmp_path)
     lock.acquire()
-    with pytest.raises(UserError, match=rf"^out={tmp_path} is in use by process {os.getpid()} "):
-        RunLock(tmp_path, "out").acquire()
+    with pytest.raises(UserError, match=rf"^run={tmp_path} is in use by process {os.getpid()} "):
+        RunLock(tmp_path).acquire()
     lock.release()
     lock.release()
     RunLock(tmp_path).acquire()
