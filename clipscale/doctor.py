@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 import torch.nn.functional as F
 from PIL import Image
@@ -57,6 +56,7 @@ def devices() -> Iterator[Finding]:
     here = environment()
     yield "ok", ", ".join(f"{name} {version}" for name, version in here["versions"].items() if version)
     driver = shutil.which("nvidia-smi") or Path("/proc/driver/nvidia/version").exists()
+    yield "ok", f"{format_bytes(free_memory())} of host memory are free for this process"
     if not torch.cuda.is_available() and driver:
         yield "problem", f"there is a GPU driver, but torch (CUDA {torch.version.cuda}) finds no device: is it too old?"
     elif not torch.cuda.is_available():
@@ -85,10 +85,6 @@ def processes() -> Iterator[Finding]:
         yield judged(f"{count} processes on a ring, {took}; their gradient", error)
 
 
-def memory() -> Iterator[Finding]:
-    yield "ok", f"{format_bytes(free_memory())} free for this process, of {format_bytes(psutil.virtual_memory().total)}"
-
-
 def decoding() -> Iterator[Finding]:
     """Decode a noisy picture, which takes about as long as a photograph, for half a second on one core."""
     file = io.BytesIO()
@@ -101,7 +97,7 @@ def decoding() -> Iterator[Finding]:
     yield "ok", f"{count / seconds:.0f} pictures of {SIDE} pixels a second on one core; {cores()} cores"
 
 
-CHECKS = (devices, loss, processes, memory, decoding)
+CHECKS = (devices, loss, processes, decoding)
 
 
 def judged(gradient: str, error: float) -> Finding:

@@ -31,7 +31,6 @@ from clipscale.launch.stopping import SignalError, Stop
 from clipscale.models.flops import Flops
 from clipscale.report.metrics import MetricLog
 from clipscale.report.page import write_report
-from clipscale.report.profile import profiled
 from clipscale.report.step_record import StepRecords
 from clipscale.report.table import print_results
 from clipscale.state.start import begin
@@ -94,14 +93,12 @@ class Run:
     def go(self) -> dict[str, Any]:
         """All steps that are left, and the evaluation at the end."""
         config, results = self.config, {}
-        profiler = profiled(self.folder, config.log.profile, self.world.rank, self.world.device)
         try:
-            with self.stop, profiler as step_done:
+            with self.stop:
                 while self.step < self.total:
                     with self.thrown_away_at_a_signal():
                         self.train_step()
                     self.step += 1
-                    step_done()
                     if config.eval.every and self.step % config.eval.every == 0 and self.step < self.total:
                         results = self.evaluate()
                     if self.save_due():

@@ -36,7 +36,7 @@ def test_a_wrong_gradient_and_a_check_that_fails_are_problems_and_the_others_go_
     def times(factor: float) -> Callable[..., torch.Tensor]:
         return lambda *args, **options: factor * right(*args, **options)
 
-    monkeypatch.setattr(doctor, "CHECKS", (broken, doctor.loss, doctor.memory))
+    monkeypatch.setattr(doctor, "CHECKS", (broken, doctor.loss, doctor.decoding))
     for factor in (1.001, float("nan")):
         monkeypatch.setattr(doctor, "contrastive_loss", times(factor))
         assert main(DoctorSettings()) == 1

@@ -9,11 +9,11 @@ from clipscale.checkpoint.folder import (
     set_aside,
     step_of,
 )
-from clipscale.checkpoint.loading import Saved, load, read_values, verify
+from clipscale.checkpoint.loading import load, read_values, verify
 from clipscale.checkpoint.resume import check_fits, to_resume
 from clipscale.checkpoint.saving import Saver, UnwritableError, save
 
 __all__ = [
-    "Saved", "Saver", "UnwritableError", "check_fits", "found", "load", "locate", "make_folder", "path_of",
+    "Saver", "UnwritableError", "check_fits", "found", "load", "locate", "make_folder", "path_of",
     "read_values", "remove_temporary", "save", "set_aside", "step_of", "to_resume", "verify",
 ]  # fmt: skip

@@ -180,17 +180,6 @@ def load(
     return join(values, tensors)
 
 
-class Saved:
-    """A verified checkpoint from which a run goes on: its `values` at once, its tensors when there is a model."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.values = path, read_values(path)
-
-    def state(self, like: Mapping[str, Tensor]) -> State:
-        """The whole state; see `load`."""
-        return load(self.path, verified=True, like=like)
-
-
 def damaged(path: Path, error: BaseException) -> UserError:
     """The error that a checkpoint cannot be used."""
     return UserError(f"checkpoint {path} is damaged or not a checkpoint ({first_line(error)})")

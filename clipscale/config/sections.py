@@ -148,7 +148,6 @@ class LogConfig(SinkConfig):
         0, "Steps between estimates of the gradient noise scale (useful batch); 0: none.", least=0
     )
     report: bool = setting(True, "Write RUN/report.html and report.png at the end.")
-    profile: int = setting(0, "Steps, from the third on, in a timeline of torch's profiler; 0: none.", least=0)
 
 
 @dataclass

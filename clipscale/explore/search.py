@@ -4,7 +4,9 @@ D: feature width, n: rows of a tile.
 """
 
 import io
+import itertools
 import json
+import linecache
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
@@ -73,14 +75,10 @@ class EmbeddedSet:
         self.sources: dict[str, str] = {Path(name).stem: entry["source"] for name, entry in shards.items()}
         """The shard that has the pictures of each part."""
         self.paths = [folder / name for name in shards]
-        self.starts = []  # of each part, where the line of each row begins
-        for path in self.paths:
-            with path.open("rb") as lines:
-                self.starts.append(np.cumsum([0, *map(len, lines)])[:-1])
-        self.firsts = np.cumsum([0, *map(len, self.starts)]).tolist()
+        self.firsts = [0, *itertools.accumulate(entry["samples"] for entry in shards.values())]
 
     def __len__(self) -> int:
-        return int(self.firsts[-1])
+        return self.firsts[-1]
 
     def features(self, kind: str) -> Iterator[np.ndarray]:
         """Of each part, (rows, D), mapped; none if the set was embedded without them."""
@@ -91,9 +89,7 @@ class EmbeddedSet:
         """The row of that number, counted through all parts, as the page names and shows it."""
         place = bisect_right(self.firsts, number) - 1
         path, row = self.paths[place], number - self.firsts[place]
-        with path.open("rb") as file:
-            file.seek(self.starts[place][row])
-            entry = json.loads(file.readline())
+        entry = json.loads(linecache.getline(str(path), row + 1))
         return {"part": path.stem, "row": row, "key": entry["key"], "caption": entry.get("caption", "")}
 
 

@@ -1,11 +1,8 @@
 """The verb `clipscale explore`: loads models and their embedded sets, and serves the page."""
 
-import socket
-from contextlib import suppress
 from pathlib import Path
 
 from clipscale.common.errors import UserError
-from clipscale.common.terminal import say
 from clipscale.common.units import run_folder
 from clipscale.config.sections import ModelConfig
 from clipscale.config.tools import ExploreConfig, check_explore
@@ -21,17 +18,8 @@ def main(config: ExploreConfig) -> None:
         from clipscale.explore.server import application
     except ImportError as error:
         raise UserError(f"explore needs {error.name}; pip install 'clipscale[explore]'") from error
-    try:
-        listener = socket.create_server(("127.0.0.1", config.port))  # before the long work
-    except OSError as error:
-        remedy = "give another port=, or port=0 for a free one"
-        raise UserError(f"port={config.port}: {error.strerror}; {remedy}") from error
-    with listener:
-        page = application(*prepared(config))
-        settings = uvicorn.Config(page, log_level="error", limit_concurrency=128, timeout_graceful_shutdown=2)
-        say(f"http://127.0.0.1:{listener.getsockname()[1]}/ (Ctrl-C ends it)")
-        with suppress(KeyboardInterrupt):
-            uvicorn.Server(settings).run(sockets=[listener])
+    page = application(*prepared(config))
+    uvicorn.run(page, port=config.port, access_log=False, limit_concurrency=128, timeout_graceful_shutdown=2)
 
 
 def prepared(config: ExploreConfig) -> tuple[list[SearchModel], Pictures]:

@@ -32,8 +32,7 @@ HUB = "hf-hub:"
 PIXELS = ("mean", "std", "interpolation", "resize")
 """The settings of how pictures are prepared for weights."""
 OPEN_CLIP, CONFIG = "open_clip_config.json", "config.json"
-_FILES = ("open_clip_model.safetensors", "model.safetensors", "open_clip_pytorch_model.bin", "pytorch_model.bin",
-          "model.safetensors.index.json")  # fmt: skip
+_FILES = ("open_clip_model.safetensors", "model.safetensors", "open_clip_pytorch_model.bin", "pytorch_model.bin")
 """Weights in a folder, the first that there is."""
 _BARE = re.compile(r"(^|\.)(head|proj|pooler|cls|lm_head|fc|classifier|embeddings\.position_ids)(\.|$)")
 """Weights around a tower of another task: its classifier is left out, and our projection keeps its initial values."""
@@ -230,22 +229,17 @@ def filled(config: ModelConfig, known: Mapping[str, Any]) -> ModelConfig:
 
 
 def read(source: Source) -> dict[str, Tensor]:
-    """The weights in a checkpoint or a file (safetensors, an index of several, torch.save's), by open_clip's names.
+    """The weights in a checkpoint or a file (safetensors, torch.save's), by open_clip's names.
 
     Raises UserError for a damaged file and for one that would execute code.
     """
-    path, state = source.path, dict[str, Tensor]()
+    path = source.path
     if path.is_dir():
         state = checkpoint.load(path, parts=("model",))["model"]
         towers = {"image.encoder.": "visual.", "text.encoder.": "text."}
         return {re.sub(r"^(image|text)\.encoder\.", lambda m: towers[m[0]], name): x for name, x in state.items()}
     try:
-        files = [path]
-        if path.suffix == ".json":
-            names = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
-            files = [path.parent / Path(name).name for name in sorted(names)]
-        for file in files:
-            state |= load_state_dict(str(file), weights_only=True)
+        state = load_state_dict(str(path), weights_only=True)
     except Exception as error:  # torch, safetensors, zipfile and pickle have their own
         raise UserError(f"{source.setting} is damaged or no file of weights ({one_line(error)})") from error
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}

@@ -8,9 +8,9 @@ from typing import Any
 from clipscale.common.hardware import Hardware
 from clipscale.config.tools import PlanConfig
 from clipscale.data.loader.captions import GRAIN
-from clipscale.models.captions import expected_to_cut
 from clipscale.models.flops import forward_flops
 from clipscale.plan.dry_run import DryRun
+from clipscale.step.captions import expected_to_cut
 
 LAP_BYTES, GRADIENT_BYTES = 2, 4
 """Bytes that a GPU sends for each number of each column of the batch: in bf16 with each sweep over the scores, and a

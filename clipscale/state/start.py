@@ -36,11 +36,10 @@ def begin(
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0  # by torchrun, after a failure
     path = checkpoint.to_resume(folder, "auto", world) if restarted else None
     path = path or checkpoint.to_resume(folder, config.resume, world)  # 1 and 2
-    source = checkpoint.Saved(path) if path else None
-    saved = source.values if source else None
+    saved = checkpoint.read_values(path) if path else None
     checkpoint.check_fits(saved, folder, config, sizes.before)
     model = world.on_main(lambda: described(config.model, saved))  # the pixels of 1, 2 or 3
-    state = TrainState(replace(config, model=model), world, source)  # 3 and 4, then the checkpoint's weights
+    state = TrainState(replace(config, model=model), world, path)  # 3 and 4, then the checkpoint's weights
     if world.main and model != config.model:
         say(f"pixels are normalised as for the weights: mean {[*model.mean]}, deviation {[*model.std]}")
     if world.main and state.captions.note:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from clipscale.checkpoint import Saved
+from clipscale import checkpoint
 from clipscale.common.errors import UserError
 from clipscale.config.train import TrainConfig
 from clipscale.data.features import StoredFeatures, stored_features
@@ -37,7 +37,7 @@ from clipscale.step.precision import Precision
 class TrainState:
     """A run's model on one rank, from its initial weights or a checkpoint, and what turns a batch into new weights."""
 
-    def __init__(self, config: TrainConfig, world: World, saved: Saved | None = None) -> None:
+    def __init__(self, config: TrainConfig, world: World, saved: Path | None = None) -> None:
         self.config, self.world = config, world
         torch.manual_seed(config.seed)
         self.precision = Precision(config.precision, world.device)
@@ -55,7 +55,7 @@ class TrainState:
             self.model.text.compile(dynamic=None if self.captions.pad is None else True)
         parallel, stage = config.launch.parallel, int(config.launch.zero)
         encoders = [world.wrap(tower, parallel, stage, self.precision.dtype) for tower in towers.values()]
-        self.chunks = self.chunk_sizes(saved.values["chunks"] if saved else {})
+        self.chunks = self.chunk_sizes(checkpoint.read_values(saved)["chunks"] if saved else {})
         self.cache = GradCache(
             encoders,
             self.loss,
@@ -69,7 +69,7 @@ class TrainState:
         self.noise = NoiseScale([self.model.image, self.model.text])
         self.average = WeightAverage(config.ema, self.model) if config.ema else None
         if saved is not None:
-            self.load(saved.state(dict(self.model.named_parameters())))
+            self.load(checkpoint.load(saved, verified=True, like=dict(self.model.named_parameters())))
         if self.stored:
             self.model.image.cpu()  # only evaluations use it
 

@@ -1,12 +1,26 @@
-"""Whether a run sorts its captions and cuts their padding off, decided once; the text tower's input of each step."""
+"""Whether a run sorts its captions and cuts their padding off, found by trial at its start; the text tower's input of each
+step.
+"""
+
+from collections.abc import Callable
+
+import torch
+from open_clip.transformer import TextTransformer
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipscale.config.train import TrainConfig
-from clipscale.data.loader.captions import SortedCaptions
+from clipscale.data.loader.captions import SortedCaptions, lengths
 from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import World
-from clipscale.models.captions import padding
+from clipscale.loss.machine import float32_matmuls
 from clipscale.models.towers import ClipModel
+
+WORDS = (0, 1, 4, 12, 30)
+"""Words of the captions that are tried."""
+TOLERANCE = 1e-4
+"""Largest difference of two unit features that counts as rounding, in float32."""
 
 
 class CaptionRule:
@@ -37,3 +51,40 @@ class CaptionRule:
     def widths(self, texts: ChunkLoader | SortedCaptions) -> dict[int, int]:
         """Captions of a step that has run, by the width at which the tower computed them."""
         return texts.widths() if isinstance(texts, SortedCaptions) else {self.context: len(texts)}
+
+
+def padding(tower: nn.Module, tokenizer: Callable[[list[str]], Tensor], device: torch.device) -> int | str:
+    """The padding token, if a float32 tower's unit features stay the same without padding; else why it may not be cut.
+
+    `tower` maps tokens (N, T) to features (N, D). A tower that normalises over a batch's samples is not cut either.
+    """
+    if any(isinstance(module, _BatchNorm) for module in tower.modules()):
+        return "the text tower has batch normalisation"
+    tokens = tokenizer([" ".join(["cat"] * count) for count in WORDS])
+    pad = int(tokens[0, -1])
+    widths = lengths(tokens, pad)
+    training = tower.training
+    tower.eval()
+    try:
+        with torch.no_grad(), float32_matmuls("ieee"):
+            whole = tower(tokens.to(device))
+            for row, (caption, width) in enumerate(zip(tokens, widths.tolist())):
+                try:
+                    cut = tower(caption[None, :width].to(device))
+                except (RuntimeError, ValueError, IndexError):
+                    return "the text tower takes only whole contexts"
+                if cut.shape != whole[row, None].shape or not (cut - whole[row, None]).abs().max() <= TOLERANCE:
+                    return "the text tower's features depend on padding"
+    finally:
+        tower.train(training)
+    return pad
+
+
+def expected_to_cut(encoder: nn.Module) -> bool:
+    """What `padding` would find for a text transformer of open_clip; False for any other tower.
+
+    For `plan`, whose towers have no values.
+    """
+    if not isinstance(encoder, TextTransformer) or encoder.cls_emb is not None:
+        return False
+    return encoder.attn_mask is not None and encoder.pool_type in ("first", "argmax", "eos")

@@ -79,7 +79,8 @@ def agreed_chunk_sizes(
     place of a tower: its input is not cut.
     """
     settings = sizes_of_settings(config, local_batch)
-    device = " and ".join(sorted(set(world.gather(device_name(world.device)))))
+    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
+    device = " and ".join(sorted(set(world.gather(name))))
     sizes: dict[str, Any] = {"device": device}
     for name, encoder in towers.items():
         if encoder is None:
@@ -138,11 +139,3 @@ def samples_per_second(tower: nn.Module, inputs: Tensor) -> float:
         seconds = time.perf_counter() - started if attempt else 0.0
     tower.zero_grad(set_to_none=True)
     return len(inputs) / seconds
-
-
-def device_name(device: torch.device) -> str:
-    """The kind of device that chunk sizes are found for: its name and memory."""
-    if device.type == "cpu":
-        return "cpu"
-    properties = torch.cuda.get_device_properties(device)
-    return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"

@@ -46,7 +46,7 @@ def read(rank: int, world: int, run: Path) -> None:
     path = checkpoint.to_resume(run, "auto", World(rank, world, CPU))
     assert path is not None
     like = sharded(world) if world > 1 else {}
-    loaded = checkpoint.Saved(path).state(like)
+    loaded = checkpoint.load(path, verified=True, like=like)
     for name, wanted in WHOLE.items():
         moments = loaded["optimizer"]["state"][name]
         for value, expected in ((loaded["model"][name], wanted), (moments["moment"], wanted + 1)):

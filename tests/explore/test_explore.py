@@ -134,14 +134,12 @@ def test_large_and_foreign_bodies_are_refused(page: Any, place: Path) -> None:
 def test_the_verb_serves_until_it_is_interrupted(place: Path, environment: dict[str, str]) -> None:
     words = ["explore", f"run={place / 'a'}", f"data={place / 'of-a'}", "port=0", "device=cpu"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "clipscale", *words], env=environment, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "clipscale", *words], env=environment, stderr=subprocess.PIPE, text=True
     )
     try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        address = re.fullmatch(r"(http://127\.0\.0\.1:\d+/) \(Ctrl-C ends it\)\n", line)
-        assert address, line
-        with urllib.request.urlopen(address[1] + "small/00000/0", timeout=240) as answer:
+        assert process.stderr is not None
+        address = next(filter(None, (re.search(r"http://127\.0\.0\.1:\d+", line) for line in process.stderr)))
+        with urllib.request.urlopen(address[0] + "/small/00000/0", timeout=240) as answer:
             assert answer.read(3) == b"\xff\xd8\xff"
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0

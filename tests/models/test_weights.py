@@ -73,15 +73,6 @@ def custom(folder: Path, model: ClipModel) -> Path:
     return folder / "w.safetensors"
 
 
-def indexed(folder: Path, model: ClipModel) -> Path:
-    state = state_of(model)
-    places = {name: f"part-{'text' in name}.safetensors" for name in state}
-    for part in set(places.values()):
-        save_file({name: x for name, x in state.items() if places[name] == part}, folder / part)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    return folder
-
-
 def open_clip_folder(folder: Path, model: ClipModel, architecture: dict[str, Any] = SMALL) -> Path:
     folder.mkdir(exist_ok=True)
     save_file(state_of(model), folder / "open_clip_model.safetensors")
@@ -90,7 +81,7 @@ def open_clip_folder(folder: Path, model: ClipModel, architecture: dict[str, Any
     return folder
 
 
-@pytest.mark.parametrize("write", [run, plain, custom, indexed, open_clip_folder])
+@pytest.mark.parametrize("write", [run, plain, custom, open_clip_folder])
 def test_weights_of_every_layout_give_the_same_features(
     tmp_path: Path, write: Callable[[Path, ClipModel], Path]
 ) -> None:

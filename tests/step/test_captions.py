@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from clipscale.config.sections import ModelConfig
-from clipscale.models.captions import expected_to_cut, padding
 from clipscale.models.towers import TextTower, build_model
+from clipscale.step.captions import expected_to_cut, padding
 from tests.models.test_towers import SMALL
 
 CPU = torch.device("cpu")
