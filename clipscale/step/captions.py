@@ -1,6 +1,4 @@
-"""Whether a run sorts its captions and cuts their padding off, found by trial at its start; the text tower's input of each
-step.
-"""
+"""Whether a run sorts and cuts its captions, found by trial at its start; the text tower's input of each step."""
 
 from collections.abc import Callable
 
