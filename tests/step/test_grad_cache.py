@@ -177,14 +177,18 @@ def test_three_towers_with_inputs_of_three_kinds_and_chunks_of_their_own() -> No
         assert_same(gradients(found) | {"scale": scale.grad}, expected, 1e-10)
 
 
-def test_a_frozen_encoder_runs_once_and_gets_no_gradient() -> None:
-    wanted, found = models(), models()
-    calls = []
+@pytest.mark.parametrize("frozen", ["image", "text"])
+def test_a_frozen_encoder_runs_once_and_gets_no_gradient(frozen: str) -> None:
+    wanted, found, calls = models(0.4), models(0.4), []
     for m in (wanted, found):
-        m["image"].requires_grad_(False)
-    found["image"].register_forward_hook(lambda *_: calls.append(1))
-    one_graph([wanted["image"], wanted["text"]], wanted["head"], batch(12), [12, 12])
+        m[frozen].requires_grad_(False)
+    found[frozen].register_forward_hook(lambda *_: calls.append(1))
+    torch.manual_seed(5)
+    one_graph([wanted["image"], wanted["text"]], wanted["head"], batch(12), [4, 4])
+    after = torch.rand(3)
+    torch.manual_seed(5)
     GradCache([found["image"], found["text"]], found["head"], chunks=4).step(*batch(12))
+    assert torch.equal(torch.rand(3), after), "the first pass of the last tower has drawn the last random numbers"
     assert len(calls) == 3, "three chunks, one pass"
     assert_same(gradients(found), gradients(wanted), 1e-10)
 
