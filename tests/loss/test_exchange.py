@@ -40,6 +40,7 @@ def test_hard_distributions_are_exact_on_ranks(ranks: Workers, exchange: str, ki
     for scale in (1.0, 100.0):
         u, v = stacked(3, 10, 12, 16, kind)
         check(ranks, 3, u, v, scale, {"exchange": exchange, "tile": 4})
+    check(ranks, 3, 10 * u, v, 100.0, {"exchange": exchange, "tile": 4})  # e^1000 is no float64
     check(ranks, 3, u.float(), v.float(), 100.0, {"exchange": exchange, "tile": 4}, bar=1e-5)
 
 
