@@ -52,6 +52,7 @@ def test_a_run_learns_and_leaves_its_record(finished: Path) -> None:
     record = logged[-1]
     assert not FIELDS - set(record), f"missing: {FIELDS - set(record)}"
     assert record["samples"] == 640
+    assert [line["lr"] for line in logged[:2]] == [5e-4, 1e-3], "a warm-up of two steps"
     assert all(line["samples_per_s_wall"] <= line["samples_per_s"] for line in logged)
     between = sum(line["batch"] / line["samples_per_s_wall"] for line in logged[1:])
     assert between == pytest.approx(record["time"] - logged[0]["time"], rel=0.05), "evaluations are in it"

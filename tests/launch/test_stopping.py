@@ -12,23 +12,24 @@ import torch
 
 from clipscale import checkpoint
 from clipscale.common.errors import StoppedError
-from clipscale.config.sections import CacheConfig, CheckpointConfig, EvalConfig, LaunchConfig
+from clipscale.config.sections import CacheConfig, CheckpointConfig, EvalConfig, LaunchConfig, ModelConfig
 from clipscale.config.train import TrainConfig
 from clipscale.distributed.world import World
 from clipscale.launch import stopping
 from clipscale.launch.stopping import SignalError, Stop
 from clipscale.train import train
 from tests.support.ranks import run_ranks
-from tests.support.runs import curve, settings
+from tests.support.runs import ARCHITECTURE, curve, settings
 
 CHUNKS = 20
 """Of a step, in both passes: six of images and four of texts."""
 
 
 def short(demo: Path, run: Path, **changes: Any) -> TrainConfig:
-    """Two steps."""
+    """Two steps, which draw random numbers."""
+    model = ModelConfig(name="test", architecture=ARCHITECTURE, patch_dropout=0.3)
     cache, launch = CacheConfig(image_chunk=11, text_chunk=16), LaunchConfig()
-    return settings(demo, run, samples=128, **{"cache": cache, "launch": launch, **changes})
+    return settings(demo, run, samples=128, **{"model": model, "cache": cache, "launch": launch, **changes})
 
 
 def with_signal_at(call: int, work: Callable[[], Any]) -> int:

@@ -12,9 +12,11 @@ from clipscale import checkpoint
 from clipscale.common.errors import UserError
 from clipscale.config.sections import CacheConfig, ModelConfig, PrecisionConfig
 from clipscale.config.train import TrainConfig
+from clipscale.distributed.world import World
+from clipscale.launch.stopping import SignalError
 from clipscale.models.towers import build_model
 from clipscale.step.precision import Precision
-from clipscale.train import train
+from clipscale.train import Run, train
 from tests.support.runs import ARCHITECTURE, small
 
 
@@ -56,3 +58,20 @@ def test_towers_with_batch_normalisation_train(
 def test_batch_normalisation_in_chunks_is_refused_with_the_remedy(shards: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cache\.image_chunk=4.*model\.batch_norm=frozen, or cache\.image_chunk=12"):
         train(resnet(shards, tmp_path / "run", "sync", 4))
+
+
+def test_a_step_that_is_left_at_a_signal_leaves_statistics_as_they_were(shards: str, tmp_path: Path) -> None:
+    run = Run(resnet(shards, tmp_path / "run", "sync", None), World(0, 1, torch.device("cpu")))
+    before, calls = copy.deepcopy(run.state.model.state_dict()), []
+
+    def signalled() -> None:
+        calls.append(1)
+        if len(calls) == 4:  # in the second pass
+            raise SignalError(15)
+
+    run.state.cache.before_chunk = signalled
+    with pytest.raises(SignalError), run.thrown_away_at_a_signal():
+        run.train_step()
+    run.stream.close()
+    for name, value in run.state.model.state_dict().items():
+        assert torch.equal(value, before[name]), name
