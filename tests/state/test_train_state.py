@@ -19,8 +19,9 @@ from clipscale.config.sections import (
     PrecisionConfig,
     RampConfig,
 )
+from clipscale.distributed.world import World
 from clipscale.models.towers import build_model
-from clipscale.train import train
+from clipscale.train import Run, train
 from tests.models.test_weights import open_clip_folder
 from tests.support.ranks import run_ranks
 from tests.support.runs import on_a_rank, records, small
@@ -39,6 +40,20 @@ def test_a_resumed_run_ends_with_the_same_weights_average_and_optimizer(shards: 
     assert parts["optimizer"]["param_groups"] == whole["optimizer"]["param_groups"]
     assert parts["ema"]["updates"] == 4
     assert any(not torch.equal(value, whole["model"][name]) for name, value in whole["ema"]["weights"].items())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_an_update_clips_the_unscaled_gradient_and_bounds_the_logit_scale(
+    shards: str, tmp_path: Path, precision: str
+) -> None:
+    optim = OptimConfig(lr=1e-3, clip_norm=0.25, max_logit_scale=3.0)
+    config = small(shards, tmp_path / "run", optim=optim, precision=PrecisionConfig(precision))
+    run = Run(config, World(0, 1, torch.device("cpu")))
+    run.train_step()
+    run.stream.close()
+    gradients = [p.grad for p in run.state.model.parameters() if p.grad is not None]
+    assert torch.nn.utils.get_total_norm(gradients).item() == pytest.approx(0.25, rel=1e-4)
+    assert run.state.model.logit_scale.exp().item() == pytest.approx(3.0)
 
 
 def test_a_sharded_run_writes_whole_tensors_that_one_process_reads(shards: str, tmp_path: Path) -> None:
