@@ -219,3 +219,5 @@ def test_steps_that_are_not_finite_can_be_skipped(demo: Path, tmp_path: Path) ->
     train(diverging(demo, tmp_path / "run", on_divergence="skip"))
     skipped = [record["skipped"] for record in records(tmp_path / "run")]
     assert len(skipped) == 4 and skipped[-1] and not skipped[0]
+    weights = checkpoint.load(checkpoint.found(tmp_path / "run")[-1])["model"].values()
+    assert all(bool(weight.isfinite().all()) for weight in weights), "a step that is skipped changes nothing"
