@@ -2,9 +2,11 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import timm.optim
+import timm.optim.muon
 import torch
 from torch import nn
 
@@ -43,6 +45,10 @@ def build_optimizer(model: nn.Module, config: OptimConfig, *, sharded: bool = Fa
             f"{', '.join(SHARDED)}, or launch.parallel=ddp"
         )
     groups = parameter_groups(model, config.weight_decay)
+    if config.name == "muon" and all(p.device.type == "cpu" for p in model.parameters()):
+        # timm iterates in bf16, which a CPU without bf16 instructions computes many times slower than float32.
+        orthogonal = timm.optim.muon.zeropower_via_newtonschulz
+        timm.optim.muon.zeropower_via_newtonschulz = partial(orthogonal, dtype=torch.float32)
     try:
         return timm.optim.create_optimizer_v2(
             groups, opt=config.name, lr=config.lr, momentum=config.betas[0], **options

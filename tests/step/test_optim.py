@@ -2,10 +2,12 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
@@ -34,6 +36,29 @@ def test_only_matrices_are_decayed_and_frozen_parameters_are_left_out() -> None:
 def test_betas_reach_adafactor_as_momentum_and_cap() -> None:
     group = build_optimizer(small_model(), OptimConfig(name="adafactorbv", betas=(0.9, 0.95))).param_groups[0]
     assert (group["momentum"], group["beta2_cap"]) == (0.9, 0.95)
+
+
+class Types(TorchDispatchMode):
+    """Collects the types of all results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.seen |= {out.dtype} if isinstance(out, torch.Tensor) else set()
+        return out
+
+
+def test_muon_iterates_in_float32_on_a_cpu() -> None:
+    model = small_model()
+    optimizer = build_optimizer(model, OptimConfig(name="muon", lr=0.1))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    with Types() as types:
+        optimizer.step()
+    assert types.seen == {torch.float32}
 
 
 @pytest.mark.parametrize(
