@@ -88,8 +88,8 @@ def wandb(run_dir: Path, config: SinkConfig, settings: Mapping[str, Any]) -> Sin
         dir=str(run_dir),
         config=dict(settings),
         mode=config.wandb,  # type: ignore[arg-type]
-        # wandb would send the command line and the console, secrets included.
-        settings=client.Settings(silent=True, init_timeout=60, console="off", x_disable_meta=True),
+        # wandb would send the command line, the console and the address of the git remote, secrets included.
+        settings=client.Settings(silent=True, init_timeout=60, console="off", x_disable_meta=True, disable_git=True),
     )
     # wandb's own step counter cannot go back when a run is resumed; our step is the x axis instead.
     run.define_metric("*", step_metric="step")

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import subprocess
 import time
 from pathlib import Path
 
@@ -145,6 +146,9 @@ def test_wandb_offline_needs_no_network_and_goes_on_with_its_run(
         monkeypatch.setenv(name, str(tmp_path / "wandb-home"))
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody answers there
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    monkeypatch.chdir(tmp_path)
+    for words in (["init", "-q"], ["remote", "add", "origin", "https://user:a-token@example.org/private"]):
+        subprocess.run(["git", *words], check=True)
     for resume_step in (0, 2):
         with open_log(tmp_path / "run", LogConfig(wandb="offline"), resume_step=resume_step) as log:
             log.step(record(resume_step + 1))
@@ -158,3 +162,4 @@ def test_wandb_offline_needs_no_network_and_goes_on_with_its_run(
     while not all(word in file.read_bytes() for file in runs for word in words):
         assert time.monotonic() < until, [file.read_bytes() for file in runs]
         time.sleep(0.1)
+    assert not any(b"a-token" in file.read_bytes() for file in runs), "the address of the folder's git remote"
