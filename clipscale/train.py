@@ -84,8 +84,16 @@ class Run:
             say(f"run={config.run}: going on after step {step} of {self.total}{changed}")
         if step >= self.total:
             say(f"run={config.run} is complete at step {step}: nothing is left to train; more samples= go on with it")
+        elif 0 < self.schedule.total <= self.schedule.warmup:
+            covered = f"covers all {self.schedule.total} steps of the run; give a share, as in schedule.warmup=5%"
+            say(f"warning: schedule.warmup={config.schedule.warmup} {covered}", error=True)
         log = MetricLog(
-            self.folder, config.log, resolved_config=to_yaml(config), resume_step=step, world=self.world.size
+            self.folder,
+            config.log,
+            resolved_config=to_yaml(config),
+            resume_step=step,
+            world=self.world.size,
+            trains=step < self.total,
         )
         log.message(self.stream.memory)
         return log

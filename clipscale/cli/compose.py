@@ -11,18 +11,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from clipscale.cli.verbs import VERBS, Verb
 from clipscale.common.errors import UserError
 from clipscale.common.units import nearest, one_of, split
-from clipscale.config.parse import misnamed, typed
+from clipscale.config.parse import MEANT, as_typed, misnamed, typed
 from clipscale.config.presets import conf_dir, group_options
 from clipscale.config.secrets import from_environment
 from clipscale.config.setting import settings_of
@@ -31,7 +31,9 @@ from clipscale.config.train import TrainConfig
 
 class Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UserError(message)
+        flag = re.search(r"arguments: --([\w-]+)", message)
+        setting = MEANT.get(flag[1].replace("-", "_")) if flag else None
+        raise UserError(f"{message}; give settings as KEY=VALUE, {setting}=..." if setting else message)
 
 
 def parse(argv: Sequence[str]) -> Namespace:
@@ -64,7 +66,12 @@ def overrides(name: str, words: Iterable[str], *, sweep: bool = False) -> tuple[
             key = "data.train"
         if key in declared and declared[key].kind in (str, list):
             value = quoted_values(value, sweep=sweep)
-        given[f"{'++' * key.startswith(dictionaries)}{key}"] = value
+        if value.endswith(","):
+            raise UserError(f"{word}: nothing follows the comma; leave it out")
+        override = f"{'++' * key.startswith(dictionaries)}{key}"
+        if override in given:
+            raise UserError(f"{key} is given twice; quote a value with braces, which the shell splits: {key}='...'")
+        given[override] = value
     lengths = {"samples", "epochs"}
     if lengths <= declared.keys() and len(lengths & given.keys()) == 1:
         given[(lengths - given.keys()).pop()] = "null"
@@ -96,10 +103,20 @@ def settings(name: str, words: Sequence[str], config_dir: str | None = None) -> 
     path = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            tree: Any = OmegaConf.to_container(compose(file, [*words, *path]), resolve=True)
-    except (HydraException, OmegaConfBaseException, ValueError, YAMLError) as error:
+            words = [*beside_experiment(words, config_dir), *words, *path]
+            tree: Any = OmegaConf.to_container(compose(file, words), resolve=True)
+    except (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
         raise explain(error, verb) from error
     return typed(verb.settings, tree)
+
+
+def beside_experiment(words: Sequence[str], config_dir: str | None) -> list[str]:
+    """The values of an optimizer's preset that is given beside an experiment: they count more than the experiment's."""
+    given = dict(word.split("=", 1) for word in words)
+    files = [Path(folder) / "optim" / f"{given.get('optim')}.yaml" for folder in (config_dir, conf_dir()) if folder]
+    file = next((file for file in files if file.exists()), None)
+    values = yaml.safe_load(file.read_text(encoding="utf-8")) if file and "experiment" in given else {}
+    return [f"optim.{key}={as_typed(value)}" for key, value in values.items()]
 
 
 def combinations(words: Sequence[str], config_dir: str | None) -> list[tuple[list[str], TrainConfig]]:
@@ -141,7 +158,8 @@ def explain(error: Exception, verb: Verb) -> UserError:
         if isinstance(cause, MissingConfigException) and cause.missing_cfg_file:
             group, _, choice = str(cause.missing_cfg_file).rpartition("/")
             options = list(cause.options or group_options().get(group, []))
-            return UserError(f"{group}={choice}: unknown; choose {one_of(options)}{nearest(choice, options)}")
+            likely = MEANT.get(f"{group}={choice}", choice.lower())
+            return UserError(f"{group}={choice}: unknown; choose {one_of(options)}{nearest(likely, options)}")
         if isinstance(cause, OverrideParseException):
             return UserError(f"{cause.override}: cannot be read ({cause.message.splitlines()[0].rstrip('.')})")
         if several := re.search(r"Ambiguous value for argument '(.*?)' 1\.", text):

@@ -13,7 +13,7 @@ from clipscale.config.setting import Setting, nested, settings_of, summary
 
 WIDTH = 120
 """Most columns of a help text; longer lines are hard to read."""
-COUNTS = "Counts are binary: 32k = 32,768, 1M = 1,048,576; a plain integer is itself."
+COUNTS = "Counts are binary: 32k = 32,768, 1M = 1,048,576; with decimals, and in B, decimal: 12.8M, 13B."
 
 
 def show(words: Sequence[str]) -> None:

@@ -45,7 +45,8 @@ def run(argv: list[str]) -> int:
     if argv in (["-V"], ["--version"]):
         say(f"clipscale {__version__}")
         return 0
-    words = [word for word in argv if word not in ("-h", "--help")]
+    asked = argv[1:] if argv[:1] == ["help"] else argv
+    words = [word for word in asked if word not in ("-h", "--help")]
     if not words or words != argv:
         help.show(words)
         return 0

@@ -1,14 +1,15 @@
 """Counts, bytes and run folders as text, and suggestions for mistyped words."""
 
-import math
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
+from fractions import Fraction
 from pathlib import Path
 
 from clipscale.common.errors import UserError
 
-UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
+UNITS = {"": (1, 1), "k": (2**10, 10**3), "m": (2**20, 10**6), "g": (2**30, 10**9), "b": (10**9, 10**9)}
+"""Of a whole number, and of one with decimals."""
 
 
 def run_folder(name: str) -> Path:
@@ -23,14 +24,15 @@ def unused(folder: Path) -> Path:
 
 
 def parse_count(text: str) -> int:
-    """`768k` -> 786,432: k, M and G are powers of 1024, a plain integer is itself. Raises ValueError otherwise."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmMgG]?)\s*", text)
+    """`768k` -> 786,432: k, M and G after a whole number are powers of 1024, a plain integer is itself.
+
+    B, and all of them after decimals, mean what papers mean: `13B`, `12.8M` -> 12,800,000. Raises ValueError otherwise.
+    """
+    match = re.fullmatch(r"\s*(\d+(\.\d+)?)\s*([kmgb]?)\s*", text, re.IGNORECASE)
     if match is None:
-        raise ValueError(f"{text!r} is not a count such as 100000, 768k or 1.5M")
-    value = float(match[1]) * UNITS[match[2].lower()]
-    if math.isinf(value):
-        raise ValueError(f"{text[:20]}... is too large")
-    if value != int(value):
+        raise ValueError(f"{text!r} is not a count such as 100000, 768k, 12.8M or 13B")
+    value = Fraction(match[1]) * UNITS[match[3].lower()][match[2] is not None]
+    if value.denominator != 1:
         raise ValueError(f"{text!r} is not a whole number")
     return int(value)
 

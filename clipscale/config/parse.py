@@ -13,6 +13,14 @@ from clipscale.common.units import nearest, one_of, parse_count
 from clipscale.config.setting import Setting, nested, settings_of
 
 T = TypeVar("T")
+MEANT = {
+    "batch_size": "batch", "model": "model", "train_data": "data.train", "learning_rate": "optim.lr", "lr": "optim.lr",
+    "wd": "optim.weight_decay", "warmup": "schedule.warmup", "workers": "data.workers", "epochs": "epochs",
+    "train_num_samples": "samples", "precision": "precision", "pretrained": "model.weights", "gpus": "launch.procs",
+    "nproc_per_node": "launch.procs", "accum_freq": "cache.chunk", "name": "run", "imagenet_val": "eval.sets",
+    "precision=amp": "fp16", "precision=amp_bf16": "bf16", "precision=amp_bfloat16": "bf16",
+}  # fmt: skip
+"""Words of open_clip and others -> the setting or preset that is meant."""
 BOUNDS = {"least": (ge, "at least"), "above": (gt, "more than"), "below": (lt, "less than"), "most": (le, "at most")}
 
 
@@ -92,7 +100,8 @@ def misnamed(key: str, names: Iterable[str]) -> str:
     if inside := [name for name in names if name.startswith(key + ".")]:
         more = ", ..." * (len(inside) > 3)
         return f"{key} is a section of settings; give one of its keys: {', '.join(inside[:3])}{more}"
-    return f"unknown key '{key}'{nearest(key, names)}"
+    meant = MEANT.get(key)
+    return f"unknown key '{key}'{nearest(meant if meant in names else key, names)}"
 
 
 def as_typed(value: object) -> str:

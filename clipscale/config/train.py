@@ -63,6 +63,8 @@ def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
     if (config.samples is None) == (config.epochs is None):
         both = f"samples={config.samples} and epochs={config.epochs}"
         raise UserError(f"{both}: give the length of the run with one of them")
+    if config.loss.objective == "sigmoid" and config.model.init_bias is None and not config.model.weights:
+        raise UserError("loss.objective=sigmoid needs its scale and bias: take loss=siglip, or give model.init_bias")
     if config.eval.weights == "ema" and not config.ema:
         raise UserError("eval.weights=ema: this run keeps no average; give ema=0.9999, or eval.weights=trained")
     if not config.data.train:

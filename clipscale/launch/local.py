@@ -57,6 +57,11 @@ def check_train(config: TrainConfig) -> None:
     if under_torchrun() and not config.run:
         raise UserError("run is not set; under torchrun all ranks need the same name, run=NAME")
     check(config)
+    if config.log.wandb == "online" and main_rank():
+        import wandb
+
+        if not wandb.api.api_key:
+            raise UserError("log=wandb: there is no key; run `wandb login`, export WANDB_API_KEY, or log=wandb-offline")
     if not under_torchrun():  # there all ranks find missing shards together
         from clipscale.data.shards import listing
         from clipscale.data.tools.demo import render_missing

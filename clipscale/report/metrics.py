@@ -52,9 +52,13 @@ class MetricLog:
         resolved_config: str,
         resume_step: int = 0,
         world: int = 1,
+        trains: bool = True,
         console: Console | None = None,
     ) -> None:
-        """`resolved_config`: the settings as YAML. `resume_step`: later lines, of an interrupted run, are removed."""
+        """`resolved_config`: the settings as YAML. `resume_step`: later lines, of an interrupted run, are removed.
+
+        `trains`: whether this start trains; otherwise `env.json` and `config.yaml` stay those of the last that did.
+        """
         self.config = config
         # No highlighting and no wrapping: they put control codes and line breaks into lines that are meant for grep.
         self.console = console or Console(highlight=False, soft_wrap=True, emoji=False)
@@ -62,8 +66,9 @@ class MetricLog:
         self._unwritten = bytearray()
         run_dir.mkdir(parents=True, exist_ok=True)
         self._file = _open_from(run_dir / "metrics.jsonl", resume_step)
-        files.write_json(run_dir / "env.json", environment(world) | {"resume_step": resume_step})
-        files.write_text(run_dir / "config.yaml", resolved_config)
+        if trains:
+            files.write_json(run_dir / "env.json", environment(world) | {"resume_step": resume_step})
+            files.write_text(run_dir / "config.yaml", resolved_config)
         self._sinks = Sinks(run_dir, config, yaml.safe_load(resolved_config), self.message, resume_step)
 
     def step(self, record: Record) -> None:

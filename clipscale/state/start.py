@@ -21,6 +21,8 @@ from clipscale.data.loader.stream import BatchShare, TrainStream, merge_position
 from clipscale.distributed.world import World
 from clipscale.models.weights import described
 from clipscale.state.train_state import TrainState
+from clipscale.step.chunk_sizes import sizes_of_settings
+from clipscale.step.optim import known_optimizer
 
 
 def begin(
@@ -33,6 +35,7 @@ def begin(
     3. Without a checkpoint, or with `resume=none`: the initial weights `model.weights` and those of the towers.
     4. Without these: random weights, by `seed`.
     """
+    check_machine(config, world)
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0  # by torchrun, after a failure
     path = checkpoint.to_resume(folder, "auto", world) if restarted else None
     path = path or checkpoint.to_resume(folder, config.resume, world)  # 1 and 2
@@ -48,6 +51,15 @@ def begin(
     merge_positions(world.gather(stream.position()))  # refuses shards that differ between the ranks
     restore_random(saved, config.seed, world)
     return (state, stream, saved["step"], saved["loss"]) if saved else (state, stream, 0, math.nan)
+
+
+def check_machine(config: TrainConfig, world: World) -> None:
+    """Raise UserError for settings that this machine or a library refuses, before a model is built."""
+    known_optimizer(config.optim.name)
+    sizes_of_settings(config.cache, config.batch // world.size)
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if config.loss.backend == "triton" and world.device.type == "cpu" and not interpreted:
+        raise UserError("loss.backend=triton needs a GPU, and the device is the CPU; take loss.backend=tiled, or auto")
 
 
 def restore_random(saved: dict[str, Any] | None, seed: int, world: World) -> None:

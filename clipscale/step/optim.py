@@ -21,6 +21,13 @@ SHARDED = (
 """Optimizers whose update of a matrix in shards is the one of the whole matrix: a test compares them."""
 
 
+def known_optimizer(name: str) -> None:
+    """Raise UserError for an optimizer that timm does not have."""
+    known = [str(name) for name in timm.optim.list_optimizers()]
+    if name not in known:
+        raise UserError(f"optim.name={name!r} is not one of timm's optimizers{nearest(name, known)}")
+
+
 def build_optimizer(model: nn.Module, config: OptimConfig, *, sharded: bool = False) -> torch.optim.Optimizer:
     """timm's optimizer over the trainable parameters, with weight decay on matrices only.
 
@@ -28,9 +35,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig, *, sharded: bool = Fa
 
     Raises UserError for an optimizer that timm does not have, and for options that the optimizer does not take.
     """
-    known = [str(name) for name in timm.optim.list_optimizers()]
-    if config.name not in known:
-        raise UserError(f"optim.name={config.name!r} is not one of timm's optimizers{nearest(config.name, known)}")
+    known_optimizer(config.name)
     options: dict[str, Any] = dict(config.options)
     info = timm.optim.get_optimizer_info(config.name)
     if info.has_betas:

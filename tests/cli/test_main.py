@@ -6,8 +6,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from clipscale.cli.main import main
 from clipscale.cli.verbs import VERBS
@@ -62,7 +64,7 @@ def test_help_shows_groups_with_their_defaults_and_what_each_preset_is_for(cli: 
     out = cli("train", "--help")[1]
     for group, choices in group_options().items():
         assert f"{group}=" in out and all(choice in out for choice in choices)
-    assert "vit-b32*" in out
+    assert "vit-b32*" in out and out == cli("help", "train")[1]
     out = cli("train", "--help", "experiment")[1]
     assert all(f"  experiment={name} " in out for name in group_options()["experiment"])
     assert re.search(r"schedule.warmup +5% ", cli("train", "--help", "schedule")[1]), "the default of conf/"
@@ -90,6 +92,19 @@ MISTAKES = [
     ("train --help modell", "train --help modell: no such section; did you mean 'model'?"),
     ("train -m model=vit-b32,vit-b33 data=demo", "model=vit-b33: unknown"),
     ("train -m batch=32,many data=demo", "batch=many: 'many' is not a count"),
+    ("train batch=64 batch=128", "batch is given twice; quote a value with braces, which the shell splits"),
+    ("train data.train=/d/0.tar data.train=/d/1.tar", "data.train is given twice; quote a value with braces"),
+    ("data check a.tar data.order=auto data.order=epochs", "data.order is given twice"),
+    ("train batch=64,", "batch=64,: nothing follows the comma; leave it out"),
+    ("train --batch-size 64", "unrecognized arguments: --batch-size; give settings as KEY=VALUE, batch="),
+    ("train --train-data x.tar", "unrecognized arguments: --train-data; give settings as KEY=VALUE, data.train="),
+    ("train --model ViT-B-32", "unrecognized arguments: --model; give settings as KEY=VALUE, model="),
+    ("train model=ViT-L-14", "model=ViT-L-14: unknown; choose ...; did you mean 'vit-l14'"),
+    ("train precision=amp", "precision=amp: unknown; choose ...; did you mean 'fp16'"),
+    ("train learning_rate=1", "unknown key 'learning_rate'; did you mean 'optim.lr'?"),
+    ("train train_data=x.tar", "unknown key 'train_data'; did you mean 'data.train'?"),
+    ("train gpus=8", "unknown key 'gpus'; did you mean 'launch.procs'?"),
+    ("train data=x.tar loss.objective=sigmoid", "loss.objective=sigmoid needs its scale and bias: take loss=siglip"),
     ("eval", "run is not set; give run=NAME"),
     ("eval run=nowhere", "run=nowhere: there is no folder runs/nowhere"),
     ("eval -m run=a,b", "eval takes no -m"),
@@ -121,6 +136,48 @@ def test_a_mistake_is_answered_in_one_line_and_with_status_2(cli: Cli, words: st
     start, *parts = message.split("...")  # "..." stands for anything
     assert err.startswith(f"error: {start}"), err
     assert all(part in err for part in parts), err
+
+
+def tiny(*words: str) -> list[str]:
+    """The words of a small run, with others in place of some."""
+    keys = {word.partition("=")[0] for word in words}
+    return ["train", *(word for word in TINY if word.partition("=")[0] not in keys), *words]
+
+
+REFUSED = [
+    ("loss.backend=triton", "loss.backend=triton needs a GPU"),
+    ("device=cuda", "device=cuda: torch sees no CUDA device here"),
+    ("optim.name=adamww", "optim.name='adamww' is not one of timm's optimizers; did you mean 'adamw'"),
+    ("cache.chunk=17", "cache.chunk=17: one process holds 16 samples of the batch"),
+    ("log=wandb", "log=wandb: there is no key; run `wandb login`"),
+]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has both")
+@pytest.mark.parametrize(("word", "message"), REFUSED)
+def test_what_this_machine_cannot_do_is_refused_before_a_model_is_built(
+    cli: Cli, shards: str, monkeypatch: pytest.MonkeyPatch, word: str, message: str
+) -> None:
+    monkeypatch.setattr("clipscale.state.train_state.build_model", pytest.fail)
+    monkeypatch.setattr("wandb.api", SimpleNamespace(api_key=None))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    status, _, err = cli(*tiny(f"data.train={shards}", word))
+    assert (status, err.count("\n")) == (2, 1), err
+    assert err.startswith(f"error: {message}")
+
+
+def test_a_long_warm_up_gives_a_line_and_a_finished_run_keeps_its_settings(
+    cli: Cli, shards: str, tmp_path: Path
+) -> None:
+    words = tiny(f"data.train={shards}", "run=a", "schedule.warmup=9")
+    status, _, err = cli(*words)
+    assert status == 0 and "warning: schedule.warmup=9 covers all 2 steps of the run; give a share" in err
+    written = [(tmp_path / "runs/a" / name).read_bytes() for name in ("config.yaml", "env.json", "metrics.jsonl")]
+    status, out, _ = cli(*words, "optim.lr=1")
+    assert status == 0 and "nothing is left to train" in out
+    assert written == [
+        (tmp_path / "runs/a" / name).read_bytes() for name in ("config.yaml", "env.json", "metrics.jsonl")
+    ]
 
 
 def test_under_torchrun_a_sweep_and_a_run_without_a_name_are_refused(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,20 @@ from clipscale.common.units import format_bytes, format_count, nearest, parse_co
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("32k", 32_768), ("1M", 1_048_576), ("1.5M", 1_572_864), ("12M", 12_582_912), ("100000", 100_000)],
+    [("32k", 32_768), ("1M", 1_048_576), ("12M", 12_582_912), ("100000", 100_000)]
+    + [
+        ("1.5M", 1_500_000),
+        ("12.8M", 12_800_000),
+        ("12.8G", 12_800_000_000),
+        ("13B", 13_000_000_000),
+        ("0.5b", 500_000_000),
+    ],
 )
-def test_counts_are_binary_and_a_plain_integer_is_itself(text: str, count: int) -> None:
+def test_counts_are_binary_and_with_decimals_or_in_b_what_papers_mean(text: str, count: int) -> None:
     assert parse_count(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "k", "1.5", "0.3k", "-1", "1MB", "ten", "1 000"])
+@pytest.mark.parametrize("text", ["", "k", "1.5", "0.3123k", "-1", "1MB", "ten", "1 000"])
 def test_other_texts_are_refused_with_the_text(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not a (count|whole number)"):
         parse_count(text)

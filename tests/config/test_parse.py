@@ -48,7 +48,7 @@ def test_a_value_becomes_the_type_of_its_setting(values: dict[str, Any], read: A
     ("values", "message"),
     [
         ({"seed": None}, "seed=null: give a whole number"),
-        ({"batch": "1.5k5"}, "batch=1.5k5: '1.5k5' is not a count such as 100000, 768k or 1.5M"),
+        ({"batch": "1.5k5"}, "batch=1.5k5: '1.5k5' is not a count such as 100000, 768k, 12.8M or 13B"),
         ({"batch": True}, "batch=true: give a whole number"),
         ({"batch": [1, 2]}, "batch=[1,2]: give a whole number"),
         ({"batch": 0}, "batch=0: give at least 1"),

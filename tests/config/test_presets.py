@@ -98,6 +98,18 @@ def test_the_command_line_overrides_a_preset() -> None:
     assert (config.batch, config.samples, config.epochs) == (1024, 4096, None)
 
 
+@pytest.mark.parametrize(
+    ("words", "optim"),
+    [
+        ("experiment=infcl-vit-l14 optim=lion", {"name": "lion", "lr": 5e-5, "weight_decay": 2.0, "clip_norm": 1.0}),
+        ("optim=adamw experiment=demo", {"name": "adamw", "lr": 5e-4, "betas": (0.9, 0.98), "eps": 1e-6}),
+        ("experiment=demo optim.lr=3 optim=adamw", {"name": "adamw", "lr": 3.0}),
+    ],
+)
+def test_an_optimizers_preset_beside_an_experiment_brings_its_rate_and_decay(words: str, optim: dict[str, Any]) -> None:
+    assert optim.items() <= asdict(composed(*words.split()).optim).items()
+
+
 def test_the_sigmoid_loss_comes_with_its_bias() -> None:
     config = composed("loss=siglip", "model=tiny")
     assert config.loss.objective == "sigmoid"
