@@ -69,7 +69,8 @@ class Run:
         flops = Flops(config.model, world.device, stored_images=self.state.stored is not None)
         self.records = StepRecords(self.open_log() if world.main else None, world.size, flops, self.stream)
         self.saver = checkpoint.Saver(self.folder, world, config.checkpoint)
-        self.saver.last_step = self.step
+        if config.resume in ("auto", "none"):  # the step is another run's otherwise
+            self.saver.last_step = self.step
         self.saved_at = time.monotonic()
         self.stop = Stop(world)
         self.state.cache.before_chunk = self.between_chunks
@@ -101,8 +102,8 @@ class Run:
     def go(self) -> dict[str, Any]:
         """All steps that are left, and the evaluation at the end."""
         config, results = self.config, {}
-        try:
-            with self.stop:
+        with self.stop:  # to the end of the last save: schedulers and launchers send their signals more than once
+            try:
                 while self.step < self.total:
                     with self.thrown_away_at_a_signal():
                         self.train_step()
@@ -113,15 +114,16 @@ class Run:
                         self.save(last=self.step == self.total)
                 if config.eval.wanted:
                     results = self.evaluate()
-        except SignalError as signal:  # on all ranks
-            if self.step != self.saver.last_step:
-                self.save(last=True)
-            line = f"stopped by a signal after step {self.step}; go on with run={config.run} resume=auto"
-            raise StoppedError(line, signal.number) from None
-        finally:
-            self.stream.close()
-            self.saver.close()
-            self.records.close()
+            except SignalError as signal:  # on all ranks
+                if self.step != self.saver.last_step:
+                    self.save(last=True)
+                self.saver.wait()
+                line = f"stopped by a signal after step {self.step}; go on with run={config.run} resume=auto"
+                raise StoppedError(line, signal.number) from None
+            finally:
+                self.stream.close()
+                self.saver.close()
+                self.records.close()
         if self.world.main:
             print_results(results, f"{self.folder.name}, step {self.step}")
             if config.log.report:

@@ -36,7 +36,8 @@ def begin(
     4. Without these: random weights, by `seed`.
     """
     check_machine(config, world)
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0  # by torchrun, after a failure
+    # Started again, by torchrun after a failure or by Slurm from its queue: the run goes on from its own checkpoint.
+    restarted = any(int(os.environ.get(f"{by}_RESTART_COUNT", "0")) for by in ("TORCHELASTIC", "SLURM"))
     path = checkpoint.to_resume(folder, "auto", world) if restarted else None
     path = path or checkpoint.to_resume(folder, config.resume, world)  # 1 and 2
     saved = checkpoint.read_values(path) if path else None
@@ -65,7 +66,7 @@ def check_machine(config: TrainConfig, world: World) -> None:
 def restore_random(saved: dict[str, Any] | None, seed: int, world: World) -> None:
     """The random state of this rank.
 
-    Over another number of ranks than the checkpoint's: new numbers, others at every resume.
+    Over another number of ranks than the checkpoint's it is seeded anew, differently at each step.
     """
     if saved and len(saved["random"]) == world.size:
         state = saved["random"][world.rank]

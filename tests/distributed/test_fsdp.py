@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import timm
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -128,6 +129,21 @@ def test_bf16_weights_are_gathered_in_bf16_with_the_features_and_gradients_of_au
         assert now["bytes"] < 0.6 * plain["bytes"]
         assert all(g.dtype == torch.float32 for g in now["gradients"].values())
     assert worst(third["gradients"], first["gradients"]) < 1e-5
+
+
+def nested(rank: int, ranks: int) -> float:
+    """The largest difference of a sharded ConvNeXt's output: its stages are repeated, and the blocks in them."""
+    torch.manual_seed(0)
+    tower = timm.create_model("convnext_atto", num_classes=4, dims=(8, 8, 8, 8), depths=(1, 1, 2, 2)).eval()
+    x = torch.randn(2, 3, 64, 64)
+    plain = tower(x)
+    out = World(rank, ranks, CPU).wrap(tower, "fsdp")(x)
+    out.sum().backward()
+    return float((out - plain).abs().max())
+
+
+def test_repeated_blocks_inside_repeated_blocks_are_sharded() -> None:
+    assert max(run_ranks(nested, 2)) < 1e-6
 
 
 def worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from clipscale import checkpoint
+from clipscale.checkpoint import UnwritableError
 from clipscale.common.errors import StoppedError
 from clipscale.config.sections import CacheConfig, CheckpointConfig, EvalConfig, LaunchConfig, ModelConfig
 from clipscale.config.train import TrainConfig
@@ -102,6 +103,32 @@ def test_a_step_is_thrown_away_and_taken_again_bit_for_bit(
 def test_the_first_step_has_nothing_to_save(demo: Path, tmp_path: Path) -> None:
     assert with_signal_at(12, lambda: train(short(demo, tmp_path / "run"))) == signal.SIGTERM
     assert not checkpoint.found(tmp_path / "run")
+
+
+@pytest.mark.parametrize("every", [0, 1])  # a save that the signal begins, and one that is being written
+def test_the_last_save_handles_signals_and_must_succeed(demo: Path, tmp_path: Path, every: int) -> None:
+    """A launcher forwards SIGTERM to workers that have it already: it may come during the save."""
+
+    def write_data(*_: Any) -> None:
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        raise OSError(28, "No space left on device")
+
+    config = short(demo, tmp_path / "run", checkpoint=CheckpointConfig(every=every))
+    with patch("clipscale.checkpoint.saving.Writer.write_data", write_data), pytest.raises(UnwritableError):
+        with_signal_at(CHUNKS + 3, lambda: train(config))
+
+
+def test_a_run_from_anothers_checkpoint_goes_on_from_its_own_when_requeued(
+    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, run, path = tmp_path / "other", tmp_path / "run", tmp_path / "other/checkpoints/step_00000001"
+    train(short(demo, other, checkpoint=CheckpointConfig(every=1)))
+    assert with_signal_at(3, lambda: train(short(demo, run, resume=str(path)))) == signal.SIGTERM
+    assert [path.name for path in checkpoint.found(run)] == ["step_00000001"], "resume=auto would begin anew"
+    train(short(demo, run, resume="auto"))
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    train(short(demo, run, resume=str(path)))
+    assert not [*run.glob("checkpoints/*.aside")], "the requeued job went back to the other run's checkpoint"
 
 
 @pytest.mark.slow
