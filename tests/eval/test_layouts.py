@@ -37,6 +37,8 @@ def test_sets_have_different_names(tmp_path: Path) -> None:
     paths = [classification_set(tmp_path / a / b) for a, b in (("x", "wds_colours"), ("y", "wds_colours"))]
     assert [s.name for s in load_sets([str(p) for p in paths])] == ["x/wds_colours", "y/wds_colours"]
     assert load_sets([str(paths[0])])[0].name == "colours"
+    for parent in ("imagenet", "places"):  # one after the other, into the results of one run
+        assert load_sets([str(classification_set(tmp_path / parent / "val"))])[0].name == f"{parent}/val"
 
 
 @pytest.mark.parametrize("limit", [3, 6, 8, 17])

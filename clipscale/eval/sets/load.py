@@ -13,9 +13,12 @@ from clipscale.eval.sets import captions, folders, shards
 from clipscale.eval.sets.item import IMAGE_SUFFIXES, EvalSet
 from clipscale.eval.sets.known import source_of
 
+NO_NAMES = {"data", "dev", "eval", "images", "test", "train", "val", "valid", "validation"}
+"""Folders that say nothing of their set: imagenet/val and places/val, evaluated one after the other, are two sets."""
+
 
 def load_sets(paths: Sequence[str]) -> list[EvalSet]:
-    """Every set of `eval.sets`, named after its folder, and its parents where two folders share a name.
+    """Every set of `eval.sets`, named after its folder (`_names`).
 
     Loaded sets are cached. Raises UserError for a set that is missing, empty or inconsistent.
     """
@@ -26,10 +29,11 @@ def load_sets(paths: Sequence[str]) -> list[EvalSet]:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """The fewest trailing path parts by which the sets differ."""
+    """Each set's folder, with its parent where the folder says nothing, and with more where sets would share a name."""
     plain = [path.with_suffix("") if path.suffix == ".json" else path for path in paths]
     for parts in range(1, max((len(path.parts) for path in plain), default=1) + 1):
-        names = ["/".join(path.parts[-parts:]).removeprefix("wds_") for path in plain]
+        least = [max(parts, 2 if path.name in NO_NAMES else 1) for path in plain]
+        names = ["/".join(path.parts[-count:]).removeprefix("wds_") for path, count in zip(plain, least)]
         if len(set(names)) == len(names):
             return names
     return [str(path) for path in paths]
