@@ -42,4 +42,4 @@ def test_a_wrong_gradient_and_a_check_that_fails_are_problems_and_the_others_go_
         assert main(DoctorSettings()) == 1
         out = capsys.readouterr().out
         assert "RuntimeError: no such thing" in out and "and more" not in out
-        assert "that is not rounding" in out and "free for this process" in out
+        assert "that is not rounding" in out and "pictures of" in out
