@@ -143,6 +143,9 @@ def start(config: Launched, main: str, count: int) -> dict[str, Any]:
         except ChildFailedError as error:
             raise first_failure(error, Path(folder)) from None
         except SignalException as error:
+            for message in recorded(Path(folder)).values():
+                if (reason := mistake(message)) and not isinstance(reason, StoppedError):
+                    raise reason from None  # such as a last save that the disk did not take
             number = signal.SIGTERM if error.sigval == signal.SIGUSR1 else error.sigval  # as in a worker
             remedy = f"; go on with run={config.run} resume=auto" if main == TRAIN else ""
             raise StoppedError(f"stopped by {number.name}{remedy}", number) from None
@@ -168,20 +171,30 @@ def first_failure(error: "ChildFailedError", folder: Path) -> UserError | Worker
     rank, failure = next(iter(error.failures.items()))
     message: Any = failure.message
     if isinstance(message, dict) and _follows(message):
-        left = {int(file.parent.name): json.loads(file.read_text())["message"] for file in folder.rglob("error.json")}
-        rank, message = next(((r, m) for r, m in left.items() if not _follows(m)), (rank, message))
+        rank, message = next(((r, m) for r, m in recorded(folder).items() if not _follows(m)), (rank, message))
     details = ""
     if isinstance(message, dict):
+        if reason := mistake(message):
+            return reason
         message, details = message["message"], message["extraInfo"]["py_callstack"]
-        for kind in (UserError, StoppedError):
-            if message.startswith(f"{kind.__name__}: "):
-                return kind(message.removeprefix(f"{kind.__name__}: "))
     elif failure.exitcode < 0:
         name = failure.signal_name()
         message = f"killed by {name}" + "; the machine may be out of memory" * (name == "SIGKILL")
     else:
         message = f"ended with status {failure.exitcode}"
     return WorkerError(f"worker {rank} failed: {message.strip().splitlines()[0]}", details)
+
+
+def recorded(folder: Path) -> dict[int, dict[str, Any]]:
+    """What torch has recorded of each rank that failed: `message` and the traceback in `extraInfo`."""
+    return {int(file.parent.name): json.loads(file.read_text())["message"] for file in folder.rglob("error.json")}
+
+
+def mistake(message: dict[str, Any]) -> UserError | None:
+    """A worker's UserError, from its recorded message `TYPE: text`; None for any other exception."""
+    name, _, text = message["message"].partition(": ")
+    kinds = {"UserError": UserError, "UnwritableError": UserError, "StoppedError": StoppedError}
+    return kinds[name](text) if name in kinds else None
 
 
 def _follows(message: dict[str, Any]) -> bool:

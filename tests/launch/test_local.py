@@ -10,10 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.launcher import api
 
 from clipscale.common.errors import StoppedError, UserError
 from clipscale.config.sections import LaunchConfig
@@ -87,6 +90,20 @@ def mistaken(config: TrainConfig) -> dict[str, Any]:
     return {"ranks": world.gather(0)}
 
 
+def test_a_last_save_that_failed_is_a_mistake_and_no_stopped_run(tmp_path: Path) -> None:
+    """Of a launcher that a scheduler signals: with the status of a stopped run the job would be queued for ever."""
+
+    def elastic_launch(elastic: Any, entry: Any) -> None:
+        file = Path(elastic.logs_specs.root_log_dir) / "0/error.json"
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps({"message": {"message": "UnwritableError: the disk is full"}}))
+        raise SignalException("", signal.SIGTERM)
+
+    with patch.object(api, "elastic_launch", elastic_launch), pytest.raises(UserError, match="disk is full") as failure:
+        local.run(two(tmp_path))
+    assert not isinstance(failure.value, StoppedError)
+
+
 def test_workers_meet_and_rank_0s_result_comes_back(tmp_path: Path) -> None:
     handlers = {number: signal.getsignal(number) for number in local.HANDLED}
     assert local.run(two(tmp_path), f"{__name__}:ring") == {"ranks": [0, 1], "threads": 1}
@@ -124,6 +141,7 @@ def test_the_cause_is_shown_and_not_the_ranks_that_it_took_along(tmp_path: Path)
     lost = "RuntimeError: [pair.cc:534] Connection closed by peer [127.0.0.1]:1"
     assert str(failed(lost, "ValueError: bad row", lost)) == "worker 1 failed: ValueError: bad row"
     assert isinstance(failed(lost, lost, "UserError: lr=1: unknown"), UserError)
+    assert isinstance(failed("UnwritableError: checkpoint 1 could not be written", lost, lost), UserError)
     assert isinstance(failed("StoppedError: stopped by a signal", lost, lost), StoppedError)
     assert str(failed(lost, lost, lost)).startswith("worker 0 failed: RuntimeError: ")
 
