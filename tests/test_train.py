@@ -60,13 +60,13 @@ def test_a_run_learns_and_leaves_its_record(finished: Path) -> None:
     evaluations = ("eval/step_00000005.json", "eval/step_00000010.json")
     for name in ("config.yaml", "env.json", "report.html", "report.png", *evaluations):
         assert (finished / name).stat().st_size > 0, name
-    assert [p.name for p in checkpoint.found(finished)] == ["step_00000010"]
+    assert [p.name for p in checkpoint.checkpoints_of(finished)] == ["step_00000010"]
 
 
 def test_the_trained_model_is_loaded_as_it_was_saved(finished: Path) -> None:
     model, _, step = load_model(finished)
     assert step == 10
-    state = checkpoint.load(checkpoint.found(finished)[-1])["model"]
+    state = checkpoint.load(checkpoint.checkpoints_of(finished)[-1])["model"]
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
@@ -97,7 +97,7 @@ def wait_for(process: ForkServerProcess, condition: Callable[[], object]) -> Non
 def test_a_killed_run_resumes_to_the_same_losses_bit_for_bit(demo: Path, tmp_path: Path) -> None:
     whole = start(demo, tmp_path / "whole")
     killed = start(demo, tmp_path / "killed")
-    wait_for(killed, lambda: checkpoint.found(tmp_path / "killed"))
+    wait_for(killed, lambda: checkpoint.checkpoints_of(tmp_path / "killed"))
     killed.kill()
     killed.join()
     done = len((tmp_path / "killed/metrics.jsonl").read_text().splitlines())  # the last may be half a line
@@ -195,7 +195,7 @@ def test_a_diverging_run_stops_and_keeps_its_checkpoints(demo: Path, tmp_path: P
     config = diverging(demo, tmp_path / "run")
     with pytest.raises(UserError, match=r"training has diverged.*lower optim.lr"):
         train(config)
-    assert checkpoint.found(tmp_path / "run"), "the step before the divergence must be there"
+    assert checkpoint.checkpoints_of(tmp_path / "run"), "the step before the divergence must be there"
     (left,) = (tmp_path / "run/diverged").iterdir()
     state = torch.load(left, weights_only=True)
     assert len(state["samples"].unique()) == 64, "the ids of the batch at which it happened"
@@ -219,5 +219,5 @@ def test_steps_that_are_not_finite_can_be_skipped(demo: Path, tmp_path: Path) ->
     train(diverging(demo, tmp_path / "run", on_divergence="skip"))
     skipped = [record["skipped"] for record in records(tmp_path / "run")]
     assert len(skipped) == 4 and skipped[-1] and not skipped[0]
-    weights = checkpoint.load(checkpoint.found(tmp_path / "run")[-1])["model"].values()
+    weights = checkpoint.load(checkpoint.checkpoints_of(tmp_path / "run")[-1])["model"].values()
     assert all(bool(weight.isfinite().all()) for weight in weights), "a step that is skipped changes nothing"

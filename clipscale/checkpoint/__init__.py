@@ -1,7 +1,7 @@
 """Checkpoints of a run: sharded, written in the background, and verified before they are used."""
 
 from clipscale.checkpoint.folder import (
-    found,
+    checkpoints_of,
     locate,
     make_folder,
     path_of,
@@ -14,6 +14,6 @@ from clipscale.checkpoint.resume import check_fits, to_resume
 from clipscale.checkpoint.saving import Saver, UnwritableError, save
 
 __all__ = [
-    "Saver", "UnwritableError", "check_fits", "found", "load", "locate", "make_folder", "path_of",
+    "Saver", "UnwritableError", "check_fits", "checkpoints_of", "load", "locate", "make_folder", "path_of",
     "read_values", "remove_temporary", "save", "set_aside", "step_of", "to_resume", "verify",
 ]  # fmt: skip

@@ -41,7 +41,7 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-def found(run: Path) -> list[Path]:
+def checkpoints_of(run: Path) -> list[Path]:
     """The run's checkpoints, oldest first."""
     paths = (run / "checkpoints").glob("step_*")
     return sorted((path for path in paths if re.fullmatch(r"step_\d+", path.name)), key=step_of)
@@ -68,7 +68,7 @@ def discard(path: Path) -> None:
 
 def set_aside(run: Path, step: int) -> None:
     """Rename checkpoints beyond `step`, from which a run goes on: they are no longer the newest, but not lost."""
-    for path in found(run):
+    for path in checkpoints_of(run):
         if step_of(path) > step:
             aside = renamed(path, ".aside")
             log.warning("%s is beyond step %d, from which the run goes on; it is now %s", path.name, step, aside.name)
@@ -84,7 +84,7 @@ def renamed(checkpoint: Path, end: str) -> Path:
 def locate(run: Path, which: str) -> Path:
     """A run's checkpoint: `latest`, a step number, or a path. Raises UserError for a run without checkpoints."""
     if which == "latest":
-        checkpoints = found(run)
+        checkpoints = checkpoints_of(run)
         if not checkpoints:
             raise UserError(f"run={run}: no checkpoint in {run / 'checkpoints'}")
         return checkpoints[-1]

@@ -49,13 +49,13 @@ def candidates_of(run: Path, resume: str) -> list[Path]:
     if resume == "none":
         return []
     if resume == "auto":
-        return folder.found(run)[::-1]
+        return folder.checkpoints_of(run)[::-1]
     path = Path(resume).expanduser()
     if not path.exists():
         raise UserError(f"resume={resume}: there is no such checkpoint or run folder")
-    if path in folder.found(path.parent.parent):
+    if path in folder.checkpoints_of(path.parent.parent):
         return [path]
-    candidates = folder.found(path)[::-1]
+    candidates = folder.checkpoints_of(path)[::-1]
     if not candidates:
         raise UserError(f"resume={resume}: no checkpoint in {path / 'checkpoints'}")
     return candidates
@@ -86,7 +86,7 @@ def check_fits(
     of samples that these settings train on before a step.
     """
     if saved is None:
-        if folder.found(run):
+        if folder.checkpoints_of(run):
             raise UserError(f"run={run} already holds checkpoints; go on with resume=auto, or choose another run=NAME")
         return
     model = saved["model_config"]

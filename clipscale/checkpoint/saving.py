@@ -87,7 +87,7 @@ class Saver:
         except CheckpointException as error:
             if self.world.main:
                 folder.discard(self._temporary(step))
-            complete = [path.name for path in folder.found(self.run) if folder.step_of(path) != step]
+            complete = [path.name for path in folder.checkpoints_of(self.run) if folder.step_of(path) != step]
             rest = f"the newest complete one is {complete[-1]}" if complete else "there is no earlier one"
             reasons = [cause.strerror or cause for cause, _ in error.failures.values() if isinstance(cause, OSError)]
             if not reasons:
@@ -120,7 +120,7 @@ class Saver:
         self._temporary(step).replace(path)
         sync_folder(path.parent)
         keep = self.config.keep, self.config.keep_every
-        for old in folder.outdated([folder.step_of(other) for other in folder.found(self.run)], step, *keep):
+        for old in folder.outdated([folder.step_of(other) for other in folder.checkpoints_of(self.run)], step, *keep):
             folder.remove(folder.path_of(self.run, old))
 
 

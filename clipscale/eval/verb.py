@@ -48,7 +48,7 @@ def work(config: EvalRunConfig) -> Results:
         precision = Precision(config.precision, world.device)
         paths = [config.checkpoint]
         if every:  # oldest first; where there is none, `latest` says so
-            paths = world.on_main(lambda: [str(path) for path in checkpoint.found(folder)]) or ["latest"]
+            paths = world.on_main(lambda: [str(path) for path in checkpoint.checkpoints_of(folder)]) or ["latest"]
         with closing(Sinks(folder, config.log if world.main else SinkConfig(), {}, say)) as sinks:
             for path in paths:
                 load = partial(load_any, run, path, config.eval.weights, config.model, world.on_main)

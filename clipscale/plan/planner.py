@@ -243,7 +243,7 @@ def settings_of(config: PlanConfig, folder: Path) -> PlanConfig:
     device = config.hardware or (hardware_of(gpus[0]) if gpus else "cpu")
     if not device:
         raise UserError(f"run={config.run}: {gpus[0]} is not in the table of GPUs; give the nearest with hardware=NAME")
-    if saved := checkpoint.found(folder):
+    if saved := checkpoint.checkpoints_of(folder):
         chunks = checkpoint.read_values(saved[-1])["chunks"]
         trained.cache = replace(trained.cache, image_chunk=chunks["image"], text_chunk=chunks["text"])
     per_node = min(processes, len(gpus)) if gpus else processes

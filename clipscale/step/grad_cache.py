@@ -138,7 +138,7 @@ class GradCache:
             for rows in tower.replay(self.before_chunk):
                 self.after_chunk(i, rows)
         for tower in self.towers:
-            tower.representations = torch.empty(0)
+            tower.representations, tower.inputs = torch.empty(0), None  # frozen ones, too
 
     def ranges(self, tower: int, rows: int) -> Iterator[tuple[int, int]]:
         """A tower's row ranges of the batch, in order, for both passes. Read at most one range ahead of them.

@@ -51,7 +51,9 @@ def unchanged_statistics(encoder: Callable[..., Tensor]) -> Iterator[None]:
     modules = encoder.modules() if isinstance(encoder, nn.Module) else ()
     buffers = [b for m in modules if isinstance(m, _BatchNorm) and m.training for b in m.buffers()]
     before = [b.clone() for b in buffers]
-    yield
-    with torch.no_grad():
-        for buffer, value in zip(buffers, before, strict=True):
-            buffer.data.copy_(value)  # `data` counts no change: the kept graph of another tower may hold the buffer
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.data.copy_(value)  # `data` counts no change: the kept graph of another tower may hold the buffer

@@ -45,18 +45,18 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
 def test_the_newest_and_every_mth_are_kept(tmp_path: Path) -> None:
     for step in range(1, 10):
         assert checkpoint.save(tmp_path, step, some_state(), keep=2, keep_every=4).name == f"step_0000000{step}"
-    assert [checkpoint.step_of(path) for path in checkpoint.found(tmp_path)] == [4, 7, 8, 9]
+    assert [checkpoint.step_of(path) for path in checkpoint.checkpoints_of(tmp_path)] == [4, 7, 8, 9]
     checkpoint.save(tmp_path, 10, some_state(), keep=0)
-    assert len(checkpoint.found(tmp_path)) == 5
+    assert len(checkpoint.checkpoints_of(tmp_path)) == 5
 
 
 def test_a_run_taken_back_keeps_what_it_saves(tmp_path: Path) -> None:
     """Its new checkpoints have lower numbers than the old ones."""
     for step, keep in ((9, 0), (10, 0), (5, 2), (6, 2), (7, 2)):
         checkpoint.save(tmp_path, step, some_state(), keep=keep)
-    assert [checkpoint.step_of(path) for path in checkpoint.found(tmp_path)] == [6, 7, 9, 10]
+    assert [checkpoint.step_of(path) for path in checkpoint.checkpoints_of(tmp_path)] == [6, 7, 9, 10]
     checkpoint.set_aside(tmp_path, 7)
-    assert [checkpoint.step_of(path) for path in checkpoint.found(tmp_path)] == [6, 7]
+    assert [checkpoint.step_of(path) for path in checkpoint.checkpoints_of(tmp_path)] == [6, 7]
 
 
 def test_what_a_dead_run_was_writing_is_removed(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_training_goes_on_without_a_save_that_fails(disk: Path, capsys: pytest.C
     for step, numbers in ((1, 10), (2, 2**20), (3, 10)):
         saver.save(step, {"model": {"w": torch.zeros(numbers)}})
     saver.close()
-    assert [checkpoint.step_of(path) for path in checkpoint.found(disk)] == [1, 3]
+    assert [checkpoint.step_of(path) for path in checkpoint.checkpoints_of(disk)] == [1, 3]
     assert "step_00000002 could not be written (No space left on device)" in capsys.readouterr().out
 
 
@@ -125,13 +125,13 @@ def test_a_damaged_newest_is_set_aside_for_the_one_before(
     with pytest.raises(UserError, match=r"step_00000002 is damaged"):
         checkpoint.load(newest)
     assert checkpoint.to_resume(tmp_path / "mine", str(tmp_path), ALONE) == first, "another run's folder"
-    assert len(checkpoint.found(tmp_path)) == 2
+    assert len(checkpoint.checkpoints_of(tmp_path)) == 2
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         assert checkpoint.to_resume(tmp_path, "auto", ALONE) == first
     (notice,) = caplog.messages
     assert notice.endswith("it is now step_00000002.damaged; the run goes on from step_00000001")
-    assert checkpoint.found(tmp_path) == [first]
+    assert checkpoint.checkpoints_of(tmp_path) == [first]
 
 
 def test_a_run_without_a_whole_checkpoint_does_not_begin_again(tmp_path: Path) -> None:
@@ -180,6 +180,6 @@ def test_a_run_goes_on_from_before_its_damaged_checkpoint(shards: str, tmp_path:
     often = CheckpointConfig(every=1, keep=0)
     train(small(shards, tmp_path / "whole"))
     train(small(shards, tmp_path / "run", samples=36, checkpoint=often))
-    flipped(checkpoint.found(tmp_path / "run")[-1] / "__0_0.distcp")
+    flipped(checkpoint.checkpoints_of(tmp_path / "run")[-1] / "__0_0.distcp")
     train(small(shards, tmp_path / "run", checkpoint=often))
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")

@@ -107,7 +107,7 @@ def test_a_kill_at_any_moment_of_a_save_or_load_loses_no_complete_checkpoint(tmp
 
 
 def newest_step(run: Path) -> int:
-    return max(map(checkpoint.step_of, checkpoint.found(run)), default=0)
+    return max(map(checkpoint.step_of, checkpoint.checkpoints_of(run)), default=0)
 
 
 def losses(run: Path) -> list[float]:

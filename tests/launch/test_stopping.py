@@ -94,7 +94,7 @@ def test_a_step_is_thrown_away_and_taken_again_bit_for_bit(
     """In the first pass and in the second."""
     config = short(demo, tmp_path / "run", checkpoint=CheckpointConfig(minutes=0))
     assert with_signal_at(CHUNKS + call, lambda: train(config)) == signal.SIGTERM
-    assert [path.name for path in checkpoint.found(tmp_path / "run")] == ["step_00000001"]
+    assert [path.name for path in checkpoint.checkpoints_of(tmp_path / "run")] == ["step_00000001"]
     assert curve(tmp_path / "run") == whole[:1]
     train(config)
     assert curve(tmp_path / "run") == whole
@@ -102,7 +102,7 @@ def test_a_step_is_thrown_away_and_taken_again_bit_for_bit(
 
 def test_the_first_step_has_nothing_to_save(demo: Path, tmp_path: Path) -> None:
     assert with_signal_at(12, lambda: train(short(demo, tmp_path / "run"))) == signal.SIGTERM
-    assert not checkpoint.found(tmp_path / "run")
+    assert not checkpoint.checkpoints_of(tmp_path / "run")
 
 
 @pytest.mark.parametrize("every", [0, 1])  # a save that the signal begins, and one that is being written
@@ -124,7 +124,7 @@ def test_a_run_from_anothers_checkpoint_goes_on_from_its_own_when_requeued(
     other, run, path = tmp_path / "other", tmp_path / "run", tmp_path / "other/checkpoints/step_00000001"
     train(short(demo, other, checkpoint=CheckpointConfig(every=1)))
     assert with_signal_at(3, lambda: train(short(demo, run, resume=str(path)))) == signal.SIGTERM
-    assert [path.name for path in checkpoint.found(run)] == ["step_00000001"], "resume=auto would begin anew"
+    assert [path.name for path in checkpoint.checkpoints_of(run)] == ["step_00000001"], "resume=auto would begin anew"
     train(short(demo, run, resume="auto"))
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     train(short(demo, run, resume=str(path)))
@@ -135,7 +135,7 @@ def test_a_run_from_anothers_checkpoint_goes_on_from_its_own_when_requeued(
 def test_an_evaluation_ends_too(demo: Path, tmp_path: Path) -> None:
     config = short(demo, tmp_path / "run", eval=EvalConfig(sets=[str(demo / "objects")], limit=8, batch=4))
     assert with_signal_at(2 * CHUNKS + 2, lambda: train(config)) == signal.SIGTERM
-    assert [path.name for path in checkpoint.found(tmp_path / "run")] == ["step_00000002"]
+    assert [path.name for path in checkpoint.checkpoints_of(tmp_path / "run")] == ["step_00000002"]
     assert train(config)["eval"], "a resumed run evaluates"
 
 
@@ -149,6 +149,6 @@ def test_all_ranks_leave_a_step_at_the_same_chunk(demo: Path, tmp_path: Path, pa
     config = short(demo, tmp_path / "run", launch=launch)
     assert run_ranks(on_rank_1, 2, short(demo, tmp_path / "whole", launch=launch), -1) == [0, 0]
     assert run_ranks(on_rank_1, 2, config, CHUNKS // 2 + 7) == [signal.SIGTERM] * 2
-    assert [path.name for path in checkpoint.found(tmp_path / "run")] == ["step_00000001"]
+    assert [path.name for path in checkpoint.checkpoints_of(tmp_path / "run")] == ["step_00000001"]
     assert run_ranks(on_rank_1, 2, config, -1) == [0, 0]
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
