@@ -194,6 +194,7 @@ class Run:
             for buffer, value in statistics:
                 buffer.copy_(value)
             self.stream.give_back()
+            reshard(self.state.model)  # FSDP2 may have left within a forward pass, with whole weights
             raise
 
     def between_chunks(self) -> None:
