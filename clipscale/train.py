@@ -73,6 +73,7 @@ class Run:
             self.saver.last_step = self.step
         self.saved_at = time.monotonic()
         self.stop = Stop(world)
+        self.chunks = 0  # of this step, that are begun
         self.state.cache.before_chunk = self.between_chunks
 
     def open_log(self) -> MetricLog:
@@ -139,6 +140,7 @@ class Run:
         lr = self.schedule.apply(state.optimizer, self.step)
         state.optimizer.zero_grad()
         cache.keep_bytes = state.keep.of_step(size)
+        self.chunks = 0
         batch = self.stream.next_batch()  # its samples may still be arriving
         images, texts = self.inputs(batch, sort=not measured)
         with phases("encode"):
@@ -201,6 +203,10 @@ class Run:
         """Leave the step at a signal. Log the one before when the device has done it: nothing waits for that."""
         self.stop.check()
         self.records.poll()
+        if self.records.log:
+            size = self.schedule.sizes.at(self.step) // self.world.size
+            self.records.log.progress(f"step {self.step + 1}", self.chunks, self.state.cache.calls(size))
+        self.chunks += 1
 
     def evaluate(self) -> dict[str, Any]:
         """Zero-shot and retrieval metrics of the model as it is now, also written to RUN/eval/step_N.json."""
@@ -216,6 +222,7 @@ class Run:
                 run_dir=self.folder,
                 step=self.step,
                 before_batch=self.stop.check,
+                progress=self.records.log.progress if self.records.log else lambda *_: None,
                 about={"precision": config.precision.name},
             )
         reshard(state.model)

@@ -143,7 +143,9 @@ class LogConfig(SinkConfig):
     """Where metrics go, in addition to `metrics.jsonl`, which is always written."""
 
     every: int = setting(1, "Steps between console lines.", least=1)
-    progress: bool = setting(True, "On a terminal, show the steps between them in one line, which is overwritten.")
+    progress: bool = setting(
+        True, "Show how far long steps and evaluations are: on a terminal in one line, else once a minute."
+    )
     noise_scale: int = setting(
         0, "Steps between estimates of the gradient noise scale (useful batch); 0: none.", least=0
     )

@@ -54,6 +54,14 @@ class Encoder:
     batch: int
     threads: int
     before_batch: Callable[[], None] = lambda: None
+    progress: Callable[[str, int, int], None] = lambda *_: None
+
+    def counted(self, spans: list[range], what: str) -> Iterator[range]:
+        """The spans of a rank, one by one, with its progress."""
+        for done, span in enumerate(spans):
+            self.progress(f"evaluation of {what}", done, len(spans))
+            yield span
+        self.progress(f"evaluation of {what}", len(spans), len(spans))
 
     def text(self, tokens_nT: Tensor) -> Tensor:
         self.before_batch()
@@ -63,7 +71,7 @@ class Encoder:
     def texts(self, texts: Sequence[str]) -> Tensor:
         """Features (N, D) of all texts, on every rank."""
         parts = []
-        for span in spans(len(texts), self.batch, self.world):
+        for span in self.counted(spans(len(texts), self.batch, self.world), "captions"):
             tokens = self.model.tokenizer([texts[i] for i in span or range(1)])
             parts.append(F.normalize(self.text(tokens).float(), dim=-1)[: len(span)])
         return join(parts, len(texts), self.batch, self.world)
@@ -76,7 +84,7 @@ class Encoder:
         row = {name: index for index, name in enumerate(dict.fromkeys(eval_set.classnames))}
         names, batch = list(row), max(1, self.batch // len(eval_set.templates))
         parts = []
-        for span in spans(len(names), batch, self.world):
+        for span in self.counted(spans(len(names), batch, self.world), f"the classes of {eval_set.label}"):
             some = [names[i] for i in span or range(1)]
             rows = zero_shot.class_embeddings(
                 self.text, self.model.tokenizer, some, eval_set.templates, batch=self.batch
@@ -106,7 +114,8 @@ class Encoder:
         blank = torch.zeros(3, transform.side, transform.side, dtype=torch.uint8)
         with ThreadPoolExecutor(self.threads) as pool:
             waiting = [pool.submit(pixels_of, i) for i in batches[0]]
-            for span, following in zip(batches, [*batches[1:], range(0)]):
+            following_batches = [*batches[1:], range(0)]
+            for span, following in zip(self.counted(batches, f"{eval_set.label}'s pictures"), following_batches):
                 self.before_batch()
                 decoded = [future.result() for future in waiting]
                 waiting = [pool.submit(pixels_of, i) for i in following]

@@ -55,6 +55,7 @@ def evaluate(
     run_dir: Path | None = None,
     step: int | None = None,
     before_batch: Callable[[], None] = lambda: None,
+    progress: Callable[[str, int, int], None] = lambda *_: None,
     about: dict[str, Any] | None = None,
 ) -> Results:
     """Metrics of every set, the same on every rank. A collective: every rank calls it.
@@ -63,12 +64,14 @@ def evaluate(
     `run_dir`, rank 0 writes `eval/step_N.json` there after each set, and examples for the report. The model is in
     evaluation mode meanwhile. Sets evaluated with averaged weights, which the caller puts into the model, are named
     `SET (ema)`, parts of sets `SET (limit N)`. `about` is what the caller knows of the results, such as the precision.
-    `before_batch()` is called equally often on every rank; what it raises ends the evaluation.
+    `before_batch()` is called equally often on every rank; what it raises ends the evaluation. `progress(what, done,
+    total)` is called after each batch.
 
     Raises UserError for sets that cannot be used, and OSError where `run_dir` cannot be written.
     """
     sets = check(config, world)
-    encoder = Encoder(model, world, autocast, config.batch, config.workers or min(8, cores_of_rank()), before_batch)
+    threads = config.workers or min(8, cores_of_rank())
+    encoder = Encoder(model, world, autocast, config.batch, threads, before_batch, progress)
     folder = run_dir if world.main else None
     results: Results = {}
     with torch.no_grad(), ExitStack() as stack:

@@ -18,6 +18,7 @@ from clipscale.eval.run import Results, check, evaluate
 from clipscale.eval.suites import chosen_sets, suite_table
 from clipscale.launch import local
 from clipscale.models.towers import load_any
+from clipscale.report.metrics import Progress
 from clipscale.report.page import write_report
 from clipscale.report.sinks import Sinks
 from clipscale.report.table import plain_console, print_results
@@ -66,6 +67,7 @@ def work(config: EvalRunConfig) -> Results:
                     run_dir=folder,
                     step=step,
                     about=about,
+                    progress=Progress(plain_console()) if world.main else lambda *_: None,
                 )
                 if world.main:
                     _print(config.eval, results, folder.name if step is None else f"{folder.name}, step {step}")

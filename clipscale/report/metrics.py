@@ -4,7 +4,9 @@ The console, wandb and TensorBoard are sinks. A sink that fails does not stop th
 """
 
 import json
+import time
 from collections.abc import Mapping
+from datetime import timedelta
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,7 @@ class MetricLog:
         self.config = config
         # No highlighting and no wrapping: they put control codes and line breaks into lines that are meant for grep.
         self.console = console or Console(highlight=False, soft_wrap=True, emoji=False)
+        self.progress = Progress(self.console, config.progress)
         self._unprinted: Record | None = None
         self._unwritten = bytearray()
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -121,6 +124,35 @@ class MetricLog:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class Progress:
+    """How far a step or an evaluation is: on a terminal one line, which is overwritten; elsewhere a line a minute.
+
+    Short work shows nothing.
+    """
+
+    def __init__(self, console: Console, wanted: bool = True) -> None:
+        self.console, self.wanted = console, wanted
+        self._what, self._began, self._shown = "", 0.0, 0.0
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """`done` of `total` parts of the work called `what`, which begins with 0 parts. `total` may be an estimate."""
+        now, terminal = time.monotonic(), self.console.is_terminal
+        if done == 0 or what != self._what:
+            self._what, self._began, self._shown = what, now, now
+        elif done == total and terminal and self._shown > self._began:
+            self._print("")
+        elif done < total and self.wanted and now - self._shown >= (0.5 if terminal else 60):
+            left = timedelta(seconds=round((now - self._began) * (total / done - 1)))
+            self._print(f"{what}: {done} of {total}, {done / total:.0%}, {left} left")
+            self._shown = now
+
+    def _print(self, line: str) -> None:
+        width, terminal = self.console.width - 1, self.console.is_terminal
+        self.console.print(
+            line[:width].ljust(width) if terminal else line, end="\r" if terminal else "\n", markup=False
+        )
 
 
 def console_line(record: Record) -> str:

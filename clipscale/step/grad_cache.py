@@ -140,6 +140,11 @@ class GradCache:
         for tower in self.towers:
             tower.representations, tower.inputs = torch.empty(0), None  # frozen ones, too
 
+    def calls(self, rows: int) -> int:
+        """How often a step of `rows` samples calls `before_chunk`; where the last one was cut by itself, about that."""
+        counts = [len(tower.spans) or len(tower.cut(rows)) for tower in self.towers]
+        return sum(count * (1 + tower.trained) for count, tower in zip(counts, self.towers))
+
     def ranges(self, tower: int, rows: int) -> Iterator[tuple[int, int]]:
         """A tower's row ranges of the batch, in order, for both passes. Read at most one range ahead of them.
 

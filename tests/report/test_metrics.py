@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -163,3 +164,22 @@ def test_wandb_offline_needs_no_network_and_goes_on_with_its_run(
         assert time.monotonic() < until, [file.read_bytes() for file in runs]
         time.sleep(0.1)
     assert not any(b"a-token" in file.read_bytes() for file in runs), "the address of the folder's git remote"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_long_work_shows_how_far_it_is(tmp_path: Path, terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten parts of 25 seconds, and ten of a millisecond."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    console = Console(file=io.StringIO(), width=60, highlight=False, soft_wrap=True, force_terminal=terminal)
+    with MetricLog(tmp_path, LogConfig(), resolved_config=SETTINGS, console=console) as log:
+        for what, seconds in (("step 1", 0.001), ("step 2", 25.0)):
+            for done in range(11):
+                log.progress(what, done, 10)
+                clock[0] += seconds
+    lines = [line.strip() for line in printed(log).split("\r" if terminal else "\n")]
+    assert "step 2: 3 of 10, 30%, 0:02:55 left" in lines
+    assert [line for line in lines if line] == [
+        f"step 2: {done} of 10, {10 * done}%, {timedelta(seconds=250 - 25 * done)} left"
+        for done in (range(1, 10) if terminal else (3, 6, 9))
+    ]
