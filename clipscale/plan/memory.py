@@ -119,11 +119,13 @@ def host_memory(config: PlanConfig, run: DryRun, batch: int, chunk: int | None) 
         dtype=str(run.row_type).removeprefix("torch."),
         offload=Offload(config.offload if config.offload != "none" else "host", chunk or batch),
     )
+    pictures = 3 * config.eval.batch if config.eval.wanted else 0  # being decoded, waiting, and in a batch
     process = {
         "process": PROCESS if config.hardware == "cpu" else CUDA_PROCESS,
         "batch": layout.memory_bytes(min(IMAGE_BYTES, layout.row_bytes)),
         "shuffle windows": streams_of_rank * max(data.shuffle, 1) * IMAGE_BYTES,
         "loader workers": LOADER + workers * WORKER if workers else 0,
+        "evaluation": pictures * 3 * run.state.model.image_size**2,
     }
     return {
         "process_bytes": process,

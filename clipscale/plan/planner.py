@@ -193,16 +193,21 @@ def conclusion(result: Result) -> str:
     """Whether it fits, and if not, what to change: one line."""
     device, host, limits = result["device"], result["host"], result["limits"]
     total, usable, most = device["total_bytes"], device["usable_bytes"], host["memory_bytes"]
-    of_most = f" of {format_bytes(most)}" if most else ""
-    node = f"{format_bytes(host['node_bytes'])}{of_most} of host memory on each node"
+    node = (
+        f"{format_bytes(host['node_bytes'])}{f' of {format_bytes(most)}' if most else ''} of host memory on each node"
+    )
     if not limits:
         return f"{format_bytes(total)} in each process, {node}"
-    sizes = f"{format_bytes(total)} of {format_bytes(usable)} usable on each GPU, {node}"
+    sizes = f"{format_bytes(total)} of {format_bytes(usable)} usable on each GPU"
+    largest_batch = f"batch={limits['batch']} is the largest that does"
+    if result["fits"] and not most:
+        unchecked = "which are needed and not checked: give what a node has, as in host_memory=128G"
+        return f"fits the GPUs: {sizes}; {largest_batch}; {node}, {unchecked}"
     if result["fits"]:
-        return f"fits: {sizes}; batch={limits['batch']} is the largest that does"
+        return f"fits: {sizes}, {node}; {largest_batch}"
     advice = [" ".join(remedy["settings"]) for remedy in result["remedies"]]
     advice += [f"batch={limits['batch']}"] if limits["batch"] else []
-    return f"does not fit: {sizes}; try {', or '.join(advice) or 'larger GPUs, more nodes or a smaller model'}"
+    return f"does not fit: {sizes}, {node}; try {', or '.join(advice) or 'larger GPUs, more nodes or a smaller model'}"
 
 
 # ---- against a run ----

@@ -53,7 +53,7 @@ def show_plan(result: Result, config: PlanConfig, console: Console) -> None:
             console.print(f"{time['hours']:,.1f} hours for the run's samples, at that rate\n")
     for note in result["notes"]:
         console.print(printable(note))
-    console.print(result["conclusion"], style="bold")
+    console.print(result["conclusion"], style="bold", soft_wrap=True)
 
 
 def show_comparison(result: Result, console: Console) -> None:

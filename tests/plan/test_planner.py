@@ -39,6 +39,15 @@ def test_a_large_batch_of_a_small_model_fits(capsys: pytest.CaptureFixture[str])
         assert word in out, word
 
 
+def test_host_memory_that_nobody_limits_is_said_to_be_unchecked(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["batch=1M", "hardware=h100-80g", "gpus=8", "cache.chunk=1k", "eval.every=0"]
+    assert main(["plan", *TINIEST, *words, "eval.sets=[somewhere]"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert (
+        last.startswith("fits the GPUs: ") and "of host memory on each node, which are needed and not checked" in last
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "remedy"),
