@@ -4,6 +4,7 @@ pytest -m gpu                                                        on a machin
 CLIPSCALE_TEST_DEVICE=cpu TRITON_INTERPRET=1 pytest -m gpu tests     anywhere; what only a device has is skipped
 """
 
+import importlib.metadata
 import os
 
 import pytest
@@ -11,7 +12,11 @@ import torch
 
 DEVICE = os.environ.get("CLIPSCALE_TEST_DEVICE", "cuda")
 CUDA = DEVICE == "cuda"
-KERNELS = CUDA or os.environ.get("TRITON_INTERPRET") == "1"
+VERSIONS = [tuple(map(int, importlib.metadata.version(name).split(".")[:2])) for name in ("triton", "numpy")]
+NO_INTERPRETER = VERSIONS[0] <= (3, 6) and VERSIONS[1] >= (2, 5)
+"""Triton 3.6 and older make scalars of arrays of one element, which numpy 2.5 refuses."""
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and not NO_INTERPRETER
+KERNELS = CUDA or INTERPRETED
 """Whether the Triton kernels can run."""
 SMALLER = 1 if CUDA else 16
 """Divisor of all problem sizes."""
@@ -21,7 +26,7 @@ on_device = [
     pytest.mark.skipif(CUDA and not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 only_on_cuda = pytest.mark.skipif(not CUDA, reason="only a CUDA device has this")
-with_kernels = pytest.mark.skipif(not KERNELS, reason="needs a CUDA device or TRITON_INTERPRET=1")
+with_kernels = pytest.mark.skipif(not KERNELS, reason="needs a CUDA device or Triton's interpreter")
 
 
 def sized(*sizes: int, smaller: int = SMALLER) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ The interpreter must be chosen before Triton is imported, so the ordinary suite 
 import itertools
 import math
 import multiprocessing
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,9 +18,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from tests.support.device import INTERPRETED
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("no CUDA device; test_interpreter.py runs these", allow_module_level=True)
+if DEVICE == "cpu" and not INTERPRETED:
+    pytest.skip("no CUDA device, and no interpreter: test_interpreter.py has one", allow_module_level=True)
 
 from clipscale import contrastive_loss  # noqa: E402
 from clipscale.config.sections import OBJECTIVES  # noqa: E402

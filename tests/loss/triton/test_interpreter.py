@@ -12,9 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.device import NO_INTERPRETER
+
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.skipif(NO_INTERPRETER, reason="Triton's interpreter of these versions breaks with this numpy")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they run on the CUDA device")
 def test_the_kernels_in_the_interpreter() -> None:
     options = ["-o", "addopts=", "-p", "no:cacheprovider", "tests/loss/triton/test_backend.py"]
