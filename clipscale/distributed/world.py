@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from clipscale.common.errors import UserError
+from clipscale.common.hardware import cores
 from clipscale.distributed.fsdp import ShardedTower
 
 T = TypeVar("T")
@@ -210,6 +211,9 @@ def join(device: str, timeout_s: float = TIMEOUT.total_seconds()) -> World:
             )
         chosen = torch.device("cuda", local_rank)
         torch.cuda.set_device(chosen)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        # A core is left to the loaders: a thread that waits for another one's core keeps all threads waiting.
+        torch.set_num_threads(max(1, cores() - 1))
     if size > 1 and not dist.is_initialized():
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # the ring's transfers start beside full kernels
         dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=timeout)

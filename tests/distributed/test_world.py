@@ -14,7 +14,8 @@ from torch import Tensor
 from clipscale.common.phases import Readback
 from clipscale.config.sections import CacheConfig, LaunchConfig
 from clipscale.config.train import TrainConfig
-from clipscale.distributed.world import World
+from clipscale.distributed import world as world_module
+from clipscale.distributed.world import World, join
 from clipscale.train import Run
 from tests.support.ranks import run_ranks
 from tests.support.runs import small
@@ -66,3 +67,20 @@ def test_a_step_waits_for_the_device_once(shards: str, tmp_path: Path, parallel:
     assert other == {"read in Run.train_step": 1}, "only rank 0 logs"
     if parallel == "ddp":
         assert all(torch.equal(a, b) for a, b in zip(weights, same, strict=True))
+
+
+@pytest.mark.parametrize(("given", "threads"), [(None, 3), ("2", 4)])
+def test_a_core_is_left_to_the_loaders_unless_threads_are_given(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, threads: int
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    monkeypatch.setattr(world_module, "cores", lambda: 4)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        join("cpu")
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
