@@ -40,7 +40,7 @@ AUTO_CHUNK = 512
 LARGEST_BATCH = 2**28
 """The search for the largest batch ends here."""
 FIRST = 2
-"""Steps are compared from here on: the first creates the optimizer's state and DDP's buckets."""
+"""Steps are compared from here on, if there are several: the first creates the optimizer's state and DDP's buckets."""
 Result = dict[str, Any]
 
 
@@ -217,9 +217,10 @@ def compare(config: PlanConfig) -> Result:
     """The object that `run=NAME json=true` prints (docs/plan.md). Raises UserError."""
     folder = existing_run(config.run)
     run_config = settings_of(config, folder)
-    records = [record for record in read_metrics(folder / "metrics.jsonl") if record["step"] >= FIRST]
+    records = read_metrics(folder / "metrics.jsonl")
+    records = [record for record in records if record["step"] >= FIRST] or records
     if not records:
-        raise UserError(f"run={config.run}: metrics.jsonl holds no second step yet")
+        raise UserError(f"run={config.run}: metrics.jsonl holds no step yet")
     result = predicted(run_config, search=False)
     phases, process = result["device"]["phases"], result["host"]["process_bytes"]
     sizes = {name: (f"mem_{name}_bytes", phase["extra_bytes"]) for name, phase in phases.items()}
