@@ -34,6 +34,7 @@ from clipscale.data.shards.store import Store
 from clipscale.data.shards.tables import part_of
 from clipscale.data.shards.writer import shard_writer, write_counts
 from clipscale.distributed.world import join, leave
+from clipscale.embed.arrays import SHARDS, array_path
 from clipscale.embed.encode import FeatureEncoder, Group, caption_members
 from clipscale.launch import local
 from clipscale.models.towers import ClipModel, load_any
@@ -42,8 +43,6 @@ log = logging.getLogger(__name__)
 
 MEMBERS = {IMAGE: FEATURES, TEXT: f"text.{FEATURES}"}
 """A shard's members with features."""
-SHARDS = "shards.json"
-"""The file of a folder that says where the samples of each of its files come from."""
 DAMAGED = ("truncated_shard", "unreadable_shard")
 """Reasons that lie in the shard itself, and stay. The others lie in the network or the server."""
 
@@ -181,11 +180,6 @@ def shard_groups(encoder: FeatureEncoder, url: str, *, all_members: bool) -> Ite
         if problem.reason not in DAMAGED:
             raise SourceError(problem.reason, problem.detail)
     say(f"{url}: {samples} samples, {missing} of them without a usable picture or text")
-
-
-def array_path(path: Path, kind: str) -> Path:
-    """The array beside NAME.jsonl."""
-    return path.with_name(f"{path.name.removesuffix('.jsonl')}.{kind}.npy")
 
 
 def write_npy(path: Path, groups: Iterable[Group], kinds: Iterable[str]) -> None:

@@ -4,15 +4,10 @@ D: feature width, n: rows of a tile.
 """
 
 import io
-import itertools
-import json
-import linecache
 import threading
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,20 +16,18 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.config.sections import ModelConfig
 from clipscale.config.tools import ExploreConfig, existing_run
 from clipscale.data.decode import IMAGE_TYPES, broken_pictures, image_bytes, open_picture
-from clipscale.data.features import NOTE
 from clipscale.data.sample import BrokenSampleError, limits
 from clipscale.data.shards.addresses import is_local
 from clipscale.data.shards.counts import scan_counts
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from clipscale.distributed.world import join
-from clipscale.embed.run import SHARDS, array_path
+from clipscale.embed.arrays import EmbeddedSet
 from clipscale.models.towers import load_any
 from clipscale.step.precision import Precision
 
@@ -60,37 +53,6 @@ def nearest(parts: Iterable[np.ndarray], query_D: Tensor, count: int) -> list[tu
             scores, rows = scores[best], rows[best]
         first += len(part)
     return [(row, score) for row, score in zip(rows.tolist(), scores.tolist()) if score > -torch.inf]
-
-
-class EmbeddedSet:
-    """The folder of `clipscale embed format=npy`. Raises UserError for another folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        with files.reported("data", folder / SHARDS, "give a folder of `clipscale embed`"):
-            self.note: dict[str, Any] = json.loads((folder / NOTE).read_text())["features"]
-            shards = json.loads((folder / SHARDS).read_text())
-        if any(name.endswith(".tar") for name in shards):
-            raise UserError(f"data={folder}: it holds shards; embed with format=npy")
-        self.sources: dict[str, str] = {Path(name).stem: entry["source"] for name, entry in shards.items()}
-        """The shard that has the pictures of each part."""
-        self.paths = [folder / name for name in shards]
-        self.firsts = [0, *itertools.accumulate(entry["samples"] for entry in shards.values())]
-
-    def __len__(self) -> int:
-        return self.firsts[-1]
-
-    def features(self, kind: str) -> Iterator[np.ndarray]:
-        """Of each part, (rows, D), mapped; none if the set was embedded without them."""
-        if kind in self.note["kinds"]:
-            yield from (np.load(array_path(path, kind), mmap_mode="r") for path in self.paths)
-
-    def sample(self, number: int) -> dict[str, Any]:
-        """The row of that number, counted through all parts, as the page names and shows it."""
-        place = bisect_right(self.firsts, number) - 1
-        path, row = self.paths[place], number - self.firsts[place]
-        entry = json.loads(linecache.getline(str(path), row + 1))
-        return {"part": path.stem, "row": row, "key": entry["key"], "caption": entry.get("caption", "")}
 
 
 class SearchModel:

@@ -6,7 +6,8 @@ from clipscale.common.errors import UserError
 from clipscale.common.units import run_folder
 from clipscale.config.sections import ModelConfig
 from clipscale.config.tools import ExploreConfig, check_explore
-from clipscale.explore.search import EmbeddedSet, Pictures, SearchModel
+from clipscale.embed.arrays import EmbeddedSet
+from clipscale.explore.search import Pictures, SearchModel
 
 
 def main(config: ExploreConfig) -> None:

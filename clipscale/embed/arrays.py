@@ -1,0 +1,57 @@
+"""The arrays of `clipscale embed format=npy`: where they are, and the set that they make, for `explore`.
+
+D: feature width.
+"""
+
+import itertools
+import json
+import linecache
+from bisect import bisect_right
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from clipscale.common import files
+from clipscale.common.errors import UserError
+from clipscale.data.features import NOTE
+
+SHARDS = "shards.json"
+"""The file of a folder that says where the samples of each of its files come from."""
+
+
+def array_path(path: Path, kind: str) -> Path:
+    """The array beside NAME.jsonl."""
+    return path.with_name(f"{path.name.removesuffix('.jsonl')}.{kind}.npy")
+
+
+class EmbeddedSet:
+    """The folder of `clipscale embed format=npy`. Raises UserError for another folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with files.reported("data", folder / SHARDS, "give a folder of `clipscale embed`"):
+            self.note: dict[str, Any] = json.loads((folder / NOTE).read_text())["features"]
+            shards = json.loads((folder / SHARDS).read_text())
+        if any(name.endswith(".tar") for name in shards):
+            raise UserError(f"data={folder}: it holds shards; embed with format=npy")
+        self.sources: dict[str, str] = {Path(name).stem: entry["source"] for name, entry in shards.items()}
+        """The shard that has the pictures of each part."""
+        self.paths = [folder / name for name in shards]
+        self.firsts = [0, *itertools.accumulate(entry["samples"] for entry in shards.values())]
+
+    def __len__(self) -> int:
+        return self.firsts[-1]
+
+    def features(self, kind: str) -> Iterator[np.ndarray]:
+        """Of each part, (rows, D), mapped; none if the set was embedded without them."""
+        if kind in self.note["kinds"]:
+            yield from (np.load(array_path(path, kind), mmap_mode="r") for path in self.paths)
+
+    def sample(self, number: int) -> dict[str, Any]:
+        """The row of that number, counted through all parts, as the page names and shows it."""
+        place = bisect_right(self.firsts, number) - 1
+        path, row = self.paths[place], number - self.firsts[place]
+        entry = json.loads(linecache.getline(str(path), row + 1))
+        return {"part": path.stem, "row": row, "key": entry["key"], "caption": entry.get("caption", "")}
