@@ -1,4 +1,4 @@
-"""What `clipscale embed` has written, exact search in it with its model, and the pictures of its shards.
+"""Exact search in what `clipscale embed` has written, with its model, and the pictures of its shards.
 
 D: feature width, n: rows of a tile.
 """
