@@ -25,7 +25,7 @@ from clipscale.common.units import nearest, one_of, split
 from clipscale.config.parse import MEANT, as_typed, misnamed, typed
 from clipscale.config.presets import conf_dir, group_options
 from clipscale.config.secrets import from_environment
-from clipscale.config.setting import settings_of
+from clipscale.config.setting import flat, settings_of
 from clipscale.config.train import TrainConfig
 
 
@@ -111,12 +111,22 @@ def settings(name: str, words: Sequence[str], config_dir: str | None = None) -> 
 
 
 def beside_experiment(words: Sequence[str], config_dir: str | None) -> list[str]:
-    """The values of an optimizer's preset that is given beside an experiment: they count more than the experiment's."""
+    """The values of presets of optimizer and loss that are given beside an experiment, whose own count less.
+
+    Raises UserError for a `model` beside an experiment that describes its own: half of each would be neither.
+    """
     given = dict(word.split("=", 1) for word in words)
-    files = [Path(folder) / "optim" / f"{given.get('optim')}.yaml" for folder in (config_dir, conf_dir()) if folder]
-    file = next((file for file in files if file.exists()), None)
-    values = yaml.safe_load(file.read_text(encoding="utf-8")) if file and "experiment" in given else {}
-    return [f"optim.{key}={as_typed(value)}" for key, value in values.items()]
+
+    def values(group: str) -> dict[str, Any]:
+        files = [Path(folder) / group / f"{given.get(group)}.yaml" for folder in (config_dir, conf_dir()) if folder]
+        file = next((file for file in files if file.exists()), None)
+        return (file and yaml.safe_load(file.read_text(encoding="utf-8"))) or {}
+
+    experiment, loss = values("experiment"), values("loss")
+    if "model" in given and {"name", "architecture"} & experiment.get("model", {}).keys():
+        raise UserError(f"model={given['model']}: experiment={given['experiment']} has its own; leave out one of them")
+    presets = ({"optim": values("optim")}, loss if "loss" in loss else {"loss": loss}) if experiment else ()
+    return [f"{key}={as_typed(value)}" for preset in presets for key, value in flat(preset) if value != {}]
 
 
 def combinations(words: Sequence[str], config_dir: str | None) -> list[tuple[list[str], TrainConfig]]:

@@ -10,7 +10,7 @@ from clipscale.common.units import parse_memory, run_folder
 from clipscale.config import sections
 from clipscale.config.data import DataConfig
 from clipscale.config.setting import setting
-from clipscale.config.train import TrainConfig, shared
+from clipscale.config.train import TrainConfig, check_sigmoid, shared
 
 
 @dataclass
@@ -190,6 +190,7 @@ def target_gpu(config: PlanConfig) -> Hardware | None:
     if not config.hardware:
         raise UserError("hardware is not set; give the GPU, hardware=a100-80g, or run=NAME to compare with a run")
     gpu = None if config.hardware == "cpu" else hardware(config.hardware)
+    check_sigmoid(config)
     parse_memory("cache.keep", config.cache.keep)
     shared(config.batch, config.gpus * config.nodes, f"gpus={config.gpus} x nodes={config.nodes}")
     return gpu

@@ -58,13 +58,18 @@ def shared(batch: int, count: int, among: str, remedy: str = "") -> None:
         raise UserError(f"batch={batch} cannot be shared evenly by {among}; choose a multiple of {count}{remedy}")
 
 
+def check_sigmoid(config: TrainConfig) -> None:
+    """Raise UserError for the sigmoid loss without its bias."""
+    if config.loss.objective == "sigmoid" and config.model.init_bias is None and not config.model.weights:
+        raise UserError("loss.objective=sigmoid needs its scale and bias: take loss=siglip, or give model.init_bias")
+
+
 def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
     """The configuration with its run folder named, ready for the workers. Raises UserError for the first mistake."""
     if (config.samples is None) == (config.epochs is None):
         both = f"samples={config.samples} and epochs={config.epochs}"
         raise UserError(f"{both}: give the length of the run with one of them")
-    if config.loss.objective == "sigmoid" and config.model.init_bias is None and not config.model.weights:
-        raise UserError("loss.objective=sigmoid needs its scale and bias: take loss=siglip, or give model.init_bias")
+    check_sigmoid(config)
     if config.eval.weights == "ema" and not config.ema:
         raise UserError("eval.weights=ema: this run keeps no average; give ema=0.9999, or eval.weights=trained")
     if not config.data.train:

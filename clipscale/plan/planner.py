@@ -60,6 +60,7 @@ def predicted(config: PlanConfig, *, search: bool = True) -> Result:
     """
     gpu, ranks = target_gpu(config), config.gpus * config.nodes
     local = config.batch // ranks
+    sizes_of_settings(config.cache, local)  # refused before the dry run
     outside = (CONTEXT + (NCCL if ranks > 1 else 0)) if gpu else 0
     workspace = 0 if gpu is None else HOPPER_WORKSPACE if gpu.capability >= 90 else WORKSPACE
     usable = int(gpu.memory_bytes * (1 - RESERVE)) if gpu else None
@@ -99,6 +100,7 @@ def predicted(config: PlanConfig, *, search: bool = True) -> Result:
             f"of cuBLAS workspace, {RESERVE:.0%} of a GPU left free",
             f"assumed: captions of {CAPTION_TOKENS} tokens, {IMAGE_BYTES / 1000:g} kB a picture in the shards, and the "
             "host memory of processes",
+            *(["not counted: an evaluation's list of samples on the host, and their features on the device"] if config.eval.wanted else []),
         ],
     }
 

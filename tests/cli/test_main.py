@@ -116,6 +116,8 @@ MISTAKES = [
     ("plan hardware=h101-80g", "hardware=h101-80g: unknown; did you mean 'h100-80g'"),
     ("plan hardware=h100-80g batch=100 gpus=8", "batch=100 cannot be shared evenly by gpus=8 x nodes=1; choose"),
     ("plan hardware=cpu model=tiny cache.keep=lots", "cache.keep=lots: give none, auto, or bytes such as 8G"),
+    ("plan hardware=cpu loss.objective=sigmoid", "loss.objective=sigmoid needs its scale and bias: take loss=siglip"),
+    ("plan hardware=cpu model=tiny batch=16 cache.chunk=17", "cache.chunk=17: one process holds 16 samples of the"),
     ("plan run=nowhere", "run=nowhere: there is no folder runs/nowhere"),
     ("data", "unknown verb 'data'; did you mean 'data demo'... there are train, eval, "),
     ("data chekc a.tar", "unknown verb 'data chekc'; did you mean 'data check'?"),

@@ -1,12 +1,14 @@
 """Every preset composes, and every model builds on the meta device, which allocates nothing."""
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from clipscale.cli import compose
+from clipscale.common.errors import UserError
 from clipscale.config.presets import group_options
 from clipscale.config.setting import flat
 from clipscale.config.train import TrainConfig, check
@@ -108,6 +110,21 @@ def test_the_command_line_overrides_a_preset() -> None:
 )
 def test_an_optimizers_preset_beside_an_experiment_brings_its_rate_and_decay(words: str, optim: dict[str, Any]) -> None:
     assert optim.items() <= asdict(composed(*words.split()).optim).items()
+
+
+def test_another_model_or_loss_beside_an_experiment_is_that_one_or_refused(tmp_path: Path) -> None:
+    """The experiment's own model under another's name would be neither."""
+    with pytest.raises(UserError, match="^model=vit-b32: experiment=infcl-vit-b16-lit has its own; leave out one"):
+        composed("experiment=infcl-vit-b16-lit", "model=vit-b32")
+    locked = composed("experiment=infcl-vit-b16-lit", "loss=siglip").model
+    assert (locked.name, locked.freeze_image, locked.init_bias) == ("LiT-B-16", True, -10)
+    (tmp_path / "experiment").mkdir()
+    mine = "# @package _global_\nloss:\n  objective: softmax_text\nmodel:\n  init_bias: 3.0\n  compile: true\n"
+    (tmp_path / "experiment/mine.yaml").write_text(mine)
+    for given, wanted in {"siglip": ("sigmoid", -10), "ring": ("softmax", 3), "infcl": ("softmax", 3)}.items():
+        config = compose.settings("train", [f"loss={given}", "experiment=mine", "model=tiny"], str(tmp_path))
+        assert (config.loss.objective, config.model.init_bias) == wanted
+        assert (config.model.name, config.model.compile) == ("tiny", True)
 
 
 def test_the_sigmoid_loss_comes_with_its_bias() -> None:
