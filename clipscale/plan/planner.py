@@ -100,7 +100,7 @@ def predicted(config: PlanConfig, *, search: bool = True) -> Result:
             f"of cuBLAS workspace, {RESERVE:.0%} of a GPU left free",
             f"assumed: captions of {CAPTION_TOKENS} tokens, {IMAGE_BYTES / 1000:g} kB a picture in the shards, and the "
             "host memory of processes",
-            *(["not counted: an evaluation's list of samples on the host, and their features on the device"] if config.eval.wanted else []),
+            *(["not counted: an evaluation's list of samples, and their features"] if config.eval.wanted else ()),
         ],
     }
 
