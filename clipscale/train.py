@@ -160,6 +160,7 @@ class Run:
                 state.refuse_divergence(self.step, self.loss, grad_norm, batch, self.folder)
             if finite or state.precision.scaler:  # after an overflow the scaler skips the step and lowers its scale
                 state.update(norm)
+            rms = state.largest_rms() if finite and (self.step + 1) % self.config.log.every == 0 else None
         state.keep.after_step(phases)
         record = {
             "step": self.step + 1,
@@ -171,7 +172,7 @@ class Run:
             "skipped": not finite,
             **noise,
         }
-        self.records.add(record, phases, state.model.logit_scale.exp(), state.captions.widths(texts))
+        self.records.add(record, phases, state.model.logit_scale.exp(), state.captions.widths(texts), rms)
 
     def inputs(self, batch: HostBatch, *, sort: bool) -> tuple[ChunkLoader, Any]:
         """The towers' inputs. The noise scale wants chunks of random samples: it does not `sort` captions by length."""

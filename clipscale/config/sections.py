@@ -52,12 +52,22 @@ class LaunchConfig:
 class OptimConfig:
     """The optimizer, by timm's name."""
 
-    name: str = setting("adamw", "Any of timm's optimizers: adamw, adafactorbv, lion, lamb, muon, ...")
+    name: str = setting(
+        "adamw", "Any of timm's optimizers (adamw, adafactorbv, lion, lamb, muon, ...), or stableadamw."
+    )
     lr: float = setting(5e-4, "Peak of the schedule.", least=0)
     lr_scaling: str = setting(
         "none", "Scale the rate of a ramp's smaller batches: by their share, or its root.", choices=LR_SCALING
     )
     weight_decay: float = setting(0.2, "Of matrices; gains, biases and the logit scale are never decayed.", least=0)
+    decay: str = setting(
+        "torch",
+        "What decay is multiplied by in a step: the rate (`torch`), or its share of the peak (`big_vision`).",
+        choices=("torch", "big_vision"),
+    )
+    no_decay: list[str] = setting(
+        [], "Names of further parameters that are not decayed, `*` for any part: `*.positional_embedding`."
+    )
     betas: tuple[float, float] = setting(
         (0.9, 0.98), "Decay rates of both moments (adafactorbv: momentum and the cap of the second moment's rate)."
     )

@@ -22,10 +22,20 @@ class StepRecords:
         """`log` takes each complete record; None: this rank logs none."""
         self.log, self._ranks, self._flops, self._stream = log, ranks, flops, stream
         self._measured_at = time.monotonic()
-        self._unfinished: tuple[Record, Phases, Readback, Mapping[int, int]] | None = None
+        self._unfinished: tuple[Record, Phases, Readback, Mapping[int, int], list[str]] | None = None
 
-    def add(self, record: Record, phases: Phases, scale: Tensor, widths: Mapping[int, int]) -> None:
-        """A step has been given to the device. `scale`: the logit scale after it; `widths`: captions by width."""
+    def add(
+        self,
+        record: Record,
+        phases: Phases,
+        scale: Tensor,
+        widths: Mapping[int, int],
+        rms: tuple[Tensor, Tensor, list[str]] | None = None,
+    ) -> None:
+        """A step has been given to the device.
+
+        `scale`: the logit scale after it; `widths`: captions by width; `rms`: of `TrainState.largest_rms`.
+        """
         self.finish()
         now, before = time.monotonic(), self._measured_at
         self._measured_at = now
@@ -36,7 +46,8 @@ class StepRecords:
             **self._stream.record(),
             "caption_tokens": sum(width * count for width, count in widths.items()) / sum(widths.values()),
         }
-        self._unfinished = record | measured, phases, Readback(scale), dict(widths)
+        *values, names = rms or [[]]
+        self._unfinished = record | measured, phases, Readback(scale, *values), dict(widths), names
 
     def poll(self) -> None:
         """Log the last step's record if the device has done the step."""
@@ -55,10 +66,15 @@ class StepRecords:
         if self.log:
             self.log.close()
 
-    def _complete(self, record: Record, phases: Phases, scale: Readback, widths: Mapping[int, int]) -> Record:
+    def _complete(
+        self, record: Record, phases: Phases, values: Readback, widths: Mapping[int, int], names: list[str]
+    ) -> Record:
         rate, waited_s = record["batch"] / phases.total, record.pop("waited_s")
+        scale, *rms = values.read()
         return record | {
-            "logit_scale": scale.read()[0],
+            "logit_scale": scale,
+            "update_rms": rms[0] if rms else None,
+            "update_rms_tensor": names[int(rms[1])] if rms else None,
             "samples_per_s": rate,
             "samples_per_s_per_gpu": rate / self._ranks,
             "data_wait_frac": waited_s / phases.total,

@@ -56,7 +56,7 @@ def begin(
 
 def check_machine(config: TrainConfig, world: World) -> None:
     """Raise UserError for settings that this machine or a library refuses, before a model is built."""
-    known_optimizer(config.optim.name)
+    known_optimizer(config.optim)
     sizes_of_settings(config.cache, config.batch // world.size)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if config.loss.backend == "triton" and world.device.type == "cpu" and not interpreted:

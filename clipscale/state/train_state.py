@@ -30,7 +30,7 @@ from clipscale.step.ema import WeightAverage
 from clipscale.step.grad_cache import GradCache
 from clipscale.step.kept_graphs import KeepBudget
 from clipscale.step.noise_scale import NoiseScale
-from clipscale.step.optim import build_optimizer
+from clipscale.step.optim import build_optimizer, largest_rms
 from clipscale.step.precision import Precision
 
 
@@ -153,6 +153,14 @@ class TrainState:
             self.model.logit_scale.clamp_(max=math.log(config.max_logit_scale))
         if self.average:
             self.average.update()
+
+    def largest_rms(self) -> tuple[Tensor, Tensor, list[str]] | None:
+        """With AdamW, the largest RMS of a gradient against its average, its place among the names, and these."""
+        found = largest_rms(self.optimizer)
+        if found is None:
+            return None
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        return found[0], found[1], [names[id(p)] for p in found[2]]
 
     def refuse_divergence(self, step: int, loss: float, grad_norm: float, batch: HostBatch, run: Path) -> None:
         """Raise UserError for a value that is not finite, unless a lower loss scale or a skipped step may help.

@@ -1,19 +1,24 @@
-"""Optimizers (timm's factory), parameter groups and learning-rate schedules."""
+"""Optimizers (timm's factory, StableAdamW), parameter groups and learning-rate schedules."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
 import timm.optim
 import timm.optim.muon
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from clipscale.common.errors import UserError
 from clipscale.common.units import nearest
 from clipscale.config.sections import LR_SCALING, OptimConfig, ScheduleConfig
 from clipscale.data.loader.ramp import BatchSizes
+from clipscale.distributed.world import local
 
 SHARDED = (
     "adamw", "lion", "adam", "nadamw", "sgd", "adafactorbv", "muon", "lars", "adopt", "laprop", "radam", "rmsprop"
@@ -21,40 +26,55 @@ SHARDED = (
 """Optimizers whose update of a matrix in shards is the one of the whole matrix: a test compares them."""
 
 
-def known_optimizer(name: str) -> None:
-    """Raise UserError for an optimizer that timm does not have."""
-    known = [str(name) for name in timm.optim.list_optimizers()]
-    if name not in known:
-        raise UserError(f"optim.name={name!r} is not one of timm's optimizers{nearest(name, known)}")
+DECOUPLED = ("adamw", "nadamw", "adafactorbv", "lion", "muon", "stableadamw")
+"""Optimizers that multiply a parameter by 1 - rate x decay, apart from its update: a test compares them."""
+STABLE = "stableadamw"
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig, *, sharded: bool = False) -> torch.optim.Optimizer:
-    """timm's optimizer over the trainable parameters, with weight decay on matrices only.
+def known_optimizer(config: OptimConfig) -> None:
+    """Raise UserError for an optimizer that neither timm has nor this file, or decay that it cannot have."""
+    known = [STABLE, *map(str, timm.optim.list_optimizers())]
+    if config.name not in known:
+        raise UserError(f"optim.name={config.name!r} is not one of timm's optimizers{nearest(config.name, known)}")
+    if config.decay == "big_vision" and (config.name not in DECOUPLED or not config.lr):
+        raise UserError(
+            f"optim.decay=big_vision: with optim.name={config.name}, optim.lr={config.lr:g} it is not defined; take "
+            f"one of {', '.join(DECOUPLED)} and a rate above 0"
+        )
 
-    `sharded`: matrices and vectors are in shards, the scalars are not.
 
-    Raises UserError for an optimizer that timm does not have, and for options that the optimizer does not take.
+def build_optimizer(
+    model: nn.Module, config: OptimConfig, *, sharded: bool = False, scales: Mapping[str, float] | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer over the trainable parameters, timm's or StableAdamW; see `parameter_groups`.
+
+    `sharded`: matrices and vectors are in shards, the scalars are not. `scales`: factors of the rate by parameter.
+
+    Raises UserError for an optimizer that is not known, and for options that the optimizer does not take.
     """
-    known_optimizer(config.name)
+    known_optimizer(config)
     options: dict[str, Any] = dict(config.options)
-    info = timm.optim.get_optimizer_info(config.name)
-    if info.has_betas:
+    own = config.name == STABLE
+    info = None if own else timm.optim.get_optimizer_info(config.name)
+    if info is None or info.has_betas:
         options.setdefault("betas", tuple(config.betas))
     elif config.name == "adafactorbv":
         options.setdefault("beta2_cap", config.betas[1])
-    if config.eps is not None and info.has_eps:
+    if config.eps is not None and (info is None or info.has_eps):
         options.setdefault("eps", config.eps)
     if sharded and config.name not in SHARDED:
         raise UserError(
             f"optim.name={config.name}: not with launch.parallel=fsdp, where a parameter is in shards; choose one of "
             f"{', '.join(SHARDED)}, or launch.parallel=ddp"
         )
-    groups = parameter_groups(model, config.weight_decay)
+    groups = parameter_groups(model, config, scales or {})
     if config.name == "muon" and all(p.device.type == "cpu" for p in model.parameters()):
         # timm iterates in bf16, which a CPU without bf16 instructions computes many times slower than float32.
         orthogonal = timm.optim.muon.zeropower_via_newtonschulz
         timm.optim.muon.zeropower_via_newtonschulz = partial(orthogonal, dtype=torch.float32)
     try:
+        if own:
+            return StableAdamW(groups, lr=config.lr, **options)
         return timm.optim.create_optimizer_v2(
             groups, opt=config.name, lr=config.lr, momentum=config.betas[0], **options
         )
@@ -64,23 +84,40 @@ def build_optimizer(model: nn.Module, config: OptimConfig, *, sharded: bool = Fa
         ) from error
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, config: OptimConfig, scales: Mapping[str, float]) -> list[dict[str, Any]]:
     """Trainable parameters in four groups: matrices and token embeddings with weight decay; vectors, scalars without.
+
+    A group is split where `optim.no_decay` names some of its parameters, or `scales` has factors of the rate other than
+    1 (the group's `lr_scale`).
 
     Embeddings are a group because Muon's orthogonal steps suit matrices that multiply activations; it falls back to
     AdamW for them. Scalars (logit scale and bias, outside the towers) are a group because FSDP2 shards all others, and
     fused optimizer loops do not mix sharded with whole tensors.
+
+    torch's optimizers multiply a parameter by 1 - rate x decay in each step, big_vision's by 1 - rate / peak x decay,
+    where the peak has no factor.
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in trainable if p.ndim >= 2]
-    groups = [
-        {"params": [p for p in matrices if id(p) not in embeddings], "weight_decay": weight_decay},
-        {"params": [p for p in matrices if id(p) in embeddings], "weight_decay": weight_decay, "use_fallback": True},
-        {"params": [p for p in trainable if p.ndim == 1], "weight_decay": 0.0},
-        {"params": [p for p in trainable if p.ndim == 0], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    split: dict[tuple[int, float, float], list[nn.Parameter]] = {}
+    unused = set(config.no_decay)
+    for name, p in model.named_parameters():
+        excepted = {pattern for pattern in config.no_decay if fnmatchcase(name, pattern)}
+        unused -= excepted
+        if p.requires_grad:
+            kind = {0: 3, 1: 2}.get(p.ndim, 1 if id(p) in embeddings else 0)
+            decay, scale = 0.0 if kind >= 2 or excepted else config.weight_decay, scales.get(name, 1.0)
+            if config.decay == "big_vision" and decay:
+                decay /= config.lr * scale
+            split.setdefault((kind, -decay, scale), []).append(p)
+    if unused:
+        raise UserError(f"optim.no_decay={sorted(unused)[0]}: no parameter has such a name; '*' stands for any part")
+    groups = []
+    for (kind, decay, scale), parameters in sorted(split.items()):
+        group = {"params": parameters, "weight_decay": -decay if kind < 2 else 0.0}
+        groups.append(
+            group | ({"use_fallback": True} if kind == 1 else {}) | ({"lr_scale": scale} if scale != 1 else {})
+        )
+    return groups
 
 
 def parse_steps(text: str, setting: str, *, total: int, per_epoch: float | None) -> int:
@@ -104,6 +141,82 @@ def parse_steps(text: str, setting: str, *, total: int, per_epoch: float | None)
         return steps
     except (ValueError, OverflowError) as error:
         raise UserError(f"{setting}={text!r}: give steps (2000), a share (5%) or epochs (0.5ep)") from error
+
+
+class StableAdamW(torch.optim.Optimizer):
+    """AdamW whose rate for a tensor is divided by max(1, RMS_t) (Wortsman et al. 2023, arXiv 2304.13013, algorithm 2).
+
+    RMS_t = sqrt(mean(g^2 / max(v, eps^2))) is large where the average v of g^2 is out of date, as before loss spikes.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.99),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                state["step"] += 1
+                m, v = state["exp_avg"], state["exp_avg_sq"]
+                m_share, v_share = (1 - beta ** float(state["step"]) for beta in (first, second))
+                m.lerp_(p.grad, 1 - first)
+                v.mul_(second).addcmul_(p.grad, p.grad, value=1 - second)
+                rate = group["lr"] / gradient_rms([p.grad], [v / v_share], group["eps"])[0].clamp(min=1)
+                p.mul_(1 - rate * group["weight_decay"])
+                p.sub_(rate / m_share * m / ((v / v_share).sqrt() + group["eps"]))
+        return loss
+
+
+def gradient_rms(gradients: list[Tensor], averages: list[Tensor], eps: float) -> list[Tensor]:
+    """sqrt(mean(g^2 / max(v, eps^2))) of each gradient g and its average of squares v, 0-d; `averages` are written to.
+
+    1: the gradient is as large as it has been. Much more: AdamW's update is as much too large.
+    """
+    torch._foreach_sqrt_(averages)
+    torch._foreach_clamp_min_(averages, eps)
+    torch._foreach_reciprocal_(averages)
+    torch._foreach_mul_(averages, gradients)
+    norms = torch._foreach_norm(averages)
+    torch._foreach_div_(norms, [math.sqrt(max(1, g.numel())) for g in gradients])
+    return list(norms)
+
+
+def largest_rms(optimizer: torch.optim.Optimizer) -> tuple[Tensor, Tensor, list[nn.Parameter]] | None:
+    """The largest `gradient_rms` after AdamW's or StableAdamW's step, and its place among the parameters updated: 0-d.
+
+    None for other optimizers. The same on every rank. Nothing waits for the device.
+    """
+    if not isinstance(optimizer, torch.optim.AdamW | StableAdamW):
+        return None
+    found, updated = [], []
+    for group in optimizer.param_groups:
+        used = [p for p in group["params"] if p.grad is not None]
+        if not used:
+            continue
+        states = [optimizer.state[p] for p in used]
+        shares = [1 - group["betas"][1] ** local(state["step"]) for state in states]
+        averages = [local(state["exp_avg_sq"]) / share for state, share in zip(states, shares)]
+        rms = torch.stack(gradient_rms([local(p.grad) for p in used], averages, group["eps"]))
+        first = used[0]
+        if isinstance(first, DTensor):  # each rank has the root of its shards' mean
+            rms = rms.square() * torch.tensor([local(p).numel() / p.numel() for p in used], device=rms.device)
+            dist.all_reduce(rms, group=first.device_mesh.get_group())
+            rms = rms.sqrt()
+        found.append(rms)
+        updated += used
+    return (*torch.cat(found).max(0), updated) if found else None
 
 
 @dataclass(frozen=True)
