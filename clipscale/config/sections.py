@@ -13,6 +13,7 @@ OBJECTIVES = ("softmax", "softmax_image", "softmax_text", "sigmoid")
 EXCHANGES = ("auto", "none", "replicated", "local", "gather", "ring")
 BACKENDS = ("auto", "dense", "tiled", "triton")
 SIMILARITIES = ("dot", "late")
+SHARED = ("ignore", "mask", "positive")
 WEIGHTS = ("trained", "ema")
 WEIGHTS_HELP = "The weights as they are (`trained`), or their moving average (`ema`), which a run with `ema` keeps."
 SUITES = ("none", "imagenet", "infcl-table3", "vtab", "datacomp", "retrieval")
@@ -130,6 +131,11 @@ class LossConfig:
         "auto",
         "`dense`: whole blocks of logits; `tiled`: torch, in tiles; `triton`; `auto`: the device's best.",
         choices=BACKENDS,
+    )
+    shared: str = setting(
+        "ignore",
+        "Pairs whose samples share a key (`data.same`): `ignore`, negatives as any; `mask`, left out; `positive`.",
+        choices=SHARED,
     )
     ranks_per_node: int | None = setting(
         None, "Two-level ring with this many ranks a node: inside nodes, then between them; null: one ring.", least=1

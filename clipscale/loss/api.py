@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from clipscale.config.sections import BACKENDS, EXCHANGES, OBJECTIVES, SIMILARITIES
+from clipscale.config.sections import BACKENDS, EXCHANGES, OBJECTIVES, SHARED, SIMILARITIES
 from clipscale.loss import machine
 from clipscale.loss.autograd import Backend, ContrastiveLoss, LossCall
 from clipscale.loss.exchange import Communicator, Gather, Replicated, Ring, Single
@@ -49,6 +49,8 @@ def contrastive_loss(
     group: dist.ProcessGroup | DeviceMesh | None = None,
     ranks_per_node: int | None = None,
     keys: Tensor | Pair | None = None,
+    shared: str = "mask",
+    captions: int = 1,
     masks: Pair | None = None,
     check: bool = True,
 ) -> Tensor:
@@ -103,7 +105,10 @@ def contrastive_loss(
     kind = "module" if isinstance(similarity, nn.Module) else similarity
     comm = None if exchange == "none" else Communicator.of(group)
     try:
-        _check_choices(objective, similarity, exchange, backend)
+        _check_choices(objective, similarity, exchange, backend, shared)
+        if captions > 1 or shared == "positive":
+            raise NotImplementedError("several positives")
+        keys = None if shared == "ignore" else keys
         inputs = checked_inputs(
             image_features, text_features, logit_scale, 0.0 if logit_bias is None else logit_bias, kind,
             masks=masks, keys=keys, check=check,
@@ -133,13 +138,14 @@ def contrastive_loss(
     return values[0] if len(values) == 1 else (values[0] + values[1]) / 2
 
 
-def _check_choices(objective: str, similarity: str | nn.Module, exchange: str, backend: str) -> None:
+def _check_choices(objective: str, similarity: str | nn.Module, exchange: str, backend: str, shared: str) -> None:
     """Raise ValueError for a word that is no choice of its argument."""
     for name, value, choices in (
         ("objective", objective, OBJECTIVES),
         ("similarity", similarity, SIMILARITIES),
         ("exchange", exchange, EXCHANGES),
         ("backend", backend, BACKENDS),
+        ("shared", shared, SHARED),
     ):
         if isinstance(value, str) and value not in choices:
             raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}")
