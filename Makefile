@@ -1,4 +1,4 @@
-# make demo | make test | make lint | make clean; on a machine with a GPU: make gpu, or one question: make gpu-right, gpu-loss, ...
+# make demo | make test | make lint | make docs | make clean; on a machine with a GPU: make gpu, or one question: make gpu-right, gpu-loss, ...
 # TESTS="-m slow" with make test runs the long ones.
 # A fresh machine needs Python 3.11 or newer (PYTHON=python3.12 to choose one) and make; the rest is installed into .venv, about 6 GB.
 
@@ -17,7 +17,7 @@ SHELL := /bin/bash
 
 GPU := gpu-right gpu-loss gpu-step gpu-memory gpu-largest gpu-data
 MORE := gpu-loss-widths gpu-step-large gpu-largest-encoded
-.PHONY: demo test lint clean install wheels gpu gpu-more $(GPU) $(MORE)
+.PHONY: demo test lint docs clean install wheels gpu gpu-more $(GPU) $(MORE)
 
 demo: $(INSTALLED)
 	$(CLIPSCALE) data demo
@@ -35,6 +35,10 @@ lint: $(INSTALLED)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+
+# site/: needs no network, fails at a dead link.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
 
 # ---- what only a CUDA device can show: one target a question, each within ten minutes on one H200 (docs/benchmarks/README.md has the
 # arithmetic). Records are written measurement by measurement. A line that starts with - may fail without those after it being left out.
@@ -136,5 +140,5 @@ $(STAMP): pyproject.toml constraints.txt
 
 # Keeps runs/ and the demo set.
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

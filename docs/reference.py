@@ -1,0 +1,87 @@
+"""A hook of mkdocs: the reference pages, made from the table of verbs, the declared settings and the files in conf/."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+from clipscale.cli.help import COUNTS, declared_settings
+from clipscale.cli.verbs import VERBS
+from clipscale.common.units import one_of
+from clipscale.config.parse import as_typed
+from clipscale.config.presets import about, default_choices, group_options
+from clipscale.config.setting import Setting, nested, summary
+
+LIMITS = {"least": "at least", "above": "more than", "below": "less than", "most": "at most"}
+SHARED = {setting.name for setting in declared_settings("train")}
+"""Settings that have their row on the page of `train`."""
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the three pages to those in docs/."""
+    for name, page in (("verbs", verbs()), ("settings", settings()), ("presets", presets())):
+        files.append(File.generated(config, f"reference/{name}.md", content=page))
+    return files
+
+
+def verbs() -> str:
+    """What each verb does, its examples, and the settings that `train` does not have."""
+    parts = [
+        "# Verbs",
+        "What `clipscale train` has too is in [Settings](settings.md). `clipscale VERB --help` shows all.",
+    ]
+    for name, verb in VERBS.items():
+        own = [setting for setting in declared_settings(name) if setting.name not in SHARED]
+        usage = " ".join(word for word in ("clipscale", name, verb.words, "[KEY=VALUE ...]") if word)
+        parts += [f"## {name}", f"{sentence(summary(verb.settings))} `{usage}`"]
+        parts += [f"```sh\n{verb.examples}\n```", *([" ".join(verb.notes.split())] if verb.notes else [])]
+        parts += [table(own)] if own else []
+    return "\n\n".join(parts) + "\n"
+
+
+def settings() -> str:
+    """All settings of `train`, section by section."""
+    declared = declared_settings("train")
+    sections = {
+        "": "Keys without a section.",
+        **{name: summary(of) for name, of in nested(VERBS["train"].settings).items()},
+    }
+    parts = ["# Settings", f"`clipscale train KEY=VALUE ...`. {COUNTS} Empty defaults are null, or nothing."]
+    for section, help in sections.items():
+        rows = [setting for setting in declared if setting.name.rpartition(".")[0].split(".")[0] == section]
+        parts += [f"## {section or 'The run'}", help, table(rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def presets() -> str:
+    """The files in conf/, group by group."""
+    parts = ["# Presets", "`GROUP=NAME` sets several values at once. The defaults of `clipscale train` are in bold."]
+    chosen = default_choices("train")
+    for group, names in group_options().items():
+        bold = {name: "**" if chosen.get(group) == name else "" for name in names}
+        rows = [f"| {bold[name]}`{name}`{bold[name]} | {cell(about(group, name))} |" for name in names]
+        parts += [f"## {group}", "\n".join(["| preset | |", "|---|---|", *rows])]
+    return "\n\n".join(parts) + "\n"
+
+
+def table(declared: Iterable[Setting]) -> str:
+    """A row for each setting: key, default, what it does and accepts."""
+    rows = ["| key | default | |", "|---|---|---|"]
+    for setting in declared:
+        explained = all(f"`{choice}`" in setting.help for choice in setting.choices or ())
+        bounds = ", ".join(f"{LIMITS[name]} {bound:g}" for name, bound in setting.bounds.items())
+        choices = "" if explained else f"Choose {one_of(setting.choices or ())}."
+        parts = [setting.help, choices, f"({bounds})" if bounds else ""]
+        default = "" if setting.default in (None, "", [], {}) else f"`{as_typed(setting.default)}`"
+        rows.append(f"| `{setting.name}` | {default} | {cell(' '.join(part for part in parts if part))} |")
+    return "\n".join(rows)
+
+
+def cell(text: str) -> str:
+    """A text inside a table."""
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def sentence(text: str) -> str:
+    """With a capital and a full stop."""
+    return text[:1].upper() + text[1:].rstrip(".") + "."
