@@ -170,9 +170,14 @@ class LogConfig(SinkConfig):
 
 @dataclass
 class TowerConfig:
-    """One tower's own weights."""
+    """One tower's own weights, and how it is trained."""
 
     weights: str | None = setting(None, "As `model.weights`, for this tower; or of a tower alone (timm, Hugging Face).")
+    lr_factor: float = setting(1.0, "Factor of this tower's learning rate.", above=0)
+    layer_decay: float = setting(1.0, "The rate of each layer group is so much of the next one's.", above=0, most=1)
+    unlocked_groups: int | None = setting(
+        None, "Train only the last layer groups: 1 is the projection, 2 the last block too; null: all.", least=0
+    )
 
 
 @dataclass
@@ -191,6 +196,11 @@ class ModelConfig:
     image: TowerConfig = field(default_factory=TowerConfig)
     text: TowerConfig = field(default_factory=TowerConfig)
     image_size: int | None = setting(None, "Side in pixels, a multiple of the patch; null: the model's own.", least=1)
+    context_length: int | None = setting(
+        None,
+        "Tokens of a caption; loaded weights are stretched to more as in Long-CLIP; null: the model's own.",
+        least=2,
+    )
     freeze_image: bool = setting(False, "Lock the image tower (LiT): no gradient, no second pass.")
     freeze_text: bool = setting(False, "Lock the text tower.")
     grad_checkpointing: bool = setting(False, "Recompute each block's activations in the backward pass.")

@@ -80,6 +80,13 @@ def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
         raise UserError(
             "log.noise_scale: FSDP2 keeps no gradient of a chunk to look at; leave it 0, or use launch.parallel=ddp"
         )
+    model = config.model
+    for tower, locked, unlocked in (
+        ("image", model.freeze_image, model.image.unlocked_groups),
+        ("text", model.freeze_text, model.text.unlocked_groups),
+    ):
+        if locked and unlocked:
+            raise UserError(f"model.freeze_{tower}=true locks what model.{tower}.unlocked_groups={unlocked} trains")
     parse_memory("cache.keep", config.cache.keep)
     for name in ("scale", "ratio"):
         low, high = getattr(config.data.augment, name)

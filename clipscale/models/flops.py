@@ -18,14 +18,16 @@ def forward_flops(config: ModelConfig, length: int | None = None) -> tuple[int, 
 
     `length`: the caption's tokens; None: the whole context.
     """
-    return _forward_flops(json.dumps([config.name, config.architecture, config.image_size]), length)
+    return _forward_flops(
+        json.dumps([config.name, config.architecture, config.image_size, config.context_length]), length
+    )
 
 
 @cache
 def _forward_flops(model: str, length: int | None) -> tuple[int, int]:
-    """`model`: its name, architecture and image size as JSON."""
-    name, description, side = json.loads(model)
-    config = ModelConfig(name=name, architecture=description, image_size=side)
+    """`model`: its name, architecture, image size and context as JSON."""
+    name, description, side, context = json.loads(model)
+    config = ModelConfig(name=name, architecture=description, image_size=side, context_length=context)
     with torch.device("meta"):
         description = architecture(config)
         encoders = encoders_of(description).eval()

@@ -26,6 +26,7 @@ from clipscale.common.units import nearest
 from clipscale.config.parse import typed
 from clipscale.config.sections import ModelConfig
 from clipscale.data.eval_transform import EvalTransform
+from clipscale.models.groups import lock, rate_factors
 from clipscale.models.lean import make_lean, take_short_captions
 from clipscale.models.tokenizer import tokenizer_of
 from clipscale.models.weights import described, without_weights
@@ -109,16 +110,28 @@ class ClipModel(nn.Module):
         """Turns the bytes of a picture into the pixels that the image tower takes, as in open_clip's evaluation."""
         return EvalTransform(self.image_size, mode=self.resize, interpolation=self.interpolation)
 
+    def rate_factors(self, config: ModelConfig) -> dict[str, float]:
+        """Factors of the learning rate by parameter; 1 for those that are missing. Raises UserError."""
+        towers = (("image", self.image, config.image), ("text", self.text, config.text))
+        factors = {name: rate_factors(tower.encoder, name, settings) for name, tower, settings in towers}
+        return {f"{tower}.encoder.{name}": f for tower, own in factors.items() for name, f in own.items()}
+
     def train(self, mode: bool = True) -> "ClipModel":
         """As in torch, but frozen towers and frozen batch normalisation stay in evaluation mode."""
         super().train(mode)
-        for module in self.modules() if self.batch_norm_frozen else ():
-            if isinstance(module, _BatchNorm):
+        for module in self.modules():
+            if isinstance(module, _BatchNorm) and (self.batch_norm_frozen or frozen(module)):
                 module.eval()
         for tower in (self.image, self.text):
-            if not any(p.requires_grad for p in tower.parameters()):
+            if frozen(tower):
                 tower.eval()
         return self
+
+
+def frozen(module: nn.Module) -> bool:
+    """Whether no parameter of the module trains, and it has some."""
+    flags = [p.requires_grad for p in module.parameters()]
+    return bool(flags) and not any(flags)
 
 
 def architecture(config: ModelConfig) -> dict[str, Any]:
@@ -146,6 +159,10 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
     if config.image_size:
         _check_patches(config.image_size, description["vision_cfg"])
         description["vision_cfg"]["image_size"] = config.image_size
+    if config.context_length:
+        if "hf_model_name" in description["text_cfg"]:
+            raise UserError(f"model.context_length={config.context_length}: a text tower of transformers has its own")
+        description["text_cfg"]["context_length"] = config.context_length
     # Weights come from `weights` alone. Building a model downloads nothing else.
     if "timm_model_name" in description["vision_cfg"]:
         description["vision_cfg"]["timm_model_pretrained"] = False
@@ -209,10 +226,10 @@ def build_model(config: ModelConfig) -> ClipModel:
         if not (config.lean and make_lean(encoder)):
             take_short_captions(encoder)
     model = ClipModel(encoders, description["embed_dim"], config, tokenizer_of(config.name, description["text_cfg"]))
-    if config.freeze_image:
-        model.image.requires_grad_(False)
-    if config.freeze_text:
-        model.text.requires_grad_(False)
+    for name, tower, settings in (("image", model.image, config.image), ("text", model.text, config.text)):
+        unlocked = 0 if getattr(config, f"freeze_{name}") else settings.unlocked_groups
+        if unlocked is not None:
+            lock(tower.encoder, name, unlocked)
     return model.train()
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import open_clip
+import torch
 from open_clip.convert import convert_state_dict
 from open_clip.factory import load_state_dict
 from open_clip.model import CustomTextCLIP, convert_to_custom_text_state_dict, resize_pos_embed, resize_text_pos_embed
@@ -23,7 +24,7 @@ from clipscale.checkpoint.loading import META
 from clipscale.common.errors import UserError, first_line, one_line
 from clipscale.common.units import nearest, run_folder
 from clipscale.config.parse import typed
-from clipscale.config.sections import ModelConfig, TowerConfig
+from clipscale.config.sections import ModelConfig
 from clipscale.models import huggingface
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ PIXELS = ("mean", "std", "interpolation", "resize")
 OPEN_CLIP, CONFIG = "open_clip_config.json", "config.json"
 _FILES = ("open_clip_model.safetensors", "model.safetensors", "open_clip_pytorch_model.bin", "pytorch_model.bin")
 """Weights in a folder, the first that there is."""
+KEPT = 20
+"""Text positions that stay where a context is stretched."""
 _BARE = re.compile(r"(^|\.)(head|proj|pooler|cls|lm_head|fc|classifier|embeddings\.position_ids)(\.|$)")
 """Weights around a tower of another task: its classifier is left out, and our projection keeps its initial values."""
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -52,6 +55,8 @@ class Source:
     pixels: dict[str, Any] = field(default_factory=dict)
     """The settings of the model by which its pictures were prepared; empty: not known."""
     quick_gelu: bool | None = None
+    stretch: bool = False
+    """Whether a longer context is made as in Long-CLIP."""
 
 
 def find(value: str, name: str, setting: str = "model.weights") -> Source:
@@ -83,7 +88,7 @@ def described(config: ModelConfig, saved: Mapping[str, Any] | None = None) -> Mo
     """
     if saved is not None:
         trained = typed(ModelConfig, saved["model_config"])
-        return filled(config, {key: getattr(trained, key) for key in (*PIXELS, "image_size")})
+        return filled(config, {key: getattr(trained, key) for key in (*PIXELS, "image_size", "context_length")})
     source = find(config.weights, config.name) if config.weights else None
     if source and not config.name:
         if not source.description:
@@ -99,13 +104,14 @@ def described(config: ModelConfig, saved: Mapping[str, Any] | None = None) -> Mo
 
 def without_weights(config: ModelConfig) -> ModelConfig:
     """The settings of the same model that loads nothing."""
-    return replace(config, weights=None, image=TowerConfig(), text=TowerConfig())
+    image, text = (replace(tower, weights=None) for tower in (config.image, config.text))
+    return replace(config, weights=None, image=image, text=text)
 
 
 def load(encoders: CustomTextCLIP, config: ModelConfig, *, quick_gelu: bool) -> None:
     """Load the weights that the settings name: of the whole model, then of each tower. Raises UserError."""
     if config.weights:
-        source = find(config.weights, config.name)
+        source = replace(find(config.weights, config.name), stretch=config.context_length is not None)
         if source.quick_gelu is not None and source.quick_gelu != quick_gelu:
             right = config.name.removesuffix("-quickgelu") + ("-quickgelu" if source.quick_gelu else "")
             raise UserError(f"{source.setting} was trained with another activation; take model.name={right}")
@@ -113,6 +119,7 @@ def load(encoders: CustomTextCLIP, config: ModelConfig, *, quick_gelu: bool) -> 
     for tower, part, weights in (("image", "visual.", config.image.weights), ("text", "text.", config.text.weights)):
         if weights:
             source = find(weights, config.name, f"model.{tower}.weights")
+            source = replace(source, stretch=config.context_length is not None)
             fill(encoders, of_tower(read(source), encoders, part, source), source, part)
 
 
@@ -278,7 +285,9 @@ def resized(state: dict[str, Tensor], encoders: CustomTextCLIP, source: Source) 
     for name, shape in before.items():
         if name not in ours or shape == ours[name].shape or shape[-1] != ours[name].shape[-1]:
             continue
-        if name.startswith("text."):
+        if name.startswith("text.") and source.stretch and KEPT < shape[0] < len(ours[name]):
+            state[name] = stretched(state[name], len(ours[name]))
+        elif name.startswith("text."):
             resize_text_pos_embed(state, encoders)
         elif "trunk" not in name:
             resize_pos_embed(state, encoders)
@@ -290,6 +299,19 @@ def resized(state: dict[str, Tensor], encoders: CustomTextCLIP, source: Source) 
         now = state[name].shape[-2]
         log.warning("%s: %s resized from %s to %s positions", source.setting, name, shape[-2], now)
     return state
+
+
+def stretched(positions: Tensor, length: int) -> Tensor:
+    """Position embeddings (T, W) for a longer context (length, W), as in Long-CLIP (arXiv 2403.15378).
+
+    The first 20, which most captions fill, stay. Those after them are interpolated linearly: position 20 + j lies at
+    20 + j (T - 20) / (length - 20) of the old ones, beyond the last on the line through the last two. 77 become 248.
+    """
+    old = len(positions)
+    place = KEPT + torch.arange(length - KEPT, device=positions.device) * ((old - KEPT) / (length - KEPT))
+    left = place.long().clamp(max=old - 2)
+    share = (place - left)[:, None].to(positions.dtype)
+    return torch.cat([positions[:KEPT], positions[left].lerp(positions[left + 1], share)])
 
 
 # -- filling -----------------------------------------------------------------------------------------------------------

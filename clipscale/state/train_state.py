@@ -64,7 +64,8 @@ class TrainState:
             scaler=self.precision.scaler,
         )
         # After the wrappers: FSDP2 replaces parameters by sharded ones.
-        self.optimizer = build_optimizer(self.model, config.optim, sharded=parallel == "fsdp")
+        scales = self.model.rate_factors(config.model)
+        self.optimizer = build_optimizer(self.model, config.optim, sharded=parallel == "fsdp", scales=scales)
         self.keep = KeepBudget(config.cache.keep, world)
         self.noise = NoiseScale([self.model.image, self.model.text])
         self.average = WeightAverage(config.ema, self.model) if config.ema else None
@@ -211,7 +212,7 @@ class TrainState:
         set_optimizer_state_dict(self.model, self.optimizer, saved["optimizer"], options=options)
         replicate_state(self.optimizer)
         for group, settings in zip(self.optimizer.param_groups, groups):  # JSON has made tuples lists
-            group.update({key: value for key, value in settings.items() if key != "params"})
+            group.update({key: value for key, value in settings.items() if key not in ("params", "lr_scale")})
         set_model_state_dict(self.model, saved["model"])
         if self.precision.scaler and saved["scaler"]:
             self.precision.scaler.load_state_dict(saved["scaler"])

@@ -177,6 +177,27 @@ def test_positions_are_resized_with_a_notice_for_another_resolution(
     assert features(ours, PIXELS.repeat(1, 1, 2, 2)[:, :, :48, :48])[0].isfinite().all()
 
 
+def test_a_context_is_stretched_as_in_long_clip(tmp_path: Path) -> None:
+    """Long-CLIP's loop: 20 positions stay, between two of the others come three, and three after the last."""
+    text = SMALL["text_cfg"] | {"context_length": 77}
+    theirs = random_model(1, architecture=SMALL | {"text_cfg": text})
+    save_file(state_of(theirs), tmp_path / "clip.safetensors")
+    longer = config(architecture=SMALL | {"text_cfg": text}, weights=str(tmp_path / "clip.safetensors"))
+    ours = build_model(replace(longer, context_length=248))
+    old = theirs.text.encoder.positional_embedding.detach()
+    rows = [old[i] for i in range(20)]
+    for i in range(20, 77):
+        step = old[min(i + 1, 76)] - old[min(i, 75)]
+        rows += [old[i] + j / 4 * step for j in range(4)]
+    assert torch.allclose(ours.text.encoder.positional_embedding, torch.stack(rows), atol=1e-7)
+    tokens = ours.tokenizer(["word " * 200, "a red ring"])
+    assert tokens.shape == (2, 248) and tokens[0].count_nonzero() == 202
+    theirs.eval(), ours.eval()
+    assert torch.allclose(ours.text(tokens[1:]), theirs.text(tokens[1:, :77]), atol=1e-6), "short captions stay"
+    with pytest.raises(UserError, match=r"model.context_length=99: a text tower of transformers has its own"):
+        build_model(replace(longer, architecture=SMALL | {"text_cfg": {"hf_model_name": "x"}}, context_length=99))
+
+
 def test_weights_that_do_not_fit_are_named_and_refused(tmp_path: Path) -> None:
     state = state_of(random_model(1))
     bias = state.pop("visual.ln_post.bias")
