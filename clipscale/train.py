@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -119,8 +120,8 @@ class Run:
                 if self.step != self.saver.last_step:
                     self.save(last=True)
                 self.saver.wait()
-                line = f"stopped by a signal after step {self.step}; go on with run={config.run} resume=auto"
-                raise StoppedError(line, signal.number) from None
+                line = f"stopped by {Signals(signal.number).name} after step {self.step}"
+                raise StoppedError(f"{line}; go on with run={config.run} resume=auto", signal.number) from None
             finally:
                 self.stream.close()
                 self.saver.close()

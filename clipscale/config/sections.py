@@ -144,7 +144,7 @@ class LossConfig:
 
 @dataclass
 class SinkConfig:
-    """Where results go, in addition to the run's folder."""
+    """Where results go, in addition to the run's folder, and what is shown meanwhile."""
 
     wandb: str = setting(
         "disabled",
@@ -152,6 +152,9 @@ class SinkConfig:
         choices=("disabled", "offline", "online"),
     )
     tensorboard: bool = setting(False, "Write event files to RUN/tensorboard.")
+    progress: bool = setting(
+        True, "Show how far long steps and evaluations are: on a terminal in one line, else once a minute."
+    )
 
 
 @dataclass
@@ -159,9 +162,6 @@ class LogConfig(SinkConfig):
     """Where metrics go, in addition to `metrics.jsonl`, which is always written."""
 
     every: int = setting(1, "Steps between console lines.", least=1)
-    progress: bool = setting(
-        True, "Show how far long steps and evaluations are: on a terminal in one line, else once a minute."
-    )
     noise_scale: int = setting(
         0, "Steps between estimates of the gradient noise scale (useful batch); 0: none.", least=0
     )

@@ -67,7 +67,7 @@ def work(config: EvalRunConfig) -> Results:
                     run_dir=folder,
                     step=step,
                     about=about,
-                    progress=Progress(plain_console()) if world.main else lambda *_: None,
+                    progress=Progress(plain_console(), config.log.progress) if world.main else lambda *_: None,
                 )
                 if world.main:
                     _print(config.eval, results, folder.name if step is None else f"{folder.name}, step {step}")

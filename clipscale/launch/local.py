@@ -193,8 +193,9 @@ def recorded(folder: Path) -> dict[int, dict[str, Any]]:
 def mistake(message: dict[str, Any]) -> UserError | None:
     """A worker's UserError, from its recorded message `TYPE: text`; None for any other exception."""
     name, _, text = message["message"].partition(": ")
-    kinds = {"UserError": UserError, "UnwritableError": UserError, "StoppedError": StoppedError}
-    return kinds[name](text) if name in kinds else None
+    if name == "StoppedError":
+        return StoppedError(text, signal.SIGINT if text.startswith("stopped by SIGINT") else signal.SIGTERM)
+    return UserError(text) if name in ("UserError", "UnwritableError") else None
 
 
 def _follows(message: dict[str, Any]) -> bool:

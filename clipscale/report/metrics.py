@@ -4,6 +4,7 @@ The console, wandb and TensorBoard are sinks. A sink that fails does not stop th
 """
 
 import json
+import math
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -75,8 +76,12 @@ class MetricLog:
         self._sinks = Sinks(run_dir, config, yaml.safe_load(resolved_config), self.message, resume_step)
 
     def step(self, record: Record) -> None:
-        """Log one optimizer step: `record["step"]` (counted from 1) and the measured values, which are no tensors."""
-        self._append(json.dumps(record) + "\n")
+        """Log one optimizer step: `record["step"]` (counted from 1) and the measured values, which are no tensors.
+
+        JSON knows no NaN and no infinity: the file has null for them.
+        """
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        self._append(json.dumps(finite) + "\n")
         self._unprinted = record
         if record["step"] % self.config.every == 0:
             self._print_record()

@@ -68,11 +68,10 @@ def restore_random(saved: dict[str, Any] | None, seed: int, world: World) -> Non
 
     Over another number of ranks than the checkpoint's it is seeded anew, differently at each step.
     """
+    torch.manual_seed(seed + 1 + world.rank + (saved["step"] * world.size if saved else 0))
     if saved and len(saved["random"]) == world.size:
-        state = saved["random"][world.rank]
+        state = saved["random"][world.rank]  # of a run on a CPU it has none for a GPU
         RandomState(state["cpu"], state["cuda"] if world.device.type == "cuda" else None).restore()
-    else:
-        torch.manual_seed(seed + 1 + world.rank + (saved["step"] * world.size if saved else 0))
 
 
 def data_stream(state: TrainState, sizes: BatchSizes, saved: dict[str, Any] | None, folder: Path) -> TrainStream:

@@ -140,9 +140,10 @@ class TrainState:
     def update(self, norm: Tensor) -> None:
         """Clip by the gradients' `norm`, step, and clamp the logit scale.
 
-        After an overflow the scaler skips the step on all ranks.
+        After an overflow the scaler skips the step on all ranks, and there is nothing to average.
         """
         config, scaler = self.config.optim, self.precision.scaler
+        skipped = scaler is not None and not bool(norm.isfinite())
         if config.clip_norm:
             torch.nn.utils.clip_grads_with_norm_(self.trained, config.clip_norm, norm)
         if scaler:
@@ -152,7 +153,7 @@ class TrainState:
             self.optimizer.step()
         with torch.no_grad():
             self.model.logit_scale.clamp_(max=math.log(config.max_logit_scale))
-        if self.average:
+        if self.average and not skipped:
             self.average.update()
 
     def largest_rms(self) -> tuple[Tensor, Tensor, list[str]] | None:

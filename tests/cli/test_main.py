@@ -247,7 +247,8 @@ def test_train_eval_plan_and_report_work_one_after_another(
     assert len((tmp_path / "runs/first/metrics.jsonl").read_text().splitlines()) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"]
 
-    status, out, err = cli("eval", "run=first", f"eval.sets={classification_set(tmp_path / 'colours')}", "device=cpu")
+    colours = f"eval.sets={classification_set(tmp_path / 'colours')}"
+    status, out, err = cli("eval", "run=first", colours, "device=cpu", "log.progress=false")
     assert status == 0, err
     assert "colours" in out
     assert (tmp_path / "runs/first/eval").is_dir()

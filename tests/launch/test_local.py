@@ -142,7 +142,9 @@ def test_the_cause_is_shown_and_not_the_ranks_that_it_took_along(tmp_path: Path)
     assert str(failed(lost, "ValueError: bad row", lost)) == "worker 1 failed: ValueError: bad row"
     assert isinstance(failed(lost, lost, "UserError: lr=1: unknown"), UserError)
     assert isinstance(failed("UnwritableError: checkpoint 1 could not be written", lost, lost), UserError)
-    assert isinstance(failed("StoppedError: stopped by a signal", lost, lost), StoppedError)
+    for name, number in {"SIGTERM": 15, "SIGINT": 2}.items():  # to one worker alone
+        stopped = failed(f"StoppedError: stopped by {name} after step 3; go on", lost, lost)
+        assert isinstance(stopped, StoppedError) and stopped.number == number
     assert str(failed(lost, lost, lost)).startswith("worker 0 failed: RuntimeError: ")
 
 

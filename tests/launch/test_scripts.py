@@ -84,7 +84,7 @@ def test_a_slurm_job_asked_to_stop_saves_goes_back_into_the_queue_and_ends_the_r
 
     wait_for(lambda: len(steps(run)) > 2)
     subprocess.run(["scancel", "--signal=TERM", job], check=True)
-    wait_for(lambda: "stopped by a signal after step" in log.read_text())
+    wait_for(lambda: "stopped by SIGTERM after step" in log.read_text())
     stopped = len(steps(run))
     assert stopped < 150, "the run must be stopped before its end for this to test anything"
     wait_for(lambda: state(job) == "PENDING")

@@ -1,13 +1,14 @@
 """The moving average of the weights: its formula, its place in checkpoints, and its use by evaluation and export."""
 
 import copy
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from clipscale.config.sections import EvalConfig
+from clipscale.config.sections import EvalConfig, PrecisionConfig
 from clipscale.distributed.world import World
 from clipscale.step.ema import WeightAverage
 from clipscale.train import Run
@@ -29,6 +30,18 @@ def test_the_average_follows_its_formula_and_lends_its_values() -> None:
     with average.in_place():
         assert torch.equal(model.weight, average.values["weight"])
     assert torch.equal(model.weight, trained)
+
+
+@pytest.mark.parametrize(("scale", "averaged"), [(2.0**100, 0), (2.0**10, 1)])
+def test_a_step_that_the_scaler_skips_is_not_averaged(
+    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scale: float, averaged: int
+) -> None:
+    monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=scale))
+    config = small(shards, tmp_path / "run", ema=0.9, precision=PrecisionConfig("fp16"))
+    run = Run(config, World(0, 1, torch.device("cpu")))
+    run.train_step()
+    run.stream.close()
+    assert run.state.average and run.state.average.updates == averaged
 
 
 def test_a_run_evaluates_the_average_and_trains_on_with_its_weights(
