@@ -182,6 +182,38 @@ def random_box(width: int, height: int, scale: tuple[float, float], ratio: tuple
     return left, top, left + w, top + h
 
 
+JITTERED = 0.8
+"""Share of the pictures whose colours `data.augment.jitter` changes, as in the papers that use it."""
+
+
+@dataclass(frozen=True)
+class Colour:
+    """Colour jitter of a share of the pictures, then greyscale of another (SimCLR, arXiv 2002.05709, appendix A).
+
+    As torchvision's ColorJitter, in a random order: brightness, contrast and saturation are multiplied by factors
+    uniform in 1 +- their strength and not below 0; the hue is shifted by at most its strength, of the colour circle.
+    """
+
+    strengths: tuple[float, float, float, float]
+    grey: float
+    """Probability of a greyscale picture."""
+
+    def __call__(self, pixels: np.ndarray, rng: CounterRNG) -> np.ndarray:
+        """Change (C, S, S) uint8 pixels."""
+        import torch
+        from torchvision.transforms import functional as F  # here: only runs with colour changes load it
+
+        image = torch.from_numpy(np.ascontiguousarray(pixels))
+        if any(self.strengths) and rng.uniform() < JITTERED:
+            changes = (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation, F.adjust_hue)
+            for _, change, strength in sorted((rng.uniform(), i, s) for i, s in enumerate(self.strengths) if s):
+                low, high = (-strength, strength) if change == 3 else (max(0.0, 1 - strength), 1 + strength)
+                image = changes[change](image, rng.uniform(low, high))
+        if rng.uniform() < self.grey:
+            image = F.rgb_to_grayscale(image, num_output_channels=3)
+        return image.numpy()
+
+
 class Crop(NamedTuple):
     """The random choices for one picture. Applied to the same bytes they give the same pixels."""
 
@@ -192,11 +224,13 @@ class Crop(NamedTuple):
     reduce: int
     """The picture is decoded at 1/`reduce` of its size."""
     flipped: bool
+    colour: int
+    """Key of the random numbers for its colours; 0 leaves them unchanged."""
 
 
 @dataclass(frozen=True)
 class TrainTransform:
-    """Picture bytes to training pixels: random resized crop, flip. The caller passes the random numbers.
+    """Picture bytes to training pixels: random resized crop, flip, colours. The caller passes the random numbers.
 
     With `fast`, a JPEG is decoded at 1/2, 1/4 or 1/8 of its size where the crop still has S pixels a side then.
     """
@@ -207,6 +241,7 @@ class TrainTransform:
     flip: float
     max_pixels: int
     fast: bool = False
+    colour: Colour | None = None
 
     def __call__(self, data: bytes, rng: CounterRNG, out: np.ndarray) -> None:
         """Write the pixels to `out`, (C, S, S) uint8. Raises BrokenSampleError before anything is written."""
@@ -221,10 +256,11 @@ class TrainTransform:
         reduce = next((n for n in (8, 4, 2) if n <= most), 1) if self.fast and picture.is_jpeg else 1
         # Edges between two pixels of the reduced picture would shift its contents.
         left, top, right, bottom = (reduce * (edge // reduce) for edge in box)
-        return Crop(left, top, right, bottom, reduce, self.flip > 0 and rng.uniform() < self.flip)
+        flipped = self.flip > 0 and rng.uniform() < self.flip
+        return Crop(left, top, right, bottom, reduce, flipped, 1 + rng.integer(2**62) if self.colour else 0)
 
     def render(self, decoded: np.ndarray, picture: Picture, crop: Crop, out: np.ndarray) -> None:
-        """Cut the crop out of the picture (H, W, C), resize and mirror it, into `out`, (C, S, S) uint8.
+        """Cut the crop out of the picture (H, W, C), resize, colour and mirror it, into `out`, (C, S, S) uint8.
 
         torch's vectorised uint8 kernel takes at most a quarter of the time of Pillow's resize. The two differ by 1/255
         at some pixels, by 2/255 at few.
@@ -237,4 +273,6 @@ class TrainTransform:
         if image.shape[1:] != size:
             image = torch.nn.functional.interpolate(image[None], size=size, mode="bicubic", antialias=True)[0]
         pixels = image.numpy()
+        if self.colour and crop.colour:
+            pixels = self.colour(pixels, CounterRNG(crop.colour))
         np.copyto(out, pixels[:, :, ::-1] if crop.flipped else pixels)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from clipscale.config.data import DataConfig
-from clipscale.data.decode import IMAGE_TYPES, Crop, Picture, TrainTransform
+from clipscale.data.decode import IMAGE_TYPES, Colour, Crop, Picture, TrainTransform
 from clipscale.data.features import StoredFeatures
 from clipscale.data.loader.host_batch import Arena, Slot
 from clipscale.data.order import CounterRNG
@@ -47,6 +47,7 @@ def train_transform(config: DataConfig, side: int) -> TrainTransform:
         augment.flip,
         config.max_pixels,
         fast=config.decode == "fast",
+        colour=Colour(augment.jitter, augment.greyscale) if any(augment.jitter) or augment.greyscale else None,
     )
 
 
