@@ -92,6 +92,10 @@ def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
         low, high = getattr(config.data.augment, name)
         if low > high:
             raise UserError(f"data.augment.{name}=[{low:g},{high:g}]: give the lower end first")
+    if config.data.augment.jitter[3] > 0.5:
+        raise UserError(
+            f"data.augment.jitter: its last, the hue, is {config.data.augment.jitter[3]:g}; give 0.5 or less"
+        )
     procs = config.launch.procs
     shared(config.batch, procs or 1, f"launch.procs={procs} processes")
     if config.run:

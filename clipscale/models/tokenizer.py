@@ -1,6 +1,7 @@
 """open_clip's tokenizers, for captions of any length."""
 
 from collections.abc import Callable
+from functools import cached_property, partial
 from typing import Any
 
 import open_clip
@@ -16,13 +17,20 @@ CHARS_PER_TOKEN = 32
 class Tokenizer:
     """Captions -> int64 tokens (N, T) by `inner`, of so many characters of each caption as can matter.
 
+    `inner` is loaded when it is first needed: a plan needs none. Raises UserError where it cannot be.
+
     The time of byte-pair encoding grows with the square of a word's length: it takes minutes for 80 kB of random
     letters.
     """
 
-    def __init__(self, inner: Callable[..., Tensor], length: int) -> None:
+    def __init__(self, load: Callable[[], Callable[..., Tensor]], length: int) -> None:
         """`length`: T, tokens of the context."""
-        self.inner, self.length = inner, length
+        self._load, self.length = load, length
+
+    @cached_property
+    def inner(self) -> Any:
+        """open_clip's tokenizer."""
+        return self._load()
 
     def __call__(self, texts: list[str]) -> Tensor:
         return self.inner([self.cut(text) for text in texts], self.length)
@@ -36,17 +44,19 @@ class Tokenizer:
 def tokenizer_of(name: str, text: dict[str, Any]) -> Tokenizer:
     """The tokenizer of a model by its open_clip description's `text_cfg`. `name`: the model's, for messages.
 
-    `hf_tokenizer_name` names a tokenizer of transformers, or a folder with its files; none of its code is run. Raises
-    UserError.
+    `hf_tokenizer_name` names a tokenizer of transformers, or a folder with its files; none of its code is run.
     """
-    length = text.get("context_length", DEFAULT_CONTEXT_LENGTH)
+    return Tokenizer(partial(_loaded, name, text), text.get("context_length", DEFAULT_CONTEXT_LENGTH))
+
+
+def _loaded(name: str, text: dict[str, Any]) -> Any:
     options = dict(text.get("tokenizer_kwargs") or {})
     source = text.get("hf_tokenizer_name")
     try:
         if source:
             options |= {"tokenizer_mode": text.get("tokenizer_mode"), "trust_remote_code": False}
-            return Tokenizer(HFTokenizer(source, length, **options), length)
-        return Tokenizer(SimpleTokenizer(**options) if options else open_clip.tokenizer._tokenizer, length)
+            return HFTokenizer(source, text.get("context_length", DEFAULT_CONTEXT_LENGTH), **options)
+        return SimpleTokenizer(**options) if options else open_clip.tokenizer._tokenizer
     except (ImportError, OSError, ValueError, TypeError) as error:
         lacks = "; pip install 'clipscale[hf]'" if isinstance(error, ImportError) else ""
         raise UserError(f"model.name={name!r}: its tokenizer cannot be loaded ({first_line(error)}){lacks}") from error

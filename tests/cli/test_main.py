@@ -149,6 +149,7 @@ def tiny(*words: str) -> list[str]:
 REFUSED = [
     ("loss.backend=triton", "loss.backend=triton needs a GPU"),
     ("device=cuda", "device=cuda: torch sees no CUDA device here"),
+    ("data.augment.jitter=[.3,.3,.3,.8]", "data.augment.jitter: its last, the hue, is 0.8; give 0.5 or less"),
     ("optim.name=adamww", "optim.name='adamww' is not one of timm's optimizers; did you mean 'adamw'"),
     ("cache.chunk=17", "cache.chunk=17: one process holds 16 samples of the batch"),
     ("log=wandb", "log=wandb: there is no key; run `wandb login`"),
