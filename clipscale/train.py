@@ -67,7 +67,8 @@ class Run:
         samples = sizes.samples(config.samples, config.epochs, epoch)
         self.total = sizes.steps(samples)
         self.schedule = Schedule.build(config.schedule, config.optim, sizes, samples, epoch)
-        flops = Flops(config.model, world.device, stored_images=self.state.stored is not None)
+        stored, captions = self.state.stored is not None, config.data.captions_per_step
+        flops = Flops(config.model, world.device, stored_images=stored, captions=captions)
         self.records = StepRecords(self.open_log() if world.main else None, world.size, flops, self.stream)
         self.saver = checkpoint.Saver(self.folder, world, config.checkpoint)
         if config.resume in ("auto", "none"):  # the step is another run's otherwise
@@ -147,7 +148,7 @@ class Run:
         with phases("encode"):
             features = cache.encode(images, texts)
         with phases("loss"):
-            value = state.loss(*features)
+            value = state.loss(*features, batch.targets(self.world.device))
             cache.backward(value)
             del features
         with phases("replay"), state.noise.measure(cache) if measured else nullcontext():

@@ -79,8 +79,17 @@ class DataConfig:
         ["txt"],
         "Where the caption is: `txt`, or `json:FIELD`; with weights, one is drawn per sample: `[txt=1,json:alt=3]`.",
     )
+    captions_per_step: int = setting(
+        1, "Captions of each sample in a step, drawn without replacement; its picture is encoded once.", least=1
+    )
+    same: str | None = setting(
+        None, "What samples share, for `loss.shared`: `caption`, or a field of the json (`url`, `sha256`, ...)."
+    )
     sort_captions: bool = setting(
         True, "Chunks hold captions of like length, little padded, where the tower allows it; false: the batch's order."
+    )
+    only_keys: str | None = setting(
+        None, "A subset of the samples: DataComp's uids (`FILE.npy`, dtype `u8,u8`, sorted), or a text of keys, one a line."
     )
     table: TableConfig = field(default_factory=TableConfig)
     filter: FilterConfig = field(default_factory=FilterConfig)

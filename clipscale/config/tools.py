@@ -75,6 +75,8 @@ class DemoSettings:
 class IndexSettings:
     """`clipscale data index SHARD...`: write an index of counts, offsets and sizes beside the shards; print counts."""
 
+    only_keys: str | None = setting(None, "Index the subset for `data.only_keys`, instead of all samples.")
+
 
 @dataclass
 class CheckSettings:

@@ -74,12 +74,18 @@ def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
         raise UserError("eval.weights=ema: this run keeps no average; give ema=0.9999, or eval.weights=trained")
     if not config.data.train:
         raise UserError("data.train is not set; give shards, data.train='/data/{00000..00099}.tar', or take data=demo")
+    if config.loss.shared != "ignore" and config.data.same is None:
+        raise UserError(f"loss.shared={config.loss.shared}: say what samples share, data.same=caption|url|sha256|FIELD")
+    if config.data.same == "caption" and config.data.captions_per_step > 1:
+        raise UserError("data.same=caption: with data.captions_per_step, compare another field, as in data.same=url")
     if config.resume not in ("auto", "none") and not Path(config.resume).expanduser().exists():
         raise UserError(f"resume={config.resume}: there is no such file or run folder")
     if config.log.noise_scale and config.launch.parallel == "fsdp":
         raise UserError(
             "log.noise_scale: FSDP2 keeps no gradient of a chunk to look at; leave it 0, or use launch.parallel=ddp"
         )
+    if config.log.noise_scale and config.data.captions_per_step > 1:
+        raise UserError("log.noise_scale: it is of pairs, one caption a picture; leave it 0 with data.captions_per_step")
     model = config.model
     for tower, locked, unlocked in (
         ("image", model.freeze_image, model.image.unlocked_groups),

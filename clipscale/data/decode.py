@@ -36,8 +36,9 @@ def json_fields(text: str | bytes) -> dict[str, Any]:
     return fields if isinstance(fields, dict) else {}
 
 
-def caption_of(members: dict[str, bytes], key: str) -> str:
-    """The caption that an entry of `data.captions` names: a member's extension (`txt`), or `json:FIELD`.
+def captions_of(members: dict[str, bytes], key: str) -> list[str]:
+    """The captions that an entry of `data.captions` names: a member's extension (`txt`), or `json:FIELD`, which has one
+    or a list of them.
 
     Raises BrokenSampleError: `no_caption`, `empty_caption`, `caption_not_utf8`, `bad_json`.
     """
@@ -50,15 +51,15 @@ def caption_of(members: dict[str, bytes], key: str) -> str:
         # Replacing the bytes would train the text tower on noise. Such captions are rare, and more than one letter is
         # usually damaged.
         raise BrokenSampleError("caption_not_utf8", str(error)) from error
+    texts = [text]
     if field:
         value = json_fields(text).get(field)
-        if not isinstance(value, str):
+        texts = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)]
+        if not texts:
             raise BrokenSampleError("no_caption", f"no text in field {field!r}")
-        text = value
-    text = text.strip("\ufeff\x00 \t\r\n")
-    if not text:
+    if not (texts := [stripped for text in texts if (stripped := text.strip("\ufeff\x00 \t\r\n"))]):
         raise BrokenSampleError("empty_caption")
-    return text
+    return texts
 
 
 def image_bytes(members: dict[str, bytes], types: Sequence[str] = IMAGE_TYPES) -> bytes:

@@ -1,4 +1,4 @@
-"""Decides which samples are used, and which of its texts is a sample's caption.
+"""Decides which samples are used, which of its texts are a sample's captions, and which samples are the same.
 
 Both depend only on the sample and its own random numbers, so filtered epochs are as exact as unfiltered ones.
 """
@@ -7,14 +7,16 @@ import math
 import operator
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig, FilterConfig
-from clipscale.data.decode import Picture, caption_of, image_bytes, json_fields
+from clipscale.data.decode import Picture, captions_of, image_bytes, json_fields
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError, RawSample
+from clipscale.data.shards.addresses import hash64
 
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     ">=": operator.ge,
@@ -91,40 +93,65 @@ class Selection:
     """Sources (`txt`, `json:FIELD`) and their weights."""
     conditions: tuple[Condition, ...]
     filters: FilterConfig
+    count: int = 1
+    """Captions of a sample."""
+    same: str | None = None
+    """What samples share: `caption`, or a field of the json."""
 
     def members(self) -> set[str]:
         """The extensions to read, apart from the picture's."""
-        return {source.partition(":")[0] for source, _ in self.captions} | ({"json"} if self.conditions else set())
+        fields = self.conditions or self.same not in (None, "caption")
+        return {source.partition(":")[0] for source, _ in self.captions} | ({"json"} if fields else set())
 
-    def caption(self, members: dict[str, bytes], rng: CounterRNG) -> str:
-        """The sample's caption. One of the sources that have a text is drawn by weight.
+    def draw(self, members: dict[str, bytes], rng: CounterRNG) -> list[str]:
+        """The sample's captions. Those of a source share its weight. They are drawn by weight without replacement; once
+        all are drawn, all can be drawn again. A source of weight 0 is used if no other has a text.
 
         Raises BrokenSampleError with the first source's reason if none has a text.
         """
         texts, errors = list[tuple[str, float]](), list[BrokenSampleError]()
         for source, weight in self.captions:
             try:
-                texts.append((caption_of(members, source), weight))
+                found = captions_of(members, source)
+                texts += [(text, weight / len(found)) for text in found]
             except BrokenSampleError as error:
                 errors.append(error)
         if not texts:
             raise errors[0]
-        text, total = texts[0][0], sum(weight for _, weight in texts)
-        if len(self.captions) > 1 and total:  # 0: only sources of weight 0 have a text
-            at = rng.uniform() * total
-            for drawn, weight in texts:
-                text, at = drawn, at - weight
+        pool = [(text, weight) for text, weight in texts if weight] or [(texts[0][0], 1.0)]
+        drawn, left = list[str](), list[tuple[str, float]]()
+        for _ in range(self.count):
+            left = left or pool.copy()
+            at = rng.uniform() * sum(weight for _, weight in left)
+            for i, (_, weight) in enumerate(left):
+                at -= weight
                 if at < 0:
                     break
-        return text
+            drawn.append(left.pop(i)[0])
+        return drawn
 
-    def check(self, sample: RawSample, caption: str) -> None:
+    def key(self, sample: RawSample, captions: Sequence[str], place: str) -> int:
+        """A signed 64-bit hash of what makes samples the same. Captions are compared without regard to case and white
+        space, a field's text or number without white space around it. A sample without the field has a key of its own,
+        by its `place` in the data.
+        """
+        value: Any = None
+        if self.same == "caption":
+            value = " ".join(captions[0].casefold().split())
+        elif self.same is not None:
+            with suppress(BrokenSampleError):
+                value = json_fields(sample.members.get("json", b"{}")).get(self.same)
+        shared = isinstance(value, str | int | float) and str(value).strip() not in ("", "nan")
+        return hash64(f"same {str(value).strip()}" if shared else f"alone {place}") - (1 << 63)
+
+    def check(self, sample: RawSample, captions: Sequence[str]) -> None:
         """Raise BrokenSampleError with the filter's reason for a sample that a filter drops."""
         filters = self.filters
-        if len(caption) < filters.min_caption:
-            raise BrokenSampleError("filter_short_caption", f"{len(caption)} characters")
-        if filters.max_caption is not None and len(caption) > filters.max_caption:
-            raise BrokenSampleError("filter_long_caption", f"{len(caption)} characters")
+        for caption in captions:
+            if len(caption) < filters.min_caption:
+                raise BrokenSampleError("filter_short_caption", f"{len(caption)} characters")
+            if filters.max_caption is not None and len(caption) > filters.max_caption:
+                raise BrokenSampleError("filter_long_caption", f"{len(caption)} characters")
         if self.conditions:
             self._check_fields(json_fields(sample.members.get("json", b"{}")))
         if filters.min_side or filters.max_aspect is not None:
@@ -151,4 +178,6 @@ class Selection:
 def selection(config: DataConfig) -> Selection:
     """Parse the settings. Raises UserError for conditions, sources or files that cannot be used."""
     conditions = tuple(condition(text) for text in config.filter.fields)
-    return Selection(caption_sources(config.captions), conditions, config.filter)
+    return Selection(
+        caption_sources(config.captions), conditions, config.filter, config.captions_per_step, config.same
+    )

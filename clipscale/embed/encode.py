@@ -15,7 +15,7 @@ from torch import Tensor
 
 from clipscale.config.data import DataConfig
 from clipscale.config.tools import IMAGE, TEXT, EmbedConfig
-from clipscale.data.decode import TrainTransform, caption_of, image_bytes
+from clipscale.data.decode import TrainTransform, captions_of, image_bytes
 from clipscale.data.filters import caption_sources
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError, RawSample
@@ -100,7 +100,7 @@ class FeatureEncoder:
         """The first of the sample's texts that can be used; None if there is none."""
         for member in self.captions:
             with suppress(BrokenSampleError):
-                return caption_of(raw.members, member)
+                return captions_of(raw.members, member)[0]
         return None
 
 

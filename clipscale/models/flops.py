@@ -50,9 +50,11 @@ class Flops:
     The gradient cache's second forward pass is overhead and not counted, so MFU compares with plain training.
     """
 
-    def __init__(self, config: ModelConfig, device: torch.device, *, stored_images: bool = False) -> None:
-        """With `stored_images` the image tower does not run, because its features are read."""
-        self.config = config
+    def __init__(
+        self, config: ModelConfig, device: torch.device, *, stored_images: bool = False, captions: int = 1
+    ) -> None:
+        """With `stored_images` the image tower does not run, because its features are read; `captions`: of a sample."""
+        self.config, self.captions = config, captions
         self.image = 0 if stored_images else forward_flops(config)[0] * (1 if config.freeze_image else 3)
         gpu = hardware_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self.peak = HARDWARE[gpu].peak("bf16") if gpu else None
@@ -61,7 +63,8 @@ class Flops:
         """FLOPs; `widths`: a batch's captions by the tokens at which they are computed; None: the whole context."""
         captions = list(widths.items()) if widths else [(None, 1)]
         text = sum(count * forward_flops(self.config, width)[1] for width, count in captions)
-        return self.image + text / sum(count for _, count in captions) * (1 if self.config.freeze_text else 3)
+        text *= self.captions / sum(count for _, count in captions)
+        return self.image + text * (1 if self.config.freeze_text else 3)
 
     def utilisation(self, samples_per_s: float, widths: Mapping[int, int] | None = None) -> float | None:
         """MFU: samples_per_s (per device) x FLOPs per sample / peak. None where the device's peak is not known."""

@@ -19,7 +19,7 @@ from clipscale import checkpoint
 from clipscale.common.errors import UserError
 from clipscale.config.train import TrainConfig
 from clipscale.data.features import StoredFeatures, stored_features
-from clipscale.data.loader.host_batch import HostBatch
+from clipscale.data.loader.host_batch import NO_TARGETS, HostBatch, Targets
 from clipscale.distributed.fsdp import replicate_state
 from clipscale.distributed.world import World, gradient_norm
 from clipscale.loss.api import contrastive_loss
@@ -100,8 +100,8 @@ class TrainState:
 
         towers = {"image": None if self.stored else (self.model.image, pixels), "text": (self.model.text, tokens)}
         with self.precision.autocast():
-            local_batch = self.config.batch // self.world.size
-            return agreed_chunk_sizes(self.config.cache, towers, local_batch, self.world, earlier)
+            local_batch, captions = self.config.batch // self.world.size, self.config.data.captions_per_step
+            return agreed_chunk_sizes(self.config.cache, towers, local_batch, self.world, earlier, captions)
 
     @property
     def towers(self) -> dict[str, nn.Module]:
@@ -110,20 +110,27 @@ class TrainState:
 
     # ---- step ----
 
-    def loss(self, image_features: Tensor, text_features: Tensor) -> Tensor:
+    def loss(self, image_features: Tensor, text_features: Tensor, targets: Targets = NO_TARGETS) -> Tensor:
         """This rank's view of the global loss: the value is the global mean; gradients sum over ranks to its gradient.
 
         With `cache.negatives=chunk`, the mean over micro-batches, each made of one image chunk of every rank.
         """
-        c = self.config.loss
-        scale, bias = self.model.logit_scale.exp(), self.model.logit_bias if c.objective == "sigmoid" else None
         size = self.cache.towers[0].size if self.config.cache.negatives == "chunk" else len(image_features)
+        texts = text_features.split(self.config.data.captions_per_step * size)
         value = image_features.new_zeros(())
         with self.precision.autocast():
-            for u, v in zip(image_features.split(size), text_features.split(size), strict=True):
+            for i, (u, v) in enumerate(zip(image_features.split(size), texts, strict=True)):
                 share = len(u) / len(image_features)
-                value = value + share * contrastive_loss(u, v, scale, logit_bias=bias, check=False, **vars(c))
+                value = value + share * self.loss_among(u, v, targets.part(i * size, i * size + len(u)))
         return value
+
+    def loss_among(self, u: Tensor, v: Tensor, targets: Targets) -> Tensor:
+        """The loss of these pictures and their captions, which are each other's negatives."""
+        c, k = self.config.loss, self.config.data.captions_per_step
+        scale, bias = self.model.logit_scale.exp(), self.model.logit_bias if c.objective == "sigmoid" else None
+        keys = None if c.shared == "ignore" else targets.keys
+        given = {"logit_bias": bias, "keys": keys, "captions": k, "check": False, **vars(c)}
+        return contrastive_loss(u, v, scale, **given)
 
     def gradient_norm(self) -> Tensor:
         """Finish the gradients (scale's and bias's sums over ranks, the scaler's factor); their global norm, 0-d."""

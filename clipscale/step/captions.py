@@ -40,11 +40,11 @@ class CaptionRule:
 
     def input(self, batch: HostBatch, *, sort: bool) -> ChunkLoader | SortedCaptions:
         """The text tower's input; sorted if this run sorts and this step may."""
-        device = self.world.device
+        device, count = self.world.device, len(batch) * batch.captions
         if self.pad is None or not sort:
-            return ChunkLoader(batch.tokens, len(batch), device, resident=self.resident)
+            return ChunkLoader(batch.tokens, count, device, resident=self.resident)
         most = lambda chunks: self.world.highest(chunks)[0]  # noqa: E731
-        return SortedCaptions(batch.tokens, len(batch), device, pad=self.pad, resident=self.resident, most=most)
+        return SortedCaptions(batch.tokens, count, device, pad=self.pad, resident=self.resident, most=most)
 
     def widths(self, texts: ChunkLoader | SortedCaptions) -> dict[int, int]:
         """Captions of a step that has run, by the width at which the tower computed them."""

@@ -25,13 +25,16 @@ Where graphs are kept, the smallest chunk that reaches it is chosen, and the mem
 """
 
 
-def sizes_of_settings(config: CacheConfig, local_batch: int) -> dict[str, int | None]:
-    """Samples per chunk from the settings, for `image` and `text`; None for `auto`, which `find_chunk` resolves.
+def sizes_of_settings(config: CacheConfig, local_batch: int, captions: int = 1) -> dict[str, int | None]:
+    """Rows per chunk from the settings, for `image` and `text`; None for `auto`, which `find_chunk` resolves.
 
-    Raises UserError for sizes below 1 or beyond the samples of one process.
+    `captions`: of each sample. Raises UserError for sizes below 1 or beyond the rows of one process.
     """
     sizes: dict[str, int | None] = {}
-    for tower, chunk in (("image", config.image_chunk), ("text", config.text_chunk)):
+    for tower, chunk, rows, what in (
+        ("image", config.image_chunk, local_batch, "samples"),
+        ("text", config.text_chunk, captions * local_batch, "captions"),
+    ):
         setting, value = (f"cache.{tower}_chunk", str(chunk)) if chunk else ("cache.chunk", config.chunk)
         if value == "auto":
             sizes[tower] = None
@@ -40,10 +43,8 @@ def sizes_of_settings(config: CacheConfig, local_batch: int) -> dict[str, int | 
             size = parse_count(value)
         except ValueError as error:
             raise UserError(f"{setting}={value}: give samples per chunk, or auto") from error
-        if not 1 <= size <= local_batch:
-            raise UserError(
-                f"{setting}={size}: one process holds {local_batch} samples of the batch; choose 1 to {local_batch}"
-            )
+        if not 1 <= size <= rows:
+            raise UserError(f"{setting}={size}: one process holds {rows} {what} of the batch; choose 1 to {rows}")
         sizes[tower] = size
     return sizes
 
@@ -71,6 +72,7 @@ def agreed_chunk_sizes(
     local_batch: int,
     world: World,
     earlier: Mapping[str, Any],
+    captions: int = 1,
 ) -> dict[str, Any]:
     """Samples per chunk by tower, with the `device` that they hold for, the same on all ranks.
 
@@ -78,20 +80,21 @@ def agreed_chunk_sizes(
     random numbers are drawn chunk by chunk; else from a measurement of the tower with inputs of its sampler. None in
     place of a tower: its input is not cut.
     """
-    settings = sizes_of_settings(config, local_batch)
+    settings = sizes_of_settings(config, local_batch, captions)
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     device = " and ".join(sorted(set(world.gather(name))))
     sizes: dict[str, Any] = {"device": device}
     for name, encoder in towers.items():
+        rows = captions * local_batch if name == "text" else local_batch
         if encoder is None:
-            sizes[name] = local_batch
+            sizes[name] = rows
             continue
         tower, sample = encoder
-        size = batch_norm_chunk(tower, name, settings[name], local_batch) or settings[name]
+        size = batch_norm_chunk(tower, name, settings[name], rows) or settings[name]
         if size is None and earlier.get("device") == device:
             size = earlier[name]
         if size is None:
-            fastest = find_chunk(tower, sample, local_batch, world.device, keep=config.keep != "none")
+            fastest = find_chunk(tower, sample, rows, world.device, keep=config.keep != "none")
             size = min(world.gather(fastest))
         sizes[name] = size
     return sizes

@@ -49,7 +49,7 @@ def contents(stream: TrainStream, steps: int) -> list[tuple[list[int], bytes, by
 
 def content(batch: HostBatch) -> tuple[list[int], bytes, bytes]:
     """Its ids, pixels, tokens."""
-    pixels, tokens = batch.pixels(0, len(batch)), batch.tokens(0, len(batch))
+    pixels, tokens = batch.pixels(0, len(batch)), batch.tokens(0, len(batch) * batch.captions)
     return batch.ids().tolist(), pixels.numpy().tobytes(), tokens.numpy().tobytes()
 
 

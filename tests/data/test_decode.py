@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 from torchvision.transforms import ColorJitter, Grayscale
 
-from clipscale.data.decode import BrokenSampleError, Colour, Picture, TrainTransform, caption_of
+from clipscale.data.decode import BrokenSampleError, Colour, Picture, TrainTransform, captions_of
 from clipscale.data.eval_transform import EvalTransform
 from clipscale.data.order import CounterRNG
 from tests.data.files import photograph, picture
@@ -177,7 +177,7 @@ def test_damaged_pictures_are_decoded_or_counted(kind: str, hits: list[tuple[flo
 )
 def test_unusable_captions_have_a_reason(members: dict[str, bytes], key: str, reason: str) -> None:
     with pytest.raises(BrokenSampleError) as error:
-        caption_of(members, key)
+        captions_of(members, key)
     assert error.value.reason == reason
 
 

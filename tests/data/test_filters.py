@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def raw(size: tuple[int, int] = (8, 6), text: str = "a caption", **fields: Any) 
 
 def reason_for(selected: Selection, sample: RawSample) -> str | None:
     try:
-        selected.check(sample, selected.caption(sample.members, CounterRNG(1)))
+        selected.check(sample, selected.draw(sample.members, CounterRNG(1)))
     except BrokenSampleError as error:
         return error.reason
     return None
@@ -86,13 +87,46 @@ def test_a_stream_drops_by_reason_and_keeps_the_rest_exact(tmp_path: Path) -> No
 
 def test_sources_are_drawn_by_weight() -> None:
     selected, sample = chosen(["txt=1", "json:alt=3"]), raw(text="t", alt="j")
-    drawn = Counter(selected.caption(sample.members, CounterRNG(5, i)) for i in range(4000))
+    drawn = Counter(selected.draw(sample.members, CounterRNG(5, i))[0] for i in range(4000))
     assert drawn["j"] / 4000 == pytest.approx(0.75, abs=0.03)
-    assert selected.caption(sample.members, CounterRNG(5, 7)) == selected.caption(sample.members, CounterRNG(5, 7))
+    assert selected.draw(sample.members, CounterRNG(5, 7)) == selected.draw(sample.members, CounterRNG(5, 7))
 
 
 def test_a_source_without_text_gives_way_to_the_others() -> None:
     selected = chosen(["json:alt=9", "txt=1"])
-    assert {selected.caption(raw(text="t").members, CounterRNG(i)) for i in range(50)} == {"t"}
+    assert {*flat(selected.draw(raw(text="t").members, CounterRNG(i)) for i in range(50))} == {"t"}
     with pytest.raises(BrokenSampleError, match="no_caption"):
-        selected.caption(raw(text=" ").members, CounterRNG(0))
+        selected.draw(raw(text=" ").members, CounterRNG(0))
+
+
+def test_captions_are_drawn_without_replacement_and_then_again() -> None:
+    selected, sample = chosen(["txt=2", "json:alts=1"]), raw(text="t", alts=["a", "b", " ", 3])
+    for i in range(50):
+        drawn = replace(selected, count=7).draw(sample.members, CounterRNG(i))
+        assert sorted(drawn[:3]) == sorted(drawn[3:6]) == ["a", "b", "t"] and drawn[6] in "abt"
+        assert drawn[:1] == selected.draw(sample.members, CounterRNG(i)), "the first does not depend on their number"
+    first = Counter(selected.draw(sample.members, CounterRNG(i))[0] for i in range(4000))
+    assert first["t"] / 4000 == pytest.approx(2 / 3, abs=0.03), "a list shares its source's weight"
+
+
+@pytest.mark.parametrize(
+    ("same", "one", "other", "equal"),
+    [
+        ("caption", raw(text="A  Cat\n"), raw(text="a cat"), True),
+        ("caption", raw(text="a cat"), raw(text="a cat."), False),
+        ("url", raw(url=" http://x/A "), raw(url="http://x/A"), True),
+        ("url", raw(url="http://x/A"), raw(url="http://x/a"), False),
+        ("label", raw(label=3), raw(label="3"), True),
+        ("url", raw(url=""), raw(url=""), False),
+        ("url", raw(url=float("nan")), raw(url=float("nan")), False),
+        ("url", raw(), raw(url="0 1"), False),
+    ],
+)
+def test_samples_with_the_same_value_have_the_same_key(
+    same: str, one: RawSample, other: RawSample, equal: bool
+) -> None:
+    selected = replace(chosen(), same=same)
+    keys = [selected.key(s, [s.members["txt"].decode()], place) for s, place in ((one, "0 0"), (other, "0 1"))]
+    assert (keys[0] == keys[1]) == equal
+    assert keys[0] == selected.key(one, [one.members["txt"].decode()], "0 0"), "the same sample twice in a batch"
+    assert all(-(2**63) <= key < 2**63 for key in keys)

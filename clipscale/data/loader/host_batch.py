@@ -1,6 +1,6 @@
 """The local batch in host memory, allocated once. Workers share it and write each sample into its place.
 
-N: samples of the local batch, C: channels, S: side in pixels, T: tokens.
+N: samples of the local batch, k: captions of each, C: channels, S: side in pixels, T: tokens.
 """
 
 import contextlib
@@ -75,6 +75,8 @@ class Layout:
     context_length: int
     dtype: str = "uint8"
     offload: Offload = HOST
+    captions: int = 1  # of a sample
+    keyed: bool = False  # whether samples have keys, for data.same
 
     @property
     def backend(self) -> str:
@@ -86,7 +88,9 @@ class Layout:
 
     def slot_parts(self) -> dict[str, Part]:
         """The arrays of one slot in shared memory. Encoded pictures use the beginning of their rows."""
-        parts = {"tokens": Part((self.samples, self.context_length), "int32"), "ids": Part((self.samples,), "int64")}
+        tokens = Part((self.samples * self.captions, self.context_length), "int32")
+        numbers = ("ids", "keys") if self.keyed else ("ids",)
+        parts = {"tokens": tokens} | dict.fromkeys(numbers, Part((self.samples,), "int64"))
         if self.backend != "disk":
             parts["rows"] = Part((self.samples, *self.row), self.dtype)
         if self.backend == "encoded":
@@ -119,7 +123,7 @@ class Layout:
 
 
 class Slot(dict[str, np.ndarray]):
-    """One local batch: its arrays by name (see Layout.slot_parts). tokens (N, T) int32, ids (N,) int64."""
+    """One local batch: its arrays by name (see Layout.slot_parts). tokens (kN, T) int32, ids and keys (N,) int64."""
 
     def __init__(self, number: int, parts: dict[str, np.ndarray]) -> None:
         super().__init__(parts)
@@ -228,6 +232,20 @@ def stored_rows(slot: Slot, start: int, stop: int) -> Tensor:
     return torch.from_numpy(slot["rows"][start:stop])
 
 
+class Targets(NamedTuple):
+    """What the loss of a batch takes, besides features: see `contrastive_loss`."""
+
+    keys: Tensor | None = None
+    """(N,) int64: equal for samples that `data.same` calls the same."""
+
+    def part(self, start: int, stop: int) -> "Targets":
+        """Of samples start..stop."""
+        return Targets(None if self.keys is None else self.keys[start:stop])
+
+
+NO_TARGETS = Targets()
+
+
 class HostBatch:
     """One local batch, valid until the next is asked for. Access to rows blocks until they have arrived."""
 
@@ -241,6 +259,8 @@ class HostBatch:
     ) -> None:
         """`wait(stop)` blocks until rows 0..stop have arrived; `read(slot, start, stop)` gives image rows that have."""
         self._slot, self._size, self._wait, self._read = slot, size, wait, read
+        self.captions = len(slot["tokens"]) // len(slot["ids"])
+        """Captions of a sample; caption j is of sample j // captions."""
         self.expect = expect
         """Names the ranges of pixels that will be asked for, in order, so that they can be loaded ahead."""
 
@@ -257,11 +277,20 @@ class HostBatch:
         return self._read(self._slot, start, stop)
 
     def tokens(self, start: int, stop: int) -> Tensor:
-        """(stop - start, T) int32, a view of the batch's memory. Raises UserError if the workers cannot go on."""
-        self._wait(stop)
+        """Captions start..stop, (stop - start, T) int32, a view of the batch's memory. Raises UserError if the workers
+        cannot go on.
+        """
+        self._wait(-(-stop // self.captions))
         return torch.from_numpy(self._slot["tokens"][start:stop])
 
     def ids(self) -> Tensor:
         """(N,) int64: `sample_id` of every sample; waits for all of them."""
+        return self._numbers("ids")
+
+    def targets(self, device: torch.device) -> Targets:
+        """What the loss takes, on the device; waits for all samples."""
+        return Targets(self._numbers("keys").to(device, non_blocking=True) if "keys" in self._slot else None)
+
+    def _numbers(self, name: str) -> Tensor:
         self._wait(self._size)
-        return torch.from_numpy(self._slot["ids"][: self._size])
+        return torch.from_numpy(self._slot[name][: self._size])

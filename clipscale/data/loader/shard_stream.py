@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -53,6 +54,15 @@ class WorkerSpec:
         return [np.arange(span.start, span.stop) for span in spans]
 
 
+class Taken(NamedTuple):
+    """A usable sample without its picture."""
+
+    captions: list[str]
+    id: int
+    key: int
+    """Equal for samples that `data.same` calls the same."""
+
+
 class ShardStream:
     """Gives one usable sample of a shard stream after another."""
 
@@ -80,8 +90,8 @@ class ShardStream:
             return StreamPosition(self._start.stream, *places[0])
         return StreamPosition(self._start.stream, 0, self._given, tuple(n for place in places for n in place))
 
-    def take(self, put: Callable[[bytes, CounterRNG], None]) -> tuple[str, int]:
-        """Give the next usable sample's picture to `put`; returns its caption and its id. Raises UserError.
+    def take(self, put: Callable[[bytes, CounterRNG], None]) -> Taken:
+        """Give the next usable sample's picture to `put`; returns the rest of it. Raises UserError.
 
         `put` raises BrokenSampleError before it writes anything. A weighted source's broken sample is replaced by the
         same source's next.
@@ -97,8 +107,8 @@ class ShardStream:
                 if item.damage:
                     raise BrokenSampleError(item.damage, item.detail)
                 place = segment.epoch, segment.shard, item.index
-                caption = spec.selection.caption(item.members, CounterRNG(seed, CAPTION, *place))
-                spec.selection.check(item, caption)
+                captions = spec.selection.draw(item.members, CounterRNG(seed, CAPTION, *place))
+                spec.selection.check(item, captions)
                 put(image_bytes(item.members, spec.rows.members), CounterRNG(seed, AUGMENT, *place))
             except BrokenSampleError as error:
                 self._counts[error.reason] += 1
@@ -106,7 +116,8 @@ class ShardStream:
             else:
                 self._given += 1
                 self._forget_skipped()
-                return caption, sample_id(item.url, item.key)
+                same = spec.selection.key(item, captions, f"{segment.shard} {item.index}")
+                return Taken(captions, sample_id(item.url, item.key), same)
 
     def close(self) -> None:
         """Close the shards."""
@@ -184,11 +195,15 @@ class BatchFiller:
         work = [(stream, int(place)) for stream, places in pairs for place in places]
         for start in range(0, len(work), self._spec.piece):
             piece = work[start : start + self._spec.piece]
-            captions: dict[int, str] = {}
+            captions: dict[int, str] = {}  # by their row of the tokens
             for stream, place in piece:
                 self._tick()
                 if place in local:
-                    captions[place], slot["ids"][place] = stream.take(partial(self.backend.put, slot, place))
+                    taken = stream.take(partial(self.backend.put, slot, place))
+                    captions.update(enumerate(taken.captions, place * len(taken.captions)))
+                    slot["ids"][place] = taken.id
+                    if "keys" in slot:
+                        slot["keys"][place] = taken.key
                 else:
                     stream.take(self.backend.check)
             if captions:

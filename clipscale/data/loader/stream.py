@@ -176,6 +176,8 @@ def open_stream(
         context_length=np.asarray(tokenizer(["a"])).shape[1],
         dtype=rows.dtype,
         offload=offload,
+        captions=config.captions_per_step,
+        keyed=config.same is not None,
     )
     encoded = offload.backend == "encoded"
     picture = picture_bytes(urls[0], rows.members, layout, Store(config)) if encoded else None

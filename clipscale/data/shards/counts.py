@@ -15,6 +15,7 @@ from clipscale.config.data import DataConfig
 from clipscale.data.order import Epochs, Mixed, Order, Resampled, default_streams, streams_fit
 from clipscale.data.shards import index
 from clipscale.data.shards.addresses import is_local, scheme_of
+from clipscale.data.shards.subset import Subset, subset_of
 
 log = logging.getLogger(__name__)
 
@@ -22,13 +23,18 @@ SCAN_AT_MOST = 256
 """Shards that are scanned to count their samples if no counts are recorded; more would delay the start of a run."""
 
 
-def recorded_counts(urls: Sequence[str]) -> list[int | None]:
-    """Samples per shard by an index, `sizes.json` (webdataset) or `NNNNN_stats.json` (img2dataset); None: unknown."""
-    entries, stale = index.current(urls)
+def recorded_counts(urls: Sequence[str], subset: Subset | None = None) -> list[int | None]:
+    """Samples per shard by an index, `sizes.json` (webdataset) or `NNNNN_stats.json` (img2dataset); None: unknown.
+
+    Those of a subset are only in its own index.
+    """
+    entries, stale = index.current(urls, subset)
     if stale:
         what = f"the index of {len(stale)} of {len(urls)} shards is out of date (first: {stale[0]})"
         log.warning(f"{what}: they have changed; counting them without it, run `clipscale data index` again")
     _warn_of_damage(entries, len(urls))
+    if subset:
+        return [entries[url].samples if url in entries else None for url in urls]
     folders = {os.path.dirname(url) for url in urls if is_local(url)}  # noqa: PTH120 (as it is named)
     sizes = {folder: _json(Path(folder) / "sizes.json") for folder in folders}
 
@@ -69,18 +75,18 @@ def _json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def scan_counts(urls: Sequence[str]) -> list[int]:
-    """Samples per local shard from its tar headers; an index in the user's cache remembers them.
+def scan_counts(urls: Sequence[str], subset: Subset | None = None) -> list[int]:
+    """Samples per local shard from its tar headers, or of a subset; an index in the user's cache remembers them.
 
     A damaged shard counts the samples before the damage.
     """
     entries: dict[str, index.Entry] = {}
     try:
-        dict(index.update_indexes(urls, beside=False))
-        entries, _ = index.current(urls)
+        dict(index.update_indexes(urls, beside=False, subset=subset))
+        entries, _ = index.current(urls, subset)
     except UserError as error:
         log.warning("counts are not remembered: %s", error)
-        entries = {url: index.scan_shard(url) for url in urls}
+        entries = {url: subset.scan(url) if subset else index.scan_shard(url) for url in urls}
     _warn_of_damage(entries, len(urls))
     return [entries[url].samples if url in entries else 0 for url in urls]
 
@@ -102,13 +108,19 @@ def build_order(
     if config.order == "epochs" and source_of is not None:
         raise UserError("data.weights and data.order=epochs exclude each other; weights need data.order=resampled")
     epochs = config.order == "epochs" or (config.order == "auto" and source_of is None)
-    counts = recorded_counts(urls)
+    subset = subset_of(config.only_keys) if config.only_keys else None
+    if subset and (others := [url for url in urls if scheme_of(url) in index.NO_FILE]):
+        raise UserError(f"data.only_keys={config.only_keys}: {others[0]} is no tar file; leave its samples out yourself")
+    counts = recorded_counts(urls, subset)
     if epochs:
-        counts = _scanned(config, urls, counts)
+        counts = _scanned(config, urls, counts, subset)
     known = [count for count in counts if count is not None]
     complete = len(known) == len(counts)
     if complete and not sum(known):
         remedy = "check that they are image-text tar files"
+        if subset:
+            what = "uids of the samples' json" if config.only_keys.endswith(".npy") else "keys of samples"
+            remedy = f"data.only_keys={config.only_keys} must have {what}"
         raise UserError(f"data.train={config.train}: the {len(urls)} shards hold no sample; {remedy}")
     if epochs and complete:
         return Epochs(tuple(known), batch, _stream_count(config, batch, world, sum(known), position), seed)
@@ -126,14 +138,17 @@ def build_order(
     return Mixed(tuple(map(float, config.weights)), tuple(source_of), tuple(counts), streams, seed)
 
 
-def _scanned(config: DataConfig, urls: Sequence[str], counts: list[int | None]) -> list[int | None]:
+def _scanned(
+    config: DataConfig, urls: Sequence[str], counts: list[int | None], subset: Subset | None
+) -> list[int | None]:
     """The counts, with those of local shards that nothing records: they are scanned, unless they are too many."""
     unknown = [url for url, count in zip(urls, counts) if count is None]
     if unknown and all(map(is_local, unknown)) and (config.order == "epochs" or len(urls) <= SCAN_AT_MOST):
-        scanned = dict(zip(unknown, scan_counts(unknown)))
+        scanned = dict(zip(unknown, scan_counts(unknown, subset)))
         return [scanned[url] if count is None else count for url, count in zip(urls, counts)]
     if unknown and config.order == "epochs":
-        remedy = "run `clipscale data index` on the shards, or take data.order=resampled"
+        command = f"data index{f' only_keys={config.only_keys}' * bool(subset)}"
+        remedy = f"run `clipscale {command}` on the shards, or take data.order=resampled"
         raise UserError(f"data.order=epochs: the samples in {unknown[0]} are not known; {remedy}")
     return counts
 

@@ -15,8 +15,9 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import astuple, dataclass, replace
 from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -26,6 +27,9 @@ from clipscale.data.shards.addresses import SourceError, digest, is_local, leaf_
 from clipscale.data.shards.remote import State
 from clipscale.data.shards.store import Opened, Store
 from clipscale.data.shards.tar import BLOCK, DAMAGE, next_member, padded, skip, unpacked
+
+if TYPE_CHECKING:
+    from clipscale.data.shards.subset import Subset
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -65,15 +69,18 @@ def folder_of(url: str) -> str:
     return str(Path(url).absolute().parent) if is_local(url) else url.rsplit("/", 1)[0]
 
 
-def index_paths(folder: str) -> list[Path]:
-    """Where a folder's index may be, the preferred place first: beside local shards, in the user's cache."""
-    beside = [Path(folder) / FILE] if is_local(folder) else []
-    return [*beside, user_cache() / "index" / f"{digest(folder)}.sqlite"]
+def index_paths(folder: str, subset: "Subset | None" = None) -> list[Path]:
+    """Where a folder's index, or a subset's, may be, the preferred place first: beside local shards, in the user's
+    cache.
+    """
+    suffix = f"-{subset.name}.sqlite" if subset else ".sqlite"
+    beside = [Path(folder) / FILE.replace(".sqlite", suffix)] if is_local(folder) else []
+    return [*beside, user_cache() / "index" / f"{digest(folder)}{suffix}"]
 
 
-def writable_path(folder: str) -> Path:
+def writable_path(folder: str, subset: "Subset | None" = None) -> Path:
     """Where to write a folder's index: beside its shards, or in the user's cache if it is remote or read-only."""
-    return index_paths(folder)[0 if os.access(folder, os.W_OK) else -1]
+    return index_paths(folder, subset)[0 if os.access(folder, os.W_OK) else -1]
 
 
 def query(path: Path, question: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
@@ -88,7 +95,7 @@ def query(path: Path, question: str, values: Sequence[Any] = ()) -> list[tuple[A
         return []
 
 
-def current(urls: Sequence[str]) -> tuple[dict[str, Entry], list[str]]:
+def current(urls: Sequence[str], subset: "Subset | None" = None) -> tuple[dict[str, Entry], list[str]]:
     """The entries that still hold, and the shards that have changed since theirs were made.
 
     Remote shards are assumed unchanged, since asking takes a request each; `sample_offsets` compares them when they are
@@ -100,7 +107,7 @@ def current(urls: Sequence[str]) -> tuple[dict[str, Entry], list[str]]:
             folders[folder_of(url)][leaf_of(url)].append(url)
     entries: dict[str, list[Entry]] = defaultdict(list)
     for folder, leaves in folders.items():
-        for path in index_paths(folder):
+        for path in index_paths(folder, subset):
             for row in query(path, f"SELECT {_COLUMNS} FROM shards"):
                 for url in leaves.get(row[0], ()):
                     entries[url].append(Entry(*row))
@@ -117,11 +124,11 @@ def current(urls: Sequence[str]) -> tuple[dict[str, Entry], list[str]]:
     return {url: entry for url, entry in matches.items() if entry}, [url for url, entry in matches.items() if not entry]
 
 
-def sample_offsets(url: str, opened: Opened) -> np.ndarray | None:
+def sample_offsets(url: str, opened: Opened, subset: "Subset | None" = None) -> np.ndarray | None:
     """Where an opened shard's samples begin, (samples + 1,) int64; None if no index has an entry of its state."""
     stale = False
     question = "SELECT size, version, offsets FROM shards WHERE name = ?"
-    for path in index_paths(folder_of(url)):
+    for path in index_paths(folder_of(url), subset):
         for size, version, packed in query(path, question, [leaf_of(url)]):
             if (size, version) == (opened.size, opened.version):
                 return None if packed is None else unpack(packed)
@@ -189,7 +196,9 @@ Outcome = Entry | str | None
 """A shard's new entry, why it could not be opened, or None where its old entry still holds."""
 
 
-def update_indexes(urls: Sequence[str], *, beside: bool = True, workers: int = 1) -> Iterator[tuple[str, Outcome]]:
+def update_indexes(
+    urls: Sequence[str], *, beside: bool = True, workers: int = 1, subset: "Subset | None" = None
+) -> Iterator[tuple[str, Outcome]]:
     """Bring the indexes of these shards' folders up to date, at `writable_path` (`beside`) or in the user's cache.
 
     Yields each shard when it is done. Skips those whose entry still holds. Entries are written one by one, so a killed
@@ -199,12 +208,13 @@ def update_indexes(urls: Sequence[str], *, beside: bool = True, workers: int = 1
     for url in urls:
         folders[folder_of(url)].append(url)
     for folder, shards in folders.items():
-        path = writable_path(folder) if beside else index_paths(folder)[-1]
+        path = writable_path(folder, subset) if beside else index_paths(folder, subset)[-1]
         rows = query(path, "SELECT name, size, version FROM shards")
         states: dict[str, State] = {name: (size, version) for name, size, version in rows}
         old = [states.get(leaf_of(url)) for url in shards]
         with _writing(path) as base:
-            for url, outcome in zip(shards, map_shards(_scan_changed, workers, shards, old)):
+            scan = partial(_scan_changed, subset.scan if subset else scan_shard)
+            for url, outcome in zip(shards, map_shards(scan, workers, shards, old)):
                 if isinstance(outcome, Entry):
                     packed = None if outcome.offsets is None else pack(outcome.offsets)
                     values = *astuple(replace(outcome, offsets=None))[:-1], packed
@@ -212,9 +222,9 @@ def update_indexes(urls: Sequence[str], *, beside: bool = True, workers: int = 1
                 yield url, outcome
 
 
-def _scan_changed(url: str, old: State | None) -> Outcome:
+def _scan_changed(scan: Callable[[str], Entry], url: str, old: State | None) -> Outcome:
     try:
-        return None if Store().state(url) == old else scan_shard(url)
+        return None if Store().state(url) == old else scan(url)
     except (OSError, SourceError) as error:
         return str(error)
 

@@ -39,11 +39,16 @@ def read_shard(
     `sample.limits` returns; None: all). A sample with a wanted member over its size limit has the damage `too_large`
     and no members. With `lazy`, the picture that a table's row names is read by the sample's `load`, not here. With
     `indexed`, an index that holds for the shard is used: unwanted samples are skipped without a read (their key is
-    empty), and damage costs only the sample that it lies in.
+    empty), and damage costs only the sample that it lies in. With `data.only_keys` the shard has no other samples.
     """
     raw: RawSample | None = None
     store = store or Store()
     try:
+        if store.config.only_keys is not None:
+            from clipscale.data.shards.subset import read_subset  # here: it reads by this function
+
+            yield from read_subset(url, problem, want, kinds, lazy=lazy, store=store, indexed=indexed)
+            return
         if scheme_of(url) == "table":
             from clipscale.data.shards import tables  # here: it loads what decodes pictures
 

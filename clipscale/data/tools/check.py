@@ -79,5 +79,5 @@ def use(sample: RawSample, chosen: Selection, max_pixels: int) -> None:
     """Decode the sample as training does. Raises BrokenSampleError."""
     if sample.damage:
         raise BrokenSampleError(sample.damage, sample.detail)
-    chosen.check(sample, chosen.caption(sample.members, CounterRNG(sample.index)))
+    chosen.check(sample, chosen.draw(sample.members, CounterRNG(sample.index)))
     Picture(image_bytes(sample.members), max_pixels).decode()

@@ -14,6 +14,7 @@ from clipscale.config.data import TableConfig
 from clipscale.config.tools import IndexSettings
 from clipscale.data.shards import index, listing
 from clipscale.data.shards.addresses import scheme_of
+from clipscale.data.shards.subset import subset_of
 
 T = TypeVar("T")
 
@@ -37,8 +38,9 @@ def main(sources: Sequence[str], settings: IndexSettings) -> int:
     if not urls:
         say("tables and pipes have no index; their rows are counted as they are")
         return 0
-    outcomes = dict(progress(index.update_indexes(urls, workers=cores()), len(urls)))
-    entries, _ = index.current(urls)
+    subset = subset_of(settings.only_keys) if settings.only_keys else None
+    outcomes = dict(progress(index.update_indexes(urls, workers=cores(), subset=subset), len(urls)))
+    entries, _ = index.current(urls, subset)
     counts = [entry.samples for entry in entries.values()] or [0]
     size = format_bytes(sum(entry.size for entry in entries.values()))
     read = sum(isinstance(outcome, index.Entry) for outcome in outcomes.values())
@@ -47,6 +49,6 @@ def main(sources: Sequence[str], settings: IndexSettings) -> int:
     damage += [f"{e.reason} after {e.samples} samples: {e.detail}" for e in entries.values() if e.reason]
     for line in damage:
         say(line)
-    for place in sorted({str(index.writable_path(index.folder_of(url))) for url in urls}):
+    for place in sorted({str(index.writable_path(index.folder_of(url), subset)) for url in urls}):
         say(f"  {place}")
     return 1 if damage else 0

@@ -1,0 +1,112 @@
+"""A run over a subset of full shards is the run over shards that hold only the subset, sample for sample."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from clipscale.common.errors import UserError
+from clipscale.config.tools import IndexSettings
+from clipscale.data.shards import index, subset
+from clipscale.data.tools.make_index import main as make_index
+from tests.data.files import Members, picture, write_tar
+from tests.data.streams import contents, open_stream, positions
+
+
+def uid(shard: int, i: int) -> str:
+    return f"{random.Random(f'{shard} {i}').getrandbits(128):032x}"
+
+
+def write(folder: Path, names: dict[int, list[int]]) -> Path:
+    """Of each shard the samples with these numbers; some have captions that no run can use."""
+    folder.mkdir()
+    for shard, numbers in names.items():
+        members: Members = []
+        for i in numbers:
+            about = json.dumps({"uid": uid(shard, i)}).encode()
+            members += [(f"{shard}-{i:02d}.png", picture(i)), (f"{shard}-{i:02d}.json", about)]
+            members += [(f"{shard}-{i:02d}.txt", b"" if i % 7 == 0 else f"{shard} {i}".encode())]
+        write_tar(folder / f"{shard}.tar", members)
+    return folder
+
+
+FULL = {0: [*range(30)], 1: [*range(21)], 2: [*range(44)], 3: [*range(5)]}
+PART = {shard: [i for i in numbers if i % 3 == 0 and shard < 3] for shard, numbers in FULL.items()}
+
+
+def listed(file: Path) -> Path:
+    """The subset's file, by uid or by key."""
+    chosen = [(shard, i) for shard, numbers in PART.items() for i in numbers]
+    if file.suffix == ".npy":
+        pairs = [(int(uid(*s)[:16], 16), int(uid(*s)[16:], 16)) for s in chosen]
+        np.save(file, np.sort(np.array([*pairs, (1, 2)], "u8,u8")))
+    else:
+        file.write_text("\n".join(["none", *(f"{shard}-{i:02d}" for shard, i in chosen)]) + "\n")
+    return file
+
+
+@pytest.mark.parametrize("order", ["epochs", "resampled", "weights"])
+@pytest.mark.parametrize("name", ["uids.npy", "keys.txt"])
+@pytest.mark.parametrize("indexed", [False, True])
+def test_a_subset_of_full_shards_is_the_shards_of_the_subset(
+    tmp_path: Path, order: str, name: str, indexed: bool
+) -> None:
+    full, part, file = write(tmp_path / "full", FULL), write(tmp_path / "part", PART), listed(tmp_path / name)
+    if indexed:
+        shards = [str(path) for path in sorted(full.iterdir())]
+        make_index(shards, IndexSettings())
+        make_index(shards, IndexSettings(only_keys=str(file)))
+        make_index([str(part)], IndexSettings())
+
+    def read(folder: Path, ranks: int, steps: int, **options: Any) -> tuple[list[Any], Any]:
+        sources = {"train": [f"{folder}/[01].tar", f"{folder}/[23].tar"], "weights": [1.0, 2.0]}
+        options |= sources if order == "weights" else {"order": order}
+        streams = [open_stream(folder, batch=8, rank=r, world=ranks, shard_streams=4, **options) for r in range(ranks)]
+        return [contents(stream, steps) for stream in streams], positions(streams)
+
+    for ranks in (1, 2):
+        expected, _ = read(part, ranks, 9)
+        first, position = read(full, ranks, 5, only_keys=str(file))
+        assert first == [batches[:5] for batches in expected]
+        rest, _ = read(full, ranks, 4, only_keys=str(file), position=position)
+        assert rest == [batches[5:] for batches in expected]
+    stream = open_stream(full, batch=8, only_keys=str(file))
+    assert stream.samples_per_epoch == sum(map(len, PART.values()))
+
+
+def test_a_shard_or_list_that_changes_is_scanned_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full, file = write(tmp_path / "full", FULL), listed(tmp_path / "keys.txt")
+    count = lambda: open_stream(full, batch=4, only_keys=str(file)).samples_per_epoch  # noqa: E731
+    assert count() == 32
+    with monkeypatch.context() as patch:
+        patch.setattr(subset.Subset, "scan", lambda *_: pytest.fail("scanned again"))
+        assert count() == 32
+    (full / "0.tar").unlink()
+    assert count() == 22
+    (full / "1.tar").write_bytes((full / "2.tar").read_bytes())
+    assert count() == 30
+    file.write_text("2-00\n2-01\n2-02\n2-03\n")
+    assert count() == 8 and index.current([str(full / "2.tar")], subset.subset_of(str(file)))[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "message"),
+    [
+        ("a.npy", np.array([(2, 0), (1, 5)], "u8,u8"), "not in order"),
+        ("a.npy", np.array([(1, 5), (1, 4)], "u8,u8"), "not in order"),
+        ("a.npy", np.arange(4), r"int64 \(4,\), not rows of numpy's dtype\('u8,u8'\)"),
+        ("a.npy", np.array([(1, 2)], "u8,u8"), "hold no sample; data.only_keys=.* must have uids"),
+        ("a.txt", None, "hold no sample; data.only_keys=.* must have keys"),
+        ("none.txt", None, "none.txt: cannot be read"),
+    ],
+)
+def test_a_list_that_cannot_be_used_is_named(tmp_path: Path, name: str, rows: Any, message: str) -> None:
+    full = write(tmp_path / "full", FULL)
+    if rows is not None:
+        np.save(tmp_path / name, rows)
+    (tmp_path / "a.txt").write_text("other\n")
+    with pytest.raises(UserError, match=message):
+        open_stream(full, batch=4, only_keys=str(tmp_path / name))
