@@ -89,7 +89,8 @@ class DataConfig:
         True, "Chunks hold captions of like length, little padded, where the tower allows it; false: the batch's order."
     )
     only_keys: str | None = setting(
-        None, "A subset of the samples: DataComp's uids (`FILE.npy`, dtype `u8,u8`, sorted), or a text of keys, one a line."
+        None,
+        "A subset of the samples: DataComp's uids (`FILE.npy`, dtype `u8,u8`, sorted), or a text of keys, one a line.",
     )
     table: TableConfig = field(default_factory=TableConfig)
     filter: FilterConfig = field(default_factory=FilterConfig)

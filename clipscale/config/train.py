@@ -85,7 +85,9 @@ def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
             "log.noise_scale: FSDP2 keeps no gradient of a chunk to look at; leave it 0, or use launch.parallel=ddp"
         )
     if config.log.noise_scale and config.data.captions_per_step > 1:
-        raise UserError("log.noise_scale: it is of pairs, one caption a picture; leave it 0 with data.captions_per_step")
+        raise UserError(
+            "log.noise_scale: it is of pairs, one caption a picture; leave it 0 with data.captions_per_step"
+        )
     model = config.model
     for tower, locked, unlocked in (
         ("image", model.freeze_image, model.image.unlocked_groups),

@@ -122,11 +122,10 @@ class Selection:
         drawn, left = list[str](), list[tuple[str, float]]()
         for _ in range(self.count):
             left = left or pool.copy()
-            at = rng.uniform() * sum(weight for _, weight in left)
-            for i, (_, weight) in enumerate(left):
-                at -= weight
-                if at < 0:
-                    break
+            i, at = -1, rng.uniform() * sum(weight for _, weight in left)
+            while at >= 0 and i < len(left) - 1:
+                i += 1
+                at -= left[i][1]
             drawn.append(left.pop(i)[0])
         return drawn
 
@@ -178,6 +177,4 @@ class Selection:
 def selection(config: DataConfig) -> Selection:
     """Parse the settings. Raises UserError for conditions, sources or files that cannot be used."""
     conditions = tuple(condition(text) for text in config.filter.fields)
-    return Selection(
-        caption_sources(config.captions), conditions, config.filter, config.captions_per_step, config.same
-    )
+    return Selection(caption_sources(config.captions), conditions, config.filter, config.captions_per_step, config.same)

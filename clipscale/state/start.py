@@ -56,13 +56,8 @@ def begin(
 
 def check_machine(config: TrainConfig, world: World) -> None:
     """Raise UserError for settings that this machine or a library refuses, before a model is built."""
-<<<<<<< HEAD
     known_optimizer(config.optim)
-    sizes_of_settings(config.cache, config.batch // world.size)
-=======
-    known_optimizer(config.optim.name)
     sizes_of_settings(config.cache, config.batch // world.size, config.data.captions_per_step)
->>>>>>> d9089e0 (Keys of samples that are the same, several captions a picture, and runs over a listed subset)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if config.loss.backend == "triton" and world.device.type == "cpu" and not interpreted:
         raise UserError("loss.backend=triton needs a GPU, and the device is the CPU; take loss.backend=tiled, or auto")

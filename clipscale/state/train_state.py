@@ -115,22 +115,16 @@ class TrainState:
 
         With `cache.negatives=chunk`, the mean over micro-batches, each made of one image chunk of every rank.
         """
-        size = self.cache.towers[0].size if self.config.cache.negatives == "chunk" else len(image_features)
-        texts = text_features.split(self.config.data.captions_per_step * size)
-        value = image_features.new_zeros(())
-        with self.precision.autocast():
-            for i, (u, v) in enumerate(zip(image_features.split(size), texts, strict=True)):
-                share = len(u) / len(image_features)
-                value = value + share * self.loss_among(u, v, targets.part(i * size, i * size + len(u)))
-        return value
-
-    def loss_among(self, u: Tensor, v: Tensor, targets: Targets) -> Tensor:
-        """The loss of these pictures and their captions, which are each other's negatives."""
         c, k = self.config.loss, self.config.data.captions_per_step
         scale, bias = self.model.logit_scale.exp(), self.model.logit_bias if c.objective == "sigmoid" else None
-        keys = None if c.shared == "ignore" else targets.keys
-        given = {"logit_bias": bias, "keys": keys, "captions": k, "check": False, **vars(c)}
-        return contrastive_loss(u, v, scale, **given)
+        given = {"logit_bias": bias, "captions": k, "check": False, **vars(c)}
+        size = self.cache.towers[0].size if self.config.cache.negatives == "chunk" else len(image_features)
+        value = image_features.new_zeros(())
+        with self.precision.autocast():
+            for i, (u, v) in enumerate(zip(image_features.split(size), text_features.split(k * size), strict=True)):
+                share, of_chunk = len(u) / len(image_features), targets.part(i * size, i * size + len(u))
+                value = value + share * contrastive_loss(u, v, scale, keys=of_chunk.keys, **given)
+        return value
 
     def gradient_norm(self) -> Tensor:
         """Finish the gradients (scale's and bias's sums over ranks, the scaler's factor); their global norm, 0-d."""

@@ -110,7 +110,9 @@ def build_order(
     epochs = config.order == "epochs" or (config.order == "auto" and source_of is None)
     subset = subset_of(config.only_keys) if config.only_keys else None
     if subset and (others := [url for url in urls if scheme_of(url) in index.NO_FILE]):
-        raise UserError(f"data.only_keys={config.only_keys}: {others[0]} is no tar file; leave its samples out yourself")
+        raise UserError(
+            f"data.only_keys={config.only_keys}: {others[0]} is no tar file; leave its samples out yourself"
+        )
     counts = recorded_counts(urls, subset)
     if epochs:
         counts = _scanned(config, urls, counts, subset)
