@@ -146,7 +146,7 @@ class Run:
         batch = self.stream.next_batch()  # its samples may still be arriving
         images, texts = self.inputs(batch, sort=not measured)
         with phases("encode"):
-            features = cache.encode(images, texts)
+            features = cache.encode(state.past_trunk("image", images), state.past_trunk("text", texts))
         with phases("loss"):
             value = state.loss(*features, batch.targets(self.world.device))
             cache.backward(value)
@@ -178,7 +178,7 @@ class Run:
 
     def inputs(self, batch: HostBatch, *, sort: bool) -> tuple[ChunkLoader, Any]:
         """The towers' inputs. The noise scale wants chunks of random samples: it does not `sort` captions by length."""
-        batch.expect(self.state.cache.ranges(0, len(batch)))
+        batch.expect(self.state.reads(len(batch)))
         resident = self.config.offload == "none"
         images = ChunkLoader(batch.pixels, len(batch), self.world.device, resident=resident)
         return images, self.state.captions.input(batch, sort=sort)

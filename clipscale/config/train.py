@@ -88,10 +88,9 @@ def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
         raise UserError(
             "log.noise_scale: it is of pairs, one caption a picture; leave it 0 with data.captions_per_step"
         )
-    model = config.model
     for tower, locked, unlocked in (
-        ("image", model.freeze_image, model.image.unlocked_groups),
-        ("text", model.freeze_text, model.text.unlocked_groups),
+        ("image", config.model.freeze_image, config.model.image.unlocked_groups),
+        ("text", config.model.freeze_text, config.model.text.unlocked_groups),
     ):
         if locked and unlocked:
             raise UserError(f"model.freeze_{tower}=true locks what model.{tower}.unlocked_groups={unlocked} trains")

@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from clipscale.common.hardware import HARDWARE, hardware_of
-from clipscale.config.sections import ModelConfig
+from clipscale.config.sections import ModelConfig, TowerConfig
 from clipscale.models.lean import take_short_captions
 from clipscale.models.towers import adapt, architecture, encoders_of
 
@@ -44,6 +44,11 @@ def _forward_flops(model: str, length: int | None) -> tuple[int, int]:
     return counts[0], counts[1]
 
 
+def passes(frozen: bool, tower: TowerConfig) -> int:
+    """Forward passes that a tower's training costs: one if only its projection trains, at most."""
+    return 1 if frozen or tower.unlocked_groups in (0, 1) else 3
+
+
 class Flops:
     """FLOPs of one training sample: a forward pass, and twice as much for the backward of a trained tower.
 
@@ -55,7 +60,7 @@ class Flops:
     ) -> None:
         """With `stored_images` the image tower does not run, because its features are read; `captions`: of a sample."""
         self.config, self.captions = config, captions
-        self.image = 0 if stored_images else forward_flops(config)[0] * (1 if config.freeze_image else 3)
+        self.image = 0 if stored_images else forward_flops(config)[0] * passes(config.freeze_image, config.image)
         gpu = hardware_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self.peak = HARDWARE[gpu].peak("bf16") if gpu else None
 
@@ -64,7 +69,7 @@ class Flops:
         captions = list(widths.items()) if widths else [(None, 1)]
         text = sum(count * forward_flops(self.config, width)[1] for width, count in captions)
         text *= self.captions / sum(count for _, count in captions)
-        return self.image + text * (1 if self.config.freeze_text else 3)
+        return self.image + text * passes(self.config.freeze_text, self.config.text)
 
     def utilisation(self, samples_per_s: float, widths: Mapping[int, int] | None = None) -> float | None:
         """MFU: samples_per_s (per device) x FLOPs per sample / peak. None where the device's peak is not known."""

@@ -16,6 +16,8 @@ import open_clip
 import torch
 import torch.nn.functional as F
 from open_clip.model import CustomTextCLIP
+from open_clip.timm_model import TimmModel
+from open_clip.transformer import TextTransformer, VisionTransformer
 from timm.layers import GELUTanh
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -40,6 +42,29 @@ class Tower(nn.Module):
         super().__init__()
         self.encoder = encoder
 
+    def trains_only_its_projection(self) -> bool:
+        """Whether all that trains is the linear map at its end."""
+        trained = {name.split(".")[0] for name, p in self.encoder.named_parameters() if p.requires_grad}
+        return trained == {projection_of(self.encoder)}
+
+    def prepared(self, inputs: Tensor) -> Tensor:
+        """The encoder's input."""
+        raise NotImplementedError
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return unit_rows(self.encoder(self.prepared(inputs)))
+
+    def trunk(self, inputs: Tensor) -> Tensor:
+        """All but the projection: rows (N, W)."""
+        name = projection_of(self.encoder)
+        projection = getattr(self.encoder, name)
+        own = isinstance(self.encoder, VisionTransformer | TextTransformer)
+        setattr(self.encoder, name, None if own else nn.Identity())
+        try:
+            return self.encoder(self.prepared(inputs))
+        finally:
+            setattr(self.encoder, name, projection)
+
     def digest(self) -> str:
         """A digest of the weights, names and values, on any device."""
         digest = hashlib.blake2b(digest_size=16)
@@ -60,15 +85,26 @@ class ImageTower(Tower):
         self.register_buffer("mean", 255 * torch.tensor(mean).view(3, 1, 1), persistent=False)
         self.register_buffer("std", 255 * torch.tensor(std).view(3, 1, 1), persistent=False)
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        return unit_rows(self.encoder((pixels - self.mean) / self.std))
+    def prepared(self, inputs: Tensor) -> Tensor:
+        return (inputs - self.mean) / self.std
 
 
 class TextTower(Tower):
     """Integer tokens (N, T) -> unit feature rows (N, D), float32 (float64 for a float64 encoder)."""
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return unit_rows(self.encoder(tokens.long()))
+    def prepared(self, inputs: Tensor) -> Tensor:
+        return inputs.long()
+
+
+class Projection(nn.Module):
+    """The end of a tower whose trunk is frozen, sharing its parameters: rows (N, W) -> unit rows (N, D)."""
+
+    def __init__(self, tower: Tower) -> None:
+        super().__init__()
+        self.map = getattr(tower.encoder, projection_of(tower.encoder))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return unit_rows(rows @ self.map if isinstance(self.map, nn.Parameter) else self.map(rows))
 
 
 class StoredTower(nn.Module):
@@ -76,6 +112,12 @@ class StoredTower(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         return unit_rows(rows)
+
+
+def projection_of(encoder: nn.Module) -> str:
+    """The name of an encoder's last linear map, or what open_clip has in its place."""
+    names = {TextTransformer: "text_projection", TimmModel: "head"}
+    return next((name for kind, name in names.items() if isinstance(encoder, kind)), "proj")
 
 
 def unit_rows(features: Tensor) -> Tensor:
@@ -123,7 +165,7 @@ class ClipModel(nn.Module):
             if isinstance(module, _BatchNorm) and (self.batch_norm_frozen or frozen(module)):
                 module.eval()
         for tower in (self.image, self.text):
-            if frozen(tower):
+            if frozen(tower) or tower.trains_only_its_projection():
                 tower.eval()
         return self
 

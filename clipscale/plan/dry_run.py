@@ -166,7 +166,7 @@ class DryRun:
         for tower, size in zip(cache.towers, chunks):
             tower.size = size
         self.enter("encode")
-        features = cache.encode(StagedRows(self, 0, batch), StagedRows(self, 1, batch))
+        features = cache.encode(*(state.past_trunk(TOWERS[i], StagedRows(self, i, batch)) for i in (0, 1)))
         self.enter("loss")
         cache.backward(state.loss(*features))
         del features
@@ -201,7 +201,8 @@ class DryRun:
         cached = self.state.cache.towers[tower]
         if not cached.trained:
             return 0
-        rows = self.samples(tower, 0, size)
+        whole = ChunkLoader(partial(self.samples, tower), size, CPU, resident=True)
+        rows = self.state.past_trunk(TOWERS[tower], whole).chunk(0, size)
         before = self.tracker.live
         with gradient_sync(cached.encoder, False):
             with cached.autocast():

@@ -1,6 +1,7 @@
 """What a run trains: the model, the gradient cache around its towers, the optimizer, and an update of all."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,16 @@ from clipscale.data.loader.host_batch import NO_TARGETS, HostBatch, Targets
 from clipscale.distributed.fsdp import replicate_state
 from clipscale.distributed.world import World, gradient_norm
 from clipscale.loss.api import contrastive_loss
-from clipscale.models.towers import ClipModel, StoredTower, build_model
+from clipscale.models.towers import ClipModel, Projection, StoredTower, build_model
 from clipscale.step.captions import CaptionRule
 from clipscale.step.chunk_sizes import agreed_chunk_sizes
 from clipscale.step.ema import WeightAverage
-from clipscale.step.grad_cache import GradCache
+from clipscale.step.grad_cache import Chunked, GradCache
 from clipscale.step.kept_graphs import KeepBudget
 from clipscale.step.noise_scale import NoiseScale
 from clipscale.step.optim import build_optimizer, largest_rms
 from clipscale.step.precision import Precision
+from clipscale.step.trunk import TrunkFeatures
 
 
 class TrainState:
@@ -43,6 +45,11 @@ class TrainState:
         self.precision = Precision(config.precision, world.device)
         self.model = self.build_model()
         self.stored = self.stored_features()
+        towers_of_model = (("image", self.model.image), ("text", self.model.text))
+        self.trunks = [name for name, tower in towers_of_model if tower.trains_only_its_projection()]
+        """The towers whose trunk runs once a step. FSDP2 would not shard a projection within its tower."""
+        if config.launch.parallel == "fsdp":
+            self.trunks = []
         self.captions = self.caption_rule()
         towers = self.towers
         for tower in towers.values():
@@ -105,10 +112,21 @@ class TrainState:
 
     @property
     def towers(self) -> dict[str, nn.Module]:
-        """The encoders of training. Stored features need no image encoder."""
-        return {"image": StoredTower() if self.stored else self.model.image, "text": self.model.text}
+        """The encoders of training: of a tower with a frozen trunk its projection; none of stored features."""
+        towers: dict[str, nn.Module] = {"image": self.model.image, "text": self.model.text}
+        towers |= {name: Projection(towers[name]) for name in self.trunks}  # type: ignore[arg-type]
+        return towers | ({"image": StoredTower()} if self.stored else {})
 
     # ---- step ----
+
+    def past_trunk(self, name: str, inputs: Chunked) -> Chunked:
+        """The input of a tower of `towers` by that of the whole one."""
+        whole = getattr(self.model, name)
+        return TrunkFeatures(inputs, whole.trunk, self.precision.autocast) if name in self.trunks else inputs
+
+    def reads(self, rows: int) -> Iterator[tuple[int, int]]:
+        """The ranges of pixels that a step of `rows` samples reads, in order."""
+        return iter(self.cache.towers[0].cut(rows)) if "image" in self.trunks else self.cache.ranges(0, rows)
 
     def loss(self, image_features: Tensor, text_features: Tensor, targets: Targets = NO_TARGETS) -> Tensor:
         """This rank's view of the global loss: the value is the global mean; gradients sum over ranks to its gradient.
