@@ -82,10 +82,14 @@ def renamed(checkpoint: Path, end: str) -> Path:
 
 
 def locate(run: Path, which: str) -> Path:
-    """A run's checkpoint: `latest`, a step number, or a path. Raises UserError for a run without checkpoints."""
+    """A run's checkpoint: `latest`, a step number, or a path. Raises UserError where there is none."""
     if which == "latest":
         checkpoints = checkpoints_of(run)
         if not checkpoints:
             raise UserError(f"run={run}: no checkpoint in {run / 'checkpoints'}")
         return checkpoints[-1]
-    return path_of(run, int(which)) if which.isdecimal() else Path(which).expanduser()
+    path = path_of(run, int(which)) if which.isdecimal() else Path(which).expanduser()
+    if not path.exists():
+        steps = ", ".join(str(step_of(path)) for path in checkpoints_of(run))
+        raise UserError(f"checkpoint={which}: there is no {path}; give latest, or a step of run={run}: {steps or 'none'}")
+    return path

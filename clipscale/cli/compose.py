@@ -6,7 +6,7 @@ Every mistake becomes a UserError of one line.
 import itertools
 import re
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,9 +31,9 @@ from clipscale.config.train import TrainConfig
 
 class Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        flag = re.search(r"arguments: --([\w-]+)", message)
-        setting = MEANT.get(flag[1].replace("-", "_")) if flag else None
-        raise UserError(f"{message}; give settings as KEY=VALUE, {setting}=..." if setting else message)
+        flag = re.search(r"arguments: --?([\w-]+)", message)
+        meant = MEANT.get(flag[1].replace("-", "_"), "KEY=VALUE") if flag else ""
+        raise UserError(f"{message}; settings have no dashes: {meant}{'=...' * ('=' not in meant)}" if flag else message)
 
 
 def parse(argv: Sequence[str]) -> Namespace:
@@ -61,7 +61,7 @@ def overrides(name: str, words: Iterable[str], *, sweep: bool = False) -> tuple[
             plain.append(word)
             continue
         if not (key and equals):
-            raise UserError(f"{word}: give settings as KEY=VALUE")
+            raise UserError(f"{word}: give settings as KEY=VALUE{example(word, [*declared, *group_options()])}")
         if key == "data" and "data.train" in declared and is_source(value):
             key = "data.train"
         if key in declared and declared[key].kind in (str, list):
@@ -76,6 +76,13 @@ def overrides(name: str, words: Iterable[str], *, sweep: bool = False) -> tuple[
     if lengths <= declared.keys() and len(lengths & given.keys()) == 1:
         given[(lengths - given.keys()).pop()] = "null"
     return plain, [f"{key}={value}" for key, value in given.items()]
+
+
+def example(word: str, names: Collection[str]) -> str:
+    """What was probably meant by a word without an equals sign."""
+    if word.endswith((".yaml", ".yml")):
+        return "; settings of a file: --config-dir DIR experiment=NAME takes DIR/experiment/NAME.yaml"
+    return f", {word}=..." if word in names else f", as in run={word}" if "run" in names and word.isalnum() else ""
 
 
 def is_source(text: str) -> bool:
@@ -98,6 +105,8 @@ def quoted_values(text: str, *, sweep: bool) -> str:
 def settings(name: str, words: Sequence[str], config_dir: str | None = None) -> Any:
     """The settings of a verb: its defaults, conf/ and Hydra's overrides `words`. Raises UserError for any mistake."""
     verb = VERBS[name]
+    if config_dir and not Path(config_dir).is_dir():
+        raise UserError(f"--config-dir {config_dir}: there is no such folder; it holds experiment/NAME.yaml")
     ConfigStore.instance().store(name="settings", node=asdict(verb.settings()))
     file = name if (conf_dir() / f"{name}.yaml").exists() else "settings"
     path = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
@@ -166,10 +175,11 @@ def explain(error: Exception, verb: Verb) -> UserError:
         if ours := re.search(r"UserError raised while resolving interpolation: (.*?)(?: full_key:|$)", text):
             return UserError(ours[1])
         if isinstance(cause, MissingConfigException) and cause.missing_cfg_file:
-            group, _, choice = str(cause.missing_cfg_file).rpartition("/")
-            options = list(cause.options or group_options().get(group, []))
-            likely = MEANT.get(f"{group}={choice}", choice.lower())
-            return UserError(f"{group}={choice}: unknown; choose {one_of(options)}{nearest(likely, options)}")
+            group, _, choice = str(cause.missing_cfg_file).partition("/")
+            options = list(group_options().get(group, cause.options or []))
+            likely = nearest(MEANT.get(f"{group}={choice}", choice.lower()), options)
+            shards = ", or give shards, data.train=PATH" * (group == "data")
+            return UserError(f"{group}={choice}: unknown; choose {one_of(options)}{shards}{likely}")
         if isinstance(cause, OverrideParseException):
             return UserError(f"{cause.override}: cannot be read ({cause.message.splitlines()[0].rstrip('.')})")
         if several := re.search(r"Ambiguous value for argument '(.*?)' 1\.", text):

@@ -70,6 +70,10 @@ def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
         both = f"samples={config.samples} and epochs={config.epochs}"
         raise UserError(f"{both}: give the length of the run with one of them")
     check_sigmoid(config)
+    if config.loss.similarity == "late":
+        raise UserError("loss.similarity=late needs a feature for each token, which these towers do not give; take dot")
+    if config.eval.every and not config.eval.wanted:
+        raise UserError(f"eval.every={config.eval.every}: nothing to evaluate; give eval.sets=[FOLDER,...]")
     if config.eval.weights == "ema" and not config.ema:
         raise UserError("eval.weights=ema: this run keeps no average; give ema=0.9999, or eval.weights=trained")
     if not config.data.train:

@@ -60,7 +60,7 @@ def check_train(config: TrainConfig) -> None:
     if config.log.wandb == "online" and main_rank():
         import wandb
 
-        if not wandb.api.api_key:
+        if not wandb.login(prompt=False, verify=False):
             raise UserError("log=wandb: there is no key; run `wandb login`, export WANDB_API_KEY, or log=wandb-offline")
     if not under_torchrun():  # there all ranks find missing shards together
         from clipscale.data.shards import listing

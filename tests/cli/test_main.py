@@ -162,7 +162,7 @@ def test_what_this_machine_cannot_do_is_refused_before_a_model_is_built(
     cli: Cli, shards: str, monkeypatch: pytest.MonkeyPatch, word: str, message: str
 ) -> None:
     monkeypatch.setattr("clipscale.state.train_state.build_model", pytest.fail)
-    monkeypatch.setattr("wandb.api", SimpleNamespace(api_key=None))
+    monkeypatch.setattr("wandb.login", lambda **options: False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     status, _, err = cli(*tiny(f"data.train={shards}", word))
     assert (status, err.count("\n")) == (2, 1), err
