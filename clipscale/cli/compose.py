@@ -33,7 +33,8 @@ class Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         flag = re.search(r"arguments: --?([\w-]+)", message)
         meant = MEANT.get(flag[1].replace("-", "_"), "KEY=VALUE") if flag else ""
-        raise UserError(f"{message}; settings have no dashes: {meant}{'=...' * ('=' not in meant)}" if flag else message)
+        remedy = f"; settings have no dashes: {meant}{'=...' * ('=' not in meant)}" if flag else ""
+        raise UserError(message + remedy)
 
 
 def parse(argv: Sequence[str]) -> Namespace:

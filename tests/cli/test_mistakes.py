@@ -1,0 +1,164 @@
+"""A first-time user's mistakes by their kind: each gets one line with what was typed and what to type instead."""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from clipscale.cli.main import main
+from tests.cli.conftest import Cli, tiny
+
+MISTAKES = [
+    # the kind of mistake, the command, what the line names: what is wrong, and the remedy
+    ("a misspelt verb", "tran", "tran", "train"),
+    ("half of a verb of two words", "data", "data", "data demo"),
+    ("a misspelt second word", "data chekc a.tar", "data chekc", "data check"),
+    ("a misspelt key", "train optim.lrr=1", "optim.lrr", "optim.lr"),
+    ("a misspelt key of another verb", "eval rum=a", "rum", "run"),
+    ("a misspelt key after plain words", "data check a.tar data.workrs=2", "data.workrs", "data.workers"),
+    ("a key like no other", "train zzz=1", "zzz", "--help"),
+    ("a key without its section", "train clip_norm=1", "clip_norm", "optim.clip_norm"),
+    ("a section without a key", "train data.filter=64", "data.filter", "data.filter.min_side"),
+    ("a misspelt preset", "train model=vit-b33", "model=vit-b33", "vit-b32"),
+    ("a preset in a sweep", "train -m model=vit-b32,vit-b33 data=demo", "model=vit-b33", "vit-b32"),
+    ("an experiment that there is not", "train experiment=clip", "experiment=clip", "openclip-vit-b32-laion400m"),
+    ("a folder of presets that there is not", "train --config-dir /no experiment=a", "/no", "experiment/NAME.yaml"),
+    ("a file of settings as a word", "train mine.yaml", "mine.yaml", "--config-dir"),
+    ("a key without an equals sign", "train batch 64", "batch", "batch="),
+    ("spaces around the equals sign", "train batch = 64", "batch", "batch="),
+    ("a run's name alone", "eval b32", "b32", "run=b32"),
+    ("a number alone", "data demo 5000", "5000", "KEY=VALUE"),
+    ("a misspelt topic of help", "train --help modell", "modell", "model"),
+    ("several values", "train batch=32k,64k", "batch=32k,64k", "-m"),
+    ("a comma at the end", "train batch=64,", "batch=64,", "leave it out"),
+    ("a bracket that stays open", "train optim.betas=[0.9", "optim.betas", "cannot be read"),
+    ("the same key twice", "train batch=64 batch=128", "batch", "twice"),
+    ("braces without quotes", "train data.train=/d/0.tar data.train=/d/1.tar", "data.train", "data.train='...'"),
+    ("a key twice after plain words", "data check a.tar data.order=auto data.order=epochs", "data.order", "twice"),
+    ("an abbreviated flag", "train --multi batch=1k", "--multi", "KEY=VALUE"),
+    ("a flag without its value", "train data=demo --cfg", "--cfg", "argument"),
+    ("a sweep of another verb", "eval -m run=a,b", "-m", "one value"),
+    # those who come from open_clip
+    ("its flag of the batch", "train --batch-size 64", "--batch-size", "batch="),
+    ("its flag of the data", "train --train-data=x.tar", "--train-data", "data.train="),
+    ("its flag of the loss", "train --siglip", "--siglip", "loss=siglip"),
+    ("its word of the model", "train model=ViT-L-14", "model=ViT-L-14", "vit-l14"),
+    ("the paper's word of the model", "train model=ViT-B/32", "model=ViT-B/32", "vit-b32"),
+    ("its word of the precision", "train precision=amp", "precision=amp", "fp16"),
+    ("another word of the precision", "train precision=amp_bf16", "precision=amp_bf16", "bf16"),
+    ("its locked tower", "train lock_image=true", "lock_image", "model.freeze_image=true"),
+    ("its local loss", "train local_loss=true", "local_loss", "loss=openclip"),
+    ("its accumulation", "train accum_freq=4", "accum_freq", "cache.chunk"),
+    ("its beta", "train beta1=0.9", "beta1", "optim.betas"),
+    ("its learning rate", "train learning_rate=1", "learning_rate", "optim.lr"),
+    ("its evaluation", "train imagenet_val=/data/imagenet", "imagenet_val", "eval.sets"),
+    ("its interval", "train zeroshot-frequency=2", "zeroshot-frequency", "eval.every"),
+    ("its checkpoints", "train save_frequency=1", "save_frequency", "checkpoint.every"),
+    ("its initial weights", "train pretrained=openai", "pretrained", "model.weights"),
+    ("its resampling", "train dataset_resampled=true", "dataset_resampled", "data.order"),
+    ("its logs", "train report_to=wandb", "report_to", "log"),
+    ("torchrun's number of processes", "train gpus=8", "gpus", "launch.procs"),
+    # values
+    ("not a count", "train batch=many", "batch=many", "768k"),
+    ("not a count, in a sweep", "train -m batch=32,many data=demo", "batch=many", "768k"),
+    ("not a whole number", "train batch=64.5", "batch=64.5", "whole number"),
+    ("not a number", "train optim.lr=fast", "optim.lr=fast", "number"),
+    ("not yes or no", "train model.lean=maybe", "model.lean=maybe", "true or false"),
+    ("too small", "train samples=-5", "samples=-5", "at least 1"),
+    ("too large", "plan hardware=h100-80g utilisation=40", "utilisation=40", "at most 1"),
+    ("one number for two", "train optim.betas=0.9", "optim.betas=0.9", "[...]"),
+    ("another word for a choice", "train offload=cpu", "offload=cpu", "host"),
+    ("letters of the wrong case", "train launch.parallel=FSDP", "launch.parallel=FSDP", "fsdp"),
+    ("bytes with a unit of two letters", "train data=demo cache.keep=20GB", "cache.keep=20GB", "8G"),
+    # settings that do not go together, or are not there
+    ("both lengths", "train samples=1k epochs=2 data=demo", "samples=1024", "epochs"),
+    ("a batch that ranks cannot share", "train batch=10 launch.procs=4 data=demo", "batch=10", "multiple of 4"),
+    ("the same for a plan", "plan hardware=h100-80g batch=100 gpus=8", "batch=100", "multiple of 8"),
+    ("a sigmoid without its bias", "train data=x.tar loss.objective=sigmoid", "loss.objective", "loss=siglip"),
+    ("token features of CLIP's towers", "train data=x.tar loss.similarity=late", "loss.similarity=late", "dot"),
+    ("an evaluation of nothing", "train data=x.tar eval.every=5", "eval.every=5", "eval.sets"),
+    ("an average that is not kept", "train data=x.tar eval.weights=ema", "eval.weights=ema", "ema=0.9999"),
+    ("a crop's ends the wrong way round", "train data=x.tar data.augment.scale=[1,0.5]", "data.augment.scale", "first"),
+    ("no data", "train model=tiny", "data.train", "data=demo"),
+    ("no run", "report", "run", "run=NAME"),
+    ("no model", "embed data=x.tar out=y", "run", "model.weights="),
+    ("no model to explore", "explore data=x.tar", "run", "model.weights="),
+    ("nowhere to write", "embed data=x.tar", "out", "out=DIR"),
+    ("no machine to plan for", "plan", "hardware", "hardware=a100-80g"),
+    ("no shards to look at", "data check", "shards", "clipscale data"),
+    # what is not there
+    ("a GPU that is not in the table", "plan hardware=h101-80g", "hardware=h101-80g", "h100-80g"),
+    ("shards", "train data.train=/nowhere/{0..3}.tar", "data.train='/nowhere/{0..3}.tar'", "a brace list"),
+    ("shards to index", "data index nowhere.tar", "nowhere.tar", "a tar file"),
+    ("a set's name for its shards", "train data=laion", "data=laion", "data.train=PATH"),
+    ("a checkpoint to go on from", "train data=demo resume=latest", "resume=latest", "run folder"),
+    ("a run", "eval run=nowhere", "run=nowhere", "runs/nowhere"),
+    ("a run to plan by", "plan run=nowhere", "run=nowhere", "runs/nowhere"),
+    ("a run to export", "export run=nowhere", "run=nowhere", "runs/nowhere"),
+    ("a variable of the environment", "train data.train=${oc.env:NOT_SET_HERE}", "NOT_SET_HERE", "environment"),
+]
+
+
+@pytest.mark.parametrize(("words", "wrong", "remedy"), [row[1:] for row in MISTAKES], ids=[row[0] for row in MISTAKES])
+def test_a_mistake_is_answered_in_one_line_that_names_the_remedy(cli: Cli, words: str, wrong: str, remedy: str) -> None:
+    one_line(cli(*shlex.split(words)), wrong, remedy)
+
+
+def one_line(answer: tuple[int, str, str], wrong: str, remedy: str) -> None:
+    """Status 2 and one line, which names what is wrong, and then the remedy."""
+    status, _, err = answer
+    assert (status, err.count("\n"), "Traceback" in err) == (2, 1, False), err
+    start, found, rest = err.partition(wrong)
+    assert start.startswith("error: ") and found and remedy in (rest if wrong not in remedy else err), err
+
+
+LATER = [
+    # what only a look at the machine, the shards and the model shows
+    ("loss.backend=triton", "loss.backend=triton", "loss.backend=tiled"),
+    ("device=cuda", "device=cuda", "cpu"),
+    ("data.augment.jitter=[.3,.3,.3,.8]", "data.augment.jitter", "0.5 or less"),
+    ("optim.name=adamww", "optim.name='adamww'", "'adamw'"),
+    ("cache.chunk=17", "cache.chunk=17", "1 to 16"),
+    ("log=wandb", "log=wandb", "wandb login"),
+    ("ramp.start=3", "ramp.start=3", "divisor"),
+    ("eval.sets=/nowhere", "eval.sets: /nowhere", "folder"),
+    ("eval.suite=imagenet", "eval.suite=imagenet", "eval.root=DIR"),
+    ("run=./taken/run", "run=taken/run", "run=PATH"),
+    # with a model
+    ("schedule.warmup=soon", "schedule.warmup='soon'", "5%"),
+    ("data.image_features=true", "data.image_features", "model.freeze_image=true"),
+    ("data.filter.fields=[similarity]", "data.filter.fields='similarity'", "similarity>=0.3"),
+    ("model.image_size=31", "model.image_size=31", "30"),
+]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has Triton and CUDA")
+@pytest.mark.parametrize("row", LATER, ids=[row[0] for row in LATER])
+def test_what_cannot_work_is_refused_before_a_step_and_mostly_before_a_model_is_built(
+    cli: Cli, shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: tuple[str, str, str]
+) -> None:
+    (tmp_path / "taken").write_text("a file, not a folder")
+    part = "state.train_state.build_model" if row in LATER[:-4] else "train.Run.train_step"
+    monkeypatch.setattr(f"clipscale.{part}", lambda *given: pytest.fail("too late"))
+    monkeypatch.setattr("wandb.login", lambda **options: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    one_line(cli(*tiny(f"data.train={shards}", row[0])), *row[1:])
+
+
+def test_under_torchrun_a_sweep_and_a_run_without_a_name_are_refused(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    one_line(cli("train", "-m", "batch=32k,64k"), "-m", "leave torchrun out")
+    one_line(cli("train", "data=demo"), "run", "run=NAME")
+
+
+def test_help_and_mistakes_need_no_torch() -> None:
+    """So that they are answered within a second."""
+    commands = [["train", "-h"], *(words.split() for _, words, *_ in MISTAKES[::6])]
+    code = f"import sys; from {main.__module__} import main; [main(words) for words in {commands!r}]"
+    code += "; sys.exit(bool({'torch', 'open_clip', 'torchvision', 'timm'} & {*sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
