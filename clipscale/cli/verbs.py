@@ -117,7 +117,8 @@ clipscale plan run=b16                                                        # 
         """\
 clipscale export run=b32
 clipscale export run=b32 to=hf out=/models/b32-hf
-clipscale export run=b32 checkpoint=20000 dtype=float16 out=/models/b32""",
+clipscale export run=b32 checkpoint=20000 dtype=float16 out=/models/b32
+clipscale export run=tuned 'average=[laion2b_s34b_b79k]' shares=[0.5,0.5]      # WiSE-FT""",
         check=lambda settings: existing_run(settings.run),
     ),
     "doctor": Verb(tools.DoctorSettings, "clipscale.doctor:main", "clipscale doctor"),

@@ -52,7 +52,11 @@ class ExportSettings(RunModel):
 
     to: str = setting("open_clip", "`open_clip`, or `hf`: transformers' CLIP or SigLIP.", choices=("open_clip", "hf"))
     weights: str = setting("trained", sections.WEIGHTS_HELP, choices=sections.WEIGHTS)
-    out: str | None = setting(None, "Folder to write; null: RUN/export, or RUN/export-hf.")
+    average: list[str] = setting(
+        [], "Averaged with the run: runs, checkpoints' paths, or values of `model.weights` (WiSE-FT, model soups)."
+    )
+    shares: list[float] = setting([], "Of the run and of each in `average`, adding up to 1; empty: equal ones.")
+    out: str | None = setting(None, "Folder to write; null: RUN/export, -average after it, or RUN/export-hf.")
     dtype: str = setting(
         "float32", "Dtype of the matrices; all else stays float32.", choices=("float32", "bfloat16", "float16")
     )

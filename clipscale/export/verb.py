@@ -10,9 +10,10 @@ import yaml
 from clipscale import __version__
 from clipscale.common import files
 from clipscale.common.terminal import say
-from clipscale.config.sections import ModelConfig
+from clipscale.config.sections import WEIGHTS, ModelConfig
 from clipscale.config.tools import ExportSettings, existing_run
 from clipscale.export import hugging_face, open_clip
+from clipscale.export.average import average
 from clipscale.models.towers import ClipModel, load_model
 from clipscale.report.evaluations import read_evaluations
 from clipscale.report.table import TextTable, result_tables
@@ -30,10 +31,15 @@ def main(settings: ExportSettings) -> Path:
     """Write the folder and return it. Raises UserError without a checkpoint, and for a model that the format lacks."""
     run = existing_run(settings.run)
     model, config, step = load_model(run, settings.checkpoint, settings.weights)
-    name = "export" if settings.to == "open_clip" else f"export-{settings.to}"
+    name = "export" + "-average" * bool(settings.average) + "-hf" * (settings.to == "hf")
+    about = settings.weights
+    if settings.average:
+        shares = average(model, config, settings.average, settings.shares, settings.weights)
+        names = [run.name, *(Path(other).name for other in settings.average)]
+        about = " + ".join(f"{share:g} {name} ({settings.weights})" for share, name in zip(shares, names))
     out = Path(settings.out).expanduser() if settings.out else run / name
     write, library = FORMATS[settings.to]
-    note = {"run": run.name, "step": str(step), "weights": settings.weights}
+    note = {"run": run.name, "step": str(step), "weights": about}
     out.mkdir(parents=True, exist_ok=True)
     call = write(model, config, out, getattr(torch, settings.dtype), note)
     here = call.format(out.name)  # the card goes where the folder goes: it names no path of this machine
@@ -57,10 +63,11 @@ def card(run: Path, model: ClipModel, config: ModelConfig, note: dict[str, str],
     parts = [f"---\n{yaml.safe_dump(head).strip()}\n---", f"# {note['run']}, step {note['step']}"]
     parts.append(f"Trained and exported with clipscale {__version__}. Load it with\n\n    {call}")
     parts.append("## Training\n\n" + TextTable(("setting", "value"), [rows], left=("value",)).markdown())
-    results = [record["results"] for record in read_evaluations(run) if str(record["step"]) == note["step"]]
+    records = read_evaluations(run) if note["weights"] in WEIGHTS else []  # those of an average are not known
+    results = [record["results"] for record in records if str(record["step"]) == note["step"]]
     for result in results:
         scores = "\n\n".join(table.markdown() for table in result_tables(result))
         parts.append(f"## Scores at this step\n\nPer cent, except counts and ranks.\n\n{scores}")
     if not results:
-        parts.append("## Scores\n\nThis step has not been evaluated.")
+        parts.append("## Scores\n\nThis has not been evaluated.")
     return "\n\n".join(parts) + "\n"

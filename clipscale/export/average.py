@@ -1,0 +1,61 @@
+"""Averages of weights: of a fine-tuned model and its start (WiSE-FT), or of runs and checkpoints (model soups)."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from clipscale.common.errors import UserError
+from clipscale.common.terminal import say
+from clipscale.common.units import run_folder
+from clipscale.config.sections import ModelConfig
+from clipscale.models.towers import ClipModel, build_model, load_model
+from clipscale.models.weights import PIXELS, find, without_weights
+
+
+def average(
+    model: ClipModel, config: ModelConfig, others: Sequence[str], shares: Sequence[float], weights: str
+) -> list[float]:
+    """theta = sum_k w_k theta_k over the model and `others`, in the model; returns the w_k, `shares` or equal ones.
+
+    Summed in float64, and a share of 1 gives that model bit for bit. Sources: WiSE-FT (arXiv 2109.01903), model soups
+    (arXiv 2203.05482). `others`: runs or checkpoints, of which `weights` are taken, or values of `model.weights`.
+    Raises UserError for shares that do not add up to 1 and for models of another architecture or of other pixels.
+    """
+    shares = shares or [1 / (len(others) + 1)] * (len(others) + 1)
+    if len(shares) != len(others) + 1 or not math.isclose(sum(shares), 1, abs_tol=1e-6):
+        raise UserError(f"shares={[*shares]}: give {len(others) + 1} that add up to 1: of the run, then of {[*others]}")
+    state, total = model.state_dict(), dict[str, Tensor]()
+    for k, share in sorted(enumerate(shares), key=lambda item: -item[1]):  # counts are those of the largest
+        theirs = state if k == 0 else state_of(others[k - 1], config, weights)
+        if {n: x.shape for n, x in theirs.items()} != {n: x.shape for n, x in state.items()}:
+            raise UserError(f"average={others[k - 1]}: another architecture than the run's {config.name}")
+        for name, value in theirs.items() if share else ():
+            if name not in total:
+                total[name] = share * value.double() if value.is_floating_point() else value
+            elif value.is_floating_point():
+                total[name] = total[name] + share * value.double()
+    model.load_state_dict({name: value.to(state[name].dtype) for name, value in total.items()})
+    if any(isinstance(module, _BatchNorm) for module in model.modules()):
+        say("running statistics of batch normalisation are averaged too; those of the averaged weights differ")
+    return [*shares]
+
+
+def state_of(other: str, config: ModelConfig, weights: str) -> dict[str, Tensor]:
+    """The weights of a run, a checkpoint, or any `model.weights`. Raises UserError."""
+    path = Path(other).expanduser()
+    if (run_folder(other) / "checkpoints").is_dir():
+        model, theirs, _ = load_model(run_folder(other), "latest", weights)
+        pixels = vars(theirs)
+    elif path.parent.name == "checkpoints":
+        model, theirs, _ = load_model(path.parent.parent, str(path), weights)
+        pixels = vars(theirs)
+    else:
+        pixels = find(other, config.name, "average").pixels
+        model = build_model(replace(without_weights(config), weights=other))
+    if differing := [key for key in PIXELS if key in pixels and pixels[key] != getattr(config, key)]:
+        raise UserError(f"average={other}: trained with another model.{differing[0]} than the run")
+    return model.state_dict()

@@ -1,0 +1,73 @@
+"""Averages of weights: exact at their ends, and refused where models differ."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from clipscale import checkpoint
+from clipscale.common.errors import UserError
+from clipscale.config.sections import ModelConfig
+from clipscale.config.tools import ExportSettings
+from clipscale.export.verb import main
+from clipscale.models.towers import build_model
+from clipscale.models.weights import described
+
+TEXT = {"context_length": 12, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1}
+RESNET = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "head_width": 16}
+ARCHITECTURE = {"embed_dim": 16, "vision_cfg": RESNET, "text_cfg": TEXT}
+
+
+def saved(run: Path, seed: int, architecture: dict[str, Any] = ARCHITECTURE, **settings: Any) -> None:
+    torch.manual_seed(seed)
+    config = ModelConfig("own", architecture, **settings)
+    model = build_model(config)
+    for buffer in model.buffers():
+        buffer.add_(seed)  # statistics, and their counts
+    checkpoint.save(run, seed, {"model": model.state_dict(), "model_config": asdict(config)}, keep=0)
+
+
+def exported(run: Path, **settings: Any) -> dict[str, Tensor]:
+    return load_file(main(ExportSettings(run=str(run), **settings)) / "open_clip_model.safetensors")
+
+
+def test_an_average_is_bit_equal_to_its_ends_and_linear_between_them(tmp_path: Path) -> None:
+    tuned, base = tmp_path / "tuned", tmp_path / "base"
+    saved(tuned, 1), saved(tuned, 3), saved(base, 2)
+    one, three, two = exported(tuned, checkpoint="1"), exported(tuned), exported(base)
+    start = str(base / "export/open_clip_model.safetensors")
+    for other in (str(base), str(base / "export"), start):
+        for shares, wanted in (([1.0, 0.0], three), ([0.0, 1.0], two)):
+            found = exported(tuned, average=[other], shares=shares)
+            assert found.keys() == wanted.keys() and all(torch.equal(found[n], wanted[n]) for n in wanted)
+    found = exported(tuned, average=[start, str(tuned / "checkpoints/step_00000001")], shares=[0.5, 0.75, -0.25])
+    for name, value in found.items():
+        mean = 0.5 * three[name] + 0.75 * two[name] - 0.25 * one[name]
+        assert torch.allclose(value, mean if value.is_floating_point() else two[name]), name
+    name = "visual.bn1.running_mean"
+    assert torch.allclose(exported(tuned, average=[start])[name], (three[name] + two[name]) / 2), "equal shares"
+    loaded = build_model(described(ModelConfig(name="", weights=str(tuned / "export-average"))))
+    assert torch.equal(loaded.image.encoder.bn1.running_mean, (three[name] + two[name]) / 2)
+    assert "0.5 tuned (trained) + 0.5 open_clip_model" in (tuned / "export-average/README.md").read_text()
+
+
+def test_models_that_cannot_be_averaged_are_refused(tmp_path: Path) -> None:
+    for name, settings in (
+        ("run", {}),
+        ("wide", {"architecture": ARCHITECTURE | {"embed_dim": 8}}),
+        ("grey", {"mean": (0.5, 0.5, 0.5)}),
+    ):
+        saved(tmp_path / name, 1, **settings)  # type: ignore[arg-type]
+    for other, shares, message in (
+        ("wide", [], "average=.*wide: another architecture than the run's own"),
+        ("grey", [], r"average=.*grey: trained with another model\.mean"),
+        ("run", [0.5], r"shares=\[0.5\]: give 2 that add up to 1"),
+        ("run", [0.5, 0.4], "give 2 that add up to 1"),
+        ("none", [], "is no file, no folder, no run and no tag"),
+    ):
+        with pytest.raises(UserError, match=message):
+            exported(tmp_path / "run", average=[str(tmp_path / other)], shares=shares)
