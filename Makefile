@@ -23,7 +23,7 @@ demo: $(INSTALLED)
 	$(CLIPSCALE) data demo
 	$(CLIPSCALE) train experiment=demo run=demo
 	$(CLIPSCALE) eval run=demo
-	$(CLIPSCALE) report run=demo
+	$(CLIPSCALE) report demo
 
 # Three workers for two cores: many tests wait for processes and servers of their own.
 # Compiled modules are kept, also where the environment says not to: the tests' many processes would each compile them.

@@ -130,7 +130,7 @@ class Run:
         if self.world.main:
             print_results(results, f"{self.folder.name}, step {self.step}")
             if config.log.report:
-                write_report(self.folder)
+                write_report([self.folder])
             say(f"done: {self.folder} (step {self.step}, loss {self.loss:.4f})")
         return {"run": str(self.folder), "step": self.step, "loss": self.loss, "eval": results}
 

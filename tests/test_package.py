@@ -32,7 +32,8 @@ def test_the_wheel_holds_the_package_and_its_configuration(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     sources = {f"clipscale/{path.relative_to(PACKAGE)}" for path in PACKAGE.rglob("*.py")}
-    sources |= {f"clipscale/explore/page.{kind}" for kind in ("html", "css", "js")}
+    sources |= {f"clipscale/{verb}/page.{kind}" for verb in ("explore", "report") for kind in ("html", "css", "js")}
+    sources |= {f"clipscale/report/{name}.yaml" for name in ("figures", "expected")}
     settings = {f"clipscale/conf/{path.relative_to(CHECKOUT / 'conf')}" for path in CHECKOUT.glob("conf/**/*.yaml")}
     assert settings
     assert not (sources | settings) - names

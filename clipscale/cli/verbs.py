@@ -108,8 +108,12 @@ clipscale plan run=b16                                                        # 
     "report": Verb(
         tools.ReportSettings,
         "clipscale.report.page:main",
-        "clipscale report run=demo",
-        check=lambda settings: existing_run(settings.run),
+        """\
+clipscale report demo
+clipscale report b32 b16 expected=openclip-b32-2b out=both.html
+clipscale report sizes out=sizes.pdf                                          # all runs of a sweep, for a paper
+clipscale report b32 live=true                                                # while it trains""",
+        words="RUN...",
     ),
     "export": Verb(
         tools.ExportSettings,

@@ -165,7 +165,7 @@ class LogConfig(SinkConfig):
     noise_scale: int = setting(
         0, "Steps between estimates of the gradient noise scale (useful batch); 0: none.", least=0
     )
-    report: bool = setting(True, "Write RUN/report.html and report.png at the end.")
+    report: bool = setting(True, "Write RUN/report.html at the end.")
 
 
 @dataclass

@@ -21,9 +21,9 @@ QUERIES, TOP, TILE = 8, 5, 112
 def gallery(
     eval_set: EvalSet, images_ND: Tensor, captions_MD: Tensor, usable_N: Tensor, run_dir: Path, step: int | None
 ) -> None:
-    """Write `eval/retrieved/SET.png`, for a few captions a row of the TOP nearest images and then the right one, and
-    SET.json beside it: `tile`, `columns`, and for every row its `caption` and `hit`, the column of the right image or
-    null. They replace those of another step. Raises OSError.
+    """Write `eval/retrieved/step_N/SET.png`, for a few captions a row of the TOP nearest images and then the right one,
+    and SET.json beside it: `tile`, `columns`, and for every row its `caption` and `hit`, the column of the right image
+    or null. Without a step the folder is `eval/retrieved`. Raises OSError.
     """
     owner_M = torch.tensor(eval_set.owner)
     candidates = usable_N.cpu()[owner_M].nonzero()[:, 0]
@@ -38,7 +38,8 @@ def gallery(
         for x, index in [*enumerate(images), (TOP, right)]:
             grid.paste(thumbnail(eval_set.images[index]), (x * TILE, y * TILE))
         rows.append({"caption": eval_set.captions[query], "hit": images.index(right) if right in images else None})
-    path = run_dir / "eval" / "retrieved" / f"{eval_set.label.replace('/', '-')}.json"
+    folder = run_dir / "eval" / "retrieved" / ("" if step is None else f"step_{step:08d}")
+    path = folder / f"{eval_set.label.replace('/', '-')}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     grid.save(path.with_suffix(".png"))
     files.write_json(path, {"set": eval_set.label, "step": step, "tile": TILE, "columns": TOP, "rows": rows})

@@ -76,7 +76,7 @@ def work(config: EvalRunConfig) -> Results:
     finally:
         leave()
     if every and world.main and (folder / "metrics.jsonl").is_file():  # with the results of all checkpoints as curves
-        say(write_report(folder))
+        say(write_report([folder]))
     return results
 
 

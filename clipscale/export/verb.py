@@ -15,7 +15,7 @@ from clipscale.config.tools import ExportSettings, existing_run
 from clipscale.export import hugging_face, open_clip
 from clipscale.export.average import average
 from clipscale.models.towers import ClipModel, load_model
-from clipscale.report.evaluations import read_evaluations
+from clipscale.report.runs import read_evaluations
 from clipscale.report.table import TextTable, result_tables
 
 FORMATS = {"open_clip": (open_clip.write, "open_clip"), "hf": (hugging_face.write, "transformers")}

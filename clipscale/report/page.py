@@ -1,119 +1,164 @@
-"""`clipscale report`: a run's curves as `report.png`, and `report.html` with results, retrieved examples, settings."""
+"""`clipscale report`: a page about runs that works offline, and their charts as a picture for papers."""
 
 import base64
 import io
-import json
-from collections.abc import Mapping, Sequence
-from html import escape
+import os
+from collections.abc import Callable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from statistics import median
-from typing import Any
 
-import yaml
-from PIL import Image, ImageDraw
+import numpy as np
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import printable, say
-from clipscale.config.setting import flat
-from clipscale.config.tools import ReportSettings, existing_run
-from clipscale.report.evaluations import read_evaluations, read_galleries
-from clipscale.report.metrics import read_metrics
-from clipscale.report.table import TextTable, result_tables
+from clipscale.config.tools import ReportSettings
+from clipscale.report.charts import AXES, charts_of, means, medians, points, published, thinned
+from clipscale.report.runs import Record, Run, read_galleries, read_runs
+from clipscale.report.table import FIGURES, TextTable, result_tables
 
-CSS = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1f2937; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }
-h2 { font-size: 1.1rem; } img { max-width: 100%; } figure { margin: 0.5rem 0; } summary { cursor: pointer; }
-table { border-collapse: collapse; margin: 0.5rem 0; }
-th, td { padding: 0.25rem 0.8rem; border-bottom: 1px solid #e5e7eb; text-align: right; }
-th:first-child, td:first-child, table.plain td { text-align: left; }
-"""
-RIGHT = "#16a34a"
-"""Colour of the frame around the right image."""
-Record = dict[str, Any]
+POINTS, CHECKPOINTS = 3000, 8
+"""Of all curves in one chart, about; and those whose retrieved pictures a page of one run shows."""
 
 
-def main(settings: ReportSettings) -> Path:
-    """Write the report and print its paths. Returns the page's path. Raises UserError."""
-    html = write_report(existing_run(settings.run))
-    say(html)
-    say(html.with_suffix(".png"))
-    return html
+def main(words: list[str], settings: ReportSettings) -> None:
+    """Write the page or the picture and print its path, or serve the page. Raises UserError."""
+    runs = [*settings.run, *words]
+    if not runs:
+        raise UserError("run is not set; give runs, as in `clipscale report NAME`, or run=[NAME,...]")
+    if settings.live:
+        serve(lambda: page(read_runs(runs), settings.expected, live=True), settings.port)
+    else:
+        say(write_report(runs, settings.out, settings.expected))
 
 
-def write_report(run_dir: Path) -> Path:
-    """Write `report.png` and `report.html` into the run folder and return the page's path.
+def write_report(names: Sequence[str | Path], out: str | None = None, expected: str = "") -> Path:
+    """Write the page into the run's folder, or the one that holds all runs; or what `out` names. Returns its path.
 
-    Raises UserError for a folder without steps in `metrics.jsonl`.
+    Raises UserError for runs without a step, and for what cannot be read or written.
     """
-    import matplotlib  # here: training starts a third of a second sooner
+    runs = read_runs(names)
+    above = os.path.commonpath([run.folder.resolve().parent for run in runs]) if runs[1:] else runs[0].folder
+    path = Path(out).expanduser() if out else Path(above, "report.html")
+    with files.reported("report", path, "give a place that can be written, out=FILE"):
+        if path.suffix in (".png", ".pdf"):
+            from clipscale.report.picture import draw  # here: training starts a third of a second sooner
 
-    from clipscale.report import plots
-
-    records = read_metrics(run_dir / "metrics.jsonl")
-    if not records:
-        raise UserError(f"run={run_dir}: {run_dir / 'metrics.jsonl'} holds no step to report on")
-    evaluations = [e for e in read_evaluations(run_dir) if e["step"] <= records[-1]["step"]]
-    html = run_dir / "report.html"
-    # Labels are data: a dollar sign is a dollar sign. Curves may have a million steps.
-    with matplotlib.rc_context({"text.parse_math": False, "agg.path.chunksize": 10_000}):
-        figure = plots.draw(records, evaluations)
-        with files.reported("report", html, "make the run's folder writable"):
-            figure.savefig(html.with_suffix(".png"), dpi=120)
-            html.write_text(page(run_dir, records, evaluations), encoding="utf-8")
-    return html
+            draw(runs, expected, path)
+        else:
+            files.write_text(path, page(runs, expected))
+            files.write_text(path.with_name("plotly.min.js"), plotly())
+    return path
 
 
-def page(run_dir: Path, records: Sequence[Record], evaluations: Sequence[Record]) -> str:
-    """The page as text. Everything that comes from files is escaped."""
-    name = escape(printable(run_dir.resolve().name))
-    newest: dict[str, tuple[int, Mapping[str, float]]] = {}
-    for evaluation in evaluations:
-        newest |= {name: (evaluation["step"], metrics) for name, metrics in evaluation["results"].items()}
-    results = {f"{name} (step {step})": metrics for name, (step, metrics) in newest.items()}
-    parts = [
-        f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{name}</title>",
-        f"<style>{CSS}</style></head><body><h1>{name}</h1><p>{escape(summary(records))}</p>",
-        *(table.html() for table in result_tables(results)),
-        picture((run_dir / "report.png").read_bytes()),
-        *(gallery(record, images) for record, images in read_galleries(run_dir)),
-        details("Settings", yaml.safe_load((run_dir / "config.yaml").read_text())),
-        details("Machine", json.loads((run_dir / "env.json").read_text())),
-        "</body></html>",
+def plotly() -> str:
+    """Plotly's script."""
+    from plotly.offline import get_plotlyjs
+
+    return str(get_plotlyjs())
+
+
+def serve(render: Callable[[], str], port: int) -> None:
+    """Serve the page, as it is at each question, to this machine's browsers until Ctrl-C."""
+    answers = {"/": (render, "text/html"), "/plotly.min.js": (plotly, "text/javascript")}
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            host = self.headers.get("Host", "").rsplit(":", 1)[0]  # a foreign name may have been let point here
+            if self.path not in answers or host not in ("127.0.0.1", "localhost"):
+                self.send_error(404)
+                return
+            text, kind = answers[self.path]
+            body = text().encode()
+            self.send_response(200)
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", port), Answer) as server:
+        say(f"http://127.0.0.1:{server.server_port} follows the run until Ctrl-C")
+        server.serve_forever()
+
+
+def page(runs: Sequence[Run], expected: str = "", *, live: bool = False) -> str:
+    """The page, which loads plotly.min.js from beside it. Everything that comes from files is escaped."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    own = {kind: Markup(Path(__file__).with_name(f"page.{kind}").read_text(encoding="utf-8")) for kind in ("css", "js")}
+    templates.filters["figure"] = figure
+    templates.policies["json.dumps_kwargs"] = {"allow_nan": False}  # and the order of the bars stays
+    keys = sorted({key for run in runs for key in run.settings if key != "run"})
+    settings = {key: [run.settings.get(key, "") for run in runs] for key in keys}
+    differing = {key: values for key, values in settings.items() if len(set(values)) > 1}
+    newest = {(run.name, n): m for run in runs for e in run.evaluations for n, m in e["results"].items()}
+    return templates.get_template("page.html").render(
+        **own,
+        runs=runs,
+        data=curves(runs, expected) | {"live": live},
+        typical=lambda run, key: medians(run.records, {"fields": {key: key}}).get(key),
+        results=result_tables({f"{run}, {n}" if runs[1:] else n: metrics for (run, n), metrics in newest.items()}),
+        differing=differing and side_by_side(differing, [run.name for run in runs]),
+        shared={key: values[0] for key, values in settings.items() if key not in differing},
+        galleries=[gallery for run in runs for gallery in galleries(run, 1 if runs[1:] else CHECKPOINTS)],
+    )
+
+
+def figure(value: float) -> str:
+    """Four digits, with M or B for millions and billions."""
+    scale, unit = next(((s, u) for s, u in ((1e9, "B"), (1e6, "M")) if abs(value) >= s), (1, ""))
+    return f"{value / scale:,.0f}{unit}" if 1000 <= abs(value) < 1e6 else f"{value / scale:.4g}{unit}"
+
+
+def side_by_side(settings: dict[str, list[str]], names: list[str]) -> TextTable:
+    """Their values in each run, with a row for each run if there are more runs than settings."""
+    table = [["run", *names], *([key, *values] for key, values in settings.items())]
+    heads, *rows = zip(*table) if len(names) > len(settings) else table
+    return TextTable(heads, [list(rows)])
+
+
+def curves(runs: Sequence[Run], expected: str) -> Record:
+    """What the page's script draws: `charts`, with a curve of each run, and `bars`."""
+    parts, charts = max(100, POINTS // len(runs) // 2), []
+    for chart in charts_of(runs, expected):
+        tables = [points(run, chart) for run in runs]
+        of_runs = [{"points": columns(thinned(t, parts)), "means": columns(means(t, parts))} for t in tables]
+        charts.append(chart | {"runs": of_runs, "published": published(expected, chart, runs[0])})
+    bars = [
+        bar | {"runs": [(medians(r.records, bar), medians([r.predicted], bar)) for r in runs]}
+        for bar in FIGURES["bars"]
     ]
-    return "\n".join(parts) + "\n"
+    look = {key: FIGURES[key] for key in ("colours", "dashes")}
+    return look | {
+        "names": [run.name for run in runs],
+        "charts": charts,
+        "bars": [b for b in bars if any(m for m, _ in b["runs"])],
+    }
 
 
-def summary(records: Sequence[Record]) -> str:
-    """Steps, samples, last loss and median throughput, in one sentence."""
-    last = records[-1]
-    rates = [r["samples_per_s"] for r in records if "samples_per_s" in r]
-    parts = [f"{last['step']:,} steps", f"{last.get('samples', 0):,} samples", f"last loss {last['loss']:.4f}"]
-    return ", ".join(parts + ([f"{median(rates):,.0f} samples/s (median)"] if rates else []))
+def columns(table: np.ndarray) -> dict[str, list[float | None]]:
+    """The columns of a curve with seven digits; null is a gap."""
+    return {
+        axis: [None if value != value else float(f"{value:.7g}") for value in column]
+        for axis, column in zip(AXES, table.T.tolist())
+    }
 
 
-def gallery(record: Record, images: Image.Image) -> str:
-    """A few captions, each above its nearest images. The right one has a frame; if it is none of them, it follows."""
-    tile, columns = record["tile"], record["columns"]
-    parts = [
-        f"<h2>retrieved images: {escape(printable(record['set']))}, step {record['step']}; framed: the right one</h2>"
-    ]
-    for y, row in enumerate(record["rows"]):
-        right = columns if row["hit"] is None else row["hit"]
-        strip = images.crop((0, y * tile, tile * max(columns, right + 1), (y + 1) * tile))
-        ImageDraw.Draw(strip).rectangle((right * tile, 0, (right + 1) * tile - 1, tile - 1), outline=RIGHT, width=4)
-        drawn = io.BytesIO()
-        strip.save(drawn, format="PNG")
-        caption = escape(printable(row["caption"]))
-        parts.append(f"<figure>{picture(drawn.getvalue())}<figcaption>{caption}</figcaption></figure>")
-    return "\n".join(parts)
-
-
-def picture(png: bytes) -> str:
-    return f"<img alt='' src='data:image/png;base64,{base64.b64encode(png).decode()}'>"
-
-
-def details(title: str, tree: dict[str, Any]) -> str:
-    """A table of dotted names and values, folded away."""
-    rows = [(name, str(value)) for name, value in flat(tree)]
-    return f"<details><summary>{title}</summary>{TextTable(('', ''), [rows]).html('plain')}</details>"
+def galleries(run: Run, most: int) -> Iterator[Record]:
+    """The retrieved pictures of at most so many checkpoints of each set, newest first, with `sheet` as an address."""
+    last = run.records[-1]["step"]  # an interrupted run may have got further
+    found = [gallery for gallery in read_galleries(run.folder)[::-1] if (gallery[0]["step"] or 0) <= last]
+    for name in sorted({record["set"] for record, _ in found}):
+        of_set = [gallery for gallery in found if gallery[0]["set"] == name]
+        for record, sheet in of_set[:: -(-len(of_set) // most)]:
+            file = io.BytesIO()
+            sheet.save(file, "WEBP", quality=70)
+            address = f"data:image/webp;base64,{base64.b64encode(file.getvalue()).decode()}"
+            rows = [row | {"caption": printable(row["caption"])} for row in record["rows"]]
+            yield record | {"run": run.name, "rows": rows, "sheet": address, "width": sheet.width // record["tile"]}

@@ -1,9 +1,10 @@
-"""Tables of text for the console, Markdown and HTML, and evaluation results in that form."""
+"""Tables of text for the console and Markdown, and evaluation results in that form."""
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
+from pathlib import Path
 
+import yaml
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -13,24 +14,9 @@ from clipscale.common.terminal import printable
 
 Results = Mapping[str, Mapping[str, float]]
 
-TITLES = {
-    "images": "images",
-    "captions": "texts",
-    "broken": "broken",
-    "main": "main %",
-    "top1": "top-1 %",
-    "top5": "top-5 %",
-    "mean_per_class_recall": "mean class recall %",
-    "macro_f1": "macro F1 %",
-    "worst_group_top1": "worst group top-1 %",
-    "worst_group_top5": "worst group top-5 %",
-    "image_to_text_r1": "I→T R@1",
-    "image_to_text_r5": "R@5",
-    "image_to_text_r10": "R@10",
-    "text_to_image_r1": "T→I R@1",
-    "text_to_image_r5": "R@5",
-    "text_to_image_r10": "R@10",
-}
+FIGURES = yaml.safe_load(Path(__file__).with_name("figures.yaml").read_text(encoding="utf-8"))
+"""The names of a run's figures, and how they are shown."""
+TITLES = FIGURES["heads"]
 """Column heads of evaluation metrics, in order. Other metrics come last, under their own names."""
 COUNTS = ("images", "captions", "broken")
 NAME_WIDTH = 40
@@ -70,15 +56,6 @@ class TextTable:
                 table.add_row(*(Text(printable(cell)) for cell in row))
             table.add_section()
         yield table
-
-    def html(self, css: str = "") -> str:
-        """An HTML table of class `css`; cells are escaped."""
-
-        def line(tag: str, cells: Sequence[str]) -> str:
-            return "<tr>" + "".join(f"<{tag}>{escape(printable(cell))}</{tag}>" for cell in cells) + "</tr>"
-
-        body = "\n".join(line("td", row) for group in self.groups for row in group)
-        return f"<table class='{css}'>{line('th', self.heads) if any(self.heads) else ''}\n{body}</table>"
 
     def markdown(self) -> str:
         rows = [[*row, *[""] * (len(self.heads) - len(row))] for group in self.groups for row in group]

@@ -123,6 +123,6 @@ def test_train_eval_plan_and_report_work_one_after_another(
     host = json.loads(out)["compared"]["host"]
     assert host["ratio"] == pytest.approx(1, abs=0.15), host  # of a process that only trains
 
-    status, out, err = cli("report", "run=first")
+    status, out, err = cli("report", "first")
     assert status == 0, err
-    assert [Path(line).name for line in out.splitlines()] == ["report.html", "report.png"]
+    assert [Path(line).name for line in out.splitlines()] == ["report.html"]

@@ -48,4 +48,3 @@ def test_a_table_shows_text_as_it_is() -> None:
     shown = out.getvalue()
     assert "[bold]1[/bold]" in shown and "[red]b[/red]" in shown
     assert all(line.isprintable() for line in shown.split("\n"))
-    table.html().encode()

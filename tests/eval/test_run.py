@@ -83,10 +83,10 @@ def test_results_and_examples_are_saved(tmp_path: Path) -> None:
     facts = record["measured"]["classes"]
     assert (facts["path"], facts["images"], facts["classes"]) == (config.sets[0], 6, 6)
     assert facts["prompts"] == TEMPLATES and facts["precision"] == "bf16" and facts["versions"]["clipscale"]
-    examples = json.loads((run / "eval" / "retrieved" / "captions.json").read_text())
+    examples = json.loads((run / "eval/retrieved/step_00000012/captions.json").read_text())
     assert len(examples["rows"]) == 8 and examples["step"] == 12
     assert all(row["hit"] == 0 for row in examples["rows"]), "a perfect model finds the right image first"
-    with Image.open(run / "eval" / "retrieved" / "captions.png") as sheet:
+    with Image.open(run / "eval/retrieved/step_00000012/captions.png") as sheet:
         tile = examples["tile"]
         assert sheet.size == (tile * (examples["columns"] + 1), tile * 8)
         assert sheet.getpixel((tile // 2, tile // 2)) == (230, 20, 20), "the first caption is about red"

@@ -14,7 +14,7 @@ from clipscale.config.tools import EvalRunConfig
 from clipscale.eval.run import evaluate
 from clipscale.eval.verb import main
 from clipscale.models.towers import ClipModel, build_model
-from clipscale.report.evaluations import read_evaluations
+from clipscale.report.runs import read_evaluations
 from tests.eval.sets import ALONE, classification_set, retrieval_set
 
 TINY = ModelConfig(

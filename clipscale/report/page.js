@@ -1,0 +1,143 @@
+"use strict";
+// Names of runs and sets reach Plotly escaped: it reads a little markup.
+
+const id = (name) => document.getElementById(name);
+const all = (query) => [...document.querySelectorAll(query)];
+const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const touch = matchMedia("(pointer: coarse)");
+const axes = { step: "step", samples: "samples", hours: "hours of work" };
+const strokes = { solid: "", dash: "7 4", dot: "2 3", dashdot: "7 3 2 3", longdash: "12 4" };
+const off = new Set(); // numbers of runs that are not shown
+let data = JSON.parse(id("data").textContent);
+
+const look = (run) => ({ color: data.colours[run % data.colours.length][dark.matches ? 1 : 0], dash: data.dashes[run % data.dashes.length] });
+const shown = () => data.names.map((_, run) => run).filter((run) => !off.has(run));
+const style = (name) => getComputedStyle(name).color;
+
+// Means over a window of neighbours, `share` of the curve to both sides together.
+function smoothed(values, share) {
+  const half = Math.floor((values.length * share) / 2);
+  return values.map((_, i) => {
+    const part = values.slice(Math.max(0, i - half), i + half + 1);
+    return part.reduce((sum, value) => sum + value, 0) / part.length;
+  });
+}
+
+function lines(chart) {
+  const axis = id("axis").value;
+  const share = Number(id("smooth").value) / 100;
+  const grey = style(document.querySelector("small"));
+  const traces = [];
+  const many = shown().length > 7;
+  if (chart.published) traces.push({ x: chart.published[axis], y: chart.published.y, name: escaped(chart.published.title), line: { color: grey, width: 5 }, opacity: 0.45 });
+  for (const run of shown()) {
+    const { points, means } = chart.runs[run];
+    const few = points.y.length <= 30;
+    const smooth = share > 0 && means.y.length * share >= 2;
+    const line = { ...look(run), width: 2 };
+    const raw = { x: points[axis], y: points.y, name: escaped(data.names[run]), line, mode: few ? "lines+markers" : "lines" };
+    traces.push(smooth ? { ...raw, line: { color: line.color, width: 1 }, opacity: many ? 0.12 : 0.3, hoverinfo: "skip" } : raw);
+    if (smooth) traces.push({ ...raw, x: means[axis], y: smoothed(means.y, share) });
+  }
+  for (const trace of traces) Object.assign(trace, { type: "scatter", hovertemplate: trace.hoverinfo ? undefined : many ? `%{y:.5~g} at %{x}<br>${trace.name}<extra></extra>` : `%{y:.5~g}<extra>${trace.name}</extra>` });
+  // Of a published curve, its beginning, what the runs have reached, and as much again.
+  const reached = Math.max(...shown().flatMap((run) => chart.runs[run].points[axis].slice(-1)), 0);
+  const range = chart.published && reached ? [0, Math.min(Math.max(2 * reached, chart.published[axis][3]), chart.published[axis].at(-1))] : undefined;
+  return [traces, { hovermode: many ? "closest" : "x unified", title: axes[axis], range }];
+}
+
+function columns(bars) {
+  const traces = [];
+  for (const run of shown()) {
+    bars.runs[run].forEach((values, predicted) => {
+      if (!Object.keys(values).length) return;
+      const pattern = predicted ? { shape: "/", fgcolor: look(run).color, bgcolor: "rgba(0,0,0,0)", size: 6 } : undefined;
+      const name = escaped(data.names[run]) + (predicted ? ", predicted" : "");
+      traces.push({ type: "bar", x: Object.values(bars.fields), y: Object.values(bars.fields).map((label) => values[label]), name, marker: { color: look(run).color, pattern, line: { color: look(run).color, width: predicted ? 1 : 0 } }, hovertemplate: `%{y:.4~g} ${bars.unit}<extra>${name}</extra>` });
+    });
+  }
+  return [traces, { hovermode: "closest", title: "" }];
+}
+
+function draw(figure) {
+  const chart = data.charts[figure.dataset.chart];
+  const [traces, { hovermode, title, range }] = chart ? lines(chart) : columns(data.bars[figure.dataset.bars]);
+  const log = figure.querySelector(".log")?.getAttribute("aria-pressed") === "true";
+  const ink = style(document.body);
+  const line = getComputedStyle(document.querySelector("header")).borderBottomColor;
+  const axis = { gridcolor: line, linecolor: line, zerolinecolor: line, automargin: true };
+  const soft = style(document.querySelector("h1 span"));
+  const largest = Math.max(...traces.flatMap((trace) => trace.y.filter((y) => y !== null && y !== undefined)), 0);
+  const layout = {
+    hovermode, showlegend: false, barmode: "group", dragmode: touch.matches ? false : "zoom",
+    uirevision: `${id("axis").value} ${log}`, height: 270, margin: { l: 8, r: 10, t: touch.matches ? 30 : 8, b: 8 },
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: soft, activecolor: ink },
+    font: { color: ink, size: 12, family: getComputedStyle(document.body).fontFamily },
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    hoverlabel: { bgcolor: getComputedStyle(figure).backgroundColor, font: { color: ink }, namelength: -1 },
+    xaxis: { ...axis, title: { text: title, standoff: 4 }, range, exponentformat: "B", nticks: 6, tickangle: 0 },
+    yaxis: { ...axis, type: log ? "log" : "linear", rangemode: chart?.zero || !chart ? "tozero" : "normal", exponentformat: largest < 0.01 ? "power" : "B", nticks: 6 },
+  };
+  const config = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", ...(touch.matches ? ["toImage", "zoom2d", "pan2d"] : [])], displayModeBar: touch.matches || "hover", toImageButtonOptions: { filename: (chart || data.bars[figure.dataset.bars]).title } };
+  return Plotly.react(figure.querySelector(".plot"), traces, layout, config);
+}
+
+const figures = () => all("#charts figure");
+const drawAll = () => Promise.all(figures().map(draw));
+
+function chips() {
+  id("runs").replaceChildren(...(data.names.length > 1 ? data.names : []).map((name, run) => {
+    const item = document.createElement("li");
+    const button = document.createElement("button");
+    const { color, dash } = look(run);
+    button.type = "button";
+    button.setAttribute("aria-pressed", String(!off.has(run)));
+    button.innerHTML = `<svg width="30" height="8" aria-hidden="true"><path d="M0 4h30" stroke="${color}" stroke-width="3" stroke-dasharray="${strokes[dash]}"/></svg>`;
+    button.append(name);
+    button.onclick = () => { off[off.has(run) ? "delete" : "add"](run); button.setAttribute("aria-pressed", String(!off.has(run))); drawAll(); };
+    item.append(button);
+    return item;
+  }));
+}
+
+// The keyboard's zoom: a part of the range, moved or made smaller.
+function keyed(event) {
+  const plot = event.currentTarget;
+  const [from, to] = plot.layout.xaxis.range || plot._fullLayout.xaxis.range;
+  const width = to - from;
+  const moves = { ArrowLeft: [-0.2, -0.2], ArrowRight: [0.2, 0.2], "+": [0.2, -0.2], "-": [-0.35, 0.35] };
+  if (event.key === "0") Plotly.relayout(plot, { "xaxis.autorange": true, "yaxis.autorange": true });
+  else if (moves[event.key]) Plotly.relayout(plot, { "xaxis.range": [from + moves[event.key][0] * width, to + moves[event.key][1] * width] });
+  else return;
+  event.preventDefault();
+}
+
+// The page as it is now: its tables, and its curves. Zoom and settings stay.
+async function follow() {
+  try {
+    const page = new DOMParser().parseFromString(await (await fetch("/")).text(), "text/html");
+    const fresh = JSON.parse(page.getElementById("data").textContent);
+    if (page.querySelectorAll("#charts figure").length !== figures().length) return location.reload();
+    const places = "#facts, #charts tbody, main > .panel tbody";
+    const news = page.querySelectorAll(places);
+    all(places).forEach((old, number) => news[number] && old.replaceWith(news[number]));
+    data = fresh;
+    await drawAll();
+  } catch { id("title").querySelector("em").textContent = "not answering"; }
+}
+
+document.addEventListener("DOMContentLoaded", () => {
+  id("tools").onsubmit = (event) => event.preventDefault();
+  id("axis").onchange = drawAll;
+  id("smooth").oninput = () => { id("width").textContent = `${id("smooth").value} %`; drawAll(); };
+  id("reset").onclick = () => figures().forEach((figure) => Plotly.relayout(figure.querySelector(".plot"), { "xaxis.autorange": true, "yaxis.autorange": true }));
+  if (id("all")) id("all").onclick = () => { if (off.size) off.clear(); else data.names.forEach((_, run) => off.add(run)); chips(); drawAll(); };
+  all(".log").forEach((button) => (button.onclick = () => { button.setAttribute("aria-pressed", String(button.getAttribute("aria-pressed") !== "true")); draw(button.closest("figure")); }));
+  all(".plot").forEach((plot) => (plot.onkeydown = keyed));
+  if (id("gallery")) id("gallery").onchange = () => all(".gallery").forEach((one, number) => (one.hidden = number !== Number(id("gallery").value)));
+  dark.onchange = () => { chips(); drawAll(); };
+  chips();
+  drawAll().then(() => document.body.classList.add("drawn"));
+  if (data.live) setInterval(follow, 5000);
+});

@@ -1,0 +1,104 @@
+"""What a report shows of runs, read from their folders. Raises UserError for a damaged file."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import yaml
+from PIL import Image
+
+from clipscale.common import files
+from clipscale.common.errors import UserError
+from clipscale.common.terminal import printable
+from clipscale.common.units import run_folder
+from clipscale.config.setting import flat
+from clipscale.config.tools import existing_run
+from clipscale.report.metrics import read_metrics
+
+Record = dict[str, Any]
+
+
+@dataclass
+class Run:
+    """A run's folder."""
+
+    name: str
+    folder: Path
+    records: list[Record]
+    """Of its steps. `hours` is the time that it has worked, without the pauses between its starts."""
+    evaluations: list[Record]
+    rows: list[Record]
+    """The records, and a row for each evaluation with `eval/SET/METRIC`, as the sinks name it."""
+    settings: dict[str, str]
+    environment: Record
+    predicted: Record
+    """What `plan` predicted, by the records' names."""
+
+    @property
+    def keys(self) -> set[str]:
+        """The fields that some row has."""
+        return {key for row in self.rows for key, value in row.items() if value is not None}
+
+
+def read_runs(names: Sequence[str | Path]) -> list[Run]:
+    """The runs of these names or folders; a sweep's folder means all of its runs."""
+    runs = [run for name in names for folder in _folders(str(name)) if (run := _read(folder)).records]
+    if not runs:
+        raise UserError(f"run={','.join(map(str, names))}: metrics.jsonl holds no step to report on")
+    folders = [run.name for run in runs]
+    for run in runs:
+        run.name = printable(run.name if folders.count(run.name) == 1 else run.folder)
+    return runs
+
+
+def _folders(name: str) -> Iterator[Path]:
+    inside = sorted(path.parent for path in run_folder(name).glob("*/config.yaml"))
+    yield from inside if inside and not (run_folder(name) / "config.yaml").exists() else [existing_run(name)]
+
+
+def _read(folder: Path) -> Run:
+    records = read_metrics(folder / "metrics.jsonl")
+    seconds = accumulate(r["batch"] / r["samples_per_s_wall"] if r.get("samples_per_s_wall") else 0 for r in records)
+    rows = [record | {"hours": passed / 3600} for record, passed in zip(records, seconds)]
+    at = {row["step"]: {name: row[name] for name in ("step", "samples", "hours")} for row in rows}
+    evaluations = [e for e in read_evaluations(folder) if e["step"] in at]
+    rows += [
+        at[e["step"]] | {f"eval/{n}/{k}": v for n, m in e["results"].items() for k, v in m.items()} for e in evaluations
+    ]
+    config, environment, plan = (_content(folder / name) for name in ("config.yaml", "env.json", "plan.json"))
+    settings = {name: str(value) for name, value in flat(config)}
+    return Run(folder.resolve().name, folder, records, evaluations, rows, settings, environment, _predicted(plan))
+
+
+def _content(path: Path) -> Record:
+    """What a file of the run holds: JSON is YAML."""
+    with files.reported("the run's", path, "restore it, or move it away"):
+        return yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _predicted(plan: Record) -> Record:
+    phases = plan.get("device", {}).get("phases", {})
+    peak = {"mem_peak_bytes": max(phase["peak"] for phase in phases.values())} if phases else {}
+    return {f"mem_{name}_bytes": phase["beyond"] for name, phase in phases.items()} | peak | (plan.get("time") or {})
+
+
+def read_evaluations(run_dir: Path) -> list[Record]:
+    """The contents of `eval/step_N.json`, by step: `step`, `results` (set -> metric -> value), `measured`."""
+    records = []
+    for file in (run_dir / "eval").glob("step_*.json"):
+        with files.reported("results", file, "evaluate again"):
+            records.append(json.loads(file.read_text()) | {"step": int(file.stem.removeprefix("step_"))})
+    return sorted(records, key=lambda record: int(record["step"]))
+
+
+def read_galleries(run_dir: Path) -> list[tuple[Record, Image.Image]]:
+    """The retrieved examples by set and step: description and picture, as clipscale.eval.examples writes them."""
+    galleries = []
+    for file in (run_dir / "eval" / "retrieved").glob("**/*.json"):
+        with files.reported("retrieved examples", file, "evaluate again"):
+            picture = Image.open(file.with_suffix(".png"), formats=["PNG"]).convert("RGB")
+            galleries.append((json.loads(file.read_text()), picture))
+    return sorted(galleries, key=lambda gallery: (gallery[0]["set"], gallery[0]["step"] or 0))
