@@ -25,7 +25,7 @@ def main(words: list[str], settings: ReportSettings) -> None:
     """Write the page or the picture and print its path, or serve the page. Raises UserError."""
     runs = [*settings.run, *words]
     if not runs:
-        raise UserError("run is not set; give runs, as in `clipscale report NAME`, or run=[NAME,...]")
+        raise UserError("run is not set; give run=NAME, or several: clipscale report NAME...")
     if settings.live:
         serve(lambda: page(read_runs(runs), settings.expected, live=True), settings.port)
     else:

@@ -80,9 +80,10 @@ def _content(path: Path) -> Record:
 
 
 def _predicted(plan: Record) -> Record:
-    phases = plan.get("device", {}).get("phases", {})
-    peak = {"mem_peak_bytes": max(phase["peak"] for phase in phases.values())} if phases else {}
-    return {f"mem_{name}_bytes": phase["beyond"] for name, phase in phases.items()} | peak | (plan.get("time") or {})
+    """A plan's figures by the names of the records."""
+    phases, time = plan.get("device", {}).get("phases", {}), plan.get("time") or {}
+    peak = {"mem_peak_bytes": plan["peak_bytes"]} if phases else {}
+    return {f"mem_{name}_bytes": phase["extra_bytes"] for name, phase in phases.items()} | peak | time
 
 
 def read_evaluations(run_dir: Path) -> list[Record]:

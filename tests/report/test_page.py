@@ -56,8 +56,8 @@ def all_of(run: Path, number: int = 0) -> Path:
     rest = {"logit_scale": 14.3, "lr": 1e-3, "grad_norm": 1.5, "data_wait_frac": 0.1, "mfu": 0.3, "noise_scale": 4e3}
     rest |= {"host_rss_bytes": 2**32, "update_rms": 1.1, "samples_per_s_wall": 100.0}
     make_run(run, [5 / step + number for step in range(1, 31)], 256 * (1 + number % 3), **memory, **seconds, **rest)
-    phases = {name: {"before": 1, "beyond": 2**30, "peak": 2**31} for name in ("encode", "loss", "replay", "optim")}
-    (run / "plan.json").write_text(json.dumps({"device": {"phases": phases}, "time": seconds}))
+    phases = {name: {"extra_bytes": 2**30} for name in ("encode", "loss", "replay", "optim")}
+    (run / "plan.json").write_text(json.dumps({"device": {"phases": phases}, "peak_bytes": 2**31, "time": seconds}))
     for step, top1 in ((10, 0.2), (30, 0.875), (60, 0.999)):  # the last is left by an interrupted run that got further
         add_evaluation(run, step, top1)
     return run
