@@ -6,7 +6,7 @@ Letters: n rows (images) and m columns (texts) of this rank, D feature width, T 
 import logging
 import os
 from functools import cache
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from clipscale.loss.autograd import Backend, ContrastiveLoss, LossCall
 from clipscale.loss.exchange import Communicator, Gather, Replicated, Ring, Single
 from clipscale.loss.inputs import FACTS, Inputs, Pair, checked_inputs
 from clipscale.loss.objective import Objective, Sigmoid, Softmax
+from clipscale.loss.shared import Shared, prepared
 from clipscale.loss.similarity import Deep, Dot, Late, Similarity
 from clipscale.loss.torch_backend import TorchBackend
 
@@ -63,11 +64,14 @@ def contrastive_loss(
         softmax_image  mean_i of LSE_j x_ij - x_ii                        (softmax_text: LSE_j x_ji)
         sigmoid        sum_ij softplus(-z_ij (x_ij + logit_bias)) / N     (SigLIP, arXiv 2303.15343)
 
-    where z is 1 at the positives and -1 elsewhere.
+    where z is 1 at the positives and -1 elsewhere. With several positives P_i, the mean over them takes x_ii's place in
+    both directions (UniCL, arXiv 2204.03610; SupCon's outer form, arXiv 2004.11362), and an image's k captions are k
+    texts, each with a weight of 1/k.
 
     Args:
         image_features: (n, D), rows usually of unit length; (n, T, D) for late interaction; whatever a module takes.
-        text_features: (m, D), the first n being the images' own; texts beyond those are hard negatives: columns only.
+        text_features: (m, D), text j of the first captions * n belonging to image j // captions; texts beyond those are
+            hard negatives: columns only.
         logit_scale: the multiplier itself, not its logarithm; positive; a number or a tensor of one element.
         logit_bias: for the sigmoid; the softmax does not depend on it.
         objective: softmax | softmax_image | softmax_text | sigmoid.
@@ -76,15 +80,18 @@ def contrastive_loss(
             similarities (n, m), pair by pair, which is called with one tile at a time, twice, and whose parameters get
             their gradient too.
         exchange: none (this process by itself) | replicated (CLIP: gather both sides, the whole loss on every rank) |
-            local (OpenCLIP: two one-sided losses of the own rows) | gather (all-gather of the texts, reduce-scatter of
-            their gradients; DisCo-CLIP) | ring (the texts travel; least memory) | auto (ring). In a group of one they
-            are the same.
+            local (OpenCLIP: two one-sided losses of the own rows; with several captions: gather) | gather (all-gather
+            of the texts, reduce-scatter of their gradients; DisCo-CLIP) | ring (the texts travel; least memory) | auto
+            (ring). In a group of one they are the same.
         backend: dense (a block's scores at once) | tiled (torch, any device) | triton (CUDA, dot product) | auto.
         group: the process group, or a mesh of one dimension (FSDP2's, or the data dimension beside tensor parallel's);
             None: the default group, if there is one. Each rank passes its own rows, equally many.
         ranks_per_node: makes the ring a two-level one, inside a node first and then between nodes.
-        keys: int64, (n,) for the images and (m,) for the texts, or one tensor for both; pairs that are no positives but
-            have equal keys (duplicate captions) are left out.
+        keys: int64, (n,) for the images and (m,) for the texts, or one tensor for both. Samples of equal keys (the same
+            caption or picture) on any rank are no negatives of each other. A caption's key is its image's.
+        shared: what pairs of equal keys are that do not belong together: left out of the sums (mask), positives too
+            (positive; dot product), or negatives as without keys (ignore).
+        captions: texts of each image, all of them its positives (more than one: dot product).
         masks: bool, (n, T) for the images and (m, T) for the texts, or None; for late interaction: which tokens count.
         check: refuse what is not finite, a scale that is not positive, and ranks whose inputs do not fit each other.
             That waits for the device and takes a small all-gather; a training loop needs it in its first step.
@@ -106,12 +113,11 @@ def contrastive_loss(
     comm = None if exchange == "none" else Communicator.of(group)
     try:
         _check_choices(objective, similarity, exchange, backend, shared)
-        if captions > 1 or shared == "positive":
-            raise NotImplementedError("several positives")
-        keys = None if shared == "ignore" else keys
+        if shared == "positive" and kind != "dot":
+            raise ValueError("shared=positive takes similarity=dot")
         inputs = checked_inputs(
             image_features, text_features, logit_scale, 0.0 if logit_bias is None else logit_bias, kind,
-            masks=masks, keys=keys, check=check,
+            masks=masks, keys=None if shared == "ignore" else keys, captions=captions, check=check,
         )  # fmt: skip
         backend = _chosen_backend(backend, kind, inputs)
     except ValueError as error:
@@ -119,20 +125,21 @@ def contrastive_loss(
             comm.agree([0] * len(FACTS), FACTS, error, image_features.device)
         raise
     if comm is not None and check:
-        comm.agree(inputs.facts(objective, exchange), FACTS, None, image_features.device)
+        comm.agree(inputs.facts(objective, exchange, shared), FACTS, None, image_features.device)
+    inputs, many = prepared(inputs, comm, shared)
     if objective == "softmax_text":
         inputs = inputs.positives_only()  # a hard negative is in no text's softmax
     pairs = _similarity(similarity, image_features.device)
     terms: list[tuple[Inputs, Similarity, Weights]] = [(inputs, pairs, WEIGHTS[objective])]
-    if exchange == "local" and objective != "sigmoid":
+    if exchange == "local" and objective != "sigmoid" and captions == 1:
         # OpenCLIP's local loss: one-sided in both directions, the second time with the roles exchanged
         both = (inputs, pairs), (inputs.swapped(), pairs.swapped())
         wanted = (w is not None for w in WEIGHTS[objective])
         terms = [(*sides, WEIGHTS["softmax_image"]) for sides, is_wanted in zip(both, wanted) if is_wanted]
     ranks, values = _exchange(exchange, comm, ranks_per_node), []
     for given, pairs, weights in terms:
-        blocks = _backend(backend, Sigmoid() if objective == "sigmoid" else Softmax(), pairs)
-        call = LossCall(ranks, blocks, pairs, weights, given, check, torch.is_grad_enabled())
+        backends = _backends(backend, Sigmoid() if objective == "sigmoid" else Softmax(), pairs, inputs, shared, many)
+        call = LossCall(ranks, pairs, weights, given, check, torch.is_grad_enabled(), **backends)
         numbers = (given.scale, given.bias, *pairs.parameters)
         values.append(cast(Tensor, ContrastiveLoss.apply(call, given.rows, given.cols, *numbers)))
     return values[0] if len(values) == 1 else (values[0] + values[1]) / 2
@@ -157,12 +164,30 @@ def _similarity(similarity: str | nn.Module, device: torch.device) -> Similarity
     return Late(device) if similarity == "late" else Dot()
 
 
-def _backend(name: str, objective: Objective, similarity: Similarity) -> Backend:
+def _backends(
+    name: str, objective: Objective, similarity: Similarity, inputs: Inputs, shared: str, many: bool
+) -> dict[str, Any]:
+    """The backend, and which takes its place where it finds that too much is left out: fields of LossCall."""
+    plain: Backend = TorchBackend(objective, similarity, dense=name == "dense")
     if name == "triton":
         from clipscale.loss.triton.backend import triton_backend  # Triton is imported where it is used
 
-        return triton_backend(objective)
-    return TorchBackend(objective, similarity, dense=name == "dense")
+        plain = triton_backend(objective)
+    if inputs.keys[0] is None:
+        return {"backend": plain}
+    own = inputs.owners[0] is not None
+    if shared != "mask" or (inputs.captions > 1 and not own):
+        return {"backend": Shared(plain, positive=True, subtracts=False)}
+    leaving_out = TorchBackend(objective, similarity, dense=name == "dense", leaves_out=True)
+    exact = Shared(leaving_out, positive=False, subtracts=False) if own else leaving_out
+    if many or not isinstance(similarity, Dot):
+        return {"backend": exact}
+    sparse = Shared(plain, positive=False, subtracts=True)
+    return (
+        {"backend": sparse}
+        if sparse.sums_pairs
+        else {"backend": sparse, "settled": sparse.settled, "exact_backend": exact}
+    )
 
 
 def _exchange(name: str, comm: Communicator | None, ranks_per_node: int | None) -> Single:

@@ -5,7 +5,7 @@ Letters: n rows (images) and m columns (texts) of this rank, N rows of all ranks
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from clipscale.common.rng import RandomState
 from clipscale.loss.block import Block, Parameters, RowBlock, widened
-from clipscale.loss.exchange import GRAD, LSE, Single
+from clipscale.loss.exchange import GRAD, LSE, Single, other_lses
 from clipscale.loss.inputs import Inputs
 from clipscale.loss.machine import float32_matmuls
 from clipscale.loss.similarity import Similarity, row_products
@@ -31,8 +31,11 @@ class Backend(Protocol):
     width_step: int
     sums_scale_grad: bool
     sums_pairs: bool
+    other_lses: int
 
     def missing_factor(self, scale: Tensor) -> Tensor | float: ...
+
+    def stored(self, g: Tensor, features: Tensor) -> Tensor: ...
 
     def forward(self, block: Block) -> None: ...
 
@@ -44,25 +47,29 @@ class LossCall:
     """One call of the loss: its parts, and everything that is not a differentiable tensor."""
 
     exchange: Single
-    backend: Backend
     similarity: Similarity
     weights: tuple[float | None, float | None]  # N a_i and N b_j; None: no softmax in that direction
-    inputs: Inputs  # for their masks, keys and type
+    inputs: Inputs  # for all but the features
     check: bool  # refuse a result that is not finite, which waits for the device
     trains: bool  # may a backward pass follow
+    backend: Backend
+    # Ends the backend's log-sum-exps, if they can be settled; otherwise the exact backend computes all anew.
+    settled: Callable[[RowBlock, RowBlock, Single], bool] | None = None
+    exact_backend: Backend | None = None
 
     def local_blocks(self, image_features: Tensor, text_features: Tensor) -> tuple[RowBlock, RowBlock]:
         """This rank's rows and columns, with their weights, as the backend takes them."""
         rows, cols = (
-            RowBlock(features.detach().to(self.inputs.dtype).contiguous(), mask, keys)
-            for features, mask, keys in zip((image_features, text_features), self.inputs.masks, self.inputs.keys)
+            RowBlock(features.detach().to(self.inputs.dtype).contiguous(), *given)
+            for features, *given in zip((image_features, text_features), *self.inputs.pairs().values())
         )
-        for side, weight in zip((rows, cols), self.weights):
+        captions = self.inputs.captions
+        for side, weight, texts in zip((rows, cols), self.weights, (1, captions)):
             missing = -side.features.shape[-1] % self.backend.width_step
             side.features = F.pad(side.features, (0, missing)) if missing else side.features
             if weight is not None:
-                side.weight = widened(side.features.new_full((len(side),), weight))
-                side.weight[len(rows) :] = 0  # a hard negative is the positive of no image
+                side.weight = widened(side.features.new_full((len(side),), weight / texts))
+                side.weight[len(rows) * captions :] = 0  # a hard negative is the positive of no image
         return rows, cols
 
 
@@ -78,29 +85,45 @@ class ContrastiveLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: LossCall, image_features: Tensor, text_features: Tensor, *numbers: Tensor) -> Tensor:
         scale, bias, *_ = numbers
-        exchange, backend = call.exchange, call.backend
+        exchange = call.exchange
         ctx.call, ctx.grads, ctx.count = call, None, len(image_features) * exchange.size
         ctx.random = None if call.similarity.homogeneous else RandomState.now(image_features.device)
         needed = [call.trains and need for need in ctx.needs_input_grad[1:]]
 
         def visit(cols: RowBlock, positive: int | None) -> None:
-            backend.forward(Block(rows, cols, Parameters(scale, bias), positive))
+            call.backend.forward(Block(rows, cols, Parameters(scale, bias), positive))
+
+        def find_sums() -> None:
+            """Log-sum-exps and targets."""
+            count = call.backend.other_lses
+            sums = [LSE, other_lses(count)] if count else [LSE]
+            if rows.weight is not None:
+                rows.lse, rows.others = rows.empty_lse(), rows.empty_lse(count) if count else None
+            found = exchange.sweep(cols, [] if cols.weight is None else sums, visit)
+            for name, x in zip(("lse", "others"), found):
+                setattr(cols, name, x)
 
         with _arithmetic(call, image_features.device):
             rows, cols = exchange.spread(*call.local_blocks(image_features, text_features))
-            rows.lse = None if rows.weight is None else rows.empty_lse()
             rows.target = scale.new_zeros(len(rows), dtype=torch.float64)
-            if backend.sums_pairs and any(needed):
+            if not (call.backend.sums_pairs and any(needed)):
+                find_sums()
+                if call.exact_backend and call.settled and not call.settled(rows, cols, exchange):
+                    call.backend = call.exact_backend
+                    rows.target.zero_()
+                    find_sums()
+            else:
                 like = image_features, text_features
                 ctx.grads = gradients(call, rows, cols, like, numbers, needed, scale.new_tensor(1 / ctx.count))
-            else:
-                cols.lse = exchange.sweep(cols, None if cols.weight is None else LSE, visit)
             per_row = -rows.target
             for side in (rows, cols):
                 if side.lse is not None and side.weight is not None:
                     side.lse.masked_fill_(side.lse == -torch.inf, 0)  # a hard negative whose pairs are all left out
                     per_row += (side.weight * side.lse)[: len(rows)]
-            total = exchange.total(exchange.local_rows(per_row).sum())
+            local = exchange.local_rows(per_row).sum()
+            if cols.lse is not None and cols.weight is not None and call.inputs.captions > 1:
+                local += exchange.local_cols(cols.weight * cols.lse)[len(image_features) :].sum()
+            total = exchange.total(local)
 
         rows.target = rows.grad = None
         ctx.names = (len(numbers), [*rows.present()], [*cols.present()])
@@ -172,7 +195,7 @@ def gradients(
             backend.backward(stripe)
             images[start : start + STRIPE] = _unpadded(stripe.rows.grad.mul_(side_factor), images)
 
-    text_sums = exchange.sweep(cols, GRAD if needs_texts else None, visit)
+    text_sums = next(iter(exchange.sweep(cols, [GRAD] if needs_texts else [], visit)), None)
     replicated = (parameters.scale_grad, parameters.bias_grad, *parameters.module_grads)
     scale_grad, *others = (None if grad is None else grad * factor * exchange.local_fraction for grad in replicated)
     features: list[Tensor | None] = []

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-SENT = ("features", "mask", "keys", "lse")
+SENT = ("features", "mask", "keys", "owner", "share", "teachers", "lse", "others")
 """The fields that another rank needs to use a RowBlock as columns. Sums and gradients stay."""
 
 
@@ -18,9 +18,13 @@ class RowBlock:
 
     features: Tensor  # (n, D); token features (n, T, D); for a module (n, ...)
     mask: Tensor | None = None  # (n, T) bool, true where a token counts
-    keys: Tensor | None = None  # (n,) int64; a pair with equal keys that is no positive is left out
+    keys: Tensor | None = None  # (n,) int64; pairs with equal keys are no negatives
+    owner: Tensor | None = None  # (n,) int64, the image's number in the whole batch; None: a row's own is its positive
+    share: Tensor | None = None  # (n,) float64, 1 / number of positives in the whole batch; given with keys
+    teachers: Tensor | None = None  # (n, D_1 + ... + D_K), the features of K teachers side by side
     weight: Tensor | None = None  # (n,) a_i or b_j times N; None: no softmax in this direction
     lse: Tensor | None = None  # (n,) float64 log-sum-exp of the scores: running in forward, complete in backward
+    others: Tensor | None = None  # (n, 1) float64 log-sum-exp of scores that lse has to lose; (n, K) of K teachers'
     grad: Tensor | None = None  # like features, in sum_dtype; None: frozen
     target: Tensor | None = None  # (n,) float64, rows only: what the loss subtracts from the log-sum-exps
 
@@ -44,9 +48,9 @@ class RowBlock:
         names = [name for name in self.present() if name in SENT]
         return RowBlock(**dict(zip(names, tensors, strict=True)), weight=self.weight)
 
-    def empty_lse(self) -> Tensor:
-        """The log-sum-exp of no terms, (n,) float64."""
-        return self.features.new_full((len(self),), -torch.inf, dtype=torch.float64)
+    def empty_lse(self, *count: int) -> Tensor:
+        """The log-sum-exp of no terms, (n,) or (n, count) float64."""
+        return self.features.new_full((len(self), *count), -torch.inf, dtype=torch.float64)
 
     def empty_grad(self) -> Tensor:
         """A gradient of zeros, like the features, in sum_dtype."""
@@ -95,17 +99,6 @@ class Block:
         start = max(0, -self.positive)
         stop = min(len(self.rows), len(self.cols) - self.positive)
         return (slice(start, stop), slice(start + self.positive, stop + self.positive)) if start < stop else None
-
-
-def exclude_duplicates(scores: list[Tensor], block: Block) -> None:
-    """Set the scores (n, m) of pairs with equal keys to -inf, in place, unless they are positives."""
-    if block.rows.keys is None or block.cols.keys is None:
-        return
-    same = block.rows.keys[:, None] == block.cols.keys[None, :]
-    if block.positive is not None:
-        same.diagonal(block.positive).fill_(False)
-    for score in scores:
-        score.masked_fill_(same, -torch.inf)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

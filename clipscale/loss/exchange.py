@@ -129,15 +129,18 @@ LSE = Sums("lse", RowBlock.empty_lse, torch.logaddexp, Communicator.scatter_lse)
 GRAD = Sums("grad", RowBlock.empty_grad, torch.add, Communicator.scatter)
 
 
-def collected(cols: RowBlock, sums: Sums | None, visit: Visit, positive: int | None) -> Tensor | None:
+def other_lses(count: int) -> Sums:
+    """So many further log-sum-exps."""
+    return replace(LSE, field="others", empty=lambda cols: cols.empty_lse(count))
+
+
+def collected(cols: RowBlock, sums: Sequence[Sums], visit: Visit, positive: int | None) -> list[Tensor]:
     """Visit one block of columns. Returns what the visit has summed for them."""
-    part = None
-    if sums is not None:
-        part = sums.empty(cols)
-        cols = replace(cols, **{sums.field: part})
+    parts = [s.empty(cols) for s in sums]
+    cols = replace(cols, **{s.field: part for s, part in zip(sums, parts)})
     with record_function(BLOCK):
         visit(cols, positive)
-    return part
+    return parts
 
 
 class Single:
@@ -147,8 +150,8 @@ class Single:
     # Of the gradient that a rank computes for a replicated tensor, the part that is its local gradient.
     local_fraction = 1.0
 
-    def sweep(self, cols: RowBlock, sums: Sums | None, visit: Visit) -> Tensor | None:
-        """Visit all columns, given this rank's. Returns the sums of this rank's columns; None: none are wanted."""
+    def sweep(self, cols: RowBlock, sums: Sequence[Sums], visit: Visit) -> list[Tensor]:
+        """Visit all columns, given this rank's. Returns each of the sums of this rank's columns."""
         return collected(cols, sums, visit, 0)
 
     def spread(self, rows: RowBlock, cols: RowBlock) -> tuple[RowBlock, RowBlock]:
@@ -167,6 +170,10 @@ class Single:
         """The sum of x over the ranks."""
         return x
 
+    def largest(self, x: Tensor) -> Tensor:
+        """The largest x of the ranks."""
+        return x
+
 
 class Grouped(Single):
     """What the exchanges of several ranks share."""
@@ -177,6 +184,9 @@ class Grouped(Single):
 
     def total(self, x: Tensor) -> Tensor:
         return self.comm.reduce(x.clone())
+
+    def largest(self, x: Tensor) -> Tensor:
+        return self.comm.reduce(x.clone(), dist.ReduceOp.MAX)
 
     def gathered(self, block: RowBlock) -> RowBlock:
         """The blocks of all ranks, in rank order."""
@@ -211,10 +221,10 @@ class Replicated(Grouped):
 class Gather(Grouped):
     """A rank's rows against all columns: all-gather, reduce-scatter of their sums (DisCo-CLIP, arXiv 2304.08480)."""
 
-    def sweep(self, cols: RowBlock, sums: Sums | None, visit: Visit) -> Tensor | None:
+    def sweep(self, cols: RowBlock, sums: Sequence[Sums], visit: Visit) -> list[Tensor]:
         positive = self.rank * len(cols)
-        part = collected(self.gathered(cols), sums, visit, positive)
-        return None if sums is None or part is None else sums.scatter(self.comm, part)
+        parts = collected(self.gathered(cols), sums, visit, positive)
+        return [s.scatter(self.comm, part) for s, part in zip(sums, parts)]
 
 
 class Ring(Grouped):
@@ -224,18 +234,18 @@ class Ring(Grouped):
         super().__init__(communicator)
         self.hops = ring_hops(self.rank, self.size, ranks_per_node or self.size)
 
-    def sweep(self, cols: RowBlock, sums: Sums | None, visit: Visit) -> Tensor | None:
-        behind = None
+    def sweep(self, cols: RowBlock, sums: Sequence[Sums], visit: Visit) -> list[Tensor]:
+        behind: Transfer | None = None
         for number, hop in enumerate(self.hops):
             ahead = self.comm.post(cols.sent(), hop) if number < self.size - 1 else None
-            part = collected(cols, sums, visit, None if number else 0)
-            if sums is not None and part is not None:
-                if behind is not None:
-                    sums.join(part, behind.wait()[0], out=part)
-                behind = self.comm.post([part], hop, tag=1)
+            parts = collected(cols, sums, visit, None if number else 0)
+            if parts:
+                for s, part, before in zip(sums, parts, behind.wait() if behind else []):
+                    s.join(part, before, out=part)
+                behind = self.comm.post(parts, hop, tag=1)
             if ahead is not None:
                 cols = cols.received(ahead.wait())
-        return None if behind is None else behind.wait()[0]
+        return behind.wait() if behind else []
 
 
 def ring_hops(rank: int, size: int, ranks_per_node: int) -> list[Hop]:

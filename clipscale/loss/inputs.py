@@ -4,12 +4,13 @@ Letters: n rows (images) and m columns (texts) of this rank, D feature width, T 
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from clipscale.config.sections import EXCHANGES, OBJECTIVES
+from clipscale.config.sections import EXCHANGES, OBJECTIVES, SHARED
 from clipscale.loss.block import sum_dtype
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # from wide to narrow
@@ -23,6 +24,8 @@ FACTS = (
     "choice of tensors that need a gradient",
     "objective",
     "exchange",
+    "treatment of equal keys",
+    "number of captions",
 )
 """What must be the same on all ranks: sizes for the transfers, the rest for their order."""
 Pair = tuple[Tensor | None, Tensor | None]  # of the images and of the texts
@@ -39,30 +42,42 @@ class Inputs:
     masks: Pair
     keys: Pair
     dtype: torch.dtype  # what the features are cast to
+    captions: int = 1  # of an image: text i + c n is the c-th of image i; then come the hard negatives
+    owners: Pair = (None, None)  # see RowBlock
+    shares: Pair = (None, None)
+    teachers: Pair = (None, None)
 
-    def facts(self, objective: str, exchange: str) -> list[int]:
+    def facts(self, objective: str, exchange: str, shared: str) -> list[int]:
         """The FACTS of this rank."""
         given = [x is not None for x in (*self.masks, *self.keys)]
         trained = [torch.is_grad_enabled() and x.requires_grad for x in (self.rows, self.cols, self.scale, self.bias)]
         choices = [sum(2**i for i, chosen in enumerate(flags) if chosen) for flags in (given, trained)]
         sizes = [len(self.rows), len(self.cols), self.rows[0].numel(), self.cols[0].numel()]
-        return [*sizes, DTYPES.index(self.dtype), *choices, OBJECTIVES.index(objective), EXCHANGES.index(exchange)]
+        words = OBJECTIVES.index(objective), EXCHANGES.index(exchange), SHARED.index(shared)
+        return [*sizes, DTYPES.index(self.dtype), *choices, *words, self.captions]
 
     def positives_only(self) -> "Inputs":
         """Without the hard negatives among the texts."""
-        n = len(self.rows)
-        masks, keys = ((row, None if col is None else col[:n]) for row, col in (self.masks, self.keys))
-        return replace(self, cols=self.cols[:n], masks=masks, keys=keys)
+        n = len(self.rows) * self.captions
+        pairs: dict[str, Any] = {
+            name: (row, None if col is None else col[:n]) for name, (row, col) in self.pairs().items()
+        }
+        return replace(self, cols=self.cols[:n], **pairs)
 
     def swapped(self) -> "Inputs":
         """The texts as rows, without the hard negatives, and the images as columns."""
-        pairs = self.positives_only()
-        return replace(pairs, rows=pairs.cols, cols=pairs.rows, masks=pairs.masks[::-1], keys=pairs.keys[::-1])
+        texts = self.positives_only()
+        pairs = {name: pair[::-1] for name, pair in texts.pairs().items()}
+        return replace(texts, rows=texts.cols, cols=texts.rows, **pairs)
+
+    def pairs(self) -> dict[str, Any]:
+        """What each row and each column has besides its features, by name."""
+        return {name: getattr(self, name) for name in ("masks", "keys", "owners", "shares", "teachers")}
 
 
 def checked_inputs(
     image_features: Tensor, text_features: Tensor, logit_scale: Tensor | float, logit_bias: Tensor | float,
-    similarity: str, *, masks: Pair | None, keys: Tensor | Pair | None, check: bool,
+    similarity: str, *, masks: Pair | None, keys: Tensor | Pair | None, captions: int, check: bool,
 ) -> Inputs:  # fmt: skip
     """The inputs, ready for use. `similarity` is "module" for a module. Raises ValueError where they do not fit."""
     u, v = image_features, text_features
@@ -81,10 +96,14 @@ def checked_inputs(
         )
         _require(u.shape[-1] == v.shape[-1], f"image and text features differ in width: {shapes}")
     _require(
-        len(v) >= len(u),
-        f"fewer texts than images: {shapes}; text i belongs to image i, texts beyond are hard negatives",
+        captions >= 1 and len(v) >= captions * len(u),
+        f"fewer texts than images: {shapes}, captions={captions}; text j belongs to image j // captions, texts beyond "
+        "are hard negatives",
     )
     masks, keys = masks or (None, None), (keys, keys) if isinstance(keys, Tensor) else keys or (None, None)
+    if captions > 1:
+        _require(similarity == "dot", "captions > 1 takes similarity=dot")
+        v, keys = _first_captions_first(u, v, keys, captions)
     _require(similarity == "late" or masks == (None, None), "masks are only for similarity=late")
     _require((keys[0] is None) == (keys[1] is None), "keys of one side alone have nothing to be compared with")
     for name, pair, dtype, dims in (("keys", keys, torch.int64, 1), ("masks", masks, torch.bool, 2)):
@@ -100,7 +119,18 @@ def checked_inputs(
             f"logit_scale is {float(scale):g} and must be positive: it is the multiplier itself, not its logarithm "
             "(pass log_scale.exp())"
         )
-    return Inputs(u, v, scale, bias, masks, keys, dtype)
+    return Inputs(u, v, scale, bias, masks, keys, dtype, captions)
+
+
+def _first_captions_first(u: Tensor, v: Tensor, keys: Pair, captions: int) -> tuple[Tensor, Pair]:
+    """The texts with the first caption of each image in front, then the second of each, ...; and keys for these.
+
+    A caption's key is its image's."""
+    n = captions * len(u)
+    if keys[0] is not None and keys[1] is not None:
+        keys = keys[0], torch.cat([keys[0].repeat(captions), keys[1][n:]])
+    first = v[:n].unflatten(0, (-1, captions)).transpose(0, 1).flatten(0, 1)
+    return torch.cat([first, v[n:]]) if len(v) > n else first, keys
 
 
 def _feature_dtype(u: Tensor, v: Tensor) -> torch.dtype:

@@ -28,7 +28,7 @@ class Softmax:
     A side without weights takes no part.
     """
 
-    sums_pairs = False
+    sums_pairs, other_lses = False, 0
 
     def forward(self, scores: list[Tensor], tile: Block, bound: float, spare: Tensor) -> None:
         """Merge a tile into the log-sum-exps and targets. `bound` limits |x|; `spare`: scratch of the scores' shape."""
@@ -95,7 +95,7 @@ class Sigmoid:
     similarity differs between the directions, x is their mean.
     """
 
-    sums_pairs = True
+    sums_pairs, other_lses = True, 0
 
     def forward(self, scores: list[Tensor], tile: Block, bound: float, spare: Tensor) -> None:
         """Subtract a tile's part of the value from the rows' targets."""

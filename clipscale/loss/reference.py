@@ -19,25 +19,38 @@ def dense_contrastive_loss(
     objective: str = "softmax",
     similarity: str | nn.Module = "dot",
     keys: tuple[Tensor, Tensor] | None = None,
+    shared: str = "mask",
+    captions: int = 1,
     masks: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
-    """`contrastive_loss` of all ranks' batch, in the inputs' precision. Texts from the N-th on are hard negatives."""
+    """`contrastive_loss` of all ranks' batch, in the inputs' precision: text j belongs to image j // captions, and
+    texts beyond those are hard negatives."""
     n, m = len(image_features), len(text_features)
-    target = torch.arange(n, device=image_features.device)
     to_text, to_image = dense_similarities(image_features, text_features, similarity, *masks)
-    positive = F.one_hot(target, m).bool()
-    left_out = torch.zeros_like(positive)
-    if keys is not None:
-        left_out = (keys[0][:, None] == keys[1][None, :]) & ~positive
+    owner = torch.arange(m, device=image_features.device) // captions
+    positive = owner[None, :] == torch.arange(n, device=image_features.device)[:, None]
+    equal = torch.zeros_like(positive)
+    if keys is not None and shared != "ignore":
+        equal = keys[0][:, None] == keys[1][None, :]
+    left_out = equal & ~positive if shared == "mask" else torch.zeros_like(positive)
+    positive = positive | equal if shared == "positive" else positive
 
     if objective == "sigmoid":
         logits = logit_scale * (to_text + to_image) / 2 + logit_bias
         terms = F.binary_cross_entropy_with_logits(logits, positive.to(logits.dtype), reduction="none")
         return terms.masked_fill(left_out, 0).sum() / n
-    rows = (logit_scale * to_text).masked_fill(left_out, -torch.inf)
-    cols = (logit_scale * to_image).masked_fill(left_out, -torch.inf).T[:n]
-    image_loss, text_loss = F.cross_entropy(rows, target), F.cross_entropy(cols, target)
+    rows, cols = ((logit_scale * x).masked_fill(left_out, -torch.inf) for x in (to_text, to_image))
+    image_loss = one_sided(rows, positive)
+    text_loss = one_sided(cols.T[: captions * n], positive.T[: captions * n])
     return {"softmax": (image_loss + text_loss) / 2, "softmax_image": image_loss, "softmax_text": text_loss}[objective]
+
+
+def one_sided(scores: Tensor, positive: Tensor) -> Tensor:
+    """The mean over rows of the log-sum-exp less the mean of the positives' scores (SupCon, arXiv 2004.11362, eq. 2).
+
+    scores and positive (bool): (N, M)."""
+    positives = scores.masked_fill(~positive, 0).sum(1) / positive.sum(1)
+    return (scores.logsumexp(1) - positives).mean()
 
 
 def dense_similarities(

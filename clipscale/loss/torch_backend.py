@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from clipscale.loss import machine
-from clipscale.loss.block import Block, exclude_duplicates
+from clipscale.loss.block import Block
 from clipscale.loss.objective import Objective
+from clipscale.loss.shared import leave_out
 from clipscale.loss.similarity import Similarity
 
 
@@ -19,18 +20,25 @@ class TorchBackend:
     width_step = 1
     """The width of features is padded to a multiple of this."""
 
-    def __init__(self, objective: Objective, similarity: Similarity, dense: bool) -> None:
-        self.objective, self.similarity, self.dense = objective, similarity, dense
+    def __init__(self, objective: Objective, similarity: Similarity, dense: bool, leaves_out: bool = False) -> None:
+        """leaves_out: pairs with equal keys that are no positives."""
+        self.objective, self.similarity, self.dense, self.leaves_out = objective, similarity, dense, leaves_out
         self.machine = machine.here
         self.sums_scale_grad = not similarity.homogeneous
         """Whether `backward` sums the scale's gradient; otherwise scale dL/dscale = sum_i <u_i, dU_i> gives it."""
         self.sums_pairs = objective.sums_pairs
-        """Whether the objective is a sum over pairs: then `backward` needs no `forward`, and finds the value too."""
+        """Whether the value is a sum over pairs, and found by `backward`, with the gradients."""
+        self.other_lses = objective.other_lses
+        """How many log-sum-exps `forward` collects for a row besides its own."""
         self._buffers: list[Tensor] = []
 
     def missing_factor(self, scale: Tensor) -> Tensor | float:
         """What the sums of feature gradients are still to be multiplied by."""
         return 1.0
+
+    def stored(self, g: Tensor, features: Tensor) -> Tensor:
+        """Gradients of scores as `backward` multiplies them with features, which may round them."""
+        return g.to(features.dtype) if features.is_cuda and features.dtype.itemsize == 2 else g
 
     def forward(self, block: Block) -> None:
         """Merge the block into the log-sum-exps of its rows and columns and into its rows' targets, in place."""
@@ -39,7 +47,8 @@ class TorchBackend:
             out, spare = self._scratch(tile)
             scores = self.similarity.scores(tile, out)
             tile_bound = _bound(scores) if bound is None else bound
-            exclude_duplicates(scores, tile)
+            if self.leaves_out:
+                leave_out(scores, tile)
             self.objective.forward(scores, tile, tile_bound, spare)
         self._buffers = []
 
@@ -53,7 +62,8 @@ class TorchBackend:
             out, spare = self._scratch(tile)
             scores, vjp = self.similarity.vjp(tile, out)
             tile_bound = _bound(scores) if bound is None else bound
-            exclude_duplicates(scores, tile)
+            if self.leaves_out:
+                leave_out(scores, tile)
             vjp(self.objective.backward(scores, tile, tile_bound, spare))
         self._buffers = []
 

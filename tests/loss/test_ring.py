@@ -80,10 +80,10 @@ def timeline(group: dist.ProcessGroup, rank: int) -> list[Span]:
     """The blocks and transfers of a sweep with gradients, each block taking a while without using a processor."""
     cols = RowBlock(torch.zeros(1024, 1024))
     ring = Ring(Communicator(group))
-    ring.sweep(cols, GRAD, lambda *_: None)  # connects
+    ring.sweep(cols, [GRAD], lambda *_: None)  # connects
     dist.barrier(group)
     with profile(activities=[ProfilerActivity.CPU]) as trace:
-        ring.sweep(cols, GRAD, lambda *_: time.sleep(0.15))
+        ring.sweep(cols, [GRAD], lambda *_: time.sleep(0.15))
     events = [(event.name, event.time_range) for event in trace.events()]
     return sorted([(name, s.start, s.end) for name, s in events if name == BLOCK or name.startswith("gloo:")])
 

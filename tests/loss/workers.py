@@ -144,8 +144,8 @@ def check(
 ) -> None:
     """Compare the ranks' results with the oracle's, for features (P, n, ...) and (P, m, ...), and masks and keys
     (`pairs`), stacked by rank."""
-    n = u.shape[1]
-    oracle_options = {k: x for k, x in options.items() if k in ("objective", "similarity")}
+    n = u.shape[1] * options.get("captions", 1)
+    oracle_options = {k: x for k, x in options.items() if k in ("objective", "similarity", "shared", "captions")}
     flat = {name: (images.flatten(0, 1), positives_first(texts, n)) for name, (images, texts) in pairs.items()}
     true = oracle(u.flatten(0, 1), positives_first(v, n), scale, **oracle_options, **flat)
     found = whole(ranks.run(local_results, world, u, v, scale, pairs, options))

@@ -34,6 +34,7 @@ class TritonBackend:
 
     width_step = WIDTH_STEP
     sums_scale_grad = True
+    other_lses = 0
 
     def __init__(self) -> None:
         self.machine = machine.here
@@ -42,10 +43,14 @@ class TritonBackend:
         """Score gradients are stored times UNIT and without the scale."""
         return scale / UNIT.value
 
+    def stored(self, g: Tensor, features: Tensor) -> Tensor:
+        """The panel's type rounds half-precision gradients of scores."""
+        return (g * UNIT.value).to(features.dtype) / UNIT.value if features.dtype.itemsize == 2 else g
+
     def launch(self, kernel: Any, panel: Block, *given: Any, store: Tensor | None = None) -> None:
         """Run a program of the kernel for each tile of the panel, with the operands in front of what is given.
 
-        `store` is where the kernel stores a panel; it is given first, with its stride.
+        `store` is where the kernel stores a panel; it is given first, after the positives' place and with its stride.
         """
         u, v = panel.rows.features, panel.cols.features
         t = self.machine.tiles(u.device, u.dtype)
@@ -56,13 +61,13 @@ class TritonBackend:
         def described(x: Tensor, height: int, width: int) -> Any:
             return TensorDescriptor.from_tensor(x, [height, width]) if tma else x
 
-        stored = () if store is None else (described(store, t.rows, t.cols // 4), store.stride(0))
         # Without a positive, one past the end: no row reaches it.
         positive = len(v) if panel.positive is None else panel.positive
+        stored = () if store is None else (positive, described(store, t.rows, t.cols // 4), store.stride(0))
         self.machine.launch(
             kernel, programs(panel, t.rows, t.cols), u.device,
             described(u, t.rows, t.depth), described(v, t.cols, t.depth), panel.parameters.scale,
-            panel.rows.keys, panel.cols.keys, len(u), len(v), u.shape[1], u.stride(0), v.stride(0), positive,
+            len(u), len(v), u.shape[1], u.stride(0), v.stride(0),
             *stored, *given, TMA=tma, BM=t.rows, BN=t.cols, BK=t.depth, num_warps=t.warps, num_stages=t.stages,
             maxnreg=t.registers, enable_fp_fusion=True,
         )  # fmt: skip

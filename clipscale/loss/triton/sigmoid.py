@@ -21,7 +21,7 @@ from clipscale.loss.triton.tiles import (
     summable,
     tile_dots,
     tile_position,
-    where_counted,
+    where_inside,
 )
 
 
@@ -45,7 +45,7 @@ def log1p(x):
 
 @triton.jit(do_not_specialize=["n", "m", "positive"])
 def sigmoid_kernel(
-    u, v, scale, row_keys, col_keys, n, m, depth, stride_u, stride_v, positive, panel, stride_panel, bias, sums,
+    u, v, scale, n, m, depth, stride_u, stride_v, positive, panel, stride_panel, bias, sums,
     TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """panel (whole tiles) = UNIT * G of one tile, zero past the end; G is sigmoid(l), -sigmoid(l) at positives.
@@ -66,7 +66,7 @@ def sigmoid_kernel(
         with_positives = has_positives(tile_row * BM, first_col, positive, BM, WIDTH)
         if with_positives:
             logits = tl.where(cols[None, :] == (rows + positive)[:, None], -logits, logits)
-        logits = where_counted(logits, NOTHING, rows, cols, n, m, row_keys, col_keys, positive)
+        logits = where_inside(logits, NOTHING, rows, cols, n, m)
         small = tl.exp2(-tl.abs(logits) * LOG2E)
         value += tl.sum(tl.maximum(logits, 0.0) + log1p(small), axis=1)
         g = UNIT * tl.where(logits >= 0, 1.0, small) / (1.0 + small)  # nothing cancels

@@ -24,7 +24,7 @@ from clipscale.loss.triton.tiles import (
     summable,
     tile_dots,
     tile_position,
-    where_counted,
+    where_inside,
 )
 
 # A sum of 2^(y - t) that is at least this large, with t at or above every y, has lost less than 2^-50 of itself to
@@ -46,9 +46,9 @@ def reference_of(top):
     return tl.where(top == NOTHING, 0.0, tl.ceil(top))
 
 
-@triton.jit(do_not_specialize=["n", "m", "positive"])
+@triton.jit(do_not_specialize=["n", "m"])
 def lse_kernel(
-    u, v, scale, row_keys, col_keys, n, m, depth, stride_u, stride_v, positive, row_parts, col_parts,
+    u, v, scale, n, m, depth, stride_u, stride_v, row_parts, col_parts,
     TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """The references and the sums of 2^(y - reference) of one tile's rows, to row_parts (2, ceil(M / BN), N), and of
@@ -61,7 +61,7 @@ def lse_kernel(
     tile_row, tile_col = tile_position(n, m, BM, BN)
     rows, cols = tile_row * BM + tl.arange(0, BM), tile_col * BN + tl.arange(0, BN)
     dots = tile_dots(u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v, TMA, BM, BN, BK)
-    dots = where_counted(dots, NOTHING, rows, cols, n, m, row_keys, col_keys, positive)
+    dots = where_inside(dots, NOTHING, rows, cols, n, m)
     factor, _ = log2_factor(scale)
     top = reference_of(tl.max(tl.max(dots, axis=1), axis=0) * factor)
     # The product is not rounded before the subtraction: at scale 100 that rounding alone would be 5e-6 of the
@@ -123,7 +123,7 @@ def lse_and_weight(lse, weight, at, nat):
 
 @triton.jit(do_not_specialize=["n", "m", "positive"])
 def softmax_gradient_kernel(
-    u, v, scale, row_keys, col_keys, n, m, depth, stride_u, stride_v, positive,
+    u, v, scale, n, m, depth, stride_u, stride_v, positive,
     panel, stride_panel, row_lse, col_lse, row_weight, col_weight, products,
     TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -132,7 +132,8 @@ def softmax_gradient_kernel(
         G_ij = a_i 2^(y_ij - r_i) + b_j 2^(y_ij - c_j) - (a_i + b_j) [j = positive + i]
 
     with the complete log-sum-exps r and c and the weights a and b. products (programs,) = the tile's sum of UNIT * G_ij
-    <u_i, v_j>, before the panel's type rounds G. No exponential overflows, as y_ij <= r_i and y_ij <= c_j.
+    <u_i, v_j>, before the panel's type rounds G. No exponential overflows, as y_ij <= r_i and y_ij <= c_j; of a pair
+    that a log-sum-exp leaves out it is at most 7 (loss/shared.py), and UNIT * 7 is a float16.
     """
     tile_row, tile_col = tile_position(n, m, BM, BN)
     dots = tile_dots(u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v, TMA, BM, BN, BK)
@@ -152,7 +153,7 @@ def softmax_gradient_kernel(
         if has_positives(tile_row * BM, first_col, positive, BM, WIDTH):
             target = row_target[:, None] + col_target[None, :]
             g = tl.where(cols[None, :] == (rows + positive)[:, None], g - target, g)
-        g = where_counted(g, 0.0, rows, cols, n, m, row_keys, col_keys, positive)
+        g = where_inside(g, 0.0, rows, cols, n, m)
         store_part(panel, g, tile_row * BM, first_col, stride_panel, TMA)
         product += tl.sum(g * summable(parts[part], n), axis=1)
     tl.store(products + tl.program_id(0), tl.sum(product, axis=0))

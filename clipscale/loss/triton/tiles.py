@@ -1,4 +1,4 @@
-"""What the Triton kernels share: a program's tile, its dot products, and which pairs count.
+"""What the Triton kernels share: a program's tile, its dot products, and its parts.
 
 Letters: N rows (images) and M columns (texts) of the panel a launch covers, D feature width; BM x BN the tile, BK the
 step along D.
@@ -59,15 +59,10 @@ def tile_dots(
 
 
 @triton.jit
-def where_counted(x, other, rows, cols, n, m, row_keys, col_keys, positive):
-    """x (BM, BN) of pairs that count; `other` past the end, and where keys agree but for row i's positive + i."""
+def where_inside(x, other, rows, cols, n, m):
+    """x (BM, BN), and `other` past the end."""
     if (tl.max(rows, axis=0) >= n) | (tl.max(cols, axis=0) >= m):
         x = tl.where((rows < n)[:, None] & (cols < m)[None, :], x, other)
-    if row_keys is not None:
-        row_key = tl.load(row_keys + tl.minimum(rows, n - 1))
-        col_key = tl.load(col_keys + tl.minimum(cols, m - 1))
-        same = row_key[:, None] == col_key[None, :]
-        x = tl.where(same & (cols[None, :] != (rows + positive)[:, None]), other, x)
     return x
 
 

@@ -52,16 +52,16 @@ def extreme(n: int, m: int, width: int) -> tuple[Tensor, Tensor]:
     return normalize(u, dim=1), normalize(v, dim=1)
 
 
-@pytest.mark.parametrize("has_keys", [False, True])
+@pytest.mark.parametrize("shared", ["ignore", "mask", "positive"])
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_float32_is_exact(objective: str, has_keys: bool) -> None:
+def test_float32_is_exact(objective: str, shared: str) -> None:
     for n, m, width, scale, kind in (
         (1, 1, 1, 100.0, "random"),
         (33, 36, 40, 14.3, "random"),
         (20, 70, 24, 100.0, "aligned"),
     ):
         u, v = features(n, m, width, kind)
-        options: dict[str, Any] = {"objective": objective} | ({"keys": keys(n, m)} if has_keys else {})
+        options: dict[str, Any] = {"objective": objective, "shared": shared, "keys": keys(n, m)}
         found = [x.cpu() for x in triton(u.float(), v.float(), scale, **options)]
         assert_exact(found, oracle(u, v, scale, **options), scale, 1e-5, (n, m, width, kind))
 
@@ -80,11 +80,18 @@ def test_scores_that_span_more_than_float32_are_exact(kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
 def test_half_precision_is_no_further_from_the_truth_than_twice_plain_torch(objective: str, dtype: torch.dtype) -> None:
-    for kind, scale in (("random", 14.3), ("aligned", 14.3), ("low", 100.0)):
+    for kind, scale, shared in (
+        ("random", 14.3, "ignore"),
+        ("aligned", 14.3, "mask"),
+        ("low", 100.0, "ignore"),
+        ("duplicates", 14.3, "positive"),
+    ):
         u, v = (x.to(dtype) for x in features(35, 70, 40, kind))
-        true = oracle(u, v, scale, objective=objective)
-        plain = errors(results(dense_contrastive_loss, u, v, scale, objective=objective), true, scale)
-        for name, x in errors([x.cpu() for x in triton(u, v, scale, objective=objective)], true, scale).items():
+        options: dict[str, Any] = {"objective": objective, "shared": shared}
+        options |= {} if shared == "ignore" else {"keys": (torch.arange(35) // 2, torch.arange(70) // 2)}
+        true = oracle(u, v, scale, **options)
+        plain = errors(results(dense_contrastive_loss, u, v, scale, **options), true, scale)
+        for name, x in errors([x.cpu() for x in triton(u, v, scale, **options)], true, scale).items():
             assert x <= 2 * plain[name] + 5e-6, f"{name}, {kind}: {x:.1e} against plain torch's {plain[name]:.1e}"
 
 

@@ -1,0 +1,150 @@
+"""Pairs that share a key, and several captions of an image: left out or positives, on one rank and on several.
+
+Letters: P ranks, n images and m texts of one rank, D feature width.
+"""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from clipscale import contrastive_loss
+from clipscale.config.sections import OBJECTIVES
+from clipscale.loss import shared as shared_pairs
+from tests.loss.cases import assert_exact, features, keys, oracle, results
+from tests.loss.workers import Workers, check, stacked, stacked_again
+
+EXCHANGES = ["replicated", "local", "gather", "ring"]
+
+
+def refuse_tiles(*_: object) -> None:
+    raise AssertionError("pairs are left out tile by tile")
+
+
+@pytest.mark.parametrize("shared", ["mask", "positive"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_distinct_keys_change_no_bit(objective: str, shared: str) -> None:
+    u, v = (x.float() for x in features(30, 33, 16))
+    plain = results(contrastive_loss, u, v, 14.3, objective=objective)
+    found = results(contrastive_loss, u, v, 14.3, objective=objective, shared=shared, keys=(
+        torch.arange(30), torch.arange(33)
+    ))  # fmt: skip
+    ignored = results(contrastive_loss, u, v, 14.3, objective=objective, shared="ignore", keys=keys(30, 33))
+    assert all(map(torch.equal, plain, found)) and all(map(torch.equal, plain, ignored))
+
+
+def test_a_batch_twice_costs_log_2_more_as_positives() -> None:
+    u, v = features(20, 20, 16, "aligned")
+    once = contrastive_loss(u, v, 14.3)
+    twice = contrastive_loss(
+        u.repeat(2, 1), v.repeat(2, 1), 14.3, keys=torch.arange(20).repeat(2), shared="positive"
+    )  # fmt: skip
+    assert abs(float(twice - once) - math.log(2)) < 1e-12, f"{float(twice)} after {float(once)}"
+
+
+def test_equal_texts_as_positives_are_as_if_ignored() -> None:
+    """In the loss and in the gradient that reaches a text tower, which is their sum."""
+    u, v = features(24, 24, 16, "aligned")
+    same = torch.arange(24) % 7
+    v = v[same]
+    given = {"keys": same}
+    positive, ignored = (results(contrastive_loss, u, v, 14.3, shared=x, **given) for x in ("positive", "ignore"))
+    for found in (positive, ignored):
+        found[2] = torch.zeros(7, 16).double().index_add(0, same, found[2])
+    assert_exact(positive, ignored, 14.3, 1e-9, "positive against ignore")
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_keys_are_exact_on_ranks(ranks: Workers, objective: str, exchange: str) -> None:
+    """With hard negatives; once with several captions of each image, whose keys are their image's."""
+    for number, (world, n, m, k) in enumerate(((2, 5, 5, 1), (4, 4, 6, 1), (2, 3, 8, 2), (4, 2, 6, 3))):
+        shared = ("mask", "positive", "mask", "ignore")[number]
+        images, texts = keys(world * n, world * m, seed=number)
+        if k > 1:
+            texts[: world * n * k] = images.repeat_interleave(k)
+        u, v = stacked(world, n, m, 8)
+        options = {"objective": objective, "exchange": exchange, "tile": 3, "captions": k, "shared": shared}
+        check(ranks, world, u, v, 14.3, options, keys=(images.view(world, n), stacked_again(texts, world, n * k)))
+
+
+@settings(max_examples=40, derandomize=True, deadline=None)
+@given(
+    sizes=st.tuples(st.integers(1, 9), st.integers(0, 4), st.integers(1, 3)),
+    kinds=st.integers(1, 12),
+    seed=st.integers(0, 99),
+    scale=st.sampled_from([1.0, 14.3, 100.0]),
+    options=st.fixed_dictionaries(
+        {"objective": st.sampled_from(OBJECTIVES), "shared": st.sampled_from(["mask", "positive", "ignore"])}
+    ),
+    many=st.booleans(),
+)
+def test_any_keys_are_exact(
+    sizes: tuple[int, int, int], kinds: int, seed: int, scale: float, options: dict[str, Any], many: bool
+) -> None:
+    """`many`: where tiles leave the pairs out."""
+    n, extra, k = sizes
+    u, v = features(n, k * n + extra, 7, "aligned", seed) if k == 1 else features(n, k * n + extra, 7, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    images, texts = (torch.randint(0, kinds, (len(x),), generator=generator) for x in (u, v))
+    if k > 1:
+        texts[: k * n] = images.repeat_interleave(k)
+    options |= {"keys": (images, texts), "captions": k}
+    with pytest.MonkeyPatch.context() as patch:
+        if many:
+            patch.setattr(shared_pairs, "FEW", 0)
+            patch.setattr(shared_pairs, "PAIR_COST", 10**9)
+        found = results(contrastive_loss, u, v, scale, tile=4, **options)
+    assert_exact(found, oracle(u, v, scale, **options), scale, 1e-10, (sizes, kinds, options, many))
+
+
+def near(far: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Twelve pairs; the first image is far from its own text, and at its double's."""
+    u, v = features(12, 12, 16, "orthogonal")
+    v[1] = u[0]
+    v[0] = far * u[0] + math.sqrt(1 - far**2) * torch.eye(16).double()[15]
+    return u, v, torch.tensor([0, 0, *range(2, 12)])
+
+
+def test_a_few_pairs_leave_the_tiles_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clipscale.loss.torch_backend.leave_out", refuse_tiles)
+    u, v = features(30, 30, 16, "aligned")
+    same = torch.arange(30) % 20
+    found = results(contrastive_loss, u[same], v[same], 20.0, keys=same)
+    assert_exact(found, oracle(u[same], v[same], 20.0, keys=(same, same)), 20.0, 1e-10, "half of ten sums is left out")
+
+
+@pytest.mark.parametrize("far", [0.9, 0.6, -0.2])
+def test_where_nearly_all_of_a_sum_is_left_out_the_rest_is_exact(far: float) -> None:
+    """At scale 100 it is down to e^-100 of the sum."""
+    u, v, same = near(far)
+    for backend in ("tiled", "dense"):
+        true = oracle(u, v, 100.0, keys=(same, same))
+        found = results(contrastive_loss, u, v, 100.0, keys=same, backend=backend)
+        assert_exact(found, true, 100.0, 1e-10, (far, backend))
+        found = results(contrastive_loss, u.float(), v.float(), 100.0, keys=same, backend=backend)
+        assert_exact(found, true, 100.0, 1e-5, (far, backend))
+
+
+def test_ranks_agree_on_what_nearly_all_is(ranks: Workers) -> None:
+    """The pair lies on the first two of three ranks."""
+    u, v, same = near(-0.2)
+    order = torch.tensor([0, 2, 3, 4, 1, 5, 6, 7, 8, 9, 10, 11])
+    u, v, same = (x[order].unflatten(0, (3, 4)) for x in (u, v, same))
+    check(ranks, 3, u, v, 100.0, {"exchange": "ring"}, keys=(same, same))
+
+
+def differing(group: dist.ProcessGroup, rank: int) -> str:
+    u = torch.randn(4, 6)
+    with pytest.raises(ValueError) as caught:
+        contrastive_loss(u, u, 10.0, group=group, keys=torch.arange(4), shared="positive" if rank else "mask")
+    return str(caught.value)
+
+
+def test_ranks_that_treat_keys_otherwise_are_refused(ranks: Workers) -> None:
+    assert all("the same treatment of equal keys" in message for message in ranks.run(differing, 2))
