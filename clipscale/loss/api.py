@@ -6,7 +6,7 @@ Letters: n rows (images) and m columns (texts) of this rank, D feature width, T 
 import logging
 import os
 from functools import cache
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from clipscale.config.sections import BACKENDS, EXCHANGES, OBJECTIVES, SHARED, SIMILARITIES
 from clipscale.loss import machine
-from clipscale.loss.autograd import Backend, ContrastiveLoss, LossCall
+from clipscale.loss.autograd import Backend, ContrastiveLoss, LossCall, Settled
 from clipscale.loss.exchange import Communicator, Gather, Replicated, Ring, Single
 from clipscale.loss.inputs import FACTS, Inputs, Pair, checked_inputs
 from clipscale.loss.objective import Objective, Sigmoid, Softmax
@@ -139,7 +139,7 @@ def contrastive_loss(
     ranks, values = _exchange(exchange, comm, ranks_per_node), []
     for given, pairs, weights in terms:
         backends = _backends(backend, Sigmoid() if objective == "sigmoid" else Softmax(), pairs, inputs, shared, many)
-        call = LossCall(ranks, pairs, weights, given, check, torch.is_grad_enabled(), **backends)
+        call = LossCall(ranks, pairs, weights, given, check, torch.is_grad_enabled(), *backends)
         numbers = (given.scale, given.bias, *pairs.parameters)
         values.append(cast(Tensor, ContrastiveLoss.apply(call, given.rows, given.cols, *numbers)))
     return values[0] if len(values) == 1 else (values[0] + values[1]) / 2
@@ -166,28 +166,24 @@ def _similarity(similarity: str | nn.Module, device: torch.device) -> Similarity
 
 def _backends(
     name: str, objective: Objective, similarity: Similarity, inputs: Inputs, shared: str, many: bool
-) -> dict[str, Any]:
-    """The backend, and which takes its place where it finds that too much is left out: fields of LossCall."""
+) -> tuple[list[Backend], Settled | None]:
+    """The backends of LossCall, and what settles the first one's log-sum-exps."""
     plain: Backend = TorchBackend(objective, similarity, dense=name == "dense")
     if name == "triton":
         from clipscale.loss.triton.backend import triton_backend  # Triton is imported where it is used
 
         plain = triton_backend(objective)
     if inputs.keys[0] is None:
-        return {"backend": plain}
+        return [plain], None
     own = inputs.owners[0] is not None
     if shared != "mask" or (inputs.captions > 1 and not own):
-        return {"backend": Shared(plain, positive=True, subtracts=False)}
+        return [Shared(plain, positive=True, subtracts=False)], None
     leaving_out = TorchBackend(objective, similarity, dense=name == "dense", leaves_out=True)
     exact = Shared(leaving_out, positive=False, subtracts=False) if own else leaving_out
     if many or not isinstance(similarity, Dot):
-        return {"backend": exact}
+        return [exact], None
     sparse = Shared(plain, positive=False, subtracts=True)
-    return (
-        {"backend": sparse}
-        if sparse.sums_pairs
-        else {"backend": sparse, "settled": sparse.settled, "exact_backend": exact}
-    )
+    return ([sparse], None) if sparse.sums_pairs else ([sparse, exact], sparse.settled)
 
 
 def _exchange(name: str, comm: Communicator | None, ranks_per_node: int | None) -> Single:

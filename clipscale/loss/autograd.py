@@ -6,7 +6,7 @@ Letters: n rows (images) and m columns (texts) of this rank, N rows of all ranks
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -42,6 +42,10 @@ class Backend(Protocol):
     def backward(self, block: Block) -> None: ...
 
 
+Settled = Callable[[RowBlock, RowBlock, Single], bool]
+"""Ends log-sum-exps that a sweep has left unfinished; false: they must be computed otherwise."""
+
+
 @dataclass
 class LossCall:
     """One call of the loss: its parts, and everything that is not a differentiable tensor."""
@@ -52,10 +56,12 @@ class LossCall:
     inputs: Inputs  # for all but the features
     check: bool  # refuse a result that is not finite, which waits for the device
     trains: bool  # may a backward pass follow
-    backend: Backend
-    # Ends the backend's log-sum-exps, if they can be settled; otherwise the exact backend computes all anew.
-    settled: Callable[[RowBlock, RowBlock, Single], bool] | None = None
-    exact_backend: Backend | None = None
+    backends: Sequence[Backend]  # the next where the first cannot settle its log-sum-exps
+    settled: Settled | None = None
+    backend: Backend = field(init=False)  # the one in use
+
+    def __post_init__(self) -> None:
+        self.backend = self.backends[0]
 
     def local_blocks(self, image_features: Tensor, text_features: Tensor) -> tuple[RowBlock, RowBlock]:
         """This rank's rows and columns, with their weights, as the backend takes them."""
@@ -93,28 +99,24 @@ class ContrastiveLoss(torch.autograd.Function):
         def visit(cols: RowBlock, positive: int | None) -> None:
             call.backend.forward(Block(rows, cols, Parameters(scale, bias), positive))
 
-        def find_sums() -> None:
-            """Log-sum-exps and targets."""
-            count = call.backend.other_lses
-            sums = [LSE, other_lses(count)] if count else [LSE]
-            if rows.weight is not None:
-                rows.lse, rows.others = rows.empty_lse(), rows.empty_lse(count) if count else None
-            found = exchange.sweep(cols, [] if cols.weight is None else sums, visit)
-            for name, x in zip(("lse", "others"), found):
-                setattr(cols, name, x)
-
         with _arithmetic(call, image_features.device):
             rows, cols = exchange.spread(*call.local_blocks(image_features, text_features))
-            rows.target = scale.new_zeros(len(rows), dtype=torch.float64)
-            if not (call.backend.sums_pairs and any(needed)):
-                find_sums()
-                if call.exact_backend and call.settled and not call.settled(rows, cols, exchange):
-                    call.backend = call.exact_backend
-                    rows.target.zero_()
-                    find_sums()
-            else:
+            for backend in call.backends:
+                call.backend, rows.target = backend, scale.new_zeros(len(rows), dtype=torch.float64)
+                if backend.sums_pairs and any(needed):
+                    break
+                count = backend.other_lses
+                if rows.weight is not None:
+                    rows.lse, rows.others = rows.empty_lse(), rows.empty_lse(count) if count else None
+                sums = [] if cols.weight is None else [LSE, other_lses(count)] if count else [LSE]
+                for s, x in zip(sums, exchange.sweep(cols, sums, visit)):
+                    setattr(cols, s.field, x)
+                if call.settled is None or call.settled(rows, cols, exchange):
+                    break
+            if call.backend.sums_pairs and any(needed):
                 like = image_features, text_features
                 ctx.grads = gradients(call, rows, cols, like, numbers, needed, scale.new_tensor(1 / ctx.count))
+            assert rows.target is not None
             per_row = -rows.target
             for side in (rows, cols):
                 if side.lse is not None and side.weight is not None:
