@@ -5,8 +5,10 @@ Letters: n rows (images) and m columns (texts) of this rank, D feature width, T 
 
 import logging
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,11 +20,13 @@ from clipscale.loss import machine
 from clipscale.loss.autograd import Backend, ContrastiveLoss, LossCall, Settled
 from clipscale.loss.exchange import Communicator, Gather, Replicated, Ring, Single
 from clipscale.loss.inputs import FACTS, Inputs, Pair, checked_inputs
-from clipscale.loss.objective import Objective, Sigmoid, Softmax
+from clipscale.loss.objective import Distillation, Objective, Sigmoid, Softmax
 from clipscale.loss.shared import Shared, prepared
 from clipscale.loss.similarity import Deep, Dot, Late, Similarity
 from clipscale.loss.torch_backend import TorchBackend
 
+Teacher = tuple[Tensor, Tensor, float]
+"""Features of images and of texts, and the logit scale."""
 Weights = tuple[float | None, float | None]  # N times those of the image-to-text and the text-to-image direction
 WEIGHTS: dict[str, Weights] = {
     "softmax": (0.5, 0.5),
@@ -53,6 +57,7 @@ def contrastive_loss(
     shared: str = "mask",
     captions: int = 1,
     masks: Pair | None = None,
+    teachers: Sequence[Teacher] = (),
     check: bool = True,
 ) -> Tensor:
     """The contrastive loss of image-text pairs spread over the ranks of a group, without a batch x batch matrix.
@@ -119,6 +124,8 @@ def contrastive_loss(
             image_features, text_features, logit_scale, 0.0 if logit_bias is None else logit_bias, kind,
             masks=masks, keys=None if shared == "ignore" else keys, captions=captions, check=check,
         )  # fmt: skip
+        if teachers:
+            inputs = replace(inputs, teachers=_checked_teachers(teachers, inputs, objective, kind))
         backend = _chosen_backend(backend, kind, inputs)
     except ValueError as error:
         if comm is not None and check:
@@ -138,11 +145,46 @@ def contrastive_loss(
         terms = [(*sides, WEIGHTS["softmax_image"]) for sides, is_wanted in zip(both, wanted) if is_wanted]
     ranks, values = _exchange(exchange, comm, ranks_per_node), []
     for given, pairs, weights in terms:
-        backends = _backends(backend, Sigmoid() if objective == "sigmoid" else Softmax(), pairs, inputs, shared, many)
+        widths = [(a.shape[1], float(t)) for a, _, t in teachers]
+        terms_of = Distillation(widths) if teachers else Sigmoid() if objective == "sigmoid" else Softmax()
+        backends = _backends(backend, terms_of, pairs, inputs, shared, many)
         call = LossCall(ranks, pairs, weights, given, check, torch.is_grad_enabled(), *backends)
         numbers = (given.scale, given.bias, *pairs.parameters)
         values.append(cast(Tensor, ContrastiveLoss.apply(call, given.rows, given.cols, *numbers)))
     return values[0] if len(values) == 1 else (values[0] + values[1]) / 2
+
+
+def distillation_loss(
+    image_features: Tensor,
+    text_features: Tensor,
+    logit_scale: Tensor | float,
+    teachers: Sequence[Teacher],
+    weights: tuple[float, float] = (0.0, 1.0),
+    **options: Any,
+) -> Tensor:
+    """weights[0] times the contrastive loss and weights[1] times the distance to the teachers' probabilities:
+
+        1/2 [-mean_i sum_j P_ij log softmax_j x_ij - mean_j sum_i Q_ij log softmax_i x_ij]
+
+    where P is the mean over teachers of softmax_j(t <a_i, b_j>) and Q that of softmax_i (MobileCLIP, arXiv 2311.17049,
+    with weights 0 and 1; open_clip's DistillClipLoss of one teacher, with 1 and 1, returns the halves of it).
+
+    Args:
+        image_features, text_features, logit_scale: of `contrastive_loss`, and `options` are its keywords. The second
+            term takes objectives other than softmax for it, and is computed in torch's tiles.
+        teachers: (a (n, D_k), b (m, D_k), t) each: features of the same images and texts, usually of unit length, and
+            the teacher's own logit scale. They get no gradient.
+    """
+    terms = []
+    if weights[0]:
+        terms.append(weights[0] * contrastive_loss(image_features, text_features, logit_scale, **options))
+    if weights[1]:
+        names = "exchange", "group", "ranks_per_node", "check"
+        kept: dict[str, Any] = {name: options[name] for name in names if name in options}
+        kept["backend"] = "dense" if options.get("backend") == "dense" else "tiled"
+        found = contrastive_loss(image_features, text_features, logit_scale, teachers=teachers, **kept)
+        terms.append(weights[1] * found)
+    return sum(terms[1:], terms[0])
 
 
 def _check_choices(objective: str, similarity: str | nn.Module, exchange: str, backend: str, shared: str) -> None:
@@ -156,6 +198,21 @@ def _check_choices(objective: str, similarity: str | nn.Module, exchange: str, b
     ):
         if isinstance(value, str) and value not in choices:
             raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}")
+
+
+def _checked_teachers(teachers: Sequence[Teacher], inputs: Inputs, objective: str, similarity: str) -> Pair:
+    """The teachers' features side by side, in one type. Raises ValueError where they do not fit."""
+    n, m = len(inputs.rows), len(inputs.cols)
+    if objective == "sigmoid" or similarity != "dot" or inputs.keys[0] is not None or inputs.captions > 1:
+        raise ValueError("teachers take a softmax of dot products, without keys and with one caption an image")
+    images, texts, _ = zip(*teachers)
+    for a, b in zip(images, texts):
+        if a.dim() != 2 or b.shape != (m, *a.shape[1:]) or len(a) != n or a.device != inputs.rows.device:
+            raise ValueError(f"a teacher's features {tuple(a.shape)} and {tuple(b.shape)} for {n} images and {m} texts")
+    sides = [torch.cat(features, 1).detach() for features in (images, texts)]
+    wide = torch.promote_types(sides[0].dtype, sides[1].dtype)
+    wide = torch.float64 if inputs.dtype == torch.float64 else wide
+    return sides[0].to(wide), sides[1].to(wide)
 
 
 def _similarity(similarity: str | nn.Module, device: torch.device) -> Similarity:
@@ -198,7 +255,9 @@ def _chosen_backend(name: str, similarity: str, inputs: Inputs) -> str:
     """The backend's name, with "auto" resolved and logged once. Raises ValueError where Triton is impossible."""
     device, obstacle = inputs.rows.device, None
     on_gpu = machine.here.is_gpu(device)
-    if similarity != "dot":
+    if inputs.teachers[0] is not None:
+        obstacle = "there are teachers"
+    elif similarity != "dot":
         obstacle = "the similarity is not the dot product"
     elif inputs.dtype == torch.float64:
         obstacle = "the features are float64"

@@ -101,9 +101,10 @@ class ContrastiveLoss(torch.autograd.Function):
 
         with _arithmetic(call, image_features.device):
             rows, cols = exchange.spread(*call.local_blocks(image_features, text_features))
+            one_sweep = call.backend.sums_pairs and call.weights == (None, None)
             for backend in call.backends:
                 call.backend, rows.target = backend, scale.new_zeros(len(rows), dtype=torch.float64)
-                if backend.sums_pairs and any(needed):
+                if one_sweep and any(needed):
                     break
                 count = backend.other_lses
                 if rows.weight is not None:
@@ -113,9 +114,10 @@ class ContrastiveLoss(torch.autograd.Function):
                     setattr(cols, s.field, x)
                 if call.settled is None or call.settled(rows, cols, exchange):
                     break
-            if call.backend.sums_pairs and any(needed):
+            if call.backend.sums_pairs and (any(needed) or not one_sweep):
                 like = image_features, text_features
-                ctx.grads = gradients(call, rows, cols, like, numbers, needed, scale.new_tensor(1 / ctx.count))
+                grads = gradients(call, rows, cols, like, numbers, needed, scale.new_tensor(1 / ctx.count))
+                ctx.grads = grads if any(needed) else None
             assert rows.target is not None
             per_row = -rows.target
             for side in (rows, cols):
@@ -226,7 +228,8 @@ def _arithmetic(call: LossCall, device: torch.device) -> Iterator[None]:
         stack.enter_context(torch.autocast(device.type, enabled=False))
         # A module keeps the caller's setting. Half-precision numbers widened to float32 multiply exactly in TF32, too.
         if device.type == "cuda" and call.similarity.homogeneous:
-            stack.enter_context(float32_matmuls("tf32" if call.inputs.dtype.itemsize == 2 else "ieee"))
+            types = [call.inputs.dtype, *(x.dtype for x in call.inputs.teachers if x is not None)]
+            stack.enter_context(float32_matmuls("tf32" if all(x.itemsize == 2 for x in types) else "ieee"))
         yield
 
 

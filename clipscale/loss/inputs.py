@@ -20,6 +20,7 @@ FACTS = (
     "size of an image's features",
     "size of a text's features",
     "feature type",
+    "width of all teachers' features",
     "choice of masks and keys",
     "choice of tensors that need a gradient",
     "objective",
@@ -53,8 +54,9 @@ class Inputs:
         trained = [torch.is_grad_enabled() and x.requires_grad for x in (self.rows, self.cols, self.scale, self.bias)]
         choices = [sum(2**i for i, chosen in enumerate(flags) if chosen) for flags in (given, trained)]
         sizes = [len(self.rows), len(self.cols), self.rows[0].numel(), self.cols[0].numel()]
+        widths = [0 if self.teachers[0] is None else self.teachers[0].shape[1]]
         words = OBJECTIVES.index(objective), EXCHANGES.index(exchange), SHARED.index(shared)
-        return [*sizes, DTYPES.index(self.dtype), *choices, *words, self.captions]
+        return [*sizes, DTYPES.index(self.dtype), *widths, *choices, *words, self.captions]
 
     def positives_only(self) -> "Inputs":
         """Without the hard negatives among the texts."""

@@ -8,10 +8,14 @@ Letters: n rows (images) and m columns (texts) of the tile; r and c the log-sum-
 weights.
 """
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from clipscale.loss.block import Block, RowBlock
+from clipscale.loss.similarity import product
 
 # e^(x - t) takes one reference t for a whole tile while no exponent that matters leaves +-MARGIN nats: sums of 1e7
 # terms of e^60 stay finite in float32, and e^-60 is still a normal number.
@@ -129,7 +133,54 @@ class Sigmoid:
         return logits
 
 
-Objective = Softmax | Sigmoid
+class Distillation(Softmax):
+    """Cross-entropy to the mean of K teachers' probabilities (Vasu et al. 2023, arXiv 2311.17049; open_clip's
+    DistillClipLoss), where a teacher's scores are y = t <teacher's image i, teacher's text j>.
+
+        L        = sum_i a_i (r_i - sum_j P_ij x_ij) + sum_j b_j (c_j - sum_i Q_ij x_ij)
+        dL/dx_ij = a_i (e^(x_ij - r_i) - P_ij) + b_j (e^(x_ij - c_j) - Q_ij)
+
+    P are the means of the softmax of y over rows, Q over columns. `forward` collects the students' and the teachers'
+    log-sum-exps; `backward` needs both and finds the value, too.
+    """
+
+    sums_pairs = True
+
+    def __init__(self, teachers: Sequence[tuple[int, float]]) -> None:
+        """teachers: the feature width and the logit scale of each."""
+        self.teachers, self.other_lses = teachers, len(teachers)
+
+    def forward(self, scores: list[Tensor], tile: Block, bound: float, spare: Tensor) -> None:
+        super().forward(scores, replace(tile, positive=None), bound, spare)
+        for y, y_tile, y_bound in self._teachers(tile, scores[0]):
+            super().forward([y], y_tile, y_bound, spare)
+
+    def backward(self, scores: list[Tensor], tile: Block, bound: float, spare: Tensor) -> list[Tensor]:
+        wanted = torch.zeros_like(scores[0])
+        for y, y_tile, y_bound in self._teachers(tile, scores[0]):
+            wanted += super().backward([y], y_tile, y_bound, spare)[0]
+        if tile.rows.target is not None:
+            tile.rows.target += (wanted * scores[0]).sum(1)
+        super().backward(scores, replace(tile, positive=None), bound, spare)
+        return [scores[0].sub_(wanted)]
+
+    def _teachers(self, tile: Block, like: Tensor) -> Iterator[tuple[Tensor, Block, float]]:
+        """Each teacher's scores (n, m), the tile as it sees it, without positives, and a bound of |scores|."""
+        start = 0
+        for number, (width, scale) in enumerate(self.teachers):
+            sides, features = [], []
+            for side in (tile.rows, tile.cols):
+                assert side.teachers is not None
+                lse = None if side.others is None else side.others[:, number]
+                weight = None if side.weight is None else side.weight / len(self.teachers)
+                sides.append(replace(side, lse=lse, weight=weight))
+                features.append(side.teachers[:, start : start + width])
+            y = product(features[0], features[1].T, torch.empty_like(like), scale)
+            yield y, Block(sides[0], sides[1], tile.parameters, None), float(y.abs().max())
+            start += width
+
+
+Objective = Softmax | Sigmoid | Distillation
 
 
 class Direction:

@@ -5,6 +5,9 @@ It shares no code with the blocks, tiles and exchanges. It holds several N x M m
 Letters: N images, M texts, D feature width, T tokens of an image, S of a text.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -43,6 +46,24 @@ def dense_contrastive_loss(
     image_loss = one_sided(rows, positive)
     text_loss = one_sided(cols.T[: captions * n], positive.T[: captions * n])
     return {"softmax": (image_loss + text_loss) / 2, "softmax_image": image_loss, "softmax_text": text_loss}[objective]
+
+
+def dense_distillation_loss(
+    image_features: Tensor,
+    text_features: Tensor,
+    logit_scale: Tensor | float,
+    teachers: Sequence[tuple[Tensor, Tensor, float]],
+    weights: tuple[float, float] = (0.0, 1.0),
+    **options: Any,
+) -> Tensor:
+    """`distillation_loss` of all ranks' batch."""
+    student = logit_scale * image_features @ text_features.T
+    value = weights[0] * dense_contrastive_loss(image_features, text_features, logit_scale, **options)
+    for x, turned in ((student, False), (student.T, True)):
+        scores = [t * (b @ a.T if turned else a @ b.T) for a, b, t in teachers]
+        wanted = torch.stack([y.softmax(1) for y in scores]).mean(0)[: len(image_features)]
+        value = value - weights[1] / 2 * (wanted * x[: len(image_features)].log_softmax(1)).sum(1).mean()
+    return value
 
 
 def one_sided(scores: Tensor, positive: Tensor) -> Tensor:
