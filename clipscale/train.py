@@ -3,10 +3,12 @@
 This is one process's part; the command line starts the processes.
 """
 
+import gc
 import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from signal import Signals
 from typing import Any
@@ -18,9 +20,8 @@ from clipscale.common.errors import StoppedError
 from clipscale.common.phases import Phases, Readback
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import say
-from clipscale.config.train import TrainConfig, changes_since, shared, to_yaml
+from clipscale.config.train import TrainConfig, changes_since, to_yaml
 from clipscale.data.loader.host_batch import HostBatch
-from clipscale.data.loader.ramp import BatchSizes
 from clipscale.data.loader.stream import merge_positions
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.fsdp import reshard
@@ -48,21 +49,28 @@ def train(config: TrainConfig) -> dict[str, Any]:
     lock = RunLock(Path(config.run))
     try:
         world.on_main(lock.acquire)
-        return Run(config, world).go()
+        while True:
+            run = Run(config, world)
+            results = run.go()
+            if run.stage.last:
+                return results
+            del run
+            gc.collect()  # before the next stage's model is built
+            config = replace(config, resume="auto")
     finally:
         lock.release()
         leave()
 
 
 class Run:
-    """One process's part of a run: all it holds, and its loop."""
+    """One process's part of a run, or of its stage: all it holds, and its loop."""
 
     def __init__(self, config: TrainConfig, world: World) -> None:
-        shared(config.batch, world.size, f"{world.size} processes")
-        self.config, self.world, self.folder = config, world, Path(config.run)
+        self.whole, self.world, self.folder = config, world, Path(config.run)
         check_sets(config.eval, world)
-        sizes = BatchSizes(config.batch, config.ramp)
-        self.state, self.stream, self.step, self.loss = begin(config, world, self.folder, sizes)
+        self.stage, self.state, self.stream, self.step, self.loss = begin(config, world, self.folder)
+        self.config, sizes, _ = self.stage
+        config = self.config
         epoch = self.stream.samples_per_epoch
         samples = sizes.samples(config.samples, config.epochs, epoch)
         self.total = sizes.steps(samples)
@@ -80,7 +88,7 @@ class Run:
 
     def open_log(self) -> MetricLog:
         """The log of this start, on rank 0, and what the user should know of it."""
-        config, step = self.state.config, self.step
+        config, step = self.whole if self.whole.stages else self.state.config, self.step
         if step:
             checkpoint.set_aside(self.folder, step)
             changes = changes_since(self.folder / "config.yaml", config)

@@ -65,7 +65,7 @@ def overrides(name: str, words: Iterable[str], *, sweep: bool = False) -> tuple[
             raise UserError(f"{word}: give settings as KEY=VALUE{example(word, [*declared, *group_options()])}")
         if key == "data" and "data.train" in declared and is_source(value):
             key = "data.train"
-        if key in declared and declared[key].kind in (str, list):
+        if key in declared and declared[key].kind in (str, list) and key != "stages":
             value = quoted_values(value, sweep=sweep)
         if value.endswith(","):
             raise UserError(f"{word}: nothing follows the comma; leave it out")
@@ -74,8 +74,8 @@ def overrides(name: str, words: Iterable[str], *, sweep: bool = False) -> tuple[
             raise UserError(f"{key} is given twice; quote a value with braces, which the shell splits: {key}='...'")
         given[override] = value
     lengths = {"samples", "epochs"}
-    if lengths <= declared.keys() and len(lengths & given.keys()) == 1:
-        given[(lengths - given.keys()).pop()] = "null"
+    if lengths <= declared.keys() and (len(lengths & given.keys()) == 1 or given.get("stages", "[]") != "[]"):
+        given = dict.fromkeys(lengths, "null") | given
     return plain, [f"{key}={value}" for key, value in given.items()]
 
 

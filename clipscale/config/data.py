@@ -85,6 +85,11 @@ class DataConfig:
     same: str | None = setting(
         None, "What samples share, for `loss.shared`: `caption`, or a field of the json (`url`, `sha256`, ...)."
     )
+    text: str = setting(
+        "truncate",
+        "Of a caption too long for the context: its first tokens (`truncate`), a random `block`, or `random` ones.",
+        choices=("truncate", "block", "random"),
+    )
     sort_captions: bool = setting(
         True, "Chunks hold captions of like length, little padded, where the tower allows it; false: the batch's order."
     )

@@ -5,12 +5,14 @@ Every mistake is a UserError of one line that names the setting.
 
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from operator import ge, gt, le, lt
 from typing import Any, TypeVar, get_args
 
 from clipscale.common.errors import UserError
 from clipscale.common.units import nearest, one_of, parse_count
 from clipscale.config.setting import Setting, nested, settings_of
+from clipscale.config.stages import keys_of_a_stage
 
 T = TypeVar("T")
 MEANT = {
@@ -47,11 +49,25 @@ def typed(declared: type[T], values: dict[str, Any]) -> T:
             key = f"{prefix}{name}"
             if name in inside and isinstance(value, dict):
                 arguments[name] = build(inside[name], value, f"{key}.")
+            elif key == "stages" and key in settings:
+                several = value if isinstance(value, list | tuple) else [] if value is None else [value]
+                arguments[name] = [staged(number, stage) for number, stage in enumerate(several, 1)]
             elif key in settings:
                 arguments[name] = accepted(settings[key], value)
             else:
                 raise UserError(misnamed(key, settings))
         return section(**arguments)
+
+    def staged(number: int, values: Any) -> dict[str, Any]:
+        keys, prefix = keys_of_a_stage(settings), f"stages: {number}. "
+        if not isinstance(values, dict):
+            raise UserError(
+                f"{prefix}is {as_typed(values)}; give keys and values, stages=[{{samples:1M,batch:32k}},...]"
+            )
+        if unknown := values.keys() - keys:
+            name = min(unknown)
+            raise UserError(f"{prefix}{name}: {misnamed(name, keys)}; a stage has {', '.join(keys)}")
+        return {key: accepted(replace(keys[key], name=prefix + key), value) for key, value in values.items()}
 
     result: T = build(declared, values, "")
     return result

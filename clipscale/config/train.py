@@ -15,6 +15,7 @@ from clipscale.config import sections
 from clipscale.config.data import DataConfig
 from clipscale.config.secrets import hidden
 from clipscale.config.setting import flat, setting
+from clipscale.config.stages import check_stages, stages_of
 
 
 @dataclass
@@ -24,6 +25,11 @@ class TrainConfig:
     batch: int = setting(256, "Pairs per optimizer step, over all processes.", least=1)
     samples: int | None = setting(None, "Length of the run in pairs.", least=1)
     epochs: float | None = setting(None, "Length of the run in epochs of the data, instead of `samples`.", above=0)
+    stages: list[dict[str, Any]] = setting(
+        [],
+        "Parts of the run with their own samples, batch, image_size, context_length, text, patch_dropout, lr, warmup, "
+        "loss, and optimizer (`continue`, `restart`): [{samples:1M,image_size:112},{samples:64k}].",
+    )
     run: str = setting("", "NAME of the folder under runs/, or a path; empty: after the time, the model and the batch.")
     resume: str = setting(
         "auto",
@@ -66,10 +72,12 @@ def check_sigmoid(config: TrainConfig) -> None:
 
 def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
     """The configuration with its run folder named, ready for the workers. Raises UserError for the first mistake."""
+    check_stages(config.stages, config.samples, config.epochs)
+    if config.stages:
+        config.samples = sum(stage["samples"] for stage in config.stages)
     if (config.samples is None) == (config.epochs is None):
         both = f"samples={config.samples} and epochs={config.epochs}"
         raise UserError(f"{both}: give the length of the run with one of them")
-    check_sigmoid(config)
     if config.loss.similarity == "late":
         raise UserError("loss.similarity=late needs a feature for each token, which these towers do not give; take dot")
     if config.eval.every and not config.eval.wanted:
@@ -108,7 +116,9 @@ def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
             f"data.augment.jitter: its last, the hue, is {config.data.augment.jitter[3]:g}; give 0.5 or less"
         )
     procs = config.launch.procs
-    shared(config.batch, procs or 1, f"launch.procs={procs} processes")
+    for stage in stages_of(config):
+        shared(stage.batch, procs or 1, f"launch.procs={procs} processes")
+        check_sigmoid(stage)
     if config.run:
         config.run = str(run_folder(config.run))
     else:  # time, model, batch

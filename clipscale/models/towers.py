@@ -10,6 +10,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import open_clip
@@ -20,6 +21,7 @@ from open_clip.timm_model import TimmModel
 from open_clip.transformer import TextTransformer, VisionTransformer
 from timm.layers import GELUTanh
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipscale import checkpoint
@@ -31,7 +33,7 @@ from clipscale.data.eval_transform import EvalTransform
 from clipscale.models.groups import lock, rate_factors
 from clipscale.models.lean import make_lean, take_short_captions
 from clipscale.models.tokenizer import tokenizer_of
-from clipscale.models.weights import described, without_weights
+from clipscale.models.weights import Source, described, resized, without_weights
 from clipscale.models.weights import load as load_weights
 
 
@@ -289,6 +291,28 @@ def load_model(run: Path, which: str = "latest", weights: str = "trained") -> tu
     model = build_model(config)
     model.load_state_dict(state["model"] | (state["ema"]["weights"] if weights == "ema" else {}))
     return model.eval(), config, int(state["step"])
+
+
+def fit_positions(weights: dict[str, Any], model: ClipModel) -> list[str]:
+    """Interpolate position embeddings among a run's weights for the model's patches and tokens; returns their names."""
+    names = {
+        "visual.positional_embedding": "image.encoder.positional_embedding",
+        "visual.trunk.pos_embed": "image.encoder.trunk.pos_embed",
+        "text.positional_embedding": "text.encoder.positional_embedding",
+    }
+    ours = {name: p for name, p in model.named_parameters() if name in names.values()}
+    changed = {there: here for there, here in names.items() if here in ours and weights[here].shape != ours[here].shape}
+    encoders: Any = SimpleNamespace(
+        visual=model.image.encoder,
+        text=model.text.encoder,
+        state_dict=lambda: {there: ours[here] for there, here in changed.items()},
+    )
+    fitting = resized({there: weights[here] for there, here in changed.items()}, encoders, Source("stages", Path()))
+    for there, value in fitting.items():
+        p = ours[changed[there]]
+        sharded = isinstance(p, DTensor)
+        weights[changed[there]] = distribute_tensor(value, p.device_mesh, p.placements) if sharded else value
+    return list(changed.values())
 
 
 OnMain = Callable[[Callable[[], ModelConfig]], ModelConfig]

@@ -4,7 +4,7 @@ import math
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,50 +12,90 @@ from clipscale import checkpoint
 from clipscale.common.errors import UserError
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import say
-from clipscale.config.train import TrainConfig
+from clipscale.config.stages import stages_of
+from clipscale.config.train import TrainConfig, shared
 from clipscale.data.loader.host_batch import Offload
 from clipscale.data.loader.memory import free_memory
 from clipscale.data.loader.offload import row_kind
-from clipscale.data.loader.ramp import BatchSizes
+from clipscale.data.loader.ramp import BatchSizes, check_ramp
 from clipscale.data.loader.stream import BatchShare, TrainStream, merge_positions, open_stream
 from clipscale.distributed.world import World
+from clipscale.models.towers import architecture
 from clipscale.models.weights import described
 from clipscale.state.train_state import TrainState
 from clipscale.step.chunk_sizes import sizes_of_settings
 from clipscale.step.optim import known_optimizer
 
 
-def begin(
-    config: TrainConfig, world: World, folder: Path, sizes: BatchSizes
-) -> tuple[TrainState, TrainStream, int, float]:
-    """Model, optimizer and data stream; the steps that are done, and the loss of the last. The order of their sources:
+class Stage(NamedTuple):
+    """A part of a run, or all of it."""
+
+    config: TrainConfig
+    sizes: BatchSizes
+    last: bool = True
+
+
+def begin(config: TrainConfig, world: World, folder: Path) -> tuple[Stage, TrainState, TrainStream, int, float]:
+    """The stage of the run; its model, optimizer and data stream; the steps that are done, and the loss of the last.
+
+    A stage begins with the checkpoint at the end of the one before. The order of sources:
 
     1. `resume=auto`, the default: the newest readable checkpoint in the run's own folder.
     2. `resume=PATH`: that checkpoint, or the newest one of that run folder.
     3. Without a checkpoint, or with `resume=none`: the initial weights `model.weights` and those of the towers.
     4. Without these: random weights, by `seed`.
     """
-    check_machine(config, world)
+    stages = planned(config, world)
     # Started again, by torchrun after a failure or by Slurm from its queue: the run goes on from its own checkpoint.
     restarted = any(int(os.environ.get(f"{by}_RESTART_COUNT", "0")) for by in ("TORCHELASTIC", "SLURM"))
     path = checkpoint.to_resume(folder, "auto", world) if restarted else None
     path = path or checkpoint.to_resume(folder, config.resume, world)  # 1 and 2
     saved = checkpoint.read_values(path) if path else None
-    checkpoint.check_fits(saved, folder, config, sizes.before)
+    number = sum(stage.sizes.first <= (saved["step"] if saved else 0) for stage in stages) - 1
+    stage = stages[number]
+    config, sizes, _ = stage
+    begins = saved is not None and number > 0 and saved["step"] == sizes.first
+    wrote = stages[number - begins]  # the checkpoint
+    checkpoint.check_fits(saved, folder, wrote.config, wrote.sizes.before)
     model = world.on_main(lambda: described(config.model, saved))  # the pixels of 1, 2 or 3
-    state = TrainState(replace(config, model=model), world, path)  # 3 and 4, then the checkpoint's weights
+    if begins:
+        model = replace(model, image_size=config.model.image_size, context_length=config.model.context_length)
+    restart = begins and config.stages[number].get("optimizer") == "restart"
+    state = TrainState(
+        replace(config, model=model), world, path, begins=begins, restart=restart
+    )  # 3 and 4, then 1 or 2
     if world.main and model != config.model:
         say(f"pixels are normalised as for the weights: mean {[*model.mean]}, deviation {[*model.std]}")
     if world.main and state.captions.note:
         say(state.captions.note)
     stream = data_stream(state, sizes, saved, folder)
-    merge_positions(world.gather(stream.position()))  # refuses shards that differ between the ranks
+    streams = merge_positions(world.gather(stream.position()))["streams"]  # refuses shards that differ between ranks
+    for other in stages[number:]:
+        check_ramp(config.batch, other.config.batch, streams, world.size)
     restore_random(saved, config.seed, world)
-    return (state, stream, saved["step"], saved["loss"]) if saved else (state, stream, 0, math.nan)
+    return stage, state, stream, saved["step"] if saved else 0, saved["loss"] if saved else math.nan
+
+
+def planned(config: TrainConfig, world: World) -> list[Stage]:
+    """The stages of a run, or the run itself. Raises UserError for one that cannot be."""
+    stages: list[Stage] = []
+    step = samples = 0
+    several = stages_of(config)
+    for number, stage in enumerate(several):
+        check_machine(stage, world)
+        sizes = BatchSizes(stage.batch, config.ramp if number == 0 else None, first=step, earlier=samples)
+        stages.append(Stage(stage, sizes, number == len(several) - 1))
+        if not stages[-1].last:
+            step = sizes.steps(sizes.samples(stage.samples, None, None))
+            samples = sizes.before(step)
+        if config.stages:
+            architecture(stage.model)
+    return stages
 
 
 def check_machine(config: TrainConfig, world: World) -> None:
     """Raise UserError for settings that this machine or a library refuses, before a model is built."""
+    shared(config.batch, world.size, f"{world.size} processes")
     known_optimizer(config.optim)
     sizes_of_settings(config.cache, config.batch // world.size, config.data.captions_per_step)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"

@@ -24,7 +24,7 @@ from clipscale.data.loader.host_batch import NO_TARGETS, HostBatch, Targets
 from clipscale.distributed.fsdp import replicate_state
 from clipscale.distributed.world import World, gradient_norm
 from clipscale.loss.api import contrastive_loss
-from clipscale.models.towers import ClipModel, Projection, StoredTower, build_model
+from clipscale.models.towers import ClipModel, Projection, StoredTower, build_model, fit_positions
 from clipscale.step.captions import CaptionRule
 from clipscale.step.chunk_sizes import agreed_chunk_sizes
 from clipscale.step.ema import WeightAverage
@@ -39,7 +39,16 @@ from clipscale.step.trunk import TrunkFeatures
 class TrainState:
     """A run's model on one rank, from its initial weights or a checkpoint, and what turns a batch into new weights."""
 
-    def __init__(self, config: TrainConfig, world: World, saved: Path | None = None) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        world: World,
+        saved: Path | None = None,
+        *,
+        begins: bool = False,
+        restart: bool = False,
+    ) -> None:
+        """`saved`: the checkpoint to go on from. `begins`: it is the end of another stage; `restart` the optimizer."""
         self.config, self.world = config, world
         torch.manual_seed(config.seed)
         self.precision = Precision(config.precision, world.device)
@@ -62,7 +71,7 @@ class TrainState:
             self.model.text.compile(dynamic=None if self.captions.pad is None else True)
         parallel, stage = config.launch.parallel, int(config.launch.zero)
         encoders = [world.wrap(tower, parallel, stage, self.precision.dtype) for tower in towers.values()]
-        self.chunks = self.chunk_sizes(checkpoint.read_values(saved)["chunks"] if saved else {})
+        self.chunks = self.chunk_sizes(checkpoint.read_values(saved)["chunks"] if saved and not begins else {})
         self.cache = GradCache(
             encoders,
             self.loss,
@@ -77,7 +86,8 @@ class TrainState:
         self.noise = NoiseScale([self.model.image, self.model.text])
         self.average = WeightAverage(config.ema, self.model) if config.ema else None
         if saved is not None:
-            self.load(checkpoint.load(saved, verified=True, like=dict(self.model.named_parameters())))
+            like = dict(self.model.named_parameters())
+            self.load(checkpoint.load(saved, verified=True, like=like), begins=begins, restart=restart)
         if self.stored:
             self.model.image.cpu()  # only evaluations use it
 
@@ -216,8 +226,12 @@ class TrainState:
             "ema": self.average.state_dict() if self.average else None,
         }
 
-    def load(self, saved: dict[str, Any]) -> None:
-        """Take weights, optimizer and scaler from a checkpoint. Raises UserError where it trains other parameters."""
+    def load(self, saved: dict[str, Any], *, begins: bool = False, restart: bool = False) -> None:
+        """Take weights, optimizer and scaler from a checkpoint. Raises UserError where it trains other parameters.
+
+        A stage that `begins` keeps its own rate and decay; position embeddings are resized, and their averages begin
+        anew, as all do with `restart`.
+        """
         name_of = {id(p): name for name, p in self.model.named_parameters()}
         names = [[name_of[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         groups = saved["optimizer"]["param_groups"]
@@ -226,11 +240,17 @@ class TrainState:
                 "resume: the checkpoint's optimizer does not fit this model's parameters; freeze the same towers, or "
                 "choose another run=NAME"
             )
+        if begins:
+            groups = [dict(group) for group in self.optimizer.param_groups]
+            for weights in (saved["model"], (saved["ema"] or {}).get("weights", {})):
+                for name in fit_positions(weights, self.model):
+                    saved["optimizer"]["state"].pop(name, None)
         # The optimizer first: to make its state, the library takes a step with zero gradients and a learning rate of 0.
         # Not strict: a parameter that the loss does not use, such as the bias of a softmax loss, has no state.
         options = StateDictOptions(strict=False)
-        set_optimizer_state_dict(self.model, self.optimizer, saved["optimizer"], options=options)
-        replicate_state(self.optimizer)
+        if not restart:
+            set_optimizer_state_dict(self.model, self.optimizer, saved["optimizer"], options=options)
+            replicate_state(self.optimizer)
         for group, settings in zip(self.optimizer.param_groups, groups):  # JSON has made tuples lists
             group.update({key: value for key, value in settings.items() if key not in ("params", "lr_scale")})
         set_model_state_dict(self.model, saved["model"])

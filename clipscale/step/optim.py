@@ -266,9 +266,9 @@ class Schedule:
         return self.peak if left >= self.cooldown else low + (self.peak - low) * left / self.cooldown
 
     def lr(self, step: int) -> float:
-        """Learning rate of step 0, 1, ... of the run. A scaled peak follows the step's own batch."""
+        """Learning rate of a step of the run, from its stage's first on. A scaled peak follows the step's own batch."""
         factor = (self.sizes.at(step) / self.sizes.batch) ** self.power
-        return factor * self.at(self.sizes.before(step + 1) / self.sizes.batch - 1)
+        return factor * self.at((self.sizes.before(step + 1) - self.sizes.earlier) / self.sizes.batch - 1)
 
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
         """Set every parameter group's learning rate for this step; returns it."""

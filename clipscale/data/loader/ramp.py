@@ -13,8 +13,9 @@ class BatchSizes:
     Raises UserError for a ramp that cannot end at `batch`.
     """
 
-    def __init__(self, batch: int, ramp: RampConfig | None = None) -> None:
-        ramp = ramp or RampConfig()
+    def __init__(self, batch: int, ramp: RampConfig | None = None, *, first: int = 0, earlier: int = 0) -> None:
+        """Of a run, or of its stage that begins with step `first`, after `earlier` samples."""
+        self.first, self.earlier, ramp = first, earlier, ramp or RampConfig()
         self.batch, unit = batch, ramp.start or batch
         if batch % unit:
             raise UserError(f"ramp.start={unit}: batch={batch} is no multiple of it; choose a divisor of the batch")
@@ -33,12 +34,14 @@ class BatchSizes:
 
     def at(self, step: int) -> int:
         """Samples in the batch of step 0, 1, ..."""
+        step -= self.first
         return self._sizes[step] if step < len(self._sizes) else self.batch
 
     def before(self, step: int) -> int:
-        """Samples in all batches before that step."""
+        """Samples of the run in all batches before that step."""
+        step -= self.first
         ramped = min(step, len(self._sizes))
-        return self._ends[ramped] + (step - ramped) * self.batch
+        return self.earlier + self._ends[ramped] + (step - ramped) * self.batch
 
     def samples(self, samples: int | None, epochs: float | None, epoch: int | None) -> int:
         """The samples of a run of `samples`, or of `epochs` of `epoch`. Raises UserError for less than a batch."""
@@ -47,15 +50,15 @@ class BatchSizes:
             if epoch is None:
                 raise UserError(f"epochs={epochs}: the samples of an epoch are not known for this data; give samples=N")
             samples = round(epochs * epoch)
-        if samples < self.at(0):
-            raise UserError(f"samples={samples} is less than one batch={self.at(0)}; nothing would be trained")
+        if samples < self.at(self.first):
+            raise UserError(f"samples={samples} is less than one batch={self.at(self.first)}; nothing would be trained")
         return samples
 
     def steps(self, samples: int) -> int:
-        """The number of whole batches in `samples`."""
+        """The step after the last whole batch in `samples`."""
         if samples < self._ends[-1]:
-            return bisect_right(self._ends, samples) - 1
-        return len(self._sizes) + (samples - self._ends[-1]) // self.batch
+            return self.first + bisect_right(self._ends, samples) - 1
+        return self.first + len(self._sizes) + (samples - self._ends[-1]) // self.batch
 
 
 def check_ramp(size: int, batch: int, streams: int, world: int) -> None:
@@ -66,8 +69,8 @@ def check_ramp(size: int, batch: int, streams: int, world: int) -> None:
     if size == batch or (size % streams == 0 and batch % streams == 0):
         return
     fitting = [n for n in range(world, streams + 1, world) if size % n == 0 and batch % n == 0]
-    remedy = f"set data.shard_streams={fitting[-1]}, or choose another start" if fitting else "choose another start"
+    remedy = f"set data.shard_streams={fitting[-1]}, or choose other batches" if fitting else "choose other batches"
     raise UserError(
-        f"ramp.start: batches of {size} to {batch} are not all multiples of {world} processes and of the {streams} "
-        f"shard streams in which the data is read; {remedy}"
+        f"ramp.start, stages: batches of {size} to {batch} are not all multiples of {world} processes and of the "
+        f"{streams} shard streams in which the data is read; {remedy}"
     )

@@ -91,6 +91,6 @@ def test_a_resumed_ramp_sees_what_an_uninterrupted_one_would(
 
 def test_a_start_that_the_streams_do_not_divide_is_refused_with_a_number_that_they_do(tmp_path: Path) -> None:
     write_shards(tmp_path, [100, 100])
-    message = r"ramp\.start: batches of 12 to 24 .* the 8 shard streams .*; set data\.shard_streams=6"
+    message = r"ramp\.start, stages: batches of 12 to 24 .* the 8 shard streams .*; set data\.shard_streams=6"
     with pytest.raises(UserError, match=message):
         opened(tmp_path, ramped(24, 12, 100))

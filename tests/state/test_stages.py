@@ -1,0 +1,178 @@
+"""The stages of a run are one run: one curve, one order of samples, resumed anywhere bit for bit."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from open_clip.model import resize_pos_embed, resize_text_pos_embed
+
+from clipscale import checkpoint
+from clipscale.cli import compose
+from clipscale.common.errors import UserError
+from clipscale.config.sections import CheckpointConfig, LaunchConfig, ModelConfig, OptimConfig, ScheduleConfig
+from clipscale.config.train import TrainConfig, check
+from clipscale.data.loader.stream import DataConfig
+from clipscale.distributed.world import World
+from clipscale.train import Run, train
+from tests.support import runs
+from tests.support.ranks import run_ranks
+from tests.support.runs import ARCHITECTURE, curve, records, small
+
+STAGES = [
+    {"samples": 38, "batch": 12, "image_size": 20, "context_length": 16, "patch_dropout": 0.25, "lr": 2e-3},
+    {"samples": 24, "batch": 6, "lr": 1e-4, "warmup": "2", "loss": "softmax_image"},
+]
+"""Three steps and four: the first does not use the last two of its samples."""
+
+
+def staged(shards: str, run: Path, stages: list[dict[str, Any]] = STAGES, **changes: Any) -> TrainConfig:
+    changes = {
+        "samples": None,
+        "stages": stages,
+        "data": DataConfig(train=[shards], workers=0, shard_streams=2),
+        "checkpoint": CheckpointConfig(every=1, keep=0),
+        "ema": 0.9,
+    } | changes
+    return small(shards, run, **changes)
+
+
+def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
+    return dict(checkpoint.load(checkpoint.path_of(run, step), parts=("model",))["model"])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(shards: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("staged") / "run"
+    assert train(staged(shards, run))["step"] == 7
+    return run
+
+
+def test_one_stage_is_the_plain_run_bit_for_bit(shards: str, tmp_path: Path) -> None:
+    plain = staged(shards, tmp_path / "plain", [], samples=48)
+    train(plain)
+    train(staged(shards, tmp_path / "stage", [{"samples": 48, "batch": 12, "lr": plain.optim.lr}]))
+    assert curve(tmp_path / "stage") == curve(tmp_path / "plain")
+    ours, theirs = (weights(tmp_path / name, 4) for name in ("stage", "plain"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_stages_are_one_curve_and_one_order_of_samples(shards: str, undisturbed: Path, tmp_path: Path) -> None:
+    found = records(undisturbed)
+    assert [r["step"] for r in found] == list(range(1, 8))
+    assert [r["batch"] for r in found] == [12] * 3 + [6] * 4
+    assert [r["samples"] for r in found] == [12, 24, 36, 42, 48, 54, 60]
+    rates = [r["lr"] for r in found]
+    assert rates[:3] == pytest.approx([1e-3, 2e-3, 2e-3]) and rates[3:5] == pytest.approx([5e-5, 1e-4])
+    assert rates[5:] == pytest.approx([1e-4, 5e-5]), "each has its warm-up and its cosine"
+    train(staged(shards, tmp_path / "plain", [], samples=60))
+    ours, theirs = (
+        checkpoint.read_values(checkpoint.path_of(run, n)) for run, n in ((undisturbed, 7), (tmp_path / "plain", 5))
+    )
+    assert ours["position"] == theirs["position"], "60 samples of the same order"
+
+
+@pytest.mark.parametrize("step", [1, 3, 5])
+def test_a_run_goes_on_inside_and_between_stages_bit_for_bit(
+    shards: str, undisturbed: Path, tmp_path: Path, step: int
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(undisturbed, run)
+    for path in checkpoint.checkpoints_of(run)[step:]:
+        shutil.rmtree(path)
+    assert train(staged(shards, run))["step"] == 7
+    assert curve(run) == curve(undisturbed)
+    ours, theirs = weights(run, 7), weights(undisturbed, 7)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("optimizer", ["continue", "restart"])
+def test_the_next_stage_begins_with_the_same_weights_and_resized_positions(
+    shards: str, undisturbed: Path, tmp_path: Path, optimizer: str
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(undisturbed, run)
+    for path in checkpoint.checkpoints_of(run)[3:]:
+        shutil.rmtree(path)
+    stages = [STAGES[0], STAGES[1] | {"optimizer": optimizer}]
+    begun = Run(staged(shards, run, stages), World(0, 1, torch.device("cpu")))
+    begun.stream.close()
+    begun.records.close()
+    state = begun.state
+    before, encoders = weights(run, 3), torch.nn.Module()
+    encoders.visual, encoders.text = state.model.image.encoder, state.model.text.encoder
+    image, text = "image.encoder.positional_embedding", "text.encoder.positional_embedding"
+    wanted = {"visual.positional_embedding": before[image], "text.positional_embedding": before[text]}
+    resize_pos_embed(wanted, encoders)
+    resize_text_pos_embed(wanted, encoders)
+    before |= {image: wanted["visual.positional_embedding"], text: wanted["text.positional_embedding"]}
+    assert (before[image].shape, before[text].shape) == ((10, 32), (24, 32))
+    assert all(torch.equal(p.detach(), before[name]) for name, p in state.model.named_parameters())
+    assert state.average is not None and state.average.values[image].shape == (10, 32)
+    moments = checkpoint.load(checkpoint.path_of(run, 3), parts=("optimizer",))["optimizer"]["state"]
+    for name, p in state.model.named_parameters():
+        if optimizer == "restart" or name in (image, text):
+            assert not state.optimizer.state.get(p), name
+        else:
+            assert torch.equal(state.optimizer.state[p]["exp_avg_sq"], moments[name]["exp_avg_sq"]), name
+    assert {group["lr"] for group in state.optimizer.param_groups} == {1e-4}
+
+
+@pytest.mark.parametrize(
+    ("stages", "changes", "message"),
+    [
+        (STAGES, {"samples": 60}, r"stages: their samples are 38 \+ 24 = 62, not samples=60"),
+        ([{"batch": 12}], {}, r"stages: the 1\. has no samples"),
+        ([STAGES[0], {"samples": 20, "image_size": 25}], {}, r"model\.image_size=25: the patches are 10 pixels wide"),
+        (
+            [STAGES[0], {"samples": 20, "batch": 9}],
+            {},
+            r"batches of 12 to 9 are not all multiples .* data\.shard_streams=1",
+        ),
+        (
+            [STAGES[0], {"samples": 20, "batch": 9}],
+            {"launch": LaunchConfig(procs=2)},
+            r"batch=9 cannot be shared evenly",
+        ),
+        ([STAGES[0], {"samples": 5}], {}, r"samples=5 is less than one batch=12"),
+    ],
+)
+def test_stages_that_cannot_be_are_refused_at_the_start(
+    shards: str, tmp_path: Path, stages: list[dict[str, Any]], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        train(staged(shards, tmp_path / "run", stages, **changes))
+
+
+def test_stages_on_the_command_line() -> None:
+    def given(text: str) -> TrainConfig:
+        _, words = compose.overrides("train", [f"stages={text}", "data.train=x.tar", "model=tiny"])
+        return check(compose.settings("train", words))
+
+    config = given("[{samples:2k,batch:64,lr:1e-3,warmup:10,optimizer:restart},{samples:1k,text:block}]")
+    assert config.stages[0] == {"samples": 2048, "batch": 64, "lr": 1e-3, "warmup": "10", "optimizer": "restart"}
+    assert (config.samples, config.epochs) == (3072, None)
+    for text, message in {
+        "[{samples:1k,size:3}]": r"stages: 1\. size: unknown key 'size'",
+        "[{samples:1k},{samples:1k,optimizer:new}]": r"stages: 2\. optimizer=new: choose continue or restart",
+        "[{samples:1k,patch_dropout:1}]": r"stages: 1\. patch_dropout=1: give less than 1",
+        "[3]": r"stages: 1\. is 3; give keys and values",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            given(text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_stages_on_two_ranks_follow_the_curve_of_one(shards: str, tmp_path: Path, parallel: str) -> None:
+    optim = OptimConfig(lr=1e-3, eps=1e-4)
+    plain = {"optim": optim, "model": ModelConfig(name="test", architecture=ARCHITECTURE), "ema": 0.0}
+    stages = [{key: value for key, value in stage.items() if key != "patch_dropout"} for stage in STAGES]
+    one, two = (
+        staged(shards, tmp_path / name, stages, schedule=ScheduleConfig(warmup="0"), **plain) for name in ("one", "two")
+    )
+    train(one)
+    run_ranks(runs.on_a_rank, 2, replace(two, launch=LaunchConfig(parallel=parallel)))
+    assert curve(tmp_path / "two") == pytest.approx(curve(tmp_path / "one"), rel=2e-3)
