@@ -30,7 +30,7 @@ def _forward_flops(model: str, length: int | None) -> tuple[int, int]:
     config = ModelConfig(name=name, architecture=description, image_size=side, context_length=context)
     with torch.device("meta"):
         description = architecture(config)
-        encoders = encoders_of(description).eval()
+        encoders = encoders_of(description).eval().requires_grad_(False)  # the counter follows no graph
         adapt(encoders, config, description)
         take_short_captions(encoders.text)
         size = encoders.visual.image_size

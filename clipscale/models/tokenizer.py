@@ -1,17 +1,21 @@
 """open_clip's tokenizers, for captions of any length."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
 import open_clip
+import torch
 from open_clip.tokenizer import DEFAULT_CONTEXT_LENGTH, HFTokenizer, SimpleTokenizer
 from torch import Tensor
 
 from clipscale.common.errors import UserError, first_line
+from clipscale.data.order import CounterRNG
 
 CHARS_PER_TOKEN = 32
 """Characters that are kept for each token of the context. No token of CLIP's vocabulary stands for more."""
+LONGEST = 256
+"""Tokens of a caption among which some are drawn."""
 
 
 class Tokenizer:
@@ -33,11 +37,30 @@ class Tokenizer:
         return self._load()
 
     def __call__(self, texts: list[str]) -> Tensor:
-        return self.inner([self.cut(text) for text in texts], self.length)
+        return self.inner([self.cut(text, self.length) for text in texts], self.length)
 
-    def cut(self, text: str) -> str:
+    def drawn(self, texts: Sequence[str], kind: str, draws: Sequence[CounterRNG]) -> Tensor:
+        """The tokens of captions; of those too long a random `block`, or `random` ones in their order (CLIPA).
+
+        Each caption has its own random numbers. `inner` is CLIP's tokenizer.
+        """
+        rows, most = torch.zeros(len(texts), self.length, dtype=torch.int64), self.length - 2
+        for row, text, rng in zip(rows, texts, draws, strict=True):
+            tokens = self.inner.encode(self.cut(text, max(self.length, LONGEST)))
+            count = len(tokens)
+            if count > most and kind == "block":
+                start = rng.integer(count - most + 1)
+                tokens = tokens[start : start + most]
+            elif count > most:
+                drawn = sorted((rng.uniform(), i) for i in range(count))[:most]
+                tokens = [tokens[i] for i in sorted(i for _, i in drawn)]
+            whole = [self.inner.sot_token_id, *tokens, self.inner.eot_token_id]
+            row[: len(whole)] = torch.tensor(whole)
+        return rows
+
+    def cut(self, text: str, length: int) -> str:
         """Runs of spaces are one to tokenizers. JSON can hold lone surrogates."""
-        most, text = CHARS_PER_TOKEN * self.length, text.encode("utf-8", "replace").decode()
+        most, text = CHARS_PER_TOKEN * length, text.encode("utf-8", "replace").decode()
         return text if len(text) <= most else " ".join(text.split())[:most]
 
 

@@ -119,6 +119,8 @@ def data_stream(state: TrainState, sizes: BatchSizes, saved: dict[str, Any] | No
     config, world = state.config, state.world
     if state.stored and config.offload == "encoded":
         raise UserError("offload=encoded is for pictures; with data.image_features take offload=host, or disk")
+    if config.data.text != "truncate" and not hasattr(state.model.tokenizer.inner, "sot_token_id"):
+        raise UserError(f"data.text={config.data.text}: only for CLIP's own tokenizer; take data.text=truncate")
     first = saved["step"] if saved else 0
     backend = config.offload if config.offload != "none" else "host"
     free = free_memory()

@@ -22,7 +22,15 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import ARCHITECTURE, curve, records, small
 
 STAGES = [
-    {"samples": 38, "batch": 12, "image_size": 20, "context_length": 16, "patch_dropout": 0.25, "lr": 2e-3},
+    {
+        "samples": 38,
+        "batch": 12,
+        "image_size": 20,
+        "context_length": 5,
+        "text": "random",
+        "patch_dropout": 0.25,
+        "lr": 2e-3,
+    },
     {"samples": 24, "batch": 6, "lr": 1e-4, "warmup": "2", "loss": "softmax_image"},
 ]
 """Three steps and four: the first does not use the last two of its samples."""

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from clipscale.data.filters import Selection
 from clipscale.data.loader.host_batch import Arena, sample_id
 from clipscale.data.loader.offload import RowKind, open_backend
 from clipscale.data.loader.shard_reader import Item, OrderedShards, ShardReader, StreamPosition, Unreadable
-from clipscale.data.order import AUGMENT, CAPTION, CounterRNG, Mixed, Segment, local_places
+from clipscale.data.order import AUGMENT, CAPTION, TEXT, CounterRNG, Mixed, Segment, local_places
 from clipscale.data.sample import BrokenSampleError, RawSample, limits
 from clipscale.data.shards.remote import RETRIES
 from clipscale.data.shards.store import Store
@@ -40,7 +40,7 @@ class WorkerSpec:
     config: DataConfig
     shards: OrderedShards
     rows: RowKind
-    tokenizer: Callable[[list[str]], object]
+    tokenizer: Any  # captions -> tokens; with `data.text` other than truncate, models/tokenizer.py's
     selection: Selection
     streams: tuple[StreamPosition, ...]  # the worker's shard streams, and where each starts
     rank: int
@@ -61,6 +61,8 @@ class Taken(NamedTuple):
     id: int
     key: int
     """Equal for samples that `data.same` calls the same."""
+    rng: CounterRNG
+    """Random numbers for `data.text`."""
 
 
 class ShardStream:
@@ -117,7 +119,7 @@ class ShardStream:
                 self._given += 1
                 self._forget_skipped()
                 same = spec.selection.key(item, captions, f"{segment.shard} {item.index}")
-                return Taken(captions, sample_id(item.url, item.key), same)
+                return Taken(captions, sample_id(item.url, item.key), same, CounterRNG(seed, TEXT, *place))
 
     def close(self) -> None:
         """Close the shards."""
@@ -195,19 +197,23 @@ class BatchFiller:
         work = [(stream, int(place)) for stream, places in pairs for place in places]
         for start in range(0, len(work), self._spec.piece):
             piece = work[start : start + self._spec.piece]
-            captions: dict[int, str] = {}  # by their row of the tokens
+            captions: dict[int, tuple[str, CounterRNG]] = {}  # by their row of the tokens
             for stream, place in piece:
                 self._tick()
                 if place in local:
                     taken = stream.take(partial(self.backend.put, slot, place))
-                    captions.update(enumerate(taken.captions, place * len(taken.captions)))
+                    drawn = [(caption, taken.rng) for caption in taken.captions]
+                    captions.update(enumerate(drawn, place * len(drawn)))
                     slot["ids"][place] = taken.id
                     if "keys" in slot:
                         slot["keys"][place] = taken.key
                 else:
                     stream.take(self.backend.check)
             if captions:
-                slot["tokens"][list(captions)] = np.asarray(self._spec.tokenizer(list(captions.values())))
+                texts, draws = zip(*captions.values())
+                tokenizer, kind = self._spec.tokenizer, self._spec.config.text
+                tokens = tokenizer(list(texts)) if kind == "truncate" else tokenizer.drawn(texts, kind, draws)
+                slot["tokens"][list(captions)] = np.asarray(tokens)
             yield self.report(fill.step, start + len(piece))
         yield replace(self.report(fill.step), positions=tuple(stream.position for stream in self.streams))
 
