@@ -39,8 +39,8 @@ VERBS = {
 clipscale train model=vit-l14 batch=1M data.train='/data/laion/{00000..41455}.tar'
 clipscale train experiment=openclip-vit-b32-laion400m data.train='/data/laion/*.tar' run=b32
 clipscale train experiment=demo run=demo samples=20k
-clipscale train -m model=vit-b32,vit-b16 batch=32k,64k,128k run=sizes         # a sweep: six runs, one table
-torchrun --nproc-per-node 8 -m clipscale train run=b32 batch=64k data.train=...   # several machines: see launch/""",
+clipscale train -m model=vit-b32,vit-b16 batch=32k,64k data=/data/laion run=sizes   # a sweep: four runs, one table
+torchrun --nproc-per-node 8 -m clipscale train run=b32 batch=64k data=/data/laion   # several machines: see launch/""",
         often="model.name data.train data.workers optim.lr cache.chunk eval.sets eval.every checkpoint.every "
         "launch.procs",
         check=local.check_train,

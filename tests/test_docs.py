@@ -1,0 +1,149 @@
+"""Every block of code in the documentation works: each command is composed and checked by the real command line. The
+slow test runs them on the tiny model with small stand-ins. A block that cannot be run says in its title what it needs.
+"""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import clipscale
+from clipscale.cli import compose
+from clipscale.cli.main import main
+from clipscale.cli.verbs import VERBS, split_verb
+from clipscale.config.parse import MEANT
+from clipscale.config.presets import PACKAGE, group_options
+from clipscale.config.setting import setting, settings_of
+from clipscale.config.train import TrainConfig, check
+from tests.conftest import TINY
+
+ROOT = PACKAGE.parent
+FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in FILES}
+PAGES["--help"] = "".join(f"```sh\n{verb.examples}\n```\n" for verb in VERBS.values())
+FENCE = re.compile(r"^```(\w*)(?: title=\"(.*)\")?\n(.*?)^```$", re.M | re.S)
+TARGETS = re.findall(r"[\w-]+", "".join(re.findall(r"^(?:GPU|MORE|\.PHONY).*", (ROOT / "Makefile").read_text(), re.M)))
+
+
+class Block(NamedTuple):
+    language: str
+    needs: str
+    code: str
+
+    def commands(self) -> Iterator[list[str]]:
+        """The words of every command, without the environment before it; a variable of a loop is 1."""
+        for line in self.code.replace("\\\n", " ").splitlines() if self.language == "sh" else ():
+            words = shlex.split(re.sub(r"\$\w+", "1", line), comments=True)
+            words = [word for word in words if not re.match(r"[A-Z_]+=", word)]
+            if words:
+                yield words
+
+
+def blocks(page: str) -> list[Block]:
+    return [Block(*found) for found in FENCE.findall(PAGES[page])]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_is_marked_and_its_commands_are_right(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rest = FENCE.sub("", PAGES[page])
+    assert "```" not in rest and not re.search(r"^\w[^\n]*\n\n {4}\S.*", rest, re.M), "code without a fence"
+    for block in blocks(page):
+        assert block.language in ("sh", "python", "text", "yaml", "json"), block
+        assert re.match(r"needs |$", block.needs), block
+        for words in block.commands():
+            paths = [word.split("::")[0] for word in words if re.match(r"(tests|benchmarks|launch)/", word)]
+            assert all((ROOT / path).exists() for path in paths), paths
+            if scripts := [words.index(path) for path in paths if path.endswith(".sh")]:
+                composed(["train", *words[scripts[0] + 1 :]])
+            elif "clipscale" in words[:5]:
+                composed(words[words.index("clipscale") + 1 :])
+            elif words[0] == "make":
+                assert words[1] in TARGETS, words
+            else:
+                assert block.needs or words[0] in ("python", "pytest"), f"{words[0]}: say what it needs"
+
+
+def composed(words: list[str]) -> None:
+    """Compose and check a command's settings, as if the runs that it names were there."""
+    name, words = split_verb(words)
+    line = compose.parse(words)
+    for _, _, run in (word.partition("=") for word in words if word.startswith(("run=", "resume="))):
+        (Path(run) if "/" in run else Path("runs") / run).mkdir(parents=True, exist_ok=True)
+    if line.multirun:
+        every = [settings for _, settings in compose.combinations(line.words, line.config_dir)]
+    else:
+        every = [compose.settings(name, compose.overrides(name, line.words)[1], line.config_dir)]
+    for settings in every:
+        (check if name == "train" else VERBS[name].check)(settings)
+
+
+def test_python_blocks_work() -> None:
+    import torch
+
+    for code in (b.code for page in PAGES for b in blocks(page) if b.language == "python" and not b.needs):
+        images, texts = torch.nn.functional.normalize(torch.randn(2, 8, 4), dim=-1)
+        queries, passages, encoder = torch.randn(8, 4), torch.randn(16, 4), torch.nn.Linear(4, 4)
+        names: dict[str, Any] = {
+            "clipscale": clipscale, "setting": setting, "logit_scale": torch.tensor(10.0),
+            "image_features": images.requires_grad_(), "text_features": texts, "queries": queries, "passages": passages,
+            "query_tokens": {"input": queries}, "passage_tokens": {"input": passages}, "query_encoder": encoder,
+            "passage_encoder": encoder, "optimizer": torch.optim.SGD(encoder.parameters(), lr=0.0),
+            "loss_of_representations": lambda q, p: clipscale.contrastive_loss(q, p, 1.0),
+        }  # fmt: skip
+        exec(code, names)
+
+
+def test_every_flag_of_open_clip_has_a_setting() -> None:
+    """The page about moving names its flags, and settings that there are; the command line answers with these, too."""
+    flags = (Path(pytest.importorskip("open_clip_train").__file__).parent / "params.py").read_text()
+    known = {*(declared.name for declared in settings_of(TrainConfig)), *group_options()}
+    for theirs, ours in re.findall(r"^\| (`--.*?) \| (.*?) \|", PAGES["docs/howto/open-clip.md"], re.M):
+        assert all(f'"{flag}"' in flags for flag in re.findall(r"--[\w-]+", theirs)), theirs
+        assert set(re.findall(r"`([\w.]+)(?:=[^`]*)?`", ours)) <= known, ours
+    assert {value.partition("=")[0] for key, value in MEANT.items() if "=" not in key} <= known
+
+
+SMALL = {
+    r"^model=vit.*": "model=tiny", r"^batch=\w+$": "batch=16", r"^batch=.*,.*": "batch=8,16",
+    r"^((?:ramp\.)?samples)=.*": r"\1=32", r"^(cache\.\w*chunk)=.*": r"\1=8", r"^checkpoint=\d+": "checkpoint=2",
+    r"\{0+\.\.\d+\}": "*",
+}  # fmt: skip
+"""What is large -> its stand-in."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if any(not b.needs and [*b.commands()] for b in blocks(page))])
+def test_every_command_runs_on_the_tiny_model(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.data.files import picture, write_tar
+    from tests.eval.sets import classification_set, retrieval_set
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("laion", "mine", "cc12m"):
+        members = ((f"{i:03}.png", picture(i, (70, 70))) for i in range(32))
+        about = b'{"similarity": 0.5, "title": "a caption"}'
+        texts = ((f"{i:03}.{kind}", about) for i in range(32) for kind in ("txt", "json"))
+        (tmp_path / "data" / name).mkdir(parents=True)
+        write_tar(tmp_path / "data" / name / "00000.tar", sorted([*members, *texts]))
+    classification_set(tmp_path / "data/imagenet1k")
+    retrieval_set(tmp_path / "data/mscoco_captions")
+    for words in (words for block in blocks(page) if not block.needs for words in block.commands()):
+        if words[0] == "clipscale":
+            assert main(small(words[1:], tmp_path)) == 0, words
+
+
+def small(words: list[str], folder: Path) -> list[str]:
+    """The command with stand-ins, and with what TINY has for settings that it leaves out."""
+    words = [re.sub("/(data|models)/", rf"{folder}/\1/", word) for word in words]
+    for large, stand_in in SMALL.items():
+        words = [re.sub(large, stand_in, word) for word in words]
+    given = {word.partition("=")[0] for word in words}
+    tiny = [word for word in TINY if word.partition("=")[0] not in given and "model" not in word]
+    more = {"train": tiny, "eval": ["device=cpu"], "embed": ["device=cpu"], "data": ["samples=64"]}
+    return [*words, *(more.get(words[0], []) if words[:2] != ["data", "index"] and words[1] != "check" else [])]
