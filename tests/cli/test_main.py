@@ -71,6 +71,7 @@ def test_a_long_warm_up_gives_a_line_and_a_finished_run_keeps_its_settings(
     [
         ("data.train=/data/laion/{00000..41455}.tar", "  train:\n  - /data/laion/{00000..41455}.tar\n"),
         ("data=/data/laion/{00000..41455}.tar", "  train:\n  - /data/laion/{00000..41455}.tar\n"),
+        ("data=[one,two]", "  train:\n  - one\n  - two\n"),
         ("data.train=[/a/{0..9}.tar,/b/*.tar]", "  train:\n  - /a/{0..9}.tar\n  - /b/*.tar\n"),
         ("data.train=/a b/it's:{1,2}.tar", "  train:\n  - /a b/it's:{1,2}.tar\n"),
         ("data.train='/a,b.tar'", "  train:\n  - /a,b.tar\n"),
