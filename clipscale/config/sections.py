@@ -143,6 +143,15 @@ class LossConfig:
 
 
 @dataclass
+class DistillConfig:
+    """Distillation from teachers' features, which `clipscale embed teacher=NAME` writes into the shards."""
+
+    teachers: list[str] = setting([], "Names of the teachers: a sample's member NAME.npy has its features.")
+    scales: list[float] | None = setting(None, "Each teacher's logit scale; null: as `embed` has written it.")
+    weights: tuple[float, float] = setting((0.0, 1.0), "Of the contrastive loss, and of the distillation.", least=0)
+
+
+@dataclass
 class SinkConfig:
     """Where results go, in addition to the run's folder, and what is shown meanwhile."""
 

@@ -113,6 +113,9 @@ class EmbedConfig(AnyModel):
         choices=("npy", "webdataset"),
     )
     features: str = setting("both", "Which features.", choices=(IMAGE, TEXT, "both"))
+    teacher: str = setting(
+        "", "Keep the pictures, and add both features as one member TEACHER.npy, for `distill.teachers`; empty: do not."
+    )
     dtype: str = setting("float16", "Dtype of the features.", choices=("float16", "float32"))
     transform: str = setting(
         "eval",
@@ -194,6 +197,10 @@ def check_embed(config: EmbedConfig) -> Path | None:
     """The folder of the run; None for another model, also one of random weights. Raises UserError."""
     if not config.out:
         raise UserError("out is not set; give the folder to write, out=DIR")
+    if config.teacher and not (config.format == "webdataset" and config.features == "both"):
+        raise UserError(f"teacher={config.teacher}: needs format=webdataset and features=both")
+    if config.teacher and not re.fullmatch(r"[a-z0-9_-]+", config.teacher):
+        raise UserError(f"teacher={config.teacher}: take lower-case letters, digits, _ and -")
     return model_run(config) if config.run or not config.model.name else None
 
 

@@ -48,6 +48,7 @@ class TrainConfig:
     ramp: sections.RampConfig = field(default_factory=sections.RampConfig)
     data: DataConfig = field(default_factory=DataConfig)
     loss: sections.LossConfig = field(default_factory=sections.LossConfig)
+    distill: sections.DistillConfig = field(default_factory=sections.DistillConfig)
     cache: sections.CacheConfig = field(default_factory=sections.CacheConfig)
     optim: sections.OptimConfig = field(default_factory=sections.OptimConfig)
     schedule: sections.ScheduleConfig = field(default_factory=sections.ScheduleConfig)
@@ -88,6 +89,13 @@ def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
         raise UserError("data.train is not set; give shards, data.train='/data/{00000..00099}.tar', or take data=demo")
     if config.loss.shared != "ignore" and config.data.same is None:
         raise UserError(f"loss.shared={config.loss.shared}: say what samples share, data.same=caption|url|sha256|FIELD")
+    teachers, scales = config.distill.teachers, config.distill.scales
+    if teachers and scales is not None and (len(scales) != len(teachers) or min(scales) <= 0):
+        raise UserError(f"distill.scales={scales}: give one above 0 for each of {len(teachers)} teachers")
+    if len({*teachers}) < len(teachers) or not any(config.distill.weights):
+        raise UserError(f"distill: teachers={teachers} must differ, and weights={config.distill.weights} not all be 0")
+    if teachers and (config.loss.similarity != "dot" or config.data.captions_per_step > 1):
+        raise UserError("distill.teachers: needs loss.similarity=dot and data.captions_per_step=1")
     if config.data.same == "caption" and config.data.captions_per_step > 1:
         raise UserError("data.same=caption: with data.captions_per_step, compare another field, as in data.same=url")
     if config.resume not in ("auto", "none") and not Path(config.resume).expanduser().exists():

@@ -1,11 +1,15 @@
-"""Stored features of a frozen image tower, read in the place of pictures: their format, and whether they fit the model.
+"""Stored features: of a frozen image tower, read in the place of pictures, and of teachers, read beside them.
 
 D: feature width.
 """
 
 import io
 import json
+import math
+from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice, repeat
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -14,16 +18,21 @@ from numpy.lib import format as npy
 
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
-from clipscale.config.sections import ModelConfig
+from clipscale.config.sections import DistillConfig, ModelConfig
+from clipscale.data.filters import caption_sources
 from clipscale.data.order import CounterRNG
-from clipscale.data.sample import BrokenSampleError
+from clipscale.data.sample import BrokenSampleError, limits
 from clipscale.data.shards.listing import list_shards
+from clipscale.data.shards.reader import ReadProblem, read_shard
+from clipscale.data.shards.store import Store
 
 if TYPE_CHECKING:  # loader workers import this module and need no models
     from clipscale.models.towers import ClipModel
 
 NOTE = "features.json"
 """The file beside the shards that describes where the features come from."""
+PEEK = 64
+"""Samples of the first shard that are looked at for the features of teachers."""
 
 
 @dataclass(frozen=True)
@@ -34,23 +43,49 @@ class StoredFeatures:
     width: int
     dtype: str
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of a sample's array."""
+        return (self.width,)
+
     def __call__(self, data: bytes, rng: CounterRNG, out: np.ndarray) -> None:
         """Write the row to `out`, (D,). Raises BrokenSampleError (`bad_features`) before anything is written."""
+        np.copyto(out, self.array(data))
+
+    def array(self, data: bytes) -> np.ndarray:
+        """The array of a .npy file. Its header is checked first: numpy would allocate whatever that claims.
+
+        Raises BrokenSampleError `bad_features`.
+        """
+        stream = io.BytesIO(data)
         try:
-            row = self._row(data)
+            shape, _, dtype = npy_header(stream)
+            if shape != self.shape or dtype != self.dtype:
+                raise ValueError(f"{dtype} {shape}, not {self.dtype} {self.shape}")
+            array = np.frombuffer(data, dtype, math.prod(shape), stream.tell()).reshape(shape)
+            if not np.isfinite(array).all():
+                raise ValueError("a value is not finite")
         except (ValueError, TypeError) as error:
             raise BrokenSampleError("bad_features", str(error)) from error
-        if not np.isfinite(row).all():
-            raise BrokenSampleError("bad_features", "a value is not finite")
-        np.copyto(out, row)
+        return array
 
-    def _row(self, data: bytes) -> np.ndarray:
-        """The array of a .npy file. Its header is checked first: numpy would allocate whatever that claims."""
-        stream = io.BytesIO(data)
-        shape, _, dtype = npy_header(stream)
-        if shape != (self.width,) or dtype != self.dtype:
-            raise ValueError(f"{dtype} {shape}, not {self.dtype} ({self.width},)")
-        return np.frombuffer(data, dtype, self.width, stream.tell())
+
+@dataclass(frozen=True)
+class TeacherFeatures(StoredFeatures):
+    """Reads a teacher's features of a sample's picture and caption, (2, D)."""
+
+    scale: float = 1.0
+    """The teacher's logit scale."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (2, self.width)
+
+    def of(self, members: Mapping[str, bytes]) -> np.ndarray:
+        """A sample's array. Raises BrokenSampleError: `no_teacher`, `bad_features`."""
+        if self.member not in members:
+            raise BrokenSampleError("no_teacher", self.member)
+        return self.array(members[self.member])
 
 
 def npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
@@ -99,6 +134,46 @@ def stored_features(data: DataConfig, config: ModelConfig, model: "ClipModel") -
                 "`clipscale embed format=webdataset`"
             )
     return StoredFeatures(member, note["width"], note["dtype"])
+
+
+def stored_teachers(data: DataConfig, config: DistillConfig) -> tuple[TeacherFeatures, ...]:
+    """The readers of `distill.teachers`, by the first samples of the data.
+
+    Raises UserError where these have none, or of another shape, for a scale that nobody says, and for other captions.
+    """
+    if not config.teachers:
+        return ()
+    url, teachers = list_shards(data)[0][0], []
+    members = [f"{name}.npy" for name in config.teachers]
+    with closing(read_shard(url, ReadProblem(), lambda i: i < PEEK, limits((), members), store=Store(data))) as raws:
+        samples = [raw.members for raw in islice(raws, PEEK)]
+    notes, captions = teacher_notes(url), [name for name, _ in caption_sources(data.captions)]
+    for name, member, given in zip(config.teachers, members, config.scales or repeat(None)):
+        what, note = f"distill.teachers={name}: {url}", notes.get(name, {})
+        row = next((sample[member] for sample in samples if member in sample), None)
+        scale = note.get("scale") if given is None else given
+        if row is None:
+            remedy = f"write them with `clipscale embed format=webdataset teacher={name}`"
+            raise UserError(f"{what}: none of the first {len(samples)} samples has the member {member}; {remedy}")
+        if scale is None:
+            raise UserError(f"{what}: no {NOTE} beside it says the teacher's scale; give distill.scales=[...]")
+        if note.get("captions", captions) != captions:
+            raise UserError(f"{what}: the teacher has seen data.captions={note['captions']}; take the same")
+        try:
+            (_, width), _, dtype = npy_header(io.BytesIO(row))
+            if str(dtype) not in ("float16", "float32"):
+                raise ValueError(f"it is {dtype}")
+            teachers.append(TeacherFeatures(member, width, str(dtype), float(scale)))
+            teachers[-1].array(row)
+        except (ValueError, BrokenSampleError) as error:
+            raise UserError(f"{what}: {member} must be (2, width), of picture and caption ({error})") from error
+    return tuple(teachers)
+
+
+def teacher_notes(shard: str) -> dict[str, Any]:
+    """What is known of the teachers whose features are in a shard: name -> note; empty where nothing is."""
+    path = Path(shard).parent / NOTE
+    return dict(json.loads(path.read_text()).get("teachers", {})) if path.is_file() else {}
 
 
 def _read_note(shard: str) -> dict[str, Any]:

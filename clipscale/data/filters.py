@@ -97,6 +97,8 @@ class Selection:
     """Captions of a sample."""
     same: str | None = None
     """What samples share: `caption`, or a field of the json."""
+    first: bool = False
+    """Whether a sample's first caption is taken, as `clipscale embed` does, and none is drawn."""
 
     def members(self) -> set[str]:
         """The extensions to read, apart from the picture's."""
@@ -118,6 +120,8 @@ class Selection:
                 errors.append(error)
         if not texts:
             raise errors[0]
+        if self.first:
+            return [texts[0][0]]
         pool = [(text, weight) for text, weight in texts if weight] or [(texts[0][0], 1.0)]
         drawn, left = list[str](), list[tuple[str, float]]()
         for _ in range(self.count):
@@ -174,7 +178,8 @@ class Selection:
                 raise BrokenSampleError(f"filter_{wanted.name}", str(value)[:100])
 
 
-def selection(config: DataConfig) -> Selection:
+def selection(config: DataConfig, *, first: bool = False) -> Selection:
     """Parse the settings. Raises UserError for conditions, sources or files that cannot be used."""
     conditions = tuple(condition(text) for text in config.filter.fields)
-    return Selection(caption_sources(config.captions), conditions, config.filter, config.captions_per_step, config.same)
+    captions, count = caption_sources(config.captions), config.captions_per_step
+    return Selection(captions, conditions, config.filter, count, config.same, first)

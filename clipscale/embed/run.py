@@ -1,7 +1,8 @@
 """The verb `clipscale embed`. Each shard, or some thousand rows of a table, becomes files of its own in `out`.
 
     npy          NAME.image.npy and NAME.text.npy, (samples, D), and NAME.jsonl with the key and caption of each row
-    webdataset   NAME.tar with all members but pictures, and KEY.npy and KEY.text.npy, for `data.image_features`
+    webdataset   NAME.tar with all members but pictures, and KEY.npy and KEY.text.npy, for `data.image_features`;
+                 with `teacher` all members, and KEY.TEACHER.npy, (2, D), for `distill.teachers`
 
 features.json says what the features are, and SHARDS where each file's samples come from.
 Rank r of P takes every P-th shard. D: feature width.
@@ -10,6 +11,7 @@ Rank r of P takes every P-th shard. D: feature width.
 import json
 import logging
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from clipscale.config.secrets import hidden
 from clipscale.config.sections import ModelConfig
 from clipscale.config.tools import IMAGE, TEXT, EmbedConfig, check_embed
 from clipscale.data.decode import IMAGE_TYPES
-from clipscale.data.features import NOTE, encoded_row
+from clipscale.data.features import NOTE, encoded_row, teacher_notes
 from clipscale.data.sample import limits
 from clipscale.data.shards.addresses import SourceError, is_local, leaf_of, scheme_of, unsigned
 from clipscale.data.shards.index import scan_shard
@@ -77,7 +79,8 @@ def work(config: EmbedConfig) -> dict[str, Any]:
         remedy = ""
         if config.format == "webdataset":
             write_counts(out, {name: entry["samples"] for name, entry in listed.items()})
-            remedy = f"; train with data.train={out} data.image_features=true"
+            use = f"distill.teachers=[{config.teacher}]" if config.teacher else "data.image_features=true"
+            remedy = f"; train with data.train={out} {use}"
         say(f"features of {samples} samples: {out}{remedy}")
     if unread := len(sources) - len(entries):
         raise UserError(f"out={out}: {unread} of {len(sources)} shards could not be fetched; start again to fetch them")
@@ -104,6 +107,8 @@ def features_note(config: EmbedConfig, model: ClipModel, settings: ModelConfig) 
     }
     if TEXT in config.kinds:
         note |= {"text": model.text.digest(), "captions": caption_members(config.data)}
+    if config.teacher:
+        note["scale"] = model.logit_scale.exp().item()
     return note
 
 
@@ -121,13 +126,17 @@ def prepared(config: EmbedConfig, out: Path, note: dict[str, Any]) -> dict[str, 
         if is_local(url) and Path(url).expanduser().parent.resolve() == out.resolve():
             raise UserError(f"out={out}: data.train has shards there; choose another folder")
         shards[name] = url
-    earlier = read(out / NOTE).get("features", note)
+    held, notes = read(out / NOTE), {"features": note}
+    earlier = held.get("features", {}) if held else note
+    if config.teacher:
+        notes = {"teachers": teacher_notes(next(iter(shards.values()))) | {config.teacher: note}}
+        earlier = held.get("teachers", {}).get(config.teacher, {}) if held else note
     for name in note.keys() | earlier.keys():
         if earlier.get(name) != note.get(name):
             what = f"{name}: {str(earlier.get(name))[:80]}, not {str(note.get(name))[:80]}"
             raise UserError(f"out={out}: holds features of another kind ({what}); choose another folder")
     out.mkdir(parents=True, exist_ok=True)
-    files.write_json(out / NOTE, {"features": note})
+    files.write_json(out / NOTE, notes)
     return shards
 
 
@@ -158,7 +167,8 @@ def embed_shard(encoder: FeatureEncoder, url: str, path: Path) -> dict[str, Any]
     as_tar, kinds = path.suffix == ".tar", encoder.config.kinds
     if not path.is_file():
         try:
-            (write_tar if as_tar else write_npy)(path, shard_groups(encoder, url, all_members=as_tar), kinds)
+            write = partial(write_tar, teacher=encoder.config.teacher) if as_tar else write_npy
+            write(path, shard_groups(encoder, url, all_members=as_tar), kinds)
         except SourceError:
             return None
     samples = scan_shard(str(path)).samples if as_tar else len(np.load(array_path(path, kinds[0]), mmap_mode="r"))
@@ -195,15 +205,21 @@ def write_npy(path: Path, groups: Iterable[Group], kinds: Iterable[str]) -> None
     files.write_text(path, "".join(lines))
 
 
-def write_tar(path: Path, groups: Iterable[Group], kinds: Iterable[str]) -> None:
-    """A sample without features keeps its place. A table's row has its number for a key: paths have extensions."""
-    left_out = {*IMAGE_TYPES, *MEMBERS.values(), ""}  # webdataset cannot write a member without an extension
+def write_tar(path: Path, groups: Iterable[Group], kinds: Iterable[str], teacher: str = "") -> None:
+    """A sample without features keeps its place, of a `teacher` without either of them.
+
+    A table's row has its number for a key: paths have extensions.
+    """
+    member = f"{teacher}.{FEATURES}"
+    # webdataset cannot write a member without an extension
+    left_out = {"", member} if teacher else {"", *IMAGE_TYPES, *MEMBERS.values()}
     with shard_writer(path) as writer:
         for group in groups:
             for raw, features in zip(group.raws, group.rows):
                 members = {name: data for name, data in raw.members.items() if name not in left_out}
-                for kind, row in zip(kinds, features):
-                    if not np.isnan(row).all():
-                        members[MEMBERS[kind]] = encoded_row(row)
+                arrays = (
+                    {MEMBERS[kind]: row for kind, row in zip(kinds, features)} if not teacher else {member: features}
+                )
+                members |= {name: encoded_row(array) for name, array in arrays.items() if not np.isnan(array).any()}
                 key = f"{raw.index:09d}" if scheme_of(raw.url) == "table" else raw.key
                 writer.write({**(members or {"missing": b""}), "__key__": key})

@@ -131,6 +131,7 @@ def data_stream(state: TrainState, sizes: BatchSizes, saved: dict[str, Any] | No
         row_kind(config.data, state.model.image_size, state.stored),
         state.model.tokenizer,
         config.seed,
+        teachers=state.teachers,
         position=saved["position"] if saved else None,
         offload=Offload(backend, state.chunks["image"], config.offload_dir or str(folder), world.device.type == "cuda"),
         free=free,

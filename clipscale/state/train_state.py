@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,12 @@ from torch.distributed.checkpoint.state_dict import (
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
 from clipscale.config.train import TrainConfig
-from clipscale.data.features import StoredFeatures, stored_features
+from clipscale.data.features import StoredFeatures, TeacherFeatures, stored_features, stored_teachers
 from clipscale.data.loader.host_batch import NO_TARGETS, HostBatch, Targets
 from clipscale.distributed.fsdp import replicate_state
 from clipscale.distributed.world import World, gradient_norm
-from clipscale.loss.api import contrastive_loss
-from clipscale.models.towers import ClipModel, Projection, StoredTower, build_model, fit_positions
+from clipscale.loss.api import contrastive_loss, distillation_loss
+from clipscale.models.towers import ClipModel, Projection, StoredTower, build_model, fit_positions, unit_rows
 from clipscale.step.captions import CaptionRule
 from clipscale.step.chunk_sizes import agreed_chunk_sizes
 from clipscale.step.ema import WeightAverage
@@ -53,7 +54,7 @@ class TrainState:
         torch.manual_seed(config.seed)
         self.precision = Precision(config.precision, world.device)
         self.model = self.build_model()
-        self.stored = self.stored_features()
+        self.stored, self.teachers = self.stored_features(), self.stored_teachers()
         towers_of_model = (("image", self.model.image), ("text", self.model.text))
         self.trunks = [name for name, tower in towers_of_model if tower.trains_only_its_projection()]
         """The towers whose trunk runs once a step. FSDP2 would not shard a projection within its tower."""
@@ -100,6 +101,10 @@ class TrainState:
     def stored_features(self) -> StoredFeatures | None:
         """Reads the image tower's features where shards hold them instead of pictures."""
         return stored_features(self.config.data, self.config.model, self.model)
+
+    def stored_teachers(self) -> tuple[TeacherFeatures, ...]:
+        """Read the features of `distill.teachers`."""
+        return stored_teachers(self.config.data, self.config.distill)
 
     def caption_rule(self) -> CaptionRule:
         """Whether captions are sorted by length."""
@@ -151,7 +156,12 @@ class TrainState:
         with self.precision.autocast():
             for i, (u, v) in enumerate(zip(image_features.split(size), text_features.split(k * size), strict=True)):
                 share, of_chunk = len(u) / len(image_features), targets.part(i * size, i * size + len(u))
-                value = value + share * contrastive_loss(u, v, scale, keys=of_chunk.keys, **given)
+                loss: Any = contrastive_loss
+                if self.teachers:
+                    pairs = zip(of_chunk.teachers, self.teachers, strict=True)
+                    teachers = [(*unit_rows(rows).unbind(1), teacher.scale) for rows, teacher in pairs]
+                    loss = partial(distillation_loss, teachers=teachers, weights=self.config.distill.weights)
+                value = value + share * loss(u, v, scale, keys=of_chunk.keys, **given)
         return value
 
     def gradient_norm(self) -> Tensor:

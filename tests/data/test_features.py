@@ -1,5 +1,6 @@
 """Training from stored features equals training with the frozen tower that computed them."""
 
+import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,18 @@ import pytest
 
 from clipscale.common.errors import UserError
 from clipscale.config.data import AugmentConfig, DataConfig
-from clipscale.config.sections import EvalConfig, ModelConfig
+from clipscale.config.sections import DistillConfig, EvalConfig, ModelConfig
 from clipscale.config.tools import EmbedConfig
 from clipscale.config.train import TrainConfig
-from clipscale.data.features import StoredFeatures, encoded_row
+from clipscale.data.features import StoredFeatures, encoded_row, stored_teachers
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError
+from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.tools.demo import paths
 from clipscale.embed.run import main
+from clipscale.models.towers import load_model
 from clipscale.train import train
+from tests.data.files import sample, write_tar
 from tests.support.runs import ARCHITECTURE, curve, settings
 
 FROZEN = ModelConfig(name="test", architecture=ARCHITECTURE, freeze_image=True)
@@ -89,3 +93,35 @@ def test_a_member_that_is_no_feature_row_is_broken() -> None:
     for data in (b"", huge, nan, encoded_row(row)[:-1], encoded_row(row.astype(np.float32)), encoded_row(row[:3])):
         with pytest.raises(BrokenSampleError, match="bad_features"):
             read(data, CounterRNG(0), out)
+
+
+def test_teachers_are_written_beside_the_pictures_and_read_with_them(stored: dict[str, Path], tmp_path: Path) -> None:
+    write_tar(tmp_path / "0.tar", [m for i in range(40) for m in (sample(f"{i:02d}", i) if i else [("0.txt", b"x")])])
+    options: dict[str, Any] = {"run": str(stored["pictures"]), "device": "cpu", "format": "webdataset"}
+    folder = str(tmp_path / "0.tar")
+    for name in ("a", "b"):
+        data, out = DataConfig(train=[folder]), str(tmp_path / name)
+        folder = main(EmbedConfig(out=out, data=data, teacher=name, dtype="float32", **options))["out"]
+    plain = main(EmbedConfig(out=str(tmp_path / "plain"), data=DataConfig(train=[folder]), dtype="float32", **options))
+    given, data = DistillConfig(["a", "b"]), DataConfig(train=[folder], workers=0)
+    readers = stored_teachers(data, given)
+    scale = load_model(stored["pictures"])[0].logit_scale.exp().item()
+    assert [(r.shape, r.scale) for r in readers] == [((2, 32), pytest.approx(scale))] * 2
+    both, separate = (list(read_shard(f"{f}/0.tar", ReadProblem())) for f in (folder, plain["out"]))
+    for raw, features in zip(both[1:], separate[1:], strict=True):
+        expected = [np.load(io.BytesIO(features.members[name])) for name in ("npy", "text.npy")]
+        assert {"png", "txt", "json", "a.npy", "b.npy"} == raw.members.keys()
+        assert all(np.allclose(reader.of(raw.members), expected, atol=1e-6) for reader in readers)
+    with pytest.raises(BrokenSampleError, match="no_teacher"):
+        readers[0].of(both[0].members)
+    for changed, distill, message in (
+        ({}, DistillConfig(["c"]), r"none of the first 40 samples has the member c.npy; .* teacher=c"),
+        ({"captions": ["json:alt"]}, given, r"has seen data.captions=\['txt'\]; take the same"),
+        ({"train": [plain["out"]]}, DistillConfig(["text"], [5]), r"text.npy must be \(2, width\)"),
+    ):
+        with pytest.raises(UserError, match=message):
+            stored_teachers(replace(data, **changed), distill)
+    (Path(folder) / "features.json").unlink()
+    with pytest.raises(UserError, match=r"says the teacher's scale; give distill.scales"):
+        stored_teachers(data, given)
+    assert [reader.scale for reader in stored_teachers(data, DistillConfig(["a", "b"], [5, 6]))] == [5, 6]

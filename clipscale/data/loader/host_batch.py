@@ -21,6 +21,7 @@ from torch import Tensor
 
 from clipscale.common.errors import UserError
 from clipscale.common.units import format_bytes
+from clipscale.data.features import TeacherFeatures
 from clipscale.data.shards.addresses import unsigned
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,8 @@ log = logging.getLogger(__name__)
 PAGE = 4096
 BUFFERS = 3
 """Chunks in the buffers at once: the one computed on, the one being copied to the device, and the one being loaded."""
+TARGETS = ("keys", ".npy")
+"""How the names of a slot's arrays end that the loss takes: keys, and teachers' members."""
 RECIPE = 8
 """Numbers for an encoded picture: how many bytes it has, and the seven of its crop."""
 
@@ -77,6 +80,7 @@ class Layout:
     offload: Offload = HOST
     captions: int = 1  # of a sample
     keyed: bool = False  # whether samples have keys, for data.same
+    teachers: tuple[TeacherFeatures, ...] = ()
 
     @property
     def backend(self) -> str:
@@ -91,6 +95,8 @@ class Layout:
         tokens = Part((self.samples * self.captions, self.context_length), "int32")
         numbers = ("ids", "keys") if self.keyed else ("ids",)
         parts = {"tokens": tokens} | dict.fromkeys(numbers, Part((self.samples,), "int64"))
+        for teacher in self.teachers:
+            parts[teacher.member] = Part((self.samples, *teacher.shape), teacher.dtype)
         if self.backend != "disk":
             parts["rows"] = Part((self.samples, *self.row), self.dtype)
         if self.backend == "encoded":
@@ -237,10 +243,13 @@ class Targets(NamedTuple):
 
     keys: Tensor | None = None
     """(N,) int64: equal for samples that `data.same` calls the same."""
+    teachers: tuple[Tensor, ...] = ()
+    """Of each teacher the features of pictures and captions, (N, 2, D), as they are stored."""
 
     def part(self, start: int, stop: int) -> "Targets":
         """Of samples start..stop."""
-        return Targets(None if self.keys is None else self.keys[start:stop])
+        keys = None if self.keys is None else self.keys[start:stop]
+        return Targets(keys, tuple(rows[start:stop] for rows in self.teachers))
 
 
 NO_TARGETS = Targets()
@@ -285,12 +294,12 @@ class HostBatch:
 
     def ids(self) -> Tensor:
         """(N,) int64: `sample_id` of every sample; waits for all of them."""
-        return self._numbers("ids")
+        self._wait(self._size)
+        return torch.from_numpy(self._slot["ids"][: self._size])
 
     def targets(self, device: torch.device) -> Targets:
         """What the loss takes, on the device; waits for all samples."""
-        return Targets(self._numbers("keys").to(device, non_blocking=True) if "keys" in self._slot else None)
-
-    def _numbers(self, name: str) -> Tensor:
         self._wait(self._size)
-        return torch.from_numpy(self._slot[name][: self._size])
+        given = {name: torch.from_numpy(array[: self._size]) for name, array in self._slot.items()}
+        on_device = {name: given[name].to(device, non_blocking=True) for name in given if name.endswith(TARGETS)}
+        return Targets(on_device.pop("keys", None), tuple(on_device.values()))

@@ -15,6 +15,7 @@ import numpy as np
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.data.decode import image_bytes
+from clipscale.data.features import TeacherFeatures
 from clipscale.data.filters import Selection
 from clipscale.data.loader.host_batch import Arena, sample_id
 from clipscale.data.loader.offload import RowKind, open_backend
@@ -42,6 +43,7 @@ class WorkerSpec:
     rows: RowKind
     tokenizer: Any  # captions -> tokens; with `data.text` other than truncate, models/tokenizer.py's
     selection: Selection
+    teachers: tuple[TeacherFeatures, ...]
     streams: tuple[StreamPosition, ...]  # the worker's shard streams, and where each starts
     rank: int
     world: int
@@ -61,6 +63,8 @@ class Taken(NamedTuple):
     id: int
     key: int
     """Equal for samples that `data.same` calls the same."""
+    teachers: list[np.ndarray]
+    """Each one's features, (2, D)."""
     rng: CounterRNG
     """Random numbers for `data.text`."""
 
@@ -71,7 +75,8 @@ class ShardStream:
     def __init__(self, spec: WorkerSpec, start: StreamPosition, store: Store) -> None:
         """`store` opens the shards, and counts what is skipped by its reason."""
         self._spec, self._start, self._counts = spec, start, store.counts
-        kinds = limits(spec.rows.members, spec.selection.members(), spec.config.max_bytes)
+        texts = {*spec.selection.members(), *(teacher.member for teacher in spec.teachers)}
+        kinds = limits(spec.rows.members, texts, spec.config.max_bytes)
         sources = spec.shards.sources()
         self._weighted = isinstance(spec.shards.order, Mixed)
         starts = [start]
@@ -111,6 +116,7 @@ class ShardStream:
                 place = segment.epoch, segment.shard, item.index
                 captions = spec.selection.draw(item.members, CounterRNG(seed, CAPTION, *place))
                 spec.selection.check(item, captions)
+                teachers = [teacher.of(item.members) for teacher in spec.teachers]
                 put(image_bytes(item.members, spec.rows.members), CounterRNG(seed, AUGMENT, *place))
             except BrokenSampleError as error:
                 self._counts[error.reason] += 1
@@ -119,7 +125,8 @@ class ShardStream:
                 self._given += 1
                 self._forget_skipped()
                 same = spec.selection.key(item, captions, f"{segment.shard} {item.index}")
-                return Taken(captions, sample_id(item.url, item.key), same, CounterRNG(seed, TEXT, *place))
+                numbers = CounterRNG(seed, TEXT, *place)
+                return Taken(captions, sample_id(item.url, item.key), same, teachers, numbers)
 
     def close(self) -> None:
         """Close the shards."""
@@ -207,6 +214,8 @@ class BatchFiller:
                     slot["ids"][place] = taken.id
                     if "keys" in slot:
                         slot["keys"][place] = taken.key
+                    for teacher, array in zip(self._spec.teachers, taken.teachers):
+                        slot[teacher.member][place] = array
                 else:
                     stream.take(self.backend.check)
             if captions:

@@ -15,6 +15,7 @@ import numpy as np
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores_of_rank
 from clipscale.config.data import DataConfig
+from clipscale.data.features import TeacherFeatures
 from clipscale.data.filters import selection
 from clipscale.data.loader.assembler import BatchAssembler
 from clipscale.data.loader.host_batch import HOST, Arena, HostBatch, Layout, Offload, stored_rows
@@ -153,6 +154,7 @@ def open_stream(
     tokenizer: Callable[[list[str]], Any],
     seed: int,
     *,
+    teachers: tuple[TeacherFeatures, ...] = (),
     position: dict[str, Any] | None = None,
     offload: Offload = HOST,
     free: int | None = None,
@@ -162,7 +164,7 @@ def open_stream(
     `free` is the free memory before any process of this machine took its share (None: what is free now). Raises
     UserError for settings or shards that cannot work.
     """
-    chosen = selection(config)
+    chosen = selection(config, first=bool(teachers))
     urls, source_of = list_shards(config)
     order = build_order(config, urls, source_of, share.size(0), share.world, seed, position)
     shards = OrderedShards(tuple(urls), order, max(config.shuffle, 1), seed)
@@ -178,6 +180,7 @@ def open_stream(
         offload=offload,
         captions=config.captions_per_step,
         keyed=config.same is not None,
+        teachers=teachers,
     )
     encoded = offload.backend == "encoded"
     picture = picture_bytes(urls[0], rows.members, layout, Store(config)) if encoded else None
@@ -198,6 +201,7 @@ def open_stream(
             rows=rows,
             tokenizer=tokenizer,
             selection=chosen,
+            teachers=teachers,
             streams=tuple(start[number::count]),  # so that all workers fill the batch from its first rows on
             rank=share.rank,
             world=share.world,

@@ -108,21 +108,17 @@ def build_order(
     if config.order == "epochs" and source_of is not None:
         raise UserError("data.weights and data.order=epochs exclude each other; weights need data.order=resampled")
     epochs = config.order == "epochs" or (config.order == "auto" and source_of is None)
-    subset = subset_of(config.only_keys) if config.only_keys else None
+    subset, listed = subset_of(config.only_keys), f"data.only_keys={config.only_keys}"
     if subset and (others := [url for url in urls if scheme_of(url) in index.NO_FILE]):
-        raise UserError(
-            f"data.only_keys={config.only_keys}: {others[0]} is no tar file; leave its samples out yourself"
-        )
+        raise UserError(f"{listed}: {others[0]} is no tar file; leave its samples out yourself")
     counts = recorded_counts(urls, subset)
     if epochs:
         counts = _scanned(config, urls, counts, subset)
     known = [count for count in counts if count is not None]
     complete = len(known) == len(counts)
     if complete and not sum(known):
-        remedy = "check that they are image-text tar files"
-        if subset:
-            what = "uids of the samples' json" if config.only_keys.endswith(".npy") else "keys of samples"
-            remedy = f"data.only_keys={config.only_keys} must have {what}"
+        wanted = "uids of the samples' json" if subset and subset.by_uid else "keys of samples"
+        remedy = f"{listed} must have {wanted}" if subset else "check that they are image-text tar files"
         raise UserError(f"data.train={config.train}: the {len(urls)} shards hold no sample; {remedy}")
     if epochs and complete:
         return Epochs(tuple(known), batch, _stream_count(config, batch, world, sum(known), position), seed)

@@ -47,7 +47,7 @@ def read_shard(
         if store.config.only_keys is not None:
             from clipscale.data.shards.subset import read_subset  # here: it reads by this function
 
-            yield from read_subset(url, problem, want, kinds, lazy=lazy, store=store, indexed=indexed)
+            yield from read_subset(url, problem, want, store, kinds=kinds, lazy=lazy, indexed=indexed)
             return
         if scheme_of(url) == "table":
             from clipscale.data.shards import tables  # here: it loads what decodes pictures

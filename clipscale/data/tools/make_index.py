@@ -38,7 +38,7 @@ def main(sources: Sequence[str], settings: IndexSettings) -> int:
     if not urls:
         say("tables and pipes have no index; their rows are counted as they are")
         return 0
-    subset = subset_of(settings.only_keys) if settings.only_keys else None
+    subset = subset_of(settings.only_keys)
     outcomes = dict(progress(index.update_indexes(urls, workers=cores(), subset=subset), len(urls)))
     entries, _ = index.current(urls, subset)
     counts = [entry.samples for entry in entries.values()] or [0]

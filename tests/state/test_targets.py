@@ -1,0 +1,153 @@
+"""A step of a whole run with keys, several captions or teachers is one dense graph's, and its losses resume."""
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import logsigmoid
+
+from clipscale import checkpoint
+from clipscale.config.data import DataConfig
+from clipscale.config.sections import (
+    CacheConfig,
+    CheckpointConfig,
+    DistillConfig,
+    LaunchConfig,
+    LossConfig,
+    ModelConfig,
+    OptimConfig,
+    PrecisionConfig,
+)
+from clipscale.config.train import TrainConfig
+from clipscale.data.features import encoded_row
+from clipscale.distributed.world import World
+from clipscale.models.towers import build_model, unit_rows
+from clipscale.state.train_state import TrainState
+from clipscale.train import Run, train
+from tests.data.files import picture, write_tar
+from tests.support.ranks import run_ranks
+from tests.support.runs import ARCHITECTURE, curve, records, small
+
+SCALES = [20.0, 7.0]
+
+
+@pytest.fixture(scope="module")
+def shard(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Three samples share a url, and have one to three captions; two teachers of other widths than the model."""
+    random, members = np.random.default_rng(0), []
+    for i in range(24):
+        captions = [f"a {'very ' * (i % 4)}good number {i} {c}" for c in range(i % 3 + 1)]
+        about = {"url": f"u{i // 3}", "captions": captions}
+        members += [(f"{i:02d}.png", picture(i, (30, 30))), (f"{i:02d}.json", json.dumps(about).encode())]
+        for name, width, dtype in (("a", 7, np.float32), ("b", 40, np.float16)):
+            members.append((f"{i:02d}.{name}.npy", encoded_row(random.normal(size=(2, width)).astype(dtype))))
+    return str(write_tar(tmp_path_factory.mktemp("targets") / "0.tar", members))
+
+
+def config_of(shard: str, run: Path, shared: str = "mask", k: int = 1, **given: Any) -> TrainConfig:
+    objective = given.pop("objective", "softmax")
+    data = DataConfig(
+        train=[shard], workers=0, same="url", captions=["json:captions"], captions_per_step=k, shard_streams=6
+    )
+    model = ModelConfig(name="test", architecture=ARCHITECTURE, init_bias=-2.0)
+    given = {"optim": OptimConfig(lr=1e-3), "cache": CacheConfig(image_chunk=5, text_chunk=5), **given}
+    loss = LossConfig(objective, shared=shared)
+    return small(shard, run, data=data, model=model, loss=loss, precision=PrecisionConfig(), **given)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def one_step(rank: int, world: int, config: TrainConfig) -> tuple[Any, ...]:
+    """Weights before a float64 step, its gradients and value, and this rank's pixels, tokens, keys and teachers."""
+    build, cpu = TrainState.build_model, torch.device("cpu")
+    with mock.patch.object(TrainState, "build_model", lambda state: build(state).double()):
+        run = Run(config, World(rank, world, cpu))
+    for _ in range(1 + (config.cache.keep != "none")):  # the first step measures graphs
+        weights = {name: whole(value) for name, value in run.state.model.state_dict().items()}
+        batch = run.stream.next_batch()
+        with mock.patch.object(run.stream, "next_batch", lambda batch=batch: batch):
+            run.train_step()
+    kept = [tower.graphs.count for tower in run.state.cache.towers]
+    assert all(kept) == (config.cache.keep != "none")
+    gradients = {name: whole(p.grad) for name, p in run.state.model.named_parameters() if p.grad is not None}
+    targets, n = batch.targets(cpu), len(batch)
+    rows = [batch.pixels(0, n), batch.tokens(0, n * batch.captions), targets.keys, *targets.teachers]
+    rows = [tensor.clone() for tensor in rows]
+    run.stream.close()
+    return weights, gradients, run.loss, rows
+
+
+def dense(config: TrainConfig, x: Tensor, bias: Tensor, keys: Tensor, teachers: list[Tensor]) -> Tensor:
+    """The loss of the scores x (N, kN) of pictures and captions, by its definition."""
+    k, n, shared, (w0, w1) = config.data.captions_per_step, len(x), config.loss.shared, config.distill.weights
+    own = torch.arange(n)[:, None] == torch.arange(k * n)[None] // k
+    same = keys[:, None] == keys.repeat_interleave(k)[None]
+    positive, counted = same if shared == "positive" else own, own | ~same if shared == "mask" else own | True
+    if config.loss.objective == "sigmoid":
+        return -logsigmoid(torch.where(positive, 1, -1) * (x + bias))[counted].sum() / n
+    candidates = x.masked_fill(~counted, -torch.inf)
+    clip = [candidates.logsumexp(d).mean() - ((x * positive).sum(d) / positive.sum(d)).mean() for d in (0, 1)]
+    if not teachers:
+        return sum(clip) / 2
+    distilled = torch.zeros(())
+    for d in (0, 1):
+        p = [(t * a @ b.T).softmax(d) for (a, b), t in zip((unit_rows(r).double().unbind(1) for r in teachers), SCALES)]
+        distilled = distilled - (sum(p) / len(p) * x.log_softmax(d)).sum(d).mean() / 2
+    return w0 * sum(clip) / 2 + w1 * distilled
+
+
+BOTH = DistillConfig(["a", "b"], SCALES, (0.3, 0.7))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "given"),
+    [
+        (1, {"shared": "mask", "cache": CacheConfig(image_chunk=5, text_chunk=5, keep="1G")}),
+        (1, {"shared": "mask", "k": 2, "cache": CacheConfig(image_chunk=5, text_chunk=5, negatives="chunk")}),
+        (2, {"shared": "positive", "k": 3}),
+        (2, {"shared": "positive", "k": 2, "objective": "sigmoid", "launch": LaunchConfig(parallel="fsdp")}),
+        (1, {"distill": DistillConfig(["a"], SCALES[:1])}),
+        (2, {"distill": BOTH}),
+    ],
+    ids=str,
+)
+def test_a_step_is_that_of_one_dense_graph(shard: str, tmp_path: Path, ranks: int, given: dict[str, Any]) -> None:
+    config = config_of(shard, tmp_path / "run", **given)
+    parts = run_ranks(one_step, ranks, config) if ranks > 1 else [one_step(0, 1, config)]
+    weights, gradients, value, _ = parts[0]
+    pixels, tokens, keys, *teachers = (torch.cat(rows) for rows in zip(*(part[-1] for part in parts)))
+    model = build_model(config.model).double()
+    model.load_state_dict(weights)
+    x = model.logit_scale.exp() * model.image(pixels) @ model.text(tokens).T
+    size, k = (5 if config.cache.negatives == "chunk" else len(pixels)), config.data.captions_per_step
+    expected = torch.zeros(())
+    for i in range(0, len(pixels), size):
+        rows = slice(i, i + size)
+        part = x[rows, k * i : k * (i + size)]
+        loss = dense(config, part, model.logit_bias, keys[rows], [t[rows] for t in teachers])
+        expected = expected + len(part) / len(x) * loss
+    expected.backward()
+    assert value == pytest.approx(expected.item(), rel=1e-6), "the value is kept in float32"
+    assert len(set(keys.tolist())) < len(keys)
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            torch.testing.assert_close(gradients[name], p.grad, rtol=1e-10, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("given", [{"shared": "positive", "k": 3}, {"distill": BOTH}], ids=str)
+def test_a_resumed_run_has_the_same_losses_wherever_rows_wait(
+    shard: str, tmp_path: Path, given: dict[str, Any]
+) -> None:
+    train(config_of(shard, tmp_path / "whole", checkpoint=CheckpointConfig(every=2, keep=0), **given))
+    saved = str(checkpoint.path_of(tmp_path / "whole", 2))
+    for offload in ("disk", "encoded"):
+        train(config_of(shard, tmp_path / offload, resume=saved, offload=offload, **given))
+        assert [record["loss"] for record in records(tmp_path / offload)] == curve(tmp_path / "whole")[2:]
