@@ -94,9 +94,10 @@ def contrastive_loss(
         ranks_per_node: makes the ring a two-level one, inside a node first and then between nodes.
         keys: int64, (n,) for the images and (m,) for the texts, or one tensor for both. Samples of equal keys (the same
             caption or picture) on any rank are no negatives of each other. A caption's key is its image's.
-        shared: what pairs of equal keys are that do not belong together: left out of the sums (mask), positives too
-            (positive; dot product), or negatives as without keys (ignore).
+        shared: what pairs of equal keys are that do not belong together: left out of the sums (mask; one caption an
+            image), positives too (positive; dot product), or negatives as without keys (ignore).
         captions: texts of each image, all of them its positives (more than one: dot product).
+        teachers: see `distillation_loss`: their probabilities, instead of the pairs, are what the softmax should be.
         masks: bool, (n, T) for the images and (m, T) for the texts, or None; for late interaction: which tokens count.
         check: refuse what is not finite, a scale that is not positive, and ranks whose inputs do not fit each other.
             That waits for the device and takes a small all-gather; a training loop needs it in its first step.
@@ -120,12 +121,15 @@ def contrastive_loss(
         _check_choices(objective, similarity, exchange, backend, shared)
         if shared == "positive" and kind != "dot":
             raise ValueError("shared=positive takes similarity=dot")
+        if shared == "mask" and keys is not None and captions > 1:
+            raise ValueError("shared=mask takes one caption an image; with several, shared=positive")
         inputs = checked_inputs(
             image_features, text_features, logit_scale, 0.0 if logit_bias is None else logit_bias, kind,
             masks=masks, keys=None if shared == "ignore" else keys, captions=captions, check=check,
         )  # fmt: skip
         if teachers:
-            inputs = replace(inputs, teachers=_checked_teachers(teachers, inputs, objective, kind))
+            softmaxes = objective != "sigmoid" and kind == "dot"
+            inputs = replace(inputs, teachers=_side_by_side(teachers, inputs, softmaxes))
         backend = _chosen_backend(backend, kind, inputs)
     except ValueError as error:
         if comm is not None and check:
@@ -133,7 +137,7 @@ def contrastive_loss(
         raise
     if comm is not None and check:
         comm.agree(inputs.facts(objective, exchange, shared), FACTS, None, image_features.device)
-    inputs, many = prepared(inputs, comm, shared)
+    inputs, many = prepared(inputs, comm, shared == "positive" or captions > 1)
     if objective == "softmax_text":
         inputs = inputs.positives_only()  # a hard negative is in no text's softmax
     pairs = _similarity(similarity, image_features.device)
@@ -147,7 +151,7 @@ def contrastive_loss(
     for given, pairs, weights in terms:
         widths = [(a.shape[1], float(t)) for a, _, t in teachers]
         terms_of = Distillation(widths) if teachers else Sigmoid() if objective == "sigmoid" else Softmax()
-        backends = _backends(backend, terms_of, pairs, inputs, shared, many)
+        backends = _backends(backend, terms_of, pairs, inputs, many)
         call = LossCall(ranks, pairs, weights, given, check, torch.is_grad_enabled(), *backends)
         numbers = (given.scale, given.bias, *pairs.parameters)
         values.append(cast(Tensor, ContrastiveLoss.apply(call, given.rows, given.cols, *numbers)))
@@ -155,35 +159,25 @@ def contrastive_loss(
 
 
 def distillation_loss(
-    image_features: Tensor,
-    text_features: Tensor,
-    logit_scale: Tensor | float,
-    teachers: Sequence[Teacher],
-    weights: tuple[float, float] = (0.0, 1.0),
-    **options: Any,
-) -> Tensor:
-    """weights[0] times the contrastive loss and weights[1] times the distance to the teachers' probabilities:
+    image_features: Tensor, text_features: Tensor, logit_scale: Tensor | float, teachers: Sequence[Teacher],
+    weights: tuple[float, float] = (0.0, 1.0), **options: Any,
+) -> Tensor:  # fmt: skip
+    """weights[0] times `contrastive_loss` (with all its `options`) and weights[1] times the cross-entropy to teachers,
 
         1/2 [-mean_i sum_j P_ij log softmax_j x_ij - mean_j sum_i Q_ij log softmax_i x_ij]
 
-    where P is the mean over teachers of softmax_j(t <a_i, b_j>) and Q that of softmax_i (MobileCLIP, arXiv 2311.17049,
-    with weights 0 and 1; open_clip's DistillClipLoss of one teacher, with 1 and 1, returns the halves of it).
-
-    Args:
-        image_features, text_features, logit_scale: of `contrastive_loss`, and `options` are its keywords. The second
-            term takes objectives other than softmax for it, and is computed in torch's tiles.
-        teachers: (a (n, D_k), b (m, D_k), t) each: features of the same images and texts, usually of unit length, and
-            the teacher's own logit scale. They get no gradient.
+    where P is the mean over teachers of softmax_j(t <a_i, b_j>) and Q that of softmax_i (MobileCLIP, arXiv 2311.17049).
+    That part is computed in torch's tiles. `teachers`: (a (n, D_k), b (m, D_k), t) each, features of the same images
+    and texts, usually of unit length, and the teacher's own logit scale. They get no gradient.
     """
-    terms = []
+    features, terms = (image_features, text_features, logit_scale), []
     if weights[0]:
-        terms.append(weights[0] * contrastive_loss(image_features, text_features, logit_scale, **options))
+        terms.append(weights[0] * contrastive_loss(*features, **options))
     if weights[1]:
-        names = "exchange", "group", "ranks_per_node", "check"
-        kept: dict[str, Any] = {name: options[name] for name in names if name in options}
-        kept["backend"] = "dense" if options.get("backend") == "dense" else "tiled"
-        found = contrastive_loss(image_features, text_features, logit_scale, teachers=teachers, **kept)
-        terms.append(weights[1] * found)
+        names = {"exchange", "group", "ranks_per_node", "check"} & options.keys()
+        backend = "dense" if options.get("backend") == "dense" else "tiled"
+        kept = {name: options[name] for name in names}
+        terms.append(weights[1] * contrastive_loss(*features, teachers=teachers, backend=backend, **kept))
     return sum(terms[1:], terms[0])
 
 
@@ -200,19 +194,18 @@ def _check_choices(objective: str, similarity: str | nn.Module, exchange: str, b
             raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}")
 
 
-def _checked_teachers(teachers: Sequence[Teacher], inputs: Inputs, objective: str, similarity: str) -> Pair:
-    """The teachers' features side by side, in one type. Raises ValueError where they do not fit."""
-    n, m = len(inputs.rows), len(inputs.cols)
-    if objective == "sigmoid" or similarity != "dot" or inputs.keys[0] is not None or inputs.captions > 1:
+def _side_by_side(teachers: Sequence[Teacher], inputs: Inputs, softmaxes: bool) -> Pair:
+    """The teachers' images and texts, in one type. Raises ValueError where they do not fit."""
+    if not softmaxes or inputs.keys[0] is not None or inputs.captions > 1:
         raise ValueError("teachers take a softmax of dot products, without keys and with one caption an image")
-    images, texts, _ = zip(*teachers)
-    for a, b in zip(images, texts):
-        if a.dim() != 2 or b.shape != (m, *a.shape[1:]) or len(a) != n or a.device != inputs.rows.device:
+    n, m = len(inputs.rows), len(inputs.cols)
+    for a, b, _ in teachers:
+        if a.shape != (n, b.shape[-1]) or b.shape != (m, a.shape[-1]) or a.device != inputs.rows.device:
             raise ValueError(f"a teacher's features {tuple(a.shape)} and {tuple(b.shape)} for {n} images and {m} texts")
-    sides = [torch.cat(features, 1).detach() for features in (images, texts)]
-    wide = torch.promote_types(sides[0].dtype, sides[1].dtype)
-    wide = torch.float64 if inputs.dtype == torch.float64 else wide
-    return sides[0].to(wide), sides[1].to(wide)
+    images, texts, _ = zip(*teachers)
+    a, b = (torch.cat(features, 1).detach() for features in (images, texts))
+    wide = torch.float64 if inputs.dtype == torch.float64 else torch.promote_types(a.dtype, b.dtype)
+    return a.to(wide), b.to(wide)
 
 
 def _similarity(similarity: str | nn.Module, device: torch.device) -> Similarity:
@@ -222,7 +215,7 @@ def _similarity(similarity: str | nn.Module, device: torch.device) -> Similarity
 
 
 def _backends(
-    name: str, objective: Objective, similarity: Similarity, inputs: Inputs, shared: str, many: bool
+    name: str, objective: Objective, similarity: Similarity, inputs: Inputs, many: bool
 ) -> tuple[list[Backend], Settled | None]:
     """The backends of LossCall, and what settles the first one's log-sum-exps."""
     plain: Backend = TorchBackend(objective, similarity, dense=name == "dense")
@@ -232,14 +225,12 @@ def _backends(
         plain = triton_backend(objective)
     if inputs.keys[0] is None:
         return [plain], None
-    own = inputs.owners[0] is not None
-    if shared != "mask" or (inputs.captions > 1 and not own):
-        return [Shared(plain, positive=True, subtracts=False)], None
-    leaving_out = TorchBackend(objective, similarity, dense=name == "dense", leaves_out=True)
-    exact = Shared(leaving_out, positive=False, subtracts=False) if own else leaving_out
+    if inputs.shares[0] is not None:
+        return [Shared(plain, positive=True)], None
+    exact = TorchBackend(objective, similarity, dense=name == "dense", leaves_out=True)
     if many or not isinstance(similarity, Dot):
         return [exact], None
-    sparse = Shared(plain, positive=False, subtracts=True)
+    sparse = Shared(plain, positive=False)
     return ([sparse], None) if sparse.sums_pairs else ([sparse, exact], sparse.settled)
 
 

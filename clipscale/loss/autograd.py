@@ -6,7 +6,8 @@ Letters: n rows (images) and m columns (texts) of this rank, N rows of all ranks
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from clipscale.common.rng import RandomState
 from clipscale.loss.block import Block, Parameters, RowBlock, widened
-from clipscale.loss.exchange import GRAD, LSE, Single, other_lses
+from clipscale.loss.exchange import GRAD, LSE, Single
 from clipscale.loss.inputs import Inputs
 from clipscale.loss.machine import float32_matmuls
 from clipscale.loss.similarity import Similarity, row_products
@@ -34,8 +35,6 @@ class Backend(Protocol):
     other_lses: int
 
     def missing_factor(self, scale: Tensor) -> Tensor | float: ...
-
-    def stored(self, g: Tensor, features: Tensor) -> Tensor: ...
 
     def forward(self, block: Block) -> None: ...
 
@@ -60,9 +59,6 @@ class LossCall:
     settled: Settled | None = None
     backend: Backend = field(init=False)  # the one in use
 
-    def __post_init__(self) -> None:
-        self.backend = self.backends[0]
-
     def local_blocks(self, image_features: Tensor, text_features: Tensor) -> tuple[RowBlock, RowBlock]:
         """This rank's rows and columns, with their weights, as the backend takes them."""
         rows, cols = (
@@ -71,7 +67,7 @@ class LossCall:
         )
         captions = self.inputs.captions
         for side, weight, texts in zip((rows, cols), self.weights, (1, captions)):
-            missing = -side.features.shape[-1] % self.backend.width_step
+            missing = -side.features.shape[-1] % self.backends[0].width_step
             side.features = F.pad(side.features, (0, missing)) if missing else side.features
             if weight is not None:
                 side.weight = widened(side.features.new_full((len(side),), weight / texts))
@@ -101,7 +97,7 @@ class ContrastiveLoss(torch.autograd.Function):
 
         with _arithmetic(call, image_features.device):
             rows, cols = exchange.spread(*call.local_blocks(image_features, text_features))
-            one_sweep = call.backend.sums_pairs and call.weights == (None, None)
+            one_sweep = call.backends[0].sums_pairs and call.weights == (None, None)
             for backend in call.backends:
                 call.backend, rows.target = backend, scale.new_zeros(len(rows), dtype=torch.float64)
                 if one_sweep and any(needed):
@@ -109,7 +105,8 @@ class ContrastiveLoss(torch.autograd.Function):
                 count = backend.other_lses
                 if rows.weight is not None:
                     rows.lse, rows.others = rows.empty_lse(), rows.empty_lse(count) if count else None
-                sums = [] if cols.weight is None else [LSE, other_lses(count)] if count else [LSE]
+                others = replace(LSE, field="others", empty=partial(RowBlock.empty_lse, count=count))
+                sums = [] if cols.weight is None else [LSE, others] if count else [LSE]
                 for s, x in zip(sums, exchange.sweep(cols, sums, visit)):
                     setattr(cols, s.field, x)
                 if call.settled is None or call.settled(rows, cols, exchange):

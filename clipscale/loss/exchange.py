@@ -129,11 +129,6 @@ LSE = Sums("lse", RowBlock.empty_lse, torch.logaddexp, Communicator.scatter_lse)
 GRAD = Sums("grad", RowBlock.empty_grad, torch.add, Communicator.scatter)
 
 
-def other_lses(count: int) -> Sums:
-    """So many further log-sum-exps."""
-    return replace(LSE, field="others", empty=lambda cols: cols.empty_lse(count))
-
-
 def collected(cols: RowBlock, sums: Sequence[Sums], visit: Visit, positive: int | None) -> list[Tensor]:
     """Visit one block of columns. Returns what the visit has summed for them."""
     parts = [s.empty(cols) for s in sums]
@@ -170,10 +165,6 @@ class Single:
         """The sum of x over the ranks."""
         return x
 
-    def largest(self, x: Tensor) -> Tensor:
-        """The largest x of the ranks."""
-        return x
-
 
 class Grouped(Single):
     """What the exchanges of several ranks share."""
@@ -184,9 +175,6 @@ class Grouped(Single):
 
     def total(self, x: Tensor) -> Tensor:
         return self.comm.reduce(x.clone())
-
-    def largest(self, x: Tensor) -> Tensor:
-        return self.comm.reduce(x.clone(), dist.ReduceOp.MAX)
 
     def gathered(self, block: RowBlock) -> RowBlock:
         """The blocks of all ranks, in rank order."""

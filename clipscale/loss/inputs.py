@@ -44,7 +44,6 @@ class Inputs:
     keys: Pair
     dtype: torch.dtype  # what the features are cast to
     captions: int = 1  # of an image: text i + c n is the c-th of image i; then come the hard negatives
-    owners: Pair = (None, None)  # see RowBlock
     shares: Pair = (None, None)
     teachers: Pair = (None, None)
 
@@ -74,7 +73,7 @@ class Inputs:
 
     def pairs(self) -> dict[str, Any]:
         """What each row and each column has besides its features, by name."""
-        return {name: getattr(self, name) for name in ("masks", "keys", "owners", "shares", "teachers")}
+        return {name: getattr(self, name) for name in ("masks", "keys", "shares", "teachers")}
 
 
 def checked_inputs(

@@ -6,7 +6,6 @@ Letters: N images, M texts, D feature width, T tokens of an image, S of a text.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,20 +48,14 @@ def dense_contrastive_loss(
 
 
 def dense_distillation_loss(
-    image_features: Tensor,
-    text_features: Tensor,
-    logit_scale: Tensor | float,
-    teachers: Sequence[tuple[Tensor, Tensor, float]],
-    weights: tuple[float, float] = (0.0, 1.0),
-    **options: Any,
+    image_features: Tensor, text_features: Tensor, logit_scale: Tensor, teachers: Sequence[tuple[Tensor, Tensor, float]]
 ) -> Tensor:
-    """`distillation_loss` of all ranks' batch."""
+    """`distillation_loss` of all ranks' batch with weights 0 and 1."""
     student = logit_scale * image_features @ text_features.T
-    value = weights[0] * dense_contrastive_loss(image_features, text_features, logit_scale, **options)
-    for x, turned in ((student, False), (student.T, True)):
-        scores = [t * (b @ a.T if turned else a @ b.T) for a, b, t in teachers]
-        wanted = torch.stack([y.softmax(1) for y in scores]).mean(0)[: len(image_features)]
-        value = value - weights[1] / 2 * (wanted * x[: len(image_features)].log_softmax(1)).sum(1).mean()
+    value = torch.zeros_like(logit_scale)
+    for dim in (0, 1):
+        wanted = torch.stack([(t * a @ b.T).softmax(dim) for a, b, t in teachers]).mean(0)
+        value = value - (wanted * student.log_softmax(dim)).sum(dim).mean() / 2
     return value
 
 

@@ -36,10 +36,6 @@ class TorchBackend:
         """What the sums of feature gradients are still to be multiplied by."""
         return 1.0
 
-    def stored(self, g: Tensor, features: Tensor) -> Tensor:
-        """Gradients of scores as `backward` multiplies them with features, which may round them."""
-        return g.to(features.dtype) if features.is_cuda and features.dtype.itemsize == 2 else g
-
     def forward(self, block: Block) -> None:
         """Merge the block into the log-sum-exps of its rows and columns and into its rows' targets, in place."""
         bound = self.similarity.bound(block)

@@ -12,15 +12,23 @@ from open_clip.loss import DistillClipLoss
 from torch import Tensor
 
 from clipscale import contrastive_loss, distillation_loss
-from clipscale.loss.reference import dense_distillation_loss
+from clipscale.loss.reference import dense_contrastive_loss, dense_distillation_loss
 from clipscale.plan.memory_tracker import MemoryTracker
 from tests.loss.cases import LossFunction, assert_exact, features, results, tiles_of
 from tests.loss.workers import Workers, stacked, whole
 
 
-def taught(loss: LossFunction, teachers: list[tuple[Tensor, Tensor, float]], **options: Any) -> LossFunction:
-    """`loss` with teachers, in the form that `results` takes."""
-    return lambda u, v, scale, logit_bias, **more: loss(u, v, scale, teachers, **options, **more)
+def taught(teachers: list[tuple[Tensor, Tensor, float]], **options: Any) -> LossFunction:
+    """`distillation_loss` in the form that `results` takes."""
+    return lambda u, v, scale, logit_bias: distillation_loss(u, v, scale, teachers, **options)
+
+
+def dense(teachers: list[tuple[Tensor, Tensor, float]], weights: tuple[float, float]) -> LossFunction:
+    def loss(u: Tensor, v: Tensor, scale: Tensor, logit_bias: Tensor) -> Tensor:
+        first, second = dense_contrastive_loss(u, v, scale), dense_distillation_loss(u, v, scale, teachers)
+        return weights[0] * first + weights[1] * second
+
+    return loss
 
 
 def three_teachers(n: int, seed: int = 0) -> list[tuple[Tensor, Tensor, float]]:
@@ -32,11 +40,11 @@ def three_teachers(n: int, seed: int = 0) -> list[tuple[Tensor, Tensor, float]]:
 def test_it_is_exact_in_tiles(scale: float, weights: tuple[float, float]) -> None:
     u, v = features(23, 23, 12)
     teachers = three_teachers(23)
-    true = results(taught(dense_distillation_loss, teachers, weights=weights), u, v, scale)
+    true = results(dense(teachers, weights), u, v, scale)
     for backend in ("dense", "tiled"):
-        ours = taught(distillation_loss, teachers, weights=weights, backend=backend)
+        ours = taught(teachers, weights=weights, backend=backend)
         assert_exact(results(ours, u, v, scale, tile=7), true, scale, 1e-10, backend)
-    single = results(taught(distillation_loss, teachers, weights=weights), u.float(), v.float(), scale, tile=7)
+    single = results(taught(teachers, weights=weights), u.float(), v.float(), scale, tile=7)
     assert_exact(single, true, scale, 1e-5, "float32")
 
 
@@ -44,7 +52,7 @@ def on_a_rank(
     group: dist.ProcessGroup, rank: int, u: Tensor, v: Tensor, teachers: list[Any], exchange: str
 ) -> list[Tensor]:
     mine = [(a[rank], b[rank], t) for a, b, t in teachers]
-    loss = taught(distillation_loss, mine, weights=(0.5, 1.0), group=group, exchange=exchange)
+    loss = taught(mine, weights=(0.5, 1.0), group=group, exchange=exchange)
     return results(loss, u[rank], v[rank], 14.3, tile=3)
 
 
@@ -57,29 +65,27 @@ def test_it_is_exact_on_ranks(ranks: Workers, world: int, exchange: str) -> None
     split = [(a.unflatten(0, (world, n)), b.unflatten(0, (world, n)), t) for a, b, t in teachers]
     found = whole(ranks.run(on_a_rank, world, u, v, split, exchange))
     found[1:3] = [x.flatten(0, 1) for x in found[1:3]]
-    true = results(
-        taught(dense_distillation_loss, teachers, weights=(0.5, 1.0)), u.flatten(0, 1), v.flatten(0, 1), 14.3
-    )
+    true = results(dense(teachers, (0.5, 1.0)), u.flatten(0, 1), v.flatten(0, 1), 14.3)
     assert_exact(found, true, 14.3, 1e-10, (world, exchange))
 
 
 def test_a_student_that_equals_its_teacher_has_no_gradient() -> None:
     u, v = features(20, 20, 12)
-    _, *grads = results(taught(distillation_loss, [(u, v, 14.3)]), u, v, 14.3, tile=7)
+    _, *grads = results(taught([(u, v, 14.3)]), u, v, 14.3, tile=7)
     assert max(float(x.abs().max()) for x in grads) < 1e-14
 
 
 def test_a_teacher_of_infinite_scale_is_the_pairs_themselves() -> None:
     u, v = features(20, 20, 12)
     a, b = features(20, 20, 30, "orthogonal")
-    found = results(taught(distillation_loss, [(a, b, 1e4)]), u, v, 14.3)
+    found = results(taught([(a, b, 1e4)]), u, v, 14.3)
     assert_exact(found, results(contrastive_loss, u, v, 14.3), 14.3, 1e-12, "one-hot targets")
 
 
 def test_equal_teachers_are_one() -> None:
     u, v = features(20, 20, 12)
     teacher = three_teachers(20)[1]
-    one, three = (results(taught(distillation_loss, [teacher] * k), u, v, 14.3, tile=7) for k in (1, 3))
+    one, three = (results(taught([teacher] * k), u, v, 14.3, tile=7) for k in (1, 3))
     assert_exact(three, one, 14.3, 1e-12, "three times the same")
 
 
@@ -91,7 +97,7 @@ def test_one_teacher_at_one_to_one_is_open_clips_loss() -> None:
         contrastive, distilled = DistillClipLoss()(u, v, scale, a, b, torch.tensor(t))
         return contrastive + distilled
 
-    ours = results(taught(distillation_loss, [(a, b, t)], weights=(1.0, 1.0)), u, v, 14.3)
+    ours = results(taught([(a, b, t)], weights=(1.0, 1.0)), u, v, 14.3)
     assert_exact(ours, results(theirs, u, v, 14.3), 14.3, 1e-10, "DistillClipLoss")
 
 
@@ -101,7 +107,7 @@ def test_its_memory_is_linear_in_the_batch() -> None:
         u, v = (x.float().requires_grad_() for x in features(n, n, 12))
         teachers = [(a.float(), b.float(), t) for a, b, t in three_teachers(n)]
         with tiles_of(32), MemoryTracker() as memory:
-            taught(distillation_loss, teachers)(u, v, torch.tensor(14.3, requires_grad=True), None).backward()
+            taught(teachers)(u, v, torch.tensor(14.3, requires_grad=True), None).backward()
         peaks.append(memory.peak)
     assert peaks[2] - peaks[1] < 2.2 * (peaks[1] - peaks[0]), f"{peaks} bytes at N = 64, 128, 256"
 

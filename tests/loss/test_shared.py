@@ -64,7 +64,7 @@ def test_equal_texts_as_positives_are_as_if_ignored() -> None:
 def test_keys_are_exact_on_ranks(ranks: Workers, objective: str, exchange: str) -> None:
     """With hard negatives; once with several captions of each image, whose keys are their image's."""
     for number, (world, n, m, k) in enumerate(((2, 5, 5, 1), (4, 4, 6, 1), (2, 3, 8, 2), (4, 2, 6, 3))):
-        shared = ("mask", "positive", "mask", "ignore")[number]
+        shared = ("mask", "positive", "positive", "ignore")[number]
         images, texts = keys(world * n, world * m, seed=number)
         if k > 1:
             texts[: world * n * k] = images.repeat_interleave(k)
@@ -94,6 +94,7 @@ def test_any_keys_are_exact(
     images, texts = (torch.randint(0, kinds, (len(x),), generator=generator) for x in (u, v))
     if k > 1:
         texts[: k * n] = images.repeat_interleave(k)
+        options |= {"shared": "positive"} if options["shared"] == "mask" else {}
     options |= {"keys": (images, texts), "captions": k}
     with pytest.MonkeyPatch.context() as patch:
         if many:

@@ -43,10 +43,6 @@ class TritonBackend:
         """Score gradients are stored times UNIT and without the scale."""
         return scale / UNIT.value
 
-    def stored(self, g: Tensor, features: Tensor) -> Tensor:
-        """The panel's type rounds half-precision gradients of scores."""
-        return (g * UNIT.value).to(features.dtype) / UNIT.value if features.dtype.itemsize == 2 else g
-
     def launch(self, kernel: Any, panel: Block, *given: Any, store: Tensor | None = None) -> None:
         """Run a program of the kernel for each tile of the panel, with the operands in front of what is given.
 
