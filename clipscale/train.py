@@ -105,6 +105,7 @@ class Run:
             resolved_config=to_yaml(config),
             resume_step=step,
             world=self.world.size,
+            total=self.total,
             trains=step < self.total,
         )
         log.message(self.stream.memory)

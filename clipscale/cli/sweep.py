@@ -39,6 +39,7 @@ def main(name: str, line: Namespace) -> int:
     folder = run_folder(configs[0].run) if configs[0].run else unused(now)
     for words, config in combinations:
         config.run = str(folder / folder_name(words))
+        config.log.group = config.log.group or folder.name
         local.check_train(config)
     results: list[dict[str, Any]] = []
     try:

@@ -160,9 +160,10 @@ class SinkConfig:
         "Weights & Biases: `online`, `offline` or `disabled`. WANDB_PROJECT and WANDB_ENTITY name the place.",
         choices=("disabled", "offline", "online"),
     )
+    group: str | None = setting(None, "wandb's group of the run; null: that of its sweep, which has the sweep's name.")
     tensorboard: bool = setting(False, "Write event files to RUN/tensorboard.")
     progress: bool = setting(
-        True, "Show how far long steps and evaluations are: on a terminal in one line, else once a minute."
+        True, "Show how far the run and long steps are: on a terminal in one line, else long steps once a minute."
     )
 
 
@@ -170,7 +171,8 @@ class SinkConfig:
 class LogConfig(SinkConfig):
     """Where metrics go, in addition to `metrics.jsonl`, which is always written."""
 
-    every: int = setting(1, "Steps between console lines.", least=1)
+    every: int = setting(1, "Steps between console lines, and between measurements of the largest update.", least=1)
+    seconds: float = setting(10.0, "Seconds between console lines, at least.", least=0)
     noise_scale: int = setting(
         0, "Steps between estimates of the gradient noise scale (useful batch); 0: none.", least=0
     )

@@ -1,4 +1,4 @@
-"""The charts of a report, which figures.yaml lists, and the curves of runs in them."""
+"""The charts of runs: which there are, their curves, and all of them as a picture for papers."""
 
 import re
 from collections.abc import Sequence
@@ -15,21 +15,28 @@ from clipscale.report.runs import Record, Run
 from clipscale.report.table import FIGURES
 
 Chart = dict[str, Any]
+"""An entry of `charts` in figures.yaml."""
 AXES = ("step", "samples", "hours", "y")
 """The columns of a curve."""
-IMAGENET = re.compile(r"eval/imagenet[-_]?(1k|val)?( \(.*\))?/top1", re.IGNORECASE)
+LINES = dict(zip(FIGURES["dashes"], ("-", "--", ":", "-.", (0, (8, 3)))))
 
 
 def charts_of(runs: Sequence[Run], expected: str = "") -> list[Chart]:
-    """The charts over the run that have something to show; those of evaluation sets come last."""
-    keys = {key for run in runs for key in run.keys}
-    if expected and not any(map(IMAGENET.fullmatch, keys)):
-        keys.add("eval/imagenet1k/top1")
+    """The charts over the run that have something to show; those of evaluation sets come last.
+
+    `expected` names the curve that `published` has behind that of ImageNet's top-1. Raises UserError.
+    """
+    keys = {key for run in runs for row in run.rows for key, value in row.items() if value is not None}
     charts = [chart for chart in FIGURES["charts"] if chart["key"] in keys]
+    curves = yaml.safe_load(Path(__file__).with_name("expected.yaml").read_text(encoding="utf-8"))
+    if expected and expected not in curves:
+        raise UserError(f"expected={expected}: choose {one_of(curves)}")
     for key in sorted(key for key in keys if key.startswith("eval/")):
         name, metric = key.removeprefix("eval/").rsplit("/", 1)
+        imagenet = metric == "top1" and re.match(r"imagenet[-_]?(1k|val)?( \(|$)", name, re.IGNORECASE)
         if title := FIGURES["evaluations"].get(metric):
-            charts.append({"key": key, "title": f"{name}, {title}", "unit": "%", "per": 0.01, "zero": True})
+            chart = {"key": key, "title": f"{name}, {title}", "unit": "%", "per": 0.01, "zero": True}
+            charts.append(chart | ({"published": curves[expected]} if expected and imagenet else {}))
     return charts
 
 
@@ -41,7 +48,9 @@ def medians(records: Sequence[Record], bars: Chart) -> dict[str, float]:
 
 def points(run: Run, chart: Chart) -> np.ndarray:
     """The rows that have the chart's field, N x AXES; a value that is not finite is NaN."""
-    rows = [[r["step"], r["samples"], r["hours"], r[chart["key"]]] for r in run.rows if r.get(chart["key"]) is not None]
+    key, gaps = chart["key"], chart.get("gaps")
+    shown = [row for row in run.rows if row.get(key) is not None or (gaps and key in row)]
+    rows = [[row[name] for name in (*AXES[:3], key)] for row in shown]
     table = np.array(rows, float).reshape(-1, 4) / [1, 1, 1, chart.get("per", 1)]
     table[~np.isfinite(table[:, 3]), 3] = np.nan
     return table
@@ -49,12 +58,13 @@ def points(run: Run, chart: Chart) -> np.ndarray:
 
 def thinned(table: np.ndarray, parts: int) -> np.ndarray:
     """The first and the last row, and of each of so many parts the lowest, the highest and one gap: peaks stay."""
-    kept = {0, len(table) - 1}
-    for part in np.array_split(np.arange(len(table)), parts) if len(table) > 2 * parts else []:
-        finite, gaps = part[~np.isnan(table[part, 3])], part[np.isnan(table[part, 3])]
-        kept |= {finite[table[finite, 3].argmin()], finite[table[finite, 3].argmax()]} if len(finite) else set()
-        kept |= {*gaps[:1]}
-    return table[sorted(kept)] if len(table) > 2 * parts else table
+    if len(table) <= 2 * parts:
+        return table
+    kept, y = {0, len(table) - 1}, table[:, 3]
+    for part in np.array_split(np.arange(len(table)), parts):
+        finite, gaps = part[~np.isnan(y[part])], part[np.isnan(y[part])]
+        kept.update(gaps[:1], finite[[y[finite].argmin(), y[finite].argmax()]] if len(finite) else ())
+    return table[sorted(kept)]
 
 
 def means(table: np.ndarray, parts: int) -> np.ndarray:
@@ -63,18 +73,24 @@ def means(table: np.ndarray, parts: int) -> np.ndarray:
     return np.array([part.mean(0) for part in np.array_split(finite, parts) if len(part)]).reshape(-1, 4)
 
 
-def published(name: str, chart: Chart, run: Run) -> Record | None:
-    """The published curve of this name, in the chart of ImageNet's top-1, at the run's steps and hours per sample.
+def draw(runs: Sequence[Run], path: Path) -> None:
+    """Write the charts over the samples, two in a row, as PNG or PDF."""
+    import matplotlib  # here: training starts a third of a second sooner
+    from matplotlib.figure import Figure
 
-    `behind`: points below its end half-way. Raises UserError for an unknown name.
-    """
-    if not name or not IMAGENET.fullmatch(chart["key"]):
-        return None
-    curves = yaml.safe_load(Path(__file__).with_name("expected.yaml").read_text(encoding="utf-8"))
-    if name not in curves:
-        raise UserError(f"expected={name}: choose {one_of(curves)}")
-    curve, last = curves[name], run.rows[-1]
-    samples = [curve["samples_per_epoch"] * epoch for epoch in curve["top1"]]
-    scaled = {axis: [last[axis] / last["samples"] * count for count in samples] for axis in AXES[:3]}
-    y = [100 * value for value in curve["top1"].values()]
-    return curve | scaled | {"y": y, "behind": round(y[-1] - 100 * curve["top1"][max(curve["top1"]) // 2], 1)}
+    charts = charts_of(runs)
+    rows = -(-len(charts) // 2)
+    # Labels are data: a dollar sign is a dollar sign. Type 42: fonts that publishers accept.
+    with matplotlib.rc_context({"text.parse_math": False, "pdf.fonttype": 42, "font.size": 8}):
+        figure = Figure(figsize=(7, 1.9 * rows), layout="constrained")
+        for chart, axes in zip(charts, figure.subplots(rows, 2, squeeze=False).flat):
+            for number, run in enumerate(runs):
+                (colour, _), dash = (FIGURES[kind][number % len(FIGURES[kind])] for kind in ("colours", "dashes"))
+                _, samples, _, values = thinned(points(run, chart), 500).T
+                axes.plot(samples, values, color=colour, linestyle=LINES[dash], linewidth=1, label=run.name)
+            axes.set_title(", ".join(filter(None, (chart["title"], chart.get("unit")))), loc="left")
+            axes.set_yscale("log" if chart.get("log") else "linear")
+            axes.grid(color="0.9")
+        if runs[1:]:
+            figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+        figure.savefig(path, dpi=200)

@@ -35,6 +35,7 @@ def environment(world: int = 1) -> dict[str, Any]:
         "processes": world,
         "cpus": cores(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "gpu_bytes": [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())],
         "cuda": torch.version.cuda,
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
     }

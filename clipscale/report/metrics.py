@@ -8,37 +8,19 @@ import math
 import time
 from collections.abc import Mapping
 from datetime import timedelta
-from io import FileIO
 from pathlib import Path
-from typing import Any
 
 import yaml
 from rich.console import Console
 
 from clipscale.common import files
-from clipscale.common.errors import UserError
 from clipscale.common.terminal import printable
 from clipscale.config.sections import LogConfig
 from clipscale.report.environment import environment
+from clipscale.report.runs import Record, read_metrics
 from clipscale.report.sinks import Sinks
-
-Record = Mapping[str, Any]
-
-CONSOLE_FIELDS = {
-    "step": "d",
-    "samples": "d",
-    "loss": ".4f",
-    "logit_scale": ".2f",
-    "lr": ".3e",
-    "grad_norm": ".3f",
-    "samples_per_s": ".1f",
-    "data_wait_frac": ".3f",
-    "step_s": ".3f",
-    "mem_peak_bytes": "d",
-    "broken": "d",
-    "faults": "d",
-}
-"""Fields of the console line, in order, with their formats. Fields that a record lacks are left out."""
+from clipscale.report.table import FIGURES
+from clipscale.report.warnings import FIRST, WINDOW, warnings_of
 
 
 class MetricLog:
@@ -55,25 +37,34 @@ class MetricLog:
         resolved_config: str,
         resume_step: int = 0,
         world: int = 1,
+        total: int | None = None,
         trains: bool = True,
         console: Console | None = None,
     ) -> None:
         """`resolved_config`: the settings as YAML. `resume_step`: later lines, of an interrupted run, are removed.
 
-        `trains`: whether this start trains; otherwise `env.json` and `config.yaml` stay those of the last that did.
+        `total`: steps of the run. `trains`: whether this start trains; else `env.json` and `config.yaml` stay as they
+        are, those of the last that did.
         """
-        self.config = config
+        self.config, self.total, self.settings = config, total, yaml.safe_load(resolved_config)
         # No highlighting and no wrapping: they put control codes and line breaks into lines that are meant for grep.
         self.console = console or Console(highlight=False, soft_wrap=True, emoji=False)
         self.progress = Progress(self.console, config.progress)
         self._unprinted: Record | None = None
+        self._printed_at = -math.inf
+        self._recent, self._times, self._warned = list[Record](), list[float](), set[str]()
         self._unwritten = bytearray()
+        path = run_dir / "metrics.jsonl"
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._file = _open_from(run_dir / "metrics.jsonl", resume_step)
+        records = [record for record in read_metrics(path) if record["step"] <= resume_step] if resume_step else []
+        files.write_text(path, "".join(json.dumps(record) + "\n" for record in records))
+        self._file = path.open("ab", buffering=0)  # a killed run loses no line
+        about = environment(world)
+        self._gpu_bytes = min(about["gpu_bytes"], default=None)
         if trains:
-            files.write_json(run_dir / "env.json", environment(world) | {"resume_step": resume_step})
+            files.write_json(run_dir / "env.json", about | {"resume_step": resume_step})
             files.write_text(run_dir / "config.yaml", resolved_config)
-        self._sinks = Sinks(run_dir, config, yaml.safe_load(resolved_config), self.message, resume_step)
+        self._sinks = Sinks(run_dir, config, self.settings, self.message, resume_step)
 
     def step(self, record: Record) -> None:
         """Log one optimizer step: `record["step"]` (counted from 1) and the measured values, which are no tensors.
@@ -82,12 +73,32 @@ class MetricLog:
         """
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         self._append(json.dumps(finite) + "\n")
-        self._unprinted = record
-        if record["step"] % self.config.every == 0:
+        now = time.monotonic()
+        self._times = [*self._times[-WINDOW:], now]
+        self._unprinted = record | self._outlook(record)
+        if record["step"] % self.config.every == 0 and now - self._printed_at >= self.config.seconds:
             self._print_record()
+            self._printed_at = now
         elif self.config.progress and self.console.is_terminal:
-            self.console.print(console_line(record)[: self.console.width - 1], end="\r", markup=False)
-        self._sinks.write(record["step"], {k: float(v) for k, v in record.items() if isinstance(v, int | float)})
+            self.progress.line(" ".join(_fields(self._unprinted, "progress")))
+        if record["step"] > FIRST:
+            self._recent = [*self._recent[1 - WINDOW :], record]
+            found = warnings_of(self._recent, self.settings)
+            for kind in found.keys() - self._warned:
+                self.message(f"warning: step {record['step']}: {found[kind]}")
+            self._warned |= found.keys()
+        self._sinks.write(record["step"], record)
+
+    def _outlook(self, record: Record) -> Record:
+        """What lines show beyond a record: the time that is left at the last steps' pace, and the share of the GPU."""
+        shown: Record = {"total": self.total}
+        peak = record.get("mem_peak_bytes")
+        if self.total and len(self._times) > 1:
+            pace = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
+            shown["left"] = timedelta(seconds=round(pace * (self.total - record["step"])))
+        if peak and self._gpu_bytes:
+            shown |= {"mem_peak_gib": peak / 2**30, "mem_peak_frac": peak / self._gpu_bytes}
+        return shown
 
     def _append(self, line: str) -> None:
         """Append to `metrics.jsonl`. What a full disk does not take is kept, and written with the next line."""
@@ -124,12 +135,6 @@ class MetricLog:
         self._append("")
         self._file.close()
 
-    def __enter__(self) -> "MetricLog":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 class Progress:
     """How far a step or an evaluation is: on a terminal one line, which is overwritten; elsewhere a line a minute.
@@ -147,38 +152,25 @@ class Progress:
         if done == 0 or what != self._what:
             self._what, self._began, self._shown = what, now, now
         elif done == total and terminal and self._shown > self._began:
-            self._print("")
+            self.line("")
         elif done < total and self.wanted and now - self._shown >= (0.5 if terminal else 60):
             left = timedelta(seconds=round((now - self._began) * (total / done - 1)))
-            self._print(f"{what}: {done} of {total}, {done / total:.0%}, {left} left")
+            self.line(f"{what}: {done} of {total}, {done / total:.0%}, {left} left")
             self._shown = now
 
-    def _print(self, line: str) -> None:
+    def line(self, text: str) -> None:
+        """Print a line, which the next one overwrites on a terminal."""
         width, terminal = self.console.width - 1, self.console.is_terminal
-        self.console.print(
-            line[:width].ljust(width) if terminal else line, end="\r" if terminal else "\n", markup=False
-        )
+        text = text[:width].ljust(width) if terminal else text
+        self.console.print(text, end="\r" if terminal else "\n", markup=False)
 
 
 def console_line(record: Record) -> str:
     """`step=120 samples=30720 loss=2.1034 ...`: fields in a fixed order, for grep and awk."""
-    fields = [(name, style, record[name]) for name, style in CONSOLE_FIELDS.items() if record.get(name) is not None]
-    return " ".join(f"{name}={int(value) if style == 'd' else value:{style}}" for name, style, value in fields)
+    return " ".join(_fields(record, "console"))
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a `metrics.jsonl`, in order, without an incomplete last line. UserError for other damage."""
-    records: list[dict[str, Any]] = []
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True) if path.is_file() else [], 1):
-        try:
-            records += [dict(json.loads(line))] if line.endswith(b"\n") else []
-        except (ValueError, TypeError) as error:
-            raise UserError(f"{path}, line {number} is no JSON object; restore the file, or move it away") from error
-    return records
-
-
-def _open_from(path: Path, resume_step: int) -> FileIO:
-    """Open for appending, without the lines of steps after `resume_step`. Unbuffered: a killed run loses no line."""
-    records = read_metrics(path) if resume_step else []
-    files.write_text(path, "".join(json.dumps(record) + "\n" for record in records if record["step"] <= resume_step))
-    return path.open("ab", buffering=0)
+def _fields(record: Record, line: str) -> list[str]:
+    """The fields that a line of figures.yaml has, in its formats, without those that the record lacks."""
+    formats = FIGURES[line].items()
+    return [form.format(record[name]) for name, form in formats if record.get(name) is not None]

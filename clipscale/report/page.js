@@ -24,13 +24,23 @@ function smoothed(values, share) {
   });
 }
 
+// A published curve, at the first run's steps and hours per sample.
+function published(chart, axis) {
+  if (!chart.published) return null;
+  const last = (name) => chart.runs[0].points[name].at(-1);
+  const epochs = Object.keys(chart.published.top1).map(Number);
+  const scale = (chart.published.samples_per_epoch * last(axis)) / last("samples");
+  return { x: epochs.map((epoch) => epoch * scale), y: epochs.map((epoch) => 100 * chart.published.top1[epoch]) };
+}
+
 function lines(chart) {
   const axis = id("axis").value;
   const share = Number(id("smooth").value) / 100;
   const grey = style(document.querySelector("small"));
   const traces = [];
   const many = shown().length > 7;
-  if (chart.published) traces.push({ x: chart.published[axis], y: chart.published.y, name: escaped(chart.published.title), line: { color: grey, width: 5 }, opacity: 0.45 });
+  const expected = published(chart, axis);
+  if (expected) traces.push({ ...expected, name: escaped(chart.published.title), line: { color: grey, width: 5 }, opacity: 0.45 });
   for (const run of shown()) {
     const { points, means } = chart.runs[run];
     const few = points.y.length <= 30;
@@ -43,7 +53,7 @@ function lines(chart) {
   for (const trace of traces) Object.assign(trace, { type: "scatter", hovertemplate: trace.hoverinfo ? undefined : many ? `%{y:.5~g} at %{x}<br>${trace.name}<extra></extra>` : `%{y:.5~g}<extra>${trace.name}</extra>` });
   // Of a published curve, its beginning, what the runs have reached, and as much again.
   const reached = Math.max(...shown().flatMap((run) => chart.runs[run].points[axis].slice(-1)), 0);
-  const range = chart.published && reached ? [0, Math.min(Math.max(2 * reached, chart.published[axis][3]), chart.published[axis].at(-1))] : undefined;
+  const range = expected && reached ? [0, Math.min(Math.max(2 * reached, expected.x[3]), expected.x.at(-1))] : undefined;
   return [traces, { hovermode: many ? "closest" : "x unified", title: axes[axis], range }];
 }
 

@@ -16,7 +16,6 @@ from clipscale.common.terminal import printable
 from clipscale.common.units import run_folder
 from clipscale.config.setting import flat
 from clipscale.config.tools import existing_run
-from clipscale.report.metrics import read_metrics
 
 Record = dict[str, Any]
 
@@ -36,11 +35,6 @@ class Run:
     environment: Record
     predicted: Record
     """What `plan` predicted, by the records' names."""
-
-    @property
-    def keys(self) -> set[str]:
-        """The fields that some row has."""
-        return {key for row in self.rows for key, value in row.items() if value is not None}
 
 
 def read_runs(names: Sequence[str | Path]) -> list[Run]:
@@ -84,6 +78,17 @@ def _predicted(plan: Record) -> Record:
     phases, time = plan.get("device", {}).get("phases", {}), plan.get("time") or {}
     peak = {"mem_peak_bytes": plan["peak_bytes"]} if phases else {}
     return {f"mem_{name}_bytes": phase["extra_bytes"] for name, phase in phases.items()} | peak | time
+
+
+def read_metrics(path: Path) -> list[Record]:
+    """The records of a `metrics.jsonl`, in order, without an incomplete last line. UserError for other damage."""
+    records: list[Record] = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True) if path.is_file() else [], 1):
+        try:
+            records += [dict(json.loads(line))] if line.endswith(b"\n") else []
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{path}, line {number} is no JSON object; restore the file, or move it away") from error
+    return records
 
 
 def read_evaluations(run_dir: Path) -> list[Record]:

@@ -7,14 +7,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+from PIL import Image
+
 from clipscale.config.sections import SinkConfig
+from clipscale.report.runs import read_galleries
 
 
 class Sink(NamedTuple):
-    """Takes the numbers of a step, and is closed at the end."""
+    """Takes the numbers of a step, and pictures; is closed at the end."""
 
     write: Callable[[int, dict[str, float]], None]
     close: Callable[[], None]
+    picture: Callable[[int, str, Image.Image], None] = lambda step, name, picture: None
 
 
 class Sinks:
@@ -29,21 +34,25 @@ class Sinks:
         resume_step: int = 0,
     ) -> None:
         """`settings`: those of the run, for wandb. `message` prints a line."""
-        self.message = message
+        self.run_dir, self.message = run_dir, message
         self._sinks: dict[str, Sink] = {}
         if config.tensorboard:
             self._call("tensorboard", lambda: self._sinks.update(tensorboard=tensorboard(run_dir, resume_step)))
         if config.wandb != "disabled":
             self._call("wandb", lambda: self._sinks.update(wandb=wandb(run_dir, config, settings)))
 
-    def write(self, step: int, values: dict[str, float]) -> None:
-        """Give the values to every sink."""
+    def write(self, step: int, record: Mapping[str, Any]) -> None:
+        """Give the numbers of a record to every sink, under their names."""
+        values = {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
         for name, sink in list(self._sinks.items()):
             self._call(name, partial(sink.write, step, values))
 
     def eval(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
-        """Give evaluation results to every sink, as `eval/SET/METRIC`."""
-        self.write(step, {f"eval/{n}/{k}": float(v) for n, m in results.items() for k, v in m.items()})
+        """Give evaluation results to every sink, as `eval/SET/METRIC`, and the step's `retrieved/SET` pictures."""
+        self.write(step, {f"eval/{n}/{k}": v for n, m in results.items() for k, v in m.items()})
+        for record, picture in read_galleries(self.run_dir) if self._sinks else ():
+            for name, sink in list(self._sinks.items()) if record["step"] == step else ():
+                self._call(name, partial(sink.picture, step, f"retrieved/{record['set']}", picture))
 
     def close(self) -> None:
         """Close every sink. Safe to call twice."""
@@ -67,9 +76,12 @@ def tensorboard(run_dir: Path, resume_step: int) -> Sink:
 
     def write(step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
-            writer.add_scalar(name if "/" in name else f"train/{name}", value, step)
+            writer.add_scalar(name, value, step)
 
-    return Sink(write, writer.close)
+    def picture(step: int, name: str, picture: Image.Image) -> None:
+        writer.add_image(name, np.asarray(picture), step, dataformats="HWC")
+
+    return Sink(write, writer.close, picture)
 
 
 def wandb(run_dir: Path, config: SinkConfig, settings: Mapping[str, Any]) -> Sink:
@@ -83,6 +95,7 @@ def wandb(run_dir: Path, config: SinkConfig, settings: Mapping[str, Any]) -> Sin
     run = client.init(
         project=os.environ.get("WANDB_PROJECT", "clipscale"),
         name=run_dir.name,
+        group=config.group,
         id=id_file.read_text().strip(),
         resume="allow",
         dir=str(run_dir),
@@ -93,4 +106,8 @@ def wandb(run_dir: Path, config: SinkConfig, settings: Mapping[str, Any]) -> Sin
     )
     # wandb's own step counter cannot go back when a run is resumed; our step is the x axis instead.
     run.define_metric("*", step_metric="step")
-    return Sink(lambda step, values: run.log({**values, "step": step}), run.finish)
+
+    def picture(step: int, name: str, picture: Image.Image) -> None:
+        run.log({name: client.Image(picture), "step": step})
+
+    return Sink(lambda step, values: run.log({**values, "step": step}), run.finish, picture)

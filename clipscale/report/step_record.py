@@ -24,14 +24,7 @@ class StepRecords:
         self._measured_at = time.monotonic()
         self._unfinished: tuple[Record, Phases, Readback, Mapping[int, int], list[str]] | None = None
 
-    def add(
-        self,
-        record: Record,
-        phases: Phases,
-        scale: Tensor,
-        widths: Mapping[int, int],
-        rms: tuple[Tensor, Tensor, list[str]] | None = None,
-    ) -> None:
+    def add(self, record: Record, phases: Phases, scale: Tensor, widths: Mapping[int, int], rms: Any = None) -> None:
         """A step has been given to the device.
 
         `scale`: the logit scale after it; `widths`: captions by width; `rms`: of `TrainState.largest_rms`.

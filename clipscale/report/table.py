@@ -17,7 +17,6 @@ Results = Mapping[str, Mapping[str, float]]
 FIGURES = yaml.safe_load(Path(__file__).with_name("figures.yaml").read_text(encoding="utf-8"))
 """The names of a run's figures, and how they are shown."""
 TITLES = FIGURES["heads"]
-"""Column heads of evaluation metrics, in order. Other metrics come last, under their own names."""
 COUNTS = ("images", "captions", "broken")
 NAME_WIDTH = 40
 """The first column is not wrapped up to this width: half of an 80-column terminal."""

@@ -68,7 +68,7 @@ def test_all_checkpoints_are_evaluated_and_drawn_as_curves(
         torch.manual_seed(step)
         save(run, build_model(TINY), step)
     (run / "metrics.jsonl").write_text('{"step": 15, "loss": 1.0}\n')
-    monkeypatch.setattr("clipscale.eval.verb.write_report", lambda folder: drawn.append(folder) or folder)
+    monkeypatch.setattr("clipscale.eval.verb.write_report", lambda folders: drawn.extend(folders) or folders[0])
     config = EvalRunConfig(str(run), "all", device="cpu", eval=EvalConfig(sets=sets))
     newest = main(replace(config, log=SinkConfig(tensorboard=True)))
     records = {record["step"]: record["results"] for record in read_evaluations(run)}

@@ -7,6 +7,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ HOSTILE = "<img src=x onerror=alert(1)> costs $5"
 
 def make_run(run: Path, losses: list[float], batch: int = 256, **extra: float | None) -> Path:
     settings = yaml.safe_dump({"model": {"name": HOSTILE}, "batch": batch, "run": str(run)})
-    with MetricLog(run, LogConfig(every=10**6), resolved_config=settings) as log:
+    with closing(MetricLog(run, LogConfig(every=10**6), resolved_config=settings)) as log:
         for step, loss in enumerate(losses, 1):
             log.step(
                 {"step": step, "samples": batch * step, "batch": batch, "loss": loss, "samples_per_s": 4e2, **extra}
