@@ -192,6 +192,14 @@ class TowerConfig:
 
 
 @dataclass
+class LoraConfig:
+    """Low-rank adapters on the linear layers of both towers' blocks, in place of their own weights."""
+
+    rank: int = setting(0, "Rank of the adapters, which alone train, with `unlocked_groups`; 0: none.", least=0)
+    alpha: float | None = setting(None, "Their factor is alpha / rank; null: 1.", above=0)
+
+
+@dataclass
 class ModelConfig:
     """Which encoders are trained, and which parts are frozen."""
 
@@ -206,6 +214,7 @@ class ModelConfig:
     )
     image: TowerConfig = field(default_factory=TowerConfig)
     text: TowerConfig = field(default_factory=TowerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     image_size: int | None = setting(None, "Side in pixels, a multiple of the patch; null: the model's own.", least=1)
     context_length: int | None = setting(
         None,

@@ -108,6 +108,12 @@ def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
         raise UserError(
             "log.noise_scale: it is of pairs, one caption a picture; leave it 0 with data.captions_per_step"
         )
+    if config.model.lora.rank:
+        about = f"model.lora.rank={config.model.lora.rank}"
+        if not config.model.weights:
+            raise UserError(f"{about}: the checkpoint holds adapters only; give what they adapt, model.weights=...")
+        if config.launch.parallel == "fsdp":
+            raise UserError(f"{about}: not with launch.parallel=fsdp; adapters are small, take launch.parallel=ddp")
     for tower, locked, unlocked in (
         ("image", config.model.freeze_image, config.model.image.unlocked_groups),
         ("text", config.model.freeze_text, config.model.text.unlocked_groups),

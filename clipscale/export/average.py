@@ -46,12 +46,11 @@ def average(
 
 def state_of(other: str, config: ModelConfig, weights: str) -> dict[str, Tensor]:
     """The weights of a run, a checkpoint, or any `model.weights`. Raises UserError."""
-    path = Path(other).expanduser()
-    if (run_folder(other) / "checkpoints").is_dir():
-        model, theirs, _ = load_model(run_folder(other), "latest", weights)
-        pixels = vars(theirs)
-    elif path.parent.name == "checkpoints":
-        model, theirs, _ = load_model(path.parent.parent, str(path), weights)
+    path, run, which = Path(other).expanduser(), run_folder(other), "latest"
+    if path.parent.name == "checkpoints":
+        run, which = path.parent.parent, str(path)
+    if (run / "checkpoints").is_dir():
+        model, theirs, _ = load_model(run, which, weights)
         pixels = vars(theirs)
     else:
         pixels = find(other, config.name, "average").pixels

@@ -3,11 +3,11 @@
 N: samples, H, W: pixels, T: tokens, D: feature width.
 """
 
-import hashlib
 import math
 import re
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,12 +28,13 @@ from clipscale import checkpoint
 from clipscale.common.errors import UserError, first_line
 from clipscale.common.units import nearest
 from clipscale.config.parse import typed
-from clipscale.config.sections import ModelConfig
+from clipscale.config.sections import LoraConfig, ModelConfig
 from clipscale.data.eval_transform import EvalTransform
+from clipscale.models import lora
 from clipscale.models.groups import lock, rate_factors
 from clipscale.models.lean import make_lean, take_short_captions
 from clipscale.models.tokenizer import tokenizer_of
-from clipscale.models.weights import Source, described, resized, without_weights
+from clipscale.models.weights import Source, described, digest, resized, without_weights
 from clipscale.models.weights import load as load_weights
 
 
@@ -69,11 +70,7 @@ class Tower(nn.Module):
 
     def digest(self) -> str:
         """A digest of the weights, names and values, on any device."""
-        digest = hashlib.blake2b(digest_size=16)
-        for name, value in sorted(self.state_dict().items()):
-            digest.update(name.encode())
-            digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+        return digest(self.state_dict())
 
 
 class ImageTower(Tower):
@@ -153,6 +150,10 @@ class ClipModel(nn.Module):
     def eval_transform(self) -> EvalTransform:
         """Turns the bytes of a picture into the pixels that the image tower takes, as in open_clip's evaluation."""
         return EvalTransform(self.image_size, mode=self.resize, interpolation=self.interpolation)
+
+    def frozen_digest(self) -> str:
+        """A digest of the parameters that do not train."""
+        return digest({name: p for name, p in self.named_parameters() if not p.requires_grad})
 
     def rate_factors(self, config: ModelConfig) -> dict[str, float]:
         """Factors of the learning rate by parameter; 1 for those that are missing. Raises UserError."""
@@ -271,7 +272,10 @@ def build_model(config: ModelConfig) -> ClipModel:
             take_short_captions(encoder)
     model = ClipModel(encoders, description["embed_dim"], config, tokenizer_of(config.name, description["text_cfg"]))
     for name, tower, settings in (("image", model.image, config.image), ("text", model.text, config.text)):
-        unlocked = 0 if getattr(config, f"freeze_{name}") else settings.unlocked_groups
+        locked = getattr(config, f"freeze_{name}")
+        unlocked = 0 if locked else settings.unlocked_groups
+        if config.lora.rank and not locked:
+            lora.add(tower.encoder, name, config.lora, unlocked := unlocked or 0)
         if unlocked is not None:
             lock(tower.encoder, name, unlocked)
     return model.train()
@@ -280,17 +284,22 @@ def build_model(config: ModelConfig) -> ClipModel:
 def load_model(run: Path, which: str = "latest", weights: str = "trained") -> tuple[ClipModel, ModelConfig, int]:
     """The trained model of a run, in evaluation mode on the CPU, its settings, and the step of its checkpoint.
 
-    `which` is `latest`, a step number, or a path; `weights` is `trained` or `ema`, their moving average. Raises
-    UserError where there is no such checkpoint or average.
+    `which` is `latest`, a step number, or a path; `weights` is `trained` or `ema`, their moving average. Adapters are
+    merged. Raises UserError where there is no such checkpoint or average.
     """
     path = checkpoint.locate(run, which)
     state = checkpoint.load(path, parts=("model", "ema"))
     if weights == "ema" and not state.get("ema"):
         raise UserError(f"weights=ema: {path} holds no average; take weights=trained, or train with ema=0.9999")
-    config = without_weights(typed(ModelConfig, state["model_config"]))
-    model = build_model(config)
-    model.load_state_dict(state["model"] | (state["ema"]["weights"] if weights == "ema" else {}))
-    return model.eval(), config, int(state["step"])
+    config = typed(ModelConfig, state["model_config"])
+    model = build_model(config if config.lora.rank else without_weights(config))
+    if config.lora.rank and model.frozen_digest() != state["frozen"]:
+        raise UserError(f"model.weights={config.weights}: not the weights any more that {path} adapts")
+    trained = state["model"] | (state["ema"]["weights"] if weights == "ema" else {})
+    model.load_state_dict(trained, strict=not config.lora.rank)
+    lora.merge(model.image.encoder)
+    lora.merge(model.text.encoder)
+    return model.eval(), replace(without_weights(config), lora=LoraConfig()), int(state["step"])
 
 
 def fit_positions(weights: dict[str, Any], model: ClipModel) -> list[str]:
@@ -301,7 +310,8 @@ def fit_positions(weights: dict[str, Any], model: ClipModel) -> list[str]:
         "text.positional_embedding": "text.encoder.positional_embedding",
     }
     ours = {name: p for name, p in model.named_parameters() if name in names.values()}
-    changed = {there: here for there, here in names.items() if here in ours and weights[here].shape != ours[here].shape}
+    both = {there: here for there, here in names.items() if here in ours and here in weights}  # not of a frozen one
+    changed = {there: here for there, here in both.items() if weights[here].shape != ours[here].shape}
     encoders: Any = SimpleNamespace(
         visual=model.image.encoder,
         text=model.text.encoder,

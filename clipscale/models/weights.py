@@ -3,6 +3,7 @@
 Names are looked up on the network only where the setting itself is a tag or begins with hf-hub:. Files execute no code.
 """
 
+import hashlib
 import json
 import logging
 import re
@@ -131,6 +132,8 @@ def _in_folder(folder: Path, about: str) -> Source:
         folder = checkpoint.locate(folder, "latest")
     if (folder / META).is_file():
         config = typed(ModelConfig, checkpoint.read_values(folder)["model_config"])
+        if config.lora.rank:
+            raise UserError(f"{about}: a checkpoint of adapters alone; give the folder of `clipscale export run=...`")
         description = config.architecture or open_clip.get_model_config(config.name.replace("/", "-"))
         return Source(about, folder, description, {key: getattr(config, key) for key in PIXELS})
     path = next((folder / name for name in _FILES if (folder / name).is_file()), None)
@@ -276,6 +279,15 @@ def of_tower(state: dict[str, Tensor], encoders: CustomTextCLIP, part: str, sour
     ours = tower.state_dict()
     named = {part + (name if name in ours else inner + name): value for name, value in state.items()}
     return resized(named, encoders, source)
+
+
+def digest(state: Mapping[str, Tensor]) -> str:
+    """A digest of weights, names and values, on any device."""
+    found = hashlib.blake2b(digest_size=16)
+    for name, value in sorted(state.items()):
+        found.update(name.encode())
+        found.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 def resized(state: dict[str, Tensor], encoders: CustomTextCLIP, source: Source) -> dict[str, Tensor]:

@@ -40,6 +40,9 @@ from clipscale.step.trunk import TrunkFeatures
 class TrainState:
     """A run's model on one rank, from its initial weights or a checkpoint, and what turns a batch into new weights."""
 
+    frozen: str | None = None
+    """Digest of the weights that adapters adapt, which checkpoints leave out; None: without adapters."""
+
     def __init__(
         self,
         config: TrainConfig,
@@ -55,11 +58,9 @@ class TrainState:
         self.precision = Precision(config.precision, world.device)
         self.model = self.build_model()
         self.stored, self.teachers = self.stored_features(), self.stored_teachers()
-        towers_of_model = (("image", self.model.image), ("text", self.model.text))
-        self.trunks = [name for name, tower in towers_of_model if tower.trains_only_its_projection()]
-        """The towers whose trunk runs once a step. FSDP2 would not shard a projection within its tower."""
-        if config.launch.parallel == "fsdp":
-            self.trunks = []
+        projecting = [name for name in ("image", "text") if getattr(self.model, name).trains_only_its_projection()]
+        self.trunks = projecting if config.launch.parallel == "ddp" else []  # FSDP2 shards whole towers
+        """The towers whose trunk runs once a step."""
         self.captions = self.caption_rule()
         towers = self.towers
         for tower in towers.values():
@@ -96,7 +97,10 @@ class TrainState:
 
     def build_model(self) -> ClipModel:
         """The model of the settings, on this rank's device."""
-        return build_model(self.config.model).to(self.world.device)
+        model = build_model(self.config.model).to(self.world.device)
+        if self.config.model.lora.rank:
+            self.frozen = model.frozen_digest()
+        return model
 
     def stored_features(self) -> StoredFeatures | None:
         """Reads the image tower's features where shards hold them instead of pictures."""
@@ -227,7 +231,10 @@ class TrainState:
         """What a checkpoint holds of it, sharded where the weights are. Its tensors change with the next step."""
         optimizer = get_optimizer_state_dict(self.model, self.optimizer)
         return {
-            "model": get_model_state_dict(self.model),
+            "model": get_model_state_dict(
+                self.model, options=StateDictOptions(ignore_frozen_params=self.frozen is not None)
+            ),
+            "frozen": self.frozen,
             "model_config": asdict(self.config.model),
             "optimizer": {"state": optimizer["state"], "param_groups": optimizer["param_groups"]},
             "optimizer_name": self.config.optim.name,
@@ -263,7 +270,9 @@ class TrainState:
             replicate_state(self.optimizer)
         for group, settings in zip(self.optimizer.param_groups, groups):  # JSON has made tuples lists
             group.update({key: value for key, value in settings.items() if key not in ("params", "lr_scale")})
-        set_model_state_dict(self.model, saved["model"])
+        if saved.get("frozen") != self.frozen:
+            raise UserError("model.weights: not the weights that the checkpoint's adapters were trained on")
+        set_model_state_dict(self.model, saved["model"], options=StateDictOptions(strict=self.frozen is None))
         if self.precision.scaler and saved["scaler"]:
             self.precision.scaler.load_state_dict(saved["scaler"])
         if self.average:

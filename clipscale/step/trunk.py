@@ -1,7 +1,6 @@
 """A tower of which only the projection trains: its frozen trunk runs once a step, and its features are kept."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,12 +15,7 @@ class TrunkFeatures:
     The second pass gets the same rows, and reads no pixels or tokens. The trunk draws no random numbers.
     """
 
-    def __init__(
-        self,
-        inputs: Chunked,
-        trunk: Callable[[Any], Tensor],
-        autocast: Callable[[], AbstractContextManager[Any]],
-    ) -> None:
+    def __init__(self, inputs: Chunked, trunk: Callable[[Any], Tensor], autocast: Callable[[], Any]) -> None:
         self.inputs, self.trunk, self.autocast = inputs, trunk, autocast
         self.kept: dict[tuple[int, int], Tensor] = {}
         if isinstance(inputs, Arranged):

@@ -17,7 +17,7 @@ from clipscale.export.verb import main
 from clipscale.models.towers import build_model
 from clipscale.models.weights import described
 
-TEXT = {"context_length": 12, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1}
+TEXT = {"context_length": 12, "vocab_size": 99, "width": 32, "heads": 2, "layers": 1}
 RESNET = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "head_width": 16}
 ARCHITECTURE = {"embed_dim": 16, "vision_cfg": RESNET, "text_cfg": TEXT}
 
@@ -40,10 +40,9 @@ def test_an_average_is_bit_equal_to_its_ends_and_linear_between_them(tmp_path: P
     saved(tuned, 1), saved(tuned, 3), saved(base, 2)
     one, three, two = exported(tuned, checkpoint="1"), exported(tuned), exported(base)
     start = str(base / "export/open_clip_model.safetensors")
-    for other in (str(base), str(base / "export"), start):
-        for shares, wanted in (([1.0, 0.0], three), ([0.0, 1.0], two)):
-            found = exported(tuned, average=[other], shares=shares)
-            assert found.keys() == wanted.keys() and all(torch.equal(found[n], wanted[n]) for n in wanted)
+    for other, shares, wanted in ((start, [1.0, 0.0], three), (start, [0.0, 1.0], two), (str(base), [0.0, 1.0], two)):
+        found = exported(tuned, average=[other], shares=shares)
+        assert found.keys() == wanted.keys() and all(torch.equal(found[n], wanted[n]) for n in wanted)
     found = exported(tuned, average=[start, str(tuned / "checkpoints/step_00000001")], shares=[0.5, 0.75, -0.25])
     for name, value in found.items():
         mean = 0.5 * three[name] + 0.75 * two[name] - 0.25 * one[name]

@@ -97,5 +97,5 @@ def test_more_groups_than_there_are_and_a_tower_without_them_are_refused() -> No
         build_model(config(image=TowerConfig(unlocked_groups=9)))
     model = build_model(config(CONVNEXT))
     model.image.encoder.trunk = torch.nn.Linear(2, 2)
-    with pytest.raises(UserError, match=r"model.image: timm has no layer groups of a Linear"):
+    with pytest.raises(UserError, match=r"model.image: timm has no layer groups of Linear"):
         model.rate_factors(replace(config(CONVNEXT), image=TowerConfig(layer_decay=0.9)))

@@ -1,0 +1,77 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft's layers: W x + alpha / rank B A x, of which A and B train.
+
+They are on every linear layer of the blocks that do not train by themselves: attention's and the MLP's.
+"""
+
+import re
+from typing import Any
+
+import torch
+from open_clip.hf_model import HFTextEncoder
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from clipscale.common.errors import UserError
+from clipscale.config.sections import LoraConfig
+from clipscale.models.groups import layer_groups
+from clipscale.models.lean import LeanBlock, LeanText, LeanVision
+
+
+class LoraBlock(LeanBlock):
+    """The lean block whose attention has adapters. peft's forward pass would change the base weights by rounding."""
+
+    def in_proj(self) -> tuple[Tensor, Tensor]:
+        attn: Any = self.attn
+        base = attn.get_base_layer()
+        return base.in_proj_weight + attn.get_delta_weight("default"), base.in_proj_bias
+
+    def out_proj(self, x: Tensor) -> Tensor:
+        attn: Any = self.attn
+        return attn.get_base_layer().out_proj(x)
+
+
+def add(encoder: nn.Module, tower: str, config: LoraConfig, unlocked: int) -> None:
+    """Put adapters into the blocks of an encoder but the last `unlocked` layer groups. Its features stay, bit for bit.
+
+    `tower`: `image` or `text`, for messages. Raises UserError for a tower without such blocks, and without peft.
+    """
+    about = f"model.lora.rank={config.rank}"
+    plain = isinstance(encoder, LeanVision | LeanText | HFTextEncoder)
+    if not plain and not isinstance(getattr(encoder, "trunk", None), VisionTransformer):
+        raise UserError(
+            f"{about}: the {tower} tower is no transformer of open_clip with model.lean=true, no ViT of timm and no "
+            f"text tower of transformers; set model.freeze_{tower}=true, or rank 0"
+        )
+    try:
+        import peft
+    except ImportError as error:
+        raise UserError(f"{about} needs peft; pip install 'clipscale[lora]'") from error
+    groups = layer_groups(encoder, tower)
+    names = {name.rpartition(".")[0] for group in groups[1 : len(groups) - max(1, unlocked)] for name in group}
+    modules = {name: encoder.get_submodule(name) for name in names}
+    inner = tuple(name + "." for name, module in modules.items() if isinstance(module, nn.MultiheadAttention))
+    kinds = nn.Linear | nn.MultiheadAttention
+    targets = sorted(n for n, module in modules.items() if isinstance(module, kinds) and not n.startswith(inner))
+    trained = [p for p in encoder.parameters() if p.requires_grad]
+    alpha: Any = config.rank if config.alpha is None else config.alpha
+    rule = peft.LoraConfig(r=config.rank, lora_alpha=alpha, target_modules="|".join(map(re.escape, targets)))
+    peft.inject_adapter_in_model(rule, encoder)
+    for p in trained:  # peft has frozen them
+        p.requires_grad_()
+    for module in encoder.modules():
+        if type(module) is LeanBlock and not isinstance(module.attn, nn.MultiheadAttention):
+            module.__class__ = LoraBlock
+
+
+@torch.no_grad()
+def merge(encoder: nn.Module) -> None:
+    """Add the adapters to the weights and take them out."""
+    adapted: list[tuple[str, Any]] = [(n, m) for n, m in encoder.named_modules() if hasattr(m, "get_delta_weight")]
+    for name, module in reversed(adapted):  # inner ones first
+        base = module.get_base_layer()
+        weight = base.in_proj_weight if isinstance(base, nn.MultiheadAttention) else base.weight
+        weight += module.get_delta_weight("default")
+        encoder.set_submodule(name, base)
+    for module in encoder.modules():
+        if type(module) is LoraBlock:
+            module.__class__ = LeanBlock
