@@ -157,7 +157,7 @@ class Run:
         with phases("encode"):
             features = cache.encode(state.past_trunk("image", images), state.past_trunk("text", texts))
         with phases("loss"):
-            value = state.loss(*features, batch.targets(self.world.device))
+            value = state.loss(*features, targets=batch.targets(self.world.device))
             cache.backward(value)
             del features
         with phases("replay"), state.noise.measure(cache) if measured else nullcontext():

@@ -68,8 +68,8 @@ class Flops:
         """FLOPs; `widths`: a batch's captions by the tokens at which they are computed; None: the whole context."""
         captions = list(widths.items()) if widths else [(None, 1)]
         text = sum(count * forward_flops(self.config, width)[1] for width, count in captions)
-        text *= self.captions / sum(count for _, count in captions)
-        return self.image + text * passes(self.config.freeze_text, self.config.text)
+        text_each = self.captions * text / sum(count for _, count in captions)
+        return self.image + text_each * passes(self.config.freeze_text, self.config.text)
 
     def utilisation(self, samples_per_s: float, widths: Mapping[int, int] | None = None) -> float | None:
         """MFU: samples_per_s (per device) x FLOPs per sample / peak. None where the device's peak is not known."""

@@ -147,7 +147,7 @@ class TrainState:
         """The ranges of pixels that a step of `rows` samples reads, in order."""
         return iter(self.cache.towers[0].cut(rows)) if "image" in self.trunks else self.cache.ranges(0, rows)
 
-    def loss(self, image_features: Tensor, text_features: Tensor, targets: Targets = NO_TARGETS) -> Tensor:
+    def loss(self, image_features: Tensor, text_features: Tensor, *, targets: Targets = NO_TARGETS) -> Tensor:
         """This rank's view of the global loss: the value is the global mean; gradients sum over ranks to its gradient.
 
         With `cache.negatives=chunk`, the mean over micro-batches, each made of one image chunk of every rank.
@@ -162,8 +162,8 @@ class TrainState:
                 share, of_chunk = len(u) / len(image_features), targets.part(i * size, i * size + len(u))
                 loss: Any = contrastive_loss
                 if self.teachers:
-                    pairs = zip(of_chunk.teachers, self.teachers, strict=True)
-                    teachers = [(*unit_rows(rows).unbind(1), teacher.scale) for rows, teacher in pairs]
+                    pairs = zip(map(unit_rows, of_chunk.teachers), self.teachers, strict=True)
+                    teachers = [(rows[:, 0], rows[:, 1], teacher.scale) for rows, teacher in pairs]
                     loss = partial(distillation_loss, teachers=teachers, weights=self.config.distill.weights)
                 value = value + share * loss(u, v, scale, keys=of_chunk.keys, **given)
         return value

@@ -42,15 +42,17 @@ def open_stream(
     )
 
 
-def contents(stream: TrainStream, steps: int) -> list[tuple[list[int], bytes, bytes]]:
-    """Of each of the next batches: ids, pixels, tokens."""
+def contents(stream: TrainStream, steps: int) -> list[tuple[list[int], bytes, bytes, bytes]]:
+    """Of each of the next batches: ids, pixels, tokens, keys."""
     return [content(stream.next_batch()) for _ in range(steps)]
 
 
-def content(batch: HostBatch) -> tuple[list[int], bytes, bytes]:
-    """Its ids, pixels, tokens."""
+def content(batch: HostBatch) -> tuple[list[int], bytes, bytes, bytes]:
+    """Its ids, pixels, tokens, keys."""
     pixels, tokens = batch.pixels(0, len(batch)), batch.tokens(0, len(batch) * batch.captions)
-    return batch.ids().tolist(), pixels.numpy().tobytes(), tokens.numpy().tobytes()
+    keys = batch.targets(batch.ids().device).keys
+    arrays = (b"" if array is None else array.numpy().tobytes() for array in (pixels, tokens, keys))
+    return batch.ids().tolist(), *arrays
 
 
 def ids(stream: TrainStream, steps: int) -> list[list[int]]:

@@ -1,6 +1,7 @@
 """A step of a whole run with keys, several captions or teachers is one dense graph's, and its losses resume."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import logsigmoid
 
 from clipscale import checkpoint
 from clipscale.config.data import DataConfig
@@ -27,6 +27,7 @@ from clipscale.config.sections import (
 from clipscale.config.train import TrainConfig
 from clipscale.data.features import encoded_row
 from clipscale.distributed.world import World
+from clipscale.loss.reference import dense_contrastive_loss, dense_distillation_loss
 from clipscale.models.towers import build_model, unit_rows
 from clipscale.state.train_state import TrainState
 from clipscale.train import Run, train
@@ -85,25 +86,6 @@ def one_step(rank: int, world: int, config: TrainConfig) -> tuple[Any, ...]:
     return weights, gradients, run.loss, rows
 
 
-def dense(config: TrainConfig, x: Tensor, bias: Tensor, keys: Tensor, teachers: list[Tensor]) -> Tensor:
-    """The loss of the scores x (N, kN) of pictures and captions, by its definition."""
-    k, n, shared, (w0, w1) = config.data.captions_per_step, len(x), config.loss.shared, config.distill.weights
-    own = torch.arange(n)[:, None] == torch.arange(k * n)[None] // k
-    same = keys[:, None] == keys.repeat_interleave(k)[None]
-    positive, counted = same if shared == "positive" else own, own | ~same if shared == "mask" else own | True
-    if config.loss.objective == "sigmoid":
-        return -logsigmoid(torch.where(positive, 1, -1) * (x + bias))[counted].sum() / n
-    candidates = x.masked_fill(~counted, -torch.inf)
-    clip = [candidates.logsumexp(d).mean() - ((x * positive).sum(d) / positive.sum(d)).mean() for d in (0, 1)]
-    if not teachers:
-        return sum(clip) / 2
-    distilled = torch.zeros(())
-    for d in (0, 1):
-        p = [(t * a @ b.T).softmax(d) for (a, b), t in zip((unit_rows(r).double().unbind(1) for r in teachers), SCALES)]
-        distilled = distilled - (sum(p) / len(p) * x.log_softmax(d)).sum(d).mean() / 2
-    return w0 * sum(clip) / 2 + w1 * distilled
-
-
 BOTH = DistillConfig(["a", "b"], SCALES, (0.3, 0.7))
 
 
@@ -126,14 +108,18 @@ def test_a_step_is_that_of_one_dense_graph(shard: str, tmp_path: Path, ranks: in
     pixels, tokens, keys, *teachers = (torch.cat(rows) for rows in zip(*(part[-1] for part in parts)))
     model = build_model(config.model).double()
     model.load_state_dict(weights)
-    x = model.logit_scale.exp() * model.image(pixels) @ model.text(tokens).T
-    size, k = (5 if config.cache.negatives == "chunk" else len(pixels)), config.data.captions_per_step
-    expected = torch.zeros(())
-    for i in range(0, len(pixels), size):
-        rows = slice(i, i + size)
-        part = x[rows, k * i : k * (i + size)]
-        loss = dense(config, part, model.logit_bias, keys[rows], [t[rows] for t in teachers])
-        expected = expected + len(part) / len(x) * loss
+    scale = model.logit_scale.exp()
+    u, v, k, own = model.image(pixels), model.text(tokens), config.data.captions_per_step, config.distill
+    given = {"logit_bias": model.logit_bias, **{name: vars(config.loss)[name] for name in ("objective", "shared")}}
+    size, expected = 5 if config.cache.negatives == "chunk" else len(u), torch.zeros(())
+    for i in range(0, len(u), size):
+        rows, texts = slice(i, i + size), slice(k * i, k * (i + size))
+        options = given | {"keys": (keys[rows], keys.repeat_interleave(k)[texts]), "captions": k}
+        pairs = [unit_rows(teacher).double()[rows].unbind(1) for teacher in teachers]
+        seen = [(a, b, t) for (a, b), t in zip(pairs, SCALES)]
+        distilled = partial(dense_distillation_loss, teachers=seen, weights=own.weights)
+        loss = (distilled if own.teachers else dense_contrastive_loss)(u[rows], v[texts], scale, **options)
+        expected = expected + len(u[rows]) / len(u) * loss
     expected.backward()
     assert value == pytest.approx(expected.item(), rel=1e-6), "the value is kept in float32"
     assert len(set(keys.tolist())) < len(keys)

@@ -71,6 +71,7 @@ class Subset(NamedTuple):
         offsets = index.sample_offsets(url, Opened(None, *store.state(url)), self)
         if offsets is None:  # not remembered: another start would find counts, and take another order
             offsets = self.scan(url).offsets
+            assert offsets is not None
         return {number: place for place, number in enumerate((offsets // BLOCK).tolist())}
 
 

@@ -83,7 +83,7 @@ def test_an_allowed_command_is_read_to_its_end_and_ended_early(tmp_path: Path) -
     found = {}
     for source in (str(path), f"pipe:cat {path}", f"pipe:cat {path} && exit 3"):
         with open_stream(source, allow_pipe=True, **options) as stream:
-            found[source] = [(pixels, tokens) for _, pixels, tokens in contents(stream, 6)]
+            found[source] = [(pixels, tokens) for _, pixels, tokens, _ in contents(stream, 6)]
             assert set(stream.broken) == ({"failed_pipe"} if "exit" in source else set()), stream.broken
     file, pipe, failing = found.values()
     assert pipe == file and failing[:2] == file[:2]
