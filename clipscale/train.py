@@ -36,7 +36,7 @@ from clipscale.report.page import write_report
 from clipscale.report.step_record import StepRecords
 from clipscale.report.table import print_results
 from clipscale.state.start import begin
-from clipscale.step.optim import Schedule
+from clipscale.step.optim import Schedule, largest_rms
 
 
 def train(config: TrainConfig) -> dict[str, Any]:
@@ -171,7 +171,8 @@ class Run:
                 state.refuse_divergence(self.step, self.loss, grad_norm, batch, self.folder)
             if finite or state.precision.scaler:  # after an overflow the scaler skips the step and lowers its scale
                 state.update(norm)
-            rms = state.largest_rms() if finite and (self.step + 1) % self.config.log.every == 0 else None
+            logged = finite and (self.step + 1) % self.config.log.every == 0
+            rms = largest_rms(state.optimizer, state.model) if logged else None
         state.keep.after_step(phases)
         record = {
             "step": self.step + 1,

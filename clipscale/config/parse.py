@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_args
 from clipscale.common.errors import UserError
 from clipscale.common.units import nearest, one_of, parse_count
 from clipscale.config.setting import Setting, nested, settings_of
-from clipscale.config.stages import keys_of_a_stage
+from clipscale.config.stages import SETTINGS
 
 T = TypeVar("T")
 MEANT = {
@@ -50,8 +50,7 @@ def typed(declared: type[T], values: dict[str, Any]) -> T:
             if name in inside and isinstance(value, dict):
                 arguments[name] = build(inside[name], value, f"{key}.")
             elif key == "stages" and key in settings:
-                several = value if isinstance(value, list | tuple) else [] if value is None else [value]
-                arguments[name] = [staged(number, stage) for number, stage in enumerate(several, 1)]
+                arguments[name] = [staged(number, stage) for number, stage in enumerate(value or [], 1)]
             elif key in settings:
                 arguments[name] = accepted(settings[key], value)
             else:
@@ -59,15 +58,11 @@ def typed(declared: type[T], values: dict[str, Any]) -> T:
         return section(**arguments)
 
     def staged(number: int, values: Any) -> dict[str, Any]:
-        keys, prefix = keys_of_a_stage(settings), f"stages: {number}. "
-        if not isinstance(values, dict):
-            raise UserError(
-                f"{prefix}is {as_typed(values)}; give keys and values, stages=[{{samples:1M,batch:32k}},...]"
-            )
-        if unknown := values.keys() - keys:
-            name = min(unknown)
-            raise UserError(f"{prefix}{name}: {misnamed(name, keys)}; a stage has {', '.join(keys)}")
-        return {key: accepted(replace(keys[key], name=prefix + key), value) for key, value in values.items()}
+        keys = {key: settings[name] for key, name in SETTINGS.items()}
+        keys["optimizer"] = Setting("", str, "continue", "", choices=("continue", "restart"))
+        if not isinstance(values, dict) or values.keys() - keys:
+            raise UserError(f"stages: {number}. is {as_typed(values)}; give it some of {', '.join(keys)}")
+        return {k: accepted(replace(keys[k], name=f"stages: {number}. {k}"), value) for k, value in values.items()}
 
     result: T = build(declared, values, "")
     return result

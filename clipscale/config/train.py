@@ -15,7 +15,7 @@ from clipscale.config import sections
 from clipscale.config.data import DataConfig
 from clipscale.config.secrets import hidden
 from clipscale.config.setting import flat, setting
-from clipscale.config.stages import check_stages, stages_of
+from clipscale.config.stages import stages_of, total_samples
 
 
 @dataclass
@@ -73,9 +73,7 @@ def check_sigmoid(config: TrainConfig) -> None:
 
 def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
     """The configuration with its run folder named, ready for the workers. Raises UserError for the first mistake."""
-    check_stages(config.stages, config.samples, config.epochs)
-    if config.stages:
-        config.samples = sum(stage["samples"] for stage in config.stages)
+    config.samples = total_samples(config.stages, config.samples, config.epochs)
     if (config.samples is None) == (config.epochs is None):
         both = f"samples={config.samples} and epochs={config.epochs}"
         raise UserError(f"{both}: give the length of the run with one of them")

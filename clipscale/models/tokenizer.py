@@ -40,21 +40,15 @@ class Tokenizer:
         return self.inner([self.cut(text, self.length) for text in texts], self.length)
 
     def drawn(self, texts: Sequence[str], kind: str, draws: Sequence[CounterRNG]) -> Tensor:
-        """The tokens of captions; of those too long a random `block`, or `random` ones in their order (CLIPA).
-
-        Each caption has its own random numbers. `inner` is CLIP's tokenizer.
-        """
+        """The tokens of captions by CLIP's tokenizer; of those too long a random `block`, or `random` ones in order."""
         rows, most = torch.zeros(len(texts), self.length, dtype=torch.int64), self.length - 2
         for row, text, rng in zip(rows, texts, draws, strict=True):
             tokens = self.inner.encode(self.cut(text, max(self.length, LONGEST)))
-            count = len(tokens)
-            if count > most and kind == "block":
-                start = rng.integer(count - most + 1)
-                tokens = tokens[start : start + most]
-            elif count > most:
-                drawn = sorted((rng.uniform(), i) for i in range(count))[:most]
-                tokens = [tokens[i] for i in sorted(i for _, i in drawn)]
-            whole = [self.inner.sot_token_id, *tokens, self.inner.eot_token_id]
+            places = range(len(tokens))
+            if len(tokens) > most and kind == "block":
+                places = places[rng.integer(len(tokens) - most + 1) :][:most]
+            chosen = sorted(sorted(places, key=lambda _: rng.uniform())[:most])
+            whole = [self.inner.sot_token_id, *(tokens[i] for i in chosen), self.inner.eot_token_id]
             row[: len(whole)] = torch.tensor(whole)
         return rows
 

@@ -33,7 +33,7 @@ from clipscale.data.eval_transform import EvalTransform
 from clipscale.models import lora
 from clipscale.models.groups import lock, rate_factors
 from clipscale.models.lean import make_lean, take_short_captions
-from clipscale.models.tokenizer import tokenizer_of
+from clipscale.models.tokenizer import Tokenizer, tokenizer_of
 from clipscale.models.weights import Source, described, digest, resized, without_weights
 from clipscale.models.weights import load as load_weights
 
@@ -131,9 +131,7 @@ class ClipModel(nn.Module):
 
     logit_bias: nn.Parameter | None
 
-    def __init__(
-        self, encoders: CustomTextCLIP, width: int, config: ModelConfig, tokenizer: Callable[[list[str]], Tensor]
-    ) -> None:
+    def __init__(self, encoders: CustomTextCLIP, width: int, config: ModelConfig, tokenizer: Tokenizer) -> None:
         super().__init__()
         self.width = width
         self.image = ImageTower(encoders.visual, config.mean, config.std)
@@ -304,25 +302,16 @@ def load_model(run: Path, which: str = "latest", weights: str = "trained") -> tu
 
 def fit_positions(weights: dict[str, Any], model: ClipModel) -> list[str]:
     """Interpolate position embeddings among a run's weights for the model's patches and tokens; returns their names."""
-    names = {
-        "visual.positional_embedding": "image.encoder.positional_embedding",
-        "visual.trunk.pos_embed": "image.encoder.trunk.pos_embed",
-        "text.positional_embedding": "text.encoder.positional_embedding",
-    }
-    ours = {name: p for name, p in model.named_parameters() if name in names.values()}
-    both = {there: here for there, here in names.items() if here in ours and here in weights}  # not of a frozen one
-    changed = {there: here for there, here in both.items() if weights[here].shape != ours[here].shape}
-    encoders: Any = SimpleNamespace(
-        visual=model.image.encoder,
-        text=model.text.encoder,
-        state_dict=lambda: {there: ours[here] for there, here in changed.items()},
-    )
-    fitting = resized({there: weights[here] for there, here in changed.items()}, encoders, Source("stages", Path()))
-    for there, value in fitting.items():
-        p = ours[changed[there]]
-        sharded = isinstance(p, DTensor)
-        weights[changed[there]] = distribute_tensor(value, p.device_mesh, p.placements) if sharded else value
-    return list(changed.values())
+    ours: dict[str, Any] = dict(model.named_parameters())
+    names = [name for name in weights if weights[name].shape != ours.get(name, weights[name]).shape]
+    theirs = {name.replace("image.encoder.", "visual.").replace("text.encoder.", "text."): name for name in names}
+    shapes = {there: ours[name] for there, name in theirs.items()}
+    encoders: Any = SimpleNamespace(visual=model.image.encoder, text=model.text.encoder, state_dict=lambda: shapes)
+    fitting = resized({there: weights[name] for there, name in theirs.items()}, encoders, Source("stages", Path()))
+    for there, name in theirs.items():
+        value, p = fitting[there], ours[name]
+        weights[name] = distribute_tensor(value, p.device_mesh, p.placements) if isinstance(p, DTensor) else value
+    return names
 
 
 OnMain = Callable[[Callable[[], ModelConfig]], ModelConfig]

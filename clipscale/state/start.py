@@ -51,19 +51,18 @@ def begin(config: TrainConfig, world: World, folder: Path) -> tuple[Stage, Train
     path = checkpoint.to_resume(folder, "auto", world) if restarted else None
     path = path or checkpoint.to_resume(folder, config.resume, world)  # 1 and 2
     saved = checkpoint.read_values(path) if path else None
-    number = sum(stage.sizes.first <= (saved["step"] if saved else 0) for stage in stages) - 1
+    step = saved["step"] if saved else 0
+    number = sum(stage.sizes.first <= step for stage in stages) - 1
     stage = stages[number]
     config, sizes, _ = stage
-    begins = saved is not None and number > 0 and saved["step"] == sizes.first
-    wrote = stages[number - begins]  # the checkpoint
-    checkpoint.check_fits(saved, folder, wrote.config, wrote.sizes.before)
+    begins = number > 0 and step == sizes.first
+    of_checkpoint = stages[number - begins]
+    checkpoint.check_fits(saved, folder, of_checkpoint.config, of_checkpoint.sizes.before)
     model = world.on_main(lambda: described(config.model, saved))  # the pixels of 1, 2 or 3
     if begins:
         model = replace(model, image_size=config.model.image_size, context_length=config.model.context_length)
-    restart = begins and config.stages[number].get("optimizer") == "restart"
-    state = TrainState(
-        replace(config, model=model), world, path, begins=begins, restart=restart
-    )  # 3 and 4, then 1 or 2
+    optimizer = config.stages[number].get("optimizer", "continue") if begins else ""
+    state = TrainState(replace(config, model=model), world, path, optimizer)  # 3 and 4, then the checkpoint's weights
     if world.main and model != config.model:
         say(f"pixels are normalised as for the weights: mean {[*model.mean]}, deviation {[*model.std]}")
     if world.main and state.captions.note:
@@ -73,7 +72,7 @@ def begin(config: TrainConfig, world: World, folder: Path) -> tuple[Stage, Train
     for other in stages[number:]:
         check_ramp(config.batch, other.config.batch, streams, world.size)
     restore_random(saved, config.seed, world)
-    return stage, state, stream, saved["step"] if saved else 0, saved["loss"] if saved else math.nan
+    return stage, state, stream, step, saved["loss"] if saved else math.nan
 
 
 def planned(config: TrainConfig, world: World) -> list[Stage]:
@@ -81,15 +80,14 @@ def planned(config: TrainConfig, world: World) -> list[Stage]:
     stages: list[Stage] = []
     step = samples = 0
     several = stages_of(config)
-    for number, stage in enumerate(several):
+    for stage in several:
         check_machine(stage, world)
-        sizes = BatchSizes(stage.batch, config.ramp if number == 0 else None, first=step, earlier=samples)
-        stages.append(Stage(stage, sizes, number == len(several) - 1))
-        if not stages[-1].last:
-            step = sizes.steps(sizes.samples(stage.samples, None, None))
-            samples = sizes.before(step)
+        sizes = BatchSizes(stage.batch, None if stages else config.ramp, first=step, earlier=samples)
+        stages.append(Stage(stage, sizes, last=len(stages) == len(several) - 1))
         if config.stages:
             architecture(stage.model)
+            step = sizes.steps(sizes.samples(stage.samples, None, None))
+            samples = sizes.before(step)
     return stages
 
 

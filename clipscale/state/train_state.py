@@ -32,7 +32,7 @@ from clipscale.step.ema import WeightAverage
 from clipscale.step.grad_cache import Chunked, GradCache
 from clipscale.step.kept_graphs import KeepBudget
 from clipscale.step.noise_scale import NoiseScale
-from clipscale.step.optim import build_optimizer, largest_rms
+from clipscale.step.optim import build_optimizer
 from clipscale.step.precision import Precision
 from clipscale.step.trunk import TrunkFeatures
 
@@ -43,16 +43,8 @@ class TrainState:
     frozen: str | None = None
     """Digest of the weights that adapters adapt, which checkpoints leave out; None: without adapters."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        world: World,
-        saved: Path | None = None,
-        *,
-        begins: bool = False,
-        restart: bool = False,
-    ) -> None:
-        """`saved`: the checkpoint to go on from. `begins`: it is the end of another stage; `restart` the optimizer."""
+    def __init__(self, config: TrainConfig, world: World, saved: Path | None = None, stage: str = "") -> None:
+        """`saved`: the checkpoint to go on from. `stage`: it ends another; `continue` or `restart` the optimizer."""
         self.config, self.world = config, world
         torch.manual_seed(config.seed)
         self.precision = Precision(config.precision, world.device)
@@ -71,9 +63,9 @@ class TrainState:
             torch._dynamo.config.recompile_limit = 64
             self.model.image.compile()
             self.model.text.compile(dynamic=None if self.captions.pad is None else True)
-        parallel, stage = config.launch.parallel, int(config.launch.zero)
-        encoders = [world.wrap(tower, parallel, stage, self.precision.dtype) for tower in towers.values()]
-        self.chunks = self.chunk_sizes(checkpoint.read_values(saved)["chunks"] if saved and not begins else {})
+        parallel, zero = config.launch.parallel, int(config.launch.zero)
+        encoders = [world.wrap(tower, parallel, zero, self.precision.dtype) for tower in towers.values()]
+        self.chunks = self.chunk_sizes(checkpoint.read_values(saved)["chunks"] if saved and not stage else {})
         self.cache = GradCache(
             encoders,
             self.loss,
@@ -89,7 +81,7 @@ class TrainState:
         self.average = WeightAverage(config.ema, self.model) if config.ema else None
         if saved is not None:
             like = dict(self.model.named_parameters())
-            self.load(checkpoint.load(saved, verified=True, like=like), begins=begins, restart=restart)
+            self.load(checkpoint.load(saved, verified=True, like=like), stage)
         if self.stored:
             self.model.image.cpu()  # only evaluations use it
 
@@ -199,14 +191,6 @@ class TrainState:
         if self.average and not skipped:
             self.average.update()
 
-    def largest_rms(self) -> tuple[Tensor, Tensor, list[str]] | None:
-        """With AdamW, the largest RMS of a gradient against its average, its place among the names, and these."""
-        found = largest_rms(self.optimizer)
-        if found is None:
-            return None
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        return found[0], found[1], [names[id(p)] for p in found[2]]
-
     def refuse_divergence(self, step: int, loss: float, grad_norm: float, batch: HostBatch, run: Path) -> None:
         """Raise UserError for a value that is not finite, unless a lower loss scale or a skipped step may help.
 
@@ -243,11 +227,11 @@ class TrainState:
             "ema": self.average.state_dict() if self.average else None,
         }
 
-    def load(self, saved: dict[str, Any], *, begins: bool = False, restart: bool = False) -> None:
+    def load(self, saved: dict[str, Any], stage: str = "") -> None:
         """Take weights, optimizer and scaler from a checkpoint. Raises UserError where it trains other parameters.
 
-        A stage that `begins` keeps its own rate and decay; position embeddings are resized, and their averages begin
-        anew, as all do with `restart`.
+        A new `stage` keeps its rate and decay. The averages of resized position embeddings begin anew, or (`restart`)
+        all do.
         """
         name_of = {id(p): name for name, p in self.model.named_parameters()}
         names = [[name_of[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
@@ -257,7 +241,7 @@ class TrainState:
                 "resume: the checkpoint's optimizer does not fit this model's parameters; freeze the same towers, or "
                 "choose another run=NAME"
             )
-        if begins:
+        if stage:
             groups = [dict(group) for group in self.optimizer.param_groups]
             for weights in (saved["model"], (saved["ema"] or {}).get("weights", {})):
                 for name in fit_positions(weights, self.model):
@@ -265,7 +249,7 @@ class TrainState:
         # The optimizer first: to make its state, the library takes a step with zero gradients and a learning rate of 0.
         # Not strict: a parameter that the loss does not use, such as the bias of a softmax loss, has no state.
         options = StateDictOptions(strict=False)
-        if not restart:
+        if stage != "restart":
             set_optimizer_state_dict(self.model, self.optimizer, saved["optimizer"], options=options)
             replicate_state(self.optimizer)
         for group, settings in zip(self.optimizer.param_groups, groups):  # JSON has made tuples lists

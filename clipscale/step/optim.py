@@ -11,6 +11,7 @@ import timm.optim
 import timm.optim.muon
 import torch
 import torch.distributed as dist
+from timm.optim._optim_factory import OptimInfo, default_registry
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -28,18 +29,17 @@ SHARDED = (
 
 DECOUPLED = ("adamw", "nadamw", "adafactorbv", "lion", "muon", "stableadamw")
 """Optimizers that multiply a parameter by 1 - rate x decay, apart from its update: a test compares them."""
-STABLE = "stableadamw"
 
 
 def known_optimizer(config: OptimConfig) -> None:
-    """Raise UserError for an optimizer that neither timm has nor this file, or decay that it cannot have."""
-    known = [STABLE, *map(str, timm.optim.list_optimizers())]
+    """Raise UserError for an optimizer that timm's factory does not know, or decay that it cannot have."""
+    known = [str(name) for name in timm.optim.list_optimizers()]
     if config.name not in known:
         raise UserError(f"optim.name={config.name!r} is not one of timm's optimizers{nearest(config.name, known)}")
     if config.decay == "big_vision" and (config.name not in DECOUPLED or not config.lr):
         raise UserError(
-            f"optim.decay=big_vision: with optim.name={config.name}, optim.lr={config.lr:g} it is not defined; take "
-            f"one of {', '.join(DECOUPLED)} and a rate above 0"
+            f"optim.decay=big_vision: not with {config.name} at optim.lr={config.lr:g}; take a rate above 0 and one of "
+            f"{', '.join(DECOUPLED)}"
         )
 
 
@@ -54,13 +54,12 @@ def build_optimizer(
     """
     known_optimizer(config)
     options: dict[str, Any] = dict(config.options)
-    own = config.name == STABLE
-    info = None if own else timm.optim.get_optimizer_info(config.name)
-    if info is None or info.has_betas:
+    info = timm.optim.get_optimizer_info(config.name)
+    if info.has_betas:
         options.setdefault("betas", tuple(config.betas))
     elif config.name == "adafactorbv":
         options.setdefault("beta2_cap", config.betas[1])
-    if config.eps is not None and (info is None or info.has_eps):
+    if config.eps is not None and info.has_eps:
         options.setdefault("eps", config.eps)
     if sharded and config.name not in SHARDED:
         raise UserError(
@@ -73,8 +72,6 @@ def build_optimizer(
         orthogonal = timm.optim.muon.zeropower_via_newtonschulz
         timm.optim.muon.zeropower_via_newtonschulz = partial(orthogonal, dtype=torch.float32)
     try:
-        if own:
-            return StableAdamW(groups, lr=config.lr, **options)
         return timm.optim.create_optimizer_v2(
             groups, opt=config.name, lr=config.lr, momentum=config.betas[0], **options
         )
@@ -87,8 +84,7 @@ def build_optimizer(
 def parameter_groups(model: nn.Module, config: OptimConfig, scales: Mapping[str, float]) -> list[dict[str, Any]]:
     """Trainable parameters in four groups: matrices and token embeddings with weight decay; vectors, scalars without.
 
-    A group is split where `optim.no_decay` names some of its parameters, or `scales` has factors of the rate other than
-    1 (the group's `lr_scale`).
+    A group is split where `optim.no_decay` names some of its parameters, or `scales` has factors of their rates.
 
     Embeddings are a group because Muon's orthogonal steps suit matrices that multiply activations; it falls back to
     AdamW for them. Scalars (logit scale and bias, outside the towers) are a group because FSDP2 shards all others, and
@@ -98,7 +94,7 @@ def parameter_groups(model: nn.Module, config: OptimConfig, scales: Mapping[str,
     where the peak has no factor.
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    split: dict[tuple[int, float, float], list[nn.Parameter]] = {}
+    split: dict[tuple[int, bool, float], dict[str, Any]] = {}
     unused = set(config.no_decay)
     for name, p in model.named_parameters():
         excepted = {pattern for pattern in config.no_decay if fnmatchcase(name, pattern)}
@@ -106,18 +102,15 @@ def parameter_groups(model: nn.Module, config: OptimConfig, scales: Mapping[str,
         if p.requires_grad:
             kind = {0: 3, 1: 2}.get(p.ndim, 1 if id(p) in embeddings else 0)
             decay, scale = 0.0 if kind >= 2 or excepted else config.weight_decay, scales.get(name, 1.0)
-            if config.decay == "big_vision" and decay:
+            if config.decay == "big_vision":
                 decay /= config.lr * scale
-            split.setdefault((kind, -decay, scale), []).append(p)
+            group = split.setdefault((kind, not decay, scale), {"params": [], "weight_decay": decay})
+            group |= {"use_fallback": True} if kind == 1 else {}
+            group |= {"lr_scale": scale} if scale != 1 else {}
+            group["params"].append(p)
     if unused:
-        raise UserError(f"optim.no_decay={sorted(unused)[0]}: no parameter has such a name; '*' stands for any part")
-    groups = []
-    for (kind, decay, scale), parameters in sorted(split.items()):
-        group = {"params": parameters, "weight_decay": -decay if kind < 2 else 0.0}
-        groups.append(
-            group | ({"use_fallback": True} if kind == 1 else {}) | ({"lr_scale": scale} if scale != 1 else {})
-        )
-    return groups
+        raise UserError(f"optim.no_decay={min(unused)}: no parameter has such a name; '*' stands for any part")
+    return [split[key] for key in sorted(split)]
 
 
 def parse_steps(text: str, setting: str, *, total: int, per_epoch: float | None) -> int:
@@ -149,15 +142,8 @@ class StableAdamW(torch.optim.Optimizer):
     RMS_t = sqrt(mean(g^2 / max(v, eps^2))) is large where the average v of g^2 is out of date, as before loss spikes.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.99),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float = 1e-8, **decay: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0} | decay)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -173,50 +159,54 @@ class StableAdamW(torch.optim.Optimizer):
                 m_share, v_share = (1 - beta ** float(state["step"]) for beta in (first, second))
                 m.lerp_(p.grad, 1 - first)
                 v.mul_(second).addcmul_(p.grad, p.grad, value=1 - second)
-                rate = group["lr"] / gradient_rms([p.grad], [v / v_share], group["eps"])[0].clamp(min=1)
+                rate = group["lr"] / gradient_rms([p.grad], [v / v_share], group["eps"], [p.numel()])[0].clamp(min=1)
                 p.mul_(1 - rate * group["weight_decay"])
                 p.sub_(rate / m_share * m / ((v / v_share).sqrt() + group["eps"]))
         return loss
 
 
-def gradient_rms(gradients: list[Tensor], averages: list[Tensor], eps: float) -> list[Tensor]:
-    """sqrt(mean(g^2 / max(v, eps^2))) of each gradient g and its average of squares v, 0-d; `averages` are written to.
+default_registry.register(
+    OptimInfo("stableadamw", StableAdamW, "AdamW of steady updates", has_betas=True, has_eps=True)
+)
 
-    1: the gradient is as large as it has been. Much more: AdamW's update is as much too large.
+
+def gradient_rms(gradients: list[Tensor], averages: list[Tensor], eps: float, sizes: list[int]) -> Tensor:
+    """sqrt(mean(g^2 / max(v, eps^2))) of each gradient g and its average of squares v, 1-d; `averages` are written to.
+
+    1: the gradient is as large as it has been. Much more: AdamW's update is as much too large. `sizes`: the number of
+    values, of which a gradient may be a shard.
     """
     torch._foreach_sqrt_(averages)
     torch._foreach_clamp_min_(averages, eps)
     torch._foreach_reciprocal_(averages)
     torch._foreach_mul_(averages, gradients)
     norms = torch._foreach_norm(averages)
-    torch._foreach_div_(norms, [math.sqrt(max(1, g.numel())) for g in gradients])
-    return list(norms)
+    torch._foreach_div_(norms, [math.sqrt(size) for size in sizes])
+    return torch.stack(list(norms))
 
 
-def largest_rms(optimizer: torch.optim.Optimizer) -> tuple[Tensor, Tensor, list[nn.Parameter]] | None:
-    """The largest `gradient_rms` after AdamW's or StableAdamW's step, and its place among the parameters updated: 0-d.
+def largest_rms(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[Tensor, Tensor, list[str]] | None:
+    """The largest `gradient_rms` after AdamW's or StableAdamW's step, and its place among the names that follow: 0-d.
 
     None for other optimizers. The same on every rank. Nothing waits for the device.
     """
-    if not isinstance(optimizer, torch.optim.AdamW | StableAdamW):
-        return None
     found, updated = [], []
-    for group in optimizer.param_groups:
-        used = [p for p in group["params"] if p.grad is not None]
-        if not used:
+    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.AdamW | StableAdamW) else ():
+        if not (used := [p for p in group["params"] if p.grad is not None]):
             continue
-        states = [optimizer.state[p] for p in used]
-        shares = [1 - group["betas"][1] ** local(state["step"]) for state in states]
-        averages = [local(state["exp_avg_sq"]) / share for state, share in zip(states, shares)]
-        rms = torch.stack(gradient_rms([local(p.grad) for p in used], averages, group["eps"]))
-        first = used[0]
-        if isinstance(first, DTensor):  # each rank has the root of its shards' mean
-            rms = rms.square() * torch.tensor([local(p).numel() / p.numel() for p in used], device=rms.device)
-            dist.all_reduce(rms, group=first.device_mesh.get_group())
+        averages = [
+            local(state["exp_avg_sq"]) / (1 - group["betas"][1] ** local(state["step"]))
+            for state in (optimizer.state[p] for p in used)
+        ]
+        rms = gradient_rms([local(p.grad) for p in used], averages, group["eps"], [p.numel() for p in used])
+        if isinstance(used[0], DTensor):
+            rms = rms.square()
+            dist.all_reduce(rms, group=used[0].device_mesh.get_group())
             rms = rms.sqrt()
         found.append(rms)
         updated += used
-    return (*torch.cat(found).max(0), updated) if found else None
+    names = {id(p): name for name, p in model.named_parameters()}
+    return (*torch.cat(found).max(0), [names[id(p)] for p in updated]) if found else None
 
 
 @dataclass(frozen=True)
