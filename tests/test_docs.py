@@ -110,32 +110,37 @@ def test_every_flag_of_open_clip_has_a_setting() -> None:
 
 
 SMALL = {
-    r"^model=vit.*": "model=tiny", r"^batch=\w+$": "batch=16", r"^batch=.*,.*": "batch=8,16",
-    r"^((?:ramp\.)?samples)=.*": r"\1=32", r"^(cache\.\w*chunk)=.*": r"\1=8", r"^checkpoint=\d+": "checkpoint=2",
-    r"\{0+\.\.\d+\}": "*",
+    r"^(model=vit|experiment=(?!demo)).*": "model=tiny", r"^(model\.\w+\.weights)=.*": r"\1=b32",
+    r"^batch=\w+$": "batch=16", r"^batch=.*,.*": "batch=8,16", r"^samples=.*": "samples=32", r"\{0+\.\.\d+\}": "*",
+    r"^(cache\.\w*chunk)=.*": r"\1=8", r"^checkpoint=\d+": "checkpoint=2", r"^(gpus|nodes)=.*": r"\1=2",
+    r"^launch.procs=.*": "launch.procs=1",
 }  # fmt: skip
 """What is large -> its stand-in."""
+RUN = [page for page in PAGES if page != "--help" and any(not b.needs and [*b.commands()] for b in blocks(page))]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if any(not b.needs and [*b.commands()] for b in blocks(page))])
+@pytest.mark.parametrize("page", RUN)
 def test_every_command_runs_on_the_tiny_model(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.data.files import picture, write_tar
     from tests.eval.sets import classification_set, retrieval_set
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for name in ("laion", "mine", "cc12m"):
-        members = ((f"{i:03}.png", picture(i, (70, 70))) for i in range(32))
+    for folder in (tmp_path / "data" / name for name in ("", "laion", "mine", "cc12m")):
+        members = [(f"{i:03}.png", picture(i, (70, 70))) for i in range(32)]
         about = b'{"similarity": 0.5, "title": "a caption"}'
-        texts = ((f"{i:03}.{kind}", about) for i in range(32) for kind in ("txt", "json"))
-        (tmp_path / "data" / name).mkdir(parents=True)
-        write_tar(tmp_path / "data" / name / "00000.tar", sorted([*members, *texts]))
+        members += [(f"{i:03}.{kind}", about) for i in range(32) for kind in ("txt", "json")]
+        folder.mkdir()
+        write_tar(folder / "00000.tar", sorted(members))
     classification_set(tmp_path / "data/imagenet1k")
     retrieval_set(tmp_path / "data/mscoco_captions")
-    for words in (words for block in blocks(page) if not block.needs for words in block.commands()):
-        if words[0] == "clipscale":
-            assert main(small(words[1:], tmp_path)) == 0, words
+    every = [words[1:] for b in blocks(page) if not b.needs for words in b.commands() if words[0] == "clipscale"]
+    used = {word[4:] for words in every if words[0] != "train" for word in words if word.startswith("run=")}
+    made = {word[4:] for words in every if words[0] == "train" for word in words if word.startswith("run=")}
+    runs = [["train", "model=tiny", "data=/data/mine", f"run={run}"] for run in sorted({"b32", *used} - made - {""})]
+    for words in [*runs, *every]:
+        assert main(small(words, tmp_path)) in ((0, 1) if words[0] == "plan" else (0,)), words
 
 
 def small(words: list[str], folder: Path) -> list[str]:
@@ -145,5 +150,5 @@ def small(words: list[str], folder: Path) -> list[str]:
         words = [re.sub(large, stand_in, word) for word in words]
     given = {word.partition("=")[0] for word in words}
     tiny = [word for word in TINY if word.partition("=")[0] not in given and "model" not in word]
-    more = {"train": tiny, "eval": ["device=cpu"], "embed": ["device=cpu"], "data": ["samples=64"]}
-    return [*words, *(more.get(words[0], []) if words[:2] != ["data", "index"] and words[1] != "check" else [])]
+    more = {"train": tiny, "eval": ["device=cpu"], "embed": ["device=cpu"], "demo": ["samples=64"]}
+    return [*words, *more.get(words[0], more.get(words[1], []))]

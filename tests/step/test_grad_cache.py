@@ -2,9 +2,7 @@
 
 import copy
 import math
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -275,24 +273,3 @@ def test_compiled_encoders_replay_their_dropout(backend: str) -> None:
         torch.manual_seed(seed)
         GradCache(compiled[1], found["head"], chunks=[4, 6]).step(*batch(12))
         assert_same(gradients(found), gradients(wanted), 1e-10)
-
-
-def test_the_dense_retrieval_example_of_the_documentation_works_as_written() -> None:
-    """Queries, passages and hard negatives; the block of docs/step.md is run, its gradients are one graph's."""
-    page = (Path(__file__).parents[2] / "docs" / "step.md").read_text()
-    (example,) = re.findall(r"```python\n(.*?GradCache.*?)```", page, re.S)
-    assert len(example.strip().splitlines()) <= 12
-    query_encoder, passage_encoder = Encoder(7).double(), Encoder(9).double()
-    g = torch.Generator().manual_seed(3)
-    query_tokens = {"x": torch.randn(10, 7, generator=g, dtype=torch.float64)}
-    passage_tokens = {"x": torch.randn(30, 9, generator=g, dtype=torch.float64)}
-    twins = copy.deepcopy(query_encoder), copy.deepcopy(passage_encoder)
-    optimizer = torch.optim.SGD([*query_encoder.parameters(), *passage_encoder.parameters()], lr=0.0)
-    names = {**locals()}
-    exec(example, names)
-    scores = twins[0](**query_tokens) @ twins[1](**passage_tokens).T
-    wanted = F.cross_entropy(scores, torch.arange(10))
-    wanted.backward()
-    assert names["value"].item() == pytest.approx(wanted.item())
-    assert_same(gradients(query_encoder), gradients(twins[0]), 1e-10)
-    assert_same(gradients(passage_encoder), gradients(twins[1]), 1e-10)
