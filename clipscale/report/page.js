@@ -89,7 +89,7 @@ function draw(figure) {
     xaxis: { ...axis, title: { text: title, standoff: 4 }, range, exponentformat: "B", nticks: 6, tickangle: 0 },
     yaxis: { ...axis, type: log ? "log" : "linear", rangemode: chart?.zero || !chart ? "tozero" : "normal", exponentformat: largest < 0.01 ? "power" : "B", nticks: 6 },
   };
-  const config = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", ...(touch.matches ? ["toImage", "zoom2d", "pan2d"] : [])], displayModeBar: touch.matches || "hover", toImageButtonOptions: { filename: (chart || data.bars[figure.dataset.bars]).title } };
+  const config = { responsive: true, displaylogo: false, modeBarButtons: [[...(touch.matches ? [] : ["toImage", "zoom2d", "pan2d"]), "zoomIn2d", "zoomOut2d", "resetScale2d"]], displayModeBar: touch.matches || "hover", toImageButtonOptions: { filename: (chart || data.bars[figure.dataset.bars]).title } };
   return Plotly.react(figure.querySelector(".plot"), traces, layout, config);
 }
 

@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -32,13 +31,11 @@ class Page:
         os.write(self.ask, json.dumps(message).encode() + b"\0")
         while True:
             answer = json.loads(b"".join(iter(lambda: self.answers.read(1), b"\0")))
-            params = answer.get("params", {})
-            bad = answer.get("method") == "Runtime.exceptionThrown" or params.get("type") == "error"
-            if bad or params.get("entry", {}).get("level") == "error":
-                self.errors.append(params)
             if answer.get("id") == self.number:
-                assert "error" not in answer, answer
                 return dict(answer["result"])
+            told = answer.get("params", {})
+            if "exceptionDetails" in told or "error" in (told.get("type"), told.get("entry", {}).get("level")):
+                self.errors.append(told)
 
     def show(self, address: str, width: int, *, dark: bool = False) -> None:
         """Open a page of this width, on a phone if it is narrow, and wait until its body is marked as drawn."""
@@ -58,32 +55,23 @@ class Page:
         options = {"returnByValue": True, "awaitPromise": True}
         return self.call("Runtime.evaluate", expression=expression, **options)["result"].get("value")
 
-    def picture(self, path: Path) -> None:
-        """Write the whole page as PNG."""
-        data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)["data"]
-        path.write_bytes(base64.b64decode(data))
+    def picture(self) -> bytes:
+        """The whole page as PNG."""
+        return base64.b64decode(self.call("Page.captureScreenshot", captureBeyondViewport=True)["data"])
 
 
 @contextmanager
 def browser() -> Iterator[Page]:
-    """A browser with one page, which reads its file 3 and writes to 4."""
+    """A browser with one page, which reads its file 3 and writes to 4, and ends with these."""
     (read, ask), (answers, write) = os.pipe(), os.pipe()
     options = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
-        shell = [
-            "bash",
-            "-c",
-            f'exec "$@" 3<&{read} 4>&{write}',
-            "sh",
-            str(CHROMIUM),
-            *options,
-            f"--user-data-dir={home}",
-        ]
+        shell = ["bash", "-c", f'"$@" 3<&{read} 4>&{write}', "", str(CHROMIUM), *options, f"--user-data-dir={home}"]
         process = subprocess.Popen(shell, pass_fds=(read, write), stderr=subprocess.DEVNULL)
         os.close(read)
         os.close(write)
         try:
             yield Page(ask, answers)
         finally:
-            os.close(ask)  # the browser ends
+            os.close(ask)
             process.wait(20)
