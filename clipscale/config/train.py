@@ -94,8 +94,8 @@ def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
         raise UserError(f"distill: teachers={teachers} must differ, and weights={config.distill.weights} not all be 0")
     if teachers and (config.loss.similarity != "dot" or config.data.captions_per_step > 1):
         raise UserError("distill.teachers: needs loss.similarity=dot and data.captions_per_step=1")
-    if config.data.same == "caption" and config.data.captions_per_step > 1:
-        raise UserError("data.same=caption: with data.captions_per_step, compare another field, as in data.same=url")
+    if config.data.captions_per_step > 1 and (config.data.same == "caption" or config.loss.shared == "mask"):
+        raise UserError("data.captions_per_step: with it, take loss.shared=positive and data.same=url or another field")
     if config.resume not in ("auto", "none") and not Path(config.resume).expanduser().exists():
         raise UserError(f"resume={config.resume}: there is no such file or run folder")
     if config.log.noise_scale and config.launch.parallel == "fsdp":

@@ -117,19 +117,6 @@ def test_damage_costs_only_its_sample(tmp_path: Path) -> None:
     assert stream.samples_per_epoch == 10 and stream.broken <= Counter(damaged_sample=1)
 
 
-@pytest.mark.parametrize("order", ["epochs", "resampled"])
-def test_the_stream_is_the_same_with_and_without(tmp_path: Path, order: str) -> None:
-    paths = write_shards(tmp_path, [30, 21, 47])
-    plain = open_stream(tmp_path, batch=16, order=order)
-    before = contents(plain, 9)
-    make(paths)
-    indexed = open_stream(tmp_path, batch=16, order=order)
-    assert contents(indexed, 9) == before
-    assert indexed.position() == plain.position()
-    resumed = open_stream(tmp_path, batch=16, order=order, position=indexed.position())
-    assert contents(resumed, 3) == contents(indexed, 3)
-
-
 @pytest.mark.parametrize("indexed", [False, True])
 def test_members_over_the_limit_are_not_read(tmp_path: Path, indexed: bool) -> None:
     large = [("b.png", bytes(9 << 20)), ("b.txt", b"x"), ("c.txt", bytes(2 << 20))]

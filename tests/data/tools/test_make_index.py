@@ -46,16 +46,3 @@ def test_a_damaged_shard_is_named_and_the_status_is_one(tmp_path: Path, capsys: 
     assert main(["data", "index", str(good), str(bad)]) == 1
     out = capsys.readouterr().out
     assert f"truncated_shard after 1 samples: {bad}" in out and f"  {tmp_path}/clipscale-index.sqlite" in out
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "no shards given"),
-        (["/nowhere/{0..3}.tar"], "shards='/nowhere/{0..3}.tar' matches no shard"),
-    ],
-)
-def test_mistakes_are_named(words: list[str], message: str, capsys: Captured) -> None:
-    assert main(["data", "index", *words]) == 2
-    err = capsys.readouterr().err
-    assert message in err and err.count("\n") == 1
