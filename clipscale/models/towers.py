@@ -17,7 +17,6 @@ import open_clip
 import torch
 import torch.nn.functional as F
 from open_clip.model import CustomTextCLIP
-from open_clip.timm_model import TimmModel
 from open_clip.transformer import TextTransformer, VisionTransformer
 from timm.layers import GELUTanh
 from torch import Tensor, nn
@@ -44,11 +43,14 @@ class Tower(nn.Module):
     def __init__(self, encoder: nn.Module) -> None:
         super().__init__()
         self.encoder = encoder
+        of_text, of_timm = isinstance(encoder, TextTransformer), hasattr(encoder, "trunk")
+        self.projection = "text_projection" if of_text else "head" if of_timm else "proj"
+        """The name of the linear map at the encoder's end, or of what it has there instead."""
 
     def trains_only_its_projection(self) -> bool:
-        """Whether all that trains is the linear map at its end."""
+        """Whether nothing else trains."""
         trained = {name.split(".")[0] for name, p in self.encoder.named_parameters() if p.requires_grad}
-        return trained == {projection_of(self.encoder)}
+        return trained == {self.projection}
 
     def prepared(self, inputs: Tensor) -> Tensor:
         """The encoder's input."""
@@ -59,14 +61,13 @@ class Tower(nn.Module):
 
     def trunk(self, inputs: Tensor) -> Tensor:
         """All but the projection: rows (N, W)."""
-        name = projection_of(self.encoder)
-        projection = getattr(self.encoder, name)
+        projection = getattr(self.encoder, self.projection)
         own = isinstance(self.encoder, VisionTransformer | TextTransformer)
-        setattr(self.encoder, name, None if own else nn.Identity())
+        setattr(self.encoder, self.projection, None if own else nn.Identity())
         try:
             return self.encoder(self.prepared(inputs))
         finally:
-            setattr(self.encoder, name, projection)
+            setattr(self.encoder, self.projection, projection)
 
     def digest(self) -> str:
         """A digest of the weights, names and values, on any device."""
@@ -100,7 +101,7 @@ class Projection(nn.Module):
 
     def __init__(self, tower: Tower) -> None:
         super().__init__()
-        self.map = getattr(tower.encoder, projection_of(tower.encoder))
+        self.map = getattr(tower.encoder, tower.projection)
 
     def forward(self, rows: Tensor) -> Tensor:
         return unit_rows(rows @ self.map if isinstance(self.map, nn.Parameter) else self.map(rows))
@@ -111,12 +112,6 @@ class StoredTower(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         return unit_rows(rows)
-
-
-def projection_of(encoder: nn.Module) -> str:
-    """The name of an encoder's last linear map, or what open_clip has in its place."""
-    names = {TextTransformer: "text_projection", TimmModel: "head"}
-    return next((name for kind, name in names.items() if isinstance(encoder, kind)), "proj")
 
 
 def unit_rows(features: Tensor) -> Tensor:
