@@ -118,7 +118,11 @@ def stored_features(data: DataConfig, config: ModelConfig, model: "ClipModel") -
             "data.image_features: stored features cannot train the image tower; set model.freeze_image=true, or "
             "read pictures"
         )
-    note = _read_note(list_shards(data)[0][0])
+    url = list_shards(data)[0][0]
+    note = notes_beside(url).get("features")
+    if note is None:
+        remedy = "give data.train the shards that `clipscale embed format=webdataset` has written"
+        raise UserError(f"data.image_features: no {NOTE} beside {url} has them; {remedy}")
     if member != note["member"]:
         raise UserError(f"data.image_features={member}: the shards hold them as {note['member']!r}")
     for what, theirs, ours in (
@@ -147,7 +151,7 @@ def stored_teachers(data: DataConfig, config: DistillConfig) -> tuple[TeacherFea
     members = [f"{name}.npy" for name in config.teachers]
     with closing(read_shard(url, ReadProblem(), lambda i: i < PEEK, limits((), members), store=Store(data))) as raws:
         samples = [raw.members for raw in islice(raws, PEEK)]
-    notes, captions = teacher_notes(url), [name for name, _ in caption_sources(data.captions)]
+    notes, captions = notes_beside(url), [name for name, _ in caption_sources(data.captions)]
     for name, member, given in zip(config.teachers, members, config.scales or repeat(None)):
         what, note = f"distill.teachers={name}: {url}", notes.get(name, {})
         row = next((sample[member] for sample in samples if member in sample), None)
@@ -170,19 +174,13 @@ def stored_teachers(data: DataConfig, config: DistillConfig) -> tuple[TeacherFea
     return tuple(teachers)
 
 
-def teacher_notes(shard: str) -> dict[str, Any]:
-    """What is known of the teachers whose features are in a shard: name -> note; empty where nothing is."""
-    path = Path(shard).parent / NOTE
-    return dict(json.loads(path.read_text()).get("teachers", {})) if path.is_file() else {}
+def notes_beside(shard: str) -> dict[str, Any]:
+    """The notes of the features in a shard: of each teacher by its name, of `data.image_features` by `features`.
 
-
-def _read_note(shard: str) -> dict[str, Any]:
-    """The note beside a shard. Raises UserError where there is none."""
+    None where there is no such file. Raises UserError for one that cannot be read.
+    """
     path = Path(shard).parent / NOTE
     try:
-        return dict(json.loads(path.read_text())["features"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UserError(
-            f"data.image_features: {path} cannot be read ({error}); give data.train the shards that "
-            "`clipscale embed format=webdataset` has written"
-        ) from error
+        return dict(json.loads(path.read_text())) if path.is_file() else {}
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{path} cannot be read ({error}); write it again with `clipscale embed`") from error

@@ -26,7 +26,7 @@ from clipscale.config.secrets import hidden
 from clipscale.config.sections import ModelConfig
 from clipscale.config.tools import IMAGE, TEXT, EmbedConfig, check_embed
 from clipscale.data.decode import IMAGE_TYPES
-from clipscale.data.features import NOTE, encoded_row, teacher_notes
+from clipscale.data.features import NOTE, encoded_row, notes_beside
 from clipscale.data.sample import limits
 from clipscale.data.shards.addresses import SourceError, is_local, leaf_of, scheme_of, unsigned
 from clipscale.data.shards.index import scan_shard
@@ -96,7 +96,7 @@ def features_note(config: EmbedConfig, model: ClipModel, settings: ModelConfig) 
         "weights": model.image.digest(),
         "width": model.width,
         "dtype": config.dtype,
-        "member": FEATURES,
+        "member": f"{config.teacher}.{FEATURES}" if config.teacher else FEATURES,
         "kinds": list(config.kinds),
         "image_size": model.image_size,
         "mean": list(settings.mean),
@@ -126,17 +126,15 @@ def prepared(config: EmbedConfig, out: Path, note: dict[str, Any]) -> dict[str, 
         if is_local(url) and Path(url).expanduser().parent.resolve() == out.resolve():
             raise UserError(f"out={out}: data.train has shards there; choose another folder")
         shards[name] = url
-    held, notes = read(out / NOTE), {"features": note}
-    earlier = held.get("features", {}) if held else note
-    if config.teacher:
-        notes = {"teachers": teacher_notes(next(iter(shards.values()))) | {config.teacher: note}}
-        earlier = held.get("teachers", {}).get(config.teacher, {}) if held else note
+    held, kind = read(out / NOTE), config.teacher or "features"
+    earlier = held.get(kind, {}) if held else note
     for name in note.keys() | earlier.keys():
         if earlier.get(name) != note.get(name):
             what = f"{name}: {str(earlier.get(name))[:80]}, not {str(note.get(name))[:80]}"
             raise UserError(f"out={out}: holds features of another kind ({what}); choose another folder")
     out.mkdir(parents=True, exist_ok=True)
-    files.write_json(out / NOTE, notes)
+    of_sources = notes_beside(next(iter(shards.values()))) if config.teacher else {}  # of other teachers
+    files.write_json(out / NOTE, of_sources | {kind: note})
     return shards
 
 
@@ -210,16 +208,13 @@ def write_tar(path: Path, groups: Iterable[Group], kinds: Iterable[str], teacher
 
     A table's row has its number for a key: paths have extensions.
     """
-    member = f"{teacher}.{FEATURES}"
-    # webdataset cannot write a member without an extension
-    left_out = {"", member} if teacher else {"", *IMAGE_TYPES, *MEMBERS.values()}
+    names = [f"{teacher}.{FEATURES}"] if teacher else [MEMBERS[kind] for kind in kinds]
+    left_out = {"", *names} if teacher else {"", *IMAGE_TYPES, *MEMBERS.values()}  # "" cannot be written
     with shard_writer(path) as writer:
         for group in groups:
             for raw, features in zip(group.raws, group.rows):
                 members = {name: data for name, data in raw.members.items() if name not in left_out}
-                arrays = (
-                    {MEMBERS[kind]: row for kind, row in zip(kinds, features)} if not teacher else {member: features}
-                )
-                members |= {name: encoded_row(array) for name, array in arrays.items() if not np.isnan(array).any()}
+                arrays = zip(names, features[None] if teacher else features, strict=True)
+                members |= {name: encoded_row(array) for name, array in arrays if not np.isnan(array).any()}
                 key = f"{raw.index:09d}" if scheme_of(raw.url) == "table" else raw.key
                 writer.write({**(members or {"missing": b""}), "__key__": key})
