@@ -18,10 +18,7 @@ from clipscale.common.terminal import report, say
 from clipscale.common.units import run_folder, unused
 from clipscale.config.train import TrainConfig
 from clipscale.launch import local
-from clipscale.report.table import TextTable, plain_console
-
-MAIN = {"top1", "image_to_text_r1", "text_to_image_r1"}
-"""The metrics that the table shows."""
+from clipscale.report.table import TextTable, plain_console, print_results
 
 
 def main(name: str, line: Namespace) -> int:
@@ -49,7 +46,7 @@ def main(name: str, line: Namespace) -> int:
             results.append({"name": run} | train(config))
     finally:
         if results:
-            plain_console().print(table(results, folder))
+            show(results, folder)
     failed = sum("error" in result for result in results)
     if failed:
         say(f"error: {failed} of {len(results)} runs failed", error=True)
@@ -74,22 +71,12 @@ def train(config: TrainConfig) -> dict[str, Any]:
         return {"error": str(error)}
 
 
-def table(results: Sequence[dict[str, Any]], folder: Path) -> TextTable:
-    """One row per run: steps, last loss, the main metrics of every evaluation set, and the error if it failed."""
-    scores = [
-        {f"{name} {m}": 100 * metrics[m] for name, metrics in result.get("eval", {}).items() for m in MAIN & {*metrics}}
-        for result in results
-    ]
-    names = sorted(set().union(*scores))
+def show(results: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Print a row for each run, with its error if it failed, and the results of all."""
     rows = [
-        (
-            result["name"],
-            str(result.get("step", "")),
-            f"{result['loss']:.4f}" if "loss" in result else "",
-            *(f"{score[name]:.1f}" if name in score else "" for name in names),
-            result.get("error", "done"),
-        )
-        for result, score in zip(results, scores)
+        (r["name"], str(r.get("step", "")), f"{r['loss']:.4f}" if "loss" in r else "", r.get("error", "done"))
+        for r in results
     ]
-    heads = ("run", "steps", "loss", *names, "outcome")
-    return TextTable(heads, [rows], f"{folder}: {len(results)} runs", left=("outcome",))
+    heads = ("run", "steps", "loss", "outcome")
+    plain_console().print(TextTable(heads, [rows], f"{folder}: {len(results)} runs", left=("outcome",)))
+    print_results({f"{r['name']}, {name}": metrics for r in results for name, metrics in r.get("eval", {}).items()})

@@ -50,8 +50,7 @@ class MetricLog:
         # No highlighting and no wrapping: they put control codes and line breaks into lines that are meant for grep.
         self.console = console or Console(highlight=False, soft_wrap=True, emoji=False)
         self.progress = Progress(self.console, config.progress)
-        self._unprinted: Record | None = None
-        self._printed_at = -math.inf
+        self._unprinted, self._printed_at = "", -math.inf
         self._recent, self._times, self._warned = list[Record](), list[float](), set[str]()
         self._unwritten = bytearray()
         path = run_dir / "metrics.jsonl"
@@ -60,7 +59,7 @@ class MetricLog:
         files.write_text(path, "".join(json.dumps(record) + "\n" for record in records))
         self._file = path.open("ab", buffering=0)  # a killed run loses no line
         about = environment(world)
-        self._gpu_bytes = min(about["gpu_bytes"], default=None)
+        self._gpu_bytes = min(about["gpu_bytes"], default=0)
         if trains:
             files.write_json(run_dir / "env.json", about | {"resume_step": resume_step})
             files.write_text(run_dir / "config.yaml", resolved_config)
@@ -75,12 +74,13 @@ class MetricLog:
         self._append(json.dumps(finite) + "\n")
         now = time.monotonic()
         self._times = [*self._times[-WINDOW:], now]
-        self._unprinted = record | self._outlook(record)
+        shown = record | self._outlook(record)
+        self._unprinted = console_line(shown)
         if record["step"] % self.config.every == 0 and now - self._printed_at >= self.config.seconds:
-            self._print_record()
+            self._print_newest()
             self._printed_at = now
         elif self.config.progress and self.console.is_terminal:
-            self.progress.line(" ".join(_fields(self._unprinted, "progress")))
+            self.progress.line(console_line(shown, "progress"))
         if record["step"] > FIRST:
             self._recent = [*self._recent[1 - WINDOW :], record]
             found = warnings_of(self._recent, self.settings)
@@ -91,14 +91,13 @@ class MetricLog:
 
     def _outlook(self, record: Record) -> Record:
         """What lines show beyond a record: the time that is left at the last steps' pace, and the share of the GPU."""
-        shown: Record = {"total": self.total}
-        peak = record.get("mem_peak_bytes")
+        shown, peak = Record(total=self.total), record.get("mem_peak_bytes")
         if self.total and len(self._times) > 1:
             pace = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
             shown["left"] = timedelta(seconds=round(pace * (self.total - record["step"])))
-        if peak and self._gpu_bytes:
-            shown |= {"mem_peak_gib": peak / 2**30, "mem_peak_frac": peak / self._gpu_bytes}
-        return shown
+        return shown | (
+            {"mem_peak_gib": peak / 2**30, "mem_peak_frac": peak / self._gpu_bytes} if peak and self._gpu_bytes else {}
+        )
 
     def _append(self, line: str) -> None:
         """Append to `metrics.jsonl`. What a full disk does not take is kept, and written with the next line."""
@@ -111,11 +110,10 @@ class MetricLog:
         if self._unwritten and not full:
             self.message(f"warning: {self._file.name} cannot be written ({reason}); its lines wait in memory")
 
-    def _print_record(self) -> None:
-        """Print the newest record, unless it has been printed."""
-        if self._unprinted is not None:
-            self.message(console_line(self._unprinted))
-            self._unprinted = None
+    def _print_newest(self) -> None:
+        if self._unprinted:
+            self.message(self._unprinted)
+            self._unprinted = ""
 
     def eval(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
         """Log evaluation results: one console line for each set, and `eval/SET/METRIC` for the sinks."""
@@ -130,7 +128,7 @@ class MetricLog:
 
     def close(self) -> None:
         """Flush and close every sink."""
-        self._print_record()
+        self._print_newest()
         self._sinks.close()
         self._append("")
         self._file.close()
@@ -165,12 +163,7 @@ class Progress:
         self.console.print(text, end="\r" if terminal else "\n", markup=False)
 
 
-def console_line(record: Record) -> str:
-    """`step=120 samples=30720 loss=2.1034 ...`: fields in a fixed order, for grep and awk."""
-    return " ".join(_fields(record, "console"))
-
-
-def _fields(record: Record, line: str) -> list[str]:
-    """The fields that a line of figures.yaml has, in its formats, without those that the record lacks."""
+def console_line(record: Record, line: str = "console") -> str:
+    """`step=120 samples=30720 loss=2.1034 ...`, for grep and awk: the fields that figures.yaml has for such a line."""
     formats = FIGURES[line].items()
-    return [form.format(record[name]) for name, form in formats if record.get(name) is not None]
+    return " ".join(form.format(record[name]) for name, form in formats if record.get(name) is not None)

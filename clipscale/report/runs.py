@@ -1,7 +1,7 @@
 """What a report shows of runs, read from their folders. Raises UserError for a damaged file."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -22,35 +22,33 @@ Record = dict[str, Any]
 
 @dataclass
 class Run:
-    """A run's folder."""
+    """A run's folder. `rows` are the records of its steps, with `hours` of work, and one for each evaluation with
+    `eval/SET/METRIC`; `predicted` is what `plan` has of the records' fields.
+    """
 
     name: str
     folder: Path
     records: list[Record]
-    """Of its steps. `hours` is the time that it has worked, without the pauses between its starts."""
     evaluations: list[Record]
     rows: list[Record]
-    """The records, and a row for each evaluation with `eval/SET/METRIC`, as the sinks name it."""
     settings: dict[str, str]
     environment: Record
     predicted: Record
-    """What `plan` predicted, by the records' names."""
 
 
 def read_runs(names: Sequence[str | Path]) -> list[Run]:
     """The runs of these names or folders; a sweep's folder means all of its runs."""
-    runs = [run for name in names for folder in _folders(str(name)) if (run := _read(folder)).records]
+    folders: list[Path] = []
+    for name in map(str, names):
+        inside = sorted(path.parent for path in run_folder(name).glob("*/config.yaml"))
+        folders += inside if inside and not (run_folder(name) / "config.yaml").exists() else [existing_run(name)]
+    runs = [run for run in map(_read, folders) if run.records]
     if not runs:
         raise UserError(f"run={','.join(map(str, names))}: metrics.jsonl holds no step to report on")
-    folders = [run.name for run in runs]
+    known = [run.name for run in runs]
     for run in runs:
-        run.name = printable(run.name if folders.count(run.name) == 1 else run.folder)
+        run.name = printable(run.name if known.count(run.name) == 1 else run.folder)
     return runs
-
-
-def _folders(name: str) -> Iterator[Path]:
-    inside = sorted(path.parent for path in run_folder(name).glob("*/config.yaml"))
-    yield from inside if inside and not (run_folder(name) / "config.yaml").exists() else [existing_run(name)]
 
 
 def _read(folder: Path) -> Run:
@@ -64,20 +62,15 @@ def _read(folder: Path) -> Run:
     ]
     config, environment, plan = (_content(folder / name) for name in ("config.yaml", "env.json", "plan.json"))
     settings = {name: str(value) for name, value in flat(config)}
-    return Run(folder.resolve().name, folder, records, evaluations, rows, settings, environment, _predicted(plan))
+    # What was predicted, by the names of the records.
+    predicted = {f"mem_{n}_bytes": p["extra_bytes"] for n, p in plan.get("device", {}).get("phases", {}).items()}
+    predicted |= {"mem_peak_bytes": plan["peak_bytes"]} | (plan["time"] or {}) if predicted else {}
+    return Run(folder.resolve().name, folder, records, evaluations, rows, settings, environment, predicted)
 
 
 def _content(path: Path) -> Record:
-    """What a file of the run holds: JSON is YAML."""
     with files.reported("the run's", path, "restore it, or move it away"):
-        return yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
-
-
-def _predicted(plan: Record) -> Record:
-    """A plan's figures by the names of the records."""
-    phases, time = plan.get("device", {}).get("phases", {}), plan.get("time") or {}
-    peak = {"mem_peak_bytes": plan["peak_bytes"]} if phases else {}
-    return {f"mem_{name}_bytes": phase["extra_bytes"] for name, phase in phases.items()} | peak | time
+        return yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}  # JSON is YAML
 
 
 def read_metrics(path: Path) -> list[Record]:

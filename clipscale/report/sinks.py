@@ -15,11 +15,10 @@ from clipscale.report.runs import read_galleries
 
 
 class Sink(NamedTuple):
-    """Takes the numbers of a step, and pictures; is closed at the end."""
+    """Takes the numbers and the pictures of a step, and is closed at the end."""
 
-    write: Callable[[int, dict[str, float]], None]
+    write: Callable[[int, dict[str, Any]], None]
     close: Callable[[], None]
-    picture: Callable[[int, str, Image.Image], None] = lambda step, name, picture: None
 
 
 class Sinks:
@@ -42,17 +41,16 @@ class Sinks:
             self._call("wandb", lambda: self._sinks.update(wandb=wandb(run_dir, config, settings)))
 
     def write(self, step: int, record: Mapping[str, Any]) -> None:
-        """Give the numbers of a record to every sink, under their names."""
-        values = {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
+        """Give the numbers and pictures of a record to every sink, under their names."""
+        values = {name: value for name, value in record.items() if isinstance(value, int | float | Image.Image)}
         for name, sink in list(self._sinks.items()):
             self._call(name, partial(sink.write, step, values))
 
     def eval(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
-        """Give evaluation results to every sink, as `eval/SET/METRIC`, and the step's `retrieved/SET` pictures."""
-        self.write(step, {f"eval/{n}/{k}": v for n, m in results.items() for k, v in m.items()})
-        for record, picture in read_galleries(self.run_dir) if self._sinks else ():
-            for name, sink in list(self._sinks.items()) if record["step"] == step else ():
-                self._call(name, partial(sink.picture, step, f"retrieved/{record['set']}", picture))
+        """Give evaluation results to every sink, as `eval/SET/METRIC`, and the step's pictures as `retrieved/SET`."""
+        found = read_galleries(self.run_dir) if self._sinks else []
+        pictures = {f"retrieved/{record['set']}": picture for record, picture in found if record["step"] == step}
+        self.write(step, {f"eval/{n}/{k}": v for n, m in results.items() for k, v in m.items()} | pictures)
 
     def close(self) -> None:
         """Close every sink. Safe to call twice."""
@@ -74,14 +72,14 @@ def tensorboard(run_dir: Path, resume_step: int) -> Sink:
     # purge_step hides what the interrupted run wrote after the resumed step.
     writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step + 1 if resume_step else None)
 
-    def write(step: int, values: dict[str, float]) -> None:
+    def write(step: int, values: dict[str, Any]) -> None:
         for name, value in values.items():
-            writer.add_scalar(name, value, step)
+            if isinstance(value, Image.Image):
+                writer.add_image(name, np.asarray(value), step, dataformats="HWC")
+            else:
+                writer.add_scalar(name, value, step)
 
-    def picture(step: int, name: str, picture: Image.Image) -> None:
-        writer.add_image(name, np.asarray(picture), step, dataformats="HWC")
-
-    return Sink(write, writer.close, picture)
+    return Sink(write, writer.close)
 
 
 def wandb(run_dir: Path, config: SinkConfig, settings: Mapping[str, Any]) -> Sink:
@@ -107,7 +105,8 @@ def wandb(run_dir: Path, config: SinkConfig, settings: Mapping[str, Any]) -> Sin
     # wandb's own step counter cannot go back when a run is resumed; our step is the x axis instead.
     run.define_metric("*", step_metric="step")
 
-    def picture(step: int, name: str, picture: Image.Image) -> None:
-        run.log({name: client.Image(picture), "step": step})
+    def write(step: int, values: dict[str, Any]) -> None:
+        shown = {n: client.Image(v) if isinstance(v, Image.Image) else v for n, v in values.items()}
+        run.log({**shown, "step": step})
 
-    return Sink(lambda step, values: run.log({**values, "step": step}), run.finish, picture)
+    return Sink(write, run.finish)

@@ -48,8 +48,8 @@ def test_all_combinations_run_in_hydras_order_and_a_table_closes(
     assert {config.epochs for config in trained} == {None}
     out, err = capsys.readouterr()
     rows = [line for line in out.splitlines() if line.lstrip().startswith("seed=")]
-    assert len(rows) == 8 and "birds top1" in out
-    assert all(word in rows[0] for word in ("1.0000", "50.0", "done")) and "went wrong" in rows[-1]
+    assert len(rows) == 12 and "1.0000" in rows[0] and "done" in rows[0] and "went wrong" in rows[7]
+    assert "samples=2k, birds" in rows[8] and "50.0" in rows[8] and "top-1" in out
     assert err.endswith("error: 4 of 8 runs failed\n")
 
 
