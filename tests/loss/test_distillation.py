@@ -110,9 +110,3 @@ def test_its_memory_is_linear_in_the_batch() -> None:
             taught(teachers)(u, v, torch.tensor(14.3, requires_grad=True), None).backward()
         peaks.append(memory.peak)
     assert peaks[2] - peaks[1] < 2.2 * (peaks[1] - peaks[0]), f"{peaks} bytes at N = 64, 128, 256"
-
-
-def test_a_teacher_of_another_batch_is_refused() -> None:
-    u, v = features(6, 6, 4)
-    with pytest.raises(ValueError, match=r"a teacher's features \(5, 4\) and \(6, 4\) for 6 images"):
-        distillation_loss(u, v, 10.0, [(u[:5], v, 10.0)])

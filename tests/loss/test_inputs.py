@@ -31,6 +31,16 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown exchange": ({"exchange": "rign"}, "exchange='rign' is not one of"),
     "an unknown backend": ({"backend": "cuda"}, "backend='cuda' is not one of"),
     "keys of one side": ({"keys": (None, torch.arange(8))}, "nothing to be compared with"),
+    "a left-out pair among captions": (
+        {"keys": torch.arange(6), "captions": 2, "text_features": torch.cat([V, V])[:12]},
+        "shared=positive",
+    ),
+    "positives of late interaction": (LATE | {"shared": "positive"}, "shared=positive takes similarity=dot"),
+    "too few captions": ({"captions": 2}, "fewer texts than images"),
+    "a teacher of another batch": (
+        {"teachers": [(U[:5], V, 10.0)]},
+        r"a teacher's features \(5, 4\) and \(8, 4\) for 6",
+    ),
     "keys of another length": ({"keys": torch.arange(6)}, r"keys must be torch.int64 .* shapes \(6,\) and \(8,\)"),
     "a mask for the dot product": ({"masks": (torch.ones(6, 3).bool(), None)}, "only for similarity=late"),
     "a text without tokens": (LATE | {"masks": (None, torch.arange(6)[:, None].expand(6, 3) != 2)}, "without tokens"),
@@ -132,16 +142,6 @@ def test_the_scale_may_be_any_tensor_of_one_element(shape: tuple[int, ...]) -> N
     true = oracle(U, V, float(torch.tensor(2.0).exp()))[3] * torch.tensor(2.0).double().exp()
     assert log_scale.grad is not None and log_scale.grad.shape == shape
     assert abs(float(log_scale.grad) - float(true)) < 1e-5, f"{float(log_scale.grad)} against {float(true)}"
-
-
-def test_duplicate_captions_are_left_out_and_a_positive_never_is() -> None:
-    u, v = (x[:4].double() for x in features(4, 4, 6))
-    same = torch.tensor([5, 5, 9, 5])
-    value = contrastive_loss(u, v, 8.0, objective="softmax_image", keys=same)
-    x = 8.0 * u @ v.T
-    kept = torch.tensor([[1, 0, 1, 0], [0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 1, 1]]).bool()
-    true = (x.masked_fill(~kept, -torch.inf).logsumexp(1) - x.diagonal()).mean()
-    assert abs(float(value - true)) < 1e-12, f"{float(value)} against {float(true)}"
 
 
 def test_torch_compile_around_it_gives_what_eager_gives() -> None:

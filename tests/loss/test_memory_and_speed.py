@@ -12,9 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipscale.loss import machine
 from clipscale.loss.api import contrastive_loss
+from clipscale.loss.block import Block, Parameters, RowBlock
+from clipscale.loss.objective import Sigmoid, Softmax
+from clipscale.loss.triton.backend import triton_backend
 from clipscale.plan.memory_tracker import DryMachine, cuda_autocast, without_memory
 
 # Prints by how many bytes the peak of a forward and a backward pass exceeds what the process holds before them. The
@@ -104,3 +108,37 @@ def test_a_million_pairs_take_memory_for_the_texts_sums_on_a_gpu(
         peak, left = memory.take_peak() - before - grads, memory.live - before - grads
     assert peak <= bytes_each * n * width + 2**28, f"{peak / 2**30:.2f} GiB"
     assert left <= 2**12, f"{left} bytes remain"
+
+
+class Operations(TorchDispatchMode):
+    """Counts what a GPU would be sent: operations but for views and allocations, and (as a machine) launches."""
+
+    count = 0
+    FREE = ("slice", "select", "unbind", "permute", "alias", "view", "empty")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not any(word in func.__name__ for word in self.FREE)
+        return func(*args, **(kwargs or {}))
+
+    def launched(self, *_: Any, **__: Any) -> None:
+        self.count += 1
+
+
+@pytest.mark.parametrize("objective", [Softmax(), Sigmoid()])
+def test_a_ring_visit_sends_a_gpu_at_most_ten_operations(
+    objective: Softmax | Sigmoid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each pass, with the Triton backend, of a block from another rank."""
+    with Operations() as operations:
+        for name in ("launch", "add_product"):
+            monkeypatch.setattr(machine.here, name, operations.launched)
+        rows, cols = (RowBlock(torch.ones(200, 64, dtype=torch.float16)) for _ in range(2))
+        for side in (rows, cols):
+            side.lse, side.weight, side.grad = side.empty_lse(), torch.ones(200), side.empty_grad()
+        rows.target, scale = torch.zeros(200, dtype=torch.float64), torch.tensor(10.0)
+        zero = torch.zeros((), dtype=torch.float64)
+        block = Block(rows, cols, Parameters(scale, scale, zero, zero), None)
+        for visit in (triton_backend(objective).forward, triton_backend(objective).backward):
+            operations.count = 0
+            visit(block)
+            assert 0 < operations.count <= 10, f"{operations.count} operations"

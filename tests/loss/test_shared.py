@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -138,14 +137,3 @@ def test_ranks_agree_on_what_nearly_all_is(ranks: Workers) -> None:
     order = torch.tensor([0, 2, 3, 4, 1, 5, 6, 7, 8, 9, 10, 11])
     u, v, same = (x[order].unflatten(0, (3, 4)) for x in (u, v, same))
     check(ranks, 3, u, v, 100.0, {"exchange": "ring"}, keys=(same, same))
-
-
-def differing(group: dist.ProcessGroup, rank: int) -> str:
-    u = torch.randn(4, 6)
-    with pytest.raises(ValueError) as caught:
-        contrastive_loss(u, u, 10.0, group=group, keys=torch.arange(4), shared="positive" if rank else "mask")
-    return str(caught.value)
-
-
-def test_ranks_that_treat_keys_otherwise_are_refused(ranks: Workers) -> None:
-    assert all("the same treatment of equal keys" in message for message in ranks.run(differing, 2))
