@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from clipscale.config.sections import BACKENDS, EXCHANGES, OBJECTIVES, SHARED, SIMILARITIES
 from clipscale.loss import machine
-from clipscale.loss.autograd import Backend, ContrastiveLoss, LossCall, Settled
+from clipscale.loss.autograd import Backend, ContrastiveLoss, LossCall
 from clipscale.loss.exchange import Communicator, Gather, Replicated, Ring, Single
 from clipscale.loss.inputs import FACTS, Inputs, Pair, checked_inputs
 from clipscale.loss.objective import Distillation, Objective, Sigmoid, Softmax
-from clipscale.loss.shared import Shared, prepared
+from clipscale.loss.shared import Corrected, Masked, prepared
 from clipscale.loss.similarity import Deep, Dot, Late, Similarity
 from clipscale.loss.torch_backend import TorchBackend
 
@@ -117,10 +117,11 @@ def contrastive_loss(
     """
     kind = "module" if isinstance(similarity, nn.Module) else similarity
     comm = None if exchange == "none" else Communicator.of(group)
+    positive = shared == "positive" or captions > 1
     try:
         _check_choices(objective, similarity, exchange, backend, shared)
-        if shared == "positive" and kind != "dot":
-            raise ValueError("shared=positive takes similarity=dot")
+        if positive and kind != "dot":
+            raise ValueError("shared=positive and several captions take similarity=dot")
         if shared == "mask" and keys is not None and captions > 1:
             raise ValueError("shared=mask takes one caption an image; with several, shared=positive")
         inputs = checked_inputs(
@@ -128,8 +129,7 @@ def contrastive_loss(
             masks=masks, keys=None if shared == "ignore" else keys, captions=captions, check=check,
         )  # fmt: skip
         if teachers:
-            softmaxes = objective != "sigmoid" and kind == "dot"
-            inputs = replace(inputs, teachers=_side_by_side(teachers, inputs, softmaxes))
+            inputs = replace(inputs, teachers=_side_by_side(teachers, inputs, objective, kind))
         backend = _chosen_backend(backend, kind, inputs)
     except ValueError as error:
         if comm is not None and check:
@@ -137,7 +137,7 @@ def contrastive_loss(
         raise
     if comm is not None and check:
         comm.agree(inputs.facts(objective, exchange, shared), FACTS, None, image_features.device)
-    inputs, many = prepared(inputs, comm, shared == "positive" or captions > 1)
+    inputs, many = prepared(inputs, comm)
     if objective == "softmax_text":
         inputs = inputs.positives_only()  # a hard negative is in no text's softmax
     pairs = _similarity(similarity, image_features.device)
@@ -151,8 +151,8 @@ def contrastive_loss(
     for given, pairs, weights in terms:
         widths = [(a.shape[1], float(t)) for a, _, t in teachers]
         terms_of = Distillation(widths) if teachers else Sigmoid() if objective == "sigmoid" else Softmax()
-        backends = _backends(backend, terms_of, pairs, inputs, many)
-        call = LossCall(ranks, pairs, weights, given, check, torch.is_grad_enabled(), *backends)
+        blocks = _backend(backend, terms_of, pairs, given.keys[0] is not None, many, positive)
+        call = LossCall(ranks, blocks, pairs, weights, given, check, torch.is_grad_enabled())
         numbers = (given.scale, given.bias, *pairs.parameters)
         values.append(cast(Tensor, ContrastiveLoss.apply(call, given.rows, given.cols, *numbers)))
     return values[0] if len(values) == 1 else (values[0] + values[1]) / 2
@@ -170,15 +170,14 @@ def distillation_loss(
     That part is computed in torch's tiles. `teachers`: (a (n, D_k), b (m, D_k), t) each, features of the same images
     and texts, usually of unit length, and the teacher's own logit scale. They get no gradient.
     """
-    features, terms = (image_features, text_features, logit_scale), []
+    student, value = (image_features, text_features, logit_scale), torch.zeros((), device=image_features.device)
     if weights[0]:
-        terms.append(weights[0] * contrastive_loss(*features, **options))
+        value = weights[0] * contrastive_loss(*student, **options)
     if weights[1]:
-        names = {"exchange", "group", "ranks_per_node", "check"} & options.keys()
+        kept = {x: options[x] for x in ("exchange", "group", "ranks_per_node", "check") if x in options}
         backend = "dense" if options.get("backend") == "dense" else "tiled"
-        kept = {name: options[name] for name in names}
-        terms.append(weights[1] * contrastive_loss(*features, teachers=teachers, backend=backend, **kept))
-    return sum(terms[1:], terms[0])
+        value = value + weights[1] * contrastive_loss(*student, teachers=teachers, backend=backend, **kept)
+    return value
 
 
 def _check_choices(objective: str, similarity: str | nn.Module, exchange: str, backend: str, shared: str) -> None:
@@ -194,9 +193,9 @@ def _check_choices(objective: str, similarity: str | nn.Module, exchange: str, b
             raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}")
 
 
-def _side_by_side(teachers: Sequence[Teacher], inputs: Inputs, softmaxes: bool) -> Pair:
+def _side_by_side(teachers: Sequence[Teacher], inputs: Inputs, objective: str, similarity: str) -> Pair:
     """The teachers' images and texts, in one type. Raises ValueError where they do not fit."""
-    if not softmaxes or inputs.keys[0] is not None or inputs.captions > 1:
+    if objective == "sigmoid" or similarity != "dot" or inputs.keys[0] is not None or inputs.captions > 1:
         raise ValueError("teachers take a softmax of dot products, without keys and with one caption an image")
     n, m = len(inputs.rows), len(inputs.cols)
     for a, b, _ in teachers:
@@ -214,24 +213,23 @@ def _similarity(similarity: str | nn.Module, device: torch.device) -> Similarity
     return Late(device) if similarity == "late" else Dot()
 
 
-def _backends(
-    name: str, objective: Objective, similarity: Similarity, inputs: Inputs, many: bool
-) -> tuple[list[Backend], Settled | None]:
-    """The backends of LossCall, and what settles the first one's log-sum-exps."""
+def _backend(
+    name: str, objective: Objective, similarity: Similarity, has_keys: bool, many: bool, positive: bool
+) -> Backend:
+    """The backend; with keys, for pairs that are positives or else left out."""
     plain: Backend = TorchBackend(objective, similarity, dense=name == "dense")
     if name == "triton":
         from clipscale.loss.triton.backend import triton_backend  # Triton is imported where it is used
 
         plain = triton_backend(objective)
-    if inputs.keys[0] is None:
-        return [plain], None
-    if inputs.shares[0] is not None:
-        return [Shared(plain, positive=True)], None
+    if not has_keys:
+        return plain
+    if positive:
+        return Corrected(plain, positive)
     exact = TorchBackend(objective, similarity, dense=name == "dense", leaves_out=True)
     if many or not isinstance(similarity, Dot):
-        return [exact], None
-    sparse = Shared(plain, positive=False)
-    return ([sparse], None) if sparse.sums_pairs else ([sparse, exact], sparse.settled)
+        return exact
+    return Corrected(plain, positive) if plain.sums_pairs else Masked(plain, exact)
 
 
 def _exchange(name: str, comm: Communicator | None, ranks_per_node: int | None) -> Single:

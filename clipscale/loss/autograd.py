@@ -5,9 +5,8 @@ Letters: n rows (images) and m columns (texts) of this rank, N rows of all ranks
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -41,23 +40,17 @@ class Backend(Protocol):
     def backward(self, block: Block) -> None: ...
 
 
-Settled = Callable[[RowBlock, RowBlock, Single], bool]
-"""Ends log-sum-exps that a sweep has left unfinished; false: they must be computed otherwise."""
-
-
 @dataclass
 class LossCall:
     """One call of the loss: its parts, and everything that is not a differentiable tensor."""
 
     exchange: Single
+    backend: Backend
     similarity: Similarity
     weights: tuple[float | None, float | None]  # N a_i and N b_j; None: no softmax in that direction
     inputs: Inputs  # for all but the features
     check: bool  # refuse a result that is not finite, which waits for the device
     trains: bool  # may a backward pass follow
-    backends: Sequence[Backend]  # the next where the first cannot settle its log-sum-exps
-    settled: Settled | None = None
-    backend: Backend = field(init=False)  # the one in use
 
     def local_blocks(self, image_features: Tensor, text_features: Tensor) -> tuple[RowBlock, RowBlock]:
         """This rank's rows and columns, with their weights, as the backend takes them."""
@@ -67,7 +60,7 @@ class LossCall:
         )
         captions = self.inputs.captions
         for side, weight, texts in zip((rows, cols), self.weights, (1, captions)):
-            missing = -side.features.shape[-1] % self.backends[0].width_step
+            missing = -side.features.shape[-1] % self.backend.width_step
             side.features = F.pad(side.features, (0, missing)) if missing else side.features
             if weight is not None:
                 side.weight = widened(side.features.new_full((len(side),), weight / texts))
@@ -87,35 +80,30 @@ class ContrastiveLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: LossCall, image_features: Tensor, text_features: Tensor, *numbers: Tensor) -> Tensor:
         scale, bias, *_ = numbers
-        exchange = call.exchange
+        exchange, backend = call.exchange, call.backend
         ctx.call, ctx.grads, ctx.count = call, None, len(image_features) * exchange.size
         ctx.random = None if call.similarity.homogeneous else RandomState.now(image_features.device)
         needed = [call.trains and need for need in ctx.needs_input_grad[1:]]
 
         def visit(cols: RowBlock, positive: int | None) -> None:
-            call.backend.forward(Block(rows, cols, Parameters(scale, bias), positive))
+            backend.forward(Block(rows, cols, Parameters(scale, bias), positive))
 
         with _arithmetic(call, image_features.device):
             rows, cols = exchange.spread(*call.local_blocks(image_features, text_features))
-            one_sweep = call.backends[0].sums_pairs and call.weights == (None, None)
-            for backend in call.backends:
-                call.backend, rows.target = backend, scale.new_zeros(len(rows), dtype=torch.float64)
-                if one_sweep and any(needed):
-                    break
+            rows.target = scale.new_zeros(len(rows), dtype=torch.float64)
+            has_sums = call.weights != (None, None)
+            if has_sums or not any(needed):
                 count = backend.other_lses
                 if rows.weight is not None:
                     rows.lse, rows.others = rows.empty_lse(), rows.empty_lse(count) if count else None
-                others = replace(LSE, field="others", empty=partial(RowBlock.empty_lse, count=count))
+                others = replace(LSE, field="others", empty=lambda cols: cols.empty_lse(count))
                 sums = [] if cols.weight is None else [LSE, others] if count else [LSE]
                 for s, x in zip(sums, exchange.sweep(cols, sums, visit)):
                     setattr(cols, s.field, x)
-                if call.settled is None or call.settled(rows, cols, exchange):
-                    break
-            if call.backend.sums_pairs and (any(needed) or not one_sweep):
+            if backend.sums_pairs and (has_sums or any(needed)):
                 like = image_features, text_features
                 grads = gradients(call, rows, cols, like, numbers, needed, scale.new_tensor(1 / ctx.count))
                 ctx.grads = grads if any(needed) else None
-            assert rows.target is not None
             per_row = -rows.target
             for side in (rows, cols):
                 if side.lse is not None and side.weight is not None:

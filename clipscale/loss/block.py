@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-SENT = ("features", "mask", "keys", "share", "teachers", "lse", "others")
+SENT = ("features", "mask", "keys", "owner", "share", "teachers", "lse", "others")
 """The fields that another rank needs to use a RowBlock as columns. Sums and gradients stay."""
 
 
@@ -19,11 +19,12 @@ class RowBlock:
     features: Tensor  # (n, D); token features (n, T, D); for a module (n, ...)
     mask: Tensor | None = None  # (n, T) bool, true where a token counts
     keys: Tensor | None = None  # (n,) int64; a pair with equal keys is no negative
-    share: Tensor | None = None  # (n,) float64, 1 / number of positives in the whole batch; None: one
+    owner: Tensor | None = None  # (n,) int64, number of the image in the whole batch; -1 of a hard negative
+    share: Tensor | None = None  # (n,) float64, 1 / number of the sample's own and all other pairs of equal keys
     teachers: Tensor | None = None  # (n, D_1 + ... + D_K), the features of K teachers side by side
     weight: Tensor | None = None  # (n,) a_i or b_j times N; None: no softmax in this direction
     lse: Tensor | None = None  # (n,) float64 log-sum-exp of the scores: running in forward, complete in backward
-    others: Tensor | None = None  # (n, 1) float64 log-sum-exp of scores that lse has to lose; (n, K) of K teachers'
+    others: Tensor | None = None  # (n, K) float64 log-sum-exps of K teachers' scores
     grad: Tensor | None = None  # like features, in sum_dtype; None: frozen
     target: Tensor | None = None  # (n,) float64, rows only: what the loss subtracts from the log-sum-exps
 
@@ -47,10 +48,9 @@ class RowBlock:
         names = [name for name in self.present() if name in SENT]
         return RowBlock(**dict(zip(names, tensors, strict=True)), weight=self.weight)
 
-    def empty_lse(self, count: int | None = None) -> Tensor:
+    def empty_lse(self, *count: int) -> Tensor:
         """The log-sum-exp of no terms, (n,) or (n, count) float64."""
-        shape = (len(self),) if count is None else (len(self), count)
-        return self.features.new_full(shape, -torch.inf, dtype=torch.float64)
+        return self.features.new_full((len(self), *count), -torch.inf, dtype=torch.float64)
 
     def empty_grad(self) -> Tensor:
         """A gradient of zeros, like the features, in sum_dtype."""

@@ -44,6 +44,7 @@ class Inputs:
     keys: Pair
     dtype: torch.dtype  # what the features are cast to
     captions: int = 1  # of an image: text i + c n is the c-th of image i; then come the hard negatives
+    owners: Pair = (None, None)
     shares: Pair = (None, None)
     teachers: Pair = (None, None)
 
@@ -73,7 +74,7 @@ class Inputs:
 
     def pairs(self) -> dict[str, Any]:
         """What each row and each column has besides its features, by name."""
-        return {name: getattr(self, name) for name in ("masks", "keys", "shares", "teachers")}
+        return {name: getattr(self, name) for name in ("masks", "keys", "owners", "shares", "teachers")}
 
 
 def checked_inputs(
@@ -103,7 +104,6 @@ def checked_inputs(
     )
     masks, keys = masks or (None, None), (keys, keys) if isinstance(keys, Tensor) else keys or (None, None)
     if captions > 1:
-        _require(similarity == "dot", "captions > 1 takes similarity=dot")
         v, keys = _first_captions_first(u, v, keys, captions)
     _require(similarity == "late" or masks == (None, None), "masks are only for similarity=late")
     _require((keys[0] is None) == (keys[1] is None), "keys of one side alone have nothing to be compared with")

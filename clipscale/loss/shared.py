@@ -1,13 +1,11 @@
 """Pairs that are no negatives: samples that share a key (the same caption or picture), and an image's own captions.
 
-They are few. So a plain backend takes every score, as fast as without keys. `Shared` finds these pairs by sorting the
-keys and corrects the difference pair by pair. With r_i and c_j over all scores, and P_i, P_j the positives,
+They are few. So a plain backend computes every score, as fast as without keys, and its results are corrected:
 
-    left out: r_i' = r_i + log1p(-sum over these j of e^(x_ij - r_i)), c_j' likewise, and their G_ij is 0
-    positive: G_ij = a_i e^(x_ij - r_i) + b_j e^(x_ij - c_j) - a_i / |P_i| - b_j / |P_j|
-
-Where nearly all of a sum is left out, the rest would be the difference of two large numbers. Then, and where the pairs
-are many, tiles leave them out instead (`leave_out`).
+- for positives, and under the sigmoid for pairs that are left out, pair by pair (`Corrected`). With P_i and P_j the
+  positives of a row and a column, G_ij = a_i e^(x_ij - r_i) + b_j e^(x_ij - c_j) - a_i / |P_i| - b_j / |P_j|;
+- for pairs that the softmax leaves out by computing their rows and columns anew, in torch's tiles (`Masked`). (Where a
+  double matches better than the pair itself, nearly all of a sum is left out, and a difference of sums is rounding.)
 
 Letters: n rows (images) and m columns (texts) of a block, k pairs or captions, D feature width.
 """
@@ -20,95 +18,133 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipscale.loss.autograd import Backend
-from clipscale.loss.block import Block, RowBlock, widened
-from clipscale.loss.exchange import Communicator, Single
+from clipscale.loss.block import Block, Parameters, RowBlock, widened
+from clipscale.loss.exchange import Communicator
 from clipscale.loss.inputs import Inputs
 from clipscale.loss.similarity import row_products
 
-LARGEST_SHARE = 7 / 8  # of a sum that may be left out: an eighth of its precision stays, and probabilities up to 7
-FEW, PAIR_COST = 2**16, 128  # so many pairs are few; a pair costs about as much as so many scores in tiles
+MANY = 1 / 4  # of the rows: tiles for all of them cost less than for their columns, too
+ELSEWHERE = 2.0**20  # nats: of a log-sum-exp beside which every exponential is 0
 
 
-def prepared(inputs: Inputs, comm: Communicator | None, positive: bool) -> tuple[Inputs, bool]:
-    """The inputs with keys for an image's captions and shares for positives, or without keys where no two are equal;
-    and whether these pairs are many. Takes an all-gather of the keys, and waits for the device."""
-    n, m, k = len(inputs.rows), len(inputs.cols), inputs.captions
-    row_keys, col_keys = inputs.keys
-    if k > 1 and row_keys is None:
-        row_keys = torch.arange(n, device=inputs.rows.device) + (comm.rank * n if comm else 0)
-        col_keys = F.pad(row_keys.repeat(k), (0, m - k * n), value=-1)
-    if row_keys is None or col_keys is None:
+def prepared(inputs: Inputs, comm: Communicator | None) -> tuple[Inputs, bool]:
+    """The inputs with owners and shares, or without keys where no pair needs them; and whether the pairs are many.
+
+    It gathers the keys of all ranks, and waits for the device.
+    """
+    n, k = len(inputs.rows), inputs.captions
+    if k == 1 and inputs.keys[0] is None:
         return inputs, False
-    in_texts = _equal(row_keys, col_keys, comm)
-    apart = (row_keys != col_keys[:n]).long()  # an image and its text may have different keys
-    count = torch.stack([in_texts.sum(), n - apart.sum()])
-    pairs, own = (comm.reduce(count) if comm else count).tolist()
-    if pairs == own:
+    extra = len(inputs.cols) - k * n
+    images = torch.arange(n, device=inputs.rows.device) + (comm.rank * n if comm else 0)
+    owners = images, F.pad(images.repeat(k), (0, extra), value=-1)
+    row_keys, col_keys = owners if inputs.keys[0] is None else inputs.keys
+    assert row_keys is not None and col_keys is not None
+    same = (row_keys == col_keys[:n]).long()  # an image and its text may have different keys
+    more_texts = _equal(row_keys, col_keys, comm) - same
+    more_images = _equal(col_keys, row_keys, comm) - F.pad(same.repeat(k), (0, extra))
+    count = (more_texts > 0).sum()
+    rows = int(comm.reduce(count) if comm else count)
+    if rows == 0:
         return replace(inputs, keys=(None, None)), False
-    if positive:
-        in_images = _equal(col_keys, row_keys, comm) + F.pad(apart, (0, m - n))
-        inputs = replace(inputs, shares=(1 / (in_texts + apart).double(), 1 / in_images.clamp_min(1).double()))
-    ranks = comm.size if comm else 1
-    return replace(inputs, keys=(row_keys, col_keys)), pairs > max(FEW, ranks**2 * n * m // PAIR_COST)
+    shares = 1 / (1 + more_texts.double()), 1 / (1 + more_images.double())
+    many = rows > MANY * n * (comm.size if comm else 1)
+    return replace(inputs, keys=(row_keys, col_keys), owners=owners, shares=shares), many
 
 
 def leave_out(scores: list[Tensor], tile: Block) -> None:
-    """Set the scores (n, m) of pairs with equal keys to -inf, in place, unless they are positives."""
-    assert tile.rows.keys is not None and tile.cols.keys is not None
-    same = tile.rows.keys[:, None] == tile.cols.keys[None, :]
-    if tile.positive is not None:
-        same.diagonal(tile.positive).fill_(False)
+    """Set the scores (n, m) of pairs with equal keys to -inf, in place, unless they belong together."""
+    rows, cols = tile.rows, tile.cols
+    assert rows.keys is not None and cols.keys is not None and rows.owner is not None and cols.owner is not None
+    same = (rows.keys[:, None] == cols.keys[None, :]) & (rows.owner[:, None] != cols.owner[None, :])
     for score in scores:
         score.masked_fill_(same, -torch.inf)
 
 
-Pairs = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Rows (k,) and columns (k,) of pairs; float64 (k,): their scores, and how much more they weigh as positives than the
-plain backend has it."""
+class Around:
+    """A backend (see TorchBackend) for dot products around a plain one, in whose units it adds to gradients."""
 
-
-class Shared:
-    """A backend (see TorchBackend) that corrects what a plain one makes of pairs that share a key. Dot product only."""
-
-    def __init__(self, plain: Backend, positive: bool) -> None:
-        """positive: whether these pairs are positives, or left out."""
-        self.plain, self.positive = plain, positive
+    def __init__(self, plain: Backend) -> None:
+        self.plain, self.missing_factor, self.other_lses = plain, plain.missing_factor, 0
         self.width_step, self.sums_scale_grad, self.sums_pairs = (
             plain.width_step,
             plain.sums_scale_grad,
             plain.sums_pairs,
         )
-        self.other_lses, self.missing_factor = int(not positive and not plain.sums_pairs), plain.missing_factor
+
+
+class Masked(Around):
+    """Leaves pairs with equal keys out of a softmax.
+
+    `exact` leaves them out in its tiles, for the rows and columns that have such a pair; `plain` does the others.
+    """
+
+    def __init__(self, plain: Backend, exact: Backend) -> None:
+        super().__init__(plain)
+        self.exact = exact
+
+    def forward(self, block: Block) -> None:
+        parts = [*self._parts(block)]  # with the log-sum-exps of earlier blocks
+        self.plain.forward(block)
+        for side, index, some, part in parts:
+            self.exact.forward(part)
+            assert side.lse is not None and some.lse is not None
+            side.lse[index] = some.lse
+
+    def backward(self, block: Block) -> None:
+        self.plain.backward(replace(block, rows=_others(block.rows), cols=_others(block.cols)))
+        missing = self.missing_factor(block.parameters.scale)
+        for side, index, some, part in self._parts(block):
+            assert some.weight is not None
+            some.weight, some.grad = some.weight / missing, some.empty_grad()
+            self.exact.backward(part)
+            if block.parameters.scale_grad is not None:
+                products = row_products(some.features, some.grad).sum()
+                block.parameters.scale_grad += products * missing / block.parameters.scale
+            if side.grad is not None:
+                side.grad[index] += some.grad
+
+    def _parts(self, block: Block) -> Iterator[tuple[RowBlock, Tensor, RowBlock, Block]]:
+        """The rows that have a pair to leave out, against all columns; and such columns, against all rows.
+
+        Each as their side of the block, which of it, a copy of them, and the block that they make."""
+        parameters = Parameters(block.parameters.scale, block.parameters.bias)
+        for side, other in ((block.rows, block.cols), (block.cols, block.rows)):
+            if side.weight is not None and side.share is not None:
+                index = (side.share < 1).nonzero()[:, 0]
+                some, others = side[index], replace(other, weight=None)
+                rows, cols = (some, others) if side is block.rows else (others, some)
+                if len(index):
+                    yield side, index, some, Block(rows, cols, parameters, None)
+
+
+def _others(side: RowBlock) -> RowBlock:
+    """The side with probabilities of 0 where it has a pair to leave out."""
+    if side.lse is None or side.share is None:
+        return side
+    return replace(side, lse=side.lse.masked_fill(side.share < 1, ELSEWHERE))
+
+
+class Corrected(Around):
+    """Corrects pairs with equal keys: `positive`, or otherwise left out of a sum over pairs."""
+
+    def __init__(self, plain: Backend, positive: bool) -> None:
+        super().__init__(plain)
+        self.positive = positive
 
     def forward(self, block: Block) -> None:
         self.plain.forward(block)
         for pairs in self._pairs(block):
-            self._add_value(block, pairs)
-            for side, index in ((block.rows, pairs[0]), (block.cols, pairs[1])):
-                if side.others is not None and side.lse is not None:
-                    total = torch.zeros_like(side.lse)
-                    add_rows(total, index, (pairs[2] - side.lse[index]).exp())
-                    side.others[:, 0] = torch.logaddexp(side.others[:, 0], total.log_() + side.lse)
-
-    def settled(self, rows: RowBlock, cols: RowBlock, exchange: Single) -> bool:
-        """Take what is left out from the complete log-sum-exps. Returns whether enough is left, on all ranks."""
-        too_much = rows.features.new_zeros(())
-        for side in (rows, cols):
-            if side.others is not None and side.lse is not None and side.weight is not None:
-                share = (side.others[:, 0] - side.lse).exp_().masked_fill_(side.weight == 0, 0)
-                side.lse += torch.log1p(-share)
-                side.others, too_much = None, too_much + (share > LARGEST_SHARE).any()
-        return not exchange.total(too_much)
+            self._add_value(block, *pairs)
 
     def backward(self, block: Block) -> None:
         self.plain.backward(block)
         parameters = block.parameters
         unit = parameters.scale / self.missing_factor(parameters.scale)
-        for pairs in self._pairs(block):
-            i, j, scores, more = pairs
+        for i, j, scores, more in self._pairs(block):
             if self.sums_pairs and block.rows.target is not None:
-                self._add_value(block, pairs)
-            change = -more if self.positive else -self._probabilities(block, pairs)
+                self._add_value(block, i, j, scores, more)
+            change = -more if self.positive else -(scores + parameters.bias).sigmoid()
             if parameters.scale_grad is not None:
                 parameters.scale_grad += (change * scores).sum() / parameters.scale
             if parameters.bias_grad is not None and self.sums_pairs:
@@ -119,34 +155,22 @@ class Shared:
                     factor = (change * unit).to(side.grad.dtype)
                     add_rows(side.grad, index, widened(other.features[at]) * factor[:, None])
 
-    def _add_value(self, block: Block, pairs: Pairs) -> None:
-        i, _, scores, more = pairs
+    def _add_value(self, block: Block, i: Tensor, j: Tensor, scores: Tensor, more: Tensor) -> None:
         logits = scores + block.parameters.bias if self.sums_pairs else scores
         assert block.rows.target is not None
-        if self.positive or self.sums_pairs:
-            add_rows(block.rows.target, i, more * logits if self.positive else F.softplus(logits))
+        add_rows(block.rows.target, i, more * logits if self.positive else F.softplus(logits))
 
-    def _probabilities(self, block: Block, pairs: Pairs) -> Tensor:
-        """The pairs' part of the score gradient that does not come from positives."""
-        i, j, scores, _ = pairs
-        if self.sums_pairs:
-            return (scores + block.parameters.bias).sigmoid()
-        found = torch.zeros_like(scores)
-        for side, index in ((block.rows, i), (block.cols, j)):
-            if side.weight is not None and side.lse is not None:
-                found += side.weight[index] * (scores - side.lse[index]).exp()
-        return found
-
-    def _pairs(self, block: Block) -> Iterator[Pairs]:
-        """Those that the plain backend takes otherwise, some at a time."""
+    def _pairs(self, block: Block) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Pairs that the plain backend takes otherwise, some at a time: rows and columns, and, in float64, their scores
+        and how much more they weigh as positives."""
         for i, j in self._indices(block):
             diagonal = torch.zeros_like(i) if block.positive is None else (j - i == block.positive).long()
             wanted, more = diagonal == 0, (1 - diagonal).double() * self.sums_pairs
             for side, index in ((block.rows, i), (block.cols, j)):
-                if side.share is not None:
-                    wanted |= side.share[index] < 1
-                    if side.weight is not None:
-                        more = more + side.weight[index] * (side.share[index] - diagonal)
+                assert side.share is not None
+                wanted |= (side.share[index] < 1) & self.positive
+                if side.weight is not None:
+                    more = more + side.weight[index] * (side.share[index] - diagonal)
             i, j, more = i[wanted], j[wanted], more[wanted]
             if len(i):
                 yield i, j, block.parameters.scale * row_products(block.rows.features[i], block.cols.features[j]), more

@@ -16,7 +16,7 @@ from clipscale.loss.block import Block, Parameters, RowBlock
 from clipscale.loss.objective import Softmax
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.loss.triton.backend import TritonSoftmax
-from tests.loss.cases import Phi, assert_exact, errors, features, keys, oracle, results, token_features
+from tests.loss.cases import assert_exact, errors, features, keys, oracle, results
 from tests.support.device import DEVICE, on_device, only_on_cuda, sized, with_kernels
 
 pytestmark = on_device
@@ -67,18 +67,6 @@ def test_half_precision_is_no_further_from_the_truth_than_twice_plain_torch(
         for name, ours in found.items():
             bar = 2 * plain[name] + 5e-6
             assert ours <= bar, f"{name} at D = {width}, {kind} cosines, scale {scale:g}: {ours:.1e} > {bar:.1e}"
-
-
-def test_late_interaction_and_deep_similarity_are_exact() -> None:
-    (u, v), masks = map(moved, token_features(40, 50, 9, 7, 32))
-    true = oracle(u, v, 14.3, similarity="late", masks=masks)
-    found = results(contrastive_loss, u.float(), v.float(), 14.3, similarity="late", tile=16, masks=masks)
-    assert_exact(found, true, 14.3, 1e-5, "late")
-    torch.manual_seed(0)
-    u, v = rows(40, 50, 32)
-    phi = Phi(32).to(DEVICE).double()
-    true = oracle(u, v, 14.3, similarity=phi)
-    assert_exact(results(contrastive_loss, u, v, 14.3, similarity=phi, tile=16), true, 14.3, 1e-10, "deep")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

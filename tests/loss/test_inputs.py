@@ -35,7 +35,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         {"keys": torch.arange(6), "captions": 2, "text_features": torch.cat([V, V])[:12]},
         "shared=positive",
     ),
-    "positives of late interaction": (LATE | {"shared": "positive"}, "shared=positive takes similarity=dot"),
+    "positives of late interaction": (LATE | {"shared": "positive"}, "several captions take similarity=dot"),
     "too few captions": ({"captions": 2}, "fewer texts than images"),
     "a teacher of another batch": (
         {"teachers": [(U[:5], V, 10.0)]},

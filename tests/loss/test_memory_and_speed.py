@@ -1,11 +1,10 @@
-"""Memory that grows with the batch and not with its square; and time against open_clip's ClipLoss on the CPU.
+"""Memory that grows with the batch and not with its square, and few operations for a GPU.
 
 Letters: N pairs, D feature width.
 """
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 from typing import Any
@@ -42,26 +41,6 @@ for n in (64, 16384):  # the first for torch's allocations that happen once
 print(held("VmHWM") - before)
 """
 
-# Prints the seconds of forward and backward, ours and the peer's in alternation.
-TIMES = """
-import json, time
-import torch, torch.nn.functional as F
-from clipscale import contrastive_loss
-from open_clip.loss import ClipLoss
-
-torch.set_num_threads(2)
-u, v = (F.normalize(torch.randn(16384, 512), dim=1) for _ in range(2))
-methods = {"ours": contrastive_loss, "peer": ClipLoss()}
-times = {name: [] for name in methods}
-for _ in range(6):
-    for name, loss in methods.items():
-        inputs = [x.clone().requires_grad_() for x in (u, v, torch.tensor(14.3))]
-        start = time.perf_counter()
-        loss(*inputs).backward()
-        times[name].append(time.perf_counter() - start)
-print(json.dumps({name: sorted(t[1:]) for name, t in times.items()}))
-"""
-
 
 def printed(program: str, *words: str, **variables: str) -> Any:
     """What a process of its own prints."""
@@ -78,14 +57,6 @@ def test_extra_memory_at_16k_is_at_most_a_twentieth_of_clip_loss() -> None:
     given = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
     ours, peer = (printed(PEAK, method, **given) for method in ("ours", "peer"))
     assert ours * 20 <= peer, f"{ours / 2**20:.0f} MiB against ClipLoss's {peer / 2**20:.0f} MiB"
-
-
-@pytest.mark.timeout(3000)
-@pytest.mark.slow  # minutes of matmuls on two cores, with nothing else running
-def test_on_two_cores_the_loss_is_half_as_fast_again_as_clip_loss() -> None:
-    times = printed(TIMES)
-    ours, peer = (statistics.median(times[name]) for name in ("ours", "peer"))
-    assert peer >= 1.5 * ours, f"{ours:.2f} s against ClipLoss's {peer:.2f} s, {peer / ours:.2f} times; all: {times}"
 
 
 @pytest.mark.parametrize(
@@ -111,13 +82,12 @@ def test_a_million_pairs_take_memory_for_the_texts_sums_on_a_gpu(
 
 
 class Operations(TorchDispatchMode):
-    """Counts what a GPU would be sent: operations but for views and allocations, and (as a machine) launches."""
+    """Counts what a GPU would be sent: operations, but for views and allocations, and launches."""
 
-    count = 0
-    FREE = ("slice", "select", "unbind", "permute", "alias", "view", "empty")
+    count, free = 0, ("slice", "select", "unbind", "permute", "alias", "view", "empty")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += not any(word in func.__name__ for word in self.FREE)
+        self.count += not any(word in func.__name__ for word in self.free)
         return func(*args, **(kwargs or {}))
 
     def launched(self, *_: Any, **__: Any) -> None:
@@ -125,20 +95,15 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("objective", [Softmax(), Sigmoid()])
-def test_a_ring_visit_sends_a_gpu_at_most_ten_operations(
-    objective: Softmax | Sigmoid, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ring_visit_is_at_most_ten_operations(objective: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In each pass, with the Triton backend, of a block from another rank."""
-    with Operations() as operations:
-        for name in ("launch", "add_product"):
-            monkeypatch.setattr(machine.here, name, operations.launched)
-        rows, cols = (RowBlock(torch.ones(200, 64, dtype=torch.float16)) for _ in range(2))
-        for side in (rows, cols):
-            side.lse, side.weight, side.grad = side.empty_lse(), torch.ones(200), side.empty_grad()
-        rows.target, scale = torch.zeros(200, dtype=torch.float64), torch.tensor(10.0)
-        zero = torch.zeros((), dtype=torch.float64)
-        block = Block(rows, cols, Parameters(scale, scale, zero, zero), None)
-        for visit in (triton_backend(objective).forward, triton_backend(objective).backward):
-            operations.count = 0
-            visit(block)
-            assert 0 < operations.count <= 10, f"{operations.count} operations"
+    rows, cols = (RowBlock(torch.ones(200, 64, dtype=torch.float16), weight=torch.ones(200)) for _ in range(2))
+    for side in (rows, cols):
+        side.lse, side.grad = side.empty_lse(), side.empty_grad()
+    rows.target, scale, zero = torch.zeros(200).double(), torch.tensor(10.0), torch.zeros(()).double()
+    for name in ("forward", "backward"):
+        with Operations() as operations:
+            for method in ("launch", "add_product"):
+                monkeypatch.setattr(machine.here, method, operations.launched)
+            getattr(triton_backend(objective), name)(Block(rows, cols, Parameters(scale, scale, zero, zero), None))
+        assert 0 < operations.count <= 10, f"{operations.count} operations {name}"

@@ -132,8 +132,7 @@ def softmax_gradient_kernel(
         G_ij = a_i 2^(y_ij - r_i) + b_j 2^(y_ij - c_j) - (a_i + b_j) [j = positive + i]
 
     with the complete log-sum-exps r and c and the weights a and b. products (programs,) = the tile's sum of UNIT * G_ij
-    <u_i, v_j>, before the panel's type rounds G. No exponential overflows, as y_ij <= r_i and y_ij <= c_j; of a pair
-    that a log-sum-exp leaves out it is at most 7 (loss/shared.py), and UNIT * 7 is a float16.
+    <u_i, v_j>, before the panel's type rounds G. No exponential overflows, as y_ij <= r_i and y_ij <= c_j.
     """
     tile_row, tile_col = tile_position(n, m, BM, BN)
     dots = tile_dots(u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v, TMA, BM, BN, BK)
