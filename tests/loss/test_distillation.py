@@ -12,7 +12,7 @@ from open_clip.loss import DistillClipLoss
 from torch import Tensor
 
 from clipscale import contrastive_loss, distillation_loss
-from clipscale.loss.reference import dense_contrastive_loss
+from clipscale.loss.reference import dense_contrastive_loss, dense_distillation_loss
 from clipscale.plan.memory_tracker import MemoryTracker
 from tests.loss.cases import LossFunction, assert_exact, features, results, tiles_of
 from tests.loss.workers import Workers, stacked, whole
@@ -25,15 +25,10 @@ def taught(teachers: list[tuple[Tensor, Tensor, float]], **options: Any) -> Loss
 
 def dense(teachers: list[tuple[Tensor, Tensor, float]], weights: tuple[float, float]) -> LossFunction:
     """The same of a whole batch in one graph."""
-
-    def loss(u: Tensor, v: Tensor, scale: Tensor, logit_bias: Tensor) -> Tensor:
-        value = weights[0] * dense_contrastive_loss(u, v, scale)
-        for dim in (0, 1):
-            wanted = torch.stack([(t * a @ b.T).softmax(dim) for a, b, t in teachers]).mean(0)
-            value = value - weights[1] / 2 * (wanted * (scale * u @ v.T).log_softmax(dim)).sum(dim).mean()
-        return value
-
-    return loss
+    first, second = weights
+    return lambda u, v, scale, logit_bias: (
+        first * dense_contrastive_loss(u, v, scale) + second * dense_distillation_loss(u, v, scale, teachers)
+    )
 
 
 def three_teachers(n: int, seed: int = 0) -> list[tuple[Tensor, Tensor, float]]:
