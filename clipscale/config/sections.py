@@ -12,7 +12,6 @@ LR_SCALING = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 OBJECTIVES = ("softmax", "softmax_image", "softmax_text", "sigmoid")
 EXCHANGES = ("auto", "none", "replicated", "local", "gather", "ring")
 BACKENDS = ("auto", "dense", "tiled", "triton")
-SIMILARITIES = ("dot", "late")
 SHARED = ("ignore", "mask", "positive")
 WEIGHTS = ("trained", "ema")
 WEIGHTS_HELP = "The weights as they are (`trained`), or their moving average (`ema`), which a run with `ema` keeps."
@@ -125,7 +124,6 @@ class LossConfig:
     """Which contrastive loss, and how it is computed. The fields are keyword arguments of `contrastive_loss`."""
 
     objective: str = setting("softmax", "`softmax` (CLIP), one direction, or `sigmoid` (SigLIP).", choices=OBJECTIVES)
-    similarity: str = setting("dot", "`dot`, or `late` interaction over tokens.", choices=SIMILARITIES)
     exchange: str = setting("auto", "How ranks exchange features; `auto`: a ring over several.", choices=EXCHANGES)
     backend: str = setting(
         "auto",

@@ -77,8 +77,6 @@ def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
     if (config.samples is None) == (config.epochs is None):
         both = f"samples={config.samples} and epochs={config.epochs}"
         raise UserError(f"{both}: give the length of the run with one of them")
-    if config.loss.similarity == "late":
-        raise UserError("loss.similarity=late needs a feature for each token, which these towers do not give; take dot")
     if config.eval.every and not config.eval.wanted:
         raise UserError(f"eval.every={config.eval.every}: nothing to evaluate; give eval.sets=[FOLDER,...]")
     if config.eval.weights == "ema" and not config.ema:
@@ -92,8 +90,8 @@ def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
         raise UserError(f"distill.scales={scales}: give one above 0 for each of {len(teachers)} teachers")
     if len({*teachers}) < len(teachers) or not any(config.distill.weights):
         raise UserError(f"distill: teachers={teachers} must differ, and weights={config.distill.weights} not all be 0")
-    if teachers and (config.loss.similarity != "dot" or config.data.captions_per_step > 1):
-        raise UserError("distill.teachers: needs loss.similarity=dot and data.captions_per_step=1")
+    if teachers and config.data.captions_per_step > 1:
+        raise UserError("distill.teachers: needs data.captions_per_step=1")
     if config.data.captions_per_step > 1 and (config.data.same == "caption" or config.loss.shared == "mask"):
         raise UserError("data.captions_per_step: with it, take loss.shared=positive and data.same=url or another field")
     if config.resume not in ("auto", "none") and not Path(config.resume).expanduser().exists():

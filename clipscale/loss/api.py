@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from clipscale.config.sections import BACKENDS, EXCHANGES, OBJECTIVES, SHARED, SIMILARITIES
+from clipscale.config.sections import BACKENDS, EXCHANGES, OBJECTIVES, SHARED
 from clipscale.loss import machine
 from clipscale.loss.autograd import Backend, ContrastiveLoss, LossCall
 from clipscale.loss.exchange import Communicator, Gather, Replicated, Ring, Single
 from clipscale.loss.inputs import FACTS, Inputs, Pair, checked_inputs
 from clipscale.loss.objective import Distillation, Objective, Sigmoid, Softmax
 from clipscale.loss.shared import Corrected, Masked, prepared
-from clipscale.loss.similarity import Deep, Dot, Late, Similarity
+from clipscale.loss.similarity import SIMILARITIES, Deep, Dot, Late, Similarity
 from clipscale.loss.torch_backend import TorchBackend
 
 Teacher = tuple[Tensor, Tensor, float]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from clipscale.loss.block import Block, RowBlock, widened
 
 Vjp = Callable[[list[Tensor]], None]
+SIMILARITIES = ("dot", "late")
 GPU_TILE, CPU_TILE = (4096, 8192), (1024, 2048)  # rows and columns of the dot product's tiles
 
 

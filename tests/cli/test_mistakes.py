@@ -55,7 +55,6 @@ MISTAKES = [
     ("both lengths", "train samples=1k epochs=2 data=demo", "samples=1024", "epochs"),
     ("a batch that ranks cannot share", "train batch=10 launch.procs=4 data=demo", "batch=10", "multiple of 4"),
     ("a sigmoid without its bias", "train data=x.tar loss.objective=sigmoid", "loss.objective", "loss=siglip"),
-    ("token features of CLIP's towers", "train data=x.tar loss.similarity=late", "loss.similarity=late", "dot"),
     ("an evaluation of nothing", "train data=x.tar eval.every=5", "eval.every=5", "eval.sets"),
     ("an average that is not kept", "train data=x.tar eval.weights=ema", "eval.weights=ema", "ema=0.9999"),
     ("no data", "train model=tiny", "data.train", "data=demo"),
