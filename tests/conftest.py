@@ -41,6 +41,7 @@ TINY = (
     "data.workers=0",
     "device=cpu",
     "log.report=false",
+    "plan=false",
 )
 """A training run of two steps, two chunks each."""
 

@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,6 +69,16 @@ HARDWARE = {
     "v100-16g": Hardware(("V100", "16GB"), 70, 15.5, 125, 15.7, 150),
 }
 """By the name that `hardware=` accepts. The H100 is the SXM board."""
+
+
+def gpu_here() -> str | None:
+    """The driver's name of this machine's first GPU; None: there is none. A launcher that asked CUDA would keep memory."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        names = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return names[0] if names and os.environ.get("CUDA_VISIBLE_DEVICES") != "" else None
 
 
 def hardware(name: str) -> Hardware:

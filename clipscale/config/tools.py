@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from clipscale.common.errors import UserError
-from clipscale.common.hardware import Hardware, hardware
-from clipscale.common.units import parse_memory, run_folder
+from clipscale.common.hardware import Hardware, gpu_here, hardware, hardware_of
+from clipscale.common.units import nearest, parse_memory, run_folder
 from clipscale.config import sections
 from clipscale.config.data import DataConfig
 from clipscale.config.setting import setting
@@ -99,6 +99,8 @@ class CheckSettings:
 
 
 IMAGE, TEXT = "image", "text"
+PUBLISHED = ("clip", "openclip", "disco", "infcl")
+"""Presets of the loss whose published implementations are known."""
 
 
 @dataclass
@@ -146,11 +148,22 @@ class ExploreConfig(AnyModel):
 class PlanConfig(TrainConfig):
     """`clipscale plan`: predict memory and time of a run from the settings of `train`; or compare with `run`."""
 
-    hardware: str = setting("", "The GPU: a100-80g, h100-80g, ... (a wrong name lists all); or `cpu`.")
+    hardware: str = setting(
+        "", "The GPU: a100-80g, h100-80g, ... (a wrong name lists all), or `cpu`; empty: this machine."
+    )
     gpus: int = setting(1, "GPUs per node; one process each.", least=1)
     nodes: int = setting(1, "Nodes.", least=1)
     host_memory: int | None = setting(None, "Host memory of a node in bytes (`1024G`); null: not compared.")
-    utilisation: float = setting(0.4, "Assumed share of the GPU's peak FLOP/s, for the time.", above=0, most=1)
+    utilisation: float | None = setting(
+        None, "Share of the GPU's peak FLOP/s, for the time; null: what was measured or published.", above=0, most=1
+    )
+    fit: bool = setting(False, "Find the largest batch that fits, and the fastest chunks and offload.")
+    published: bool = setting(
+        False, "Also predict the published implementation of this `loss`, by what its code keeps."
+    )
+    compare: str = setting("", "Methods side by side at many batches: `clip,openclip,disco,infcl`.")
+    scaling: bool = setting(False, "Also show this batch on 1 to 4,096 GPUs.")
+    out: str = setting("", "File for the picture of `compare`: FILE.png, .pdf or .html.")
     json: bool = setting(False, "Print one JSON object instead of tables.")
 
 
@@ -204,14 +217,35 @@ def check_embed(config: EmbedConfig) -> Path | None:
     return model_run(config) if config.run or not config.model.name else None
 
 
+def on_this_machine(config: PlanConfig) -> bool:
+    """Plan for this machine's GPUs, if the table has them, or with `fit` for its CPU. False: for neither."""
+    import torch
+
+    from clipscale.data.loader.memory import free_memory
+
+    gpu = gpu_here()
+    config.hardware = (hardware_of(gpu) if gpu else "cpu" if config.fit else None) or ""
+    config.gpus, config.nodes = max(1, torch.cuda.device_count()), 1
+    config.host_memory = config.host_memory or free_memory()
+    return config.hardware != ""
+
+
 def target_gpu(config: PlanConfig) -> Hardware | None:
     """The GPU to plan for; None for a CPU, and with `run`, which names its own. Raises UserError."""
     if config.run:
         existing_run(config.run)
         return None
-    if not config.hardware:
+    if not config.hardware and not on_this_machine(config):
         raise UserError("hardware is not set; give the GPU, hardware=a100-80g, or run=NAME to compare with a run")
     gpu = None if config.hardware == "cpu" else hardware(config.hardware)
+    for name in filter(None, config.compare.split(",")):
+        if name not in PUBLISHED:
+            raise UserError(f"compare={name}: choose of {', '.join(PUBLISHED)}{nearest(name, PUBLISHED)}")
+    asks_for_gpu = [name for name in ("published", "compare", "scaling") if getattr(config, name)]
+    if asks_for_gpu and gpu is None:
+        raise UserError(f"{asks_for_gpu[0]}= is about GPUs; give one, hardware=a100-80g")
+    if config.out and not (config.compare and config.out.endswith((".png", ".pdf", ".html"))):
+        raise UserError(f"out={config.out}: the picture of compare=clip,infcl; give FILE.png, FILE.pdf or FILE.html")
     check_sigmoid(config)
     parse_memory("cache.keep", config.cache.keep)
     shared(config.batch, config.gpus * config.nodes, f"gpus={config.gpus} x nodes={config.nodes}")

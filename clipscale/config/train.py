@@ -37,6 +37,7 @@ class TrainConfig:
     )
     seed: int = setting(0, "Random seed of weights, sample order, crops and dropout.", least=0)
     device: str = setting("auto", sections.DEVICE_HELP, choices=sections.DEVICES)
+    plan: bool = setting(True, "Predict memory and time before the start, and refuse what cannot fit this machine.")
     ema: float = setting(0.0, "Decay of a moving average of the weights (`0.9999`); 0: none.", least=0, below=1)
     offload: str = setting(
         "host",

@@ -78,12 +78,18 @@ def run(config: Launched, main: str = TRAIN, *, isolated: bool = False) -> dict[
     Returns its result on rank 0. Raises UserError if a worker does, WorkerError for other failures, StoppedError for a
     signal. No worker outlives this call.
     """
+    count = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if under_torchrun() else workers(config)
+    planned = isinstance(config, TrainConfig) and main == TRAIN and config.plan and main_rank()
+    if planned:
+        resolve_name("clipscale.plan.of_run:before")(config, count)
     if under_torchrun():
-        return join(config, main)
-    count = workers(config)
-    if count > 1 or isolated:
-        return start(config, main, count)
-    result: dict[str, Any] = resolve_name(main)(config)
+        result = join(config, main)
+    elif count > 1 or isolated:
+        result = start(config, main, count)
+    else:
+        result = resolve_name(main)(config)
+    if planned:
+        resolve_name("clipscale.plan.of_run:after")(config)
     return result
 
 

@@ -8,11 +8,14 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from clipscale.common.errors import UserError
 from clipscale.common.units import parse_memory
 from clipscale.config.tools import PlanConfig
 from clipscale.data.loader.host_batch import Layout, Offload
 from clipscale.data.loader.stream import worker_count
 from clipscale.data.order import default_streams, streams_of
+from clipscale.eval.retrieval import BLOCK
+from clipscale.eval.suites import chosen_sets
 from clipscale.plan.dry_run import DryRun, StepMemory
 from clipscale.step.kept_graphs import MARGIN
 
@@ -25,6 +28,9 @@ IMAGE_BYTES = 40_000
 """Assumed: mean size of a picture in the shards."""
 LINEAR_FROM = 2**18
 """From this many samples on, the loss's memory is a straight line."""
+CONTEXT = NCCL = 600 * MIB
+"""Assumed: memory that the driver, torch's kernels and cuBLAS take on a GPU outside of torch's allocator; and NCCL's
+buffers, with several GPUs."""
 
 Chunks = tuple[int | None, int | None]
 """Chunk sizes of the image and the text tower; None: the whole local batch (batch normalisation, stored features)."""
@@ -101,12 +107,31 @@ def keep_bytes(setting: str, step: StepMemory, available: float) -> float:
     return max(0.0, MARGIN * (available - start) - (step.highest - start))
 
 
-def host_memory(config: PlanConfig, run: DryRun, batch: int, chunk: int | None) -> dict[str, Any]:
+def outside_torch(ranks: int) -> int:
+    """Memory of a GPU that torch's allocator does not count."""
+    return CONTEXT + (NCCL if ranks > 1 else 0)
+
+
+def evaluation_memory(config: PlanConfig, width: int) -> int:
+    """Host memory that an evaluation on a CPU takes at most beside its pictures: both sides' features, float32, thrice
+    (batches, all ranks' batches, in order), and a block of a retrieval's scores with what is compared with them.
+    """
+    try:
+        sets = chosen_sets(config.eval)
+    except UserError:  # not on this machine
+        return 0
+    counts = [(len(each) + len(each.captions), max(len(each), len(each.captions))) for each in sets if each.captions]
+    return max((12 * width * both + 16 * BLOCK * most for both, most in counts), default=0)
+
+
+def host_memory(config: PlanConfig, run: DryRun, batch: int, chunk: int | None, step: float = 0) -> dict[str, Any]:
     """Host memory of a node, and its disk space for offload=disk.
 
-    `batch`: samples of one rank; `chunk`: of the image tower. Returns `process_bytes`, of one process with its loader
-    workers, by what holds them; `processes`, `node_bytes` and `disk_bytes`.
+    `batch`: samples of one rank; `chunk`: of the image tower; `step`: what a step takes on the device. Returns
+    `process_bytes`, of one process with its loader workers, by what holds them; `processes`, `node_bytes` and
+    `disk_bytes`.
     """
+    cpu = config.hardware == "cpu"
     data, ranks = config.data, config.gpus * config.nodes
     streams = data.shard_streams or default_streams(config.batch, ranks, None)
     streams_of_rank = len(streams_of(streams, batch * ranks, 0, ranks))
@@ -121,11 +146,13 @@ def host_memory(config: PlanConfig, run: DryRun, batch: int, chunk: int | None) 
     )
     pictures = 3 * config.eval.batch if config.eval.wanted else 0  # being decoded, waiting, and in a batch
     process = {
-        "process": PROCESS if config.hardware == "cpu" else CUDA_PROCESS,
+        "process": PROCESS if cpu else CUDA_PROCESS,
+        "step": round(step) if cpu else 0,
         "batch": layout.memory_bytes(min(IMAGE_BYTES, layout.row_bytes)),
         "shuffle windows": streams_of_rank * max(data.shuffle, 1) * IMAGE_BYTES,
         "loader workers": LOADER + workers * WORKER if workers else 0,
-        "evaluation": pictures * 3 * run.state.model.image_size**2,
+        "evaluation": pictures * 3 * run.state.model.image_size**2
+        + (evaluation_memory(config, run.width) if cpu and pictures else 0),
     }
     return {
         "process_bytes": process,

@@ -1,0 +1,150 @@
+"""A run beside its plan: planned before it starts, compared when it has ended, or by `plan run=`."""
+
+import json
+import os
+from dataclasses import fields, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+
+from clipscale import checkpoint
+from clipscale.common import files
+from clipscale.common.errors import UserError, first_line
+from clipscale.common.hardware import gpu_here, hardware_of
+from clipscale.common.terminal import say
+from clipscale.common.units import format_bytes
+from clipscale.config.parse import typed
+from clipscale.config.secrets import restored
+from clipscale.config.tools import PlanConfig, existing_run
+from clipscale.config.train import TrainConfig
+from clipscale.data.loader.memory import free_memory
+from clipscale.plan.planner import conclusion, predicted, remedies
+from clipscale.report.metrics import read_metrics
+
+FIRST = 2
+"""Steps are compared from here on, if there are several: the first creates the optimizer's state and DDP's buckets."""
+FILE = "plan.json"
+WRONG = 0.1
+"""Predictions whose relative error is larger are named."""
+Result = dict[str, Any]
+
+
+def before(config: TrainConfig, processes: int) -> None:
+    """Plan a run of so many processes a node on this machine, print it and write RUN/plan.json.
+
+    Raises UserError for a run that cannot fit. A model that cannot be rehearsed starts without a plan.
+    """
+    gpu = gpu_here() if config.device != "cpu" else None
+    device = hardware_of(gpu) if gpu else "cpu"
+    nodes = int(os.environ.get("WORLD_SIZE", processes)) // processes
+    if not device or config.batch % (processes * nodes):  # not in the table; the run itself refuses the other
+        return
+    settings = of_training(config, PlanConfig(hardware=device, gpus=processes, nodes=nodes, host_memory=free_memory()))
+    try:
+        result = predicted(settings, search=False)
+        if not result["fits"]:
+            result["remedies"] = remedies(settings, result)
+    except UserError:
+        raise
+    except Exception as error:
+        say(f"plan: this run cannot be rehearsed ({first_line(error)})", error=True)
+        return
+    verdict = result["conclusion"] = conclusion(result)
+    if not result["fits"]:
+        raise UserError(f"this run {verdict}; plan=false starts it all the same")
+    checkpoint.make_folder(Path(config.run))
+    files.write_json(Path(config.run) / FILE, result)
+    phase, sizes = max(result["device"]["phases"].items(), key=lambda item: item[1]["peak_bytes"])
+    loss = format_bytes(result["loss_bytes"])
+    say(f"plan: {verdict}")
+    say(f"plan: memory peaks in {phase}, at {format_bytes(sizes['peak_bytes'])}; the loss takes {loss}")
+    say(f"plan: {spoken_time(result)}")
+
+
+def spoken_time(result: Result) -> str:
+    """The time of a step in one line."""
+    if not result["time"]:
+        return "time: nothing has been measured on such a machine yet, and no published run is like it"
+    least, most = result["step_range_s"]
+    return f"a step takes about {result['step_s']:.3g} s ({least:.3g} to {most:.3g}); {result['time']['what']}"
+
+
+def after(config: TrainConfig) -> None:
+    """Compare the run that has ended with its plan, in RUN/plan.json, and say where that was wrong."""
+    folder = Path(config.run)
+    if not (folder / FILE).is_file():
+        return
+    plan = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    compared = plan["compared"] = beside(plan, read_metrics(folder / "metrics.jsonl"))
+    files.write_json(folder / FILE, plan)
+    ratios = {name: entry["ratio"] for name, entry in compared.items() if entry["ratio"]}
+    wrong = [f"{name} {ratio:.2f}" for name, ratio in ratios.items() if abs(ratio - 1) > WRONG]
+    say(
+        f"plan: predicted / measured is off for {', '.join(wrong)}"
+        if wrong
+        else f"plan: {len(ratios)} figures were right"
+    )
+
+
+def beside(plan: Result, records: list[Result]) -> Result:
+    """Each of a plan's figures beside the median of a run's records, and their ratio; None: not measured."""
+    records = [record for record in records if record["step"] >= FIRST] or records
+    phases, process = plan["device"]["phases"], plan["host"]["process_bytes"]
+    sizes = {name: (f"mem_{name}_bytes", phase["extra_bytes"]) for name, phase in phases.items()}
+    sizes["peak"] = ("mem_peak_bytes", plan["device"]["peak_bytes"])
+    # On a CPU the run asks for the resident memory right after the optimizer's step, whose memory malloc still holds.
+    resident = phases["optim"]["peak_bytes"] if plan["hardware"] == "cpu" else 0
+    sizes["host"] = ("host_rss_bytes", process["process"] + process["batch"] + resident)
+    sizes["step"] = ("step_s", plan["step_s"])
+    compared: Result = {}
+    for name, (key, value) in sizes.items():
+        unit = key[key.rindex("_") + 1 :]
+        values = [record[key] for record in records if record.get(key) is not None]
+        measured = median(values) if values else None
+        ratio = value / measured if value and measured else None
+        compared[name] = {f"predicted_{unit}": value, f"measured_{unit}": measured, "ratio": ratio}
+    if measured := compared["step"]["measured_s"]:
+        compared["step"]["share"] = plan["step_range_s"][0] / measured
+    return compared
+
+
+def compare(config: PlanConfig) -> Result:
+    """The object that `run=NAME json=true` prints (docs/plan.md). Raises UserError."""
+    folder = existing_run(config.run)
+    records = read_metrics(folder / "metrics.jsonl")
+    if not records:
+        raise UserError(f"run={config.run}: metrics.jsonl holds no step yet")
+    plan = predicted(settings_of(config, folder), search=False)
+    compared = beside(plan, records)
+    errors = [
+        abs(entry["ratio"] - 1) for name, entry in compared.items() if name not in ("host", "step") and entry["ratio"]
+    ]
+    facts = {name: plan[name] for name in ("hardware", "gpus", "nodes", "chunk", "notes")}
+    steps = sum(record["step"] >= FIRST for record in records) or len(records)
+    return (
+        {"run": str(folder)}
+        | facts
+        | {"steps": steps, "compared": compared, "largest_error": max(errors, default=None)}
+    )
+
+
+def settings_of(config: PlanConfig, folder: Path) -> PlanConfig:
+    """The run's settings, with its newest checkpoint's chunk sizes, on its machine unless `config` names another."""
+    trained = typed(TrainConfig, restored(yaml.safe_load((folder / "config.yaml").read_text())))
+    env = json.loads((folder / "env.json").read_text())
+    processes, gpus = env["processes"], env["gpus"] if trained.device != "cpu" else []
+    device = config.hardware or (hardware_of(gpus[0]) if gpus else "cpu")
+    if not device:
+        raise UserError(f"run={config.run}: {gpus[0]} is not in the table of GPUs; give the nearest with hardware=NAME")
+    if saved := checkpoint.checkpoints_of(folder):
+        chunks = checkpoint.read_values(saved[-1])["chunks"]
+        trained.cache = replace(trained.cache, image_chunk=chunks["image"], text_chunk=chunks["text"])
+    per_node = min(processes, len(gpus)) if gpus else processes
+    return of_training(trained, replace(config, hardware=device, gpus=per_node, nodes=processes // per_node))
+
+
+def of_training(trained: TrainConfig, machine: PlanConfig) -> PlanConfig:
+    """The settings of a run, on the machine of a plan."""
+    return replace(machine, **{field.name: getattr(trained, field.name) for field in fields(TrainConfig)}, run="")
