@@ -72,7 +72,7 @@ HARDWARE = {
 
 
 def gpu_here() -> str | None:
-    """The driver's name of this machine's first GPU; None: there is none. A launcher that asked CUDA would keep memory."""
+    """The driver's name of this machine's first GPU, if any. A launcher that asked CUDA would keep memory on it."""
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         names = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()

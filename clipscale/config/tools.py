@@ -158,9 +158,7 @@ class PlanConfig(TrainConfig):
         None, "Share of the GPU's peak FLOP/s, for the time; null: what was measured or published.", above=0, most=1
     )
     fit: bool = setting(False, "Find the largest batch that fits, and the fastest chunks and offload.")
-    published: bool = setting(
-        False, "Also predict the published implementation of this `loss`, by what its code keeps."
-    )
+    published: bool = setting(False, "Also the published implementation of this `loss`, by what its code keeps.")
     compare: str = setting("", "Methods side by side at many batches: `clip,openclip,disco,infcl`.")
     scaling: bool = setting(False, "Also show this batch on 1 to 4,096 GPUs.")
     out: str = setting("", "File for the picture of `compare`: FILE.png, .pdf or .html.")

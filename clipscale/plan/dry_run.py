@@ -38,12 +38,9 @@ PHASES = ("encode", "loss", "replay", "optim")
 class StepMemory:
     """Memory of one device in a step."""
 
-    before: dict[str, float]
-    """Live bytes at the start of each phase."""
-    peak: dict[str, float]
-    """Peak of each stage: "encode", "encode image", "loss", ... A frozen tower has no stage of "replay"."""
-    kept: tuple[int, int] = (0, 0)
-    """Image and text chunks whose graphs are kept."""
+    before: dict[str, float]  # live bytes at the start of each phase
+    peak: dict[str, float]  # of each stage: "encode", "encode image", "loss", ... A frozen tower has no "replay"
+    kept: tuple[int, int] = (0, 0)  # image and text chunks whose graphs are kept
 
     def phase(self, name: str) -> float:
         """Peak of a phase."""
@@ -54,14 +51,6 @@ class StepMemory:
         """Peak of the step."""
         return max(self.peak.values())
 
-    def extended(self, smaller: "StepMemory", distance: float) -> "StepMemory":
-        """The step on the straight line from a `smaller` step through this one, `distance` times as far beyond it."""
-
-        def further(sizes: dict[str, float], less: dict[str, float]) -> dict[str, float]:
-            return {name: size + round(distance * (size - less.get(name, size))) for name, size in sizes.items()}
-
-        return StepMemory(further(self.before, smaller.before), further(self.peak, smaller.peak))
-
 
 class DryRunWorld(World):
     """One rank of `size`; the others are assumed to hold the same values."""
@@ -71,6 +60,9 @@ class DryRunWorld(World):
 
     def broadcast(self, value: Any) -> Any:
         return value
+
+    def highest(self, *values: int) -> list[int]:
+        return list(values)
 
     def mesh(self) -> DeviceMesh:
         with unset_fake_temporarily():  # the mesh needs a table of ranks with real values
@@ -84,10 +76,8 @@ class DryRunWorld(World):
 
 
 class DdpBuckets(nn.Module):
-    """Takes memory like DDP with `gradient_as_bucket_view`, whose C++ reducer needs tensors with values.
-
-    Buckets as large as all gradients exist from the start. Gradients of the chunks before the last are separate
-    tensors; the backward pass that synchronises makes each of them a view of its bucket.
+    """Takes memory like DDP, whose C++ reducer needs tensors with values: buckets as large as all gradients exist from
+    the start; gradients are separate tensors until the backward pass that synchronises makes them views of the buckets.
     """
 
     def __init__(self, tower: nn.Module) -> None:
@@ -134,9 +124,8 @@ class DryRun:
     """Runs steps of a training configuration without memory; made by `dry_run`."""
 
     def __init__(self, config: TrainConfig, ranks: int, tracker: MemoryTracker, capability: int | None) -> None:
-        self.config, self.ranks, self.tracker = config, ranks, tracker
-        self.memory, self.stage = StepMemory({}, {}), ""
-        """Of the step that runs, and its present stage."""
+        self.config, self.ranks, self.tracker, self.captions = config, ranks, tracker, config.data.captions_per_step
+        self.memory, self.stage = StepMemory({}, {}), ""  # of the step that runs
         self.state = DryRunState(config, DryRunWorld(0, ranks, CPU))
         if capability and type(self.state.optimizer).__module__.startswith("torch.optim"):
             for group in self.state.optimizer.param_groups:  # torch's own choice on CUDA
@@ -166,7 +155,9 @@ class DryRun:
         for tower, size in zip(cache.towers, chunks):
             tower.size = size
         self.enter("encode")
-        features = cache.encode(*(state.past_trunk(TOWERS[i], StagedRows(self, i, batch)) for i in (0, 1)))
+        rows = [StagedRows(self, 0, batch), StagedRows(self, 1, batch * self.captions)]
+        features = cache.encode(*(state.past_trunk(*each) for each in zip(TOWERS, rows)))
+        del rows
         self.enter("loss")
         cache.backward(state.loss(*features))
         del features
@@ -189,7 +180,8 @@ class DryRun:
 
     def loss(self, batch: int) -> int:
         """Bytes that the loss of `batch` samples of this rank and its gradients take, beyond the features."""
-        features = [torch.empty(batch, self.width).requires_grad_(t.trained) for t in self.state.cache.towers]
+        towers, rows = self.state.cache.towers, (batch, batch * self.captions)
+        features = [torch.empty(n, self.width).requires_grad_(t.trained) for n, t in zip(rows, towers)]
         self.tracker.take_peak()
         before = self.tracker.live
         self.state.loss(*features).backward()

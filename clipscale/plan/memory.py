@@ -16,21 +16,9 @@ from clipscale.data.loader.stream import worker_count
 from clipscale.data.order import default_streams, streams_of
 from clipscale.eval.retrieval import BLOCK
 from clipscale.eval.suites import chosen_sets
+from clipscale.plan import ASSUMED
 from clipscale.plan.dry_run import DryRun, StepMemory
 from clipscale.step.kept_graphs import MARGIN
-
-MIB, GIB = 2**20, 2**30
-PROCESS, CUDA_PROCESS = 930 * MIB, 3 * GIB
-"""Host memory of a process without tensors and batch: on a CPU, measured (torch 2.15.0); with CUDA, assumed."""
-LOADER, WORKER = 550 * MIB, 100 * MIB
-"""Host memory of the process that loader workers are forked from, measured; and of each worker, assumed."""
-IMAGE_BYTES = 40_000
-"""Assumed: mean size of a picture in the shards."""
-LINEAR_FROM = 2**18
-"""From this many samples on, the loss's memory is a straight line."""
-CONTEXT = NCCL = 600 * MIB
-"""Assumed: memory that the driver, torch's kernels and cuBLAS take on a GPU outside of torch's allocator; and NCCL's
-buffers, with several GPUs."""
 
 Chunks = tuple[int | None, int | None]
 """Chunk sizes of the image and the text tower; None: the whole local batch (batch normalisation, stored features)."""
@@ -44,39 +32,47 @@ class MemoryModel:
         self.run, self.captions = run, captions
         self._step, self._loss, self._graph = cache(run.step), cache(run.loss), cache(run.graph)
 
+    def rows(self, batch: int) -> tuple[int, int]:
+        """Pictures and captions of a batch."""
+        return batch, batch * self.run.captions
+
     def at(self, batch: int, chunks: Chunks, keep: float = 0) -> StepMemory:
         """A step of `batch` samples on a rank, with `keep` bytes for kept graphs."""
 
         def step(samples: int) -> StepMemory:
-            image, text = (min(chunk or samples, samples) for chunk in chunks)
+            image, text = (min(chunk or rows, rows) for chunk, rows in zip(chunks, self.rows(samples)))
             return self._step((image, text), samples)
+
+        def further(sizes: dict[str, float], less: dict[str, float]) -> dict[str, float]:
+            return {name: size + round(distance * (size - less.get(name, size))) for name, size in sizes.items()}
 
         whole = max([c for c in chunks if c] or [64])
         # With several ranks the last chunk differs from the others, because gradients are summed over ranks in it.
         near = (2 if self.run.ranks == 1 else 3) * whole
-        if batch <= near:
-            memory = step(batch)
-        else:
-            memory = step(near + whole).extended(step(near), (batch - near) / whole - 1)
+        memory = step(min(batch, near + whole if batch > near else near))
+        if batch > near:
+            small, distance = step(near), (batch - near) / whole - 1
+            memory = StepMemory(further(memory.before, small.before), further(memory.peak, small.peak))
         memory = replace(memory, peak={**memory.peak, "loss": memory.before["loss"] + self.loss(batch)})
         return self._with_kept(memory, batch, chunks, keep) if keep else memory
 
     def counts(self, batch: int, chunks: Chunks) -> list[int]:
         """Image and text chunks of a batch."""
-        image, text = (chunk or batch for chunk in chunks)
-        return [math.ceil(batch / image), math.ceil(batch * self.captions / text)]
+        (images, texts), (image, text) = self.rows(batch), chunks
+        return [math.ceil(images / (image or images)), math.ceil(texts * self.captions / (text or texts))]
 
     def loss(self, batch: int) -> int:
         """The loss and its gradients, beyond the features."""
-        if batch <= 2 * LINEAR_FROM:
+        size = ASSUMED.linear_from
+        if batch <= 2 * size:
             return self._loss(batch)
-        low, high = self._loss(LINEAR_FROM), self._loss(2 * LINEAR_FROM)
-        return round(high + (batch / LINEAR_FROM - 2) * (high - low))
+        low, high = self._loss(size), self._loss(2 * size)
+        return round(high + (batch / size - 2) * (high - low))
 
     def _with_kept(self, step: StepMemory, batch: int, chunks: Chunks, keep: float) -> StepMemory:
         """Adds the graphs that GradCache would keep in `keep` bytes. A graph lives until its tower's second pass."""
-        counts = self.counts(batch, chunks)
-        each = [self._graph(tower, min(chunk or batch, batch)) for tower, chunk in enumerate(chunks)]
+        counts, sizes = self.counts(batch, chunks), zip(chunks, self.rows(batch))
+        each = [self._graph(tower, min(chunk or rows, rows)) for tower, (chunk, rows) in enumerate(sizes)]
         image = min(counts[0], int(keep // each[0])) if each[0] else 0
         text = min(counts[1], int((keep - image * each[0]) // each[1])) if each[1] else 0
         held = [image * each[0], text * each[1]]
@@ -92,9 +88,8 @@ class MemoryModel:
         }
         peak = {stage: size + extra.get(stage, 0) for stage, size in step.peak.items()}
         # The forward pass of a kept chunk leaves its graph behind, so none of its memory is freed when it ends.
-        start = step.before["encode"]
         for stage, size in (("encode image", held[0]), ("encode text", sum(held))):
-            peak[stage] = max(peak[stage], start + size)
+            peak[stage] = max(peak[stage], step.before["encode"] + size)
         before = {phase: size + sum(held) * (phase in ("loss", "replay")) for phase, size in step.before.items()}
         return StepMemory(before, peak, (image, text))
 
@@ -107,32 +102,13 @@ def keep_bytes(setting: str, step: StepMemory, available: float) -> float:
     return max(0.0, MARGIN * (available - start) - (step.highest - start))
 
 
-def outside_torch(ranks: int) -> int:
-    """Memory of a GPU that torch's allocator does not count."""
-    return CONTEXT + (NCCL if ranks > 1 else 0)
-
-
-def evaluation_memory(config: PlanConfig, width: int) -> int:
-    """Host memory that an evaluation on a CPU takes at most beside its pictures: both sides' features, float32, thrice
-    (batches, all ranks' batches, in order), and a block of a retrieval's scores with what is compared with them.
-    """
-    try:
-        sets = chosen_sets(config.eval)
-    except UserError:  # not on this machine
-        return 0
-    counts = [(len(each) + len(each.captions), max(len(each), len(each.captions))) for each in sets if each.captions]
-    return max((12 * width * both + 16 * BLOCK * most for both, most in counts), default=0)
-
-
 def host_memory(config: PlanConfig, run: DryRun, batch: int, chunk: int | None, step: float = 0) -> dict[str, Any]:
-    """Host memory of a node, and its disk space for offload=disk.
+    """Host memory of a node, and its disk space for offload=disk: `process_bytes`, of one process with its loader
+    workers, by what holds them; `processes`, `node_bytes` and `disk_bytes`.
 
-    `batch`: samples of one rank; `chunk`: of the image tower; `step`: what a step takes on the device. Returns
-    `process_bytes`, of one process with its loader workers, by what holds them; `processes`, `node_bytes` and
-    `disk_bytes`.
+    `batch`: samples of one rank; `chunk`: of the image tower; `step`: what a step takes, on a CPU in the same memory.
     """
-    cpu = config.hardware == "cpu"
-    data, ranks = config.data, config.gpus * config.nodes
+    data, ranks, cpu = config.data, config.gpus * config.nodes, config.hardware == "cpu"
     streams = data.shard_streams or default_streams(config.batch, ranks, None)
     streams_of_rank = len(streams_of(streams, batch * ranks, 0, ranks))
     workers = min(worker_count(data, streams_of_rank), streams_of_rank)
@@ -143,20 +119,28 @@ def host_memory(config: PlanConfig, run: DryRun, batch: int, chunk: int | None, 
         context_length=run.context_length,
         dtype=str(run.row_type).removeprefix("torch."),
         offload=Offload(config.offload if config.offload != "none" else "host", chunk or batch),
+        captions=run.captions,
     )
     pictures = 3 * config.eval.batch if config.eval.wanted else 0  # being decoded, waiting, and in a batch
     process = {
-        "process": PROCESS if cpu else CUDA_PROCESS,
+        "process": ASSUMED.process if cpu else ASSUMED.cuda_process,
         "step": round(step) if cpu else 0,
-        "batch": layout.memory_bytes(min(IMAGE_BYTES, layout.row_bytes)),
-        "shuffle windows": streams_of_rank * max(data.shuffle, 1) * IMAGE_BYTES,
-        "loader workers": LOADER + workers * WORKER if workers else 0,
-        "evaluation": pictures * 3 * run.state.model.image_size**2
-        + (evaluation_memory(config, run.width) if cpu and pictures else 0),
+        "batch": layout.memory_bytes(min(ASSUMED.picture, layout.row_bytes)),
+        "shuffle windows": streams_of_rank * max(data.shuffle, 1) * ASSUMED.picture,
+        "loader workers": ASSUMED.loader + workers * ASSUMED.worker if workers else 0,
+        "evaluation": pictures * 3 * run.state.model.image_size**2 + cpu * evaluation_bytes(config, run.width),
     }
-    return {
-        "process_bytes": process,
-        "processes": config.gpus,
-        "node_bytes": config.gpus * sum(process.values()),
-        "disk_bytes": config.gpus * layout.disk_bytes(),
-    }
+    node = config.gpus * sum(process.values())
+    disk = config.gpus * layout.disk_bytes()
+    return {"process_bytes": process, "processes": config.gpus, "node_bytes": node, "disk_bytes": disk}
+
+
+def evaluation_bytes(config: PlanConfig, width: int) -> int:
+    """What an evaluation takes beside its pictures, at most: both sides' float32 features thrice (in batches, of all
+    ranks, in order), and a block of retrieval's scores with what they are compared with. 0: its sets are not here.
+    """
+    try:
+        counts = [(len(each), len(each.captions)) for each in chosen_sets(config.eval) if each.captions]
+    except UserError:
+        return 0
+    return max((12 * width * (images + texts) + 16 * BLOCK * max(images, texts) for images, texts in counts), default=0)

@@ -19,16 +19,10 @@ from torch.utils._pytree import tree_leaves
 
 from clipscale.loss.machine import Machine, T
 from clipscale.loss.triton.tuning import INTERPRETER, Tiles, tiles_for
+from clipscale.plan import ASSUMED
 
 ROUND = 512
 """torch's CUDA allocator hands out multiples of this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
-
-FLOAT32_ON_CUDA = (
-    "layer_norm", "group_norm", "softmax.int", "log_softmax.int", "sum", "sum.dim_IntList", "cumsum", "prod",
-    "linalg_vector_norm", "exp", "log", "pow.Tensor_Scalar", "rsqrt", "reciprocal",
-)  # fmt: skip
-"""Operations of encoders that autocast runs in float32 on CUDA, but not on a CPU (torch's documentation of amp, "CUDA
-Ops that can autocast to float32")."""
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -139,7 +133,7 @@ class DryMachine(Machine):
 def cuda_autocast() -> Iterator[None]:
     """Inside, autocast on a CPU runs the operations in float32 that it runs so on CUDA."""
     kernels = torch.library.Library("aten", "IMPL")
-    for name in FLOAT32_ON_CUDA:
+    for name in ASSUMED.float32_on_cuda:
         packet, _, overload = name.partition(".")
         operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
         kernels.impl(name, partial(_in_float32, operation), "AutocastCPU")

@@ -20,14 +20,12 @@ from clipscale.config.secrets import restored
 from clipscale.config.tools import PlanConfig, existing_run
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.memory import free_memory
-from clipscale.plan.planner import conclusion, predicted, remedies
+from clipscale.plan.planner import concluded, predicted
 from clipscale.report.metrics import read_metrics
 
-FIRST = 2
-"""Steps are compared from here on, if there are several: the first creates the optimizer's state and DDP's buckets."""
-FILE = "plan.json"
-WRONG = 0.1
-"""Predictions whose relative error is larger are named."""
+FILE, FIRST, WRONG = "plan.json", 2, 0.1
+"""In a run's folder; the step from which on it is compared, since the first creates the optimizer's state and DDP's
+buckets; and the relative error from which on a prediction is called wrong."""
 Result = dict[str, Any]
 
 
@@ -43,69 +41,56 @@ def before(config: TrainConfig, processes: int) -> None:
         return
     settings = of_training(config, PlanConfig(hardware=device, gpus=processes, nodes=nodes, host_memory=free_memory()))
     try:
-        result = predicted(settings, search=False)
-        if not result["fits"]:
-            result["remedies"] = remedies(settings, result)
+        result = concluded(settings, predicted(settings, search=False))
     except UserError:
         raise
     except Exception as error:
         say(f"plan: this run cannot be rehearsed ({first_line(error)})", error=True)
         return
-    verdict = result["conclusion"] = conclusion(result)
     if not result["fits"]:
-        raise UserError(f"this run {verdict}; plan=false starts it all the same")
+        raise UserError(f"this run {result['conclusion']}; plan=false starts it all the same")
     checkpoint.make_folder(Path(config.run))
     files.write_json(Path(config.run) / FILE, result)
     phase, sizes = max(result["device"]["phases"].items(), key=lambda item: item[1]["peak_bytes"])
-    loss = format_bytes(result["loss_bytes"])
-    say(f"plan: {verdict}")
-    say(f"plan: memory peaks in {phase}, at {format_bytes(sizes['peak_bytes'])}; the loss takes {loss}")
-    say(f"plan: {spoken_time(result)}")
-
-
-def spoken_time(result: Result) -> str:
-    """The time of a step in one line."""
-    if not result["time"]:
-        return "time: nothing has been measured on such a machine yet, and no published run is like it"
-    least, most = result["step_range_s"]
-    return f"a step takes about {result['step_s']:.3g} s ({least:.3g} to {most:.3g}); {result['time']['what']}"
+    memory = f"memory peaks in {phase}, at {format_bytes(sizes['peak_bytes'])}"
+    time = "nothing is known yet of the time on such a machine"
+    if result["time"]:
+        least, most = result["step_range_s"]
+        time = f"a step takes about {result['step_s']:.3g} s, by {result['time']['what']}"
+        time += f" ({least:.3g} to {most:.3g} s)" if gpu else ""
+    for line in (result["conclusion"], f"{memory}; the loss takes {format_bytes(result['loss_bytes'])}", time):
+        say(f"plan: {line}")
 
 
 def after(config: TrainConfig) -> None:
     """Compare the run that has ended with its plan, in RUN/plan.json, and say where that was wrong."""
     folder = Path(config.run)
-    if not (folder / FILE).is_file():
-        return
-    plan = json.loads((folder / FILE).read_text(encoding="utf-8"))
-    compared = plan["compared"] = beside(plan, read_metrics(folder / "metrics.jsonl"))
-    files.write_json(folder / FILE, plan)
-    ratios = {name: entry["ratio"] for name, entry in compared.items() if entry["ratio"]}
-    wrong = [f"{name} {ratio:.2f}" for name, ratio in ratios.items() if abs(ratio - 1) > WRONG]
-    say(
-        f"plan: predicted / measured is off for {', '.join(wrong)}"
-        if wrong
-        else f"plan: {len(ratios)} figures were right"
-    )
+    if (folder / FILE).is_file():
+        plan = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        plan["compared"] = beside(plan, read_metrics(folder / "metrics.jsonl"))
+        files.write_json(folder / FILE, plan)
+        ratios = {name: entry["ratio"] for name, entry in plan["compared"].items() if entry["ratio"]}
+        wrong = [f"{name} {ratio:.2f}" for name, ratio in ratios.items() if abs(ratio - 1) > WRONG]
+        verdict = f"off by more than {WRONG:.0%}: {', '.join(wrong)}" if wrong else f"right in {', '.join(ratios)}"
+        say(f"plan: predicted over measured, {verdict}")
 
 
 def beside(plan: Result, records: list[Result]) -> Result:
     """Each of a plan's figures beside the median of a run's records, and their ratio; None: not measured."""
     records = [record for record in records if record["step"] >= FIRST] or records
     phases, process = plan["device"]["phases"], plan["host"]["process_bytes"]
-    sizes = {name: (f"mem_{name}_bytes", phase["extra_bytes"]) for name, phase in phases.items()}
-    sizes["peak"] = ("mem_peak_bytes", plan["device"]["peak_bytes"])
     # On a CPU the run asks for the resident memory right after the optimizer's step, whose memory malloc still holds.
     resident = phases["optim"]["peak_bytes"] if plan["hardware"] == "cpu" else 0
-    sizes["host"] = ("host_rss_bytes", process["process"] + process["batch"] + resident)
-    sizes["step"] = ("step_s", plan["step_s"])
+    host = process["process"] + process["batch"] + process["evaluation"] + resident
+    figures = {name: (f"mem_{name}_bytes", phase["extra_bytes"]) for name, phase in phases.items()}
+    figures |= {"peak": ("mem_peak_bytes", plan["peak_bytes"]), "host": ("host_rss_bytes", host)}
     compared: Result = {}
-    for name, (key, value) in sizes.items():
-        unit = key[key.rindex("_") + 1 :]
+    for name, (key, value) in (figures | {"step": ("step_s", plan["step_s"])}).items():
         values = [record[key] for record in records if record.get(key) is not None]
-        measured = median(values) if values else None
+        measured, unit = (median(values) if values else None), key.rpartition("_")[2]
         ratio = value / measured if value and measured else None
         compared[name] = {f"predicted_{unit}": value, f"measured_{unit}": measured, "ratio": ratio}
-    if measured := compared["step"]["measured_s"]:
+    if measured := compared["step"]["measured_s"]:  # the share of what the arithmetic allows
         compared["step"]["share"] = plan["step_range_s"][0] / measured
     return compared
 
@@ -118,16 +103,11 @@ def compare(config: PlanConfig) -> Result:
         raise UserError(f"run={config.run}: metrics.jsonl holds no step yet")
     plan = predicted(settings_of(config, folder), search=False)
     compared = beside(plan, records)
-    errors = [
-        abs(entry["ratio"] - 1) for name, entry in compared.items() if name not in ("host", "step") and entry["ratio"]
-    ]
+    ratios = [entry["ratio"] for name, entry in compared.items() if name not in ("host", "step") and entry["ratio"]]
     facts = {name: plan[name] for name in ("hardware", "gpus", "nodes", "chunk", "notes")}
     steps = sum(record["step"] >= FIRST for record in records) or len(records)
-    return (
-        {"run": str(folder)}
-        | facts
-        | {"steps": steps, "compared": compared, "largest_error": max(errors, default=None)}
-    )
+    largest = max((abs(ratio - 1) for ratio in ratios), default=None)
+    return {"run": str(folder)} | facts | {"steps": steps, "compared": compared, "largest_error": largest}
 
 
 def settings_of(config: PlanConfig, folder: Path) -> PlanConfig:
@@ -147,4 +127,5 @@ def settings_of(config: PlanConfig, folder: Path) -> PlanConfig:
 
 def of_training(trained: TrainConfig, machine: PlanConfig) -> PlanConfig:
     """The settings of a run, on the machine of a plan."""
-    return replace(machine, **{field.name: getattr(trained, field.name) for field in fields(TrainConfig)}, run="")
+    values = {field.name: getattr(trained, field.name) for field in fields(TrainConfig)}
+    return replace(machine, **values | {"run": ""})

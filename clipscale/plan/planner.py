@@ -10,25 +10,18 @@ from typing import Any
 import yaml
 
 from clipscale.common.errors import UserError
+from clipscale.common.hardware import Hardware
 from clipscale.common.terminal import say
 from clipscale.common.units import format_bytes
 from clipscale.config.parse import typed
 from clipscale.config.tools import PlanConfig, target_gpu
+from clipscale.plan import ASSUMED
 from clipscale.plan.dry_run import PHASES, TOWERS, dry_run
-from clipscale.plan.memory import IMAGE_BYTES, MIB, Chunks, MemoryModel, host_memory, keep_bytes, outside_torch
-from clipscale.plan.published import METHODS, Published, method_of
-from clipscale.plan.step_time import CAPTION_TOKENS, StepTime, caption_width, earlier
+from clipscale.plan.memory import Chunks, MemoryModel, host_memory, keep_bytes
+from clipscale.plan.published import Published, method_of, outside_torch
+from clipscale.plan.step_time import StepTime, caption_width
 from clipscale.step.chunk_sizes import CPU_CHUNK, batch_norm_chunk, sizes_of_settings
 
-WORKSPACE, HOPPER_WORKSPACE = 2 * 8 * MIB, 2 * 32 * MIB
-"""cuBLAS's workspaces, which torch allocates: one for the thread that calls forward and one for autograd's (torch's
-documentation, CUBLAS_WORKSPACE_CONFIG: 4096 KiB x 2 + 16 KiB x 8, from Hopper on 4096 KiB x 8)."""
-RESERVE = 0.05
-"""Share of a GPU's memory that is left free, as for fragmentation."""
-AUTO_CHUNK = 512
-"""Largest chunk assumed for cache.chunk=auto: larger ones are hardly faster on a GPU."""
-LARGEST_BATCH = 2**28
-"""The search for the largest batch ends here."""
 OFFLOADS = ("none", "host", "encoded", "disk")
 """Where pixels wait, the fastest first."""
 Result = dict[str, Any]
@@ -36,7 +29,11 @@ Result = dict[str, Any]
 
 def plan(config: PlanConfig) -> Result:
     """The object that `json=true` prints (docs/plan.md). Raises UserError."""
-    result = fitted(config) if config.fit else predicted(config)
+    return concluded(config, fitted(config) if config.fit else predicted(config))
+
+
+def concluded(config: PlanConfig, result: Result) -> Result:
+    """A plan with its conclusion, and with remedies if it does not fit."""
     if not result["fits"]:
         say("it does not fit; planning it with other settings, one by one", error=True)
         result["remedies"] = remedies(config, result)
@@ -50,87 +47,73 @@ def predicted(config: PlanConfig, *, search: bool = True) -> Result:
     """
     gpu, ranks = target_gpu(config), config.gpus * config.nodes
     local = config.batch // ranks
-    sizes_of_settings(config.cache, local)  # refused before the dry run
-    method = method_of(config) if config.published else None
+    sizes_of_settings(config.cache, local, config.data.captions_per_step)  # refused before the dry run
+    method = method_of(config) if config.published else ""
+    workspace = 0 if gpu is None else ASSUMED.workspace_hopper if gpu.capability >= 90 else ASSUMED.workspace
+    usable = int(gpu.memory_bytes * (1 - ASSUMED.reserve)) if gpu else None
     outside = outside_torch(ranks) if gpu else 0
-    workspace = 0 if gpu is None else HOPPER_WORKSPACE if gpu.capability >= 90 else WORKSPACE
-    usable = int(gpu.memory_bytes * (1 - RESERVE)) if gpu else None
     free = math.inf if usable is None else usable - workspace - outside
-    limits = scaling = compared = None
+    extra: Result = {"limits": None, "scaling": None, "compare": None}
     say(f"dry run of {config.model.name} on {ranks} x {config.hardware}: usually 5 to 60 seconds", error=True)
     with dry_run(config, ranks, gpu.capability if gpu else None) as run:
         model = MemoryModel(run, caption_width(config, run) / run.context_length)
         chunks = chunk_sizes(config, model, free)
-        keep = keep_bytes(config.cache.keep, model.at(local, chunks), free)
+        keep = float(run.state.keep.of_step(local))  # on a CPU
+        keep = keep_bytes(config.cache.keep, model.at(local, chunks), free) if gpu else keep
         step, counts = model.at(local, chunks, keep), model.counts(local, chunks)
         host = host_memory(config, run, local, chunks[0], step.highest)
-        timing = StepTime(config, gpu, run, [kept / count for kept, count in zip(step.kept, counts)])
-        estimates = timing.estimates(earlier(config))
+        time = StepTime(config, gpu, run, [kept / count for kept, count in zip(step.kept, counts)])
+        estimates = time.estimates()
         if search and (gpu or config.host_memory):
-            limits = what_fits(config, model, chunks, keep, free)
+            extra["limits"] = what_fits(config, model, chunks, keep, free)
         if search and gpu and config.scaling:
-            scaling = timing.scaling(estimates[0]["share"])
+            extra["scaling"] = time.scaling(estimates[0]["share"])
         if search and gpu and config.compare:
-            compared = methods(config, model, chunks, workspace + outside, gpu.memory_bytes)
+            extra["compare"] = methods(config, model, chunks, workspace + outside, gpu)
+    if method and gpu:
+        extra |= {"published": method} | Published(config).facts(method, config.batch, gpu.memory_bytes)
     phases = {}
     for name in PHASES:
         before, peak = step.before[name] + workspace, step.phase(name) + workspace
         phases[name] = {"before_bytes": before, "extra_bytes": peak - before, "peak_bytes": peak}
+    peak = step.highest + workspace
     kept = " and ".join(f"{n} of {count} {name} chunks" for name, n, count in zip(TOWERS, step.kept, counts))
-    result = {
+    return {
         "fits": step.highest <= free and host["node_bytes"] <= (config.host_memory or math.inf),
-        "peak_bytes": step.highest + workspace,
+        "peak_bytes": peak,
         "loss_bytes": phases["loss"]["extra_bytes"],
         "host_bytes": host["node_bytes"],
         "step_s": estimates[0]["step_s"] if estimates else None,
-        "step_range_s": [timing.step()["step_s"], max((each["step_s"] for each in estimates), default=None)],
+        "step_range_s": [time.step()["step_s"], max((each["step_s"] for each in estimates), default=None)],
+        **{name: getattr(config, name) for name in ("batch", "hardware", "gpus", "nodes", "offload")},
         "model": config.model.name,
-        "batch": config.batch,
-        "hardware": config.hardware,
-        "gpus": config.gpus,
-        "nodes": config.nodes,
-        "offload": config.offload,
         "local_batch": local,
-        "chunk": {name: chunk or local for name, chunk in zip(TOWERS, chunks)},
-        "device": {
-            "phases": phases,
-            "peak_bytes": step.highest + workspace,
-            "total_bytes": step.highest + workspace + outside,
-            "usable_bytes": usable,
-        },
+        "chunk": {name: chunk or rows for name, chunk, rows in zip(TOWERS, chunks, model.rows(local))},
+        "device": {"phases": phases, "peak_bytes": peak, "total_bytes": peak + outside, "usable_bytes": usable},
         "host": host | {"memory_bytes": config.host_memory},
-        "limits": limits,
         "time": estimates[0] if estimates else None,
         "estimates": estimates,
-        "scaling": scaling,
-        "compare": compared,
+        **extra,
         "notes": [
             f"keeps the graphs of {kept}; with cache.chunk=auto the run finds its own chunks by trial, for speed",
             f"assumed: {format_bytes(outside)} outside of torch's allocator (context, NCCL), {format_bytes(workspace)} "
-            f"of cuBLAS workspace, {RESERVE:.0%} of a GPU left free",
-            f"assumed: captions of {CAPTION_TOKENS} tokens, {IMAGE_BYTES / 1000:g} kB a picture in the shards, and the "
-            "host memory of processes",
-            *(
-                ["not counted: an evaluation's list of samples, and on a GPU their features"]
-                if config.eval.wanted
-                else ()
-            ),
+            f"of cuBLAS workspace, {ASSUMED.reserve:.0%} of a GPU left free",
+            f"assumed: captions of {ASSUMED.caption_tokens} tokens, {ASSUMED.picture / 1000:g} kB a picture in the "
+            "shards, and the host memory of processes",
+            *(["not counted: an evaluation's list of samples; on a GPU its features"] if config.eval.wanted else ()),
         ],
     }
-    if method and gpu:
-        result |= {"published": method} | Published(config).facts(method, config.batch, gpu.memory_bytes)
-    return result
 
 
 def chunk_sizes(config: PlanConfig, model: MemoryModel, free: float) -> Chunks:
-    """Chunk sizes as set, or assumed: the largest up to AUTO_CHUNK that fits."""
+    """Chunk sizes as set, or assumed: the largest up to `auto_chunk` that fits."""
     state, local = model.run.state, config.batch // model.run.ranks
-    settings, sizes = sizes_of_settings(config.cache, local), []
-    for name, tower in (("image", state.model.image), ("text", state.model.text)):
-        whole = batch_norm_chunk(tower, name, settings[name], local) or (state.stored and name == "image")
+    settings, sizes = sizes_of_settings(config.cache, local, model.run.captions), []
+    for name, tower, rows in zip(TOWERS, (state.model.image, state.model.text), model.rows(local)):
+        whole = batch_norm_chunk(tower, name, settings[name], rows) or (state.stored and name == "image")
         sizes.append(None if whole else settings[name] or 0)
     if 0 in sizes:
-        most = min(CPU_CHUNK if free == math.inf else AUTO_CHUNK, local)
+        most = min(CPU_CHUNK if free == math.inf else ASSUMED.auto_chunk, local)
         assumed = largest(most, 1, most, lambda size: model.at(local, (size, size)).highest <= free) or 1
         sizes = [assumed if size == 0 else size for size in sizes]
     return sizes[0], sizes[1]
@@ -151,12 +134,10 @@ def what_fits(config: PlanConfig, model: MemoryModel, chunks: Chunks, keep: floa
         host = host_memory(config, model.run, batch, chunks[0], step)["node_bytes"]
         return step <= free and host <= (config.host_memory or math.inf)
 
-    def chunk_fits(chunk: int) -> bool:
-        return model.at(local, (chunk, chunk)).highest <= free
-
-    batch = ranks * largest(local, max(chunk or 1 for chunk in chunks), LARGEST_BATCH // ranks, batch_fits)
+    batch = largest(local, max(chunk or 1 for chunk in chunks), ASSUMED.largest_batch // ranks, batch_fits)
     most = 0 if None in chunks or model.loss(local) > free else max(chunk or 0 for chunk in chunks)
-    return {"batch": batch, "chunk": largest(most, 1, most, chunk_fits)}
+    chunk = largest(most, 1, most, lambda size: model.at(local, (size, size)).highest <= free)
+    return {"batch": ranks * batch, "chunk": chunk}
 
 
 def largest(size: int, least: int, most: int, fits: Callable[[int], bool]) -> int:
@@ -182,17 +163,16 @@ def fitted(config: PlanConfig) -> Result:
     """The plan of the largest batch, with the fastest place of its pixels, and the fastest chunks and kept graphs."""
     best, most = config, 0
     for offload in OFFLOADS:
-        trial = changed(config, [f"offload={offload}", "cache.chunk=auto"])
-        limits = predicted(trial)["limits"]
-        if limits and limits["batch"] > most:
-            best, most = replace(trial, batch=limits["batch"]), limits["batch"]
-        elif most:  # a slower place that is no larger
-            break
-    plans = [predicted(changed(best, [f"cache.keep={keep}"]) if keep else best) for keep in ("", "auto")]
+        trial = changed(config, [f"offload={offload}", "cache.chunk=auto", "cache.keep=none"])
+        batch = (predicted(trial)["limits"] or {"batch": 0})["batch"]
+        if batch > most:
+            best, most = replace(trial, batch=batch), batch
+    keeps = ("none",) if config.hardware == "cpu" else ("none", "auto")
+    plans = [predicted(changed(best, [f"cache.keep={keep}"])) | {"keep": keep} for keep in keeps]
     result = min((each for each in plans if each["fits"]), key=lambda each: each["step_range_s"][0], default=plans[0])
-    words = [f"{name}={result[name]}" for name in ("batch", "offload")]
-    words += [f"cache.{name}_chunk={size}" for name, size in result["chunk"].items()]
-    return result | {"fit": words + (["cache.keep=auto"] if result is plans[1] else [])}
+    chunks = [f"cache.{name}_chunk={size}" for name, size in result["chunk"].items()]
+    words = [f"batch={result['batch']}", f"offload={result['offload']}", *chunks, f"cache.keep={result['keep']}"]
+    return result | {"fit": words}
 
 
 def remedies(config: PlanConfig, result: Result) -> list[Result]:
@@ -231,7 +211,7 @@ def remedies(config: PlanConfig, result: Result) -> list[Result]:
 def shares(result: Result) -> tuple[float, float]:
     """The shares of the GPU's and of the host's memory that a run takes. It fits up to 1."""
     device, host = result["device"], result["host"]
-    gpu = device["total_bytes"] / device["usable_bytes"] if device["usable_bytes"] else 0
+    gpu = device["total_bytes"] / (device["usable_bytes"] or math.inf)
     return gpu, host["node_bytes"] / (host["memory_bytes"] or math.inf)
 
 
@@ -240,43 +220,39 @@ def conclusion(result: Result) -> str:
     device, host, limits = result["device"], result["host"], result["limits"]
     total, usable, most = device["total_bytes"], device["usable_bytes"], host["memory_bytes"]
     node = (
-        f"{format_bytes(host['node_bytes'])}{f' of {format_bytes(most)}' if most else ''} of host memory on each node"
+        format_bytes(host["node_bytes"])
+        + (f" of {format_bytes(most)}" if most else "")
+        + " of host memory on each node"
     )
-    sizes = f"{format_bytes(total)} of {format_bytes(usable)} usable on each GPU" if usable else "no GPU"
-    sizes = f"{sizes}, {node}"
-    if not limits:
-        return f"{format_bytes(total)} in each process, {node}" if not usable else f"fits: {sizes}"
-    if result["fits"] and "fit" in result:
-        return f"the largest and fastest that fits: {' '.join(result['fit'])} ({sizes})"
-    largest_batch = f"batch={limits['batch']} is the largest that does"
-    if result["fits"] and not most:
-        unchecked = "which are needed and not checked: give what a node has, as in host_memory=128G"
-        return f"fits the GPUs: {sizes}; {largest_batch}; {node}, {unchecked}"
-    if result["fits"]:
-        return f"fits: {sizes}; {largest_batch}"
-    advice = [" ".join(remedy["settings"]) for remedy in result["remedies"]]
-    return f"does not fit: {sizes}; try {', or '.join(advice) or 'larger GPUs, more nodes or a smaller model'}"
+    of_gpu = f"{format_bytes(total)} of {format_bytes(usable)} usable on each GPU" if usable else ""
+    sizes = f"{of_gpu or f'{format_bytes(total)} in each process'}, {node}"
+    if not result["fits"]:
+        advice = [" ".join(remedy["settings"]) for remedy in result["remedies"]]
+        return f"does not fit: {sizes}; try {', or '.join(advice) or 'larger GPUs, more nodes or a smaller model'}"
+    if "fit" in result:
+        return f"the largest and fastest that fits: {' '.join(result['fit'])}; {sizes}"
+    largest_batch = f"; batch={limits['batch']} is the largest that does" if limits else ""
+    if most:
+        return f"fits: {sizes}{largest_batch}"
+    unchecked = "which are needed and not checked: give what a node has, as in host_memory=128G"
+    return f"fits the GPUs: {of_gpu}{largest_batch}; {node}, {unchecked}" if usable else sizes
 
 
-# ---- methods side by side ----
-
-
-def methods(config: PlanConfig, model: MemoryModel, chunks: Chunks, fixed: int, memory: int) -> list[Result]:
-    """Memory of the methods `compare` at batches around the run's, as published and with this program's code."""
-    published, ranks = Published(config), model.run.ranks
-    least = ranks * max(chunk or 1 for chunk in chunks)
-    batches = [batch for batch in (2**i for i in range(11, 23)) if batch % ranks == 0 and batch >= least]
-    rows = []
+def methods(config: PlanConfig, model: MemoryModel, chunks: Chunks, fixed: int, gpu: Hardware) -> list[Result]:
+    """Memory of the methods `compare` at many batches, as published and with this program's code."""
+    published, run, rows = Published(config), model.run, []
+    least = run.ranks * max(chunk or 1 for chunk in chunks)
     for name in config.compare.split(","):
-        options = {"objective": "softmax"} | METHODS[name].loss | ({"exchange": "none"} if ranks == 1 else {})
-        model.run.state.config = replace(config, loss=replace(config.loss, **options))
-        loss = MemoryModel(model.run)  # of this method; all else is as in `model`
-        for batch in batches:
-            step = model.at(batch // ranks, chunks)
-            others = [size for stage, size in step.peak.items() if stage != "loss"]
-            loss_bytes = loss.loss(batch // ranks)
-            peak = max(*others, step.before["loss"] + loss_bytes) + fixed
-            ours = {"loss_bytes": loss_bytes, "peak_bytes": peak, "fits": peak <= memory * (1 - RESERVE)}
-            rows.append({"method": name, "batch": batch} | published.facts(name, batch, memory) | ours)
-    model.run.state.config = config
+        exchange = "none" if run.ranks == 1 else ASSUMED.published[name]["exchange"]
+        loss = {"objective": "softmax", "exchange": exchange, "backend": ASSUMED.published[name]["backend"]}
+        run.state.config = replace(config, loss=replace(config.loss, **loss))
+        loss_bytes = MemoryModel(run).loss  # of this method; all else is as in `model`
+        for batch in (2**i for i in range(11, 23) if 2**i >= least and 2**i % run.ranks == 0):
+            step, taken = model.at(batch // run.ranks, chunks), loss_bytes(batch // run.ranks)
+            others = max(step.phase(phase) for phase in PHASES if phase != "loss")
+            peak = max(step.before["loss"] + taken, others) + fixed
+            fits = peak <= gpu.memory_bytes * (1 - ASSUMED.reserve)
+            ours = {"loss_bytes": taken, "peak_bytes": peak, "fits": fits}
+            rows.append({"method": name, "batch": batch} | published.facts(name, batch, gpu.memory_bytes) | ours)
+    run.state.config = config
     return rows

@@ -1,9 +1,9 @@
 """`clipscale plan`: prints whether a run fits and how long a step may take, or compares a prediction with a run."""
 
 import json
+import re
+from collections.abc import Iterable
 from typing import Any
-
-from rich.console import Console
 
 from clipscale.common.terminal import printable
 from clipscale.common.units import format_bytes, format_count
@@ -13,131 +13,123 @@ from clipscale.plan.planner import plan
 from clipscale.report.table import TextTable, plain_console
 
 Result = dict[str, Any]
-PARTS = ("encode", "loss", "ring", "replay", "gradients", "step")
 
 
 def main(config: PlanConfig) -> int:
     """Plan, or with `run` compare, and print; returns the exit status: 1 if the run does not fit. Raises UserError."""
-    console = plain_console()
     result = compare(config) if config.run else plan(config)
     if config.json:
-        console.print(json.dumps(result, indent=1), soft_wrap=True)
-    elif config.run:
-        show_comparison(result, console)
+        plain_console().print(json.dumps(result, indent=1), soft_wrap=True)
     else:
-        show_plan(result, config, console)
+        for part in comparison(result) if config.run else parts(result, config):
+            plain_console().print(part, soft_wrap=isinstance(part, str))
     if config.out:
         draw(result, config.out)
     return 0 if result.get("fits", True) else 1
 
 
-def show_plan(result: Result, config: PlanConfig, console: Console) -> None:
-    """Print a plan as tables and lines; the last line is the conclusion."""
+def table(title: str, rows: Iterable[Result]) -> TextTable:
+    """A table of records of equal keys. A key's end says what its values are."""
+    rows = list(rows)
+    heads = [re.sub(r"(?<!per)_(bytes|s)$", "", key).replace("_", " ").replace(" per ", "/") for key in rows[0]]
+    return TextTable(heads, [[[cell(key, value) for key, value in row.items()] for row in rows]], title, left=("what",))
+
+
+def cell(key: str, value: Any) -> str:
+    """A value as text: bytes, shares, seconds, counts."""
+    if value is None or isinstance(value, str):
+        return printable(value or "--")
+    if key.endswith("bytes"):
+        return format_bytes(value)
+    if key.endswith("share"):
+        return f"{value:.1%}"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def parts(result: Result, config: PlanConfig) -> Iterable[TextTable | str]:
+    """A plan as tables and lines; the last line is the conclusion."""
     device, host = result["device"], result["host"]
-    console.print(
+    yield (
         f"{printable(config.model.name)}, batch {format_count(result['batch'])}: {result['local_batch']} samples on "
         f"each of {config.nodes} x {config.gpus} x {config.hardware}, in chunks of {result['chunk']['image']} images "
         f"and {result['chunk']['text']} texts, {config.precision.name}, {config.optim.name}, "
         f"offload={result['offload']}, {config.launch.parallel}"
     )
-
-    def table(title: str, heads: tuple[str, ...], rows: Any) -> None:
-        console.print(TextTable(heads, [list(rows)], title))
-
-    phases = [(name, *map(format_bytes, phase.values())) for name, phase in device["phases"].items()]
-    table("memory of one GPU in a step, of torch's allocator", ("phase", "before", "beyond", "peak"), phases)
-    parts = [(name, format_bytes(size)) for name, size in host["process_bytes"].items() if size]
-    parts.append((f"all {host['processes']} processes of a node", format_bytes(host["node_bytes"])))
-    table("memory of the host, by process", ("what", "bytes"), parts)
+    yield table(
+        "memory of one GPU in a step, of torch's allocator",
+        ({"phase": name} | phase for name, phase in device["phases"].items()),
+    )
+    holders = host["process_bytes"] | {f"all {host['processes']} processes of a node": host["node_bytes"]}
+    yield table("memory of the host, by process", ({"what": k, "bytes": v} for k, v in holders.items() if v))
     if host["disk_bytes"]:
-        console.print(f"and {format_bytes(host['disk_bytes'])} on the disk of each node\n")
-    if result["estimates"]:
-        rows = []
-        for each in result["estimates"]:
-            hours = f"{each['hours']:,.1f}" if each["hours"] else ""
-            seconds = [f"{each[f'{name}_s']:.3g}" for name in PARTS]
-            share = f"{each['share']:.1%}" if config.hardware != "cpu" else ""
-            rows.append((each["what"].split(":")[0], share, *seconds, f"{each['samples_per_s']:,.0f}", hours))
-        table("seconds of a step, at a share of the GPU's peak", ("", "share", *PARTS, "samples/s", "hours"), rows)
-        for each in result["estimates"]:
-            if ": " in each["what"]:
-                console.print(printable(each["what"]))
+        yield f"and {format_bytes(host['disk_bytes'])} on the disk of each node\n"
+    if estimates := result["estimates"]:
+        hidden = ("what", "network_share", "sent_bytes", "share" if config.hardware == "cpu" else "")
+        shown = [key for key in estimates[0] if key not in hidden]
+        rows = ({"what": f"({i})"} | {key: each[key] for key in shown} for i, each in enumerate(estimates, 1))
+        yield table("seconds of a step, at a share of the GPU's peak", rows)
+        yield from (f"({i}) {printable(each['what'])}" for i, each in enumerate(estimates, 1))
     if result["scaling"]:
-        rows = [
-            (
-                f"{row['gpus']:,}", f"{row['local_batch']:,}", f"{row['step_s']:.3g}", f"{row['samples_per_s']:,.0f}",
-                f"{row['network_share']:.1%}", f"{row['epoch_hours']:,.2f}", format_bytes(row["epoch_sent_bytes"]),
-                format_bytes(row["epoch_read_bytes"]),
-            )
-            for row in result["scaling"]
-        ]  # fmt: skip
-        heads = ("GPUs", "samples each", "step s", "samples/s", "network", "epoch h", "sent by each", "read")
-        table(f"this batch on more GPUs, at {result['time']['share']:.1%} of the peak", heads, rows)
-    if config.compare:
-        table("GiB of the loss (and at the peak); --: does not fit", *comparison(result["compare"]))
+        yield table(f"this batch on more GPUs, at {result['time']['share']:.1%} of the peak", result["scaling"])
+    if result["compare"]:
+        yield table("loss (and peak) in GiB; --: does not fit", by_method(result["compare"]))
     if "published" in result:
-        sizes = [format_bytes(result[f"published_{name}_bytes"]) for name in ("loss", "peak")]
+        loss, peak = (format_bytes(result[f"published_{name}_bytes"]) for name in ("loss", "peak"))
         verdict = "fits" if result["published_fits"] else "does not fit"
-        console.print(f"as published, {result['published']}: loss {sizes[0]}, peak {sizes[1]}, {verdict}")
-    for note in result["notes"]:
-        console.print(printable(note))
-    console.print(result["conclusion"], style="bold", soft_wrap=True)
+        yield f"{result['published']} as published: loss {loss}, peak {peak}, {verdict}"
+    yield from map(printable, result["notes"])
+    yield result["conclusion"]
 
 
-def comparison(rows: list[Result]) -> tuple[tuple[str, ...], list[list[str]]]:
-    """A table of methods by batch: each as published, and with this program's code."""
-    lines: dict[str, list[str]] = {}
+def by_method(rows: list[Result]) -> list[Result]:
+    """A record for each method, as published and with this program's code, of what it takes at each batch."""
+    lines: dict[str, Result] = {}
     for row in rows:
         for prefix, title in (("published_", "as published"), ("", "clipscale")):
-            sizes = f"{row[f'{prefix}loss_bytes'] / 2**30:.2f} ({row[f'{prefix}peak_bytes'] / 2**30:.1f})"
-            line = lines.setdefault(f"{row['method']}, {title}", [])
-            line.append(sizes if row[f"{prefix}fits"] else "--")
-    batches = list(dict.fromkeys(format_count(row["batch"]) for row in rows))
-    return ("method", *batches), [[name, *line] for name, line in lines.items()]
+            loss, peak = (row[f"{prefix}{name}_bytes"] / 2**30 for name in ("loss", "peak"))
+            line = lines.setdefault(name := f"{row['method']}, {title}", {"method": name})
+            line[format_count(row["batch"])] = f"{loss:.2f} ({peak:.1f})" if row[f"{prefix}fits"] else None
+    return list(lines.values())
 
 
 def draw(result: Result, out: str) -> None:
     """The field's picture, memory at the peak against the batch, as FILE.png, .pdf (matplotlib) or .html (Plotly)."""
-    curves: dict[tuple[str, bool], tuple[list[int], list[float]]] = {}
-    for row in result["compare"]:
-        for ours, key in ((False, "published_peak_bytes"), (True, "peak_bytes")):
-            x, y = curves.setdefault((f"{row['method']}, {'clipscale' if ours else 'as published'}", ours), ([], []))
-            x.append(row["batch"])
-            y.append(row[key] / 2**30)
-    limit, labels = result["device"]["usable_bytes"] / 2**30, ("batch", "GiB of a GPU at the peak")
+    limit, titles = result["device"]["usable_bytes"] / 2**30, ("batch", "GiB of a GPU at the peak")
+    curves = []
+    for name in dict.fromkeys(row["method"] for row in result["compare"]):
+        rows = [row for row in result["compare"] if row["method"] == name]
+        x = [row["batch"] for row in rows]
+        for title, dash, prefix in (("as published", "dash", "published_"), ("clipscale", "solid", "")):
+            curves.append((f"{name}, {title}", dash, x, [row[f"{prefix}peak_bytes"] / 2**30 for row in rows]))
     if out.endswith(".html"):
         import plotly.graph_objects as go
 
-        page = go.Figure(layout={"hovermode": "x unified"})
-        for (name, ours), (x, y) in curves.items():
-            page.add_scatter(x=x, y=y, name=name, mode="lines+markers", line={"dash": None if ours else "dash"})
+        lines = [go.Scatter(x=x, y=y, name=name, line={"dash": dash}) for name, dash, x, y in curves]
+        log = [{"type": "log", "title": title} for title in titles]
+        page = go.Figure(lines, {"xaxis": log[0], "yaxis": log[1], "hovermode": "x unified"})
         page.add_hline(y=limit, line_dash="dot", annotation_text=result["hardware"])
-        page.update_xaxes(type="log", title=labels[0])
-        page.update_yaxes(type="log", title=labels[1])
         page.write_html(out)
         return
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    for (name, ours), (x, y) in curves.items():
-        axes.loglog(x, y, "-" if ours else "--", marker="." if ours else "x", label=name)
+    for name, dash, x, y in curves:
+        axes.loglog(x, y, linestyle=dash.replace("dash", "dashed"), marker=".", label=name)
     axes.axhline(limit, color="grey", linestyle=":", label=f"usable of {result['hardware']}")
-    axes.set(xlabel=labels[0], ylabel=labels[1])
-    axes.set_xscale("log", base=2)
+    axes.set(xlabel=titles[0], ylabel=titles[1])
     axes.legend(fontsize="small")
     figure.savefig(out, dpi=150)
 
 
-def show_comparison(result: Result, console: Console) -> None:
-    """Print predicted and measured memory side by side."""
+def comparison(result: Result) -> Iterable[TextTable | str]:
+    """Predicted and measured figures side by side."""
+    title = f"{result['run']}: {result['hardware']}, medians of {result['steps']} steps"
     rows = []
     for name, entry in result["compared"].items():
-        predicted, measured, ratio = list(entry.values())[:3]
-        text = format_bytes if name != "step" else "{:.3g} s".format
-        rows.append([name, text(predicted) if predicted else "--", *([text(measured)] if measured else ["--"])])
-        rows[-1] += [f"{ratio:.3f}"] if ratio else []
-    title = f"{result['run']}: {result['hardware']}, medians of {result['steps']} steps"
-    console.print(TextTable(("what", "predicted", "measured", "predicted / measured"), [rows], title))
-    for note in result["notes"]:
-        console.print(printable(note))
+        key, values = ("s" if name == "step" else "bytes"), list(entry.values())
+        rows.append(
+            {"what": name, "predicted": cell(key, values[0]), "measured": cell(key, values[1]), "ratio": values[2]}
+        )
+    yield table(title, rows)
+    yield from map(printable, result["notes"])

@@ -46,6 +46,7 @@ def settings(demo: Path, run: Path, **changes: Any) -> TrainConfig:
         schedule=ScheduleConfig(warmup="2"),
         log=LogConfig(report=False, every=5),
         launch=LaunchConfig(),
+        plan=False,
     )
     config = replace(base, **changes)
     return check(replace(config, data=replace(config.data, shuffle=8)))
