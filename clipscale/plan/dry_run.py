@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from clipscale.config.train import TrainConfig
-from clipscale.data.features import StoredFeatures
+from clipscale.data.features import StoredFeatures, TeacherFeatures
+from clipscale.data.loader.host_batch import Targets
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import World
 from clipscale.loss.machine import replaced
@@ -105,11 +106,26 @@ class DryRunState(TrainState):
     """The trainer's state without pretrained weights; chunk sizes are set before each step."""
 
     def build_model(self) -> ClipModel:
-        return build_model(without_weights(self.config.model))
+        to, nn.Module.to = nn.Module.to, lambda module, *_, **__: module  # type: ignore[method-assign, assignment]
+        try:  # peft moves its layers, which takes values
+            return build_model(without_weights(self.config.model))
+        finally:
+            nn.Module.to = to  # type: ignore[method-assign]
 
     def stored_features(self) -> StoredFeatures | None:
         member = self.config.data.stored_member
         return StoredFeatures(member, self.model.width, "float16") if member else None
+
+    def stored_teachers(self) -> tuple[TeacherFeatures, ...]:
+        return tuple(
+            TeacherFeatures(f"{name}.npy", self.model.width, "float16") for name in self.config.distill.teachers
+        )
+
+    def targets(self, batch: int) -> Targets:
+        """What the batch knows of its pairs."""
+        keys = torch.empty(batch, dtype=torch.int64) if self.config.data.same is not None else None
+        sizes = ((batch, 2, teacher.width) for teacher in self.teachers)
+        return Targets(keys, tuple(torch.empty(*size, dtype=torch.float16) for size in sizes))
 
     def caption_rule(self) -> CaptionRule:
         """Captions in the batch's order. Chunks of sorted captions hold as many tokens."""
@@ -159,7 +175,7 @@ class DryRun:
         features = cache.encode(*(state.past_trunk(*each) for each in zip(TOWERS, rows)))
         del rows
         self.enter("loss")
-        cache.backward(state.loss(*features))
+        cache.backward(state.loss(*features, targets=state.targets(batch)))
         del features
         self.enter("replay")
         cache.replay()
@@ -184,7 +200,7 @@ class DryRun:
         features = [torch.empty(n, self.width).requires_grad_(t.trained) for n, t in zip(rows, towers)]
         self.tracker.take_peak()
         before = self.tracker.live
-        self.state.loss(*features).backward()
+        self.state.loss(*features, targets=self.state.targets(batch)).backward()
         self.state.optimizer.zero_grad()
         return self.tracker.take_peak() - before
 

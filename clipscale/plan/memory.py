@@ -120,6 +120,8 @@ def host_memory(config: PlanConfig, run: DryRun, batch: int, chunk: int | None, 
         dtype=str(run.row_type).removeprefix("torch."),
         offload=Offload(config.offload if config.offload != "none" else "host", chunk or batch),
         captions=run.captions,
+        keyed=data.same is not None,
+        teachers=run.state.teachers,
     )
     pictures = 3 * config.eval.batch if config.eval.wanted else 0  # being decoded, waiting, and in a batch
     process = {

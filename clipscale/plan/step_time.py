@@ -14,7 +14,7 @@ from clipscale.config.tools import PlanConfig
 from clipscale.data.loader.captions import GRAIN
 from clipscale.models.flops import forward_flops
 from clipscale.plan import ASSUMED
-from clipscale.plan.dry_run import DryRun
+from clipscale.plan.dry_run import TOWERS, DryRun
 from clipscale.step.captions import expected_to_cut
 
 UNKNOWN = Hardware((), 0, 0, 1e-12, 1e-12, math.inf)
@@ -30,7 +30,8 @@ class StepTime:
         self.config, self.gpu = config, gpu or UNKNOWN
         image, text = forward_flops(config.model, caption_width(config, run))
         self.forward = (0 if run.state.stored else image, text * run.captions)
-        self.trained = [tower.trained for tower in run.state.cache.towers]
+        whole = zip(TOWERS, run.state.cache.towers)  # a frozen trunk has no second pass
+        self.trained = [tower.trained and name not in run.state.trunks for name, tower in whole]
         # Forward and backward passes cost 1 and 2 forward passes, and checkpointing one more.
         passes = 4 if config.model.grad_checkpointing else 3
         self.replay = sum(flops * (passes - share) * on for flops, share, on in zip(self.forward, kept, self.trained))
