@@ -137,6 +137,7 @@ def test_every_command_runs_on_the_tiny_model(page: str, tmp_path: Path, monkeyp
     retrieval_set(tmp_path / "data/mscoco_captions")
     every = [words[1:] for b in blocks(page) if not b.needs for words in b.commands() if words[0] == "clipscale"]
     used = {word[4:] for words in every if words[0] != "train" for word in words if word.startswith("run=")}
+    used |= {word for words in every if words[0] == "report" for word in words[1:] if "=" not in word}
     made = {word[4:] for words in every if words[0] == "train" for word in words if word.startswith("run=")}
     runs = [["train", "model=tiny", "data=/data/mine", f"run={run}"] for run in sorted({"b32", *used} - made - {""})]
     for words in [*runs, *every]:
