@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from clipscale.common.errors import UserError
 from clipscale.data.shards.addresses import SourceError, scheme_of
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ TICK_S = 0.1
 """Interval at which a reader that waits for a request calls `tick`."""
 _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
 """HTTP statuses that may pass."""
+_NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")
+"""Names of the errors of botocore and google-auth where there are none."""
 _RANGE = re.compile(r"bytes ([0-9]{1,18})-[0-9]{1,18}/([0-9]{1,18})$")
 _IN_ADDRESSES = "!#$%&'()*+,/:;=?@[]~"
 """Characters of an address that are sent as they are, since it may be signed; others, such as spaces, are quoted."""
@@ -144,7 +147,7 @@ class RemoteFile:
 async def _request(url: str, start: int, stop: int) -> tuple[bytes, State]:
     """Bytes start..stop, or fewer where the object ends or the answer is cut off, and the object's state.
 
-    Raises TransientError, and SourceError for what does not pass.
+    Raises TransientError, SourceError for what does not pass, and UserError without credentials.
     """
     try:
         async with asyncio.timeout(WAIT_S + (stop - start) / SLOWEST):
@@ -164,6 +167,9 @@ async def _request(url: str, start: int, stop: int) -> tuple[bytes, State]:
     except (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError) as error:
         raise SourceError("missing_shard", f"{type(error).__name__}: {error}") from error
     except Exception as error:  # each library has its own
+        if type(error).__name__ in _NO_CREDENTIALS:
+            remedy = "give its library's environment variables or files, as for the cloud's own command line"
+            raise UserError(f"data.train: {url}: {error}; {remedy}") from error
         raise TransientError("failed_request", f"{type(error).__name__}: {error}") from error
     missing = min(stop, state[0]) - start - len(data)
     if missing > 0 and len(data) < LEAST:

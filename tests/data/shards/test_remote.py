@@ -157,6 +157,20 @@ def s3() -> Iterator[str]:
     served.stop()
 
 
+def test_storage_without_credentials_is_one_line_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    s3fs = pytest.importorskip("s3fs")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    begun = time.monotonic()
+    try:
+        with pytest.raises(UserError, match=r"s3://no-credentials/0.tar: .*credentials"):
+            read("s3://no-credentials/0.tar")
+    finally:
+        s3fs.S3FileSystem.clear_instance_cache()  # it remembers that there are none
+    assert time.monotonic() - begun < 20
+
+
 def test_shards_are_listed_indexed_and_read_from_s3(tmp_path: Path, s3: str) -> None:
     import boto3
 
