@@ -49,7 +49,7 @@ class Subset(NamedTuple):
             pair = _halves(json_fields(raw.members["json"])["uid"] if self.by_uid else _hash(raw.key))
         except (KeyError, TypeError, ValueError, BrokenSampleError):
             return False
-        at = bisect_left(pairs, pair, key=np.void.item)
+        at = bisect_left(pairs, pair, key=lambda row: tuple(row.item()))
         return at < len(pairs) and pairs[at].item() == pair
 
     def scan(self, url: str) -> index.Entry:
