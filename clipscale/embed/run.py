@@ -107,6 +107,8 @@ def features_note(config: EmbedConfig, model: ClipModel, settings: ModelConfig) 
     }
     if TEXT in config.kinds:
         note |= {"text": model.text.digest(), "captions": caption_members(config.data)}
+    if config.data.only_keys:
+        note["only_keys"] = config.data.only_keys
     if config.teacher:
         note["scale"] = model.logit_scale.exp().item()
     return note

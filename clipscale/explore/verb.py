@@ -1,5 +1,6 @@
 """The verb `clipscale explore`: loads models and their embedded sets, and serves the page."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from clipscale.common.errors import UserError
@@ -35,4 +36,5 @@ def prepared(config: ExploreConfig) -> tuple[list[SearchModel], Pictures]:
     for part, source in (item for model in models for item in model.embedded.sources.items()):
         if sources.setdefault(part, source) != source:
             raise UserError(f"data: {part} is of {sources[part]} and of {source}; give features of the same shards")
-    return models, Pictures(sources, config.data)
+    listed = models[0].embedded.note.get("only_keys")  # rows are numbered as they were embedded
+    return models, Pictures(sources, replace(config.data, only_keys=listed))

@@ -15,8 +15,10 @@ import torch
 from PIL import Image
 
 from clipscale.common.errors import UserError
+from clipscale.config.data import DataConfig
 from clipscale.explore import search, verb
 from tests.data.files import picture
+from tests.embed.test_embed import embed
 from tests.explore.conftest import client, config
 
 pytest.importorskip("starlette.testclient", reason="starlette is not installed (clipscale[explore])")
@@ -76,6 +78,13 @@ def test_the_page_shows_small_pictures_and_some_of_the_set(page: Any) -> None:
     for path in ("/", "/page.css", "/page.js"):
         assert page.get(path).status_code == 200
         assert "http://" not in page.get(path).text, "it loads nothing from elsewhere"
+
+
+def test_a_subset_is_embedded_alone_and_shows_its_own_pictures(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("0003\n1004\n")
+    data = DataConfig(train=[str(place / "shards")], only_keys=str(tmp_path / "keys"))
+    _, pictures = verb.prepared(config(place, str(embed(str(place / "a"), "", tmp_path / "of", data=data))))
+    assert [pictures.encoded(part, 0) for part in ("00000", "00001")] == [picture(n, (40, 30)) for n in (3, 14)]
 
 
 def test_two_models_answer_side_by_side_each_by_its_own_features(place: Path) -> None:
