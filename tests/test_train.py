@@ -161,11 +161,6 @@ def test_half_precision_follows_the_same_curve(demo: Path, finished: Path, tmp_p
     assert curve(tmp_path / "run") == pytest.approx(curve(finished), abs=0.15)
 
 
-def test_kept_graphs_do_not_change_the_curve(demo: Path, finished: Path, tmp_path: Path) -> None:
-    train(settings(demo, tmp_path / "run", cache=CacheConfig(image_chunk=24, text_chunk=32, keep="auto")))
-    assert curve(tmp_path / "run") == pytest.approx(curve(finished), rel=1e-5)
-
-
 def test_negatives_from_the_chunk_alone_are_those_of_plain_accumulation(demo: Path, tmp_path: Path) -> None:
     """At a small logit scale all candidates are about as likely: the first loss is the logarithm of their number."""
     model = ModelConfig(name="test", architecture=ARCHITECTURE, init_scale=0.1)

@@ -1,7 +1,6 @@
 """The benchmarks measure what they say: methods that agree, memory, matmuls, and rows for what fails."""
 
 import importlib
-import json
 import re
 import shlex
 import subprocess
@@ -80,17 +79,6 @@ def test_a_step_is_timed_and_compared_with_plain(script: Any) -> None:
         step.plan(settings(step, "methods=cash"))
 
 
-@pytest.mark.slow
-def test_the_data_path_is_measured_beside_open_clips(script: Any) -> None:
-    data = script("data")
-    words = ("sizes=64", "stream=64", "pictures=3", "batch=4", "workers=1", "repeats=1", "image_size=32")
-    _, jobs = data.plan(settings(data, *words))
-    for job in jobs:
-        rows = data.measure(**job)
-        assert [row["method"] for row in rows] == ["decode=exact", "decode=fast", "open_clip"]
-        assert all(row["per_s"]["median"] > 0 for row in rows) and rows[-1]["ratio"] == 1
-
-
 def test_a_job_that_fails_is_a_row_with_its_reason(script: Any) -> None:
     measure = script("measure")
 
@@ -100,20 +88,6 @@ def test_a_job_that_fails_is_a_row_with_its_reason(script: Any) -> None:
     assert measure.one_job(broken, {"n": 1}) == [
         {"n": 1, "status": "out of memory", "reason": "RuntimeError: DefaultCPUAllocator: can't allocate memory"}
     ]
-
-
-@pytest.mark.slow
-def test_a_script_measures_in_fresh_processes_and_writes_its_record(tmp_path: Path) -> None:
-    words = ["n=64,128", "d=16", "methods=infcl,torch", "repeats=1", "device=cpu", f"out={tmp_path}"]
-    command = [sys.executable, str(ROOT / "benchmarks/loss.py"), *words]
-    result = subprocess.run(
-        command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True
-    )
-    record = json.loads((tmp_path / "loss-cpu.json").read_text())
-    assert [(row["n"], row["method"], row["status"]) for row in record["rows"]] == [
-        (n, method, "ok") for n in (64, 128) for method in ("infcl", "torch")
-    ]
-    assert (tmp_path / "loss-cpu.md").read_text() in result.stdout
 
 
 def test_every_command_of_the_gpu_targets_is_one_that_its_script_takes(script: Any) -> None:

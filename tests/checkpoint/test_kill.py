@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from clipscale import checkpoint
 from clipscale.config.sections import CacheConfig, CheckpointConfig, ModelConfig
-from clipscale.distributed.world import World
 from clipscale.report.metrics import read_metrics
 from clipscale.train import train
 from tests.support.runs import ARCHITECTURE, settings
@@ -30,7 +28,6 @@ pytestmark = [
     pytest.mark.timeout(3000),
     pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
 ]
-ALONE = World(0, 1, torch.device("cpu"))
 KILLS = int(os.environ.get("CLIPSCALE_KILLS", "100"))
 SEED = int(os.environ.get("CLIPSCALE_SEED", time.time_ns() % 2**32))
 
@@ -67,43 +64,6 @@ def until(true: Callable[[], bool], work: Callable[..., Any], given: Any) -> flo
     taken = time.monotonic() - begun
     kill(child)
     return taken
-
-
-def values(step: int) -> dict[str, Any]:
-    return {"model": {str(i): torch.full((40_000,), float(step)) for i in range(8)}, "loss": float(step)}
-
-
-def save_for_ever(run: Path) -> None:
-    """Resume and save, again and again."""
-    checkpoint.remove_temporary(run)
-    path = checkpoint.to_resume(run, "auto", ALONE)
-    step = checkpoint.load(path)["step"] if path else 0
-    saver = checkpoint.Saver(run, ALONE, CheckpointConfig(keep=2))
-    while True:
-        step += 1
-        saver.save(step, values(step))
-        saver.wait()
-        (run / "complete").write_text(str(step))
-
-
-def test_a_kill_at_any_moment_of_a_save_or_load_loses_no_complete_checkpoint(tmp_path: Path) -> None:
-    numbers = random.Random(SEED)
-    checkpoint.make_folder(tmp_path)
-    reached, written = [], tmp_path / "complete"
-    longest = 2 * until(written.exists, save_for_ever, tmp_path)  # half of the kills come after a save, on any machine
-    for _ in range(KILLS):
-        child = begin(save_for_ever, tmp_path)
-        time.sleep(numbers.uniform(0.001, longest))
-        kill(child)
-        complete = int(written.read_text() or 0) if written.exists() else 0
-        path = checkpoint.to_resume(tmp_path, "auto", ALONE)
-        state = checkpoint.load(path) if path else {"step": 0, "model": {}}
-        step = state["step"]
-        assert step >= complete, f"seed {SEED}: step {complete} was complete, and {path} is the newest"
-        assert all(torch.equal(t, torch.full((40_000,), float(step))) for t in state["model"].values())
-        reached.append(step)
-    assert len(set(reached)) > KILLS // 10, f"seed {SEED}: only {len(set(reached))} kills came after a save"
-    assert not list((tmp_path / "checkpoints").glob("*.damaged")), f"seed {SEED}: a half checkpoint was taken for whole"
 
 
 def newest_step(run: Path) -> int:

@@ -187,9 +187,3 @@ def test_another_model_or_loss_beside_an_experiment_is_that_one_or_refused(tmp_p
         config = compose.settings("train", [f"loss={given}", "experiment=mine", "model=tiny"], str(tmp_path))
         assert (config.loss.objective, config.model.init_bias) == wanted
         assert (config.model.name, config.model.compile) == ("tiny", True)
-
-
-def test_the_sigmoid_loss_comes_with_its_bias() -> None:
-    config = composed("loss=siglip", "model=tiny")
-    assert config.loss.objective == "sigmoid"
-    assert build_model(config.model).logit_bias is not None

@@ -112,18 +112,6 @@ def items_of(
     return items
 
 
-def read_in_windows(url: str, kinds: dict[str, int]) -> tuple[int, int]:
-    """Samples, and the KiB by which reading a shard has raised this process's peak: its own, not a parent's, as
-    ru_maxrss is."""
-
-    def peak() -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
-
-    before = peak()
-    return len(items_of(Segment(0, 0, 0, None, None), url, kinds=kinds, use=lambda item: None)), peak() - before
-
-
 class Inline:
     """In the place of worker processes: their work, piece by piece, in this one, by whichever worker a random number
     says is next."""

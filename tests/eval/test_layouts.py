@@ -150,9 +150,6 @@ def test_a_caption_file_names_images_of_its_set_alone(tmp_path: Path) -> None:
 
 # -- sets that cannot be used ------------------------------------------------------------------------------------------
 
-PNG = picture("red")
-NO_NAMES = {"classnames.txt": "red\n"}
-
 
 def test_paths_that_are_no_set(tmp_path: Path) -> None:
     (tmp_path / "set.csv").write_text("x")

@@ -4,13 +4,11 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from sklearn.metrics import f1_score
 
 from clipscale.eval.zero_shot import (
     accuracy_counts,
     accuracy_metrics,
-    class_embeddings,
     macro_f1,
     target_ranks,
     worst_groups,
@@ -37,28 +35,6 @@ def test_accuracies_of_a_hand_made_case() -> None:
     ranks, targets = torch.tensor([0, 0, 0, 2, 7]), torch.tensor([0, 0, 0, 0, 1])
     metrics = accuracy_metrics(accuracy_counts(ranks, targets, 3))
     assert metrics == {"top1": 3 / 5, "top5": 4 / 5, "mean_per_class_recall": pytest.approx((3 / 4 + 0) / 2)}
-
-
-TEMPLATES = ["a photo of a {c}.", "a {c}", "the {c} of many words"]
-NAMES = ["cat", "dog", "red fox", "owl"]
-
-
-def hashed_tokens(texts: list[str]) -> torch.Tensor:
-    return torch.tensor([[sum(map(ord, text)), len(text)] for text in texts])
-
-
-def encode(tokens: torch.Tensor) -> torch.Tensor:
-    """Features of very different lengths, so that a mean without normalisation would be another direction."""
-    return torch.stack([tokens[:, 0] % 17 + 1.0, (tokens[:, 0] % 5 + 1.0) ** 4, tokens[:, 1] - 9.5], dim=1)
-
-
-@pytest.mark.parametrize("batch", [1, 2, 5, 12, 100])
-def test_class_embedding_is_the_normalised_mean_of_normalised_prompts(batch: int) -> None:
-    embeddings = class_embeddings(encode, hashed_tokens, NAMES, TEMPLATES, batch=batch)
-    for name, row in zip(NAMES, embeddings):
-        prompts = F.normalize(encode(hashed_tokens([t.replace("{c}", name) for t in TEMPLATES])), dim=-1)
-        wanted = F.normalize(prompts.mean(0), dim=-1)
-        assert torch.allclose(row, wanted, atol=1e-6), f"{name}, batch {batch}: {row} instead of {wanted}"
 
 
 def test_macro_f1_and_the_worst_group_are_those_of_a_direct_computation() -> None:

@@ -1,5 +1,7 @@
 """One process: every objective, similarity and backend against the float64 oracle."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,56 +26,45 @@ PROBLEMS += [(120, 130, 60, kind) for kind in ("aligned", "equal", "orthogonal",
 U, V = features(90, 95, 32)
 
 
-def key_options(has_keys: bool, n: int, m: int) -> dict[str, object]:
+def key_options(has_keys: bool, n: int, m: int) -> dict[str, Any]:
     return {"keys": cases.keys(n, m)} if has_keys else {}
+
+
+def agrees(u: Tensor, v: Tensor, scale: float, options: dict[str, Any], backend: dict[str, Any]) -> None:
+    """With the oracle, in both types."""
+    true = oracle(u, v, scale, **options)
+    for dtype, bar in BARS.items():
+        if isinstance(options.get("similarity"), Phi):
+            options["similarity"].to(dtype)
+        found = results(contrastive_loss, u.to(dtype), v.to(dtype), scale, **options, **backend)
+        assert_exact(found, true, scale, bar, (tuple(u.shape), tuple(v.shape), scale, dtype, options))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("has_keys", [False, True])
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_dot_product_is_exact(objective: str, has_keys: bool, backend: dict[str, object]) -> None:
+def test_dot_product_is_exact(objective: str, has_keys: bool, backend: dict[str, Any]) -> None:
     for n, m, width, kind in PROBLEMS:
         for scale in (1.0, 14.3, 100.0) if n > 64 else (100.0,):
-            u, v = features(n, m, width, kind)
             options = {"objective": objective} | key_options(has_keys, n, m)
-            true = oracle(u, v, scale, **options)
-            for dtype, bar in BARS.items():
-                found = results(contrastive_loss, u.to(dtype), v.to(dtype), scale, **options, **backend)
-                assert_exact(found, true, scale, bar, (n, m, width, kind, scale, dtype))
+            agrees(*features(n, m, width, kind), scale, options, backend)
 
 
 @pytest.mark.parametrize("backend", SMALL_BACKENDS)
 @pytest.mark.parametrize("has_keys", [False, True])
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_late_interaction_is_exact(objective: str, has_keys: bool, backend: dict[str, object]) -> None:
-    for n, m, image_tokens, text_tokens in ((1, 1, 2, 3), (5, 5, 1, 1), (13, 17, 4, 5)):
-        for scale in (1.0, 100.0):
-            (u, v), masks = token_features(n, m, image_tokens, text_tokens, 8)
-            options = {"objective": objective, "similarity": "late"} | key_options(has_keys, n, m)
-            for given in ({"masks": masks}, {}):
-                true = oracle(u, v, scale, **options, **given)
-                for dtype, bar in BARS.items():
-                    found = results(contrastive_loss, u.to(dtype), v.to(dtype), scale, **options, **given, **backend)
-                    assert_exact(found, true, scale, bar, (n, m, scale, dtype, given))
-
-
-@pytest.mark.parametrize("backend", SMALL_BACKENDS)
-@pytest.mark.parametrize("has_keys", [False, True])
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_deep_similarity_is_exact_down_to_its_parameters(
-    objective: str, has_keys: bool, backend: dict[str, object]
+def test_late_interaction_and_modules_are_exact_down_to_parameters(
+    objective: str, has_keys: bool, backend: dict[str, Any]
 ) -> None:
     torch.manual_seed(0)
-    for n, m in ((1, 1), (5, 5), (13, 17)):
+    for n, m, image_tokens, text_tokens in ((1, 1, 2, 3), (5, 5, 1, 1), (13, 17, 4, 5)):
+        options = {"objective": objective} | key_options(has_keys, n, m)
+        (u, v), masks = token_features(n, m, image_tokens, text_tokens, 8)
+        for scale in (1.0, 100.0):
+            for given in ({"masks": masks}, {}):
+                agrees(u, v, scale, options | {"similarity": "late"} | given, backend)
         for scale in (1.0, 14.3):
-            u, v = features(n, m, 8)
-            options = {"objective": objective} | key_options(has_keys, n, m)
-            phi = Phi(8).double()
-            true = oracle(u, v, scale, **options, similarity=phi)
-            for dtype, bar in BARS.items():
-                phi = phi.to(dtype)
-                found = results(contrastive_loss, u.to(dtype), v.to(dtype), scale, **options, similarity=phi, **backend)
-                assert_exact(found, true, scale, bar, (n, m, scale, dtype))
+            agrees(*features(n, m, 8), scale, options | {"similarity": Phi(8)}, backend)
 
 
 def test_deep_similarity_sees_the_same_random_numbers_in_both_passes() -> None:

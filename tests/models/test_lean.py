@@ -17,17 +17,7 @@ SMALL: dict[str, Any] = {
     "vision_cfg": {"image_size": SIDE, "layers": 2, "width": 32, "head_width": 16, "patch_size": 6},
     "text_cfg": {"context_length": WORDS, "vocab_size": VOCABULARY, "width": 32, "heads": 2, "layers": 3},
 }
-SIZES = [
-    "image_size",
-    "layers",
-    "width",
-    "head_width",
-    "patch_size",
-    "context_length",
-    "vocab_size",
-    "heads",
-    "mlp_ratio",
-]
+SIZES = ("size", "layers", "width", "length", "heads", "ratio")
 NAMES = ("timm_", "hf_", "tokenizer_")
 
 
@@ -37,7 +27,7 @@ def described(image: dict[str, Any], text: dict[str, Any], **top: Any) -> dict[s
 
 def options(part: dict[str, Any]) -> dict[str, Any]:
     """A registered description's settings that change what is computed, and not only how large it is."""
-    return {key: value for key, value in part.items() if key not in SIZES and not key.startswith(NAMES)}
+    return {key: value for key, value in part.items() if not key.endswith(SIZES) and not key.startswith(NAMES)}
 
 
 def kinds() -> list[dict[str, Any]]:

@@ -1,7 +1,6 @@
 """The towers give open_clip's features, freeze as asked, and tokenise captions of any length."""
 
 import pickle
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -103,13 +102,6 @@ def test_tokens_of_a_caption_are_open_clips_however_long_it_is(text: str) -> Non
     wanted = open_clip.SimpleTokenizer(context_length=8)([text.replace("\ud800", "?")])
     assert torch.equal(tokenizer([text]), wanted)
     assert torch.equal(pickle.loads(pickle.dumps(tokenizer))([text]), wanted), "as loader workers have it"
-
-
-def test_a_caption_of_any_length_takes_bounded_time() -> None:
-    tokenizer = build_model(small()).tokenizer
-    begun = time.process_time()
-    tokenizer(["qzx" * 100_000])
-    assert time.process_time() - begun < 5
 
 
 @pytest.mark.parametrize("kind", ["block", "random"])

@@ -48,20 +48,6 @@ def test_a_run_taken_back_goes_on_from_there(demo: Path, tmp_path: Path) -> None
     ]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"samples": 32}, "samples=32 is less than one batch=64"),
-        ({"data": DataConfig(train=["/nowhere/*.tar"], workers=0)}, "/nowhere"),
-        ({"run": "/proc/run"}, "run=/proc/run cannot be written"),
-        ({"resume": "/nowhere.pt"}, "resume=/nowhere.pt: there is no such"),
-    ],
-)
-def test_mistakes_are_named(demo: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        train(settings(demo, **{"run": tmp_path / "run", **changes}))
-
-
 def test_what_does_not_fit_a_checkpoint_is_named(demo: Path, finished: Path) -> None:
     other = {**ARCHITECTURE, "embed_dim": 16}
     for changes, message in (

@@ -3,7 +3,6 @@ graphs.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +13,6 @@ from clipscale.config.sections import CacheConfig
 from clipscale.distributed.world import World
 from clipscale.step import chunk_sizes
 from clipscale.step.chunk_sizes import agreed_chunk_sizes, find_chunk
-from clipscale.train import train
-from tests.support.runs import settings
 
 GPU = torch.device("cuda")
 RATES = {16: 50.0, 32: 80.0, 64: 96.0, 128: 100.0, 256: 99.0, 512: 90.0, 1024: 70.0}
@@ -54,16 +51,3 @@ def test_a_resumed_run_has_the_chunks_of_its_checkpoint_on_the_same_kind_of_devi
         earlier = {"image": 17, "text": 100, "device": device}
         sizes = agreed_chunk_sizes(CacheConfig(), towers, 100, World(0, 1, torch.device("cpu")), earlier)
         assert sizes == {"device": "cpu", "image": image, "text": 100}
-
-
-@pytest.mark.parametrize(
-    ("cache", "message"),
-    [
-        (CacheConfig(chunk="many"), "cache.chunk=many: give samples per chunk, or auto"),
-        (CacheConfig(chunk="65"), "cache.chunk=65: one process holds 64 samples"),
-        (CacheConfig(text_chunk=200), "cache.text_chunk=200"),
-    ],
-)
-def test_mistakes_are_named(demo: Path, tmp_path: Path, cache: CacheConfig, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        train(settings(demo, tmp_path / "run", cache=cache))

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
-from clipscale.config.sections import CacheConfig, LaunchConfig, LogConfig
+from clipscale.config.sections import CacheConfig, LogConfig
 from clipscale.distributed.world import World
 from clipscale.step.grad_cache import GradCache
 from clipscale.step.noise_scale import NoiseScale
@@ -93,9 +92,3 @@ def test_a_run_logs_it_every_so_many_steps_and_learns_the_same(shards: str, tmp_
     assert found[0][1]["noise_trace"] > 0
     losses = [[r["loss"] for r in run] for run in found]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5), "captions are not sorted in these steps"
-
-
-def test_fsdp_is_refused(tmp_path: Path) -> None:
-    launch, log = LaunchConfig(parallel="fsdp"), LogConfig(noise_scale=1)
-    with pytest.raises(UserError, match=r"log\.noise_scale.*launch\.parallel=ddp"):
-        settings(tmp_path, tmp_path / "run", log=log, launch=launch)

@@ -77,49 +77,36 @@ SIGNALLED = """\
 import os, signal, sys, psutil
 from tests.data.streams import open_stream
 if __name__ == "__main__":
-    signal.signal(int(sys.argv[2]), signal.SIG_IGN)  # where a run saves and ends
+    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
+    for number in numbers:
+        signal.signal(number, lambda *_: None)  # where a run saves and ends
     with open_stream(sys.argv[1], batch=400, workers=2) as stream:
         stream.next_batch().ids()
         children = psutil.Process().children(recursive=True)
-        os.killpg(0, int(sys.argv[2]))
-        for _ in range(3):
+        print(*(child.pid for child in children), flush=True)
+        if sys.argv[2] == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        for number in numbers:
+            os.killpg(0, number)
             stream.next_batch().ids()
         assert len(children) == 4, children
         assert all(child.status() != "zombie" for child in children), children
-    print(*(child.pid for child in children))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_to_all_processes_leaves_workers_at_work_and_closing_ends_them(
-    tmp_path: Path, number: signal.Signals
-) -> None:
-    """The run saves at a signal that a scheduler sends to all processes: it must finish its step first, with samples.
+@pytest.mark.parametrize("end", ["closed", "killed"])
+def test_workers_outlive_signals_to_all_processes_and_not_their_run(tmp_path: Path, end: str) -> None:
+    """A scheduler signals all processes, and the run must finish its step first, with samples.
 
     The processes that start workers and track semaphores stay as well, so nothing is printed at the end.
     """
     write_shards(tmp_path, [50])
     (tmp_path / "main.py").write_text(SIGNALLED)
-    command = [sys.executable, str(tmp_path / "main.py"), str(tmp_path), str(int(number))]
+    command = [sys.executable, str(tmp_path / "main.py"), str(tmp_path), end]
     ran = subprocess.run(command, capture_output=True, text=True, start_new_session=True, env=os.environ | HERE)
-    assert (ran.returncode, ran.stderr) == (0, "")
-    ended(ran.stdout)
-
-
-def test_a_killed_run_leaves_no_process(tmp_path: Path) -> None:
-    write_shards(tmp_path, [50])
-    (tmp_path / "main.py").write_text(SIGNALLED.replace("os.killpg(0, int(sys.argv[2]))", KILL))
-    command = [sys.executable, str(tmp_path / "main.py"), str(tmp_path), str(int(signal.SIGUSR1))]
-    ran = subprocess.run(command, capture_output=True, text=True, start_new_session=True, env=os.environ | HERE)
-    assert ran.returncode == -signal.SIGKILL, ran.stderr
-    ended(ran.stdout)
-
-
-KILL = "print(*(child.pid for child in children), flush=True); os.kill(os.getpid(), signal.SIGKILL)"
-
-
-def ended(processes: str) -> None:
+    assert ran.returncode == {"closed": 0, "killed": -signal.SIGKILL}[end], ran.stderr
+    assert end == "killed" or not ran.stderr
     deadline = time.monotonic() + 20
-    while left := [pid for pid in map(int, processes.split()) if psutil.pid_exists(pid)]:
+    while left := [pid for pid in map(int, ran.stdout.split()) if psutil.pid_exists(pid)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)

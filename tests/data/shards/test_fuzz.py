@@ -26,9 +26,7 @@ from clipscale.data.shards import index
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.tar import BLOCK
 from tests.data.files import Members, picture, write_tar
-from tests.data.streams import read_in_windows
 from tests.support.audit import heard
-from tests.support.forks import forks
 
 KINDS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 BOUND = 64 << 20
@@ -165,22 +163,6 @@ def test_damaged_shards(folder: Path, where: list[tuple[float, bytes]], cut: flo
 @given(edits)
 def test_lying_headers(folder: Path, changes: list[tuple[int, str, bytes]]) -> None:
     survives(reheaded(shard(folder), changes), folder)
-
-
-def test_a_bomb_of_wanted_members_is_read_in_bounded_memory(folder: Path) -> None:
-    """20 pictures of 24 MiB in half a megabyte are more than a window holds. A process of its own measures its peak."""
-    path = folder / "wanted.tar.gz"
-    zeros = gzip.compress(bytes(24 << 20), 1)
-    with path.open("wb") as out:
-        for number in range(20):
-            info = tarfile.TarInfo(f"{number}.jpg")
-            info.size = 24 << 20
-            out.write(gzip.compress(info.tobuf()) + zeros)
-    with forks().Pool(1) as pool:
-        samples, grown = pool.apply(read_in_windows, (str(path), limits(["jpg"])))
-    print(f"{samples} samples, {grown / 1024:.0f} MiB more than before")
-    assert samples == 20
-    assert grown < 400 << 10, f"{grown} KiB more: two windows and a sample at most"
 
 
 @pytest.mark.parametrize("kind", [b"x", b"L", b"K"])
