@@ -69,12 +69,11 @@ class Run:
         self.whole, self.world, self.folder = config, world, Path(config.run)
         check_sets(config.eval, world)
         self.stage, self.state, self.stream, self.step, self.loss = begin(config, world, self.folder)
-        self.config, sizes, _ = self.stage
-        config = self.config
+        config = self.config = self.stage.config
         epoch = self.stream.samples_per_epoch
-        samples = sizes.samples(config.samples, config.epochs, epoch)
-        self.total = sizes.steps(samples)
-        self.schedule = Schedule.build(config.schedule, config.optim, sizes, samples, epoch)
+        samples, first, batch = self.stage.samples(epoch), self.stage.first, config.batch
+        self.total = first + samples // batch
+        self.schedule = Schedule.build(config.schedule, config.optim.lr, batch, samples, epoch, first)
         stored, captions = self.state.stored is not None, config.data.captions_per_step
         flops = Flops(config.model, world.device, stored_images=stored, captions=captions)
         self.records = StepRecords(self.open_log() if world.main else None, world.size, flops, self.stream)
@@ -145,12 +144,12 @@ class Run:
 
     def train_step(self) -> None:
         """One exact optimizer step over the global batch."""
-        state, cache, size = self.state, self.state.cache, self.schedule.sizes.at(self.step)
+        state, cache, size = self.state, self.state.cache, self.config.batch
         measured = self.config.log.noise_scale > 0 and (self.step + 1) % self.config.log.noise_scale == 0
         phases = Phases(self.world.device)
         lr = self.schedule.apply(state.optimizer, self.step)
         state.optimizer.zero_grad()
-        cache.keep_bytes = state.keep.of_step(size)
+        cache.keep_bytes = state.keep.bytes
         self.chunks = 0
         batch = self.stream.next_batch()  # its samples may still be arriving
         images, texts = self.inputs(batch, sort=not measured)
@@ -176,7 +175,7 @@ class Run:
         state.keep.after_step(phases)
         record = {
             "step": self.step + 1,
-            "samples": self.schedule.sizes.before(self.step + 1),
+            "samples": self.stage.seen(self.step + 1),
             "batch": size,
             "loss": self.loss,
             "lr": lr,
@@ -217,7 +216,7 @@ class Run:
         self.stop.check()
         self.records.poll()
         if self.records.log:
-            size = self.schedule.sizes.at(self.step) // self.world.size
+            size = self.config.batch // self.world.size
             self.records.log.progress(f"step {self.step + 1}", self.chunks, self.state.cache.calls(size))
         self.chunks += 1
 
@@ -263,7 +262,7 @@ class Run:
             "random": self.world.gather({"cpu": now.cpu, "cuda": now.cuda}),
             "position": merge_positions(self.world.gather(self.stream.position())),
             "batch": self.config.batch,
-            "samples": self.schedule.sizes.before(self.step),
+            "samples": self.stage.seen(self.step),
             "loss": self.loss,
         }
         self.saver.save(self.step, state, last=last)

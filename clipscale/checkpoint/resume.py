@@ -107,5 +107,5 @@ def check_fits(
     if saved["samples"] != samples_before(saved["step"]):
         raise UserError(
             f"resume: the checkpoint has seen {saved['samples']} samples in {saved['step']} steps, which these "
-            "ramp.start, ramp.samples and ramp.rule do not make; give the ramp that it was trained with"
+            "stages do not make; give those that it was trained with"
         )

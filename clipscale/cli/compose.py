@@ -75,7 +75,8 @@ def overrides(name: str, words: Iterable[str], *, sweep: bool = False) -> tuple[
         given[override] = value
     lengths = {"samples", "epochs"}
     if lengths <= declared.keys() and (len(lengths & given.keys()) == 1 or given.get("stages", "[]") != "[]"):
-        given = dict.fromkeys(lengths, "null") | given
+        for key in sorted(lengths):
+            given.setdefault(key, "null")
     return plain, [f"{key}={value}" for key, value in given.items()]
 
 

@@ -7,8 +7,6 @@ from clipscale.config.setting import setting
 
 DEVICES = ("auto", "cpu", "cuda")
 DEVICE_HELP = "`auto` (CUDA if there is a GPU), `cpu` or `cuda`."
-LR_SCALING = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
-"""Rule -> power of the batch."""
 OBJECTIVES = ("softmax", "softmax_image", "softmax_text", "sigmoid")
 EXCHANGES = ("auto", "none", "replicated", "local", "gather", "ring")
 BACKENDS = ("auto", "dense", "tiled", "triton")
@@ -56,9 +54,6 @@ class OptimConfig:
         "adamw", "Any of timm's optimizers (adamw, adafactorbv, lion, lamb, muon, ...), or stableadamw."
     )
     lr: float = setting(5e-4, "Peak of the schedule.", least=0)
-    lr_scaling: str = setting(
-        "none", "Scale the rate of a ramp's smaller batches: by their share, or its root.", choices=LR_SCALING
-    )
     weight_decay: float = setting(0.2, "Of matrices; gains, biases and the logit scale are never decayed.", least=0)
     decay: str = setting(
         "torch",
@@ -265,16 +260,3 @@ class EvalConfig:
     def wanted(self) -> bool:
         """Whether there is anything to evaluate."""
         return bool(self.sets) or self.suite != "none"
-
-
-@dataclass
-class RampConfig:
-    """A batch that grows from `start` to `batch` over the first `samples` samples."""
-
-    start: int | None = setting(None, "Pairs of the first step, which divide all later batches; null: none.", least=1)
-    samples: int = setting(0, "Samples over which the batch grows.", least=0)
-    rule: str = setting(
-        "linear",
-        "`linear`: start, 2 start, 3 start, ...; `double`: start, 2 start, 4 start, ...; equally many samples each.",
-        choices=("linear", "double"),
-    )

@@ -28,7 +28,7 @@ class TrainConfig:
     stages: list[dict[str, Any]] = setting(
         [],
         "Parts of the run with their own samples, batch, image_size, context_length, text, patch_dropout, lr, warmup, "
-        "loss, and optimizer (`continue`, `restart`): [{samples:1M,image_size:112},{samples:64k}].",
+        "final, loss, and optimizer (`continue`, `restart`): [{samples:1M,image_size:112},{samples:64k}].",
     )
     run: str = setting("", "NAME of the folder under runs/, or a path; empty: after the time, the model and the batch.")
     resume: str = setting(
@@ -46,7 +46,6 @@ class TrainConfig:
     )
     offload_dir: str = setting("", "Folder on a fast disk for offload=disk; empty: the run's folder.")
     model: sections.ModelConfig = field(default_factory=sections.ModelConfig)
-    ramp: sections.RampConfig = field(default_factory=sections.RampConfig)
     data: DataConfig = field(default_factory=DataConfig)
     loss: sections.LossConfig = field(default_factory=sections.LossConfig)
     distill: sections.DistillConfig = field(default_factory=sections.DistillConfig)

@@ -17,7 +17,6 @@ from clipscale.config.train import TrainConfig, shared
 from clipscale.data.loader.host_batch import Offload
 from clipscale.data.loader.memory import free_memory
 from clipscale.data.loader.offload import row_kind
-from clipscale.data.loader.ramp import BatchSizes, check_ramp
 from clipscale.data.loader.stream import BatchShare, TrainStream, merge_positions, open_stream
 from clipscale.distributed.world import World
 from clipscale.models.towers import architecture
@@ -31,8 +30,28 @@ class Stage(NamedTuple):
     """A part of a run, or all of it."""
 
     config: TrainConfig
-    sizes: BatchSizes
-    last: bool = True
+    first: int
+    """Its first step, counted from the run's."""
+    earlier: int
+    """Samples of the run before it."""
+    last: bool
+
+    def seen(self, step: int) -> int:
+        """Samples of the run before a step."""
+        return self.earlier + (step - self.first) * self.config.batch
+
+    def samples(self, epoch: int | None) -> int:
+        """The samples of the stage, `epoch`: those of an epoch. Raises UserError for less than a batch."""
+        samples = self.config.samples
+        if samples is None:
+            assert self.config.epochs is not None
+            if epoch is None:
+                epochs = f"epochs={self.config.epochs}"
+                raise UserError(f"{epochs}: the samples of an epoch are not known for this data; give samples=N")
+            samples = round(self.config.epochs * epoch)
+        if samples < self.config.batch:
+            raise UserError(f"samples={samples} is less than one batch={self.config.batch}; nothing would be trained")
+        return samples
 
 
 def begin(config: TrainConfig, world: World, folder: Path) -> tuple[Stage, TrainState, TrainStream, int, float]:
@@ -52,12 +71,11 @@ def begin(config: TrainConfig, world: World, folder: Path) -> tuple[Stage, Train
     path = path or checkpoint.to_resume(folder, config.resume, world)  # 1 and 2
     saved = checkpoint.read_values(path) if path else None
     step = saved["step"] if saved else 0
-    number = sum(stage.sizes.first <= step for stage in stages) - 1
+    number = sum(stage.first <= step for stage in stages) - 1
     stage = stages[number]
-    config, sizes, _ = stage
-    begins = number > 0 and step == sizes.first
+    config, begins = stage.config, number > 0 and step == stage.first
     of_checkpoint = stages[number - begins]
-    checkpoint.check_fits(saved, folder, of_checkpoint.config, of_checkpoint.sizes.before)
+    checkpoint.check_fits(saved, folder, of_checkpoint.config, of_checkpoint.seen)
     model = world.on_main(lambda: described(config.model, saved))  # the pixels of 1, 2 or 3
     if begins:
         model = replace(model, image_size=config.model.image_size, context_length=config.model.context_length)
@@ -67,10 +85,14 @@ def begin(config: TrainConfig, world: World, folder: Path) -> tuple[Stage, Train
         say(f"pixels are normalised as for the weights: mean {[*model.mean]}, deviation {[*model.std]}")
     if world.main and state.captions.note:
         say(state.captions.note)
-    stream = data_stream(state, sizes, saved, folder)
+    stream = data_stream(state, saved, folder)
     streams = merge_positions(world.gather(stream.position()))["streams"]  # refuses shards that differ between ranks
-    for other in stages[number:]:
-        check_ramp(config.batch, other.config.batch, streams, world.size)
+    batches = {stage.config.batch for stage in stages}
+    if len(batches) > 1 and any(batch % streams for batch in batches):
+        raise UserError(
+            f"stages: batches of {sorted(batches)} are not all multiples of the {streams} shard streams in which data "
+            f"are read; choose others, or set data.shard_streams={math.gcd(streams, *batches)}"
+        )
     restore_random(saved, config.seed, world)
     return stage, state, stream, step, saved["loss"] if saved else math.nan
 
@@ -82,12 +104,11 @@ def planned(config: TrainConfig, world: World) -> list[Stage]:
     several = stages_of(config)
     for stage in several:
         check_machine(stage, world)
-        sizes = BatchSizes(stage.batch, None if stages else config.ramp, first=step, earlier=samples)
-        stages.append(Stage(stage, sizes, last=len(stages) == len(several) - 1))
+        stages.append(Stage(stage, step, samples, last=len(stages) == len(several) - 1))
         if config.stages:
             architecture(stage.model)
-            step = sizes.steps(sizes.samples(stage.samples, None, None))
-            samples = sizes.before(step)
+            step += stages[-1].samples(None) // stage.batch
+            samples = stages[-1].seen(step)
     return stages
 
 
@@ -112,20 +133,19 @@ def restore_random(saved: dict[str, Any] | None, seed: int, world: World) -> Non
         RandomState(state["cpu"], state["cuda"] if world.device.type == "cuda" else None).restore()
 
 
-def data_stream(state: TrainState, sizes: BatchSizes, saved: dict[str, Any] | None, folder: Path) -> TrainStream:
+def data_stream(state: TrainState, saved: dict[str, Any] | None, folder: Path) -> TrainStream:
     """The data, from its start or from a checkpoint's position. Raises UserError."""
     config, world = state.config, state.world
     if state.stored and config.offload == "encoded":
         raise UserError("offload=encoded is for pictures; with data.image_features take offload=host, or disk")
     if config.data.text != "truncate" and not hasattr(state.model.tokenizer.inner, "sot_token_id"):
         raise UserError(f"data.text={config.data.text}: only for CLIP's own tokenizer; take data.text=truncate")
-    first = saved["step"] if saved else 0
     backend = config.offload if config.offload != "none" else "host"
     free = free_memory()
     world.gather(None)  # all ranks have looked before the first takes its share
     return open_stream(
         config.data,
-        BatchShare(config.batch, world.rank, world.size, sizes=lambda i: sizes.at(first + i)),
+        BatchShare(config.batch, world.rank, world.size),
         row_kind(config.data, state.model.image_size, state.stored),
         state.model.tokenizer,
         config.seed,

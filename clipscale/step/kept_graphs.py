@@ -92,30 +92,27 @@ def graph_bytes() -> Iterator[Callable[[], int]]:
 class KeepBudget:
     """The bytes for kept graphs in each step: `cache.keep` is `none`, a number of bytes, or `auto`.
 
-    `auto` keeps none in the first step at a batch size and measures its peak beyond its start. Later steps may keep
-    graphs in the rest of the free memory, less a margin. On a CPU it is half of the memory that is free at the start.
+    `auto` keeps none in the first step and measures its peak beyond its start. Later steps may keep graphs in the rest
+    of the free memory, less a margin. On a CPU it is half of the memory that is free at the start.
     """
 
     def __init__(self, setting: str, world: World) -> None:
-        self._world, self._batch = world, 0
-        self._fixed = parse_memory("cache.keep", setting)
-        if self._fixed is None and world.device.type == "cpu":
-            self._fixed = self._least(psutil.virtual_memory().available // 2)
-        self._spare: int | None = None  # auto: bytes that a step of this batch size leaves; None: not measured yet
+        self._world = world
+        self._bytes = parse_memory("cache.keep", setting)
+        """None: not measured yet."""
+        if self._bytes is None and world.device.type == "cpu":
+            self._bytes = self._least(psutil.virtual_memory().available // 2)
 
-    def of_step(self, batch: int) -> int:
-        """Bytes for a step of `batch` samples."""
-        if self._fixed is not None:
-            return self._fixed
-        if batch != self._batch:
-            self._batch, self._spare = batch, None
-        return self._spare or 0
+    @property
+    def bytes(self) -> int:
+        """For the next step."""
+        return self._bytes or 0
 
     def after_step(self, phases: Phases) -> None:
         """Take in what the step has needed. All ranks call it."""
-        if self._fixed is None and self._spare is None:
+        if self._bytes is None:
             free = MARGIN * free_bytes(self._world.device)
-            self._spare = self._least(max(0, int(free) - phases.working_bytes()))
+            self._bytes = self._least(max(0, int(free) - phases.working_bytes()))
 
     def _least(self, value: int) -> int:
         """Of all ranks."""

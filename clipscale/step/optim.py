@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from clipscale.common.errors import UserError
 from clipscale.common.units import nearest
-from clipscale.config.sections import LR_SCALING, OptimConfig, ScheduleConfig
-from clipscale.data.loader.ramp import BatchSizes
+from clipscale.config.sections import OptimConfig, ScheduleConfig
 from clipscale.distributed.world import local
 
 SHARDED = (
@@ -211,10 +210,7 @@ def largest_rms(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[Ten
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning rate as a pure function of the step, so that a resumed run needs no state.
-
-    Under a batch ramp steps count full batches.
-    """
+    """Learning rate as a pure function of the step, so that a resumed run needs no state."""
 
     peak: float
     total: int
@@ -222,30 +218,26 @@ class Schedule:
     cooldown: int
     final: float
     cosine: bool
-    sizes: BatchSizes
-    power: float = 0.0
-    """Of a ramped batch's share of the full one, by which the rate of its step is scaled. Linear: Goyal et al. 2017
-    (arXiv 1706.02677), for SGD below the noise scale. The square root: Krizhevsky 2014 (arXiv 1404.5997), the usual
-    choice for Adam and similar optimizers."""
+    first: int
+    """The step of the run with which its stage begins."""
 
     @staticmethod
     def build(
-        config: ScheduleConfig, optim: OptimConfig, sizes: BatchSizes, samples: int, epoch: int | None
+        config: ScheduleConfig, peak: float, batch: int, samples: int, epoch: int | None, first: int = 0
     ) -> "Schedule":
-        """The schedule of a run of `samples`; `epoch` is the samples of an epoch, None if that is not known.
+        """The schedule of `samples` samples; `epoch` is the samples of an epoch, None if that is not known.
 
         Raises UserError.
         """
-        total, per_epoch = max(1, samples // sizes.batch), None if epoch is None else epoch / sizes.batch
+        total, per_epoch = max(1, samples // batch), None if epoch is None else epoch / batch
         warmup = parse_steps(config.warmup, "schedule.warmup", total=total, per_epoch=per_epoch)
         cooldown = parse_steps(config.cooldown, "schedule.cooldown", total=total, per_epoch=per_epoch)
-        return Schedule(
-            optim.lr, total, min(warmup, total), min(cooldown, total), config.final,
-            config.name == "cosine", sizes, LR_SCALING[optim.lr_scaling],
-        )  # fmt: skip
+        name, final = config.name, config.final
+        return Schedule(peak, total, min(warmup, total), min(cooldown, total), final, name == "cosine", first)
 
-    def at(self, position: float) -> float:
-        """Learning rate of full batch 0 to total - 1: linear warm-up, then a cosine, or a constant and a cooldown."""
+    def lr(self, step: int) -> float:
+        """Learning rate of a step: linear warm-up, then a cosine, or a constant and a cooldown."""
+        position = step - self.first
         if self.warmup and position < self.warmup:
             return self.peak * (position + 1) / self.warmup
         low = self.peak * self.final
@@ -254,11 +246,6 @@ class Schedule:
             return low + (self.peak - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
         left = self.total - position
         return self.peak if left >= self.cooldown else low + (self.peak - low) * left / self.cooldown
-
-    def lr(self, step: int) -> float:
-        """Learning rate of a step of the run, from its stage's first on. A scaled peak follows the step's own batch."""
-        factor = (self.sizes.at(step) / self.sizes.batch) ** self.power
-        return factor * self.at((self.sizes.before(step + 1) - self.sizes.earlier) / self.sizes.batch - 1)
 
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
         """Set every parameter group's learning rate for this step; returns it."""

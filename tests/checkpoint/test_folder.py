@@ -172,7 +172,7 @@ def test_what_does_not_fit_the_run_is_refused(tmp_path: Path) -> None:
     check(model=ModelConfig(name="ViT-B-32", patch_dropout=0.5), batch=256)
     with pytest.raises(UserError, match=r"model.name='ViT-L-14': the checkpoint was trained with 'ViT-B-32'"):
         check(model=ModelConfig(name="ViT-L-14"), batch=256)
-    with pytest.raises(UserError, match=r"has seen 768 samples in 3 steps, which these ramp\.start"):
+    with pytest.raises(UserError, match=r"has seen 768 samples in 3 steps, which these stages"):
         check(samples_before=lambda step: 100 * step, model=ModelConfig(name="ViT-B-32"), batch=256)
 
 

@@ -94,7 +94,6 @@ LATER = [
     ("cache.chunk=many", "cache.chunk=many", "auto"),
     ("log.noise_scale=1 launch.parallel=fsdp", "log.noise_scale", "launch.parallel=ddp"),
     ("log=wandb", "log=wandb", "wandb login"),
-    ("ramp.start=3", "ramp.start=3", "divisor"),
     ("eval.sets=/nowhere", "eval.sets: /nowhere", "folder"),
     ("eval.suite=imagenet", "eval.suite=imagenet", "eval.root=DIR"),
     ("run=./taken/run", "run=taken/run", "run=PATH"),

@@ -73,6 +73,7 @@ METACLIP = "MetaCLIP, configs/metaclip_v1.py, metaclip_v2.py"
 OPENCLIP = "open_clip, docs/PRETRAINED.md"
 OLD, NEW = (0.9, 0.98), (0.9, 0.95)
 CLIPA = "CLIPA, clipa_torch/scripts/exp/gpu; arXiv 2305.07017, table 4"
+APPLE = "arXiv 2508.20691; ml-mobileclip, training/configs"
 WORLD = "ViT-H-14-worldwide-quickgelu"
 PUBLISHED: dict[str, tuple[Any, ...]] = {
     "openclip-vit-b32-laion400m": (OPENCLIP, 62.96, "ViT-B-32-quickgelu", None, 32_768, 5e-4, "2000", OLD, 0.2),
@@ -89,6 +90,7 @@ PUBLISHED: dict[str, tuple[Any, ...]] = {
     "metaclip2-h14": (METACLIP, None, WORLD, 32 * 920_000_000, 384 * 196, 4e-4, "2000", NEW, 0.1),
     "clipa-b16": (CLIPA, (59.7, 63.2), "ViT-B-16", 2_531_072_000, 65_536, 2.048e-3, "782", NEW, 0.2),
     "clipa-l16": (CLIPA, (57.9, 69.3), "ViT-L-16-GAP", 2_531_072_000, 32_768, 1.024e-3, "1563", NEW, 0.2),
+    "mobileclip2-b": (APPLE, 79.4, "MobileCLIP2-B", 200_000 * 65_536, 65_536, 1e-3, "1000", NEW, 0.2),
     "siglip-b16": ("arXiv 2303.15343", 73.4, "ViT-B-16-SigLIP", 9_000_000_000, 32_768, 1e-3, None, NEW, 1e-4 / 1e-3),
     "infcl-vit-b32": (INFCL, None, "ViT-B-32", 8 * 280_321_756, 262_144, 5e-4, "534", OLD, 0.5),
     "infcl-vit-b16-lit": (INFCL, None, "LiT-B-16", 8 * 280_321_756, 262_144, 1e-3, "534", NEW, 1e-4),
@@ -112,6 +114,9 @@ FURTHER: dict[str, dict[str, Any]] = dict.fromkeys(PUBLISHED, ADAMW) | {
     | {"data.augment.jitter": (0.32, 0.32, 0.32, 0.08), "data.augment.greyscale": 0.2, "model.context_length": None}
     | {"model.architecture.text_cfg.context_length": 32, "model.architecture.vision_cfg.pool_type": "avg"}
     | {"stages": [PRETRAINED | {"image_size": 96, "context_length": 8}, TUNED | LONGER]},
+    "mobileclip2-b": ADAMW
+    | {"optim.clip_norm": 1.0, "distill.scales": [70.0, 60.0], "distill.weights": (0.0, 1.0), "model.mean": (0.0,) * 3}
+    | {"data.augment.scale": (0.08, 1.0)},
     "siglip-b16": ADAFACTOR
     | {"loss.objective": "sigmoid", "model.context_length": 16, "model.init_scale": 10.0, "model.init_bias": -10.0},
     "infcl-vit-b32": ADAMW | {"optim.eps": 1e-8, "data.augment.scale": (0.08, 1.0), "precision.name": "fp16"},

@@ -29,11 +29,11 @@ def open_stream(
 ) -> TrainStream:
     seed, position = options.pop("seed", 0), options.pop("position", None)
     offload = Offload(**{name: options.pop(name) for name in ("backend", "chunk", "folder") if name in options})
-    sizes, side = options.pop("sizes", None), options.pop("side", SIDE)
+    side = options.pop("side", SIDE)
     config = DataConfig(**{"train": [str(folder)], "workers": 0, "shuffle": 8, **options})
     return loader.open_stream(
         config,
-        BatchShare(batch, rank, world, sizes),
+        BatchShare(batch, rank, world),
         row_kind(config, side),
         tokenizer or Letters(),
         seed,

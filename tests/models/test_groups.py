@@ -10,7 +10,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig, OptimConfig, ScheduleConfig, TowerConfig
-from clipscale.data.loader.ramp import BatchSizes
 from clipscale.models.groups import layer_groups
 from clipscale.models.towers import build_model
 from clipscale.step.optim import Schedule, build_optimizer
@@ -61,7 +60,7 @@ def test_rates_are_multiplied_with_the_schedule_and_scale_the_step() -> None:
     settings = config(image=TowerConfig(lr_factor=0.5, layer_decay=0.25), text=TowerConfig(lr_factor=0.1))
     model, plain = build_model(settings), OptimConfig(name="momentum", lr=1.0, betas=(0.0, 0.0), weight_decay=0.0)
     optimizer = build_optimizer(model, plain, scales=model.rate_factors(settings))
-    lr = Schedule.build(ScheduleConfig(warmup="10"), plain, BatchSizes(1), 100, None).apply(optimizer, 4)
+    lr = Schedule.build(ScheduleConfig(warmup="10"), 1.0, 1, 100, None).apply(optimizer, 4)
     rate = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     wanted = {"logit_scale": 1.0, "text.encoder.token_embedding.weight": 0.1, "text.encoder.text_projection": 0.1}
     wanted |= {"image.encoder.proj": 0.5, "image.encoder.conv1.weight": 0.5 * 0.25**4}

@@ -134,7 +134,7 @@ def test_the_next_stage_begins_with_the_same_weights_and_resized_positions(
         ({}, {"samples": 60}, r"stages: their samples are 38 \+ 20, and the run has samples=60"),
         ({"samples": None}, {}, r"stages: their samples are 38 \+ None"),
         ({"image_size": 25}, {}, r"model\.image_size=25: the patches are 10 pixels wide"),
-        ({"batch": 9}, {}, r"batches of 12 to 9 are not all multiples .* data\.shard_streams=1"),
+        ({"batch": 9}, {}, r"batches of \[9, 12\] are not all multiples .* data\.shard_streams=1"),
         ({"batch": 9}, {"launch": LaunchConfig(procs=2)}, r"batch=9 cannot be shared evenly"),
         ({"samples": 5}, {}, r"samples=5 is less than one batch=12"),
     ],

@@ -93,14 +93,13 @@ def test_a_graph_that_is_measured_is_gone_at_once() -> None:
 
 
 def test_auto_keeps_none_in_the_first_step_and_then_what_it_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the rank that has least; another batch size is measured anew."""
+    """Of the rank that has least."""
     monkeypatch.setattr(kept_graphs, "free_bytes", lambda device: 1000)
     monkeypatch.setattr(World, "highest", lambda self, *values: [max(-750, *values)])
     budget, phases = KeepBudget("auto", World(0, 1, torch.device("cuda"))), Phases(torch.device("cuda"))
     phases.before, phases.peak = {"encode": 60}, {"replay": 160}
-    assert budget.of_step(8) == 0
+    assert budget.bytes == 0
     budget.after_step(phases)
-    assert budget.of_step(8) == 750
-    assert budget.of_step(16) == 0
+    assert budget.bytes == 750
     for setting, bytes in (("none", 0), ("2k", 2048)):
-        assert KeepBudget(setting, World(0, 1, torch.device("cuda"))).of_step(8) == bytes
+        assert KeepBudget(setting, World(0, 1, torch.device("cuda"))).bytes == bytes

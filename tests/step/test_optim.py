@@ -12,12 +12,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipscale.common.errors import UserError
-from clipscale.config.data import DataConfig
-from clipscale.config.sections import CacheConfig, LogConfig, OptimConfig, RampConfig, ScheduleConfig
-from clipscale.data.loader.ramp import BatchSizes
+from clipscale.config.sections import LogConfig, OptimConfig, ScheduleConfig
 from clipscale.step.optim import DECOUPLED, Schedule, build_optimizer, largest_rms, parse_steps
 from clipscale.train import train
-from tests.support.runs import records, settings, small
+from tests.support.runs import records, small
 
 
 def small_model() -> nn.Module:
@@ -209,7 +207,7 @@ def test_steps_are_read_in_three_forms() -> None:
 
 def schedule(config: ScheduleConfig, peak: float, total: int) -> Schedule:
     """Of so many batches of eight."""
-    return Schedule.build(config, OptimConfig(lr=peak), BatchSizes(8), 8 * total, None)
+    return Schedule.build(config, peak, 8, 8 * total, None)
 
 
 def test_cosine_warms_up_linearly_peaks_and_ends_at_its_share() -> None:
@@ -232,24 +230,3 @@ def test_schedule_sets_every_group() -> None:
     s = schedule(ScheduleConfig(name="constant", warmup="4"), 1.0, 10)
     assert s.apply(optimizer, 1) == 0.5
     assert [g["lr"] for g in optimizer.param_groups] == [0.5, 0.5, 0.5]
-
-
-def test_under_a_ramp_the_scaled_peak_follows_the_batch(shards: str, tmp_path: Path) -> None:
-    """Batches of 6, then 24, at a constant schedule: sqrt(6/24) and sqrt(24/24) of the peak."""
-    train(
-        settings(
-            tmp_path,
-            tmp_path / "run",
-            data=DataConfig(train=[shards], workers=0, shard_streams=2),
-            batch=24,
-            samples=60,
-            ramp=RampConfig(start=6, samples=12, rule="double"),
-            cache=CacheConfig(),
-            schedule=ScheduleConfig(name="constant", warmup="0"),
-            optim=OptimConfig(lr=1e-3, lr_scaling="sqrt"),
-        )
-    )
-    found = records(tmp_path / "run")
-    assert found[0]["batch"] == 6 and found[-1]["batch"] == 24
-    for record in found:
-        assert record["lr"] == pytest.approx(1e-3 * math.sqrt(record["batch"] / 24)), record["batch"]

@@ -17,9 +17,7 @@ from clipscale.data.loader.workers import InProcess, Workers
 class _Filling:
     """A batch that the workers fill."""
 
-    size: int  # local samples
-    places: list[np.ndarray]  # each worker's places, in the order in which it fills them
-    done: list[int]  # how many of them each worker has filled
+    done: list[int]  # how many of its places each worker has filled
     unfinished: set[int]  # workers that have not reported their positions after this batch
     positions: dict[int, StreamPosition] = field(default_factory=dict)
 
@@ -27,37 +25,33 @@ class _Filling:
 class BatchAssembler:
     """Lets the workers fill batch after batch, and waits for their rows."""
 
-    def __init__(self, specs: Sequence[WorkerSpec], workers: Workers | InProcess, sizes: Callable[[int], int]) -> None:
-        """`sizes`: step -> size of the global batch."""
-        self._specs, self.workers, self._sizes = specs, workers, sizes
+    def __init__(self, specs: Sequence[WorkerSpec], workers: Workers | InProcess) -> None:
+        self.workers = workers
+        self._places = [np.concatenate(spec.places()) for spec in specs]  # each worker's, in the order it fills them
+        self.size = specs[0].batch // specs[0].world
+        """Local samples of a batch."""
         self._batches: dict[int, _Filling] = {}
         self.counts: Counter[str] = Counter()
         """What the workers have counted so far. Names that begin with EVENT cost no sample."""
         self._waited_s = 0.0
 
-    def size(self, step: int) -> int:
-        """Local samples of the batch."""
-        return self._sizes(step) // self._specs[0].world
-
     def begin(self, step: int) -> None:
         """Let the workers fill the batch, when they have filled those begun before."""
-        batch = self._sizes(step)
-        places = [np.concatenate(spec.places(batch)) for spec in self._specs]
-        self._batches[step] = _Filling(self.size(step), places, [0] * len(places), set(range(len(places))))
-        self.workers.fill(Fill(step, batch))
+        self._batches[step] = _Filling([0] * len(self._places), set(range(len(self._places))))
+        self.workers.fill(Fill(step))
 
     def wait(self, step: int, stop: int) -> None:
         """Block until rows 0..stop of the batch have arrived. Raises UserError if the workers cannot go on."""
         batch = self._batches[step]
-        needed = [int(np.searchsorted(places, stop)) for places in batch.places]
+        needed = [int(np.searchsorted(places, stop)) for places in self._places]
         self._wait(lambda: [n for n, need in enumerate(needed) if batch.done[n] < need])
 
     def arrived(self, step: int) -> int:
         """How many of the batch's first rows have arrived, without a gap."""
         self._receive(())
         batch = self._batches[step]
-        missing = (int(places[done]) for places, done in zip(batch.places, batch.done) if done < len(places))
-        return min(max(0, min(missing, default=batch.size)), batch.size)  # places outside of it are another rank's
+        missing = (int(places[done]) for places, done in zip(self._places, batch.done) if done < len(places))
+        return min(max(0, min(missing, default=self.size)), self.size)  # places outside of it are another rank's
 
     def finish(self, step: int) -> dict[int, StreamPosition]:
         """Block until the batch is complete; returns the position of every stream after it."""

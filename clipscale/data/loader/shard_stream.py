@@ -47,12 +47,13 @@ class WorkerSpec:
     streams: tuple[StreamPosition, ...]  # the worker's shard streams, and where each starts
     rank: int
     world: int
+    batch: int  # samples of all ranks
     piece: int  # samples that the worker delivers at once
 
-    def places(self, batch: int) -> list[np.ndarray]:
-        """The places of each stream in the local part of a batch of that size; those outside are another rank's."""
+    def places(self) -> list[np.ndarray]:
+        """The places of each stream in the local part of a batch; those outside are another rank's."""
         count = self.shards.order.streams
-        spans = (local_places(s.stream, count, batch, self.rank, self.world) for s in self.streams)
+        spans = (local_places(s.stream, count, self.batch, self.rank, self.world) for s in self.streams)
         return [np.arange(span.start, span.stop) for span in spans]
 
 
@@ -166,10 +167,9 @@ class ShardStream:
 
 @dataclass(frozen=True)
 class Fill:
-    """Asks a worker to fill its part of batch `step`, of `batch` samples over all ranks."""
+    """Asks a worker to fill its part of batch `step`."""
 
     step: int
-    batch: int
 
 
 @dataclass(frozen=True)
@@ -199,8 +199,8 @@ class BatchFiller:
         Another rank's samples of a stream that both read are checked and left out, so that both skip the same broken
         ones. Raises UserError.
         """
-        slot, local = self._arena.slot(fill.step), range(fill.batch // self._spec.world)
-        pairs = zip(self.streams, self._spec.places(fill.batch))
+        slot, local = self._arena.slot(fill.step), range(self._spec.batch // self._spec.world)
+        pairs = zip(self.streams, self._spec.places())
         work = [(stream, int(place)) for stream, places in pairs for place in places]
         for start in range(0, len(work), self._spec.piece):
             piece = work[start : start + self._spec.piece]

@@ -22,7 +22,6 @@ from clipscale.data.loader.host_batch import HOST, Arena, HostBatch, Layout, Off
 from clipscale.data.loader.memory import picture_bytes, stated_memory
 from clipscale.data.loader.offload import RowKind
 from clipscale.data.loader.prefetch import Prefetcher
-from clipscale.data.loader.ramp import check_ramp
 from clipscale.data.loader.shard_reader import OrderedShards, StreamPosition
 from clipscale.data.loader.shard_stream import WorkerSpec
 from clipscale.data.loader.workers import InProcess, Workers
@@ -42,19 +41,11 @@ samples."""
 
 @dataclass(frozen=True)
 class BatchShare:
-    """The sizes of the batches, and this rank's share of them."""
+    """The batch, and this rank's share of it."""
 
-    batch: int  # the largest global batch, a multiple of `world`
+    batch: int  # over all ranks, a multiple of `world`
     rank: int = 0
     world: int = 1
-    sizes: Callable[[int], int] | None = None
-    """The global size of the i-th batch from here on, where it is not always `batch`. It never shrinks and ends at
-    `batch`, and every size is a multiple of `world` and of the shard streams, so that all streams reach the end of an
-    epoch together."""
-
-    def size(self, step: int) -> int:
-        """The size of the global batch of that step, counted from the stream's start."""
-        return self.sizes(step) if self.sizes else self.batch
 
 
 class TrainStream:
@@ -100,7 +91,7 @@ class TrainStream:
         """The next local batch, at once; access to its rows blocks until they are there. The one before is invalid."""
         assembler, prefetcher, slots = self._assembler, self._prefetcher, len(self._arena.slots)
         before, self._step = self._step, self._step + 1
-        step, size, slot = self._step, assembler.size(self._step), self._arena.slot(self._step)
+        step, size, slot = self._step, assembler.size, self._arena.slot(self._step)
         if before >= 0:
             self._positions = assembler.finish(before)
         if prefetcher:
@@ -166,9 +157,8 @@ def open_stream(
     """
     chosen = selection(config, first=bool(teachers))
     urls, source_of = list_shards(config)
-    order = build_order(config, urls, source_of, share.size(0), share.world, seed, position)
+    order = build_order(config, urls, source_of, share.batch, share.world, seed, position)
     shards = OrderedShards(tuple(urls), order, max(config.shuffle, 1), seed)
-    check_ramp(share.size(0), share.batch, order.streams, share.world)
     start = start_positions(shards, position, share)
     workers = worker_count(config, len(start))
     layout = Layout(
@@ -205,12 +195,13 @@ def open_stream(
             streams=tuple(start[number::count]),  # so that all workers fill the batch from its first rows on
             rank=share.rank,
             world=share.world,
+            batch=share.batch,
             piece=max(PIECE, layout.samples // (count * PIECES)),
         )
         for number in range(count)
     ]
     readers = Workers(specs, arena, config.timeout_s) if workers else InProcess(specs[0], arena)
-    assembler, prefetcher = BatchAssembler(specs, readers, share.size), None
+    assembler, prefetcher = BatchAssembler(specs, readers), None
     if offload.backend != "host":
         # On the CPU the trainer may keep the tensors, since no copy to a device comes between.
         prefetcher = Prefetcher(arena.buffers, layout.buffer_rows, assembler.load, copy=not offload.gpu)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from clipscale.config.data import AugmentConfig, DataConfig
-from clipscale.config.sections import CacheConfig, RampConfig, ScheduleConfig
+from clipscale.config.sections import CacheConfig, ScheduleConfig
 from clipscale.config.train import TrainConfig
 from clipscale.data.tools.demo import paths
 from clipscale.train import train
@@ -39,18 +39,3 @@ def test_where_pixels_wait_does_not_change_a_bit_of_the_curve(demo: Path, tmp_pa
         train(augmented(demo, run, workers, offload=offload, cache=cache))
         expected = curve(tmp_path / "host-none")
         assert curve(run) == (expected if keep == "none" else pytest.approx(expected, rel=1e-5)), run.name
-
-
-def growing(demo: Path, run: Path, samples: int) -> TrainConfig:
-    data = DataConfig(train=[paths(demo).train], workers=0, shard_streams=16)
-    return settings(demo, run, ramp=RampConfig(16, 256), data=data, samples=samples, **CONSTANT)
-
-
-def test_a_growing_batch_is_counted_by_samples_and_goes_on_after_a_stop(demo: Path, tmp_path: Path) -> None:
-    train(growing(demo, tmp_path / "whole", 640))
-    whole = records(tmp_path / "whole")
-    assert [r["batch"] for r in whole] == [16] * 6 + [32] * 3 + [48] * 2 + [64] * 5
-    assert [r["samples"] for r in whole] == [sum(r["batch"] for r in whole[: i + 1]) for i in range(16)]
-    train(growing(demo, tmp_path / "run", 100))
-    train(growing(demo, tmp_path / "run", 640))
-    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
