@@ -6,10 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipscale.common.errors import UserError
-from clipscale.common.terminal import say
 from clipscale.common.units import run_folder
 from clipscale.config.sections import ModelConfig
 from clipscale.models.towers import ClipModel, build_model, load_model
@@ -23,7 +21,8 @@ def average(
 
     Summed in float64, and a share of 1 gives that model bit for bit. Sources: WiSE-FT (arXiv 2109.01903), model soups
     (arXiv 2203.05482). `others`: runs or checkpoints, of which `weights` are taken, or values of `model.weights`.
-    Raises UserError for shares that do not add up to 1 and for models of another architecture or of other pixels.
+    Running statistics are averaged, too. Raises UserError for shares that do not add up to 1 and for models of another
+    architecture or of other pixels.
     """
     shares = shares or [1 / (len(others) + 1)] * (len(others) + 1)
     if len(shares) != len(others) + 1 or not math.isclose(sum(shares), 1, abs_tol=1e-6):
@@ -39,8 +38,6 @@ def average(
             elif value.is_floating_point():
                 total[name] = total[name] + share * value.double()
     model.load_state_dict({name: value.to(state[name].dtype) for name, value in total.items()})
-    if any(isinstance(module, _BatchNorm) for module in model.modules()):
-        say("running statistics of batch normalisation are averaged too; those of the averaged weights differ")
     return [*shares]
 
 

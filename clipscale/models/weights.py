@@ -135,6 +135,8 @@ def _in_folder(folder: Path, about: str) -> Source:
         if config.lora.rank:
             raise UserError(f"{about}: a checkpoint of adapters alone; give the folder of `clipscale export run=...`")
         description = config.architecture or open_clip.get_model_config(config.name.replace("/", "-"))
+        if config.context_length:
+            description["text_cfg"]["context_length"] = config.context_length
         return Source(about, folder, description, {key: getattr(config, key) for key in PIXELS})
     path = next((folder / name for name in _FILES if (folder / name).is_file()), None)
     if path is None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig, TowerConfig
+from clipscale.export.open_clip import description
 from clipscale.models import huggingface
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import described, find
@@ -192,6 +193,11 @@ def test_a_context_is_stretched_as_in_long_clip(tmp_path: Path) -> None:
     assert torch.allclose(ours.text.encoder.positional_embedding, torch.stack(rows), atol=1e-7)
     tokens = ours.tokenizer(["word " * 200, "a red ring"])
     assert tokens.shape == (2, 248) and tokens[0].count_nonzero() == 202
+    trained = replace(longer, context_length=248)
+    assert description(ours, trained)["model_cfg"]["text_cfg"]["context_length"] == 248, "the export's"
+    checkpoint.save(tmp_path / "run", 1, {"model": ours.state_dict(), "model_config": asdict(trained)}, keep=1)
+    again = build_model(described(ModelConfig(name="", weights=str(tmp_path / "run"))))
+    assert torch.equal(again.text.encoder.positional_embedding, ours.text.encoder.positional_embedding)
     theirs.eval(), ours.eval()
     assert torch.allclose(ours.text(tokens[1:]), theirs.text(tokens[1:, :77]), atol=1e-6), "short captions stay"
     with pytest.raises(UserError, match=r"model.context_length=99: a text tower of transformers has its own"):
