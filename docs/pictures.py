@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from clipscale.report.page import write_report
 from tests.support.browser import browser
 
-HEIGHTS = {1280: 1130, 390: 1130}
+HEIGHTS = {1280: 880, 390: 940}
 """Of what is kept of a page of this width."""
 
 

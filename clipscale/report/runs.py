@@ -37,9 +37,9 @@ class Run:
 
 
 def read_runs(names: Sequence[str | Path]) -> list[Run]:
-    """The runs of these names or folders; a sweep's folder means all of its runs."""
+    """The runs of these names, or folders; a sweep's folder means all of its runs."""
     folders: list[Path] = []
-    for name in map(str, names):
+    for name in (str(name.resolve()) if isinstance(name, Path) else name for name in names):
         inside = sorted(path.parent for path in run_folder(name).glob("*/config.yaml"))
         folders += inside if inside and not (run_folder(name) / "config.yaml").exists() else [existing_run(name)]
     runs = [run for run in map(_read, folders) if run.records]

@@ -121,9 +121,12 @@ def test_peaks_survive_thinning() -> None:
 
 @pytest.mark.parametrize("losses", [[5.0], [None, 3.0, None, -1.0, 0.0]], ids=len)
 @pytest.mark.parametrize(("kind", "start"), [("html", b"<!doctype html>"), ("png", b"\x89PNG"), ("pdf", b"%PDF")])
-def test_any_length_of_run_and_odd_values(tmp_path: Path, losses: list[float | None], kind: str, start: bytes) -> None:
-    run = make_run(tmp_path / "$a_b$", losses, mem_peak_bytes=None, grad_norm=math.inf)
-    written = write_report([run], str(tmp_path / f"out.{kind}")).read_bytes()
+def test_any_length_of_run_and_odd_values(
+    tmp_path: Path, losses: list[float | None], kind: str, start: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = make_run(Path("$a_b$"), losses, mem_peak_bytes=None, grad_norm=math.inf)
+    written = write_report([run], f"out.{kind}").read_bytes()
     assert start in written[:40]
     if kind == "html":
         data = json.loads(written.split(b'<script id="data" type="application/json">')[1].split(b"</script>")[0])
