@@ -90,6 +90,5 @@ def locate(run: Path, which: str) -> Path:
         return checkpoints[-1]
     path = path_of(run, int(which)) if which.isdecimal() else Path(which).expanduser()
     if not path.exists():
-        steps = ", ".join(str(step_of(path)) for path in checkpoints_of(run))
-        raise UserError(f"checkpoint={which}: there is no {path}; give latest, or a step of {run}: {steps or 'none'}")
+        raise UserError(f"checkpoint={which}: there is no {path}; give latest, or another step of {run}")
     return path

@@ -7,7 +7,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from operator import ge, gt, le, lt
+from pathlib import Path
 from typing import Any, TypeVar, get_args
+
+import yaml
 
 from clipscale.common.errors import UserError
 from clipscale.common.units import nearest, one_of, parse_count
@@ -15,26 +18,7 @@ from clipscale.config.setting import Setting, nested, settings_of
 from clipscale.config.stages import SETTINGS
 
 T = TypeVar("T")
-MEANT = {
-    "pretrained": "model.weights", "pretrained_image": "model.image.weights", "lock_image": "model.freeze_image=true",
-    "lock_text": "model.freeze_text=true", "force_image_size": "model.image_size",
-    "force_patch_dropout": "model.patch_dropout", "grad_checkpointing": "model.grad_checkpointing",
-    "torchcompile": "model.compile", "use_bn_sync": "model.batch_norm", "fsdp": "launch.parallel=fsdp",
-    "batch_size": "batch", "accum_freq": "cache.chunk", "micro_batch": "cache.chunk", "train_num_samples": "samples",
-    "max_steps": "samples", "train_data": "data.train", "dataset_type": "data.train", "dataset_resampled": "data.order",
-    "train_data_upsampling_factors": "data.weights", "workers": "data.workers", "num_workers": "data.workers",
-    "csv_img_key": "data.table.image", "csv_caption_key": "data.table.caption", "siglip": "loss=siglip",
-    "local_loss": "loss=openclip", "gather_with_grad": "loss=openclip", "loss_dist_impl": "loss.exchange",
-    "opt": "optim", "learning_rate": "optim.lr", "lr": "optim.lr", "beta1": "optim.betas", "beta2": "optim.betas",
-    "eps": "optim.eps", "wd": "optim.weight_decay", "grad_clip_norm": "optim.clip_norm", "warmup": "schedule.warmup",
-    "lr_scheduler": "schedule", "epochs_cooldown": "schedule.cooldown", "lr_cooldown_end": "schedule.final",
-    "amp": "precision", "dtype": "precision", "val_data": "eval.sets", "imagenet_val": "eval.sets",
-    "imagenet_v2": "eval.sets", "val_frequency": "eval.every", "zeroshot_frequency": "eval.every",
-    "save_frequency": "checkpoint.every", "report_to": "log", "delete_previous_checkpoint": "checkpoint.keep",
-    "log_every_n_steps": "log.every", "logs": "run", "name": "run", "output_dir": "run", "gpus": "launch.procs",
-    "nproc_per_node": "launch.procs", "distributed": "launch.parallel", "config": "experiment", "c": "experiment",
-    "precision=amp": "fp16", "precision=amp_bf16": "bf16", "precision=amp_bfloat16": "bf16",
-}  # fmt: skip
+MEANT: dict[str, str] = yaml.safe_load((Path(__file__).parent / "meant.yaml").read_text(encoding="utf-8"))
 """Words of open_clip and others -> the setting or preset that is meant."""
 BOUNDS = {"least": (ge, "at least"), "above": (gt, "more than"), "below": (lt, "less than"), "most": (le, "at most")}
 
