@@ -110,11 +110,9 @@ def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
             raise UserError(f"{about}: the checkpoint holds adapters only; give what they adapt, model.weights=...")
         if config.launch.parallel == "fsdp":
             raise UserError(f"{about}: not with launch.parallel=fsdp; adapters are small, take launch.parallel=ddp")
-    for tower, locked, unlocked in (
-        ("image", config.model.freeze_image, config.model.image.unlocked_groups),
-        ("text", config.model.freeze_text, config.model.text.unlocked_groups),
-    ):
-        if locked and unlocked:
+    for tower in ("image", "text"):
+        unlocked = getattr(config.model, tower).unlocked_groups
+        if unlocked and getattr(config.model, f"freeze_{tower}"):
             raise UserError(f"model.freeze_{tower}=true locks what model.{tower}.unlocked_groups={unlocked} trains")
     parse_memory("cache.keep", config.cache.keep)
     for name in ("scale", "ratio"):

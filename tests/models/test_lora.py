@@ -9,7 +9,7 @@ from torch import nn
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
-from clipscale.config.sections import CheckpointConfig, LaunchConfig, LoraConfig, ModelConfig, TowerConfig
+from clipscale.config.sections import CheckpointConfig, LoraConfig, ModelConfig, TowerConfig
 from clipscale.config.tools import ExportSettings
 from clipscale.export.verb import main as export
 from clipscale.models import lora
@@ -43,19 +43,17 @@ def test_merged_adapters_give_the_features_of_w_plus_b_a() -> None:
     model, plain = small_model(lora=RULE).eval(), small_model().eval()
     for name in trained(model) - {"logit_scale"}:
         nn.init.normal_(model.get_parameter(name), std=0.1)
-    pixels, tokens = samples(5)
-    before = plain.image(pixels), plain.text(tokens)
     state, values = model.state_dict(), plain.state_dict()
     for name in values:
         place, _, last = name.replace(".attn.out_proj", ".attn.base_layer.out_proj").rpartition(".")
         if f"{place}.lora_A.default.weight" in state and not last.endswith("bias"):
             values[name] += 2.0 * state[f"{place}.lora_B.default.weight"] @ state[f"{place}.lora_A.default.weight"]
+    pixels, tokens = samples(5)
     unmerged, wanted = (model.image(pixels), model.text(tokens)), (plain.image(pixels), plain.text(tokens))
     lora.merge(model.image.encoder), lora.merge(model.text.encoder)
     assert model.state_dict().keys() == values.keys()
-    for a, b, c, d in zip(unmerged, wanted, (model.image(pixels), model.text(tokens)), before):
+    for a, b, c in zip(unmerged, wanted, (model.image(pixels), model.text(tokens))):
         assert torch.allclose(a, b, atol=1e-5) and torch.allclose(c, b, atol=1e-6)
-        assert not torch.allclose(a, d, atol=1e-3), "the adapters do something"
 
 
 def test_a_run_saves_its_adapters_alone_goes_on_bit_for_bit_and_is_exported(shards: str, tmp_path: Path) -> None:
@@ -84,7 +82,7 @@ def test_a_run_saves_its_adapters_alone_goes_on_bit_for_bit_and_is_exported(shar
         load_model(tmp_path / "whole")
 
 
-def test_a_tower_of_timm_has_adapters_and_settings_that_cannot_are_refused(shards: str, tmp_path: Path) -> None:
+def test_a_tower_of_timm_has_adapters_and_one_that_is_not_lean_is_refused() -> None:
     vision = {"timm_model_name": "test_vit", "timm_pool": "map", "timm_proj": "none", "image_size": 160}
     config = ModelConfig("x", ARCHITECTURE | {"embed_dim": 64, "vision_cfg": vision}, lora=RULE)
     trunk = build_model(config).image.encoder.trunk
@@ -93,7 +91,3 @@ def test_a_tower_of_timm_has_adapters_and_settings_that_cannot_are_refused(shard
     assert found == {f"blocks.{i}.{layer}" for i in range(6) for layer in layers}
     with pytest.raises(UserError, match=r"the text tower is no transformer of open_clip with model.lean=true"):
         build_model(replace(config, lean=False))
-    with pytest.raises(UserError, match=r"the checkpoint holds adapters only; give what they adapt, model.weights"):
-        small(shards, tmp_path, model=config)
-    with pytest.raises(UserError, match=r"not with launch.parallel=fsdp"):
-        small(shards, tmp_path, model=replace(config, weights="x"), launch=LaunchConfig(parallel="fsdp"))
