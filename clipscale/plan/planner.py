@@ -58,7 +58,7 @@ def predicted(config: PlanConfig, *, search: bool = True) -> Result:
     with dry_run(config, ranks, gpu.capability if gpu else None) as run:
         model = MemoryModel(run, caption_width(config, run) / run.context_length)
         chunks = chunk_sizes(config, model, free)
-        keep = float(run.state.keep.of_step(local))  # on a CPU
+        keep = float(run.state.keep.bytes)  # on a CPU
         keep = keep_bytes(config.cache.keep, model.at(local, chunks), free) if gpu else keep
         step, counts = model.at(local, chunks, keep), model.counts(local, chunks)
         host = host_memory(config, run, local, chunks[0], step.highest)
