@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -46,9 +47,6 @@ def _commit() -> str | None:
     """The commit of this checkout, with `+` if tracked files differ from it; None for an installed package."""
     here = Path(__file__).resolve().parents[2]
     command = ["git", "-C", str(here), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
-    if not (here / ".git").exists():
+    if not (here / ".git").exists() or not shutil.which("git"):
         return None
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None

@@ -101,14 +101,15 @@ class MetricLog:
 
     def _append(self, line: str) -> None:
         """Append to `metrics.jsonl`. What a full disk does not take is kept, and written with the next line."""
-        full, reason = bool(self._unwritten), "the disk is full"
         self._unwritten += line.encode()
         try:
             del self._unwritten[: self._file.write(self._unwritten)]
         except OSError as error:
-            reason = error.strerror or reason
-        if self._unwritten and not full:
-            self.message(f"warning: {self._file.name} cannot be written ({reason}); its lines wait in memory")
+            if "disk" not in self._warned:
+                self._warned.add("disk")
+                self.message(
+                    f"warning: {self._file.name} cannot be written ({error.strerror}); its lines wait in memory"
+                )
 
     def _print_newest(self) -> None:
         if self._unprinted:

@@ -3,19 +3,25 @@
 import base64
 import io
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from statistics import median
+
+import numpy as np
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import printable, say
+from clipscale.common.units import one_of
 from clipscale.config.tools import ReportSettings
-from clipscale.report.charts import AXES, charts_of, draw, means, medians, points, thinned
 from clipscale.report.runs import Record, Run, read_galleries, read_runs
 from clipscale.report.table import FIGURES, result_tables
 
+AXES = ("step", "samples", "hours", "y")
+"""The columns of a curve."""
 POINTS, CHECKPOINTS = 3000, 8
 """Of all curves in one chart, about; and the newest ones whose retrieved pictures a page of one run shows."""
 
@@ -81,11 +87,11 @@ def page(runs: Sequence[Run], expected: str = "", *, live: bool = False) -> str:
 
     here = Path(__file__).parent
     templates = Environment(loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    templates.filters["printable"] = printable
     templates.policies["json.dumps_kwargs"] = {"allow_nan": False}  # and the order of the bars stays
     keys = sorted({key for run in runs for key in run.settings if key != "run"})
-    newest = {
-        f"{r.name}, {n}" if runs[1:] else n: m for r in runs for e in r.evaluations for n, m in e["results"].items()
-    }
+    named = "{1}" if len(runs) == 1 else "{0}, {1}"
+    newest = {named.format(r.name, n): m for r in runs for e in r.evaluations for n, m in e["results"].items()}
     return templates.get_template("page.html").render(
         runs=runs,
         data=curves(runs, expected) | {"live": live},
@@ -99,30 +105,109 @@ def page(runs: Sequence[Run], expected: str = "", *, live: bool = False) -> str:
 
 def curves(runs: Sequence[Run], expected: str) -> Record:
     """What the page's script draws: `charts`, with the columns of each run's curve, and `bars`."""
-    parts = max(100, POINTS // len(runs) // 2)
-
-    def columns(run: Run, chart: Record) -> Record:
-        tables = {"points": thinned(points(run, chart), parts), "means": means(points(run, chart), parts)}
-        digits = {
-            of: [[None if v != v else float(f"{v:.7g}") for v in c] for c in t.T.tolist()] for of, t in tables.items()
-        }
-        return {of: dict(zip(AXES, values)) for of, values in digits.items()}
-
-    charts = [chart | {"runs": [columns(run, chart) for run in runs]} for chart in charts_of(runs, expected)]
+    parts, charts = max(100, POINTS // len(runs) // 2), []
+    for chart in charts_of(runs, expected):
+        tables = [points(run, chart) for run in runs]
+        curves = [{"points": columns(thinned(table, parts)), "means": columns(means(table, parts))} for table in tables]
+        charts.append(chart | {"runs": curves})
     bars = [b | {"runs": [[medians(r.records, b), medians([r.predicted], b)] for r in runs]} for b in FIGURES["bars"]]
-    shown = {"charts": charts, "bars": [bar for bar in bars if any(measured for measured, _ in bar["runs"])]}
-    return shown | {"names": [run.name for run in runs], **{key: FIGURES[key] for key in ("colours", "dashes")}}
+    shown = [bar for bar in bars if any(measured for measured, _ in bar["runs"])]
+    look = {key: FIGURES[key] for key in ("colours", "dashes")}
+    return look | {"charts": charts, "bars": shown, "names": [run.name for run in runs]}
+
+
+def columns(table: np.ndarray) -> Record:
+    """The columns of a curve with seven digits; null is a gap."""
+    values = [[None if v != v else float(f"{v:.7g}") for v in column] for column in table.T.tolist()]
+    return dict(zip(AXES, values))
 
 
 def galleries(run: Run, most: int) -> Iterator[Record]:
     """The retrieved pictures of the newest checkpoints, so many of each set, with `sheet` as an address."""
     shown = Counter[str]()
     for record, sheet in reversed(read_galleries(run.folder)):
-        # An interrupted run may have got further.
-        if shown[record["set"]] < most and (record["step"] or 0) <= run.records[-1]["step"]:
-            shown[record["set"]] += 1
+        done = (record["step"] or 0) <= run.records[-1]["step"]  # an interrupted run may have got further
+        shown[record["set"]] += done
+        if done and shown[record["set"]] <= most:
             file = io.BytesIO()
             sheet.save(file, "WEBP", quality=70)
             address = f"data:image/webp;base64,{base64.b64encode(file.getvalue()).decode()}"
-            rows = [row | {"caption": printable(row["caption"])} for row in record["rows"]]
-            yield record | {"run": run.name, "rows": rows, "sheet": address, "width": sheet.width // record["tile"]}
+            yield record | {"run": run.name, "sheet": address}
+
+
+def charts_of(runs: Sequence[Run], expected: str = "") -> list[Record]:
+    """The charts over the run that have something to show, and then those of evaluation sets.
+
+    ImageNet's top-1 has the published curve `expected` behind it. Raises UserError for an unknown one.
+    """
+    keys = {key for run in runs for row in run.rows for key, value in row.items() if value is not None}
+    if expected and expected not in FIGURES["published"]:
+        raise UserError(f"expected={expected}: choose {one_of(FIGURES['published'])}")
+    charts = [chart for chart in FIGURES["charts"] if chart["key"] in keys]
+    for key in sorted(key for key in keys if key.startswith("eval/")):
+        name, metric = key.removeprefix("eval/").rsplit("/", 1)
+        if title := FIGURES["evaluations"].get(metric):
+            charts.append({"key": key, "title": f"{name}, {title}", "unit": "%", "per": 0.01, "zero": True})
+        if expected and metric == "top1" and re.match(r"imagenet[-_]?(1k|val)?( \(|$)", name, re.IGNORECASE):
+            charts[-1]["published"] = FIGURES["published"][expected]
+    return charts
+
+
+def medians(records: Sequence[Record], bars: Record) -> dict[str, float]:
+    """Label of a bar -> the median of its field, where records have it."""
+    columns = {label: [r[key] for r in records if r.get(key) is not None] for key, label in bars["fields"].items()}
+    return {label: median(values) / bars.get("per", 1) for label, values in columns.items() if values}
+
+
+def points(run: Run, chart: Record) -> np.ndarray:
+    """The rows that have the chart's field, N x AXES; a value that is not finite is NaN."""
+    key, gaps = chart["key"], chart.get("gaps")
+    shown = [row for row in run.rows if row.get(key) is not None or (gaps and key in row)]
+    rows = [[row[name] for name in (*AXES[:3], key)] for row in shown]
+    table = np.array(rows, float).reshape(-1, 4) / [1, 1, 1, chart.get("per", 1)]
+    table[~np.isfinite(table[:, 3]), 3] = np.nan
+    return table
+
+
+def thinned(table: np.ndarray, parts: int) -> np.ndarray:
+    """The first and the last row, and of each of so many parts the lowest, the highest and one gap: peaks stay."""
+    if len(table) <= 2 * parts:
+        return table
+    kept, y = {0, len(table) - 1}, table[:, 3]
+    for part in np.array_split(np.arange(len(table)), parts):
+        finite, gaps = part[~np.isnan(y[part])], part[np.isnan(y[part])]
+        kept.update(gaps[:1], finite[[y[finite].argmin(), y[finite].argmax()]] if len(finite) else ())
+    return table[sorted(kept)]
+
+
+def means(table: np.ndarray, parts: int) -> np.ndarray:
+    """The means of so many equal parts, without gaps."""
+    finite = table[np.isfinite(table[:, 3])]
+    return np.array([part.mean(0) for part in np.array_split(finite, parts) if len(part)]).reshape(-1, 4)
+
+
+def draw(runs: Sequence[Run], path: Path) -> None:
+    """Write the charts over the samples, two in a row, as PNG or PDF: means, and what is lowest and highest, pale."""
+    import matplotlib  # here: training starts a third of a second sooner
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    charts, lines = charts_of(runs), dict(zip(FIGURES["dashes"], ("-", "--", ":", "-.", (0, (8, 3)))))
+    rows = -(-len(charts) // 2)
+    with matplotlib.rc_context({"pdf.fonttype": 42, "font.size": 7, "axes.titlesize": 7}):  # 42: as publishers want it
+        figure = Figure(figsize=(7, 1.7 * rows + 0.15 * len(runs)), layout="constrained")
+        places = figure.subplots(rows, 2, squeeze=False).flat
+        for chart, axes in zip(charts, places):
+            for number, run in enumerate(runs):
+                (colour, _), dash = (FIGURES[kind][number % len(FIGURES[kind])] for kind in ("colours", "dashes"))
+                table, line = points(run, chart), {"color": colour, "linewidth": 1}
+                name = run.name.replace("$", r"\$")
+                axes.plot(*means(table, 60)[:, [1, 3]].T, linestyle=lines[dash], label=name, **line)
+                axes.plot(*thinned(table, 300)[:, [1, 3]].T, alpha=0.25, **line)
+            axes.set_title(f"{chart['title']} {chart.get('unit', '')}", loc="left", parse_math=False)
+            axes.set(xlabel="samples", yscale="log" if chart.get("log") else "linear")
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        for axes in places:
+            axes.remove()
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+        figure.savefig(path, dpi=200)

@@ -59,9 +59,7 @@ class StepRecords:
         if self.log:
             self.log.close()
 
-    def _complete(
-        self, record: Record, phases: Phases, values: Readback, widths: Mapping[int, int], names: list[str]
-    ) -> Record:
+    def _complete(self, record: Record, phases: Phases, values: Readback, widths: Any, names: list[str]) -> Record:
         rate, waited_s = record["batch"] / phases.total, record.pop("waited_s")
         scale, *rms = values.read()
         return record | {

@@ -17,8 +17,7 @@ from PIL import Image
 from clipscale.cli.main import main
 from clipscale.common.errors import UserError
 from clipscale.report import page as report
-from clipscale.report.charts import means, thinned
-from clipscale.report.page import write_report
+from clipscale.report.page import means, thinned, write_report
 from tests.support.browser import CHROMIUM, Page, browser
 
 HOSTILE = "<img src=x onerror=alert(1)> costs $5"
