@@ -6,7 +6,6 @@ D: feature width.
 import io
 import json
 import math
-from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice, repeat
@@ -32,31 +31,32 @@ if TYPE_CHECKING:  # loader workers import this module and need no models
 NOTE = "features.json"
 """The file beside the shards that describes where the features come from."""
 PEEK = 64
-"""Samples of the first shard that are looked at for the features of teachers."""
+"""Samples of the first shard that are looked at for the size of its pictures, and the features of teachers."""
 
 
 @dataclass(frozen=True)
 class StoredFeatures:
-    """Reads a sample's feature row from a member's bytes (NumPy's format), in the place of a picture's transform."""
+    """Reads features from a member's bytes (NumPy's format): of a picture, (D,), in the place of its pixels, or a
+    teacher's of picture and caption, (2, D).
+    """
 
     member: str
-    width: int
+    shape: tuple[int, ...]
     dtype: str
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of a sample's array."""
-        return (self.width,)
+    scale: float = 1.0
+    """A teacher's logit scale."""
 
     def __call__(self, data: bytes, rng: CounterRNG, out: np.ndarray) -> None:
-        """Write the row to `out`, (D,). Raises BrokenSampleError (`bad_features`) before anything is written."""
+        """Write the features to `out`. Raises BrokenSampleError before anything is written."""
         np.copyto(out, self.array(data))
 
-    def array(self, data: bytes) -> np.ndarray:
+    def array(self, data: bytes | None) -> np.ndarray:
         """The array of a .npy file. Its header is checked first: numpy would allocate whatever that claims.
 
-        Raises BrokenSampleError `bad_features`.
+        Raises BrokenSampleError: `no_features` (None), `bad_features`.
         """
+        if data is None:
+            raise BrokenSampleError("no_features", self.member)
         stream = io.BytesIO(data)
         try:
             shape, _, dtype = npy_header(stream)
@@ -68,24 +68,6 @@ class StoredFeatures:
         except (ValueError, TypeError) as error:
             raise BrokenSampleError("bad_features", str(error)) from error
         return array
-
-
-@dataclass(frozen=True)
-class TeacherFeatures(StoredFeatures):
-    """Reads a teacher's features of a sample's picture and caption, (2, D)."""
-
-    scale: float = 1.0
-    """The teacher's logit scale."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (2, self.width)
-
-    def of(self, members: Mapping[str, bytes]) -> np.ndarray:
-        """A sample's array. Raises BrokenSampleError: `no_teacher`, `bad_features`."""
-        if self.member not in members:
-            raise BrokenSampleError("no_teacher", self.member)
-        return self.array(members[self.member])
 
 
 def npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
@@ -137,10 +119,10 @@ def stored_features(data: DataConfig, config: ModelConfig, model: "ClipModel") -
                 f"has {ours}; give the same model and weights (model.image.weights=PATH), or compute them anew with "
                 "`clipscale embed format=webdataset`"
             )
-    return StoredFeatures(member, note["width"], note["dtype"])
+    return StoredFeatures(member, (note["width"],), note["dtype"])
 
 
-def stored_teachers(data: DataConfig, config: DistillConfig) -> tuple[TeacherFeatures, ...]:
+def stored_teachers(data: DataConfig, config: DistillConfig) -> tuple[StoredFeatures, ...]:
     """The readers of `distill.teachers`, by the first samples of the data.
 
     Raises UserError where these have none, or of another shape, for a scale that nobody says, and for other captions.
@@ -164,10 +146,10 @@ def stored_teachers(data: DataConfig, config: DistillConfig) -> tuple[TeacherFea
         if note.get("captions", captions) != captions:
             raise UserError(f"{what}: the teacher has seen data.captions={note['captions']}; take the same")
         try:
-            (_, width), _, dtype = npy_header(io.BytesIO(row))
+            shape, _, dtype = npy_header(io.BytesIO(row))
             if str(dtype) not in ("float16", "float32"):
                 raise ValueError(f"it is {dtype}")
-            teachers.append(TeacherFeatures(member, width, str(dtype), float(scale)))
+            teachers.append(StoredFeatures(member, (2, *shape[1:2]), str(dtype), float(scale)))
             teachers[-1].array(row)
         except (ValueError, BrokenSampleError) as error:
             raise UserError(f"{what}: {member} must be (2, width), of picture and caption ({error})") from error

@@ -134,16 +134,12 @@ class Selection:
         return drawn
 
     def key(self, sample: RawSample, captions: Sequence[str], place: str) -> int:
-        """A signed 64-bit hash of what makes samples the same. Captions are compared without regard to case and white
-        space, a field's text or number without white space around it. A sample without the field has a key of its own,
-        by its `place` in the data.
+        """A signed 64-bit hash of what samples share. Captions are compared without regard to case and white space, a
+        field's text or number without white space around it. A sample without it has a key of its own, by its `place`.
         """
-        value: Any = None
-        if self.same == "caption":
-            value = " ".join(captions[0].casefold().split())
-        elif self.same is not None:
-            with suppress(BrokenSampleError):
-                value = json_fields(sample.members.get("json", b"{}")).get(self.same)
+        value: Any = " ".join(captions[0].casefold().split()) if self.same == "caption" else None
+        with suppress(BrokenSampleError, KeyError):
+            value = value or json_fields(sample.members["json"]).get(str(self.same))
         shared = isinstance(value, str | int | float) and str(value).strip() not in ("", "nan")
         return hash64(f"same {str(value).strip()}" if shared else f"alone {place}") - (1 << 63)
 

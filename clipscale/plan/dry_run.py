@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from clipscale.config.train import TrainConfig
-from clipscale.data.features import StoredFeatures, TeacherFeatures
+from clipscale.data.features import StoredFeatures
 from clipscale.data.loader.host_batch import Targets
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import World
@@ -114,11 +114,11 @@ class DryRunState(TrainState):
 
     def stored_features(self) -> StoredFeatures | None:
         member = self.config.data.stored_member
-        return StoredFeatures(member, self.model.width, "float16") if member else None
+        return StoredFeatures(member, (self.model.width,), "float16") if member else None
 
-    def stored_teachers(self) -> tuple[TeacherFeatures, ...]:
+    def stored_teachers(self) -> tuple[StoredFeatures, ...]:
         return tuple(
-            TeacherFeatures(f"{name}.npy", self.model.width, "float16") for name in self.config.distill.teachers
+            StoredFeatures(f"{name}.npy", (2, self.model.width), "float16") for name in self.config.distill.teachers
         )
 
     def targets(self, batch: int) -> Targets:
@@ -149,7 +149,7 @@ class DryRun:
         self.state.precision.scaler = None  # it takes a few bytes, and its test of every gradient needs values
         model, stored = self.state.model, self.state.stored
         self.width, self.context_length = model.width, model.context_length
-        self.row = (stored.width,) if stored else (3, model.image_size, model.image_size)
+        self.row = stored.shape if stored else (3, model.image_size, model.image_size)
         self.row_type = getattr(torch, stored.dtype if stored else "uint8")
         for p in self.state.trained:  # the optimizer makes its state in the first update
             p.grad = torch.empty_like(p)

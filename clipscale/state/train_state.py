@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
 from clipscale.config.train import TrainConfig
-from clipscale.data.features import StoredFeatures, TeacherFeatures, stored_features, stored_teachers
+from clipscale.data.features import StoredFeatures, stored_features, stored_teachers
 from clipscale.data.loader.host_batch import NO_TARGETS, HostBatch, Targets
 from clipscale.distributed.fsdp import replicate_state
 from clipscale.distributed.world import World, gradient_norm
@@ -98,7 +98,7 @@ class TrainState:
         """Reads the image tower's features where shards hold them instead of pictures."""
         return stored_features(self.config.data, self.config.model, self.model)
 
-    def stored_teachers(self) -> tuple[TeacherFeatures, ...]:
+    def stored_teachers(self) -> tuple[StoredFeatures, ...]:
         """Read the features of `distill.teachers`."""
         return stored_teachers(self.config.data, self.config.distill)
 

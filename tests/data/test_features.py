@@ -84,7 +84,7 @@ def test_shards_of_pictures_are_no_features(demo: Path, tmp_path: Path) -> None:
 
 def test_a_member_that_is_no_feature_row_is_broken() -> None:
     """Only the header is believed, and it is checked first: numpy would allocate whatever it claims."""
-    read, out = StoredFeatures("npy", 4, "float16"), np.zeros(4, np.float16)
+    read, out = StoredFeatures("npy", (4,), "float16"), np.zeros(4, np.float16)
     row = np.arange(4, dtype=np.float16)
     read(encoded_row(row), CounterRNG(0), out)
     assert np.array_equal(out, row)
@@ -111,9 +111,9 @@ def test_teachers_are_written_beside_the_pictures_and_read_with_them(stored: dic
     for raw, features in zip(both[1:], separate[1:], strict=True):
         expected = [np.load(io.BytesIO(features.members[name])) for name in ("npy", "text.npy")]
         assert {"png", "txt", "json", "a.npy", "b.npy"} == raw.members.keys()
-        assert all(np.allclose(reader.of(raw.members), expected, atol=1e-6) for reader in readers)
-    with pytest.raises(BrokenSampleError, match="no_teacher"):
-        readers[0].of(both[0].members)
+        assert all(np.allclose(reader.array(raw.members[reader.member]), expected, atol=1e-6) for reader in readers)
+    with pytest.raises(BrokenSampleError, match="no_features"):
+        readers[0].array(both[0].members.get("a.npy"))
     for changed, distill, message in (
         ({}, DistillConfig(["c"]), r"none of the first 40 samples has the member c.npy; .* teacher=c"),
         ({"captions": ["json:alt"]}, given, r"has seen data.captions=\['txt'\]; take the same"),

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from clipscale.common.errors import UserError
 from clipscale.common.units import format_bytes
-from clipscale.data.features import TeacherFeatures
+from clipscale.data.features import StoredFeatures
 from clipscale.data.shards.addresses import unsigned
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Layout:
     offload: Offload = HOST
     captions: int = 1  # of a sample
     keyed: bool = False  # whether samples have keys, for data.same
-    teachers: tuple[TeacherFeatures, ...] = ()
+    teachers: tuple[StoredFeatures, ...] = ()
 
     @property
     def backend(self) -> str:
@@ -286,9 +286,7 @@ class HostBatch:
         return self._read(self._slot, start, stop)
 
     def tokens(self, start: int, stop: int) -> Tensor:
-        """Captions start..stop, (stop - start, T) int32, a view of the batch's memory. Raises UserError if the workers
-        cannot go on.
-        """
+        """Captions start..stop, (stop - start, T) int32, a view of the batch's memory. Raises UserError as `pixels`."""
         self._wait(-(-stop // self.captions))
         return torch.from_numpy(self._slot["tokens"][start:stop])
 
@@ -300,6 +298,6 @@ class HostBatch:
     def targets(self, device: torch.device) -> Targets:
         """What the loss takes, on the device; waits for all samples."""
         self._wait(self._size)
-        given = {name: torch.from_numpy(array[: self._size]) for name, array in self._slot.items()}
-        on_device = {name: given[name].to(device, non_blocking=True) for name in given if name.endswith(TARGETS)}
-        return Targets(on_device.pop("keys", None), tuple(on_device.values()))
+        given = {name: array[: self._size] for name, array in self._slot.items() if name.endswith(TARGETS)}
+        tensors = {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in given.items()}
+        return Targets(tensors.pop("keys", None), tuple(tensors.values()))

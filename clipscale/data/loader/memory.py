@@ -10,13 +10,12 @@ import psutil
 
 from clipscale.common.errors import UserError
 from clipscale.common.units import format_bytes
+from clipscale.data.features import PEEK
 from clipscale.data.loader.host_batch import Layout
 from clipscale.data.sample import limits
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 
-PEEK = 64
-"""Samples of the first shard from which the size of encoded pictures is estimated."""
 REMEDIES = {
     "host": "offload=encoded (the pictures' own bytes), offload=disk, data.buffers=1, a smaller batch or more machines",
     "encoded": "offload=disk, data.buffers=1, a smaller batch or more machines",

@@ -33,7 +33,7 @@ class RowKind(NamedTuple):
 def row_kind(config: DataConfig, side: int, stored: StoredFeatures | None = None) -> RowKind:
     """Stored features, or else pictures of `side` pixels."""
     if stored:
-        return RowKind(stored, (stored.member,), (stored.width,), stored.dtype)
+        return RowKind(stored, (stored.member,), stored.shape, stored.dtype)
     return RowKind(train_transform(config, side), IMAGE_TYPES, (3, side, side), "uint8")
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.data.decode import image_bytes
-from clipscale.data.features import TeacherFeatures
+from clipscale.data.features import StoredFeatures
 from clipscale.data.filters import Selection
 from clipscale.data.loader.host_batch import Arena, sample_id
 from clipscale.data.loader.offload import RowKind, open_backend
@@ -43,7 +43,7 @@ class WorkerSpec:
     rows: RowKind
     tokenizer: Any  # captions -> tokens; with `data.text` other than truncate, models/tokenizer.py's
     selection: Selection
-    teachers: tuple[TeacherFeatures, ...]
+    teachers: tuple[StoredFeatures, ...]
     streams: tuple[StreamPosition, ...]  # the worker's shard streams, and where each starts
     rank: int
     world: int
@@ -61,11 +61,8 @@ class Taken(NamedTuple):
     """A usable sample without its picture."""
 
     captions: list[str]
-    id: int
-    key: int
-    """Equal for samples that `data.same` calls the same."""
-    teachers: list[np.ndarray]
-    """Each one's features, (2, D)."""
+    values: dict[str, Any]
+    """What goes to its place in the slot's arrays, by their names."""
     rng: CounterRNG
     """Random numbers for `data.text`."""
 
@@ -117,7 +114,7 @@ class ShardStream:
                 place = segment.epoch, segment.shard, item.index
                 captions = spec.selection.draw(item.members, CounterRNG(seed, CAPTION, *place))
                 spec.selection.check(item, captions)
-                teachers = [teacher.of(item.members) for teacher in spec.teachers]
+                values: dict[str, Any] = {t.member: t.array(item.members.get(t.member)) for t in spec.teachers}
                 put(image_bytes(item.members, spec.rows.members), CounterRNG(seed, AUGMENT, *place))
             except BrokenSampleError as error:
                 self._counts[error.reason] += 1
@@ -125,9 +122,10 @@ class ShardStream:
             else:
                 self._given += 1
                 self._forget_skipped()
-                same = spec.selection.key(item, captions, f"{segment.shard} {item.index}")
-                numbers = CounterRNG(seed, TEXT, *place)
-                return Taken(captions, sample_id(item.url, item.key), same, teachers, numbers)
+                values["ids"] = sample_id(item.url, item.key)
+                if spec.selection.same is not None:
+                    values["keys"] = spec.selection.key(item, captions, f"{segment.shard} {item.index}")
+                return Taken(captions, values, CounterRNG(seed, TEXT, *place))
 
     def close(self) -> None:
         """Close the shards."""
@@ -211,11 +209,8 @@ class BatchFiller:
                     taken = stream.take(partial(self.backend.put, slot, place))
                     drawn = [(caption, taken.rng) for caption in taken.captions]
                     captions.update(enumerate(drawn, place * len(drawn)))
-                    slot["ids"][place] = taken.id
-                    if "keys" in slot:
-                        slot["keys"][place] = taken.key
-                    for teacher, array in zip(self._spec.teachers, taken.teachers):
-                        slot[teacher.member][place] = array
+                    for name, value in taken.values.items():
+                        slot[name][place] = value
                 else:
                     stream.take(self.backend.check)
             if captions:

@@ -15,7 +15,7 @@ import numpy as np
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores_of_rank
 from clipscale.config.data import DataConfig
-from clipscale.data.features import TeacherFeatures
+from clipscale.data.features import StoredFeatures
 from clipscale.data.filters import selection
 from clipscale.data.loader.assembler import BatchAssembler
 from clipscale.data.loader.host_batch import HOST, Arena, HostBatch, Layout, Offload, stored_rows
@@ -145,7 +145,7 @@ def open_stream(
     tokenizer: Callable[[list[str]], Any],
     seed: int,
     *,
-    teachers: tuple[TeacherFeatures, ...] = (),
+    teachers: tuple[StoredFeatures, ...] = (),
     position: dict[str, Any] | None = None,
     offload: Offload = HOST,
     free: int | None = None,

@@ -24,16 +24,13 @@ SCAN_AT_MOST = 256
 
 
 def recorded_counts(urls: Sequence[str], subset: Subset | None = None) -> list[int | None]:
-    """Samples per shard by an index, `sizes.json` (webdataset) or `NNNNN_stats.json` (img2dataset); None: unknown.
-
-    Those of a subset are only in its own index.
-    """
+    """Samples per shard by an index, `sizes.json` (webdataset) or `NNNNN_stats.json` (img2dataset); None: unknown."""
     entries, stale = index.current(urls, subset)
     if stale:
         what = f"the index of {len(stale)} of {len(urls)} shards is out of date (first: {stale[0]})"
         log.warning(f"{what}: they have changed; counting them without it, run `clipscale data index` again")
     _warn_of_damage(entries, len(urls))
-    if subset:
+    if subset:  # only its own index has those
         return [entries[url].samples if url in entries else None for url in urls]
     folders = {os.path.dirname(url) for url in urls if is_local(url)}  # noqa: PTH120 (as it is named)
     sizes = {folder: _json(Path(folder) / "sizes.json") for folder in folders}
@@ -113,7 +110,7 @@ def build_order(
         raise UserError(f"{listed}: {others[0]} is no tar file; leave its samples out yourself")
     counts = recorded_counts(urls, subset)
     if epochs:
-        counts = _scanned(config, urls, counts, subset)
+        counts = _scanned(config, urls, counts)
     known = [count for count in counts if count is not None]
     complete = len(known) == len(counts)
     if complete and not sum(known):
@@ -136,17 +133,15 @@ def build_order(
     return Mixed(tuple(map(float, config.weights)), tuple(source_of), tuple(counts), streams, seed)
 
 
-def _scanned(
-    config: DataConfig, urls: Sequence[str], counts: list[int | None], subset: Subset | None
-) -> list[int | None]:
+def _scanned(config: DataConfig, urls: Sequence[str], counts: list[int | None]) -> list[int | None]:
     """The counts, with those of local shards that nothing records: they are scanned, unless they are too many."""
     unknown = [url for url, count in zip(urls, counts) if count is None]
     if unknown and all(map(is_local, unknown)) and (config.order == "epochs" or len(urls) <= SCAN_AT_MOST):
-        scanned = dict(zip(unknown, scan_counts(unknown, subset)))
+        scanned = dict(zip(unknown, scan_counts(unknown, subset_of(config.only_keys))))
         return [scanned[url] if count is None else count for url, count in zip(urls, counts)]
     if unknown and config.order == "epochs":
-        command = f"data index{f' only_keys={config.only_keys}' * bool(subset)}"
-        remedy = f"run `clipscale {command}` on the shards, or take data.order=resampled"
+        listed = f" with only_keys={config.only_keys}" if config.only_keys else ""
+        remedy = f"run `clipscale data index` on the shards{listed}, or take data.order=resampled"
         raise UserError(f"data.order=epochs: the samples in {unknown[0]} are not known; {remedy}")
     return counts
 

@@ -70,9 +70,7 @@ def folder_of(url: str) -> str:
 
 
 def index_paths(folder: str, subset: "Subset | None" = None) -> list[Path]:
-    """Where a folder's index, or a subset's, may be, the preferred place first: beside local shards, in the user's
-    cache.
-    """
+    """Where a folder's index, or a subset's, may be: beside local shards, preferably, or in the user's cache."""
     suffix = f"-{subset.name}.sqlite" if subset else ".sqlite"
     beside = [Path(folder) / FILE.replace(".sqlite", suffix)] if is_local(folder) else []
     return [*beside, user_cache() / "index" / f"{digest(folder)}{suffix}"]
