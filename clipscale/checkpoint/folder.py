@@ -32,17 +32,14 @@ def remove_temporary(run: Path) -> None:
 
 
 def path_of(run: Path, step: int) -> Path:
-    """The folder of the run's checkpoint at `step`."""
     return run / "checkpoints" / f"step_{step:08d}"
 
 
 def step_of(path: Path) -> int:
-    """The step of a checkpoint, by its name."""
     return int(path.name.removeprefix("step_"))
 
 
 def checkpoints_of(run: Path) -> list[Path]:
-    """The run's checkpoints, oldest first."""
     paths = (run / "checkpoints").glob("step_*")
     return sorted((path for path in paths if re.fullmatch(r"step_\d+", path.name)), key=step_of)
 

@@ -106,7 +106,6 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 
 def read_values(path: Path) -> State:
-    """Everything in a checkpoint but its tensors. Raises UserError."""
     values: State = read_meta(path)["values"]
     return values
 
@@ -181,5 +180,4 @@ def load(
 
 
 def damaged(path: Path, error: BaseException) -> UserError:
-    """The error that a checkpoint cannot be used."""
     return UserError(f"checkpoint {path} is damaged or not a checkpoint ({first_line(error)})")

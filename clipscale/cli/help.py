@@ -32,7 +32,6 @@ def show(words: Sequence[str]) -> None:
 
 
 def show_verbs(names: Iterable[str]) -> None:
-    """Each verb with its purpose."""
     print("clipscale: contrastive image-text pretraining at any batch size\n")
     print("Usage: clipscale VERB [KEY=VALUE ...]\n")
     columns((name, summary(VERBS[name].settings)) for name in names)

@@ -54,7 +54,6 @@ def main(name: str, line: Namespace) -> int:
 
 
 def folder_name(combination: Sequence[str]) -> str:
-    """The folder name of a run: the values that vary."""
     varying = ",".join(combination)
     name = re.sub(r"[^A-Za-z0-9_.,=+-]+", "-", re.sub(r"['\"]", "", varying)).strip("-") or "0"
     return name if len(name) <= 100 else f"{name[:90]}-{zlib.crc32(varying.encode()):08x}"

@@ -25,7 +25,6 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Put a rename on the disk."""
     number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(number)
@@ -34,13 +33,11 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file as a whole or not at all, as UTF-8."""
     with replacing(path) as file:
         file.write(text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value as indented JSON with a final newline, as a whole or not at all."""
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 

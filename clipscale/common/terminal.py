@@ -14,7 +14,6 @@ def printable(text: object) -> str:
 
 
 def without_password(text: str) -> str:
-    """The text without the `user:password@` of addresses."""
     return re.sub(r"([A-Za-z][A-Za-z0-9+.-]*://)[^\s/'\"<>]+@", r"\1", text)
 
 

@@ -46,7 +46,6 @@ def restored(tree: Any) -> Any:
 
 
 def each_text(tree: Any, change: Callable[[str], str]) -> Any:
-    """Nested values with every text changed."""
     if isinstance(tree, dict):
         return {key: each_text(value, change) for key, value in tree.items()}
     if isinstance(tree, list | tuple):

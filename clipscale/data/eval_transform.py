@@ -41,7 +41,6 @@ class EvalTransform:
         return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
 
     def _size(self, width: int, height: int) -> tuple[int, int]:
-        """Width and height after the resize."""
         if self.mode == "squash":
             return self.side, self.side
         if self.mode == "longest":

@@ -161,7 +161,6 @@ class Epochs:
 
 @lru_cache(maxsize=4)
 def _shard_order(counts: tuple[int, ...], seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-    """An epoch's order of the shards, and the end of each in their concatenation."""
     shards = permutation(len(counts), seed, SHARDS, epoch)
     return shards, np.cumsum(np.asarray(counts, dtype=np.int64)[shards])
 
@@ -210,7 +209,6 @@ class Mixed:
         return int(_mixed(self.weights, self.seed, stream, place // MIXED)[place % MIXED])
 
     def within(self, source: int) -> Resampled:
-        """The draws of one source."""
         usable = [of == source and count != 0 for of, count in zip(self.source_of, self.counts)]
         return Resampled(
             tuple(np.cumsum(usable, dtype=float).tolist()), self.counts, self.streams, key(self.seed, source)
@@ -223,7 +221,6 @@ class Mixed:
 
 @lru_cache(maxsize=1024)
 def _mixed(weights: tuple[float, ...], seed: int, stream: int, block: int) -> np.ndarray:
-    """The sources of a block of MIXED places."""
     start = (CounterRNG(seed, MIX, stream).uniform() + block * (_GOLDEN / 2**64)) % 1.0
     ends = np.cumsum(weights)
     points = (np.arange(MIXED) + start) * (ends[-1] / MIXED)

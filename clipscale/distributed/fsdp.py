@@ -94,7 +94,6 @@ def blocks(tower: nn.Module) -> list[nn.Module]:
 
 
 def sharded(model: nn.Module) -> list[FSDPModule]:
-    """The parts of a model that FSDP2 gathers one by one."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 

@@ -140,7 +140,6 @@ class World:
                 dist.all_reduce(p.grad)
 
     def mesh(self) -> DeviceMesh:
-        """All ranks in one dimension, for FSDP2."""
         return init_device_mesh(self.device.type, (self.size,))
 
     def wrap(
@@ -221,6 +220,5 @@ def join(device: str, timeout_s: float = TIMEOUT.total_seconds()) -> World:
 
 
 def leave() -> None:
-    """Leave the process group."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -22,7 +22,6 @@ SHARDS = "shards.json"
 
 
 def array_path(path: Path, kind: str) -> Path:
-    """The array beside NAME.jsonl."""
     return path.with_name(f"{path.name.removesuffix('.jsonl')}.{kind}.npy")
 
 

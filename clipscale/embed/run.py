@@ -141,12 +141,10 @@ def prepared(config: EmbedConfig, out: Path, note: dict[str, Any]) -> dict[str, 
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What an earlier start has written; empty for the first one."""
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
 def name_of(url: str) -> str:
-    """The name of a shard, or of a part of a table."""
     if scheme_of(url) != "table":
         return leaf_of(url).partition(".tar")[0]
     part = part_of(url)

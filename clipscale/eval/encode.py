@@ -57,7 +57,6 @@ class Encoder:
     progress: Callable[[str, int, int], None] = lambda *_: None
 
     def counted(self, spans: list[range], what: str) -> Iterator[range]:
-        """The spans of a rank, one by one, with its progress."""
         for done, span in enumerate(spans):
             self.progress(f"evaluation of {what}", done, len(spans))
             yield span

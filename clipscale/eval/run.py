@@ -94,7 +94,6 @@ def evaluate(
 
 
 def _classification(encoder: Encoder, eval_set: EvalSet) -> dict[str, float]:
-    """The metrics of a classification set."""
     world, device = encoder.world, encoder.world.device
     C, G = len(eval_set.classnames), max(eval_set.groups, default=-1) + 1
     classes_UD, rows_C = encoder.classes(eval_set)

@@ -81,7 +81,6 @@ def work(config: EvalRunConfig) -> Results:
 
 
 def _print(config: EvalConfig, results: Results, title: str) -> None:
-    """The results of one model, and the columns of its suite."""
     print_results(results, title)
     if config.suite != "none":
         plain_console().print(suite_table(config.suite, chosen_sets(config), results, title))

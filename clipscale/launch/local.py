@@ -48,7 +48,6 @@ def under_torchrun() -> bool:
 
 
 def main_rank() -> bool:
-    """Whether this is rank 0, or a process that belongs to no run."""
     return os.environ.get("RANK", "0") == "0"
 
 

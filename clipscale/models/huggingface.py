@@ -116,7 +116,6 @@ def to_open_clip(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _renamed(name: str, names: dict[str, str]) -> str | None:
-    """The new name of a weight; None where `names` lacks it."""
     number = re.search(r"\.\d+\.", name)
     plain = name.replace(number[0], ".#.", 1) if number else name
     for old, new in names.items():

@@ -48,12 +48,10 @@ class Tower(nn.Module):
         """The name of the linear map at the encoder's end, or of what it has there instead."""
 
     def trains_only_its_projection(self) -> bool:
-        """Whether nothing else trains."""
         trained = {name.split(".")[0] for name, p in self.encoder.named_parameters() if p.requires_grad}
         return trained == {self.projection}
 
     def prepared(self, inputs: Tensor) -> Tensor:
-        """The encoder's input."""
         raise NotImplementedError
 
     def forward(self, inputs: Tensor) -> Tensor:

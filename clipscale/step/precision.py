@@ -38,7 +38,6 @@ class Precision:
 
     @property
     def can_lower_loss_scale(self) -> bool:
-        """Whether a lower loss scale may remove an overflow."""
         return self.scaler is not None and self.loss_scale >= LEAST_LOSS_SCALE
 
     def store(self, tower: nn.Module) -> None:

@@ -105,7 +105,6 @@ class Layout:
 
     @property
     def buffer_rows(self) -> int:
-        """Rows of one buffer: a chunk."""
         return min(self.offload.chunk, self.samples)
 
     def buffers_part(self) -> Part:
@@ -175,7 +174,6 @@ class Arena:
         return flat.reshape(part.shape)
 
     def slot(self, step: int) -> Slot:
-        """The slot of the batch of that step."""
         return self.slots[step % len(self.slots)]
 
     def empty(self, slot: Slot) -> None:
@@ -234,7 +232,6 @@ def _reserved_file(folder: str | None, size: int) -> int:
 
 
 def stored_rows(slot: Slot, start: int, stop: int) -> Tensor:
-    """The image rows of the backend `host`, which lie in the slot as they are."""
     return torch.from_numpy(slot["rows"][start:stop])
 
 
@@ -247,7 +244,6 @@ class Targets(NamedTuple):
     """Of each teacher the features of pictures and captions, (N, 2, D), as they are stored."""
 
     def part(self, start: int, stop: int) -> "Targets":
-        """Of samples start..stop."""
         keys = None if self.keys is None else self.keys[start:stop]
         return Targets(keys, tuple(rows[start:stop] for rows in self.teachers))
 

@@ -31,14 +31,12 @@ class RowKind(NamedTuple):
 
 
 def row_kind(config: DataConfig, side: int, stored: StoredFeatures | None = None) -> RowKind:
-    """Stored features, or else pictures of `side` pixels."""
     if stored:
         return RowKind(stored, (stored.member,), stored.shape, stored.dtype)
     return RowKind(train_transform(config, side), IMAGE_TYPES, (3, side, side), "uint8")
 
 
 def train_transform(config: DataConfig, side: int) -> TrainTransform:
-    """The training transform of the settings, from picture bytes to `side` pixels."""
     augment = config.augment
     return TrainTransform(
         side,
@@ -75,7 +73,6 @@ class PixelBackend:
         self._transform(data, rng, self._row)
 
     def load(self, slot: Slot, start: int, out: np.ndarray) -> None:
-        """Write the image rows from `start` on to `out`, as many as it has."""
         np.copyto(out, slot["rows"][start : start + len(out)])
 
 

@@ -44,7 +44,6 @@ class Prefetcher:
         self._next = next(self._ranges, None)
 
     def arrived(self, count: int) -> None:
-        """The batch's first `count` rows have arrived."""
         self._arrived = count
 
     def rows(self, slot: Slot, start: int, stop: int) -> Tensor:
@@ -75,7 +74,6 @@ class Prefetcher:
         return buffer
 
     def _wait(self, buffer: int) -> None:
-        """Wait for what is being loaded into the buffer."""
         wait, self._waits[buffer] = self._waits[buffer], None
         if wait:
             wait()

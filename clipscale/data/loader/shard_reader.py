@@ -66,7 +66,6 @@ Item = RawSample | Unreadable
 
 
 def held_bytes(item: Item) -> int:
-    """Bytes that an item takes in memory, at most."""
     return item.extent if isinstance(item, RawSample) and (item.members or item.deferred) else 0
 
 
@@ -123,7 +122,6 @@ class ShardReader:
         """Every item from the position on, with its segment."""
 
     def close(self) -> None:
-        """Close what is open."""
         self.items.close()
 
     def _items(self) -> Generator[tuple[Segment, Item], None, None]:
@@ -191,7 +189,6 @@ class ShardReader:
         return read_shard(url, problem, windows.wants, self._kinds, lazy=True, store=self._store, indexed=True)
 
     def _segments(self) -> Iterator[tuple[int, Segment]]:
-        """The segments from the current position on, each with its epoch."""
         skip, order = self.index, self._shards.order
         assert not isinstance(order, Mixed), "each source has a reader of its own"
         for epoch in count(self.epoch):

@@ -128,12 +128,10 @@ class ShardStream:
                 return Taken(captions, values, CounterRNG(seed, TEXT, *place))
 
     def close(self) -> None:
-        """Close the shards."""
         for reader in self._readers:
             reader.close()
 
     def _forget_skipped(self) -> None:
-        """Forget what has been skipped since the last usable sample."""
         self._reasons: Counter[str] = Counter()
         self._visits: set[tuple[int, int]] = set()  # to shards
         self._unreachable: set[tuple[int, int]] = set()
@@ -228,6 +226,5 @@ class BatchFiller:
         return report
 
     def close(self) -> None:
-        """Close the shards; nothing can be filled afterwards."""
         for stream in self.streams:
             stream.close()

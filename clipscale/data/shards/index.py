@@ -65,7 +65,6 @@ class Entry:
 
 
 def folder_of(url: str) -> str:
-    """The folder whose index has this shard."""
     return str(Path(url).absolute().parent) if is_local(url) else url.rsplit("/", 1)[0]
 
 
@@ -137,12 +136,10 @@ def sample_offsets(url: str, opened: Opened, subset: "Subset | None" = None) -> 
 
 
 def pack(offsets: np.ndarray) -> bytes:
-    """Offsets as the index stores them."""
     return zlib.compress(np.diff(offsets // BLOCK, prepend=0).astype("<u4").tobytes(), 6)
 
 
 def unpack(packed: bytes) -> np.ndarray:
-    """The offsets that `pack` packed."""
     return np.cumsum(np.frombuffer(zlib.decompress(packed), dtype="<u4").astype(np.int64)) * BLOCK
 
 

@@ -106,7 +106,6 @@ def _existing(names: Sequence[str]) -> list[str]:
 
 
 def _braces(source: str, setting: str) -> list[str]:
-    """Expands braces, and splits at `::`."""
     try:
         return [url for part in source.split("::") for url in braceexpand(part)]
     except ValueError as error:  # unbalanced braces

@@ -105,7 +105,6 @@ class RemoteFile:
         return self._at
 
     def peek(self, size: int) -> bytes:
-        """The next `size` bytes, which stay to be read."""
         data = self.read(size)
         self._at -= len(data)
         return data
@@ -226,7 +225,6 @@ async def _from_web(url: str, start: int, stop: int, headers: Mapping[str, str] 
 
 @lru_cache(1 << 12)
 def _hub_address(url: str) -> str:
-    """The https address of a file on the Hugging Face hub."""
     from fsspec.core import url_to_fs
 
     system, path = url_to_fs(url)

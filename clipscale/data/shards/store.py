@@ -60,7 +60,6 @@ class Store:
         return fetch(self, url, 0, 1)[1]
 
     def count(self, event: str) -> None:
-        """Count an event that costs no sample."""
         self.counts[EVENT + event] += 1
 
 

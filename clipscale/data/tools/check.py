@@ -35,7 +35,6 @@ class Findings:
     """Shard -> why it could not be read to its end."""
 
     def add(self, other: "Findings") -> None:
-        """Add another shard's findings."""
         self.samples += other.samples
         self.bytes += other.bytes
         self.broken.update(other.broken)
@@ -59,7 +58,6 @@ def main(sources: Sequence[str], settings: CheckSettings) -> int:
 
 
 def check_shard(url: str, config: DataConfig) -> Findings:
-    """Read one shard and every picture in it."""
     findings, problem, chosen = Findings(), ReadProblem(), selection(config)
     kinds = limits(IMAGE_TYPES, chosen.members(), config.max_bytes)
     for sample in read_shard(url, problem, kinds=kinds, store=Store(config)):

@@ -28,7 +28,6 @@ def expanded(sources: Sequence[str], allow_pipe: bool = False, table: TableConfi
 
 
 def progress(done: Iterable[T], count: int) -> Iterable[T]:
-    """Shows on stderr how many of `count` shards are done."""
     return track(done, "shards", count, console=Console(stderr=True))
 
 

@@ -91,7 +91,6 @@ def single(rng: Random, pair: tuple[str, str]) -> Scene:
 
 
 def compose(rng: Random, kind: str) -> Scene:
-    """A random scene of that kind, from the combinations that training shows."""
     if kind == "one":
         return single(rng, rng.choice(SEEN))
     shade = rng.random()

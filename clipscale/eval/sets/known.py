@@ -39,7 +39,6 @@ class KnownSet:
         return [f"wds_{plain}_test", f"wds_{plain}", *sorted(names, key=lambda name: -name.count("/"))]
 
     def find(self, root: Path) -> Path | None:
-        """Where it lies under `root`."""
         return next((root / name for name in self.candidates if (root / name).exists()), None)
 
     def main_metric(self, eval_set: EvalSet) -> tuple[str, ...]:
@@ -55,7 +54,6 @@ def table() -> dict[str, Any]:
 
 @cache
 def known_sets() -> dict[str, KnownSet]:
-    """All sets of the table, by name."""
     sets = {}
     for name, entry in table()["sets"].items():
         source = f"https://huggingface.co/datasets/clip-benchmark/wds_{name.replace('/', '-')}"
