@@ -15,8 +15,6 @@ from clipscale.common.errors import UserError
 from clipscale.config.sections import CheckpointConfig, ModelConfig
 from clipscale.config.train import TrainConfig
 from clipscale.distributed.world import World
-from clipscale.train import train
-from tests.support.runs import curve, small
 
 ALONE = World(0, 1, torch.device("cpu"))
 FILES = ["__0_0.distcp", ".metadata", "meta.json"]
@@ -77,14 +75,6 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("only root may mount a small file system here")
     yield folder
     subprocess.run(["umount", folder], check=True)
-
-
-def test_a_full_disk_leaves_the_earlier_ones(disk: Path) -> None:
-    checkpoint.save(disk, 1, some_state(), keep=1)
-    large = {"model": {"w": torch.zeros(2**20)}}
-    with pytest.raises(checkpoint.UnwritableError, match=r"step_00000002 could not .*No space left .*is step_00000001"):
-        checkpoint.save(disk, 2, large, keep=1)
-    assert [path.name for path in (disk / "checkpoints").iterdir()] == ["step_00000001"]
 
 
 def test_training_goes_on_without_a_save_that_fails(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,12 +164,3 @@ def test_what_does_not_fit_the_run_is_refused(tmp_path: Path) -> None:
         check(model=ModelConfig(name="ViT-L-14"), batch=256)
     with pytest.raises(UserError, match=r"has seen 768 samples in 3 steps, which these stages"):
         check(samples_before=lambda step: 100 * step, model=ModelConfig(name="ViT-B-32"), batch=256)
-
-
-def test_a_run_goes_on_from_before_its_damaged_checkpoint(shards: str, tmp_path: Path) -> None:
-    often = CheckpointConfig(every=1, keep=0)
-    train(small(shards, tmp_path / "whole"))
-    train(small(shards, tmp_path / "run", samples=36, checkpoint=often))
-    flipped(checkpoint.checkpoints_of(tmp_path / "run")[-1] / "__0_0.distcp")
-    train(small(shards, tmp_path / "run", checkpoint=often))
-    assert curve(tmp_path / "run") == curve(tmp_path / "whole")

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -105,19 +103,6 @@ def test_gradient_is_that_of_one_graph(
             assert_same(gradients(found), gradients(wanted), tolerance)
 
 
-@settings(max_examples=30)
-@given(n=st.integers(2, 24), image_chunk=st.integers(1, 26), text_chunk=st.integers(1, 26), keep=st.floats(0, 20_000))
-def test_any_chunk_sizes_give_the_same_gradient(n: int, image_chunk: int, text_chunk: int, keep: float) -> None:
-    """And two steps, the second perhaps with kept graphs, give twice the gradient."""
-    wanted, found = models(), models()
-    one_graph([wanted["image"], wanted["text"]], lambda u, v: 2 * wanted["head"](u, v), batch(n), [n, n])
-    chunks = [image_chunk, text_chunk]
-    cache = GradCache([found["image"], found["text"]], found["head"], chunks=chunks, keep_bytes=keep)
-    for _ in range(2):
-        cache.step(*batch(n))
-    assert_same(gradients(found), gradients(wanted), 1e-10)
-
-
 class Nested(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -195,14 +180,14 @@ def test_a_frozen_encoder_runs_once_and_gets_no_gradient(frozen: str) -> None:
     assert_same(gradients(found), gradients(wanted), 1e-10)
 
 
-def test_scaled_gradients_are_the_scale_times_the_gradients() -> None:
+def test_steps_add_their_gradients_times_the_scale() -> None:
     plain, scaled = models(dtype=torch.float32), models(dtype=torch.float32)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     GradCache([plain["image"], plain["text"]], plain["head"], chunks=4).step(*batch(12, torch.float32))
-    GradCache([scaled["image"], scaled["text"]], scaled["head"], chunks=4, scaler=scaler).step(
-        *batch(12, torch.float32)
-    )
-    assert_same(gradients(scaled), {k: 1024 * g for k, g in gradients(plain).items()}, 1e-6)
+    cache = GradCache([scaled["image"], scaled["text"]], scaled["head"], chunks=4, scaler=scaler)
+    for _ in range(2):
+        cache.step(*batch(12, torch.float32))
+    assert_same(gradients(scaled), {k: 2048 * g for k, g in gradients(plain).items()}, 1e-6)
 
 
 def test_autocast_does_not_lose_gradients_between_the_passes() -> None:
