@@ -72,15 +72,21 @@ class MetricLog:
         """
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         self._append(json.dumps(finite) + "\n")
-        now = time.monotonic()
-        self._times = [*self._times[-WINDOW:], now]
-        shown = record | self._outlook(record)
-        self._unprinted = console_line(shown)
-        if record["step"] % self.config.every == 0 and now - self._printed_at >= self.config.seconds:
-            self._print_newest()
-            self._printed_at = now
+        now, peak = time.monotonic(), record.get("mem_peak_bytes")
+        shown = record | {"total": self.total}  # lines have more than the record
+        if peak and self._gpu_bytes:
+            shown |= {"mem_peak_gib": peak / 2**30, "mem_peak_frac": peak / self._gpu_bytes}
+        if self.total and self._times:
+            pace = (now - self._times[0]) / len(self._times)
+            shown["left"] = timedelta(seconds=round(pace * (self.total - record["step"])))
+        self._times = [*self._times[1 - WINDOW :], now]
+        line, due = console_line(shown), now - self._printed_at >= self.config.seconds
+        if due and record["step"] % self.config.every == 0:
+            self.message(line)
+            line, self._printed_at = "", now
         elif self.config.progress and self.console.is_terminal:
             self.progress.line(console_line(shown, "progress"))
+        self._unprinted = line
         if record["step"] > FIRST:
             self._recent = [*self._recent[1 - WINDOW :], record]
             found = warnings_of(self._recent, self.settings)
@@ -88,16 +94,6 @@ class MetricLog:
                 self.message(f"warning: step {record['step']}: {found[kind]}")
             self._warned |= found.keys()
         self._sinks.write(record["step"], record)
-
-    def _outlook(self, record: Record) -> Record:
-        """What lines show beyond a record: the time that is left at the last steps' pace, and the share of the GPU."""
-        shown, peak = Record(total=self.total), record.get("mem_peak_bytes")
-        if self.total and len(self._times) > 1:
-            pace = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
-            shown["left"] = timedelta(seconds=round(pace * (self.total - record["step"])))
-        return shown | (
-            {"mem_peak_gib": peak / 2**30, "mem_peak_frac": peak / self._gpu_bytes} if peak and self._gpu_bytes else {}
-        )
 
     def _append(self, line: str) -> None:
         """Append to `metrics.jsonl`. What a full disk does not take is kept, and written with the next line."""
@@ -107,14 +103,7 @@ class MetricLog:
         except OSError as error:
             if "disk" not in self._warned:
                 self._warned.add("disk")
-                self.message(
-                    f"warning: {self._file.name} cannot be written ({error.strerror}); its lines wait in memory"
-                )
-
-    def _print_newest(self) -> None:
-        if self._unprinted:
-            self.message(self._unprinted)
-            self._unprinted = ""
+                self.message(f"warning: {self._file.name} cannot be written ({error.strerror}): lines wait in memory")
 
     def eval(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
         """Log evaluation results: one console line for each set, and `eval/SET/METRIC` for the sinks."""
@@ -124,12 +113,14 @@ class MetricLog:
         self._sinks.eval(step, results)
 
     def message(self, text: str) -> None:
-        """Print a line on the console."""
-        self.console.print(printable(text), markup=False)
+        """Print a line on the console, over what a terminal has there."""
+        width = self.console.width - 1 if self.console.is_terminal else 0
+        self.console.print(printable(text).ljust(width), markup=False)
 
     def close(self) -> None:
         """Flush and close every sink."""
-        self._print_newest()
+        if self._unprinted:
+            self.message(self._unprinted)
         self._sinks.close()
         self._append("")
         self._file.close()

@@ -120,7 +120,7 @@ def test_lines_say_how_far_the_run_is(
     shown = printed(log).replace("\r\n", "\n")
     lines = re.findall(r"step=.*", shown)
     assert [line.split()[0] for line in lines] == ["step=2", "step=6", "step=9"]
-    assert " total=2000 " in lines[1] and lines[1].endswith("mem_peak_frac=0.500 broken=0 left=2:12:56")
+    assert " total=2000 " in lines[1] and lines[1].rstrip().endswith("mem_peak_frac=0.500 broken=0 left=2:12:56")
     overwritten = re.findall(r"([^\r\n]*)\r", shown)
     assert [len(line) for line in overwritten] == (7 * [199] if terminal and progress else [])
     if overwritten:
