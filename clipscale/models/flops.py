@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from clipscale.common.hardware import HARDWARE, hardware_of
-from clipscale.config.sections import ModelConfig, TowerConfig
+from clipscale.config.sections import ModelConfig
 from clipscale.models.lean import take_short_captions
 from clipscale.models.towers import adapt, architecture, encoders_of
 
@@ -18,9 +18,8 @@ def forward_flops(config: ModelConfig, length: int | None = None) -> tuple[int, 
 
     `length`: the caption's tokens; None: the whole context.
     """
-    return _forward_flops(
-        json.dumps([config.name, config.architecture, config.image_size, config.context_length]), length
-    )
+    model = [config.name, config.architecture, config.image_size, config.context_length]
+    return _forward_flops(json.dumps(model), length)
 
 
 @cache
@@ -44,13 +43,9 @@ def _forward_flops(model: str, length: int | None) -> tuple[int, int]:
     return counts[0], counts[1]
 
 
-def passes(frozen: bool, tower: TowerConfig) -> int:
-    """Forward passes that a tower's training costs: one if only its projection trains, at most."""
-    return 1 if frozen or tower.unlocked_groups in (0, 1) else 3
-
-
 class Flops:
-    """FLOPs of one training sample: a forward pass, and twice as much for the backward of a trained tower.
+    """FLOPs of one training sample: a forward pass, and twice as much for the backward of a trained tower,
+    of which more than the projection trains.
 
     The gradient cache's second forward pass is overhead and not counted, so MFU compares with plain training.
     """
@@ -60,7 +55,8 @@ class Flops:
     ) -> None:
         """With `stored_images` the image tower does not run, because its features are read; `captions`: of a sample."""
         self.config, self.captions = config, captions
-        self.image = 0 if stored_images else forward_flops(config)[0] * passes(config.freeze_image, config.image)
+        once = config.freeze_image or config.image.unlocked_groups in (0, 1)
+        self.image = 0 if stored_images else forward_flops(config)[0] * (1 if once else 3)
         gpu = hardware_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self.peak = HARDWARE[gpu].peak("bf16") if gpu else None
 
@@ -69,7 +65,8 @@ class Flops:
         captions = list(widths.items()) if widths else [(None, 1)]
         text = sum(count * forward_flops(self.config, width)[1] for width, count in captions)
         text_each = self.captions * text / sum(count for _, count in captions)
-        return self.image + text_each * passes(self.config.freeze_text, self.config.text)
+        once = self.config.freeze_text or self.config.text.unlocked_groups in (0, 1)
+        return self.image + text_each * (1 if once else 3)
 
     def utilisation(self, samples_per_s: float, widths: Mapping[int, int] | None = None) -> float | None:
         """MFU: samples_per_s (per device) x FLOPs per sample / peak. None where the device's peak is not known."""

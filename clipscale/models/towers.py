@@ -3,6 +3,7 @@
 N: samples, H, W: pixels, T: tokens, D: feature width.
 """
 
+import hashlib
 import math
 import re
 from collections.abc import Callable
@@ -33,7 +34,7 @@ from clipscale.models import lora
 from clipscale.models.groups import lock, rate_factors
 from clipscale.models.lean import make_lean, take_short_captions
 from clipscale.models.tokenizer import Tokenizer, tokenizer_of
-from clipscale.models.weights import Source, described, digest, resized, without_weights
+from clipscale.models.weights import Source, described, resized, without_weights
 from clipscale.models.weights import load as load_weights
 
 
@@ -67,9 +68,13 @@ class Tower(nn.Module):
         finally:
             setattr(self.encoder, self.projection, projection)
 
-    def digest(self) -> str:
-        """A digest of the weights, names and values, on any device."""
-        return digest(self.state_dict())
+    def digest(self, *, frozen: bool = False) -> str:
+        """A digest of the weights, names and values, on any device; of the `frozen` ones alone."""
+        found, state = hashlib.blake2b(digest_size=16), self.state_dict()
+        for name in sorted({name for name, p in self.named_parameters() if not p.requires_grad} if frozen else state):
+            found.update(name.encode())
+            found.update(state[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return found.hexdigest()
 
 
 class ImageTower(Tower):
@@ -95,21 +100,15 @@ class TextTower(Tower):
 
 
 class Projection(nn.Module):
-    """The end of a tower whose trunk is frozen, sharing its parameters: rows (N, W) -> unit rows (N, D)."""
+    """The end of a tower, sharing its parameters: rows (N, W) of the trunk or (N, D), stored -> unit rows (N, D)."""
 
-    def __init__(self, tower: Tower) -> None:
+    def __init__(self, tower: Tower | None = None) -> None:
+        """None: of stored features, which are its output."""
         super().__init__()
-        self.map = getattr(tower.encoder, tower.projection)
+        self.map = getattr(tower.encoder, tower.projection) if tower else nn.Identity()
 
     def forward(self, rows: Tensor) -> Tensor:
         return unit_rows(rows @ self.map if isinstance(self.map, nn.Parameter) else self.map(rows))
-
-
-class StoredTower(nn.Module):
-    """Takes the image tower's place where features are stored: rows (N, D) -> unit rows (N, D), float32."""
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return unit_rows(rows)
 
 
 def unit_rows(features: Tensor) -> Tensor:
@@ -141,10 +140,6 @@ class ClipModel(nn.Module):
     def eval_transform(self) -> EvalTransform:
         """Turns the bytes of a picture into the pixels that the image tower takes, as in open_clip's evaluation."""
         return EvalTransform(self.image_size, mode=self.resize, interpolation=self.interpolation)
-
-    def frozen_digest(self) -> str:
-        """A digest of the parameters that do not train."""
-        return digest({name: p for name, p in self.named_parameters() if not p.requires_grad})
 
     def rate_factors(self, config: ModelConfig) -> dict[str, float]:
         """Factors of the learning rate by parameter; 1 for those that are missing. Raises UserError."""
@@ -284,7 +279,7 @@ def load_model(run: Path, which: str = "latest", weights: str = "trained") -> tu
         raise UserError(f"weights=ema: {path} holds no average; take weights=trained, or train with ema=0.9999")
     config = typed(ModelConfig, state["model_config"])
     model = build_model(config if config.lora.rank else without_weights(config))
-    if config.lora.rank and model.frozen_digest() != state["frozen"]:
+    if config.lora.rank and [tower.digest(frozen=True) for tower in (model.image, model.text)] != state["frozen"]:
         raise UserError(f"model.weights={config.weights}: not the weights any more that {path} adapts")
     trained = state["model"] | (state["ema"]["weights"] if weights == "ema" else {})
     model.load_state_dict(trained, strict=not config.lora.rank)
@@ -300,7 +295,9 @@ def fit_positions(weights: dict[str, Any], model: ClipModel) -> list[str]:
     theirs = {name.replace("image.encoder.", "visual.").replace("text.encoder.", "text."): name for name in names}
     shapes = {there: ours[name] for there, name in theirs.items()}
     encoders: Any = SimpleNamespace(visual=model.image.encoder, text=model.text.encoder, state_dict=lambda: shapes)
-    fitting = resized({there: weights[name] for there, name in theirs.items()}, encoders, Source("stages", Path()))
+    fitting = resized(
+        {there: weights[name] for there, name in theirs.items()}, encoders, Source("stages", Path(), stretch=False)
+    )
     for there, name in theirs.items():
         value, p = fitting[there], ours[name]
         weights[name] = distribute_tensor(value, p.device_mesh, p.placements) if isinstance(p, DTensor) else value

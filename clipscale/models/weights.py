@@ -3,7 +3,6 @@
 Names are looked up on the network only where the setting itself is a tag or begins with hf-hub:. Files execute no code.
 """
 
-import hashlib
 import json
 import logging
 import re
@@ -56,8 +55,8 @@ class Source:
     pixels: dict[str, Any] = field(default_factory=dict)
     """The settings of the model by which its pictures were prepared; empty: not known."""
     quick_gelu: bool | None = None
-    stretch: bool = False
-    """Whether a longer context is made as in Long-CLIP."""
+    stretch: bool = True
+    """Whether a longer context is made as in Long-CLIP, or all positions are interpolated."""
 
 
 def find(value: str, name: str, setting: str = "model.weights") -> Source:
@@ -112,7 +111,7 @@ def without_weights(config: ModelConfig) -> ModelConfig:
 def load(encoders: CustomTextCLIP, config: ModelConfig, *, quick_gelu: bool) -> None:
     """Load the weights that the settings name: of the whole model, then of each tower. Raises UserError."""
     if config.weights:
-        source = replace(find(config.weights, config.name), stretch=config.context_length is not None)
+        source = find(config.weights, config.name)
         if source.quick_gelu is not None and source.quick_gelu != quick_gelu:
             right = config.name.removesuffix("-quickgelu") + ("-quickgelu" if source.quick_gelu else "")
             raise UserError(f"{source.setting} was trained with another activation; take model.name={right}")
@@ -120,7 +119,6 @@ def load(encoders: CustomTextCLIP, config: ModelConfig, *, quick_gelu: bool) -> 
     for tower, part, weights in (("image", "visual.", config.image.weights), ("text", "text.", config.text.weights)):
         if weights:
             source = find(weights, config.name, f"model.{tower}.weights")
-            source = replace(source, stretch=config.context_length is not None)
             fill(encoders, of_tower(read(source), encoders, part, source), source, part)
 
 
@@ -281,15 +279,6 @@ def of_tower(state: dict[str, Tensor], encoders: CustomTextCLIP, part: str, sour
     ours = tower.state_dict()
     named = {part + (name if name in ours else inner + name): value for name, value in state.items()}
     return resized(named, encoders, source)
-
-
-def digest(state: Mapping[str, Tensor]) -> str:
-    """A digest of weights, names and values, on any device."""
-    found = hashlib.blake2b(digest_size=16)
-    for name, value in sorted(state.items()):
-        found.update(name.encode())
-        found.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
 
 
 def resized(state: dict[str, Tensor], encoders: CustomTextCLIP, source: Source) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from clipscale.data.loader.host_batch import NO_TARGETS, HostBatch, Targets
 from clipscale.distributed.fsdp import replicate_state
 from clipscale.distributed.world import World, gradient_norm
 from clipscale.loss.api import contrastive_loss, distillation_loss
-from clipscale.models.towers import ClipModel, Projection, StoredTower, build_model, fit_positions, unit_rows
+from clipscale.models.towers import ClipModel, Projection, build_model, fit_positions, unit_rows
 from clipscale.step.captions import CaptionRule
 from clipscale.step.chunk_sizes import agreed_chunk_sizes
 from clipscale.step.ema import WeightAverage
@@ -40,8 +40,8 @@ from clipscale.step.trunk import TrunkFeatures
 class TrainState:
     """A run's model on one rank, from its initial weights or a checkpoint, and what turns a batch into new weights."""
 
-    frozen: str | None = None
-    """Digest of the weights that adapters adapt, which checkpoints leave out; None: without adapters."""
+    frozen: list[str] | None = None
+    """Digests of the weights that adapters adapt, which checkpoints leave out; None: without adapters."""
 
     def __init__(self, config: TrainConfig, world: World, saved: Path | None = None, stage: str = "") -> None:
         """`saved`: the checkpoint to go on from. `stage`: it ends another; `continue` or `restart` the optimizer."""
@@ -91,7 +91,7 @@ class TrainState:
         """The model of the settings, on this rank's device."""
         model = build_model(self.config.model).to(self.world.device)
         if self.config.model.lora.rank:
-            self.frozen = model.frozen_digest()
+            self.frozen = [tower.digest(frozen=True) for tower in (model.image, model.text)]
         return model
 
     def stored_features(self) -> StoredFeatures | None:
@@ -126,7 +126,7 @@ class TrainState:
         """The encoders of training: of a tower with a frozen trunk its projection; none of stored features."""
         towers: dict[str, nn.Module] = {"image": self.model.image, "text": self.model.text}
         towers |= {name: Projection(towers[name]) for name in self.trunks}  # type: ignore[arg-type]
-        return towers | ({"image": StoredTower()} if self.stored else {})
+        return towers | ({"image": Projection()} if self.stored else {})
 
     # ---- step ----
 
