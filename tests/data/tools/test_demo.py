@@ -17,9 +17,6 @@ from clipscale.data.tools import demo, scenes
 from clipscale.launch.local import check_train
 from tests.support.runs import settings
 
-SAMPLES = 640
-"""Of the set that all tests share."""
-
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
