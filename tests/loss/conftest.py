@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.loss.workers import Workers, workers
+from tests.support.ranks import Workers, workers
 
 
 @pytest.fixture(scope="session")

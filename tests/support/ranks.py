@@ -1,10 +1,11 @@
-"""Run a function in several gloo processes and collect what each returns."""
+"""Gloo processes: some live for a whole test module (a start takes seconds, a call milliseconds), some for one call."""
 
 import io
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -14,51 +15,93 @@ import torch.distributed as dist
 
 from tests.support.forks import forks
 
+TIMEOUT_S = 120.0
 
-def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: float = 120) -> list[Any]:
-    """`function(rank, world, *args)` in `world` processes that form one gloo group; their return values in rank order.
 
-    Fails with the first failing rank's traceback. Functions and arguments must be importable from the test's module.
-    """
-    context = forks()
+class Workers:
+    """`run(function, ranks, *args)` calls `function(group, rank in it, *args)` on the ranks and returns what each
+    returned, in order."""
+
+    def __init__(self, pipes: list[Connection]) -> None:
+        self._pipes = pipes
+
+    def run(
+        self, function: Callable[..., Any], ranks: int | tuple[int, ...], *args: Any, timeout_s: float = TIMEOUT_S
+    ) -> list[Any]:
+        """On the named ranks, or on the first so many. Fails with the traceback of each rank that failed."""
+        chosen = tuple(range(ranks)) if isinstance(ranks, int) else ranks
+        order = _packed((function, chosen, args))
+        for pipe in self._pipes:  # every rank: all ranks make a group
+            pipe.send_bytes(order)
+        answers = []
+        for rank, pipe in enumerate(self._pipes):
+            assert pipe.poll(timeout_s), f"rank {rank} did not answer within {timeout_s} s"
+            answers.append(torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False))
+        failed = [f"rank {rank} failed:\n{value}" for rank, (ok, value) in enumerate(answers) if not ok]
+        assert not failed, "\n".join(failed)
+        return [answers[rank][1] for rank in chosen]
+
+
+@contextmanager
+def workers(world: int, context: Any = None) -> Iterator[Workers]:
+    """The processes, for as long as the context lasts. `context` of multiprocessing starts them, or `forks()`."""
+    context = context or forks()
     with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
-        for rank in range(world):
-            receive, send = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_entry, args=(send, Path(folder) / "store", function, rank, world, args), daemon=True
-            )
+        ends = [context.Pipe() for _ in range(world)]
+        processes = [
+            context.Process(target=_serve, args=(theirs, Path(folder) / "store", rank, world), daemon=True)
+            for rank, (_, theirs) in enumerate(ends)
+        ]
+        for process, (_, theirs) in zip(processes, ends):
             process.start()
-            send.close()
-            pipes.append(receive)
-            processes.append(process)
+            theirs.close()
         try:
-            answers = []
-            for rank, pipe in enumerate(pipes):
-                assert pipe.poll(timeout_s), f"rank {rank} of {world} did not answer within {timeout_s} s"
-                ok, value = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
-                assert ok, f"rank {rank} of {world} failed:\n{value}"
-                answers.append(value)
+            yield Workers([ours for ours, _ in ends])
         finally:
+            for ours, _ in ends:
+                ours.close()
             for process in processes:
                 process.join(10)
                 process.kill()
-    return answers
 
 
-def _entry(
-    pipe: Connection, store: Path, function: Callable[..., Any], rank: int, world: int, args: tuple[Any, ...]
-) -> None:
+def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
+    """`function(rank, world, *args)` in `world` processes of their own; their return values in rank order.
+
+    Functions and arguments must be importable from the test's module.
+    """
+    with workers(world) as started:
+        return started.run(_called, world, function, world, args, timeout_s=timeout_s)
+
+
+def _called(group: dist.ProcessGroup, rank: int, function: Callable[..., Any], world: int, args: Any) -> Any:
+    return function(rank, world, *args)
+
+
+def _serve(pipe: Connection, store: Path, rank: int, world: int) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-    try:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-        answer = (True, function(rank, world, *args))
-        if dist.is_initialized():  # a whole run leaves it by itself
-            dist.destroy_process_group()
-    except BaseException:
-        answer = (False, traceback.format_exc())
-    # As bytes: a pipe would pass tensors as handles to this process's memory, which ends with it.
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    while True:
+        try:
+            order = pipe.recv_bytes()
+        except EOFError:
+            break
+        function, ranks, args = torch.load(io.BytesIO(order), weights_only=False)
+        if ranks not in groups:
+            groups[ranks] = dist.new_group(list(ranks))
+        try:
+            answer = (True, function(groups[ranks], ranks.index(rank), *args) if rank in ranks else None)
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        pipe.send_bytes(_packed(answer))
+    if dist.is_initialized():  # a whole run leaves it by itself
+        dist.destroy_process_group()
+
+
+def _packed(x: object) -> bytes:
+    """x as bytes. A pipe would send tensors as handles to this process's memory."""
     buffer = io.BytesIO()
-    torch.save(answer, buffer)
-    pipe.send_bytes(buffer.getvalue())
+    torch.save(x, buffer)
+    return buffer.getvalue()

@@ -32,7 +32,8 @@ from clipscale.loss.objective import Softmax  # noqa: E402
 from clipscale.loss.reference import dense_contrastive_loss  # noqa: E402
 from clipscale.loss.triton.backend import TritonSoftmax  # noqa: E402
 from tests.loss.cases import assert_exact, errors, features, keys, oracle, results  # noqa: E402
-from tests.loss.workers import Workers, check, stacked, workers  # noqa: E402
+from tests.loss.workers import Workers, check, stacked  # noqa: E402
+from tests.support.ranks import workers  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 SOFTMAXES = ("softmax", "softmax_image", "softmax_text")
