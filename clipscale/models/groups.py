@@ -26,10 +26,7 @@ _OPEN_CLIP: dict[str, Any] = {
 
 
 def layer_groups(encoder: nn.Module, tower: str) -> list[list[str]]:
-    """The names of an encoder's parameters by group. `tower`: `image` or `text`, for messages.
-
-    Raises UserError for a tower of timm without groups.
-    """
+    """The names of an encoder's parameters by group. `tower`: `image` or `text`, for messages. Raises UserError."""
     trunk: Any = getattr(encoder, "trunk", None)
     if trunk is not None and not hasattr(trunk, "group_matcher"):
         raise UserError(

@@ -20,21 +20,18 @@ from clipscale.models.lean import LeanBlock, LeanText, LeanVision
 class LoraBlock(LeanBlock):
     """The lean block whose attention has adapters. peft's forward pass would change the base weights by rounding."""
 
+    attn: Any
+
     def in_proj(self) -> tuple[Tensor, Tensor]:
-        attn: Any = self.attn
-        base = attn.get_base_layer()
-        return base.in_proj_weight + attn.get_delta_weight("default"), base.in_proj_bias
+        return self.attn.in_proj_weight + self.attn.get_delta_weight("default"), self.attn.in_proj_bias
 
     def out_proj(self, x: Tensor) -> Tensor:
-        attn: Any = self.attn
-        return attn.get_base_layer().out_proj(x)
+        return self.attn.get_base_layer().out_proj(x)
 
 
 def add(encoder: nn.Module, tower: str, config: LoraConfig, unlocked: int) -> None:
     """Put adapters into the blocks of an encoder but the last `unlocked` layer groups. Its features stay, bit for bit.
-
-    `tower`: `image` or `text`, for messages. Raises UserError for a tower without such blocks, and without peft.
-    """
+    `tower`: `image` or `text`, for messages. Raises UserError for a tower without such blocks, and without peft."""
     about = f"model.lora.rank={config.rank}"
     plain = isinstance(encoder, LeanVision | LeanText | HFTextEncoder)
     if not plain and not isinstance(getattr(encoder, "trunk", None), VisionTransformer):
@@ -53,7 +50,7 @@ def add(encoder: nn.Module, tower: str, config: LoraConfig, unlocked: int) -> No
     kinds = nn.Linear | nn.MultiheadAttention
     targets = sorted(n for n, module in modules.items() if isinstance(module, kinds) and not n.startswith(inner))
     trained = [p for p in encoder.parameters() if p.requires_grad]
-    alpha: Any = config.rank if config.alpha is None else config.alpha
+    alpha: Any = config.alpha or config.rank
     rule = peft.LoraConfig(r=config.rank, lora_alpha=alpha, target_modules="|".join(map(re.escape, targets)))
     peft.inject_adapter_in_model(rule, encoder)
     for p in trained:  # peft has frozen them
@@ -66,12 +63,12 @@ def add(encoder: nn.Module, tower: str, config: LoraConfig, unlocked: int) -> No
 @torch.no_grad()
 def merge(encoder: nn.Module) -> None:
     """Add the adapters to the weights and take them out."""
-    adapted: list[tuple[str, Any]] = [(n, m) for n, m in encoder.named_modules() if hasattr(m, "get_delta_weight")]
-    for name, module in reversed(adapted):  # inner ones first
-        base = module.get_base_layer()
-        weight = base.in_proj_weight if isinstance(base, nn.MultiheadAttention) else base.weight
-        weight += module.get_delta_weight("default")
-        encoder.set_submodule(name, base)
-    for module in encoder.modules():
-        if type(module) is LoraBlock:
+    modules: list[tuple[str, Any]] = list(encoder.named_modules())
+    for name, module in reversed(modules):  # inner ones first
+        if hasattr(module, "get_delta_weight"):
+            base = module.get_base_layer()
+            weight = base.in_proj_weight if isinstance(base, nn.MultiheadAttention) else base.weight
+            weight += module.get_delta_weight("default")
+            encoder.set_submodule(name, base)
+        elif type(module) is LoraBlock:
             module.__class__ = LeanBlock
