@@ -12,14 +12,14 @@ from open_clip.model import resize_pos_embed, resize_text_pos_embed
 from clipscale import checkpoint
 from clipscale.cli import compose
 from clipscale.common.errors import UserError
-from clipscale.config.sections import CheckpointConfig, LaunchConfig, ModelConfig, OptimConfig, ScheduleConfig
+from clipscale.config.sections import CacheConfig, CheckpointConfig, LaunchConfig, OptimConfig, ScheduleConfig
 from clipscale.config.train import TrainConfig, check
 from clipscale.data.loader.stream import DataConfig
 from clipscale.distributed.world import World
 from clipscale.train import Run, train
 from tests.support import runs
 from tests.support.ranks import run_ranks
-from tests.support.runs import ARCHITECTURE, curve, records, small
+from tests.support.runs import curve, records, small
 
 STAGES = [
     {
@@ -167,8 +167,7 @@ def test_stages_on_the_command_line() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_stages_on_two_ranks_follow_the_curve_of_one(shards: str, tmp_path: Path, parallel: str) -> None:
-    optim = OptimConfig(lr=1e-3, eps=1e-4)
-    plain = {"optim": optim, "model": ModelConfig(name="test", architecture=ARCHITECTURE), "ema": 0.0}
+    plain = {"optim": OptimConfig(lr=1e-3, eps=1e-4), "cache": CacheConfig(chunk="3"), "ema": 0.0}
     stages = [{key: value for key, value in stage.items() if key != "patch_dropout"} for stage in STAGES]
     one, two = (
         staged(shards, tmp_path / name, stages, schedule=ScheduleConfig(warmup="0"), **plain) for name in ("one", "two")
