@@ -46,8 +46,7 @@ class Stage(NamedTuple):
         if samples is None:
             assert self.config.epochs is not None
             if epoch is None:
-                epochs = f"epochs={self.config.epochs}"
-                raise UserError(f"{epochs}: the samples of an epoch are not known for this data; give samples=N")
+                raise UserError(f"epochs={self.config.epochs}: the samples of an epoch are not known; give samples=N")
             samples = round(self.config.epochs * epoch)
         if samples < self.config.batch:
             raise UserError(f"samples={samples} is less than one batch={self.config.batch}; nothing would be trained")
