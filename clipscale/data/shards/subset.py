@@ -26,8 +26,6 @@ from clipscale.data.shards.tar import BLOCK
 
 PAIR = np.dtype("u8,u8")
 """The halves of a uid of 32 hexadecimal digits, or of a key's hash."""
-ROWS = 1 << 20
-"""Rows of the file that are compared at once."""
 
 
 class Subset(NamedTuple):
@@ -114,8 +112,8 @@ def _pairs(subset: Subset) -> np.ndarray:
         raise UserError(f"{what}: cannot be read ({error})") from error
     if pairs.dtype != PAIR or pairs.ndim != 1:
         raise UserError(f"{what}: {pairs.dtype} {pairs.shape}, not rows of numpy's dtype('u8,u8')")
-    for start in range(0, len(pairs), ROWS):
-        high, low = (pairs[start : start + ROWS + 1][half] for half in ("f0", "f1"))
+    for start in range(0, len(pairs), 1 << 20):  # the whole file may not fit into memory
+        high, low = (pairs[start : start + (1 << 20) + 1][half] for half in ("f0", "f1"))
         if not ((high[:-1] < high[1:]) | ((high[:-1] == high[1:]) & (low[:-1] <= low[1:]))).all():
             raise UserError(f"{what}: its rows are not in order; sort and save them again with numpy")
     return pairs
