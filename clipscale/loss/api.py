@@ -92,8 +92,8 @@ def contrastive_loss(
         group: the process group, or a mesh of one dimension (FSDP2's, or the data dimension beside tensor parallel's);
             None: the default group, if there is one. Each rank passes its own rows, equally many.
         ranks_per_node: makes the ring a two-level one, inside a node first and then between nodes.
-        keys: int64, (n,) for the images and (m,) for the texts, or one tensor for both. Samples of equal keys (the same
-            caption or picture) on any rank are no negatives of each other. A caption's key is its image's.
+        keys: int64, (n,) of the images, or with hard negatives that and (m,) of the texts. Samples of equal keys (the
+            same caption or picture), on any rank, are no negatives of each other. An own text's key is its image's.
         shared: what pairs of equal keys are that do not belong together: left out of the sums (mask; one caption an
             image), positives too (positive; dot product), or negatives as without keys (ignore).
         captions: texts of each image, all of them its positives (more than one: dot product).
@@ -137,7 +137,7 @@ def contrastive_loss(
         raise
     if comm is not None and check:
         comm.agree(inputs.facts(objective, exchange, shared), FACTS, None, image_features.device)
-    inputs, many = prepared(inputs, comm)
+    inputs = prepared(inputs, comm)
     if objective == "softmax_text":
         inputs = inputs.positives_only()  # a hard negative is in no text's softmax
     pairs = _similarity(similarity, image_features.device)
@@ -151,7 +151,7 @@ def contrastive_loss(
     for given, pairs, weights in terms:
         widths = [(a.shape[1], float(t)) for a, _, t in teachers]
         terms_of = Distillation(widths) if teachers else Sigmoid() if objective == "sigmoid" else Softmax()
-        blocks = _backend(backend, terms_of, pairs, given.keys[0] is not None, many, positive)
+        blocks = _backend(backend, terms_of, pairs, given.keys[0] is not None, positive)
         call = LossCall(ranks, blocks, pairs, weights, given, check, torch.is_grad_enabled())
         numbers = (given.scale, given.bias, *pairs.parameters)
         values.append(cast(Tensor, ContrastiveLoss.apply(call, given.rows, given.cols, *numbers)))
@@ -201,8 +201,7 @@ def _side_by_side(teachers: Sequence[Teacher], inputs: Inputs, objective: str, s
     for a, b, _ in teachers:
         if a.shape != (n, b.shape[-1]) or b.shape != (m, a.shape[-1]) or a.device != inputs.rows.device:
             raise ValueError(f"a teacher's features {tuple(a.shape)} and {tuple(b.shape)} for {n} images and {m} texts")
-    images, texts, _ = zip(*teachers)
-    a, b = (torch.cat(features, 1).detach() for features in (images, texts))
+    a, b = (torch.cat(x, 1) for x in zip(*((a, b) for a, b, _ in teachers)))
     wide = torch.float64 if inputs.dtype == torch.float64 else torch.promote_types(a.dtype, b.dtype)
     return a.to(wide), b.to(wide)
 
@@ -213,9 +212,7 @@ def _similarity(similarity: str | nn.Module, device: torch.device) -> Similarity
     return Late(device) if similarity == "late" else Dot()
 
 
-def _backend(
-    name: str, objective: Objective, similarity: Similarity, has_keys: bool, many: bool, positive: bool
-) -> Backend:
+def _backend(name: str, objective: Objective, similarity: Similarity, has_keys: bool, positive: bool) -> Backend:
     """The backend; with keys, for pairs that are positives or else left out."""
     plain: Backend = TorchBackend(objective, similarity, dense=name == "dense")
     if name == "triton":
@@ -224,12 +221,10 @@ def _backend(
         plain = triton_backend(objective)
     if not has_keys:
         return plain
-    if positive:
+    if positive or (plain.sums_pairs and isinstance(similarity, Dot)):
         return Corrected(plain, positive)
     exact = TorchBackend(objective, similarity, dense=name == "dense", leaves_out=True)
-    if many or not isinstance(similarity, Dot):
-        return exact
-    return Corrected(plain, positive) if plain.sums_pairs else Masked(plain, exact)
+    return Masked(plain, exact) if isinstance(similarity, Dot) else exact
 
 
 def _exchange(name: str, comm: Communicator | None, ranks_per_node: int | None) -> Single:

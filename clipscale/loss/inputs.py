@@ -103,10 +103,14 @@ def checked_inputs(
         "are hard negatives",
     )
     masks, keys = masks or (None, None), (keys, keys) if isinstance(keys, Tensor) else keys or (None, None)
-    if captions > 1:
-        v, keys = _first_captions_first(u, v, keys, captions)
     _require(similarity == "late" or masks == (None, None), "masks are only for similarity=late")
     _require((keys[0] is None) == (keys[1] is None), "keys of one side alone have nothing to be compared with")
+    own = captions * len(u)
+    if captions > 1:
+        first = v[:own].unflatten(0, (-1, captions)).transpose(0, 1).flatten(0, 1)
+        v = torch.cat([first, v[own:]]) if len(v) > own else first
+    if keys[0] is not None and keys[1] is not None:
+        keys = keys[0], torch.cat([keys[0].repeat(captions), keys[1][own:]])
     for name, pair, dtype, dims in (("keys", keys, torch.int64, 1), ("masks", masks, torch.bool, 2)):
         for x, features in zip(pair, (u, v)):
             _require(
@@ -121,17 +125,6 @@ def checked_inputs(
             "(pass log_scale.exp())"
         )
     return Inputs(u, v, scale, bias, masks, keys, dtype, captions)
-
-
-def _first_captions_first(u: Tensor, v: Tensor, keys: Pair, captions: int) -> tuple[Tensor, Pair]:
-    """The texts with the first caption of each image in front, then the second of each, ...; and keys for these.
-
-    A caption's key is its image's."""
-    n = captions * len(u)
-    if keys[0] is not None and keys[1] is not None:
-        keys = keys[0], torch.cat([keys[0].repeat(captions), keys[1][n:]])
-    first = v[:n].unflatten(0, (-1, captions)).transpose(0, 1).flatten(0, 1)
-    return torch.cat([first, v[n:]]) if len(v) > n else first, keys
 
 
 def _feature_dtype(u: Tensor, v: Tensor) -> torch.dtype:

@@ -171,10 +171,10 @@ class Distillation(Softmax):
             sides, features = [], []
             for side in (tile.rows, tile.cols):
                 assert side.teachers is not None
-                lse = None if side.others is None else side.others[:, number]
-                weight = None if side.weight is None else side.weight / len(self.teachers)
-                sides.append(replace(side, lse=lse, weight=weight))
                 features.append(side.teachers[:, start : start + width])
+                weight = None if side.weight is None else side.weight / len(self.teachers)
+                lse = None if side.others is None else side.others[:, number]
+                sides.append(replace(side, lse=lse, weight=weight))
             y = product(features[0], features[1].T, torch.empty_like(like), scale)
             yield y, Block(sides[0], sides[1], tile.parameters, None), float(y.abs().max())
             start += width

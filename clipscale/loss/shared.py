@@ -1,13 +1,11 @@
 """Pairs that are no negatives: samples that share a key (the same caption or picture), and an image's own captions.
 
-They are few. So a plain backend computes every score, as fast as without keys, and its results are corrected:
+They are few. So a plain backend computes every score, as fast as without keys, and is corrected: `Corrected` adds the
+difference that positives make, and pairs left out under the sigmoid, pair by pair. `Masked` computes anew, in torch's
+tiles, the rows and columns of which the softmax leaves something out. (Where a double matches better than the pair
+itself, nearly all of a sum is left out, and a difference of sums is rounding.)
 
-- for positives, and under the sigmoid for pairs that are left out, pair by pair (`Corrected`). With P_i and P_j the
-  positives of a row and a column, G_ij = a_i e^(x_ij - r_i) + b_j e^(x_ij - c_j) - a_i / |P_i| - b_j / |P_j|;
-- for pairs that the softmax leaves out by computing their rows and columns anew, in torch's tiles (`Masked`). (Where a
-  double matches better than the pair itself, nearly all of a sum is left out, and a difference of sums is rounding.)
-
-Letters: n rows (images) and m columns (texts) of a block, k pairs or captions, D feature width.
+Letters: n rows (images) and m columns (texts), k captions of an image or pairs, D feature width.
 """
 
 from collections.abc import Iterator
@@ -23,33 +21,34 @@ from clipscale.loss.exchange import Communicator
 from clipscale.loss.inputs import Inputs
 from clipscale.loss.similarity import row_products
 
-MANY = 1 / 4  # of the rows: tiles for all of them cost less than for their columns, too
 ELSEWHERE = 2.0**20  # nats: of a log-sum-exp beside which every exponential is 0
 
 
-def prepared(inputs: Inputs, comm: Communicator | None) -> tuple[Inputs, bool]:
-    """The inputs with owners and shares, or without keys where no pair needs them; and whether the pairs are many.
+def prepared(inputs: Inputs, comm: Communicator | None) -> Inputs:
+    """The inputs with owners and shares, or without keys where no two samples share one.
 
     It gathers the keys of all ranks, and waits for the device.
     """
-    n, k = len(inputs.rows), inputs.captions
-    if k == 1 and inputs.keys[0] is None:
-        return inputs, False
+    n, k, (row_keys, col_keys) = len(inputs.rows), inputs.captions, inputs.keys
+    if k == 1 and row_keys is None:
+        return inputs
     extra = len(inputs.cols) - k * n
     images = torch.arange(n, device=inputs.rows.device) + (comm.rank * n if comm else 0)
     owners = images, F.pad(images.repeat(k), (0, extra), value=-1)
-    row_keys, col_keys = owners if inputs.keys[0] is None else inputs.keys
-    assert row_keys is not None and col_keys is not None
-    same = (row_keys == col_keys[:n]).long()  # an image and its text may have different keys
-    more_texts = _equal(row_keys, col_keys, comm) - same
-    more_images = _equal(col_keys, row_keys, comm) - F.pad(same.repeat(k), (0, extra))
-    count = (more_texts > 0).sum()
-    rows = int(comm.reduce(count) if comm else count)
-    if rows == 0:
-        return replace(inputs, keys=(None, None)), False
-    shares = 1 / (1 + more_texts.double()), 1 / (1 + more_images.double())
-    many = rows > MANY * n * (comm.size if comm else 1)
-    return replace(inputs, keys=(row_keys, col_keys), owners=owners, shares=shares), many
+    if row_keys is None or col_keys is None:
+        row_keys, col_keys = owners
+
+    def equal(keys: Tensor, among: Tensor) -> Tensor:
+        ordered = (comm.gather(among) if comm else among).sort()[0]
+        return torch.searchsorted(ordered, keys, right=True) - torch.searchsorted(ordered, keys)
+
+    counts = equal(row_keys, col_keys), equal(col_keys, row_keys)
+    counts[1][k * n :] += 1  # as if hard negatives had an image
+    others = (counts[0] - 1).sum()
+    if int(comm.reduce(others) if comm else others) == 0:
+        return replace(inputs, keys=(None, None))
+    shares = 1 / counts[0].double(), 1 / counts[1].double()
+    return replace(inputs, keys=(row_keys, col_keys), owners=owners, shares=shares)
 
 
 def leave_out(scores: list[Tensor], tile: Block) -> None:
@@ -74,10 +73,7 @@ class Around:
 
 
 class Masked(Around):
-    """Leaves pairs with equal keys out of a softmax.
-
-    `exact` leaves them out in its tiles, for the rows and columns that have such a pair; `plain` does the others.
-    """
+    """Leaves pairs with equal keys out of a softmax: of the rows and columns that have some, by `exact`'s tiles."""
 
     def __init__(self, plain: Backend, exact: Backend) -> None:
         super().__init__(plain)
@@ -92,37 +88,37 @@ class Masked(Around):
             side.lse[index] = some.lse
 
     def backward(self, block: Block) -> None:
-        self.plain.backward(replace(block, rows=_others(block.rows), cols=_others(block.cols)))
-        missing = self.missing_factor(block.parameters.scale)
+        rows, cols = (
+            x if x.lse is None else replace(x, lse=x.lse.masked_fill(_special(x), ELSEWHERE))
+            for x in (block.rows, block.cols)
+        )
+        self.plain.backward(replace(block, rows=rows, cols=cols))
+        missing, scale = self.missing_factor(block.parameters.scale), block.parameters.scale
         for side, index, some, part in self._parts(block):
-            assert some.weight is not None
-            some.weight, some.grad = some.weight / missing, some.empty_grad()
+            some.weight, some.grad = None if some.weight is None else some.weight / missing, some.empty_grad()
             self.exact.backward(part)
             if block.parameters.scale_grad is not None:
-                products = row_products(some.features, some.grad).sum()
-                block.parameters.scale_grad += products * missing / block.parameters.scale
+                block.parameters.scale_grad += row_products(some.features, some.grad).sum() * missing / scale
             if side.grad is not None:
                 side.grad[index] += some.grad
 
     def _parts(self, block: Block) -> Iterator[tuple[RowBlock, Tensor, RowBlock, Block]]:
-        """The rows that have a pair to leave out, against all columns; and such columns, against all rows.
+        """The rows with something to leave out, against all columns; and such columns, against all rows.
 
         Each as their side of the block, which of it, a copy of them, and the block that they make."""
         parameters = Parameters(block.parameters.scale, block.parameters.bias)
         for side, other in ((block.rows, block.cols), (block.cols, block.rows)):
-            if side.weight is not None and side.share is not None:
-                index = (side.share < 1).nonzero()[:, 0]
+            index = _special(side).nonzero()[:, 0]
+            if side.weight is not None and len(index):
                 some, others = side[index], replace(other, weight=None)
                 rows, cols = (some, others) if side is block.rows else (others, some)
-                if len(index):
-                    yield side, index, some, Block(rows, cols, parameters, None)
+                yield side, index, some, Block(rows, cols, parameters, None)
 
 
-def _others(side: RowBlock) -> RowBlock:
-    """The side with probabilities of 0 where it has a pair to leave out."""
-    if side.lse is None or side.share is None:
-        return side
-    return replace(side, lse=side.lse.masked_fill(side.share < 1, ELSEWHERE))
+def _special(side: RowBlock) -> Tensor:
+    """Whether a sample shares its key with one that is not its own, (n,) bool."""
+    assert side.share is not None
+    return side.share < 1
 
 
 class Corrected(Around):
@@ -134,8 +130,8 @@ class Corrected(Around):
 
     def forward(self, block: Block) -> None:
         self.plain.forward(block)
-        for pairs in self._pairs(block):
-            self._add_value(block, *pairs)
+        for i, _, scores, more in self._pairs(block):
+            self._add_value(block, i, scores, more)
 
     def backward(self, block: Block) -> None:
         self.plain.backward(block)
@@ -143,7 +139,7 @@ class Corrected(Around):
         unit = parameters.scale / self.missing_factor(parameters.scale)
         for i, j, scores, more in self._pairs(block):
             if self.sums_pairs and block.rows.target is not None:
-                self._add_value(block, i, j, scores, more)
+                self._add_value(block, i, scores, more)
             change = -more if self.positive else -(scores + parameters.bias).sigmoid()
             if parameters.scale_grad is not None:
                 parameters.scale_grad += (change * scores).sum() / parameters.scale
@@ -155,41 +151,33 @@ class Corrected(Around):
                     factor = (change * unit).to(side.grad.dtype)
                     add_rows(side.grad, index, widened(other.features[at]) * factor[:, None])
 
-    def _add_value(self, block: Block, i: Tensor, j: Tensor, scores: Tensor, more: Tensor) -> None:
+    def _add_value(self, block: Block, i: Tensor, scores: Tensor, more: Tensor) -> None:
         logits = scores + block.parameters.bias if self.sums_pairs else scores
         assert block.rows.target is not None
         add_rows(block.rows.target, i, more * logits if self.positive else F.softplus(logits))
 
     def _pairs(self, block: Block) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Pairs that the plain backend takes otherwise, some at a time: rows and columns, and, in float64, their scores
-        and how much more they weigh as positives."""
-        for i, j in self._indices(block):
+        """Rows and columns of pairs with equal keys, but for those on the diagonal that the plain backend has right; in
+        float64 their scores, and how much more they weigh as positives. As many at a time as memory allows."""
+        rows, cols = block.rows.keys, block.cols.keys
+        assert rows is not None and cols is not None
+        most = max(1, (2**24 if rows.is_cuda else 2**20) // block.rows.features.shape[1])
+        ordered, order = cols.sort(stable=True)
+        last = torch.searchsorted(ordered, rows, right=True)
+        ends = (last - torch.searchsorted(ordered, rows)).cumsum(0)
+        for start in range(0, int(ends[-1]), most):
+            number = torch.arange(start, min(start + most, int(ends[-1])), device=rows.device)
+            i = torch.searchsorted(ends, number, right=True)
+            j = order[last[i] - (ends[i] - number)]
             diagonal = torch.zeros_like(i) if block.positive is None else (j - i == block.positive).long()
             wanted, more = diagonal == 0, (1 - diagonal).double() * self.sums_pairs
             for side, index in ((block.rows, i), (block.cols, j)):
-                assert side.share is not None
-                wanted |= (side.share[index] < 1) & self.positive
-                if side.weight is not None:
+                wanted |= _special(side)[index] & self.positive
+                if side.weight is not None and side.share is not None:
                     more = more + side.weight[index] * (side.share[index] - diagonal)
             i, j, more = i[wanted], j[wanted], more[wanted]
             if len(i):
                 yield i, j, block.parameters.scale * row_products(block.rows.features[i], block.cols.features[j]), more
-
-    def _indices(self, block: Block) -> Iterator[tuple[Tensor, Tensor]]:
-        """Rows and columns of pairs with equal keys, and of an image and its text with different ones."""
-        rows, cols, diagonal = block.rows.keys, block.cols.keys, block.diagonal()
-        assert rows is not None and cols is not None
-        most = max(1, (2**24 if rows.is_cuda else 2**20) // block.rows.features.shape[1])
-        ordered, order = cols.sort(stable=True)
-        first, last = (torch.searchsorted(ordered, rows, right=right) for right in (False, True))
-        ends = (last - first).cumsum(0)
-        for start in range(0, int(ends[-1]), most):
-            number = torch.arange(start, min(start + most, int(ends[-1])), device=rows.device)
-            i = torch.searchsorted(ends, number, right=True)
-            yield i, order[last[i] - (ends[i] - number)]
-        if self.positive and diagonal is not None and block.positive is not None:
-            i = (rows[diagonal[0]] != cols[diagonal[1]]).nonzero()[:, 0] + diagonal[0].start
-            yield from ((part, part + block.positive) for part in i.split(most))
 
 
 def add_rows(out: Tensor, index: Tensor, values: Tensor) -> None:
@@ -198,10 +186,3 @@ def add_rows(out: Tensor, index: Tensor, values: Tensor) -> None:
         out.index_put_((index,), values, accumulate=True)  # which sorts first
     else:
         out.index_add_(0, index, values)
-
-
-def _equal(keys: Tensor, among: Tensor, comm: Communicator | None) -> Tensor:
-    """How many of all ranks' `among` equal each of the keys."""
-    ordered = (comm.gather(among) if comm else among).sort()[0]
-    first, last = (torch.searchsorted(ordered, keys, right=right) for right in (False, True))
-    return last - first
