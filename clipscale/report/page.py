@@ -49,25 +49,21 @@ def write_report(names: Sequence[str | Path], out: str | None = None, expected: 
         if path.suffix in (".png", ".pdf"):
             draw(runs, path)
         else:
+            from plotly.offline import get_plotlyjs  # here, as training starts sooner without
+
             files.write_text(path, page(runs, expected))
-            files.write_text(path.with_name("plotly.min.js"), plotly())
+            files.write_text(path.with_name("plotly.min.js"), get_plotlyjs())
     return path
-
-
-def plotly() -> str:
-    """Plotly's script."""
-    from plotly.offline import get_plotlyjs
-
-    return str(get_plotlyjs())
 
 
 def serve(render: Callable[[], str], port: int) -> None:
     """Serve the page, as it is at each question, to this machine's browsers until Ctrl-C."""
+    from plotly.offline import get_plotlyjs
 
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             local = self.headers.get("Host", "").rsplit(":", 1)[0] in ("127.0.0.1", "localhost")  # names may lie
-            text = {"/": render, "/plotly.min.js": plotly}.get(self.path) if local else None
+            text = {"/": render, "/plotly.min.js": get_plotlyjs}.get(self.path) if local else None
             self.send_response(200 if text else 404)
             self.end_headers()
             self.wfile.write(text().encode() if text else b"")

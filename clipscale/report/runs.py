@@ -74,14 +74,10 @@ def _content(path: Path) -> Record:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """The records of a `metrics.jsonl`, in order, without an incomplete last line. UserError for other damage."""
-    records: list[Record] = []
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True) if path.is_file() else [], 1):
-        try:
-            records += [dict(json.loads(line))] if line.endswith(b"\n") else []
-        except (ValueError, TypeError) as error:
-            raise UserError(f"{path}, line {number} is no JSON object; restore the file, or move it away") from error
-    return records
+    """The records of a `metrics.jsonl`, in order, without an incomplete last line."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    with files.reported("metrics", path, "restore the file, or move it away"):
+        return [json.loads(line) for line in lines if line.endswith(b"\n")]
 
 
 def read_evaluations(run_dir: Path) -> list[Record]:

@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -13,12 +13,8 @@ from PIL import Image
 from clipscale.config.sections import SinkConfig
 from clipscale.report.runs import read_galleries
 
-
-class Sink(NamedTuple):
-    """Takes the numbers and the pictures of a step, and is closed at the end."""
-
-    write: Callable[[int, dict[str, Any]], None]
-    close: Callable[[], None]
+Sink = tuple[Callable[[int, dict[str, Any]], None], Callable[[], None]]
+"""Takes the numbers and the pictures of a step; and is closed at the end."""
 
 
 class Sinks:
@@ -43,8 +39,8 @@ class Sinks:
     def write(self, step: int, record: Mapping[str, Any]) -> None:
         """Give the numbers and pictures of a record to every sink, under their names."""
         values = {name: value for name, value in record.items() if isinstance(value, int | float | Image.Image)}
-        for name, sink in list(self._sinks.items()):
-            self._call(name, partial(sink.write, step, values))
+        for name, (write, _) in list(self._sinks.items()):
+            self._call(name, partial(write, step, values))
 
     def eval(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
         """Give evaluation results to every sink, as `eval/SET/METRIC`, and the step's pictures as `retrieved/SET`."""
@@ -55,7 +51,7 @@ class Sinks:
     def close(self) -> None:
         """Close every sink. Safe to call twice."""
         for name in list(self._sinks):
-            self._call(name, self._sinks.pop(name).close)
+            self._call(name, self._sinks.pop(name)[1])
 
     def _call(self, name: str, call: Callable[[], None]) -> None:
         try:
@@ -79,7 +75,7 @@ def tensorboard(run_dir: Path, resume_step: int) -> Sink:
             else:
                 writer.add_scalar(name, value, step)
 
-    return Sink(write, writer.close)
+    return write, writer.close
 
 
 def wandb(run_dir: Path, config: SinkConfig, settings: Mapping[str, Any]) -> Sink:
@@ -109,4 +105,4 @@ def wandb(run_dir: Path, config: SinkConfig, settings: Mapping[str, Any]) -> Sin
         shown = {n: client.Image(v) if isinstance(v, Image.Image) else v for n, v in values.items()}
         run.log({**shown, "step": step})
 
-    return Sink(write, run.finish)
+    return write, run.finish

@@ -200,7 +200,7 @@ def test_a_failing_sink_costs_one_warning(tmp_path: Path, monkeypatch: pytest.Mo
         if step >= 2:
             raise ConnectionError("nobody answers")
 
-    monkeypatch.setattr(sinks, "tensorboard", lambda *_: sinks.Sink(write, lambda: None))
+    monkeypatch.setattr(sinks, "tensorboard", lambda *_: (write, lambda: None))
     with closing(open_log(tmp_path, LogConfig(tensorboard=True, every=100))) as log:
         for step in range(1, 6):
             log.step(record(step))
