@@ -6,7 +6,6 @@ b: samples of one rank, c: samples of a chunk, P: ranks, D: feature width. All s
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from clipscale.models.weights import without_weights
 from clipscale.plan.memory_tracker import DryMachine, MemoryTracker, cuda_autocast, without_memory
 from clipscale.state.train_state import TrainState
 from clipscale.step.captions import CaptionRule
+from clipscale.step.grad_cache import Chunked
 from clipscale.step.pass_contexts import gradient_sync
 
 CPU = torch.device("cpu")
@@ -103,7 +103,7 @@ class DdpBuckets(nn.Module):
 
 
 class DryRunState(TrainState):
-    """The trainer's state without pretrained weights; chunk sizes are set before each step."""
+    """The trainer's state without pretrained weights and data; chunk sizes are set before each step."""
 
     def build_model(self) -> ClipModel:
         to, nn.Module.to = nn.Module.to, lambda module, *_, **__: module  # type: ignore[method-assign, assignment]
@@ -117,18 +117,9 @@ class DryRunState(TrainState):
         return StoredFeatures(member, (self.model.width,), "float16") if member else None
 
     def stored_teachers(self) -> tuple[StoredFeatures, ...]:
-        return tuple(
-            StoredFeatures(f"{name}.npy", (2, self.model.width), "float16") for name in self.config.distill.teachers
-        )
+        return tuple(StoredFeatures(name, (2, self.model.width), "float16") for name in self.config.distill.teachers)
 
-    def targets(self, batch: int) -> Targets:
-        """What the batch knows of its pairs."""
-        keys = torch.empty(batch, dtype=torch.int64) if self.config.data.same is not None else None
-        sizes = ((batch, 2, teacher.width) for teacher in self.teachers)
-        return Targets(keys, tuple(torch.empty(*size, dtype=torch.float16) for size in sizes))
-
-    def caption_rule(self) -> CaptionRule:
-        """Captions in the batch's order. Chunks of sorted captions hold as many tokens."""
+    def caption_rule(self) -> CaptionRule:  # chunks of sorted captions hold as many tokens
         data = replace(self.config.data, sort_captions=False)
         return CaptionRule(replace(self.config, data=data), self.world, self.model)
 
@@ -158,11 +149,9 @@ class DryRun:
         if config.launch.parallel == "fsdp" and ranks > 1:
             self.step((1, 1), 1)  # FSDP2 allocates in its first step
 
-    def samples(self, tower: int, start: int, stop: int) -> Tensor:
-        """Inputs start..stop of the image (0) or the text tower (1)."""
-        if tower == 0:
-            return torch.empty(stop - start, *self.row, dtype=self.row_type)
-        return torch.empty(stop - start, self.context_length, dtype=torch.int32)
+    def inputs(self, tower: int, rows: int) -> Chunked:
+        """So many inputs of the image (0) or the text tower (1)."""
+        return self.state.past_trunk(TOWERS[tower], StagedRows(self, tower, rows))
 
     def step(self, chunks: tuple[int, int], batch: int) -> StepMemory:
         """One optimizer step over `batch` samples of this rank, with chunks of the given sizes for the two towers."""
@@ -171,11 +160,9 @@ class DryRun:
         for tower, size in zip(cache.towers, chunks):
             tower.size = size
         self.enter("encode")
-        rows = [StagedRows(self, 0, batch), StagedRows(self, 1, batch * self.captions)]
-        features = cache.encode(*(state.past_trunk(*each) for each in zip(TOWERS, rows)))
-        del rows
+        features = cache.encode(self.inputs(0, batch), self.inputs(1, batch * self.captions))
         self.enter("loss")
-        cache.backward(state.loss(*features, targets=state.targets(batch)))
+        cache.backward(state.loss(*features, targets=self.targets(batch)))
         del features
         self.enter("replay")
         cache.replay()
@@ -194,13 +181,19 @@ class DryRun:
             self.memory.before[stage] = self.tracker.live
         self.stage = stage
 
+    def targets(self, batch: int) -> Targets:
+        """What the loss takes besides features."""
+        keys = torch.empty(batch, dtype=torch.int64) if self.config.data.same is not None else None
+        rows = (torch.empty(batch, 2, teacher.width, dtype=torch.float16) for teacher in self.state.teachers)
+        return Targets(keys, tuple(rows))
+
     def loss(self, batch: int) -> int:
         """Bytes that the loss of `batch` samples of this rank and its gradients take, beyond the features."""
         towers, rows = self.state.cache.towers, (batch, batch * self.captions)
         features = [torch.empty(n, self.width).requires_grad_(t.trained) for n, t in zip(rows, towers)]
         self.tracker.take_peak()
         before = self.tracker.live
-        self.state.loss(*features, targets=self.state.targets(batch)).backward()
+        self.state.loss(*features, targets=self.targets(batch)).backward()
         self.state.optimizer.zero_grad()
         return self.tracker.take_peak() - before
 
@@ -209,8 +202,7 @@ class DryRun:
         cached = self.state.cache.towers[tower]
         if not cached.trained:
             return 0
-        whole = ChunkLoader(partial(self.samples, tower), size, CPU, resident=True)
-        rows = self.state.past_trunk(TOWERS[tower], whole).chunk(0, size)
+        rows = self.inputs(tower, size).chunk(0, size)
         before = self.tracker.live
         with gradient_sync(cached.encoder, False):
             with cached.autocast():
@@ -222,14 +214,20 @@ class DryRun:
 
 
 class StagedRows(ChunkLoader):
-    """A tower's rows, made on demand. Asking for them begins that tower's stage."""
+    """A tower's rows, made on demand. Asking for them begins that tower's stage of a step."""
 
-    def __init__(self, run: DryRun, tower: int, batch: int) -> None:
-        super().__init__(partial(run.samples, tower), batch, CPU, resident=run.config.offload == "none")
+    def __init__(self, run: DryRun, tower: int, rows: int) -> None:
+        shape, dtype = (run.row, run.row_type) if tower == 0 else ((run.context_length,), torch.int32)
+
+        def read(start: int, stop: int) -> Tensor:
+            return torch.empty(stop - start, *shape, dtype=dtype)
+
+        super().__init__(read, rows, CPU, resident=run.config.offload == "none")
         self.run, self.tower = run, TOWERS[tower]
 
     def chunk(self, start: int, stop: int) -> Tensor:
-        self.run.enter(f"{self.run.stage.split()[0]} {self.tower}")
+        if self.run.stage:
+            self.run.enter(f"{self.run.stage.split()[0]} {self.tower}")
         return super().chunk(start, stop)
 
 

@@ -32,16 +32,16 @@ class MemoryModel:
         self.run, self.captions = run, captions
         self._step, self._loss, self._graph = cache(run.step), cache(run.loss), cache(run.graph)
 
-    def rows(self, batch: int) -> tuple[int, int]:
-        """Pictures and captions of a batch."""
-        return batch, batch * self.run.captions
+    def sizes(self, batch: int, chunks: Chunks) -> tuple[int, int]:
+        """The rows of an image and of a text chunk of a batch."""
+        image, text = (min(chunk or rows, rows) for chunk, rows in zip(chunks, (batch, batch * self.run.captions)))
+        return image, text
 
     def at(self, batch: int, chunks: Chunks, keep: float = 0) -> StepMemory:
         """A step of `batch` samples on a rank, with `keep` bytes for kept graphs."""
 
         def step(samples: int) -> StepMemory:
-            image, text = (min(chunk or rows, rows) for chunk, rows in zip(chunks, self.rows(samples)))
-            return self._step((image, text), samples)
+            return self._step(self.sizes(samples, chunks), samples)
 
         def further(sizes: dict[str, float], less: dict[str, float]) -> dict[str, float]:
             return {name: size + round(distance * (size - less.get(name, size))) for name, size in sizes.items()}
@@ -58,8 +58,8 @@ class MemoryModel:
 
     def counts(self, batch: int, chunks: Chunks) -> list[int]:
         """Image and text chunks of a batch."""
-        (images, texts), (image, text) = self.rows(batch), chunks
-        return [math.ceil(images / (image or images)), math.ceil(texts * self.captions / (text or texts))]
+        image, text = self.sizes(batch, chunks)
+        return [math.ceil(batch / image), math.ceil(batch * self.run.captions * self.captions / text)]
 
     def loss(self, batch: int) -> int:
         """The loss and its gradients, beyond the features."""
@@ -71,8 +71,8 @@ class MemoryModel:
 
     def _with_kept(self, step: StepMemory, batch: int, chunks: Chunks, keep: float) -> StepMemory:
         """Adds the graphs that GradCache would keep in `keep` bytes. A graph lives until its tower's second pass."""
-        counts, sizes = self.counts(batch, chunks), zip(chunks, self.rows(batch))
-        each = [self._graph(tower, min(chunk or rows, rows)) for tower, (chunk, rows) in enumerate(sizes)]
+        counts = self.counts(batch, chunks)
+        each = [self._graph(tower, size) for tower, size in enumerate(self.sizes(batch, chunks))]
         image = min(counts[0], int(keep // each[0])) if each[0] else 0
         text = min(counts[1], int((keep - image * each[0]) // each[1])) if each[1] else 0
         held = [image * each[0], text * each[1]]

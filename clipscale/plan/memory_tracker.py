@@ -1,7 +1,4 @@
-"""Counts the bytes of live tensors, and makes tensors that have a shape but no memory.
-
-The tracker watches every operation, so it needs no knowledge of the model or the step.
-"""
+"""Counts the bytes of live tensors by watching every operation, and makes tensors that have a shape but no memory."""
 
 import itertools
 import weakref
@@ -26,10 +23,8 @@ ROUND = 512
 
 
 class MemoryTracker(TorchDispatchMode):
-    """`live` and `peak`: bytes of the storages that operations return, each rounded up as a GPU's allocator does.
-
-    A storage counts until its last tensor, or the graph that saved it, is gone. What a kernel takes while it runs is
-    not seen.
+    """`live` and `peak`: bytes of the storages that operations return, each rounded up as a GPU's allocator does, until
+    its last tensor, or the graph that saved it, is gone. What a kernel takes while it runs is not seen.
     """
 
     def __init__(self, *, without_values: bool = False) -> None:
@@ -57,8 +52,7 @@ class MemoryTracker(TorchDispatchMode):
     def __enter__(self) -> "MemoryTracker":
         self._resize = torch.UntypedStorage.resize_
 
-        def resize(storage: Any, size: int) -> Any:
-            """FSDP2 frees memory by resizing storages to zero."""
+        def resize(storage: Any, size: int) -> Any:  # to zero, by FSDP2, which frees memory so
             result = self._resize(storage, size)
             if id(storage) in self._sizes:
                 self._set_size(id(storage), storage.nbytes())
@@ -103,10 +97,8 @@ def without_memory() -> Iterator[MemoryTracker]:
 
 
 class DryMachine(Machine):
-    """A GPU of a compute capability, or (None) the CPU, for the loss of tensors without values.
-
-    The loss computes only the first tile or panel of a block, because the others use the same buffers. On a GPU it uses
-    its Triton backend, without running kernels.
+    """A GPU of a compute capability, or (None) the CPU, for the loss of tensors without values: only the first tile or
+    panel of a block, because the others use the same buffers, and on a GPU Triton's backend without its kernels.
     """
 
     def __init__(self, capability: int | None) -> None:

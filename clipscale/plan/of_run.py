@@ -17,10 +17,11 @@ from clipscale.common.terminal import say
 from clipscale.common.units import format_bytes
 from clipscale.config.parse import typed
 from clipscale.config.secrets import restored
+from clipscale.config.stages import stages_of
 from clipscale.config.tools import PlanConfig, existing_run
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.memory import free_memory
-from clipscale.plan.planner import concluded, predicted
+from clipscale.plan.planner import plan, predicted, shares
 from clipscale.report.metrics import read_metrics
 
 FILE, FIRST, WRONG = "plan.json", 2, 0.1
@@ -30,35 +31,35 @@ Result = dict[str, Any]
 
 
 def before(config: TrainConfig, processes: int) -> None:
-    """Plan a run of so many processes a node on this machine, print it and write RUN/plan.json.
-
-    Raises UserError for a run that cannot fit. A model that cannot be rehearsed starts without a plan.
+    """Plan a run of so many processes a node on this machine (of its stages the one that needs most), print it and write
+    RUN/plan.json. Raises UserError for a run that cannot fit. A model that cannot be rehearsed starts without a plan.
     """
     gpu = gpu_here() if config.device != "cpu" else None
     device = hardware_of(gpu) if gpu else "cpu"
     nodes = int(os.environ.get("WORLD_SIZE", processes)) // processes
-    if not device or config.batch % (processes * nodes):  # not in the table; the run itself refuses the other
+    if not device or any(part.batch % (processes * nodes) for part in stages_of(config)):  # the run refuses that
         return
-    settings = of_training(config, PlanConfig(hardware=device, gpus=processes, nodes=nodes, host_memory=free_memory()))
+    machine = PlanConfig(hardware=device, gpus=processes, nodes=nodes, host_memory=free_memory())
     try:
-        result = concluded(settings, predicted(settings, search=False))
+        plans = [plan(of_training(part, machine), search=False) for part in stages_of(config)]
     except UserError:
         raise
     except Exception as error:
         say(f"plan: this run cannot be rehearsed ({first_line(error)})", error=True)
         return
+    result = max(plans, key=lambda each: max(shares(each).values()))
     if not result["fits"]:
         raise UserError(f"this run {result['conclusion']}; plan=false starts it all the same")
     checkpoint.make_folder(Path(config.run))
     files.write_json(Path(config.run) / FILE, result)
     phase, sizes = max(result["device"]["phases"].items(), key=lambda item: item[1]["peak_bytes"])
-    memory = f"memory peaks in {phase}, at {format_bytes(sizes['peak_bytes'])}"
+    peak, loss = format_bytes(sizes["peak_bytes"]), format_bytes(result["loss_bytes"])
     time = "nothing is known yet of the time on such a machine"
     if result["time"]:
         least, most = result["step_range_s"]
         time = f"a step takes about {result['step_s']:.3g} s, by {result['time']['what']}"
         time += f" ({least:.3g} to {most:.3g} s)" if gpu else ""
-    for line in (result["conclusion"], f"{memory}; the loss takes {format_bytes(result['loss_bytes'])}", time):
+    for line in (result["conclusion"], f"memory peaks in {phase}, at {peak}; the loss takes {loss}", time):
         say(f"plan: {line}")
 
 
@@ -66,32 +67,32 @@ def after(config: TrainConfig) -> None:
     """Compare the run that has ended with its plan, in RUN/plan.json, and say where that was wrong."""
     folder = Path(config.run)
     if (folder / FILE).is_file():
-        plan = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        plan["compared"] = beside(plan, read_metrics(folder / "metrics.jsonl"))
-        files.write_json(folder / FILE, plan)
-        ratios = {name: entry["ratio"] for name, entry in plan["compared"].items() if entry["ratio"]}
+        result = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        result["compared"] = beside(result, read_metrics(folder / "metrics.jsonl"))
+        files.write_json(folder / FILE, result)
+        ratios = {name: entry["ratio"] for name, entry in result["compared"].items() if entry["ratio"]}
         wrong = [f"{name} {ratio:.2f}" for name, ratio in ratios.items() if abs(ratio - 1) > WRONG]
         verdict = f"off by more than {WRONG:.0%}: {', '.join(wrong)}" if wrong else f"right in {', '.join(ratios)}"
         say(f"plan: predicted over measured, {verdict}")
 
 
-def beside(plan: Result, records: list[Result]) -> Result:
+def beside(result: Result, records: list[Result]) -> Result:
     """Each of a plan's figures beside the median of a run's records, and their ratio; None: not measured."""
     records = [record for record in records if record["step"] >= FIRST] or records
-    phases, process = plan["device"]["phases"], plan["host"]["process_bytes"]
+    phases, process = result["device"]["phases"], result["host"]["process_bytes"]
     # On a CPU the run asks for the resident memory right after the optimizer's step, whose memory malloc still holds.
-    resident = phases["optim"]["peak_bytes"] if plan["hardware"] == "cpu" else 0
+    resident = phases["optim"]["peak_bytes"] if result["hardware"] == "cpu" else 0
     host = process["process"] + process["batch"] + process["evaluation"] + resident
     figures = {name: (f"mem_{name}_bytes", phase["extra_bytes"]) for name, phase in phases.items()}
-    figures |= {"peak": ("mem_peak_bytes", plan["peak_bytes"]), "host": ("host_rss_bytes", host)}
+    figures |= {"peak": ("mem_peak_bytes", result["peak_bytes"]), "host": ("host_rss_bytes", host)}
     compared: Result = {}
-    for name, (key, value) in (figures | {"step": ("step_s", plan["step_s"])}).items():
+    for name, (key, value) in (figures | {"step": ("step_s", result["step_s"])}).items():
         values = [record[key] for record in records if record.get(key) is not None]
         measured, unit = (median(values) if values else None), key.rpartition("_")[2]
         ratio = value / measured if value and measured else None
         compared[name] = {f"predicted_{unit}": value, f"measured_{unit}": measured, "ratio": ratio}
     if measured := compared["step"]["measured_s"]:  # the share of what the arithmetic allows
-        compared["step"]["share"] = plan["step_range_s"][0] / measured
+        compared["step"]["share"] = result["step_range_s"][0] / measured
     return compared
 
 
@@ -101,10 +102,10 @@ def compare(config: PlanConfig) -> Result:
     records = read_metrics(folder / "metrics.jsonl")
     if not records:
         raise UserError(f"run={config.run}: metrics.jsonl holds no step yet")
-    plan = predicted(settings_of(config, folder), search=False)
-    compared = beside(plan, records)
+    result = predicted(settings_of(config, folder), search=False)
+    compared = beside(result, records)
     ratios = [entry["ratio"] for name, entry in compared.items() if name not in ("host", "step") and entry["ratio"]]
-    facts = {name: plan[name] for name in ("hardware", "gpus", "nodes", "chunk", "notes")}
+    facts = {name: result[name] for name in ("hardware", "gpus", "nodes", "chunk", "notes")}
     steps = sum(record["step"] >= FIRST for record in records) or len(records)
     largest = max((abs(ratio - 1) for ratio in ratios), default=None)
     return {"run": str(folder)} | facts | {"steps": steps, "compared": compared, "largest_error": largest}

@@ -2,9 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, replace
-from functools import reduce
-from operator import getitem
+from dataclasses import replace
 from typing import Any
 
 import yaml
@@ -13,7 +11,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.hardware import Hardware
 from clipscale.common.terminal import say
 from clipscale.common.units import format_bytes
-from clipscale.config.parse import typed
+from clipscale.config import stages
 from clipscale.config.tools import PlanConfig, target_gpu
 from clipscale.plan import ASSUMED
 from clipscale.plan.dry_run import PHASES, TOWERS, dry_run
@@ -24,16 +22,19 @@ from clipscale.step.chunk_sizes import CPU_CHUNK, batch_norm_chunk, sizes_of_set
 
 OFFLOADS = ("none", "host", "encoded", "disk")
 """Where pixels wait, the fastest first."""
+NOTES = (
+    "keeps the graphs of {kept}; with cache.chunk=auto the run finds its own chunks by trial, for speed",
+    "assumed: {outside} outside of torch's allocator (context, NCCL), {workspace} of cuBLAS workspace, {reserve:.0%} of a "
+    "GPU left free",
+    "assumed: captions of {caption_tokens} tokens, {picture:,} bytes a picture in the shards, the host memory of processes",
+    "not counted: an evaluation's list of samples; on a GPU its features",
+)
 Result = dict[str, Any]
 
 
-def plan(config: PlanConfig) -> Result:
+def plan(config: PlanConfig, *, search: bool = True) -> Result:
     """The object that `json=true` prints (docs/plan.md). Raises UserError."""
-    return concluded(config, fitted(config) if config.fit else predicted(config))
-
-
-def concluded(config: PlanConfig, result: Result) -> Result:
-    """A plan with its conclusion, and with remedies if it does not fit."""
+    result = fitted(config) if config.fit else predicted(config, search=search)
     if not result["fits"]:
         say("it does not fit; planning it with other settings, one by one", error=True)
         result["remedies"] = remedies(config, result)
@@ -53,8 +54,9 @@ def predicted(config: PlanConfig, *, search: bool = True) -> Result:
     usable = int(gpu.memory_bytes * (1 - ASSUMED.reserve)) if gpu else None
     outside = outside_torch(ranks) if gpu else 0
     free = math.inf if usable is None else usable - workspace - outside
-    extra: Result = {"limits": None, "scaling": None, "compare": None}
     say(f"dry run of {config.model.name} on {ranks} x {config.hardware}: usually 5 to 60 seconds", error=True)
+    published = Published(config) if gpu and search and (method or config.compare) else None
+    extra: Result = {"limits": None, "scaling": None, "compare": None}
     with dry_run(config, ranks, gpu.capability if gpu else None) as run:
         model = MemoryModel(run, caption_width(config, run) / run.context_length)
         chunks = chunk_sizes(config, model, free)
@@ -68,16 +70,15 @@ def predicted(config: PlanConfig, *, search: bool = True) -> Result:
             extra["limits"] = what_fits(config, model, chunks, keep, free)
         if search and gpu and config.scaling:
             extra["scaling"] = time.scaling(estimates[0]["share"])
-        if search and gpu and config.compare:
-            extra["compare"] = methods(config, model, chunks, workspace + outside, gpu)
-    if method and gpu:
-        extra |= {"published": method} | Published(config).facts(method, config.batch, gpu.memory_bytes)
-    phases = {}
-    for name in PHASES:
-        before, peak = step.before[name] + workspace, step.phase(name) + workspace
-        phases[name] = {"before_bytes": before, "extra_bytes": peak - before, "peak_bytes": peak}
+        if published and gpu and config.compare:
+            extra["compare"] = methods(config, model, chunks, published, gpu, workspace + outside)
+    if published and gpu and method:
+        extra |= {"published": method} | published.facts(method, config.batch, gpu.memory_bytes)
+    at = {name: (step.before[name] + workspace, step.phase(name) + workspace) for name in PHASES}
+    phases = {k: {"before_bytes": x, "extra_bytes": y - x, "peak_bytes": y} for k, (x, y) in at.items()}
     peak = step.highest + workspace
-    kept = " and ".join(f"{n} of {count} {name} chunks" for name, n, count in zip(TOWERS, step.kept, counts))
+    facts = vars(ASSUMED) | {"outside": format_bytes(outside), "workspace": format_bytes(workspace)}
+    facts["kept"] = " and ".join(f"{n} of {count} {name} chunks" for name, n, count in zip(TOWERS, step.kept, counts))
     return {
         "fits": step.highest <= free and host["node_bytes"] <= (config.host_memory or math.inf),
         "peak_bytes": peak,
@@ -85,31 +86,24 @@ def predicted(config: PlanConfig, *, search: bool = True) -> Result:
         "host_bytes": host["node_bytes"],
         "step_s": estimates[0]["step_s"] if estimates else None,
         "step_range_s": [time.step()["step_s"], max((each["step_s"] for each in estimates), default=None)],
-        **{name: getattr(config, name) for name in ("batch", "hardware", "gpus", "nodes", "offload")},
         "model": config.model.name,
+        **{name: getattr(config, name) for name in ("batch", "hardware", "gpus", "nodes", "offload")},
         "local_batch": local,
-        "chunk": {name: chunk or rows for name, chunk, rows in zip(TOWERS, chunks, model.rows(local))},
+        "chunk": dict(zip(TOWERS, model.sizes(local, chunks))),
         "device": {"phases": phases, "peak_bytes": peak, "total_bytes": peak + outside, "usable_bytes": usable},
         "host": host | {"memory_bytes": config.host_memory},
         "time": estimates[0] if estimates else None,
         "estimates": estimates,
         **extra,
-        "notes": [
-            f"keeps the graphs of {kept}; with cache.chunk=auto the run finds its own chunks by trial, for speed",
-            f"assumed: {format_bytes(outside)} outside of torch's allocator (context, NCCL), {format_bytes(workspace)} "
-            f"of cuBLAS workspace, {ASSUMED.reserve:.0%} of a GPU left free",
-            f"assumed: captions of {ASSUMED.caption_tokens} tokens, {ASSUMED.picture / 1000:g} kB a picture in the "
-            "shards, and the host memory of processes",
-            *(["not counted: an evaluation's list of samples; on a GPU its features"] if config.eval.wanted else ()),
-        ],
+        "notes": [note.format(**facts) for note in (NOTES if config.eval.wanted else NOTES[:-1])],
     }
 
 
 def chunk_sizes(config: PlanConfig, model: MemoryModel, free: float) -> Chunks:
     """Chunk sizes as set, or assumed: the largest up to `auto_chunk` that fits."""
-    state, local = model.run.state, config.batch // model.run.ranks
-    settings, sizes = sizes_of_settings(config.cache, local, model.run.captions), []
-    for name, tower, rows in zip(TOWERS, (state.model.image, state.model.text), model.rows(local)):
+    state, local, sizes = model.run.state, config.batch // model.run.ranks, []
+    settings = sizes_of_settings(config.cache, local, model.run.captions)
+    for name, tower, rows in zip(TOWERS, (state.model.image, state.model.text), model.sizes(local, (None, None))):
         whole = batch_norm_chunk(tower, name, settings[name], rows) or (state.stored and name == "image")
         sizes.append(None if whole else settings[name] or 0)
     if 0 in sizes:
@@ -117,9 +111,6 @@ def chunk_sizes(config: PlanConfig, model: MemoryModel, free: float) -> Chunks:
         assumed = largest(most, 1, most, lambda size: model.at(local, (size, size)).highest <= free) or 1
         sizes = [assumed if size == 0 else size for size in sizes]
     return sizes[0], sizes[1]
-
-
-# ---- what would fit ----
 
 
 def what_fits(config: PlanConfig, model: MemoryModel, chunks: Chunks, keep: float, free: float) -> dict[str, int]:
@@ -149,98 +140,79 @@ def largest(size: int, least: int, most: int, fits: Callable[[int], bool]) -> in
     return size if size >= least else 0
 
 
-def changed(config: PlanConfig, words: list[str]) -> PlanConfig:
-    """The settings with others: `SECTION.NAME=VALUE`. Raises UserError."""
-    values = asdict(config)
-    for key, _, value in (word.partition("=") for word in words):
-        *sections, name = key.split(".")
-        section: dict[str, Any] = reduce(getitem, sections, values)
-        section[name] = yaml.safe_load(value)
-    return typed(PlanConfig, values)
+def changed(config: PlanConfig, words: str) -> PlanConfig:
+    """The settings with others, `SECTION.NAME=VALUE` and so on."""
+    for name, _, value in (word.partition("=") for word in words.split()):
+        text = name in ("cache.chunk", "cache.keep")
+        config = stages.changed(config, name, value if text else yaml.safe_load(value))
+    return config
 
 
 def fitted(config: PlanConfig) -> Result:
     """The plan of the largest batch, with the fastest place of its pixels, and the fastest chunks and kept graphs."""
     best, most = config, 0
     for offload in OFFLOADS:
-        trial = changed(config, [f"offload={offload}", "cache.chunk=auto", "cache.keep=none"])
+        trial = changed(config, f"offload={offload} cache.chunk=auto cache.keep=none")
         batch = (predicted(trial)["limits"] or {"batch": 0})["batch"]
         if batch > most:
             best, most = replace(trial, batch=batch), batch
     keeps = ("none",) if config.hardware == "cpu" else ("none", "auto")
-    plans = [predicted(changed(best, [f"cache.keep={keep}"])) | {"keep": keep} for keep in keeps]
+    plans = [predicted(changed(best, f"cache.keep={keep}")) | {"keep": keep} for keep in keeps]
     result = min((each for each in plans if each["fits"]), key=lambda each: each["step_range_s"][0], default=plans[0])
-    chunks = [f"cache.{name}_chunk={size}" for name, size in result["chunk"].items()]
-    words = [f"batch={result['batch']}", f"offload={result['offload']}", *chunks, f"cache.keep={result['keep']}"]
-    return result | {"fit": words}
+    words = "batch={batch} offload={offload} cache.image_chunk={chunk[image]} cache.text_chunk={chunk[text]}"
+    return result | {"fit": f"{words} cache.keep={{keep}}".format(**result)}
 
 
 def remedies(config: PlanConfig, result: Result) -> list[Result]:
     """Settings with which a run fits, the one that helps most first, found by planning the run with each of a short
     list. If none of them suffices, all those that help, if they suffice together. Last, the largest batch.
     """
-    gpu_share, host_share = shares(result)
-    exchange = "none" if config.loss.exchange == "none" else "auto"
-    limits = result["limits"] or {"batch": 0, "chunk": 0}
-    for_gpu = [
-        ["loss.backend=auto", f"loss.exchange={exchange}"],
-        [f"cache.chunk={limits['chunk']}"],
-        ["cache.keep=none"],
-        ["model.grad_checkpointing=true"],
-        ["launch.parallel=fsdp"],
-        ["offload=host"],
-    ]
-    for_host = [["data.buffers=1"], ["offload=encoded"], ["offload=disk"]]
+    limits, share = result["limits"] or {"batch": 0, "chunk": 0}, shares(result)
 
-    def tried(words: list[str]) -> tuple[float, list[str]]:
+    def tried(words: str) -> tuple[float, str]:
         """The larger share of the memory that the run takes with other settings; infinite where they are refused."""
         try:
-            return max(shares(predicted(changed(config, words), search=False))), words
+            return max(shares(predicted(changed(config, words), search=False)).values()), words
         except UserError:
             return math.inf, words
 
-    trials = sorted(map(tried, (for_gpu if gpu_share > 1 else []) + (for_host if host_share > 1 else [])))
+    lists = [words.format(**limits) for part in share if share[part] > 1 for words in ASSUMED.remedies[part]]
+    one = config.loss.exchange == "none"  # there is no other rank
+    trials = sorted(tried(words.replace("exchange=auto", "exchange=none") if one else words) for words in lists)
     if trials[0][0] > 1:
-        helpful = [words for share, words in trials if share < max(gpu_share, host_share)]
-        trials = [tried([word for words in helpful[::-1] for word in words])]
+        trials = [tried(" ".join(words for less, words in trials[::-1] if less < max(share.values())))]
     if limits["batch"]:
-        trials.append(tried([f"batch={limits['batch']}"]))
-    return [{"settings": words, "share": share} for share, words in trials if share <= 1]
+        trials.append(tried(f"batch={limits['batch']}"))
+    return [{"settings": words, "share": less} for less, words in trials if less <= 1]
 
 
-def shares(result: Result) -> tuple[float, float]:
+def shares(result: Result) -> dict[str, float]:
     """The shares of the GPU's and of the host's memory that a run takes. It fits up to 1."""
     device, host = result["device"], result["host"]
     gpu = device["total_bytes"] / (device["usable_bytes"] or math.inf)
-    return gpu, host["node_bytes"] / (host["memory_bytes"] or math.inf)
+    return {"gpu": gpu, "host": host["node_bytes"] / (host["memory_bytes"] or math.inf)}
 
 
 def conclusion(result: Result) -> str:
     """Whether it fits, and if not, what to change: one line."""
-    device, host, limits = result["device"], result["host"], result["limits"]
-    total, usable, most = device["total_bytes"], device["usable_bytes"], host["memory_bytes"]
-    node = (
-        format_bytes(host["node_bytes"])
-        + (f" of {format_bytes(most)}" if most else "")
-        + " of host memory on each node"
-    )
-    of_gpu = f"{format_bytes(total)} of {format_bytes(usable)} usable on each GPU" if usable else ""
-    sizes = f"{of_gpu or f'{format_bytes(total)} in each process'}, {node}"
+    device, limits, most = result["device"], result["limits"], result["host"]["memory_bytes"]
+    total, node = format_bytes(device["total_bytes"]), format_bytes(result["host_bytes"])
+    usable = device["usable_bytes"]
+    sizes = f"{total} of {format_bytes(usable)} usable on each GPU" if usable else f"{total} in each process"
+    node += (f" of {format_bytes(most)}" if most else "") + " of host memory on each node"
     if not result["fits"]:
-        advice = [" ".join(remedy["settings"]) for remedy in result["remedies"]]
-        return f"does not fit: {sizes}; try {', or '.join(advice) or 'larger GPUs, more nodes or a smaller model'}"
+        advice = ", or ".join(remedy["settings"] for remedy in result["remedies"])
+        return f"does not fit: {sizes}, {node}; try {advice or 'larger GPUs, more nodes or a smaller model'}"
     if "fit" in result:
-        return f"the largest and fastest that fits: {' '.join(result['fit'])}; {sizes}"
-    largest_batch = f"; batch={limits['batch']} is the largest that does" if limits else ""
-    if most:
-        return f"fits: {sizes}{largest_batch}"
+        return f"the largest and fastest that fits: {result['fit']}; {sizes}, {node}"
+    next_batch = f"; batch={limits['batch']} is the largest that does" if limits else ""
     unchecked = "which are needed and not checked: give what a node has, as in host_memory=128G"
-    return f"fits the GPUs: {of_gpu}{largest_batch}; {node}, {unchecked}" if usable else sizes
+    return f"fits: {sizes}, {node}{next_batch}" if most else f"fits the GPUs: {sizes}{next_batch}; {node}, {unchecked}"
 
 
-def methods(config: PlanConfig, model: MemoryModel, chunks: Chunks, fixed: int, gpu: Hardware) -> list[Result]:
-    """Memory of the methods `compare` at many batches, as published and with this program's code."""
-    published, run, rows = Published(config), model.run, []
+def methods(config: PlanConfig, model: MemoryModel, chunks: Chunks, known: Published, gpu: Hardware, fixed: int) -> Any:
+    """Memory of the methods `compare` at many batches, as published and with this program's code, in records."""
+    run, rows = model.run, []
     least = run.ranks * max(chunk or 1 for chunk in chunks)
     for name in config.compare.split(","):
         exchange = "none" if run.ranks == 1 else ASSUMED.published[name]["exchange"]
@@ -253,6 +225,6 @@ def methods(config: PlanConfig, model: MemoryModel, chunks: Chunks, fixed: int, 
             peak = max(step.before["loss"] + taken, others) + fixed
             fits = peak <= gpu.memory_bytes * (1 - ASSUMED.reserve)
             ours = {"loss_bytes": taken, "peak_bytes": peak, "fits": fits}
-            rows.append({"method": name, "batch": batch} | published.facts(name, batch, gpu.memory_bytes) | ours)
+            rows.append({"method": name, "batch": batch} | known.facts(name, batch, gpu.memory_bytes) | ours)
     run.state.config = config
     return rows

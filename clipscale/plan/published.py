@@ -3,19 +3,18 @@
 N: batch, b: samples of one rank, D: feature width. All sizes in bytes of one GPU.
 """
 
+import math
 from typing import Any
 
-import torch
-
 from clipscale.common.errors import UserError
+from clipscale.config.stages import changed
 from clipscale.config.tools import PlanConfig
-from clipscale.models.towers import adapt, architecture, encoders_of
 from clipscale.plan import ASSUMED
-from clipscale.plan.memory_tracker import cuda_autocast, without_memory
+from clipscale.plan.dry_run import dry_run
 from clipscale.step.chunk_sizes import sizes_of_settings
 
-CHUNK = 128
-"""Where the settings leave the chunk open: that of the published measurements."""
+CHUNK, CUDA = 128, 80
+"""The chunk of the published measurements, where the settings leave it open; and their GPUs' compute capability."""
 
 
 def method_of(config: PlanConfig) -> str:
@@ -28,37 +27,19 @@ def method_of(config: PlanConfig) -> str:
 
 
 class Published:
-    """A training step with open_clip's own model and a gradient cache, under DDP and AdamW, as Inf-CL's code takes it.
-
-    Its loss runs outside of autocast, on float32 features.
+    """A step with open_clip's own forward pass, whose graph is rehearsed, and a gradient cache, under DDP and AdamW, as
+    Inf-CL's code takes it. Its loss runs outside of autocast, on float32 features.
     """
 
     def __init__(self, config: PlanConfig) -> None:
         self.config, self.ranks = config, config.gpus * config.nodes
         local = config.batch // self.ranks
         self.chunk = sizes_of_settings(config.cache, local)["image"] or min(CHUNK, local)
-        dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(config.precision.name)
-        with without_memory() as tracker, cuda_autocast():
-            description = architecture(config.model)
-            model = encoders_of(description).train()
-            adapt(model, config.model, description)
-            model.visual.requires_grad_(not config.model.freeze_image)
-            model.text.requires_grad_(not config.model.freeze_text)
-            model.set_grad_checkpointing(config.model.grad_checkpointing)
-            side = model.visual.image_size
-            self.width, self.weights = description["embed_dim"], tracker.live
-            self.trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-            images = torch.empty(self.chunk, 3, *(side if isinstance(side, tuple) else (side, side)))
-            tokens = torch.empty(self.chunk, model.context_length, dtype=torch.int64)
-            self.sample = (images.nbytes + tokens.nbytes) // self.chunk
-            for p in model.parameters():
-                p.grad = torch.empty_like(p) if p.requires_grad else None
-            tracker.take_peak()
-            before = tracker.live
-            with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):  # both towers, as in CLIP.forward
-                features = model.encode_image(images, normalize=True), model.encode_text(tokens, normalize=True)
-            torch.stack([rows.float().sum() for rows in features]).sum().backward()
-            self.graph = tracker.take_peak() - before
+        with dry_run(changed(config, "model.lean", False), 1, CUDA) as run:
+            self.width, self.sample = run.width, 4 * math.prod(run.row) + 8 * run.context_length
+            self.weights = sum(p.nbytes for p in run.state.model.parameters())
+            self.trained = sum(p.nbytes for p in run.state.trained)
+            self.graph = run.graph(0, self.chunk) + run.graph(1, self.chunk)  # both towers at once, as in CLIP.forward
 
     def loss(self, name: str, batch: int) -> int:
         """The peak of a method's loss and its backward pass, beyond the features of the chunks."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from clipscale.common.terminal import printable
 from clipscale.common.units import format_bytes, format_count
+from clipscale.config.stages import stages_of
 from clipscale.config.tools import PlanConfig
 from clipscale.plan.of_run import compare
 from clipscale.plan.planner import plan
@@ -17,15 +18,16 @@ Result = dict[str, Any]
 
 def main(config: PlanConfig) -> int:
     """Plan, or with `run` compare, and print; returns the exit status: 1 if the run does not fit. Raises UserError."""
-    result = compare(config) if config.run else plan(config)
+    console, stages = plain_console(), [] if config.run else stages_of(config)
+    results = [plan(stage) for stage in stages] or [compare(config)]
     if config.json:
-        plain_console().print(json.dumps(result, indent=1), soft_wrap=True)
-    else:
-        for part in comparison(result) if config.run else parts(result, config):
-            plain_console().print(part, soft_wrap=isinstance(part, str))
+        console.print(json.dumps({"stages": results} if results[1:] else results[0], indent=1), soft_wrap=True)
+    for stage, result in zip(stages or [config], [] if config.json else results):
+        for part in comparison(result) if config.run else parts(result, stage):
+            console.print(part, soft_wrap=isinstance(part, str))
     if config.out:
-        draw(result, config.out)
-    return 0 if result.get("fits", True) else 1
+        draw(results[0], config.out)
+    return 0 if all(result.get("fits", True) for result in results) else 1
 
 
 def table(title: str, rows: Iterable[Result]) -> TextTable:

@@ -6,6 +6,7 @@ b: samples of one rank, P: ranks, D: feature width.
 import csv
 import json
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,62 +64,51 @@ class StepTime:
 
     def estimates(self) -> list[Estimate]:
         """The times that are known of, the best evidence first: `what`, `share` of the peak, and those of `step`."""
-        known: list[Estimate] = []
-        if measured := self.measured():
-            known.append(measured)
+        known = self.measured()
         if self.config.utilisation:
-            known.append({"what": "utilisation=", "share": self.config.utilisation})
+            known.append(("utilisation=", self.config.utilisation))
         elif self.gpu is not UNKNOWN:
-            known += [*self.published(), {"what": "what the arithmetic allows", "share": 1.0}]
-        return [each | self.step(each["share"]) for each in known]
+            known += [*self.published(), ("what the arithmetic allows", 1.0)]
+        return [{"what": what, "share": share} | self.step(share) for what, share in known]
 
-    def measured(self) -> Estimate | None:
+    def measured(self) -> list[tuple[str, float]]:
         """The newest measurement on such a machine among the runs here, of the same model before any other."""
         found = []
         for path in Path("runs").glob("*/plan.json"):
-            try:
+            with suppress(OSError, ValueError, KeyError, TypeError):  # a run that goes on, or has failed
                 plan = json.loads(path.read_text(encoding="utf-8"))
-                share = float(plan["compared"]["step"]["share"])
-            except (OSError, ValueError, KeyError, TypeError):  # a run that goes on, or has failed
-                continue
-            if plan["hardware"] == self.config.hardware:
-                estimate = {"what": f"measured in {path.parent}, {plan['model']}", "share": share}
-                found.append((plan["model"] == self.config.model.name, path.stat().st_mtime, estimate))
-        return max(found, key=lambda each: each[:2])[2] if found else None
+                estimate = f"measured in {path.parent}, {plan['model']}", float(plan["compared"]["step"]["share"])
+                if plan["hardware"] == self.config.hardware:
+                    found.append((plan["model"] == self.config.model.name, path.stat().st_mtime, estimate))
+        return [max(found)[2]] if found else []
 
-    def published(self) -> list[Estimate]:
+    def published(self) -> list[tuple[str, float]]:
         """The published run nearest in model, GPU and number of GPUs, and the slowest with its model."""
         with Path(__file__).with_name("published_runs.csv").open(encoding="utf-8") as file:
             runs = list(csv.DictReader(file))
-        gpus = self.config.gpus * self.config.nodes
 
         def distance(run: dict[str, str]) -> float:
             peak = next(entry.half for name, entry in HARDWARE.items() if name.startswith(run["gpu"] + "-"))
-            model = (sum(self.forward) or 1) / 1e9 / float(run["gflops"])
-            ratios = (model, self.gpu.half / peak, (gpus / int(run["gpus"])) ** 0.1)
+            model, gpus = sum(self.forward) / 1e9 / float(run["gflops"]), self.config.gpus * self.config.nodes
+            ratios = (model or 1, self.gpu.half / peak, (gpus / int(run["gpus"])) ** 0.1)
             return sum(abs(math.log(ratio)) for ratio in ratios)
 
         nearest = min(runs, key=distance)
         slowest = min((run for run in runs if run["model"] == nearest["model"]), key=lambda run: float(run["share"]))
         words = "{model}, {per_gpu} samples on each of {gpus} x {gpu}, {samples_per_s_per_gpu} samples/s each; {source}"
-        return [
-            {"what": f"published, {title}: {words.format(**run)}", "share": float(run["share"])}
-            for title, run in (("nearest", nearest), ("slowest of this model", slowest))
-        ]
+        titles = {"nearest": nearest, "slowest of this model": slowest}
+        return [(f"published, {what}: {words.format(**run)}", float(run["share"])) for what, run in titles.items()]
 
     def scaling(self, share: float) -> list[dict[str, Any]]:
-        """This batch on 1 to 4,096 GPUs: a step's time, the network's share of it, and an epoch's hours and bytes: sent
-        by each GPU, and read by all.
-        """
+        """This batch on 1 to 4,096 GPUs, and an epoch's hours and bytes: sent by each GPU, and read by all."""
         rows, samples = [], self.config.samples or ASSUMED.epoch
         steps = samples / self.config.batch
-        for gpus in (2**i for i in range(ASSUMED.most_gpus.bit_length())):
-            if self.config.batch % gpus == 0:
-                step = self.step(share, min(gpus, ASSUMED.node), max(1, gpus // ASSUMED.node))
-                row = {"gpus": gpus, "local_batch": self.config.batch // gpus}
-                row |= {name: step[name] for name in ("step_s", "samples_per_s", "network_share")}
-                row |= {"epoch_hours": steps * step["step_s"] / 3600, "epoch_sent_bytes": steps * step["sent_bytes"]}
-                rows.append(row | {"epoch_read_bytes": samples * ASSUMED.picture})
+        for gpus in (2**i for i in range(ASSUMED.most_gpus.bit_length()) if self.config.batch % 2**i == 0):
+            step = self.step(share, min(gpus, ASSUMED.node), max(1, gpus // ASSUMED.node))
+            row = {"gpus": gpus, "local_batch": self.config.batch // gpus}
+            row |= {name: step[name] for name in ("step_s", "samples_per_s", "network_share")}
+            row |= {"epoch_hours": steps * step["step_s"] / 3600, "epoch_sent_bytes": steps * step["sent_bytes"]}
+            rows.append(row | {"epoch_read_bytes": samples * ASSUMED.picture})
         return rows
 
 
