@@ -7,21 +7,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import yaml
-
 from clipscale import checkpoint
 from clipscale.common import files
 from clipscale.common.errors import UserError, first_line
 from clipscale.common.hardware import gpu_here, hardware_of
 from clipscale.common.terminal import say
 from clipscale.common.units import format_bytes
-from clipscale.config.parse import typed
-from clipscale.config.secrets import restored
 from clipscale.config.stages import stages_of
-from clipscale.config.tools import PlanConfig, existing_run
+from clipscale.config.tools import PlanConfig
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.memory import free_memory
-from clipscale.plan.planner import plan, predicted, shares
+from clipscale.plan.planner import plan, shares
 from clipscale.report.metrics import read_metrics
 
 FILE, FIRST, WRONG = "plan.json", 2, 0.1
@@ -31,8 +27,8 @@ Result = dict[str, Any]
 
 
 def before(config: TrainConfig, processes: int) -> None:
-    """Plan a run of so many processes a node on this machine (of its stages the one that needs most), print it and write
-    RUN/plan.json. Raises UserError for a run that cannot fit. A model that cannot be rehearsed starts without a plan.
+    """Plan a run of so many processes a node on this machine (of its stages the one that needs most), print it and
+    write RUN/plan.json. Raises UserError for a run that cannot fit. What cannot be rehearsed starts without a plan.
     """
     gpu = gpu_here() if config.device != "cpu" else None
     device = hardware_of(gpu) if gpu else "cpu"
@@ -63,22 +59,34 @@ def before(config: TrainConfig, processes: int) -> None:
         say(f"plan: {line}")
 
 
+def of_training(trained: TrainConfig, machine: PlanConfig) -> PlanConfig:
+    """The settings of a run, on the machine of a plan."""
+    values = {field.name: getattr(trained, field.name) for field in fields(TrainConfig)}
+    return replace(machine, **values | {"run": ""})
+
+
 def after(config: TrainConfig) -> None:
     """Compare the run that has ended with its plan, in RUN/plan.json, and say where that was wrong."""
-    folder = Path(config.run)
-    if (folder / FILE).is_file():
-        result = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        result["compared"] = beside(result, read_metrics(folder / "metrics.jsonl"))
-        files.write_json(folder / FILE, result)
+    if (Path(config.run) / FILE).is_file():
+        result = compare(Path(config.run))
+        files.write_json(Path(config.run) / FILE, result)
         ratios = {name: entry["ratio"] for name, entry in result["compared"].items() if entry["ratio"]}
         wrong = [f"{name} {ratio:.2f}" for name, ratio in ratios.items() if abs(ratio - 1) > WRONG]
         verdict = f"off by more than {WRONG:.0%}: {', '.join(wrong)}" if wrong else f"right in {', '.join(ratios)}"
         say(f"plan: predicted over measured, {verdict}")
 
 
-def beside(result: Result, records: list[Result]) -> Result:
-    """Each of a plan's figures beside the median of a run's records, and their ratio; None: not measured."""
+def compare(folder: Path) -> Result:
+    """RUN/plan.json with `compared`: each figure beside the median of the run's records, and their ratio; None: not
+    measured. `largest_error`: of the device's memory. Raises UserError for a run without a plan, or without a step.
+    """
+    if not (folder / FILE).is_file():
+        raise UserError(f"run={folder.name}: it has not been planned; plan.json is written by a run with plan=true")
+    records = read_metrics(folder / "metrics.jsonl")
+    if not records:
+        raise UserError(f"run={folder.name}: metrics.jsonl holds no step yet")
     records = [record for record in records if record["step"] >= FIRST] or records
+    result: Result = json.loads((folder / FILE).read_text(encoding="utf-8"))
     phases, process = result["device"]["phases"], result["host"]["process_bytes"]
     # On a CPU the run asks for the resident memory right after the optimizer's step, whose memory malloc still holds.
     resident = phases["optim"]["peak_bytes"] if result["hardware"] == "cpu" else 0
@@ -93,40 +101,6 @@ def beside(result: Result, records: list[Result]) -> Result:
         compared[name] = {f"predicted_{unit}": value, f"measured_{unit}": measured, "ratio": ratio}
     if measured := compared["step"]["measured_s"]:  # the share of what the arithmetic allows
         compared["step"]["share"] = result["step_range_s"][0] / measured
-    return compared
-
-
-def compare(config: PlanConfig) -> Result:
-    """The object that `run=NAME json=true` prints (docs/plan.md). Raises UserError."""
-    folder = existing_run(config.run)
-    records = read_metrics(folder / "metrics.jsonl")
-    if not records:
-        raise UserError(f"run={config.run}: metrics.jsonl holds no step yet")
-    result = predicted(settings_of(config, folder), search=False)
-    compared = beside(result, records)
-    ratios = [entry["ratio"] for name, entry in compared.items() if name not in ("host", "step") and entry["ratio"]]
-    facts = {name: result[name] for name in ("hardware", "gpus", "nodes", "chunk", "notes")}
-    steps = sum(record["step"] >= FIRST for record in records) or len(records)
-    largest = max((abs(ratio - 1) for ratio in ratios), default=None)
-    return {"run": str(folder)} | facts | {"steps": steps, "compared": compared, "largest_error": largest}
-
-
-def settings_of(config: PlanConfig, folder: Path) -> PlanConfig:
-    """The run's settings, with its newest checkpoint's chunk sizes, on its machine unless `config` names another."""
-    trained = typed(TrainConfig, restored(yaml.safe_load((folder / "config.yaml").read_text())))
-    env = json.loads((folder / "env.json").read_text())
-    processes, gpus = env["processes"], env["gpus"] if trained.device != "cpu" else []
-    device = config.hardware or (hardware_of(gpus[0]) if gpus else "cpu")
-    if not device:
-        raise UserError(f"run={config.run}: {gpus[0]} is not in the table of GPUs; give the nearest with hardware=NAME")
-    if saved := checkpoint.checkpoints_of(folder):
-        chunks = checkpoint.read_values(saved[-1])["chunks"]
-        trained.cache = replace(trained.cache, image_chunk=chunks["image"], text_chunk=chunks["text"])
-    per_node = min(processes, len(gpus)) if gpus else processes
-    return of_training(trained, replace(config, hardware=device, gpus=per_node, nodes=processes // per_node))
-
-
-def of_training(trained: TrainConfig, machine: PlanConfig) -> PlanConfig:
-    """The settings of a run, on the machine of a plan."""
-    values = {field.name: getattr(trained, field.name) for field in fields(TrainConfig)}
-    return replace(machine, **values | {"run": ""})
+    errors = [abs(compared[name]["ratio"] - 1) for name in (*phases, "peak") if compared[name]["ratio"]]
+    steps = {"run": str(folder), "steps": len(records), "largest_error": max(errors, default=None)}
+    return result | steps | {"compared": compared}

@@ -41,28 +41,23 @@ class Published:
             self.trained = sum(p.nbytes for p in run.state.trained)
             self.graph = run.graph(0, self.chunk) + run.graph(1, self.chunk)  # both towers at once, as in CLIP.forward
 
-    def loss(self, name: str, batch: int) -> int:
-        """The peak of a method's loss and its backward pass, beyond the features of the chunks."""
+    def facts(self, name: str, batch: int, memory: int) -> dict[str, Any]:
+        """Of a method at a batch: the peak of the loss and its backward pass, beyond the chunks' features; the memory
+        in use at the step's peak, as the driver counts it; and whether a GPU with so much memory holds it.
+        """
         method, local = ASSUMED.published[name], batch // self.ranks
         scores = method["matrices"] * batch * (batch if method["all_rows"] else local)
-        return int(4 * (scores + self.width * (method["gathered"] * batch + method["local"] * local)))
-
-    def peak(self, name: str, batch: int) -> int:
-        """Memory of the device in use at its peak, as the driver counts it."""
-        local, loss = batch // self.ranks, self.loss(name, batch)
+        loss = int(4 * (scores + self.width * (method["gathered"] * batch + method["local"] * local)))
         features = 2 * 4 * self.width * local
-        offloaded = ASSUMED.published[name]["offload"] and self.config.offload != "none"
+        offloaded = method["offload"] and self.config.offload != "none"
         inputs = self.sample * (min(self.chunk, local) if offloaded else local)
         # Weights, AdamW's two moments and, with several ranks, DDP's buckets. Gradients are separate from the buckets.
         start = self.weights + self.trained * (3 if self.ranks > 1 else 2) + inputs + outside_torch(self.ranks)
         if self.chunk >= local:  # without a cache the loss is on top of the graph
-            return start + self.graph + max(loss, self.trained)
-        return start + features + max(loss, self.trained + self.graph + features)  # features, and their gradients
-
-    def facts(self, name: str, batch: int, memory: int) -> dict[str, Any]:
-        """Loss and peak of a method at a batch, and whether a GPU with so much memory holds it."""
-        loss, peak = self.loss(name, batch), self.peak(name, batch)
-        return {"published_loss_bytes": loss, "published_peak_bytes": peak, "published_fits": peak <= memory}
+            peak = start + self.graph + max(loss, self.trained)
+        else:
+            peak = start + features + max(loss, self.trained + self.graph + features)  # features, and their gradients
+        return {"loss_bytes": loss, "peak_bytes": peak, "fits": peak <= memory}
 
 
 def outside_torch(ranks: int) -> int:

@@ -56,11 +56,10 @@ class StepTime:
             "gradients_s": sums / link,
         }
         hidden = min(seconds["loss_s"], seconds["ring_s"])
-        step = sum(seconds.values()) - hidden
+        step, steps = sum(seconds.values()) - hidden, (config.samples or ASSUMED.epoch) / config.batch
         network = (seconds["ring_s"] + seconds["gradients_s"] - hidden) / step
-        hours = config.samples / config.batch * step / 3600 if config.samples else None
-        speed = {"step_s": step, "samples_per_s": config.batch / step, "hours": hours}
-        return seconds | speed | {"network_share": network, "sent_bytes": ring + sums}
+        more = {"step_s": step, "samples_per_s": config.batch / step, "hours": steps * step / 3600}
+        return seconds | more | {"network_share": network, "sent_bytes": steps * (ring + sums)}
 
     def estimates(self) -> list[Estimate]:
         """The times that are known of, the best evidence first: `what`, `share` of the peak, and those of `step`."""
@@ -100,16 +99,11 @@ class StepTime:
         return [(f"published, {what}: {words.format(**run)}", float(run["share"])) for what, run in titles.items()]
 
     def scaling(self, share: float) -> list[dict[str, Any]]:
-        """This batch on 1 to 4,096 GPUs, and an epoch's hours and bytes: sent by each GPU, and read by all."""
-        rows, samples = [], self.config.samples or ASSUMED.epoch
-        steps = samples / self.config.batch
-        for gpus in (2**i for i in range(ASSUMED.most_gpus.bit_length()) if self.config.batch % 2**i == 0):
-            step = self.step(share, min(gpus, ASSUMED.node), max(1, gpus // ASSUMED.node))
-            row = {"gpus": gpus, "local_batch": self.config.batch // gpus}
-            row |= {name: step[name] for name in ("step_s", "samples_per_s", "network_share")}
-            row |= {"epoch_hours": steps * step["step_s"] / 3600, "epoch_sent_bytes": steps * step["sent_bytes"]}
-            rows.append(row | {"epoch_read_bytes": samples * ASSUMED.picture})
-        return rows
+        """This batch on 1 to 4,096 GPUs: hours, and bytes that each sends, of the run or an epoch of LAION-400M."""
+        counts = [2**i for i in range(ASSUMED.most_gpus.bit_length()) if self.config.batch % 2**i == 0]
+        steps = [self.step(share, min(n, ASSUMED.node), max(1, n // ASSUMED.node)) for n in counts]
+        shown = ("step_s", "samples_per_s", "network_share", "hours", "sent_bytes")
+        return [{"gpus": n} | {key: step[key] for key in shown} for n, step in zip(counts, steps)]
 
 
 def caption_width(config: PlanConfig, run: DryRun) -> int:
