@@ -184,7 +184,7 @@ class DryRun:
     def targets(self, batch: int) -> Targets:
         """What the loss takes besides features."""
         keys = torch.empty(batch, dtype=torch.int64) if self.config.data.same is not None else None
-        rows = (torch.empty(batch, 2, teacher.width, dtype=torch.float16) for teacher in self.state.teachers)
+        rows = (torch.empty(batch, *teacher.shape, dtype=torch.float16) for teacher in self.state.teachers)
         return Targets(keys, tuple(rows))
 
     def loss(self, batch: int) -> int:
