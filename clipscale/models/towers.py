@@ -174,9 +174,7 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
         description = deepcopy(config.architecture)
         for part in ("embed_dim", "vision_cfg", "text_cfg"):
             if part not in description:
-                raise UserError(
-                    f"model.architecture lacks {part}; it takes open_clip's embed_dim, vision_cfg and text_cfg"
-                )
+                raise UserError(f"model.architecture lacks {part}, and is to be as in open_clip's model configurations")
     else:
         description = open_clip.get_model_config(config.name.replace("/", "-"))  # a copy
         if description is None:
@@ -194,11 +192,9 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
         if "hf_model_name" in description["text_cfg"]:
             raise UserError(f"model.context_length={config.context_length}: a text tower of transformers has its own")
         description["text_cfg"]["context_length"] = config.context_length
-    # Weights come from `weights` alone. Building a model downloads nothing else.
-    if "timm_model_name" in description["vision_cfg"]:
-        description["vision_cfg"]["timm_model_pretrained"] = False
-    if "hf_model_name" in description["text_cfg"]:
-        description["text_cfg"]["hf_model_pretrained"] = False
+    for part, key in (("vision_cfg", "timm_model"), ("text_cfg", "hf_model")):
+        if f"{key}_name" in description[part]:  # building a model downloads nothing: its weights are `weights` alone
+            description[part][f"{key}_pretrained"] = False
     return description
 
 
@@ -209,9 +205,8 @@ def encoders_of(description: dict[str, Any]) -> CustomTextCLIP:
     except Exception as error:  # open_clip and timm check little of what they are given
         needs_transformers = description["text_cfg"].get("hf_model_name") and find_spec("transformers") is None
         lacks = "; pip install 'clipscale[hf]'" if needs_transformers else ""
-        raise UserError(
-            f"model.architecture does not describe an open_clip model ({first_line(error)}){lacks}"
-        ) from error
+        about = f"model.architecture does not describe an open_clip model ({first_line(error)})"
+        raise UserError(about + lacks) from error
 
 
 def adapt(encoders: CustomTextCLIP, config: ModelConfig, description: dict[str, Any]) -> None:
@@ -233,9 +228,8 @@ def _check_patches(side: int, vision: dict[str, Any]) -> None:
     patch = int(of_timm[1]) if of_timm else vision.get("patch_size", 1)
     if side % patch:
         near = max(1, round(side / patch)) * patch
-        raise UserError(
-            f"model.image_size={side}: the patches are {patch} pixels wide; give a multiple, such as {near}"
-        )
+        about = f"model.image_size={side}: the patches are {patch} pixels wide"
+        raise UserError(f"{about}; give a multiple, such as {near}")
 
 
 def build_model(config: ModelConfig) -> ClipModel:
@@ -258,9 +252,10 @@ def build_model(config: ModelConfig) -> ClipModel:
             take_short_captions(encoder)
     model = ClipModel(encoders, description["embed_dim"], config, tokenizer_of(config.name, description["text_cfg"]))
     for name, tower, settings in (("image", model.image, config.image), ("text", model.text, config.text)):
-        locked = getattr(config, f"freeze_{name}")
-        unlocked = 0 if locked else settings.unlocked_groups
-        if config.lora.rank and not locked:
+        unlocked = settings.unlocked_groups
+        if getattr(config, f"freeze_{name}"):
+            unlocked = 0
+        elif config.lora.rank:
             lora.add(tower.encoder, name, config.lora, unlocked := unlocked or 0)
         if unlocked is not None:
             lock(tower.encoder, name, unlocked)
@@ -295,9 +290,8 @@ def fit_positions(weights: dict[str, Any], model: ClipModel) -> list[str]:
     theirs = {name.replace("image.encoder.", "visual.").replace("text.encoder.", "text."): name for name in names}
     shapes = {there: ours[name] for there, name in theirs.items()}
     encoders: Any = SimpleNamespace(visual=model.image.encoder, text=model.text.encoder, state_dict=lambda: shapes)
-    fitting = resized(
-        {there: weights[name] for there, name in theirs.items()}, encoders, Source("stages", Path(), stretch=False)
-    )
+    held = {there: weights[name] for there, name in theirs.items()}
+    fitting = resized(held, encoders, Source("stages", Path(), stretch=False))
     for there, name in theirs.items():
         value, p = fitting[there], ours[name]
         weights[name] = distribute_tensor(value, p.device_mesh, p.placements) if isinstance(p, DTensor) else value

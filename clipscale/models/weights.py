@@ -75,9 +75,7 @@ def find(value: str, name: str, setting: str = "model.weights") -> Source:
     except UserError:
         raise
     except Exception as error:  # open_clip and the hub client raise what their downloaders do
-        raise UserError(
-            f"{about} cannot be fetched ({first_line(error)}); download it elsewhere, and give the file or folder"
-        ) from error
+        raise UserError(f"{about} cannot be fetched ({first_line(error)}); give a file or folder instead") from error
 
 
 def described(config: ModelConfig, saved: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -92,9 +90,7 @@ def described(config: ModelConfig, saved: Mapping[str, Any] | None = None) -> Mo
     source = find(config.weights, config.name) if config.weights else None
     if source and not config.name:
         if not source.description:
-            raise UserError(
-                f"{source.setting} does not describe its architecture; give a preset too, such as model=vit-b32"
-            )
+            raise UserError(f"{source.setting} does not describe its architecture; give a preset too, as model=vit-b32")
         config = replace(config, name=source.path.parent.name, architecture=source.description)
     known = source.pixels if source else {}
     if config.image.weights:
@@ -138,10 +134,7 @@ def _in_folder(folder: Path, about: str) -> Source:
         return Source(about, folder, description, {key: getattr(config, key) for key in PIXELS})
     path = next((folder / name for name in _FILES if (folder / name).is_file()), None)
     if path is None:
-        raise UserError(
-            f"{about}: the folder holds no weights ({', '.join(_FILES[:4])}); give an open_clip or Hugging Face "
-            "folder, a run, or a file"
-        )
+        raise UserError(f"{about}: the folder holds no weights ({', '.join(_FILES)}); give one that does, or a file")
     try:
         if (folder / OPEN_CLIP).is_file():
             content = json.loads((folder / OPEN_CLIP).read_text(encoding="utf-8"))
@@ -152,10 +145,8 @@ def _in_folder(folder: Path, about: str) -> Source:
             return Source(about, path)
         content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         if "architecture" in content:  # a tower of timm
-            prepared = content.get("pretrained_cfg") or content
-            return Source(
-                about, path, pixels=checked_pixels({k: prepared[k] for k in ("mean", "std") if k in prepared})
-            )
+            prepared = {k: v for k, v in (content.get("pretrained_cfg") or content).items() if k in ("mean", "std")}
+            return Source(about, path, pixels=checked_pixels(prepared))
         kind = content.get("model_type")
         if kind not in huggingface.KINDS:  # a tower of transformers
             return Source(about, path, pixels=pixels_of_transformers(folder, ""))
@@ -164,7 +155,7 @@ def _in_folder(folder: Path, about: str) -> Source:
         return Source(about, path, description, prepared, bool(description.get("quick_gelu")))
     except Exception as error:  # a value of another type fails wherever it is used
         raise UserError(
-            f"{about}: its configuration cannot be used ({one_line(error)}); give model= and the file {path}"
+            f"{about}: its configuration is unusable ({one_line(error)}); give model= and {path}"
         ) from error
 
 
@@ -191,9 +182,8 @@ def _of_tag(tag: str, name: str, about: str) -> Source:
     tags = open_clip.list_pretrained_tags_by_model(name)
     if tag not in tags:
         known = f"; the tags of {name} are {', '.join(tags)}" if tags else ""
-        raise UserError(
-            f"{about} is no file, no folder, no run and no tag of model.name={name}{nearest(tag, tags)}{known}"
-        )
+        near = nearest(tag, tags)
+        raise UserError(f"{about} is no file, no folder, no run and no tag of model.name={name}{near}{known}")
     pretrained = open_clip.get_pretrained_cfg(name, tag)
     path = Path(open_clip.download_pretrained(pretrained))
     return Source(about, path, pixels=pixels_of_open_clip(pretrained), quick_gelu=pretrained.get("quick_gelu", False))
@@ -338,7 +328,4 @@ def fill(encoders: nn.Module, state: dict[str, Tensor], source: Source, part: st
         if wrong := sorted(set(names) - set(spare)):
             problems.append(f"{len(wrong)} {what}, such as {wrong[0]}")
     if problems:
-        raise UserError(
-            f"{source.setting} does not fit this architecture ({'; '.join(problems)}); give the model= that it was "
-            "trained as"
-        )
+        raise UserError(f"{source.setting} does not fit this architecture ({'; '.join(problems)}); give its model=")
