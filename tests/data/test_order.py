@@ -14,9 +14,7 @@ from clipscale.data.order import (
     Resampled,
     fingerprint,
     key,
-    local_places,
     permutation,
-    streams_of,
 )
 
 
@@ -47,16 +45,6 @@ def test_skipping_goes_on_where_reading_stopped(order: Epochs, epoch: int, data:
     whole = places(stream, 0)
     skip = data.draw(st.integers(0, len(whole)))
     assert places(stream, skip) == whole[skip:]
-
-
-@given(st.integers(1, 40), st.integers(1, 8), st.data())
-def test_ranks_read_the_streams_of_their_places_and_no_others(world: int, per_rank: int, data: st.DataObject) -> None:
-    batch = world * per_rank
-    streams = data.draw(st.integers(1, batch))
-    for rank in range(world):
-        own = range(per_rank)
-        read = [s for s in range(streams) if any(p in own for p in local_places(s, streams, batch, rank, world))]
-        assert list(streams_of(streams, batch, rank, world)) == read
 
 
 def test_the_order_is_pinned_down() -> None:

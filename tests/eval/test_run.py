@@ -13,7 +13,7 @@ from clipscale import checkpoint
 from clipscale.common.errors import UserError
 from clipscale.config.sections import EvalConfig
 from clipscale.distributed.world import World
-from clipscale.eval.encode import Encoder, join, spans
+from clipscale.eval.encode import Encoder, join
 from clipscale.eval.run import evaluate, save_results
 from clipscale.eval.sets.load import load_set
 from clipscale.models.towers import build_model
@@ -99,15 +99,6 @@ def test_later_results_join_earlier_ones(tmp_path: Path) -> None:
 
 
 # -- several ranks -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("count", "batch", "size"), [(1, 4, 3), (7, 4, 1), (7, 2, 3), (8, 2, 4), (9, 2, 4), (5, 9, 2)])
-def test_every_input_has_one_place_on_one_rank(count: int, batch: int, size: int) -> None:
-    shares = [spans(count, batch, World(rank, size, CPU)) for rank in range(size)]
-    assert len({len(share) for share in shares}) == 1, "equally many passes on every rank"
-    assert sorted(i for share in shares for span in share for i in span) == list(range(count))
-    alone = set(spans(count, batch, World(0, 1, CPU)))
-    assert {span for share in shares for span in share if span} == alone, "the batches of one process"
 
 
 def features_and_results(
