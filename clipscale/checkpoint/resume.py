@@ -30,10 +30,7 @@ def to_resume(run: Path, resume: str, world: World) -> Path | None:
     """
     candidates = world.on_all(lambda: candidates_of(run, resume))
     if len(set(map(tuple, world.gather(candidates)))) > 1:
-        raise UserError(
-            f"run={run} resume={resume}: the processes see different checkpoints; put the folder on storage that all "
-            "nodes share"
-        )
+        raise UserError(f"run={run}: the processes see different checkpoints; put the folder on storage that all share")
     bad: dict[Path, str] = {}
     for candidate in candidates:
         problems = [problem for problem in world.gather(problem_of(candidate, world)) if problem]
@@ -100,10 +97,7 @@ def check_fits(
         ("optim.name", saved["optimizer_name"], config.optim.name),
     ):
         if theirs != ours:
-            raise UserError(
-                f"{setting}={ours!r}: the checkpoint was trained with {theirs!r}; go on with that, or choose another "
-                "run=NAME"
-            )
+            raise UserError(f"{setting}={ours!r}: the checkpoint was trained with {theirs!r}; take it, or another run")
     if saved["samples"] != samples_before(saved["step"]):
         raise UserError(
             f"resume: the checkpoint has seen {saved['samples']} samples in {saved['step']} steps, which these "

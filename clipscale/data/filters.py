@@ -59,9 +59,7 @@ def condition(text: str) -> Condition:
     """Parse a condition such as `FIELD>=NUMBER`. Raises UserError."""
     match = _CONDITION.match(text)
     if not match:
-        raise UserError(
-            f"data.filter.fields={text!r}: write FIELD, one of >= <= != > < =, and a value: similarity>=0.3"
-        )
+        raise UserError(f"data.filter.fields={text!r}: write FIELD, one of >= <= != > < =, a value: similarity>=0.3")
     name, sign, value = match[1], match[2].replace("==", "="), match[3]
     if sign in ("=", "!="):
         return Condition(name, sign, tuple(part.strip() for part in value.split("|")))

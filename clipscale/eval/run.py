@@ -140,9 +140,7 @@ def _retrieval(encoder: Encoder, eval_set: EvalSet, folder: Path | None, step: i
 
 def _refuse_all_broken(eval_set: EvalSet, broken: int) -> None:
     if broken == len(eval_set):
-        raise UserError(
-            f"eval.sets: none of the {len(eval_set)} images of {eval_set.path} can be decoded; fetch the set again"
-        )
+        raise UserError(f"eval.sets: none of the {len(eval_set)} images of {eval_set.path} can be read; fetch it again")
 
 
 def measured(eval_set: EvalSet, about: dict[str, Any]) -> dict[str, Any]:

@@ -92,9 +92,7 @@ class GradCache:
     ) -> None:
         sizes = [chunks] * len(encoders) if isinstance(chunks, int) else list(chunks)
         if len(sizes) != len(encoders) or min(sizes) < 1:
-            raise ValueError(
-                f"chunks={chunks!r}: give one size of at least 1, or one for each of {len(encoders)} encoders"
-            )
+            raise ValueError(f"chunks={chunks!r}: one size of at least 1, or one for each of {len(encoders)} encoders")
         self.loss, self.scaler, self.keep_bytes = loss, scaler, keep_bytes
         self.before_chunk: Callable[[], None] = lambda: None
         self.after_chunk: Callable[[int, int], None] = lambda tower, rows: None
@@ -128,9 +126,7 @@ class GradCache:
         (self.scaler.scale(value) if self.scaler else value).backward()
         for i, tower in enumerate(self.towers):
             if tower.trained and tower.representations.grad is None:
-                raise ValueError(
-                    f"the loss does not use the representations of encoder {i}: nothing can be learnt there"
-                )
+                raise ValueError(f"the loss does not use the representations of encoder {i}: it can learn nothing")
 
     def replay(self) -> None:
         """Second pass: encode every chunk again, with a graph, and backpropagate its rows of the gradient."""
@@ -260,10 +256,7 @@ def refuse_batch_norm(encoder: Callable[..., Tensor], chunks: int) -> None:
             continue
         what = f"{name} is batch normalisation in training mode, which mixes the samples of a batch"
         if chunks > 1:
-            raise ValueError(
-                f"{what}: cut into {chunks} chunks it would compute another function; freeze it (.eval()) or use "
-                "one chunk"
-            )
+            raise ValueError(f"{what}: {chunks} chunks would be another function; freeze it (.eval()) or use one chunk")
         if ranks > 1 and not isinstance(module, nn.SyncBatchNorm):
             raise ValueError(
                 f"{what}: over {ranks} ranks it would see only a part of them; synchronise it "

@@ -59,9 +59,7 @@ def _classnames(root: Path, folders: Sequence[str], *, numbers: bool) -> list[st
     if names := prompts.classnames(root, numbers=numbers):
         return names
     if len(folders) < 2 or _SPLITS.issuperset(name.lower() for name in folders):
-        raise UserError(
-            f"eval.sets: {root} has no class folders but {', '.join(folders)}; give the folder that holds those"
-        )
+        raise UserError(f"eval.sets: {root} has no class folders but {', '.join(folders)}; give the one with them")
     codes = [name for name in folders if not re.fullmatch(r"[^\W\d][^\d]+", name)]
     if codes:
         order = "line N + 1 names folder N" if numbers else "in the alphabetical order of the folders"
@@ -77,7 +75,5 @@ def _names_of_wnids(root: Path, wnids: Sequence[str]) -> list[str]:
     order = {wnid: index for index, wnid in enumerate(ImageNetInfo().label_names())}
     unknown = [wnid for wnid in wnids if wnid not in order]
     if unknown:
-        raise UserError(
-            f"eval.sets: {root / unknown[0]} is no class of ImageNet-1k; write the class names into {CLASSNAMES}"
-        )
+        raise UserError(f"eval.sets: {root / unknown[0]} is no class of ImageNet-1k; write the names into {CLASSNAMES}")
     return [IMAGENET_CLASSNAMES[order[wnid]] for wnid in wnids]

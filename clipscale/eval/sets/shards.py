@@ -32,9 +32,7 @@ def load(root: Path, group: int | None = None) -> EvalSet:
             if kind == RETRIEVAL:
                 lines = prompts.stripped(members.get("txt", b"").decode("utf-8", "replace").splitlines())
                 if not lines:
-                    raise UserError(
-                        f"eval.sets: sample {key} of {shard} has no captions; add {key}.txt with one caption a line"
-                    )
+                    raise UserError(f"eval.sets: sample {key} of {shard} has no captions; add lines to {key}.txt")
                 captions += lines
                 owner += [len(images)] * len(lines)
             else:
@@ -49,9 +47,7 @@ def load(root: Path, group: int | None = None) -> EvalSet:
 
     names = prompts.classnames(root)
     if not names:
-        raise UserError(
-            f"eval.sets: {root} has no {prompts.CLASSNAMES}; write one class name a line, in the order of the labels"
-        )
+        raise UserError(f"eval.sets: {root} has no {prompts.CLASSNAMES}; write a class name a line, by label")
     outside = [label for label in labels if not 0 <= label < len(names)]
     if outside:
         raise UserError(
@@ -79,9 +75,7 @@ def _shard_paths(root: Path) -> Iterator[Path]:
     for index in range(int(text)):
         shard = root / "test" / f"{index}.tar"
         if not shard.is_file():
-            raise UserError(
-                f"eval.sets: {shard} is missing though {file} counts {text} shards; fetch it, or correct the count"
-            )
+            raise UserError(f"eval.sets: {shard} is missing, {file} counts {text}; fetch it, or correct the count")
         yield shard
 
 
@@ -103,9 +97,7 @@ def _samples(shard: Path) -> Iterator[tuple[str, ImageRef, dict[str, bytes]]]:
                 if image is not None:
                     yield key, image, texts
                 elif texts:
-                    raise UserError(
-                        f"eval.sets: sample {key} of {shard} has no image ({', '.join(IMAGE_SUFFIXES)}); fetch it again"
-                    )
+                    raise UserError(f"eval.sets: sample {key} of {shard} has no jpg, png or webp; fetch the set again")
     except (tarfile.TarError, ValueError) as error:
         raise UserError(f"eval.sets: cannot read {shard} ({error}); fetch it again") from error
 
@@ -130,9 +122,7 @@ def _label(key: str, shard: Path, text: bytes | None) -> int:
         return int(text or b"")
     except ValueError:
         what = "no .cls member" if text is None else f"the label {text[:20]!r}"
-        raise UserError(
-            f"eval.sets: sample {key} of {shard} has {what}; it needs {key}.cls holding a whole number"
-        ) from None
+        raise UserError(f"eval.sets: sample {key} of {shard} has {what}; give a whole number in {key}.cls") from None
 
 
 def _group(key: str, shard: Path, content: bytes, column: int) -> int:
