@@ -130,9 +130,6 @@ class LossConfig:
         "Pairs whose samples share a key (`data.same`): `ignore`, negatives as any; `mask`, left out; `positive`.",
         choices=SHARED,
     )
-    ranks_per_node: int | None = setting(
-        None, "Two-level ring with this many ranks a node: inside nodes, then between them; null: one ring.", least=1
-    )
 
 
 @dataclass

@@ -52,7 +52,6 @@ def contrastive_loss(
     exchange: str = "auto",
     backend: str = "auto",
     group: dist.ProcessGroup | DeviceMesh | None = None,
-    ranks_per_node: int | None = None,
     keys: Tensor | Pair | None = None,
     shared: str = "mask",
     captions: int = 1,
@@ -91,7 +90,6 @@ def contrastive_loss(
         backend: dense (a block's scores at once) | tiled (torch, any device) | triton (CUDA, dot product) | auto.
         group: the process group, or a mesh of one dimension (FSDP2's, or the data dimension beside tensor parallel's);
             None: the default group, if there is one. Each rank passes its own rows, equally many.
-        ranks_per_node: makes the ring a two-level one, inside a node first and then between nodes.
         keys: int64, (n,) of the images, or with hard negatives that and (m,) of the texts. Samples of equal keys (the
             same caption or picture), on any rank, are no negatives of each other. An own text's key is its image's.
         shared: what pairs of equal keys are that do not belong together: left out of the sums (mask; one caption an
@@ -147,7 +145,7 @@ def contrastive_loss(
         both = (inputs, pairs), (inputs.swapped(), pairs.swapped())
         wanted = (w is not None for w in WEIGHTS[objective])
         terms = [(*sides, WEIGHTS["softmax_image"]) for sides, is_wanted in zip(both, wanted) if is_wanted]
-    ranks, values = _exchange(exchange, comm, ranks_per_node), []
+    ranks, values = _exchange(exchange, comm), []
     for given, pairs, weights in terms:
         widths = [(a.shape[1], float(t)) for a, _, t in teachers]
         terms_of = Distillation(widths) if teachers else Sigmoid() if objective == "sigmoid" else Softmax()
@@ -174,7 +172,7 @@ def distillation_loss(
     if weights[0]:
         value = weights[0] * contrastive_loss(*student, **options)
     if weights[1]:
-        kept = {x: options[x] for x in ("exchange", "group", "ranks_per_node", "check") if x in options}
+        kept = {x: options[x] for x in ("exchange", "group", "check") if x in options}
         backend = "dense" if options.get("backend") == "dense" else "tiled"
         value = value + weights[1] * contrastive_loss(*student, teachers=teachers, backend=backend, **kept)
     return value
@@ -227,12 +225,12 @@ def _backend(name: str, objective: Objective, similarity: Similarity, has_keys: 
     return Masked(plain, exact) if isinstance(similarity, Dot) else exact
 
 
-def _exchange(name: str, comm: Communicator | None, ranks_per_node: int | None) -> Single:
+def _exchange(name: str, comm: Communicator | None) -> Single:
     if comm is None:
         return Single()
     if name == "replicated":
         return Replicated(comm)
-    return Ring(comm, ranks_per_node) if name in ("ring", "auto") else Gather(comm)
+    return Ring(comm) if name in ("ring", "auto") else Gather(comm)
 
 
 def _chosen_backend(name: str, similarity: str, inputs: Inputs) -> str:

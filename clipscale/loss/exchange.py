@@ -218,13 +218,10 @@ class Gather(Grouped):
 class Ring(Grouped):
     """Rows stay. Columns travel from rank to rank, and their sums follow one hop behind."""
 
-    def __init__(self, communicator: Communicator, ranks_per_node: int | None = None) -> None:
-        super().__init__(communicator)
-        self.hops = ring_hops(self.rank, self.size, ranks_per_node or self.size)
-
     def sweep(self, cols: RowBlock, sums: Sequence[Sums], visit: Visit) -> list[Tensor]:
         behind: Transfer | None = None
-        for number, hop in enumerate(self.hops):
+        hop = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        for number in range(self.size):  # after which the sums are back
             ahead = self.comm.post(cols.sent(), hop) if number < self.size - 1 else None
             parts = collected(cols, sums, visit, None if number else 0)
             if parts:
@@ -234,24 +231,3 @@ class Ring(Grouped):
             if ahead is not None:
                 cols = cols.received(ahead.wait())
         return behind.wait() if behind else []
-
-
-def ring_hops(rank: int, size: int, ranks_per_node: int) -> list[Hop]:
-    """The hops of `rank` that bring the columns of every rank to every rank once, and then back to their owner.
-
-    Columns first visit all ranks of their node. Then they move to the next node, to the rank with the same local index
-    (so that each network card has one neighbour), and so on. The last hop returns them. With all ranks on one node this
-    is the plain ring. Raises ValueError where `ranks_per_node` does not divide the number of ranks.
-    """
-    if size % ranks_per_node:
-        raise ValueError(f"ranks_per_node={ranks_per_node} must divide the {size} ranks of the group")
-    nodes = size // ranks_per_node
-
-    def moved(start: int, node_steps: int, local_steps: int) -> int:
-        node, local = divmod(start, ranks_per_node)
-        return (node + node_steps) % nodes * ranks_per_node + (local + local_steps) % ranks_per_node
-
-    inside, between = (0, 1), (1, 0)
-    steps = [between if number % ranks_per_node == 0 else inside for number in range(1, size)]
-    back = (-sum(node for node, _ in steps), -sum(local for _, local in steps))
-    return [(moved(rank, *step), moved(rank, -step[0], -step[1])) for step in [*steps, back]]

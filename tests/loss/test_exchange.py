@@ -61,13 +61,6 @@ def test_any_subgroup_will_do(ranks: Workers, world: tuple[int, ...]) -> None:
         check(ranks, world, u, v, 14.3, {"exchange": exchange})
 
 
-@pytest.mark.parametrize("per_node", [1, 2, 4])
-def test_the_two_level_ring_is_exact(ranks: Workers, per_node: int) -> None:
-    u, v = stacked(4, 5, 6, 8)
-    for objective in OBJECTIVES:
-        check(ranks, 4, u, v, 14.3, {"objective": objective, "exchange": "ring", "ranks_per_node": per_node})
-
-
 def alone(group: dist.ProcessGroup, rank: int, u: Tensor, v: Tensor) -> list[Tensor]:
     return results(contrastive_loss, u[rank], v[rank], 7.0, group=group, exchange="none")
 

@@ -1,4 +1,4 @@
-"""The ring: its hops, the bytes that it sends, and transfers that are under way while a block is computed."""
+"""The ring: the bytes that it sends, and transfers that are under way while a block is computed."""
 
 import time
 
@@ -9,66 +9,32 @@ from torch.profiler import ProfilerActivity, profile
 
 from clipscale import contrastive_loss
 from clipscale.loss.block import RowBlock
-from clipscale.loss.exchange import BLOCK, GRAD, Communicator, Ring, ring_hops
+from clipscale.loss.exchange import BLOCK, GRAD, Communicator, Ring
 from tests.loss.workers import Workers
 
 COLS, WIDTH = 16, 512
 
 
-@pytest.mark.parametrize(
-    ("size", "per_node"), [(1, 1), (2, 1), (4, 2), (6, 3), (8, 4), (8, 1), (12, 4), (16, 2), (16, 8), (9, 3)]
-)
-def test_hops_visit_every_rank_once_and_return(size: int, per_node: int) -> None:
-    hops = [ring_hops(rank, size, per_node) for rank in range(size)]
-    holds = list(range(size))  # whose columns each rank holds
-    seen: list[set[int]] = [{rank} for rank in range(size)]
-    for step in range(size):
-        for rank in range(size):
-            dest, src = hops[rank][step]
-            assert hops[dest][step][1] == rank, f"{rank} sends to {dest}, which expects {hops[dest][step][1]}"
-            assert hops[src][step][0] == rank, f"{rank} expects from {src}, which sends to {hops[src][step][0]}"
-        holds = [holds[hops[rank][step][1]] for rank in range(size)]
-        for rank in range(size):
-            seen[rank].add(holds[rank])
-    assert holds == list(range(size)), f"the columns end at {holds}"
-    assert all(len(s) == size for s in seen), f"ranks see {[len(s) for s in seen]} of {size}"
-
-
-def test_the_two_level_ring_leaves_a_node_once_in_a_round_of_it() -> None:
-    size, per_node = 16, 4
-    for rank in range(size):
-        hops = ring_hops(rank, size, per_node)
-        crossing = [step for step, (dest, _) in enumerate(hops) if dest // per_node != rank // per_node]
-        assert crossing == [3, 7, 11, 15], f"rank {rank} leaves its node at hops {crossing}"
-        rails = [hops[step][0] % per_node for step in crossing[:-1]]
-        assert set(rails) == {rank % per_node}, f"rank {rank} sends to local ranks {rails} of other nodes"
-
-
-def sent_in_a_step(
-    group: dist.ProcessGroup, rank: int, objective: str, per_node: int | None, trained: tuple[bool, bool]
-) -> float:
+def sent_in_a_step(group: dist.ProcessGroup, rank: int, objective: str, trained: tuple[bool, bool]) -> float:
     """Bytes that this rank sends, for each number of the columns of all ranks."""
     u, v = (torch.randn(COLS, WIDTH).bfloat16().requires_grad_(x) for x in trained)
     before = Communicator.bytes_sent
-    contrastive_loss(u, v, 10.0, group=group, exchange="ring", objective=objective, ranks_per_node=per_node).backward()
+    contrastive_loss(u, v, 10.0, group=group, exchange="ring", objective=objective).backward()
     return (Communicator.bytes_sent - before) / (COLS * WIDTH * dist.get_world_size(group))
 
 
-@pytest.mark.parametrize("per_node", [None, 2])
 @pytest.mark.parametrize(("objective", "sweeps"), [("softmax", 2), ("sigmoid", 1)])
-def test_a_step_sends_at_most_nine_bytes_a_number(
-    ranks: Workers, objective: str, sweeps: int, per_node: int | None
-) -> None:
+def test_a_step_sends_at_most_nine_bytes_a_number(ranks: Workers, objective: str, sweeps: int) -> None:
     """A feature is sent P - 1 times in bfloat16 in each sweep, its gradient P times in float32. Sums of columns are
     small."""
     for world in (2, 4):
         expected = sweeps * 2 * (world - 1) / world + 4
-        for sent in ranks.run(sent_in_a_step, world, objective, per_node, (True, True)):
+        for sent in ranks.run(sent_in_a_step, world, objective, (True, True)):
             assert expected <= sent < 1.02 * expected + 0.05 and sent <= 9.0, f"{sent} bytes of {expected}"
 
 
 def test_frozen_texts_send_no_gradients(ranks: Workers) -> None:
-    sent = ranks.run(sent_in_a_step, 4, "softmax", None, (True, False))
+    sent = ranks.run(sent_in_a_step, 4, "softmax", (True, False))
     assert max(sent) < 3.5, f"bytes of each number: {sent}, 3 of which are the features' two rounds"
 
 
