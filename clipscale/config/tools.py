@@ -18,12 +18,8 @@ class ReportSettings:
     """`clipscale report RUN...`: a page about runs, with charts to look into; or a picture of them for a paper."""
 
     run: list[str] = setting([], "NAMES of folders under runs/, or paths; a sweep's folder means all of its runs.")
-    out: str | None = setting(
-        None, "What to write: FILE.html, FILE.png or FILE.pdf; null: report.html in the run's folder, or above several."
-    )
-    expected: str = setting(
-        "", "A published curve to lie behind one's own, as openclip-b32-2b (a wrong name lists all)."
-    )
+    out: str | None = setting(None, "FILE.html, FILE.png or FILE.pdf; null: report.html in the run's folder, or above.")
+    expected: str = setting("", "A published curve behind one's own, as openclip-b32-2b (a wrong name lists all).")
     live: bool = setting(False, "Serve the page to this machine's browsers instead, as the runs go on.")
     port: int = setting(8766, "Port of the live page; 0: a free one.", least=0, most=65535)
 

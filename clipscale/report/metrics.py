@@ -43,8 +43,7 @@ class MetricLog:
     ) -> None:
         """`resolved_config`: the settings as YAML. `resume_step`: later lines, of an interrupted run, are removed.
 
-        `total`: steps of the run. `trains`: whether this start trains; else `env.json` and `config.yaml` stay as they
-        are, those of the last that did.
+        `total`: steps of the run. Unless this start `trains`, `env.json` and `config.yaml` stay as they are.
         """
         self.config, self.total, self.settings = config, total, yaml.safe_load(resolved_config)
         # No highlighting and no wrapping: they put control codes and line breaks into lines that are meant for grep.

@@ -32,9 +32,8 @@ def main(words: list[str], settings: ReportSettings) -> None:
     if not names:
         raise UserError("run is not set; give run=NAME, or several: clipscale report NAME...")
     if settings.live:
-        serve(lambda: page(read_runs(names), settings.expected, live=True), settings.port)
-    else:
-        say(write_report(names, settings.out, settings.expected))
+        return serve(lambda: page(read_runs(names), settings.expected, live=True), settings.port)
+    return say(write_report(names, settings.out, settings.expected))
 
 
 def write_report(names: Sequence[str | Path], out: str | None = None, expected: str = "") -> Path:
@@ -101,21 +100,20 @@ def page(runs: Sequence[Run], expected: str = "", *, live: bool = False) -> str:
 
 def curves(runs: Sequence[Run], expected: str) -> Record:
     """What the page's script draws: `charts`, with the columns of each run's curve, and `bars`."""
-    parts, charts = max(100, POINTS // len(runs) // 2), []
-    for chart in charts_of(runs, expected):
+    parts = max(100, POINTS // len(runs) // 2)
+
+    def columns(table: np.ndarray) -> Record:  # with seven digits; null is a gap
+        values = [[None if v != v else float(f"{v:.7g}") for v in column] for column in table.T.tolist()]
+        return dict(zip(AXES, values))
+
+    charts = charts_of(runs, expected)
+    for chart in charts:
         tables = [points(run, chart) for run in runs]
-        curves = [{"points": columns(thinned(table, parts)), "means": columns(means(table, parts))} for table in tables]
-        charts.append(chart | {"runs": curves})
+        chart["runs"] = [{"points": columns(thinned(t, parts)), "means": columns(means(t, parts))} for t in tables]
     bars = [b | {"runs": [[medians(r.records, b), medians([r.predicted], b)] for r in runs]} for b in FIGURES["bars"]]
     shown = [bar for bar in bars if any(measured for measured, _ in bar["runs"])]
     look = {key: FIGURES[key] for key in ("colours", "dashes")}
     return look | {"charts": charts, "bars": shown, "names": [run.name for run in runs]}
-
-
-def columns(table: np.ndarray) -> Record:
-    """The columns of a curve with seven digits; null is a gap."""
-    values = [[None if v != v else float(f"{v:.7g}") for v in column] for column in table.T.tolist()]
-    return dict(zip(AXES, values))
 
 
 def galleries(run: Run, most: int) -> Iterator[Record]:
@@ -139,7 +137,7 @@ def charts_of(runs: Sequence[Run], expected: str = "") -> list[Record]:
     keys = {key for run in runs for row in run.rows for key, value in row.items() if value is not None}
     if expected and expected not in FIGURES["published"]:
         raise UserError(f"expected={expected}: choose {one_of(FIGURES['published'])}")
-    charts = [chart for chart in FIGURES["charts"] if chart["key"] in keys]
+    charts = [dict(chart) for chart in FIGURES["charts"] if chart["key"] in keys]
     for key in sorted(key for key in keys if key.startswith("eval/")):
         name, metric = key.removeprefix("eval/").rsplit("/", 1)
         if title := FIGURES["evaluations"].get(metric):
@@ -189,21 +187,19 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     from matplotlib.ticker import EngFormatter
 
     charts, lines = charts_of(runs), dict(zip(FIGURES["dashes"], ("-", "--", ":", "-.", (0, (8, 3)))))
-    rows = -(-len(charts) // 2)
-    with matplotlib.rc_context({"pdf.fonttype": 42, "font.size": 7, "axes.titlesize": 7}):  # 42: as publishers want it
-        figure = Figure(figsize=(7, 1.7 * rows + 0.15 * len(runs)), layout="constrained")
-        places = figure.subplots(rows, 2, squeeze=False).flat
-        for chart, axes in zip(charts, places):
+    with matplotlib.rc_context({"pdf.fonttype": 42, "font.size": 7}):  # 42: fonts as publishers want them
+        figure = Figure(figsize=(7, 0.85 * len(charts) + 0.15 * len(runs) + 1), layout="constrained")
+        for place, chart in enumerate(charts):
+            axes = figure.add_subplot(-(-len(charts) // 2), 2, place + 1)
             for number, run in enumerate(runs):
                 (colour, _), dash = (FIGURES[kind][number % len(FIGURES[kind])] for kind in ("colours", "dashes"))
                 table, line = points(run, chart), {"color": colour, "linewidth": 1}
                 name = run.name.replace("$", r"\$")
                 axes.plot(*means(table, 60)[:, [1, 3]].T, linestyle=lines[dash], label=name, **line)
                 axes.plot(*thinned(table, 300)[:, [1, 3]].T, alpha=0.25, **line)
-            axes.set_title(f"{chart['title']} {chart.get('unit', '')}", loc="left", parse_math=False)
+            unit = f" ({chart['unit']})" if "unit" in chart else ""
+            axes.set_title(chart["title"] + unit, loc="left", parse_math=False, fontsize=7)
             axes.set(xlabel="samples", yscale="log" if chart.get("log") else "linear")
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        for axes in places:
-            axes.remove()
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
         figure.savefig(path, dpi=200)

@@ -89,10 +89,10 @@ def read_evaluations(run_dir: Path) -> list[Record]:
     return sorted(records, key=lambda record: int(record["step"]))
 
 
-def read_galleries(run_dir: Path) -> list[tuple[Record, Image.Image]]:
+def read_galleries(run_dir: Path, step: str = "**") -> list[tuple[Record, Image.Image]]:
     """The retrieved examples by set and step: description and picture, as clipscale.eval.examples writes them."""
     galleries = []
-    for file in (run_dir / "eval" / "retrieved").glob("**/*.json"):
+    for file in (run_dir / "eval" / "retrieved").glob(f"{step}/*.json"):
         with files.reported("retrieved examples", file, "evaluate again"):
             picture = Image.open(file.with_suffix(".png"), formats=["PNG"]).convert("RGB")
             galleries.append((json.loads(file.read_text()), picture))

@@ -44,14 +44,15 @@ class Sinks:
 
     def eval(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
         """Give evaluation results to every sink, as `eval/SET/METRIC`, and the step's pictures as `retrieved/SET`."""
-        found = read_galleries(self.run_dir) if self._sinks else []
-        pictures = {f"retrieved/{record['set']}": picture for record, picture in found if record["step"] == step}
-        self.write(step, {f"eval/{n}/{k}": v for n, m in results.items() for k, v in m.items()} | pictures)
+        found = read_galleries(self.run_dir, f"step_{step:08d}") if self._sinks else []
+        values = {f"eval/{n}/{k}": v for n, m in results.items() for k, v in m.items()}
+        self.write(step, values | {f"retrieved/{record['set']}": picture for record, picture in found})
 
     def close(self) -> None:
         """Close every sink. Safe to call twice."""
-        for name in list(self._sinks):
-            self._call(name, self._sinks.pop(name)[1])
+        while self._sinks:
+            name, (_, close) = self._sinks.popitem()
+            self._call(name, close)
 
     def _call(self, name: str, call: Callable[[], None]) -> None:
         try:
