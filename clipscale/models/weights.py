@@ -75,7 +75,7 @@ def find(value: str, name: str, setting: str = "model.weights") -> Source:
     except UserError:
         raise
     except Exception as error:  # open_clip and the hub client raise what their downloaders do
-        raise UserError(f"{about} cannot be fetched ({first_line(error)}); give a file or folder instead") from error
+        raise UserError(f"{about} cannot be fetched ({first_line(error)}); download it elsewhere, give it") from error
 
 
 def described(config: ModelConfig, saved: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -154,9 +154,7 @@ def _in_folder(folder: Path, about: str) -> Source:
         prepared = pixels_of_transformers(folder, kind) | huggingface.resolution(description)
         return Source(about, path, description, prepared, bool(description.get("quick_gelu")))
     except Exception as error:  # a value of another type fails wherever it is used
-        raise UserError(
-            f"{about}: its configuration is unusable ({one_line(error)}); give model= and {path}"
-        ) from error
+        raise UserError(f"{about}: its configuration cannot be used ({one_line(error)}); give {path}") from error
 
 
 def check_names(description: dict[str, Any]) -> None:
@@ -328,4 +326,4 @@ def fill(encoders: nn.Module, state: dict[str, Tensor], source: Source, part: st
         if wrong := sorted(set(names) - set(spare)):
             problems.append(f"{len(wrong)} {what}, such as {wrong[0]}")
     if problems:
-        raise UserError(f"{source.setting} does not fit this architecture ({'; '.join(problems)}); give its model=")
+        raise UserError(f"{source.setting} does not fit this architecture ({'; '.join(problems)}); give another model=")
