@@ -171,7 +171,7 @@ class Run:
             if finite or state.precision.scaler:  # after an overflow the scaler skips the step and lowers its scale
                 state.update(norm)
             logged = finite and (self.step + 1) % self.config.log.every == 0
-            rms = largest_rms(state.optimizer, state.model) if logged else None
+            rms, names = largest_rms(state.optimizer, state.model) if logged else ([], [])
         state.keep.after_step(phases)
         record = {
             "step": self.step + 1,
@@ -181,9 +181,10 @@ class Run:
             "lr": lr,
             "grad_norm": grad_norm if finite else None,
             "skipped": not finite,
+            "update_rms_tensor": names,
             **noise,
         }
-        self.records.add(record, phases, state.model.logit_scale.exp(), state.captions.widths(texts), rms)
+        self.records.add(record, phases, [state.model.logit_scale.exp(), *rms], state.captions.widths(texts))
 
     def inputs(self, batch: HostBatch, *, sort: bool) -> tuple[ChunkLoader, Any]:
         """The towers' inputs. The noise scale wants chunks of random samples: it does not `sort` captions by length."""

@@ -22,12 +22,12 @@ class StepRecords:
         """`log` takes each complete record; None: this rank logs none."""
         self.log, self._ranks, self._flops, self._stream = log, ranks, flops, stream
         self._measured_at = time.monotonic()
-        self._unfinished: tuple[Record, Phases, Readback, Mapping[int, int], list[str]] | None = None
+        self._unfinished: tuple[Record, Phases, Readback, Mapping[int, int]] | None = None
 
-    def add(self, record: Record, phases: Phases, scale: Tensor, widths: Mapping[int, int], rms: Any = None) -> None:
-        """A step has been given to the device.
+    def add(self, record: Record, phases: Phases, values: list[Tensor], widths: Mapping[int, int]) -> None:
+        """A step has been given to the device. `values`: the logit scale after it, and those of `largest_rms`.
 
-        `scale`: the logit scale after it; `widths`: captions by width; `rms`: of `TrainState.largest_rms`.
+        `widths`: captions by width. The record has the names of `largest_rms` as its `update_rms_tensor`.
         """
         self.finish()
         now, before = time.monotonic(), self._measured_at
@@ -39,8 +39,7 @@ class StepRecords:
             **self._stream.record(),
             "caption_tokens": sum(width * count for width, count in widths.items()) / sum(widths.values()),
         }
-        *values, names = rms or [[]]
-        self._unfinished = record | measured, phases, Readback(scale, *values), dict(widths), names
+        self._unfinished = record | measured, phases, Readback(*values), dict(widths)
 
     def poll(self) -> None:
         """Log the last step's record if the device has done the step."""
@@ -59,13 +58,13 @@ class StepRecords:
         if self.log:
             self.log.close()
 
-    def _complete(self, record: Record, phases: Phases, values: Readback, widths: Any, names: list[str]) -> Record:
+    def _complete(self, record: Record, phases: Phases, values: Readback, widths: Mapping[int, int]) -> Record:
         rate, waited_s = record["batch"] / phases.total, record.pop("waited_s")
         scale, *rms = values.read()
         return record | {
             "logit_scale": scale,
             "update_rms": rms[0] if rms else None,
-            "update_rms_tensor": names[int(rms[1])] if rms else None,
+            "update_rms_tensor": record["update_rms_tensor"][int(rms[1])] if rms else None,
             "samples_per_s": rate,
             "samples_per_s_per_gpu": rate / self._ranks,
             "data_wait_frac": waited_s / phases.total,

@@ -36,10 +36,7 @@ def known_optimizer(config: OptimConfig) -> None:
     if config.name not in known:
         raise UserError(f"optim.name={config.name!r} is not one of timm's optimizers{nearest(config.name, known)}")
     if config.decay == "big_vision" and (config.name not in DECOUPLED or not config.lr):
-        raise UserError(
-            f"optim.decay=big_vision: not with {config.name} at optim.lr={config.lr:g}; take a rate above 0 and one of "
-            f"{', '.join(DECOUPLED)}"
-        )
+        raise UserError(f"optim.decay=big_vision: take optim.lr above 0, and one of {', '.join(DECOUPLED)}")
 
 
 def build_optimizer(
@@ -89,8 +86,7 @@ def parameter_groups(model: nn.Module, config: OptimConfig, scales: Mapping[str,
     AdamW for them. Scalars (logit scale and bias, outside the towers) are a group because FSDP2 shards all others, and
     fused optimizer loops do not mix sharded with whole tensors.
 
-    torch's optimizers multiply a parameter by 1 - rate x decay in each step, big_vision's by 1 - rate / peak x decay,
-    where the peak has no factor.
+    A step of torch multiplies a parameter by 1 - rate x decay, one of big_vision by 1 - rate / peak x decay.
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     split: dict[tuple[int, bool, float], dict[str, Any]] = {}
@@ -145,8 +141,7 @@ class StableAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0} | decay)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None if closure is None else torch.enable_grad()(closure)()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             first, second = group["betas"]
             for p in (p for p in group["params"] if p.grad is not None):
@@ -161,12 +156,9 @@ class StableAdamW(torch.optim.Optimizer):
                 rate = group["lr"] / gradient_rms([p.grad], [v / v_share], group["eps"], [p.numel()])[0].clamp(min=1)
                 p.mul_(1 - rate * group["weight_decay"])
                 p.sub_(rate / m_share * m / ((v / v_share).sqrt() + group["eps"]))
-        return loss
 
 
-default_registry.register(
-    OptimInfo("stableadamw", StableAdamW, "AdamW of steady updates", has_betas=True, has_eps=True)
-)
+default_registry.register(OptimInfo("stableadamw", StableAdamW, "steady AdamW", has_betas=True, has_eps=True))
 
 
 def gradient_rms(gradients: list[Tensor], averages: list[Tensor], eps: float, sizes: list[int]) -> Tensor:
@@ -184,28 +176,26 @@ def gradient_rms(gradients: list[Tensor], averages: list[Tensor], eps: float, si
     return torch.stack(list(norms))
 
 
-def largest_rms(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[Tensor, Tensor, list[str]] | None:
-    """The largest `gradient_rms` after AdamW's or StableAdamW's step, and its place among the names that follow: 0-d.
+def largest_rms(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[list[Tensor], list[str]]:
+    """The largest `gradient_rms` after a step and its place, 0-d, among the names. Nothing for others than AdamW.
 
-    None for other optimizers. The same on every rank. Nothing waits for the device.
+    The same on every rank. Nothing waits for the device.
     """
-    found, updated = [], []
+    found, names = [], []
+    name_of = {id(p): name for name, p in model.named_parameters()}
     for group in optimizer.param_groups if isinstance(optimizer, torch.optim.AdamW | StableAdamW) else ():
         if not (used := [p for p in group["params"] if p.grad is not None]):
             continue
-        averages = [
-            local(state["exp_avg_sq"]) / (1 - group["betas"][1] ** local(state["step"]))
-            for state in (optimizer.state[p] for p in used)
-        ]
+        states, beta = [optimizer.state[p] for p in used], group["betas"][1]
+        averages = [local(state["exp_avg_sq"]) / (1 - beta ** local(state["step"])) for state in states]
         rms = gradient_rms([local(p.grad) for p in used], averages, group["eps"], [p.numel() for p in used])
         if isinstance(used[0], DTensor):
             rms = rms.square()
             dist.all_reduce(rms, group=used[0].device_mesh.get_group())
             rms = rms.sqrt()
         found.append(rms)
-        updated += used
-    names = {id(p): name for name, p in model.named_parameters()}
-    return (*torch.cat(found).max(0), [names[id(p)] for p in updated]) if found else None
+        names += [name_of[id(p)] for p in used]
+    return list(torch.cat(found).max(0)) if found else [], names
 
 
 @dataclass(frozen=True)
@@ -225,15 +215,12 @@ class Schedule:
     def build(
         config: ScheduleConfig, peak: float, batch: int, samples: int, epoch: int | None, first: int = 0
     ) -> "Schedule":
-        """The schedule of `samples` samples; `epoch` is the samples of an epoch, None if that is not known.
-
-        Raises UserError.
-        """
+        """The schedule of so many samples; `epoch`: those of an epoch, None if not known. Raises UserError."""
         total, per_epoch = max(1, samples // batch), None if epoch is None else epoch / batch
         warmup = parse_steps(config.warmup, "schedule.warmup", total=total, per_epoch=per_epoch)
         cooldown = parse_steps(config.cooldown, "schedule.cooldown", total=total, per_epoch=per_epoch)
-        name, final = config.name, config.final
-        return Schedule(peak, total, min(warmup, total), min(cooldown, total), final, name == "cosine", first)
+        ends = min(warmup, total), min(cooldown, total)
+        return Schedule(peak, total, *ends, config.final, config.name == "cosine", first)
 
     def lr(self, step: int) -> float:
         """Learning rate of a step: linear warm-up, then a cosine, or a constant and a cooldown."""

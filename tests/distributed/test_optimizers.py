@@ -45,9 +45,9 @@ def stepped(model: nn.Module, name: str, *, sharded: bool) -> list[Tensor]:
                 gradient = distribute_tensor(gradient, p.device_mesh, p.placements, src_data_rank=None)
             p.grad = gradient
         optimizer.step()
-    rms = largest_rms(optimizer, model)
+    rms, _ = largest_rms(optimizer, model)
     weights = [p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
-    return weights + ([torch.stack(rms[:2])] if rms else [])
+    return weights + ([torch.stack(rms)] if rms else [])
 
 
 def on_a_rank(rank: int, world: int) -> dict[str, float]:
