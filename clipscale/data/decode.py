@@ -189,15 +189,14 @@ JITTERED = 0.8
 
 @dataclass(frozen=True)
 class Colour:
-    """Colour jitter of a share of the pictures, then greyscale of another (SimCLR, arXiv 2002.05709, appendix A).
+    """torchvision's ColorJitter of a share of the pictures, then greyscale of another (SimCLR, arXiv 2002.05709).
 
-    As torchvision's ColorJitter, in a random order: brightness, contrast and saturation are multiplied by factors
-    uniform in 1 +- their strength and not below 0; the hue is shifted by at most its strength, of the colour circle.
+    In a random order, brightness, contrast and saturation are multiplied by factors uniform in 1 +- their strength and
+    not below 0, and the hue is shifted by at most its strength.
     """
 
     strengths: tuple[float, float, float, float]
-    grey: float
-    """Probability of a greyscale picture."""
+    grey: float  # probability
 
     def __call__(self, pixels: np.ndarray, rng: CounterRNG) -> np.ndarray:
         """Change (C, S, S) uint8 pixels."""

@@ -30,10 +30,8 @@ class Stage(NamedTuple):
     """A part of a run, or all of it."""
 
     config: TrainConfig
-    first: int
-    """Its first step, counted from the run's."""
-    earlier: int
-    """Samples of the run before it."""
+    first: int  # step of the run
+    earlier: int  # samples of the run before it
     last: bool
 
     def seen(self, step: int) -> int:
@@ -87,26 +85,22 @@ def begin(config: TrainConfig, world: World, folder: Path) -> tuple[Stage, Train
     stream = data_stream(state, saved, folder)
     streams = merge_positions(world.gather(stream.position()))["streams"]  # refuses shards that differ between ranks
     batches = {stage.config.batch for stage in stages}
-    if len(batches) > 1 and any(batch % streams for batch in batches):
-        raise UserError(
-            f"stages: batches of {sorted(batches)} are not all multiples of the {streams} shard streams in which data "
-            f"are read; choose others, or set data.shard_streams={math.gcd(streams, *batches)}"
-        )
+    if len(batches) > 1 and (fitting := math.gcd(streams, *batches)) < streams:
+        found = f"batches of {sorted(batches)} are not all multiples of the {streams} shard streams of the data"
+        raise UserError(f"stages: {found}; choose others, or set data.shard_streams={fitting}")
     restore_random(saved, config.seed, world)
     return stage, state, stream, step, saved["loss"] if saved else math.nan
 
 
 def planned(config: TrainConfig, world: World) -> list[Stage]:
     """The stages of a run, or the run itself. Raises UserError for one that cannot be."""
-    stages: list[Stage] = []
-    step = samples = 0
-    several = stages_of(config)
-    for stage in several:
-        check_machine(stage, world)
-        stages.append(Stage(stage, step, samples, last=len(stages) == len(several) - 1))
+    stages, step, samples, settings = [], 0, 0, stages_of(config)
+    for number, part in enumerate(settings, 1):
+        check_machine(part, world)
+        stages.append(Stage(part, step, samples, last=number == len(settings)))
         if config.stages:
-            architecture(stage.model)
-            step += stages[-1].samples(None) // stage.batch
+            architecture(part.model)
+            step += stages[-1].samples(None) // part.batch
             samples = stages[-1].seen(step)
     return stages
 
