@@ -130,7 +130,7 @@ FURTHER: dict[str, dict[str, Any]] = dict.fromkeys(PUBLISHED, ADAMW) | {
 
 def planned(name: str) -> PlanConfig:
     """The settings of `clipscale plan` with a recipe, checked."""
-    words = [f"experiment={name}", "hardware=h100-80g", "gpus=8", "nodes=16", "cache.chunk=8", "data.train=x.tar"]
+    words = [f"experiment={name}", "hardware=h100-80g", "gpus=8", "cache.chunk=8", "data.train=x.tar"]
     config: PlanConfig = compose.settings("plan", compose.overrides("plan", words)[1])
     VERBS["plan"].check(config)
     return config
@@ -162,7 +162,7 @@ def test_a_recipe_is_planned(name: str) -> None:
     """In chunks of a few samples: what the settings make of the model is of interest here."""
     config = planned(name)
     result = predicted(config, search=False)
-    assert result["local_batch"] * 128 == config.batch == PUBLISHED[name][FIELDS.index("batch")]
+    assert result["local_batch"] * 8 == config.batch == PUBLISHED[name][FIELDS.index("batch")]
     assert result["time"]["hours"] or config.samples is None
 
 
