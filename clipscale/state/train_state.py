@@ -21,7 +21,7 @@ from clipscale import checkpoint
 from clipscale.common.errors import UserError
 from clipscale.config.train import TrainConfig
 from clipscale.data.features import StoredFeatures, stored_features, stored_teachers
-from clipscale.data.loader.host_batch import NO_TARGETS, HostBatch, Targets
+from clipscale.data.loader.host_batch import HostBatch, Targets
 from clipscale.distributed.fsdp import replicate_state
 from clipscale.distributed.world import World, gradient_norm
 from clipscale.loss.api import contrastive_loss, distillation_loss
@@ -139,7 +139,7 @@ class TrainState:
         """The ranges of pixels that a step of `rows` samples reads, in order."""
         return iter(self.cache.towers[0].cut(rows)) if "image" in self.trunks else self.cache.ranges(0, rows)
 
-    def loss(self, image_features: Tensor, text_features: Tensor, *, targets: Targets = NO_TARGETS) -> Tensor:
+    def loss(self, image_features: Tensor, text_features: Tensor, *, targets: Targets = Targets()) -> Tensor:
         """This rank's view of the global loss: the value is the global mean; gradients sum over ranks to its gradient.
 
         With `cache.negatives=chunk`, the mean over micro-batches, each made of one image chunk of every rank.

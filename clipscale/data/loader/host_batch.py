@@ -4,7 +4,6 @@ N: samples of the local batch, k: captions of each, C: channels, S: side in pixe
 """
 
 import contextlib
-import hashlib
 import logging
 import math
 import mmap
@@ -22,7 +21,7 @@ from torch import Tensor
 from clipscale.common.errors import UserError
 from clipscale.common.units import format_bytes
 from clipscale.data.features import StoredFeatures
-from clipscale.data.shards.addresses import unsigned
+from clipscale.data.shards.addresses import hash64, unsigned
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +36,7 @@ RECIPE = 8
 
 def sample_id(url: str, key: str) -> int:
     """A 64-bit name of a sample. It does not depend on the shard's folder."""
-    text = f"{unsigned(url).rsplit('/', 1)[-1]}/{key}".encode("utf-8", "surrogatepass")
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
+    return (hash64(f"{unsigned(url).rsplit('/', 1)[-1]}/{key}") ^ (1 << 63)) - (1 << 63)
 
 
 class Part(NamedTuple):
@@ -73,7 +71,7 @@ class Layout:
     """What one rank stores of its batches, and where."""
 
     slots: int  # local batches at once
-    samples: int  # samples of the largest local batch
+    samples: int  # of the local batch
     row: tuple[int, ...]  # shape of one image row: (C, S, S) pixels, or the features of a frozen tower
     context_length: int
     dtype: str = "uint8"
@@ -248,29 +246,25 @@ class Targets(NamedTuple):
         return Targets(keys, tuple(rows[start:stop] for rows in self.teachers))
 
 
-NO_TARGETS = Targets()
-
-
 class HostBatch:
     """One local batch, valid until the next is asked for. Access to rows blocks until they have arrived."""
 
     def __init__(
         self,
         slot: Slot,
-        size: int,
         wait: Callable[[int], None],
         read: Callable[[Slot, int, int], Tensor] = stored_rows,
         expect: Callable[[Iterable[tuple[int, int]]], None] = lambda ranges: None,
     ) -> None:
         """`wait(stop)` blocks until rows 0..stop have arrived; `read(slot, start, stop)` gives image rows that have."""
-        self._slot, self._size, self._wait, self._read = slot, size, wait, read
-        self.captions = len(slot["tokens"]) // len(slot["ids"])
+        self._slot, self._wait, self._read = slot, wait, read
+        self.captions = len(slot["tokens"]) // len(self)
         """Captions of a sample; caption j is of sample j // captions."""
         self.expect = expect
         """Names the ranges of pixels that will be asked for, in order, so that they can be loaded ahead."""
 
     def __len__(self) -> int:
-        return self._size
+        return len(self._slot["ids"])
 
     def pixels(self, start: int, stop: int) -> Tensor:
         """(stop - start, C, S, S) uint8, or stored features, in host memory.
@@ -288,12 +282,12 @@ class HostBatch:
 
     def ids(self) -> Tensor:
         """(N,) int64: `sample_id` of every sample; waits for all of them."""
-        self._wait(self._size)
-        return torch.from_numpy(self._slot["ids"][: self._size])
+        self._wait(len(self))
+        return torch.from_numpy(self._slot["ids"])
 
     def targets(self, device: torch.device) -> Targets:
         """What the loss takes, on the device; waits for all samples."""
-        self._wait(self._size)
-        given = {name: array[: self._size] for name, array in self._slot.items() if name.endswith(TARGETS)}
-        tensors = {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in given.items()}
+        self._wait(len(self))
+        given = {name: torch.from_numpy(array) for name, array in self._slot.items() if name.endswith(TARGETS)}
+        tensors = {name: tensor.to(device, non_blocking=True) for name, tensor in given.items()}
         return Targets(tensors.pop("keys", None), tuple(tensors.values()))

@@ -18,7 +18,7 @@ from clipscale.config.data import DataConfig
 from clipscale.data.features import StoredFeatures
 from clipscale.data.filters import selection
 from clipscale.data.loader.assembler import BatchAssembler
-from clipscale.data.loader.host_batch import HOST, Arena, HostBatch, Layout, Offload, stored_rows
+from clipscale.data.loader.host_batch import HOST, Arena, HostBatch, Layout, Offload
 from clipscale.data.loader.memory import picture_bytes, stated_memory
 from clipscale.data.loader.offload import RowKind
 from clipscale.data.loader.prefetch import Prefetcher
@@ -91,7 +91,7 @@ class TrainStream:
         """The next local batch, at once; access to its rows blocks until they are there. The one before is invalid."""
         assembler, prefetcher, slots = self._assembler, self._prefetcher, len(self._arena.slots)
         before, self._step = self._step, self._step + 1
-        step, size, slot = self._step, assembler.size, self._arena.slot(self._step)
+        step, slot = self._step, self._arena.slot(self._step)
         if before >= 0:
             self._positions = assembler.finish(before)
         if prefetcher:
@@ -106,9 +106,7 @@ class TrainStream:
             if prefetcher:
                 prefetcher.arrived(assembler.arrived(step))
 
-        if not prefetcher:
-            return HostBatch(slot, size, wait, stored_rows)
-        return HostBatch(slot, size, wait, prefetcher.rows, prefetcher.expect)
+        return HostBatch(slot, wait, prefetcher.rows, prefetcher.expect) if prefetcher else HostBatch(slot, wait)
 
     def give_back(self) -> None:
         """Count the batch handed out last as not used: `position` is the one before it, and no other batch follows."""
