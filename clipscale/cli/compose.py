@@ -88,7 +88,7 @@ def example(word: str, names: Collection[str]) -> str:
 
 
 def is_source(text: str) -> bool:
-    """Whether `data=TEXT` names shards, a table or a folder, and no preset."""
+    """Whether `data=TEXT` names shards or a folder, and no preset."""
     return text not in group_options()["data"] and (re.search(r"[/*{@.[]", text) is not None or Path(text).exists())
 
 

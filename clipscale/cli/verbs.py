@@ -64,7 +64,7 @@ clipscale eval model.weights=/models/clip-vit-base-patch32 'eval.sets=[/data/ima
         "clipscale.embed.run:main",
         """\
 clipscale embed run=b32 data='/data/laion/*.tar' out=/data/b32
-clipscale embed model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/pairs.csv out=/data/b32 features=image""",
+clipscale embed model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/mine out=/data/b32 features=image""",
         often="model.weights data.train launch.procs",
         notes="data=SHARDS is short for data.train=SHARDS.",
         check=tools.check_embed,

@@ -24,19 +24,6 @@ class AugmentConfig:
 
 
 @dataclass
-class TableConfig:
-    """Tables of image paths and captions (.csv, .tsv) in `data.train`."""
-
-    image: str | None = setting(
-        None, "Column with the image's path; null: the first of `filepath`, `image`, `path` and such."
-    )
-    caption: str | None = setting(None, "Column with the caption; null: the first of `title`, `caption`, `text`.")
-    root: str | None = setting(
-        None, "Folder of all files that a table may name (others: `refused_file`); null: the table's own."
-    )
-
-
-@dataclass
 class FilterConfig:
     """Samples to leave out. Each filter counts the samples it drops as broken, under its own reason `filter_...`."""
 
@@ -54,7 +41,7 @@ class DataConfig:
     """Where the training samples come from, and how they are read."""
 
     train: list[str] | None = setting(
-        None, "Shards: brace lists, globs, `@FILE` listing shards, folders, URLs, tables; several are several sources."
+        None, "Shards: brace lists, globs, `@FILE` listing shards, folders, URLs; several are several sources."
     )
     weights: list[float] | None = setting(
         None, "Each source's share of every batch, drawn with replacement; null: by samples."
@@ -97,7 +84,6 @@ class DataConfig:
         None,
         "A subset of the samples: DataComp's uids (`FILE.npy`, dtype `u8,u8`, sorted), or a text of keys, one a line.",
     )
-    table: TableConfig = field(default_factory=TableConfig)
     filter: FilterConfig = field(default_factory=FilterConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     decode: str = setting(

@@ -1,7 +1,7 @@
 """A raw sample of a shard, and the rule by which members' names form samples."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 _META = re.compile(r"__[^/]*__($|/)")
@@ -32,16 +32,8 @@ class RawSample:
     """Reason why this sample is unusable although the rest of its shard can be read."""
     detail: str = ""
     extent: int = 0
-    """Bytes from this sample's first header to the next sample's (of a table: bytes of the row). The value does not
+    """Bytes from this sample's first header to the next sample's. The value does not
     depend on whether the sample is wanted or the shard has an index."""
-    deferred: Callable[[], None] | None = field(default=None, repr=False, compare=False)
-    """Reads the members of a table's row that have not been read yet; raises nothing."""
-
-    def load(self) -> None:
-        """Read the deferred members."""
-        if self.deferred is not None:
-            deferred, self.deferred = self.deferred, None
-            deferred()
 
     def accepts(self, name: str, extension: str, size: int, kinds: Mapping[str, int] | None) -> bool:
         """Whether to read this member; `kinds` is what `limits` returns, or None to read all.

@@ -1,4 +1,4 @@
-"""The verb `clipscale embed`. Each shard, or some thousand rows of a table, becomes files of its own in `out`.
+"""The verb `clipscale embed`. Each shard becomes files of its own in `out`.
 
     npy          NAME.image.npy and NAME.text.npy, (samples, D), and NAME.jsonl with the key and caption of each row
     webdataset   NAME.tar with all members but pictures, and KEY.npy and KEY.text.npy, for `data.image_features`;
@@ -28,12 +28,11 @@ from clipscale.config.tools import IMAGE, TEXT, EmbedConfig, check_embed
 from clipscale.data.decode import IMAGE_TYPES
 from clipscale.data.features import NOTE, encoded_row, notes_beside
 from clipscale.data.sample import limits
-from clipscale.data.shards.addresses import SourceError, is_local, leaf_of, scheme_of, unsigned
+from clipscale.data.shards.addresses import SourceError, is_local, leaf_of, unsigned
 from clipscale.data.shards.index import scan_shard
 from clipscale.data.shards.listing import list_shards
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
-from clipscale.data.shards.tables import part_of
 from clipscale.data.shards.writer import shard_writer, write_counts
 from clipscale.distributed.world import join, leave
 from clipscale.embed.arrays import SHARDS, array_path
@@ -145,11 +144,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def name_of(url: str) -> str:
-    if scheme_of(url) != "table":
-        return leaf_of(url).partition(".tar")[0]
-    part = part_of(url)
-    stem = leaf_of(part.path).rpartition(".")[0]
-    return f"{stem}-{part.first:09d}"
+    return leaf_of(url).partition(".tar")[0]
 
 
 def address(url: str) -> str:
@@ -204,10 +199,7 @@ def write_npy(path: Path, groups: Iterable[Group], kinds: Iterable[str]) -> None
 
 
 def write_tar(path: Path, groups: Iterable[Group], kinds: Iterable[str], teacher: str = "") -> None:
-    """A sample without features keeps its place, of a `teacher` without either of them.
-
-    A table's row has its number for a key: paths have extensions.
-    """
+    """A sample without features keeps its place, of a `teacher` without either of them."""
     names = [f"{teacher}.{FEATURES}"] if teacher else [MEMBERS[kind] for kind in kinds]
     left_out = {"", *names} if teacher else {"", *IMAGE_TYPES, *MEMBERS.values()}  # "" cannot be written
     with shard_writer(path) as writer:
@@ -216,5 +208,4 @@ def write_tar(path: Path, groups: Iterable[Group], kinds: Iterable[str], teacher
                 members = {name: data for name, data in raw.members.items() if name not in left_out}
                 arrays = zip(names, features[None] if teacher else features, strict=True)
                 members |= {name: encoded_row(array) for name, array in arrays if not np.isnan(array).any()}
-                key = f"{raw.index:09d}" if scheme_of(raw.url) == "table" else raw.key
-                writer.write({**(members or {"missing": b""}), "__key__": key})
+                writer.write({**(members or {"missing": b""}), "__key__": raw.key})

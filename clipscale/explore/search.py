@@ -119,11 +119,8 @@ class Pictures:
         if url := self.sources.get(part, ""):
             self.index(url)
             store = Store(self.data)
-            for raw in read_shard(
-                url, problem, lambda number: number == row, members, lazy=True, store=store, indexed=True
-            ):
+            for raw in read_shard(url, problem, lambda number: number == row, members, store=store, indexed=True):
                 if raw.index == row:
-                    raw.load()
                     if raw.damage:
                         raise BrokenSampleError(raw.damage, raw.detail)
                     return image_bytes(raw.members)

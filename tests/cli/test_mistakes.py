@@ -67,6 +67,7 @@ MISTAKES = [
     ("no model", "embed data=x.tar out=y", "run", "model.weights="),
     ("no machine to plan for", "plan", "hardware", "hardware=a100-80g"),
     # what is not there
+    ("a table of pictures", "train data=/d/pairs.csv", "data.train='/d/pairs.csv'", "img2dataset"),
     ("shards", "train data.train=/nowhere/{0..3}.tar", "data.train='/nowhere/{0..3}.tar'", "a brace list"),
     ("a checkpoint to go on from", "train data=demo resume=latest", "resume=latest", "run folder"),
     ("a variable of the environment", "train data.train=${oc.env:NOT_SET_HERE}", "NOT_SET_HERE", "environment"),

@@ -82,22 +82,6 @@ def test_features_are_the_models_own_under_the_samples_keys(run: str, tmp_path: 
     assert next(iter(shards.values()))["source"] == str(tmp_path / "in/00000.tar")
 
 
-def test_tables_are_embedded_as_shards_are(run: str, tmp_path: Path) -> None:
-    lines, members = ["filepath,title"], []
-    for number in range(3):
-        (tmp_path / f"{number}.png").write_bytes(picture(number))
-        lines.append(f"{number}.png,caption {number}")
-        members += sample(str(number), number)
-    (tmp_path / "all.csv").write_text("\n".join(lines))
-    write_tar(tmp_path / "a.tar", members)
-    shard = of_npy(embed(run, tmp_path / "a.tar", tmp_path / "of-shard"))
-    table = of_npy(embed(run, tmp_path / "all.csv", tmp_path / "of-table"))
-    for number in range(3):
-        assert np.allclose(table[f"{number}.png"], shard[str(number)], atol=1e-6)
-    rows = of_shards(embed(run, tmp_path / "all.csv", tmp_path / "shards", format="webdataset"))
-    assert set(rows) == {f"{number:09d}" for number in range(3)}, "a path is no key of a shard"
-
-
 def test_a_sample_without_a_usable_picture_or_text_keeps_its_row(
     run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -66,7 +66,7 @@ Item = RawSample | Unreadable
 
 
 def held_bytes(item: Item) -> int:
-    return item.extent if isinstance(item, RawSample) and (item.members or item.deferred) else 0
+    return item.extent if isinstance(item, RawSample) and item.members else 0
 
 
 class Windows:
@@ -186,7 +186,7 @@ class ShardReader:
         return segment, item
 
     def _open(self, url: str, problem: ReadProblem, windows: Windows) -> Generator[RawSample, None, None]:
-        return read_shard(url, problem, windows.wants, self._kinds, lazy=True, store=self._store, indexed=True)
+        return read_shard(url, problem, windows.wants, self._kinds, store=self._store, indexed=True)
 
     def _segments(self) -> Iterator[tuple[int, Segment]]:
         skip, order = self.index, self._shards.order

@@ -108,7 +108,6 @@ class ShardStream:
             try:
                 if isinstance(item, Unreadable):
                     raise BrokenSampleError(item.reason, item.detail)
-                item.load()
                 if item.damage:
                     raise BrokenSampleError(item.damage, item.detail)
                 place = segment.epoch, segment.shard, item.index

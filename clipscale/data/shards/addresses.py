@@ -39,7 +39,7 @@ def scheme_of(url: str) -> str:
 
 def unsigned(url: str) -> str:
     """The address without its query, which may be a signature: an address signed anew names the same shard."""
-    return url if is_local(url) or scheme_of(url) == "table" else url.split("?", 1)[0]
+    return url if is_local(url) else url.split("?", 1)[0]
 
 
 def leaf_of(url: str) -> str:

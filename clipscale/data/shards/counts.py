@@ -38,10 +38,6 @@ def recorded_counts(urls: Sequence[str], subset: Subset | None = None) -> list[i
     def recorded(url: str) -> int | None:
         if url in entries:
             return entries[url].samples
-        if scheme_of(url) == "table":
-            from clipscale.data.shards.tables import part_of
-
-            return part_of(url).last - part_of(url).first
         if not is_local(url):
             return None
         folder, leaf = os.path.split(url)
@@ -106,7 +102,7 @@ def build_order(
         raise UserError("data.weights and data.order=epochs exclude each other; weights need data.order=resampled")
     epochs = config.order == "epochs" or (config.order == "auto" and source_of is None)
     subset, listed = subset_of(config.only_keys), f"data.only_keys={config.only_keys}"
-    if subset and (others := [url for url in urls if scheme_of(url) in index.NO_FILE]):
+    if subset and (others := [url for url in urls if scheme_of(url) == "pipe"]):
         raise UserError(f"{listed}: {others[0]} is no tar file; leave its samples out yourself")
     counts = recorded_counts(urls, subset)
     if epochs:

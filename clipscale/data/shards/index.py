@@ -35,8 +35,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FILE = "clipscale-index.sqlite"
-NO_FILE = ("pipe", "table")
-"""Schemes whose addresses are not files and have no index."""
 _COLUMNS = "name, size, version, samples, reason, detail"
 _SCHEMA = """CREATE TABLE IF NOT EXISTS shards (name TEXT PRIMARY KEY, size INT, version TEXT, samples INT,
              reason TEXT, detail TEXT, offsets BLOB)"""
@@ -100,7 +98,7 @@ def current(urls: Sequence[str], subset: "Subset | None" = None) -> tuple[dict[s
     """
     folders: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for url in urls:
-        if scheme_of(url) not in NO_FILE:
+        if scheme_of(url) != "pipe":
             folders[folder_of(url)][leaf_of(url)].append(url)
     entries: dict[str, list[Entry]] = defaultdict(list)
     for folder, leaves in folders.items():

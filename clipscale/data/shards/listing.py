@@ -14,15 +14,15 @@ from pathlib import Path
 from braceexpand import braceexpand
 
 from clipscale.common.errors import UserError
-from clipscale.config.data import DataConfig, TableConfig
+from clipscale.config.data import DataConfig
 from clipscale.data.shards.addresses import is_local, scheme_of
 
 log = logging.getLogger(__name__)
 
-TABLES = (".csv", ".tsv")
+TABLES = (".csv", ".tsv", ".parquet")
 SCHEMES = ("http", "https", "s3", "gs", "hf")
 """Of the addresses that are read. fsspec knows others, some of which read this machine's files."""
-NOTHING = "matches no shard; give a tar file, a brace list, a glob, a folder, a table or @FILE"
+NOTHING = "matches no shard; give a tar file, a brace list, a glob, a folder or @FILE"
 
 
 def list_shards(config: DataConfig) -> tuple[list[str], list[int] | None]:
@@ -30,7 +30,7 @@ def list_shards(config: DataConfig) -> tuple[list[str], list[int] | None]:
     if not config.train:
         raise UserError("data.train is not set; give shards, for example data.train='/data/{00000..00099}.tar'")
     sources = [config.train] if isinstance(config.train, str) else list(config.train)
-    listed = [expand(source, config.allow_pipe, table=config.table) for source in sources]
+    listed = [expand(source, config.allow_pipe) for source in sources]
     urls = [url for source in listed for url in source]
     if config.weights is None:
         return urls, None
@@ -49,11 +49,9 @@ def check_local(config: DataConfig) -> None:
             raise UserError(f"data.train={source!r} {NOTHING}")
 
 
-def expand(
-    source: str, allow_pipe: bool = False, *, setting: str = "data.train", table: TableConfig | None = None
-) -> list[str]:
-    """The shards that one source names: a brace list, a glob, a folder of shards, a table, `@FILE` with an
-    address or path a line, or a URL (`::` joins several).
+def expand(source: str, allow_pipe: bool = False, *, setting: str = "data.train") -> list[str]:
+    """The shards that one source names: a brace list, a glob, a folder of shards, `@FILE` with an address or path a
+    line, or a URL (`::` joins several).
 
     Warns of missing local shards, and leaves them out: downloads have gaps. Raises UserError if no shard is left, or
     for `pipe:` without `allow_pipe`.
@@ -71,18 +69,13 @@ def expand(
         log.warning("%s: %s; going on without them", setting, counts)
     if not present:
         raise UserError(f"{setting}={source!r} {NOTHING}")
-    if not any(is_local(name) and name.endswith(TABLES) for name in present):
-        return present
-    from clipscale.data.shards.tables import table_shards  # here: it loads what decodes pictures
-
-    shards = (
-        table_shards(name, table or TableConfig(), setting) if name.endswith(TABLES) else [name] for name in present
-    )
-    return [url for urls in shards for url in urls]
+    return present
 
 
 def _local(source: str, setting: str) -> list[str]:
     """The files of this machine that a brace list, glob or folder names, whether they exist or not."""
+    if source.endswith(TABLES):
+        raise UserError(f"{setting}={source!r}: a table; make shards of it, by img2dataset or webdataset's ShardWriter")
     source = os.path.expanduser(source)  # noqa: PTH111 (a pattern, not yet a path)
     if os.path.isdir(source):  # noqa: PTH112
         return sorted(str(path) for path in Path(source).glob("*.tar*"))

@@ -1,6 +1,5 @@
-"""Reads the raw samples of a shard in their order: a tar file header by header, or by an index; a table row by row."""
+"""Reads the raw samples of a shard in their order: a tar file header by header, or by an index."""
 
-import csv
 import tarfile
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
@@ -9,7 +8,7 @@ from itertools import pairwise
 
 from clipscale.data.sample import RawSample, key_and_extension
 from clipscale.data.shards import index
-from clipscale.data.shards.addresses import SourceError, scheme_of
+from clipscale.data.shards.addresses import SourceError
 from clipscale.data.shards.store import Store
 from clipscale.data.shards.tar import DAMAGE, next_member, padded, read_exactly, skip, unpacked
 
@@ -28,7 +27,6 @@ def read_shard(
     want: Callable[[int], bool] = lambda _: True,
     kinds: Mapping[str, int] | None = None,
     *,
-    lazy: bool = False,
     store: Store | None = None,
     indexed: bool = False,
 ) -> Generator[RawSample, None, None]:
@@ -47,15 +45,7 @@ def read_shard(
         if store.config.only_keys is not None:
             from clipscale.data.shards.subset import read_subset  # here: it reads by this function
 
-            yield from read_subset(url, problem, want, store, kinds=kinds, lazy=lazy, indexed=indexed)
-            return
-        if scheme_of(url) == "table":
-            from clipscale.data.shards import tables  # here: it loads what decodes pictures
-
-            for raw in tables.read_rows(url, want, kinds):
-                if not lazy:
-                    raw.load()
-                yield raw
+            yield from read_subset(url, problem, want, store, kinds=kinds, indexed=indexed)
             return
         opened = store.open(url)
         with closing(opened.stream) as source:
@@ -112,6 +102,6 @@ def read_shard(
                 pass  # a command's failure shows at its end
     except SourceError as error:
         problem.reason, problem.detail = error.reason, f"{url}: {error}"
-    except (*DAMAGE, csv.Error) as error:
+    except DAMAGE as error:
         problem.reason = "unreadable_shard" if raw is None else "truncated_shard"
         problem.detail = f"{url}: {getattr(error, 'strerror', None) or str(error) or type(error).__name__}"

@@ -44,7 +44,7 @@ class Findings:
 
 def main(sources: Sequence[str], settings: CheckSettings) -> int:
     """Print the table. Status 1 where something is broken, apart from what the filters leave out. Raises UserError."""
-    urls, findings = expanded(sources, settings.data.allow_pipe, settings.data.table), Findings()
+    urls, findings = expanded(sources, settings.data.allow_pipe), Findings()
     checked = index.map_shards(partial(check_shard, config=settings.data), cores(), urls)
     for shard in progress(checked, len(urls)):
         findings.add(shard)

@@ -10,7 +10,6 @@ from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores
 from clipscale.common.terminal import say
 from clipscale.common.units import format_bytes
-from clipscale.config.data import TableConfig
 from clipscale.config.tools import IndexSettings
 from clipscale.data.shards import index, listing
 from clipscale.data.shards.addresses import scheme_of
@@ -19,11 +18,11 @@ from clipscale.data.shards.subset import subset_of
 T = TypeVar("T")
 
 
-def expanded(sources: Sequence[str], allow_pipe: bool = False, table: TableConfig | None = None) -> list[str]:
+def expanded(sources: Sequence[str], allow_pipe: bool = False) -> list[str]:
     """The shards that the arguments name, each once. Raises UserError."""
     if not sources:
         raise UserError("no shards given; for example: clipscale data index '/data/{00000..00099}.tar'")
-    listed = [listing.expand(source, allow_pipe, setting="shards", table=table) for source in sources]
+    listed = [listing.expand(source, allow_pipe, setting="shards") for source in sources]
     return list(dict.fromkeys(url for urls in listed for url in urls))
 
 
@@ -33,10 +32,7 @@ def progress(done: Iterable[T], count: int) -> Iterable[T]:
 
 def main(sources: Sequence[str], settings: IndexSettings) -> int:
     """Index the shards, and print their samples and bytes. Status 1 where one is damaged or cannot be read."""
-    urls = [url for url in expanded(sources) if scheme_of(url) not in index.NO_FILE]
-    if not urls:
-        say("tables and pipes have no index; their rows are counted as they are")
-        return 0
+    urls = [url for url in expanded(sources) if scheme_of(url) != "pipe"]  # which has no index
     subset = subset_of(settings.only_keys)
     outcomes = dict(progress(index.update_indexes(urls, workers=cores(), subset=subset), len(urls)))
     entries, _ = index.current(urls, subset)
