@@ -38,7 +38,7 @@ class Transfer:
 
 
 class Communicator:
-    """The transfers of a process group. Counts the bytes that this process sends (collectives: as by a ring)."""
+    """The transfers of a process group. Counts the bytes that this process sends around the ring."""
 
     bytes_sent: ClassVar[int] = 0
 
@@ -70,14 +70,12 @@ class Communicator:
         """(n, ...) of each rank to (P n, ...) in rank order."""
         gathered = x.new_empty(self.size * len(x), *x.shape[1:])
         dist.all_gather_into_tensor(gathered, x.contiguous(), group=self.group)
-        Communicator.bytes_sent += (self.size - 1) * x.nbytes
         return gathered
 
     def scatter(self, x: Tensor) -> Tensor:
         """(P n, ...) of each rank, summed over the ranks, to this rank's (n, ...)."""
         mine = x.new_empty(len(x) // self.size, *x.shape[1:])
         dist.reduce_scatter_tensor(mine, x, group=self.group)
-        Communicator.bytes_sent += (self.size - 1) * mine.nbytes
         return mine
 
     def scatter_lse(self, x: Tensor) -> Tensor:
@@ -89,17 +87,13 @@ class Communicator:
     def reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """x reduced over the ranks, in place."""
         dist.all_reduce(x, op, group=self.group)
-        Communicator.bytes_sent += 2 * (self.size - 1) * x.nbytes // self.size
         return x
 
     def agree(
         self, facts: Sequence[int], names: Sequence[str], problem: Exception | None, device: torch.device
     ) -> None:
-        """Raise ValueError if another rank has a problem, or if the ranks differ in one of the named facts.
-
-        Without this small all-gather the other ranks would wait for a rank that raises, or that brings another batch
-        size.
-        """
+        """Raise ValueError if another rank has a problem, or if the ranks differ in one of the named facts. Otherwise
+        the others would wait for a rank that raises, or that brings another batch size."""
         mine = torch.tensor([problem is not None, *facts], dtype=torch.int64, device=device)
         gathered = self.gather(mine).view(self.size, -1).tolist()
         if problem is not None:

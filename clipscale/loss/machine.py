@@ -16,13 +16,10 @@ T = TypeVar("T")
 class Machine:
     """The machine of this process."""
 
-    def __init__(
-        self, tiles: Tiles | None = None, panel_bytes: int = 512 << 20, partial_bytes: int = 128 << 20
-    ) -> None:
-        """tiles: of the Triton kernels; None: those of the table. panel_bytes: of score gradients at a time; 16k x 16k
-        of them in half precision keep the library's matrix products large. partial_bytes: of partial sums, a 32k x 32k
-        panel of 128 x 128 tiles."""
-        self._tiles, self.panel_bytes, self.partial_bytes = tiles, panel_bytes, partial_bytes
+    def __init__(self, panel_bytes: int = 512 << 20, partial_bytes: int = 128 << 20) -> None:
+        """panel_bytes: of score gradients at a time; 16k x 16k of them in half precision keep the library's matrix
+        products large. partial_bytes: of partial sums, a 32k x 32k panel of 128 x 128 tiles."""
+        self.panel_bytes, self.partial_bytes = panel_bytes, partial_bytes
 
     def is_gpu(self, device: torch.device) -> bool:
         return device.type == "cuda"
@@ -33,8 +30,6 @@ class Machine:
 
     def tiles(self, device: torch.device, dtype: torch.dtype) -> Tiles:
         """Of the Triton kernels."""
-        if self._tiles:
-            return self._tiles
         return tiles_for(_capability(device), dtype) if device.type == "cuda" else INTERPRETER
 
     def has_descriptors(self, x: Tensor) -> bool:
