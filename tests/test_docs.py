@@ -151,5 +151,5 @@ def small(words: list[str], folder: Path) -> list[str]:
         words = [re.sub(large, stand_in, word) for word in words]
     given = {word.partition("=")[0] for word in words}
     tiny = [word for word in TINY if word.partition("=")[0] not in given and "model" not in word]
-    more = {"train": tiny, "eval": ["device=cpu"], "embed": ["device=cpu"], "demo": ["samples=64"]}
-    return [*words, *more.get(words[0], more.get(words[1], []))]
+    more = {"train": tiny, "eval": ["device=cpu"], "embed": ["device=cpu"], "data demo": ["samples=64"]}
+    return [*words, *more.get(words[0], more.get(" ".join(words), []))]
