@@ -42,15 +42,17 @@ def assert_agree(ours: StepMemory, real: StepMemory, *, growth: bool = True, pea
     assert worst <= BAR, "\n".join(lines)
 
 
+CHECKPOINTING = {"model__grad_checkpointing": True}
 CASES: dict[str, dict[str, Any]] = {
     "float32": {},
     "frozen": {"model__freeze_image": True, "optim__name": "lion"},
     "sigmoid": {"loss__objective": "sigmoid", "model__init_bias": -10, "optim__name": "muon"},
     "bf16": {"precision__name": "bf16", "chunk": 32},
-    "checkpointing": {"model__grad_checkpointing": True},
+    "checkpointing": CHECKPOINTING | {"batch": 192},
     "resident": {"offload": "none", "model__patch_dropout": 0.5, "optim__name": "adafactorbv"},
     "many chunks": {"batch": 320, "chunk": 32, "optim__name": "lamb", "optim__clip_norm": 1.0},
-    "fp16": {"precision__name": "fp16"},
+    "fp16": {"precision__name": "fp16", "loss__backend": "dense"},
+    "bf16, dense, checkpointing": {"precision__name": "bf16", "loss__backend": "dense", "batch": 128} | CHECKPOINTING,
     "large chunk": {"batch": 2048, "chunk": 512},
     "ViT-B/32": {"model__name": "ViT-B-32", "model__architecture": {}, "chunk": 32, "precision__name": "bf16"},
 }
