@@ -82,10 +82,8 @@ def streams_of(streams: int, batch: int, rank: int, world: int) -> range:
 
 
 def local_places(stream: int, streams: int, batch: int, rank: int, world: int) -> range:
-    """The places that a stream fills, counted from the start of the rank's part of the global batch.
-
-    Places below 0 or from B/P on are another rank's.
-    """
+    """The places that a stream fills, counted from the start of the rank's part of the global batch. Places below 0 or
+    from B/P on are another rank's."""
     bounds, origin = stream_bounds(batch, streams), rank * (batch // world)
     return range(int(bounds[stream]) - origin, int(bounds[stream + 1]) - origin)
 

@@ -85,9 +85,7 @@ def keep_stream_type(tower: nn.Module) -> None:
 
 def blocks(tower: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a transformer or of a convolutional network, and its stages. FSDP2 gathers one at a time.
-
-    Inner ones come first: fully_shard takes what is left of a module.
-    """
+    Inner ones come first: fully_shard takes what is left of a module."""
     modules = reversed(list(tower.modules()))
     lists = [m for m in modules if isinstance(m, nn.ModuleList | nn.Sequential) and len({type(c) for c in m}) == 1]
     return [block for items in lists if len(items) > 1 for block in items if any(True for _ in block.parameters())]

@@ -69,10 +69,8 @@ class World:
         return torch.cat(parts)
 
     def highest(self, *values: int) -> list[int]:
-        """The largest of every rank's values, one by one, on every rank.
-
-        One reduction, which does not wait for the device.
-        """
+        """The largest of every rank's values, one by one, on every rank. One reduction, which does not wait for the
+        device."""
         return self.highest_later(*values).values() if self.size > 1 else list(values)
 
     def highest_later(self, *values: int) -> Later:

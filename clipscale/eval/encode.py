@@ -94,9 +94,7 @@ class Encoder:
 
     def images(self, eval_set: EvalSet) -> Iterator[tuple[range, Tensor, Tensor]]:
         """For each of this rank's batches: indices, features (n, D), and whether each image could be decoded (n,).
-
-        Threads decode the next batch while the device encodes this one.
-        """
+        Threads decode the next batch while the device encodes this one."""
         transform = self.model.eval_transform()
         broken: Counter[str] = Counter()
 

@@ -158,10 +158,8 @@ def measured(eval_set: EvalSet, about: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_results(run_dir: Path, step: int | None, results: Results, about: dict[str, dict[str, Any]]) -> Path:
-    """Write `eval/step_N.json`, or `eval/final.json`, where the results of other sets stay. Raises OSError.
-
-    about: what each set's results belong to.
-    """
+    """Write `eval/step_N.json`, or `eval/final.json`, where the results of other sets stay. Raises OSError. about: what
+    each set's results belong to."""
     path = run_dir / "eval" / ("final.json" if step is None else f"step_{step:08d}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     earlier: dict[str, Any] = {}

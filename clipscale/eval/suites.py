@@ -36,9 +36,7 @@ def chosen_sets(config: EvalConfig) -> list[EvalSet]:
 
 def suite_sets(suite: str, root: str | None) -> list[EvalSet]:
     """The sets of a suite in the folder `root`, under the suite's names for them; the log names those that are missing.
-
-    Raises UserError if there are none, and for a set that cannot be used.
-    """
+    Raises UserError if there are none, and for a set that cannot be used."""
     if root is None:
         raise UserError(f"eval.suite={suite} needs eval.root=DIR, the folder with its sets")
     folder = Path(root).expanduser().absolute()

@@ -26,10 +26,8 @@ from clipscale.step.precision import Precision
 
 
 def main(config: EvalRunConfig) -> Results:
-    """Evaluate, on `launch.procs` processes or as one of torchrun's. Raises UserError.
-
-    Without sets it takes the run's own, and without a root the run's.
-    """
+    """Evaluate, on `launch.procs` processes or as one of torchrun's. Raises UserError. Without sets it takes the run's
+    own, and without a root the run's."""
     folder = check_eval(config)
     if not config.eval.wanted or (config.eval.suite != "none" and config.eval.root is None):
         _complete(config.eval, folder / "config.yaml")

@@ -20,10 +20,8 @@ WAIT_S = 10.0
 
 
 class RunLock:
-    """The lock of a run's folder: `flock` on run.lock, which the kernel releases however the process ends.
-
-    The file names process and host for the message.
-    """
+    """The lock of a run's folder: `flock` on run.lock, which the kernel releases however the process ends. The file
+    names process and host for the message."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

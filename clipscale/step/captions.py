@@ -79,10 +79,8 @@ def padding(tower: nn.Module, tokenizer: Callable[[list[str]], Tensor], device: 
 
 
 def expected_to_cut(encoder: nn.Module) -> bool:
-    """What `padding` would find for a text transformer of open_clip; False for any other tower.
-
-    For `plan`, whose towers have no values.
-    """
+    """What `padding` would find for a text transformer of open_clip; False for any other tower. For `plan`, whose
+    towers have no values."""
     if not isinstance(encoder, TextTransformer) or encoder.cls_emb is not None:
         return False
     return encoder.attn_mask is not None and encoder.pool_type in ("first", "argmax", "eos")

@@ -51,9 +51,7 @@ def sizes_of_settings(config: CacheConfig, local_batch: int, captions: int = 1) 
 
 def batch_norm_chunk(tower: nn.Module, name: str, size: int | None, local_batch: int) -> int | None:
     """The chunk size of a tower that trains batch normalisation: the whole local batch. None for any other tower.
-
-    Raises UserError for a smaller `size`.
-    """
+    Raises UserError for a smaller `size`."""
     mixing = [key for key, m in tower.named_modules() if isinstance(m, _BatchNorm) and m.training]
     if not mixing or not any(p.requires_grad for p in tower.parameters()):
         return None

@@ -142,10 +142,8 @@ class GradCache:
         return sum(count * (1 + tower.trained) for count, tower in zip(counts, self.towers))
 
     def ranges(self, tower: int, rows: int) -> Iterator[tuple[int, int]]:
-        """A tower's row ranges of the batch, in order, for both passes. Read at most one range ahead of them.
-
-        Not for an `Arranged` input, which cuts its own.
-        """
+        """A tower's row ranges of the batch, in order, for both passes. Read at most one range ahead of them. Not for
+        an `Arranged` input, which cuts its own."""
         return self.towers[tower].ranges(rows)
 
 

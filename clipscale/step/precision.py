@@ -41,10 +41,8 @@ class Precision:
         return self.scaler is not None and self.loss_scale >= LEAST_LOSS_SCALE
 
     def store(self, tower: nn.Module) -> None:
-        """Cast the matrices of a frozen tower in place.
-
-        It computes the same as before, since autocast rounds them anyway.
-        """
+        """Cast the matrices of a frozen tower in place. It computes the same as before, since autocast rounds them
+        anyway."""
         if not any(p.requires_grad for p in tower.parameters()):
             for p in tower.parameters():
                 p.data = p.data.to(self.dtype) if p.ndim >= 2 else p.data

@@ -69,10 +69,8 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def scan_counts(urls: Sequence[str], subset: Subset | None = None) -> list[int]:
-    """Samples per local shard from its tar headers, or of a subset; an index in the user's cache remembers them.
-
-    A damaged shard counts the samples before the damage.
-    """
+    """Samples per local shard from its tar headers, or of a subset; an index in the user's cache remembers them. A
+    damaged shard counts the samples before the damage."""
     entries: dict[str, index.Entry] = {}
     try:
         dict(index.update_indexes(urls, beside=False, subset=subset))

@@ -158,9 +158,7 @@ def _writing(path: Path) -> Iterator[sqlite3.Connection]:
 
 def scan_shard(url: str) -> Entry:
     """The index entry of a shard, from its headers, grouped into samples as `read_shard` does. The entry notes damage.
-
-    Raises OSError or SourceError if the shard cannot be opened.
-    """
+    Raises OSError or SourceError if the shard cannot be opened."""
     opened = Store().open(url)
     offsets, reason, detail, can_seek = list[int](), None, "", False
     with closing(opened.stream) as source:

@@ -116,10 +116,8 @@ def read_exactly(stream: Any, size: int, most: int = LARGEST_MEMBER) -> bytes:
 
 
 def skip(stream: Any, size: int, can_seek: bool) -> None:
-    """Skip `size` bytes, by reading them where the stream cannot seek. Raises tarfile.ReadError.
-
-    Where the stream can seek, its end goes unnoticed.
-    """
+    """Skip `size` bytes, by reading them where the stream cannot seek. Raises tarfile.ReadError. Where the stream can
+    seek, its end goes unnoticed."""
     if can_seek and size < LEAST_SEEK:
         stream.read(size)
         return

@@ -15,9 +15,7 @@ from clipscale.common.files import replacing, write_json
 @contextmanager
 def shard_writer(path: Path) -> Iterator[TarWriter]:
     """A writer of samples (`__key__`, and bytes by extension) to `path`; nothing is left there after an exception.
-
-    Raises OSError where it cannot be written.
-    """
+    Raises OSError where it cannot be written."""
     with (
         replacing(path) as file,
         # no time and no owner, which would differ between two runs; extensions that begin with `_` are kept

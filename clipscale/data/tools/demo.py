@@ -79,10 +79,8 @@ def render_missing(sources: Sequence[str]) -> None:
 
 
 def render_demo(root: Path, train_samples: int = 20_000) -> bool:
-    """Write the set to `root`, complete or not at all. False if a set of the same recipe was already there.
-
-    Raises UserError if `root` holds something else.
-    """
+    """Write the set to `root`, complete or not at all. False if a set of the same recipe was already there. Raises
+    UserError if `root` holds something else."""
     recipe = {"recipe": RECIPE_VERSION, "train_samples": train_samples}
     if train_samples < TRAIN_SHARDS:
         raise UserError(f"samples={train_samples}: the demo set needs at least {TRAIN_SHARDS}, one for each shard")

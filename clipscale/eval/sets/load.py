@@ -41,10 +41,8 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 @lru_cache(maxsize=64)
 def load_set(path: Path, group: int | None = None) -> EvalSet:
-    """Recognise the layout of `path` and load the set. Raises UserError, whatever is wrong with its files.
-
-    group: the column of the samples' metadata that names their group.
-    """
+    """Recognise the layout of `path` and load the set. Raises UserError, whatever is wrong with its files. group: the
+    column of the samples' metadata that names their group."""
     try:
         return _load_set(path, group)
     except UserError as error:

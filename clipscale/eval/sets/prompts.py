@@ -26,23 +26,17 @@ def classnames(root: Path, *, numbers: bool = True) -> list[str]:
 
 
 def templates(root: Path, *, imagenet: bool = False) -> list[str]:
-    """Templates: the set's own, else CLIP's 80 for ImageNet and its variants, or a single one. Raises UserError."""
-    if (root / TEMPLATES).is_file():
-        return read_templates(root / TEMPLATES)
-    if imagenet or "imagenet" in root.name.lower():
-        return [template("{c}") for template in OPENAI_IMAGENET_TEMPLATES]
-    return [SINGLE]
-
-
-def read_templates(file: Path) -> list[str]:
-    """The templates in a file, one a line, with {c}, {classname} or {} for the class. Raises UserError."""
-    templates = lines(file)
-    for line in templates:
-        if not re.search(r"\{(c|classname)?\}", line):
+    """Templates with {c} for the class: the set's own (there also {classname} or {}), else CLIP's 80 for ImageNet and
+    its variants, or a single one. Raises UserError."""
+    file, place = root / TEMPLATES, re.compile(r"\{(c|classname)?\}")
+    if not file.is_file():
+        several = imagenet or "imagenet" in root.name.lower()
+        return [template("{c}") for template in OPENAI_IMAGENET_TEMPLATES] if several else [SINGLE]
+    own = lines(file)
+    for line in own or [""]:
+        if not place.search(line):
             raise UserError(f"eval.sets: the template {line!r} of {file} has no place for the class; write {{c}} there")
-    if not templates:
-        raise UserError(f"eval.sets: {file} holds no template; write one a line, such as: {SINGLE}")
-    return [re.sub(r"\{(c|classname)?\}", "{c}", line) for line in templates]
+    return [place.sub("{c}", line) for line in own]
 
 
 def render(template: str, name: str) -> str:
