@@ -157,6 +157,7 @@ def test_a_recipe_is_the_published_one(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_recipe_is_planned(name: str) -> None:
     """In chunks of a few samples: what the settings make of the model is of interest here."""
