@@ -49,7 +49,6 @@ class StepMemory:
 
     @property
     def highest(self) -> float:
-        """Peak of the step."""
         return max(self.peak.values())
 
 

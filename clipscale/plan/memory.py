@@ -40,18 +40,16 @@ class MemoryModel:
     def at(self, batch: int, chunks: Chunks, keep: float = 0) -> StepMemory:
         """A step of `batch` samples on a rank, with `keep` bytes for kept graphs."""
 
-        def step(samples: int) -> StepMemory:
-            return self._step(self.sizes(samples, chunks), samples)
-
         def further(sizes: dict[str, float], less: dict[str, float]) -> dict[str, float]:
             return {name: size + round(distance * (size - less.get(name, size))) for name, size in sizes.items()}
 
         whole = max([c for c in chunks if c] or [64])
         # With several ranks the last chunk differs from the others, because gradients are summed over ranks in it.
         near = (2 if self.run.ranks == 1 else 3) * whole
-        memory = step(min(batch, near + whole if batch > near else near))
+        size = near + whole if batch > near else batch
+        memory = self._step(self.sizes(size, chunks), size)
         if batch > near:
-            small, distance = step(near), (batch - near) / whole - 1
+            small, distance = self._step(self.sizes(near, chunks), near), (batch - near) / whole - 1
             memory = StepMemory(further(memory.before, small.before), further(memory.peak, small.peak))
         memory = replace(memory, peak={**memory.peak, "loss": memory.before["loss"] + self.loss(batch)})
         return self._with_kept(memory, batch, chunks, keep) if keep else memory
