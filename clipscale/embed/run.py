@@ -50,9 +50,7 @@ DAMAGED = ("truncated_shard", "unreadable_shard")
 
 def main(config: EmbedConfig) -> dict[str, Any]:
     """Write features on `launch.procs` processes, or as one of torchrun's. Returns the folder and its samples."""
-    check_embed(config)
-    task = "clipscale.embed.run:work"
-    return local.run(config, task)
+    return local.run(config, f"{__name__}:work")
 
 
 def work(config: EmbedConfig) -> dict[str, Any]:

@@ -31,8 +31,7 @@ def main(config: EvalRunConfig) -> Results:
     folder = check_eval(config)
     if not config.eval.wanted or (config.eval.suite != "none" and config.eval.root is None):
         _complete(config.eval, folder / "config.yaml")
-    work = "clipscale.eval.verb:work"
-    return local.run(config, work)
+    return local.run(config, f"{__name__}:work")
 
 
 def work(config: EvalRunConfig) -> Results:
