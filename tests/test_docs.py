@@ -139,7 +139,8 @@ def test_every_command_runs_on_the_tiny_model(page: str, tmp_path: Path, monkeyp
     used = {word[4:] for words in every if words[0] != "train" for word in words if word.startswith("run=")}
     used |= {word for words in every if words[0] == "report" for word in words[1:] if "=" not in word}
     made = {word[4:] for words in every if words[0] == "train" for word in words if word.startswith("run=")}
-    runs = [["train", "model=tiny", "data=/data/mine", f"run={run}"] for run in sorted({"b32", *used} - made - {""})]
+    new = sorted({"b32", *used} - made - {""})
+    runs = [["train", "model=tiny", "data=/data/mine", f"run={run}", "plan=true"] for run in new]
     for words in [*runs, *every]:
         assert main(small(words, tmp_path)) in ((0, 1) if words[0] == "plan" else (0,)), words
 
