@@ -67,7 +67,7 @@ def gone(processes: list[psutil.Process], seconds: float) -> bool:
 
 
 def two(tmp_path: Path) -> TrainConfig:
-    return TrainConfig(run=str(tmp_path / "run"), batch=16, device="cpu", launch=LaunchConfig(procs=2))
+    return TrainConfig(run=str(tmp_path / "run"), batch=16, device="cpu", plan=False, launch=LaunchConfig(procs=2))
 
 
 def ring(config: TrainConfig) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def test_a_workers_mistake_comes_back_as_if_made_here_and_at_once(tmp_path: Path
 
 
 def test_one_worker_is_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = TrainConfig(run=str(tmp_path), device="cpu")
+    config = TrainConfig(run=str(tmp_path), device="cpu", plan=False)
     assert local.run(config, f"{__name__}:this_process") == {"pid": os.getpid()}
     monkeypatch.setattr(local, "start", lambda config, main, count: {"count": count})
     assert local.run(config, isolated=True) == {"count": 1}
