@@ -22,7 +22,7 @@ from clipscale.loss.exchange import Communicator, Gather, Replicated, Ring, Sing
 from clipscale.loss.inputs import FACTS, Inputs, Pair, checked_inputs
 from clipscale.loss.objective import Distillation, Objective, Sigmoid, Softmax
 from clipscale.loss.shared import Corrected, Masked, prepared
-from clipscale.loss.similarity import SIMILARITIES, Deep, Dot, Late, Similarity
+from clipscale.loss.similarity import Deep, Dot, Similarity
 from clipscale.loss.torch_backend import TorchBackend
 
 Teacher = tuple[Tensor, Tensor, float]
@@ -55,7 +55,6 @@ def contrastive_loss(
     keys: Tensor | Pair | None = None,
     shared: str = "mask",
     captions: int = 1,
-    masks: Pair | None = None,
     teachers: Sequence[Teacher] = (),
     check: bool = True,
 ) -> Tensor:
@@ -73,16 +72,14 @@ def contrastive_loss(
     texts, each with a weight of 1/k.
 
     Args:
-        image_features: (n, D), rows usually of unit length; (n, T, D) for late interaction; whatever a module takes.
+        image_features: (n, D), rows usually of unit length; whatever a module takes.
         text_features: (m, D), text j of the first captions * n belonging to image j // captions; texts beyond those are
             hard negatives: columns only.
         logit_scale: the multiplier itself, not its logarithm; positive; a number or a tensor of one element.
         logit_bias: for the sigmoid; the softmax does not depend on it.
         objective: softmax | softmax_image | softmax_text | sigmoid.
-        similarity: "dot"; "late": the mean over tokens of the best match (FILIP, arXiv 2111.07783), which differs
-            between the directions (the sigmoid takes their mean); or a module from image features and text features to
-            similarities (n, m), pair by pair, which is called with one tile at a time, twice, and whose parameters get
-            their gradient too.
+        similarity: "dot", or a module from image features and text features to similarities (n, m), pair by pair, which
+            is called with one tile at a time, twice, and whose parameters get their gradient too.
         exchange: none (this process by itself) | replicated (CLIP: gather both sides, the whole loss on every rank) |
             local (OpenCLIP: two one-sided losses of the own rows; with several captions: gather) | gather (all-gather
             of the texts, reduce-scatter of their gradients; DisCo-CLIP) | ring (the texts travel; least memory) | auto
@@ -96,7 +93,6 @@ def contrastive_loss(
             image), positives too (positive; dot product), or negatives as without keys (ignore).
         captions: texts of each image, all of them its positives (more than one: dot product).
         teachers: see `distillation_loss`: their probabilities, instead of the pairs, are what the softmax should be.
-        masks: bool, (n, T) for the images and (m, T) for the texts, or None; for late interaction: which tokens count.
         check: refuse what is not finite, a scale that is not positive, and ranks whose inputs do not fit each other.
             That waits for the device and takes a small all-gather; a training loop needs it in its first step.
 
@@ -124,7 +120,7 @@ def contrastive_loss(
             raise ValueError("shared=mask takes one caption an image; with several, shared=positive")
         inputs = checked_inputs(
             image_features, text_features, logit_scale, 0.0 if logit_bias is None else logit_bias, kind,
-            masks=masks, keys=None if shared == "ignore" else keys, captions=captions, check=check,
+            keys=None if shared == "ignore" else keys, captions=captions, check=check,
         )  # fmt: skip
         if teachers:
             inputs = replace(inputs, teachers=_side_by_side(teachers, inputs, objective, kind))
@@ -182,7 +178,7 @@ def _check_choices(objective: str, similarity: str | nn.Module, exchange: str, b
     """Raise ValueError for a word that is no choice of its argument."""
     for name, value, choices in (
         ("objective", objective, OBJECTIVES),
-        ("similarity", similarity, SIMILARITIES),
+        ("similarity", similarity, ("dot",)),
         ("exchange", exchange, EXCHANGES),
         ("backend", backend, BACKENDS),
         ("shared", shared, SHARED),
@@ -205,9 +201,7 @@ def _side_by_side(teachers: Sequence[Teacher], inputs: Inputs, objective: str, s
 
 
 def _similarity(similarity: str | nn.Module, device: torch.device) -> Similarity:
-    if isinstance(similarity, nn.Module):
-        return Deep(similarity, device)
-    return Late(device) if similarity == "late" else Dot()
+    return Deep(similarity, device) if isinstance(similarity, nn.Module) else Dot()
 
 
 def _backend(name: str, objective: Objective, similarity: Similarity, has_keys: bool, positive: bool) -> Backend:

@@ -234,8 +234,5 @@ def _reason(value: float, given: dict[str, Tensor]) -> str:
     reasons = [
         f"{name} has {count} non-finite numbers" for name, x in given.items() if (count := int((~x.isfinite()).sum()))
     ]
-    unknown = (
-        "this rank's inputs are finite; another rank's are not, the scores overflow, or a mask leaves a sample without "
-        "tokens"
-    )
+    unknown = "this rank's inputs are finite; another rank's are not, or the scores overflow"
     return f"the contrastive loss is {value}: {'; '.join(reasons) or unknown}"

@@ -1,6 +1,6 @@
 """One block of the score matrix as a backend gets it: its rows, its columns, and the sums that both collect.
 
-Letters: n rows (images), m columns (texts), D feature width, T tokens of one sample.
+Letters: n rows (images), m columns (texts), D feature width.
 """
 
 from dataclasses import dataclass, fields
@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-SENT = ("features", "mask", "keys", "owner", "share", "teachers", "lse", "others")
+SENT = ("features", "keys", "owner", "share", "teachers", "lse", "others")
 """The fields that another rank needs to use a RowBlock as columns. Sums and gradients stay."""
 
 
@@ -16,8 +16,7 @@ SENT = ("features", "mask", "keys", "owner", "share", "teachers", "lse", "others
 class RowBlock:
     """The rows, or the columns, of a block. The first dimension of every tensor counts them."""
 
-    features: Tensor  # (n, D); token features (n, T, D); for a module (n, ...)
-    mask: Tensor | None = None  # (n, T) bool, true where a token counts
+    features: Tensor  # (n, D); for a module (n, ...)
     keys: Tensor | None = None  # (n,) int64; a pair with equal keys is no negative
     owner: Tensor | None = None  # (n,) int64, number of the image in the whole batch; -1 of a hard negative
     share: Tensor | None = None  # (n,) float64, 1 / number of the sample's own and all other pairs of equal keys

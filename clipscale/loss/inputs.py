@@ -1,6 +1,6 @@
 """The tensors of one call: checked, with one type for the features, and described by numbers that the ranks compare.
 
-Letters: n rows (images) and m columns (texts) of this rank, D feature width, T tokens of a sample.
+Letters: n rows (images) and m columns (texts) of this rank, D feature width.
 """
 
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ FACTS = (
     "size of a text's features",
     "feature type",
     "width of all teachers' features",
-    "choice of masks and keys",
+    "choice of keys",
     "choice of tensors that need a gradient",
     "objective",
     "exchange",
@@ -40,7 +40,6 @@ class Inputs:
     cols: Tensor
     scale: Tensor  # 0-d, in sum_dtype
     bias: Tensor
-    masks: Pair
     keys: Pair
     dtype: torch.dtype  # what the features are cast to
     captions: int = 1  # of an image: text i + c n is the c-th of image i; then come the hard negatives
@@ -50,7 +49,7 @@ class Inputs:
 
     def facts(self, objective: str, exchange: str, shared: str) -> list[int]:
         """The FACTS of this rank."""
-        given = [x is not None for x in (*self.masks, *self.keys)]
+        given = [x is not None for x in self.keys]
         trained = [torch.is_grad_enabled() and x.requires_grad for x in (self.rows, self.cols, self.scale, self.bias)]
         choices = [sum(2**i for i, chosen in enumerate(flags) if chosen) for flags in (given, trained)]
         sizes = [len(self.rows), len(self.cols), self.rows[0].numel(), self.cols[0].numel()]
@@ -74,12 +73,12 @@ class Inputs:
 
     def pairs(self) -> dict[str, Any]:
         """What each row and each column has besides its features, by name."""
-        return {name: getattr(self, name) for name in ("masks", "keys", "owners", "shares", "teachers")}
+        return {name: getattr(self, name) for name in ("keys", "owners", "shares", "teachers")}
 
 
 def checked_inputs(
     image_features: Tensor, text_features: Tensor, logit_scale: Tensor | float, logit_bias: Tensor | float,
-    similarity: str, *, masks: Pair | None, keys: Tensor | Pair | None, captions: int, check: bool,
+    similarity: str, *, keys: Tensor | Pair | None, captions: int, check: bool,
 ) -> Inputs:  # fmt: skip
     """The inputs, ready for use. `similarity` is "module" for a module. Raises ValueError where they do not fit."""
     u, v = image_features, text_features
@@ -92,18 +91,14 @@ def checked_inputs(
     _require(u.device == v.device, f"image_features are on {u.device}, but text_features on {v.device}")
     _require(u.numel() > 0 and v.numel() > 0, f"the batch is empty: {shapes}")
     if similarity != "module":
-        dims = 2 if similarity == "dot" else 3
-        _require(
-            u.dim() == v.dim() == dims, f"similarity={similarity} takes features of {dims} dimensions, not {shapes}"
-        )
+        _require(u.dim() == v.dim() == 2, f"similarity=dot takes features of 2 dimensions, not {shapes}")
         _require(u.shape[-1] == v.shape[-1], f"image and text features differ in width: {shapes}")
     _require(
         captions >= 1 and len(v) >= captions * len(u),
         f"fewer texts than images: {shapes}, captions={captions}; text j belongs to image j // captions, texts beyond "
         "are hard negatives",
     )
-    masks, keys = masks or (None, None), (keys, keys) if isinstance(keys, Tensor) else keys or (None, None)
-    _require(similarity == "late" or masks == (None, None), "masks are only for similarity=late")
+    keys = (keys, keys) if isinstance(keys, Tensor) else keys or (None, None)
     _require((keys[0] is None) == (keys[1] is None), "keys of one side alone have nothing to be compared with")
     own = captions * len(u)
     if captions > 1:
@@ -111,12 +106,11 @@ def checked_inputs(
         v = torch.cat([first, v[own:]]) if len(v) > own else first
     if keys[0] is not None and keys[1] is not None:
         keys = keys[0], torch.cat([keys[0].repeat(captions), keys[1][own:]])
-    for name, pair, dtype, dims in (("keys", keys, torch.int64, 1), ("masks", masks, torch.bool, 2)):
-        for x, features in zip(pair, (u, v)):
-            _require(
-                x is None or (x.dtype, x.shape, x.device) == (dtype, features.shape[:dims], u.device),
-                f"{name} must be {dtype} on {u.device}, of shapes {tuple(u.shape[:dims])} and {tuple(v.shape[:dims])}",
-            )
+    for x, features in zip(keys, (u, v)):
+        _require(
+            x is None or (x.dtype, x.shape, x.device) == (torch.int64, features.shape[:1], u.device),
+            f"keys must be torch.int64 on {u.device}, of shapes {tuple(u.shape[:1])} and {tuple(v.shape[:1])}",
+        )
     dtype = _feature_dtype(u, v)
     scale, bias = (_number(x, sum_dtype(dtype), u.device) for x in (logit_scale, logit_bias))
     if check and not bool(scale > 0) and bool(scale.isfinite()):
@@ -124,7 +118,7 @@ def checked_inputs(
             f"logit_scale is {float(scale):g} and must be positive: it is the multiplier itself, not its logarithm "
             "(pass log_scale.exp())"
         )
-    return Inputs(u, v, scale, bias, masks, keys, dtype, captions)
+    return Inputs(u, v, scale, bias, keys, dtype, captions)
 
 
 def _feature_dtype(u: Tensor, v: Tensor) -> torch.dtype:

@@ -1,8 +1,7 @@
 """The objectives: one tile of scores forward into the running sums, and backward into the scores' gradient.
 
-Scores x are scale * similarity. They are a list: one tensor (n, m) for both directions, or two (image to text, text to
-image) where the similarity differs. Both functions may overwrite them. Values and gradients leave out the common factor
-1/N, which keeps the weights near one in any precision.
+Scores x (n, m) are scale * similarity. Both functions may overwrite them. Values and gradients leave out the common
+factor 1/N, which keeps the weights near one in any precision.
 
 Letters: n rows (images) and m columns (texts) of the tile; r and c the log-sum-exps of rows and columns, a and b their
 weights.
@@ -34,41 +33,32 @@ class Softmax:
 
     sums_pairs, other_lses = False, 0
 
-    def forward(self, scores: list[Tensor], tile: Block, bound: float, spare: Tensor) -> None:
+    def forward(self, scores: Tensor, tile: Block, bound: float, spare: Tensor) -> None:
         """Merge a tile into the log-sum-exps and targets. `bound` limits |x|; `spare`: scratch of the scores' shape."""
-        reference = _reference(bound)
-        for x, directions in self._served(scores, tile):
-            if not directions:
-                continue
-            diagonal = tile.diagonal()
-            if diagonal is not None:
-                self.add_positives(x.diagonal(tile.offset), directions, tile, diagonal)
-            exponentials = torch.sub(x, reference, out=spare).exp_() if reference else torch.exp(x, out=spare)
-            for side in directions:
-                total = exponentials.sum(side.dim)
-                underflow = reference > 0 and bool(total.min() < SMALLEST_SUM)
-                lse = _logsumexp(x, side.dim) if underflow else total.double().log_().add_(reference)
-                side.lse.copy_(torch.logaddexp(side.lse, lse))
+        x, directions, reference, diagonal = scores, self.directions(tile), _reference(bound), tile.diagonal()
+        if diagonal is not None:
+            self.add_positives(x.diagonal(tile.offset), directions, tile, diagonal)
+        exponentials = torch.sub(x, reference, out=spare).exp_() if reference else torch.exp(x, out=spare)
+        for side in directions:
+            total = exponentials.sum(side.dim)
+            underflow = reference > 0 and bool(total.min() < SMALLEST_SUM)
+            lse = _logsumexp(x, side.dim) if underflow else total.double().log_().add_(reference)
+            side.lse.copy_(torch.logaddexp(side.lse, lse))
 
-    def backward(self, scores: list[Tensor], tile: Block, bound: float, spare: Tensor) -> list[Tensor]:
+    def backward(self, scores: Tensor, tile: Block, bound: float, spare: Tensor) -> Tensor:
         """Replace the scores, in place, by the derivative of the loss with respect to them."""
-        reference, diagonal = _reference(bound), tile.diagonal()
-        for x, directions in self._served(scores, tile):
-            if not directions:
-                x.zero_()
-                continue
-            if _is_near(reference, directions):  # one exponential an element
-                (x.sub_(reference) if reference else x).exp_()
-                factors = [side.across((side.weight * (reference - side.lse).exp()).to(x.dtype)) for side in directions]
-                x.mul_(torch.add(*factors, out=spare) if len(factors) == 2 else factors[0])
-            else:
-                terms = [_weighted_probabilities(x, side) for side in directions]
-                torch.add(*terms, out=x) if len(terms) == 2 else x.copy_(terms[0])
-            # Inside the tile, not as a correction afterwards: a p - a cancels to nothing where the positive has all the
-            # mass.
-            if diagonal is not None:
-                x.diagonal(tile.offset).sub_(sum(side.weight[diagonal[1 - side.dim]] for side in directions))
-        return scores
+        x, directions, reference, diagonal = scores, self.directions(tile), _reference(bound), tile.diagonal()
+        if _is_near(reference, directions):  # one exponential an element
+            (x.sub_(reference) if reference else x).exp_()
+            factors = [side.across((side.weight * (reference - side.lse).exp()).to(x.dtype)) for side in directions]
+            x.mul_(torch.add(*factors, out=spare) if len(factors) == 2 else factors[0])
+        else:
+            terms = [_weighted_probabilities(x, side) for side in directions]
+            torch.add(*terms, out=x) if len(terms) == 2 else x.copy_(terms[0])
+        # In the tile, not as a correction afterwards: a p - a cancels to nothing where the positive has all the mass.
+        if diagonal is not None:
+            x.diagonal(tile.offset).sub_(sum(side.weight[diagonal[1 - side.dim]] for side in directions))
+        return x
 
     def add_positives(
         self, scores: Tensor, directions: list["Direction"], block: Block, diagonal: tuple[slice, slice]
@@ -83,29 +73,21 @@ class Softmax:
         sides = (block.rows, 1), (block.cols, 0)
         return [Direction(side, dim) for side, dim in sides if side.weight is not None]
 
-    def _served(self, scores: list[Tensor], tile: Block) -> list[tuple[Tensor, list["Direction"]]]:
-        """Each score tensor with the directions that it serves."""
-        directions = self.directions(tile)
-        if len(scores) == 1:
-            return [(scores[0], directions)]
-        return [(x, [side for side in directions if side.dim == dim]) for x, dim in zip(scores, (1, 0))]
-
 
 class Sigmoid:
     """Every pair is a binary question (SigLIP; Zhai et al. 2023, arXiv 2303.15343).
 
     L = sum_ij softplus(-z_ij (x_ij + bias)), where z is +1 at the positives and -1 elsewhere, so dL/dx_ij =
-    sigmoid(x_ij + bias) - [i = j]. There is no log-sum-exp: the rows' targets collect the value, negated. Where the
-    similarity differs between the directions, x is their mean.
+    sigmoid(x_ij + bias) - [i = j]. There is no log-sum-exp: the rows' targets collect the value, negated.
     """
 
     sums_pairs, other_lses = True, 0
 
-    def forward(self, scores: list[Tensor], tile: Block, bound: float, spare: Tensor) -> None:
+    def forward(self, scores: Tensor, tile: Block, bound: float, spare: Tensor) -> None:
         """Subtract a tile's part of the value from the rows' targets."""
         self._subtract_value(self._signed_logits(scores, tile), tile, spare)
 
-    def backward(self, scores: list[Tensor], tile: Block, bound: float, spare: Tensor) -> list[Tensor]:
+    def backward(self, scores: Tensor, tile: Block, bound: float, spare: Tensor) -> Tensor:
         """Replace the scores, in place, by the loss's derivative in them, and add to the bias's gradient.
 
         Also subtract the tile's part of the value from the targets, where there are any.
@@ -118,16 +100,15 @@ class Sigmoid:
             g.diagonal(tile.offset).neg_()  # sigmoid(y) - 1 is -sigmoid(-y), without the cancellation
         if tile.parameters.bias_grad is not None:
             tile.parameters.bias_grad += g.sum()
-        return [g] if len(scores) == 1 else [g.div_(2)] * 2
+        return g
 
     def _subtract_value(self, logits: Tensor, tile: Block, spare: Tensor) -> None:
         assert tile.rows.target is not None
         tile.rows.target -= torch.logaddexp(logits, logits.new_zeros(()), out=spare).sum(1)
 
-    def _signed_logits(self, scores: list[Tensor], tile: Block) -> Tensor:
+    def _signed_logits(self, scores: Tensor, tile: Block) -> Tensor:
         """-z (x + bias)"""
-        logits = scores[0] if len(scores) == 1 else scores[0].add_(scores[1]).div_(2)
-        logits.add_(tile.parameters.bias)
+        logits = scores.add_(tile.parameters.bias)
         if tile.diagonal() is not None:
             logits.diagonal(tile.offset).neg_()
         return logits
@@ -150,19 +131,18 @@ class Distillation(Softmax):
         """teachers: the feature width and the logit scale of each."""
         self.teachers, self.other_lses = teachers, len(teachers)
 
-    def forward(self, scores: list[Tensor], tile: Block, bound: float, spare: Tensor) -> None:
+    def forward(self, scores: Tensor, tile: Block, bound: float, spare: Tensor) -> None:
         super().forward(scores, replace(tile, positive=None), bound, spare)
-        for y, y_tile, y_bound in self._teachers(tile, scores[0]):
-            super().forward([y], y_tile, y_bound, spare)
+        for y, y_tile, y_bound in self._teachers(tile, scores):
+            super().forward(y, y_tile, y_bound, spare)
 
-    def backward(self, scores: list[Tensor], tile: Block, bound: float, spare: Tensor) -> list[Tensor]:
-        wanted = torch.zeros_like(scores[0])
-        for y, y_tile, y_bound in self._teachers(tile, scores[0]):
-            wanted += super().backward([y], y_tile, y_bound, spare)[0]
+    def backward(self, scores: Tensor, tile: Block, bound: float, spare: Tensor) -> Tensor:
+        wanted = torch.zeros_like(scores)
+        for y, y_tile, y_bound in self._teachers(tile, scores):
+            wanted += super().backward(y, y_tile, y_bound, spare)
         if tile.rows.target is not None:
-            tile.rows.target += (wanted * scores[0]).sum(1)
-        super().backward(scores, replace(tile, positive=None), bound, spare)
-        return [scores[0].sub_(wanted)]
+            tile.rows.target += (wanted * scores).sum(1)
+        return super().backward(scores, replace(tile, positive=None), bound, spare).sub_(wanted)
 
     def _teachers(self, tile: Block, like: Tensor) -> Iterator[tuple[Tensor, Block, float]]:
         """Each teacher's scores (n, m), the tile as it sees it, without positives, and a bound of |scores|."""

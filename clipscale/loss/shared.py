@@ -51,13 +51,12 @@ def prepared(inputs: Inputs, comm: Communicator | None) -> Inputs:
     return replace(inputs, keys=(row_keys, col_keys), owners=owners, shares=shares)
 
 
-def leave_out(scores: list[Tensor], tile: Block) -> None:
+def leave_out(scores: Tensor, tile: Block) -> None:
     """Set the scores (n, m) of pairs with equal keys to -inf, in place, unless they belong together."""
     rows, cols = tile.rows, tile.cols
     assert rows.keys is not None and cols.keys is not None and rows.owner is not None and cols.owner is not None
     same = (rows.keys[:, None] == cols.keys[None, :]) & (rows.owner[:, None] != cols.owner[None, :])
-    for score in scores:
-        score.masked_fill_(same, -torch.inf)
+    scores.masked_fill_(same, -torch.inf)
 
 
 class Around:

@@ -79,6 +79,6 @@ class TorchBackend:
         return self._buffers[0][: n * m].view(n, m), self._buffers[1][: n * m].view(n, m)
 
 
-def _bound(scores: list[Tensor]) -> float:
+def _bound(scores: Tensor) -> float:
     """The largest |score|."""
-    return max(abs(float(x)) for score in scores for x in score.aminmax())
+    return max(abs(float(x)) for x in scores.aminmax())

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipscale.loss.reference import dense_contrastive_loss
-from clipscale.loss.similarity import Deep, Dot, Late
+from clipscale.loss.similarity import Deep, Dot
 
 LossFunction = Callable[..., Tensor]
 
@@ -51,22 +51,6 @@ def features(n: int, m: int, width: int, kind: str = "random", seed: int = 0) ->
     return F.normalize(u, dim=1), F.normalize(v, dim=1)
 
 
-def token_features(
-    n: int, m: int, image_tokens: int, text_tokens: int, width: int, seed: int = 0
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """For late interaction: unit tokens (n, T, D) and (m, S, D) in float64, and masks that leave at least one token of
-    each sample."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens, masks = [], []
-    for count, length in ((n, image_tokens), (m, text_tokens)):
-        x = torch.randn(count, length, width, generator=generator, dtype=torch.float64)
-        mask = torch.rand(count, length, generator=generator) < 0.6
-        mask[:, length // 2] = True
-        tokens.append(F.normalize(x, dim=2))
-        masks.append(mask)
-    return (tokens[0], tokens[1]), (masks[0], masks[1])
-
-
 def keys(n: int, m: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Keys of images and texts among which about half have a double."""
     generator = torch.Generator().manual_seed(seed)
@@ -78,7 +62,7 @@ def keys(n: int, m: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 def tiles_of(side: int | None) -> Iterator[None]:
     """Inside, the torch backend's tiles have this side; None: its own choice."""
     with ExitStack() as stack:
-        for similarity in (Dot, Deep, Late) if side else ():
+        for similarity in (Dot, Deep) if side else ():
             stack.enter_context(mock.patch.object(similarity, "tile_shape", lambda *_: (side, side)))
         yield
 

@@ -12,7 +12,7 @@ from clipscale import contrastive_loss
 from clipscale.config.sections import OBJECTIVES
 from clipscale.loss.reference import dense_contrastive_loss
 from tests.loss import cases
-from tests.loss.cases import Phi, assert_exact, error, errors, features, oracle, results, tiles_of, token_features
+from tests.loss.cases import Phi, assert_exact, error, errors, features, oracle, results, tiles_of
 
 BARS = {torch.float64: 1e-10, torch.float32: 1e-5}
 BACKENDS = [
@@ -53,16 +53,10 @@ def test_dot_product_is_exact(objective: str, has_keys: bool, backend: dict[str,
 @pytest.mark.parametrize("backend", SMALL_BACKENDS)
 @pytest.mark.parametrize("has_keys", [False, True])
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_late_interaction_and_modules_are_exact_down_to_parameters(
-    objective: str, has_keys: bool, backend: dict[str, Any]
-) -> None:
+def test_modules_are_exact_down_to_parameters(objective: str, has_keys: bool, backend: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    for n, m, image_tokens, text_tokens in ((1, 1, 2, 3), (5, 5, 1, 1), (13, 17, 4, 5)):
+    for n, m in ((1, 1), (5, 5), (13, 17)):
         options = {"objective": objective} | key_options(has_keys, n, m)
-        (u, v), masks = token_features(n, m, image_tokens, text_tokens, 8)
-        for scale in (1.0, 100.0):
-            for given in ({"masks": masks}, {}):
-                agrees(u, v, scale, options | {"similarity": "late"} | given, backend)
         for scale in (1.0, 14.3):
             agrees(*features(n, m, 8), scale, options | {"similarity": Phi(8)}, backend)
 
@@ -92,10 +86,10 @@ def test_deep_similarity_sees_the_same_random_numbers_in_both_passes() -> None:
     assert_exact(found, true, 5.0, 1e-10, "dropout")
 
 
-@pytest.mark.parametrize("similarity", ["dot", "late", "deep"])
+@pytest.mark.parametrize("similarity", ["dot", "deep"])
 @pytest.mark.parametrize("wanted", [("u",), ("v",), ("scale",), ("bias",), ("v", "scale"), ("u", "v", "scale", "bias")])
 def test_frozen_inputs_get_no_gradient_and_do_not_change_the_others(similarity: str, wanted: tuple[str, ...]) -> None:
-    shape = (6, 3, 4) if similarity == "late" else (6, 4)
+    shape = (6, 4)
     torch.manual_seed(0)
     given: str | Phi = Phi(4).double().requires_grad_(False) if similarity == "deep" else similarity
     for objective in ("softmax", "sigmoid"):
@@ -133,28 +127,20 @@ def test_half_precision_is_no_further_from_the_truth_than_twice_plain_torch(
             )
 
 
-@pytest.mark.parametrize("similarity", ["dot", "late"])
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_gradients_of_rows_in_stripes_are_exact(
-    objective: str, similarity: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_of_rows_in_stripes_are_exact(objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clipscale.loss.autograd.STRIPE", 5)
-    (u, v), masks = token_features(13, 17, 4, 5, 8)
-    options: dict[str, object] = {"objective": objective, "similarity": similarity} | key_options(True, 13, 17)
-    if similarity == "late":
-        options["masks"] = masks
-    else:
-        u, v = u[:, 0], v[:, 0]
+    u, v = features(13, 17, 8)
+    options: dict[str, object] = {"objective": objective} | key_options(True, 13, 17)
     found = results(contrastive_loss, u, v, 14.3, tile=4, **options)
-    assert_exact(found, oracle(u, v, 14.3, **options), 14.3, 1e-10, (objective, similarity))
+    assert_exact(found, oracle(u, v, 14.3, **options), 14.3, 1e-10, objective)
 
 
-@pytest.mark.parametrize("similarity", ["dot", "late", "deep"])
+@pytest.mark.parametrize("similarity", ["dot", "deep"])
 @pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
 def test_a_second_backward_pass_gives_the_same_gradient(objective: str, similarity: str) -> None:
     torch.manual_seed(0)
-    shape = (9, 3, 8) if similarity == "late" else (9, 8)
-    u, v = (F.normalize(torch.randn(shape, dtype=torch.float64), dim=-1).requires_grad_() for _ in range(2))
+    u, v = (F.normalize(torch.randn(9, 8, dtype=torch.float64), dim=-1).requires_grad_() for _ in range(2))
     given: str | Phi = Phi(8, dropout=0.3).double() if similarity == "deep" else similarity
     with tiles_of(4):
         value = 3 * contrastive_loss(u, v, 10.0, logit_bias=-2.0, objective=objective, similarity=given)

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from clipscale import contrastive_loss
 from clipscale.config.sections import OBJECTIVES
-from tests.loss.cases import Phi, assert_exact, oracle, results, token_features
-from tests.loss.workers import Workers, check, stacked, stacked_again
+from tests.loss.cases import Phi, assert_exact, oracle, results
+from tests.loss.workers import Workers, check, stacked
 
 EXCHANGES = ["replicated", "local", "gather", "ring"]
 WORLDS = [(1, "tiled"), (2, "tiled"), (3, "tiled"), (3, "dense"), (4, "tiled")]
@@ -42,16 +42,12 @@ def test_hard_distributions_are_exact_on_ranks(ranks: Workers, exchange: str, ki
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_late_interaction_and_modules_are_exact_on_ranks(ranks: Workers, objective: str, exchange: str) -> None:
+def test_modules_are_exact_on_ranks(ranks: Workers, objective: str, exchange: str) -> None:
     torch.manual_seed(0)
     phi = Phi(6).double()
     for world, n, m in ((2, 3, 3), (3, 2, 4)):
-        (u, v), masks = token_features(world * n, world * m, 3, 4, 6)
-        u, image_mask = (x.view(world, n, *x.shape[1:]) for x in (u, masks[0]))
-        v, text_mask = (stacked_again(x, world, n) for x in (v, masks[1]))
-        options = {"objective": objective, "exchange": exchange, "similarity": "late", "tile": 2}
-        check(ranks, world, u, v, 14.3, options, masks=(image_mask, text_mask))
-        check(ranks, world, *stacked(world, n, m, 6), 9.0, options | {"similarity": phi})
+        options = {"objective": objective, "exchange": exchange, "similarity": phi, "tile": 2}
+        check(ranks, world, *stacked(world, n, m, 6), 9.0, options)
 
 
 @pytest.mark.parametrize("world", [(0, 1, 2, 3), (1, 3), (2,), (0, 2, 3)])

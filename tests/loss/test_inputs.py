@@ -13,8 +13,6 @@ from clipscale.loss.machine import float32_matmuls
 from tests.loss.cases import Phi, assert_exact, error, features, oracle, results
 
 U, V = (x.float() for x in features(6, 8, 4))
-TOKENS = torch.ones(6, 3, 4)
-LATE: dict[str, Any] = {"image_features": TOKENS, "text_features": TOKENS, "similarity": "late"}
 
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "widths that differ": ({"text_features": V[:, :3]}, "differ in width"),
@@ -22,7 +20,8 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "fewer texts than images": ({"text_features": V[:5]}, "fewer texts than images"),
     "integer features": ({"image_features": U.long()}, "must be floating-point"),
     "another device": ({"text_features": V.to("meta")}, "but text_features on meta"),
-    "no tokens for late interaction": ({"similarity": "late"}, "features of 3 dimensions"),
+    "features of tokens": ({"image_features": torch.ones(6, 3, 4)}, "features of 2 dimensions"),
+    "an unknown similarity": ({"similarity": "late"}, "similarity='late' is not one of dot"),
     "a vector of scales": ({"logit_scale": torch.ones(2)}, "are single numbers"),
     "a scale passed as its logarithm": ({"logit_scale": -2.0}, "not its logarithm"),
     "a scale that is not a number": ({"logit_scale": torch.nan}, "logit_scale has 1 non-finite"),
@@ -35,18 +34,22 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         {"keys": torch.arange(6), "captions": 2, "text_features": torch.cat([V, V])[:12]},
         "shared=positive",
     ),
-    "positives of late interaction": (LATE | {"shared": "positive"}, "several captions take similarity=dot"),
+    "positives of a module": (
+        {"similarity": nn.Bilinear(4, 4, 1), "shared": "positive"},
+        "several captions take similarity=dot",
+    ),
     "too few captions": ({"captions": 2}, "fewer texts than images"),
     "a teacher of another batch": (
         {"teachers": [(U[:5], V, 10.0)]},
         r"a teacher's features \(5, 4\) and \(8, 4\) for 6",
     ),
     "keys of another length": ({"keys": torch.arange(6)}, r"keys must be torch.int64 .* shapes \(6,\) and \(8,\)"),
-    "a mask for the dot product": ({"masks": (torch.ones(6, 3).bool(), None)}, "only for similarity=late"),
-    "a text without tokens": (LATE | {"masks": (None, torch.arange(6)[:, None].expand(6, 3) != 2)}, "without tokens"),
     "a module of another shape": ({"similarity": nn.Bilinear(4, 4, 1), "text_features": U}, "must map"),
     "Triton on the CPU": ({"backend": "triton"}, "backend=triton cannot be had, since the features are on cpu"),
-    "Triton for late interaction": (LATE | {"backend": "triton"}, "since the similarity is not the dot product"),
+    "Triton for a module": (
+        {"similarity": nn.Bilinear(4, 4, 1), "backend": "triton"},
+        "since the similarity is not the dot product",
+    ),
     "Triton in float64": ({"image_features": U.double(), "text_features": V.double(), "backend": "triton"}, "float64"),
 }
 

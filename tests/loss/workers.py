@@ -23,7 +23,7 @@ def local_results(
     pairs: dict[str, tuple[Tensor, Tensor]],
     options: dict[str, Any],
 ) -> list[Tensor]:
-    """This rank's `results` for its images and texts, and its masks and keys in `pairs`, all of which are given stacked
+    """This rank's `results` for its images and texts, and its keys in `pairs`, all of which are given stacked
     by rank."""
     mine = {name: (images[rank], texts[rank]) for name, (images, texts) in pairs.items()}
     return results(contrastive_loss, u[rank], v[rank], scale, group=group, **mine, **options)
@@ -61,8 +61,8 @@ def check(
     bar: float = 1e-10,
     **pairs: tuple[Tensor, Tensor],
 ) -> None:
-    """Compare the ranks' results with the oracle's, for features (P, n, ...) and (P, m, ...), and masks and keys
-    (`pairs`), stacked by rank."""
+    """Compare the ranks' results with the oracle's, for features (P, n, ...) and (P, m, ...), and keys (`pairs`),
+    stacked by rank."""
     n = u.shape[1] * options.get("captions", 1)
     oracle_options = {k: x for k, x in options.items() if k in ("objective", "similarity", "shared", "captions")}
     flat = {name: (images.flatten(0, 1), positives_first(texts, n)) for name, (images, texts) in pairs.items()}
