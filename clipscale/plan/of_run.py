@@ -7,6 +7,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 from clipscale import checkpoint
 from clipscale.common import files
 from clipscale.common.errors import UserError, first_line
@@ -31,7 +33,8 @@ def before(config: TrainConfig, processes: int) -> None:
     write RUN/plan.json. Raises UserError for a run that cannot fit. What cannot be rehearsed starts without a plan.
     """
     gpu = gpu_here() if config.device != "cpu" else None
-    device = hardware_of(gpu) if gpu else "cpu"
+    hidden = config.device != "cpu" and not gpu and torch.cuda.is_available()  # as without nvidia-smi in a container
+    device = hardware_of(gpu) if gpu else None if hidden else "cpu"
     nodes = int(os.environ.get("WORLD_SIZE", processes)) // processes
     if not device or any(part.batch % (processes * nodes) for part in stages_of(config)):  # the run refuses that
         return

@@ -230,19 +230,18 @@ class TrainState:
     def load(self, saved: dict[str, Any], stage: str = "") -> None:
         """Take weights, optimizer and scaler from a checkpoint. Raises UserError where it trains other parameters.
 
-        A new `stage` keeps its rate and decay. The averages of resized position embeddings begin anew, or (`restart`)
-        all do.
+        Settings of the optimizer are those of now. In a new `stage` the averages of resized position embeddings begin
+        anew, or (`restart`) all do.
         """
         name_of = {id(p): name for name, p in self.model.named_parameters()}
         names = [[name_of[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
-        groups = saved["optimizer"]["param_groups"]
-        if [group["params"] for group in groups] != names:
+        if [group["params"] for group in saved["optimizer"]["param_groups"]] != names:
             raise UserError(
                 "resume: the checkpoint's optimizer does not fit this model's parameters; freeze the same towers, or "
                 "choose another run=NAME"
             )
+        groups = [dict(group) for group in self.optimizer.param_groups]
         if stage:
-            groups = [dict(group) for group in self.optimizer.param_groups]
             for weights in (saved["model"], (saved["ema"] or {}).get("weights", {})):
                 for name in fit_positions(weights, self.model):
                     saved["optimizer"]["state"].pop(name, None)
@@ -252,9 +251,9 @@ class TrainState:
         if stage != "restart":
             set_optimizer_state_dict(self.model, self.optimizer, saved["optimizer"], options=options)
             replicate_state(self.optimizer)
-        for group, settings in zip(self.optimizer.param_groups, groups):  # JSON has made tuples lists
-            group.update({key: value for key, value in settings.items() if key not in ("params", "lr_scale")})
-        if saved.get("frozen") != self.frozen:
+        for group, settings in zip(self.optimizer.param_groups, groups):  # these settings, which may have changed
+            group.update({key: value for key, value in settings.items() if key != "params"})
+        if not stage and saved.get("frozen") != self.frozen:  # a stage's may have other positions
             raise UserError("model.weights: not the weights that the checkpoint's adapters were trained on")
         set_model_state_dict(self.model, saved["model"], options=StateDictOptions(strict=self.frozen is None))
         if self.precision.scaler and saved["scaler"]:

@@ -99,9 +99,9 @@ def parameter_groups(model: nn.Module, config: OptimConfig, scales: Mapping[str,
             decay, scale = 0.0 if kind >= 2 or excepted else config.weight_decay, scales.get(name, 1.0)
             if config.decay == "big_vision":
                 decay /= config.lr * scale
-            group = split.setdefault((kind, not decay, scale), {"params": [], "weight_decay": decay})
+            settings = {"params": [], "weight_decay": decay, "lr_scale": scale}
+            group = split.setdefault((kind, not decay, scale), settings)
             group |= {"use_fallback": True} if kind == 1 else {}
-            group |= {"lr_scale": scale} if scale != 1 else {}
             group["params"].append(p)
     if unused:
         raise UserError(f"optim.no_decay={min(unused)}: no parameter has such a name; '*' stands for any part")
@@ -137,8 +137,10 @@ class StableAdamW(torch.optim.Optimizer):
     RMS_t = sqrt(mean(g^2 / max(v, eps^2))) is large where the average v of g^2 is out of date, as before loss spikes.
     """
 
-    def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float = 1e-8, **decay: float) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0} | decay)
+    def __init__(
+        self, params: Any, lr: float, betas: tuple[float, float], eps: float = 1e-8, weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -70,6 +70,9 @@ def test_a_run_saves_its_adapters_alone_goes_on_bit_for_bit_and_is_exported(shar
     assert all(torch.equal(x, other[name]) for name, x in saved.items())
     assert all("lora_" in name or name in ("logit_scale", "text.encoder.text_projection") for name in saved)
 
+    stages = [{"samples": 12, "image_size": 20, "context_length": 8}, {"samples": 12}]
+    assert train(replace(whole, run=str(tmp_path / "staged"), samples=24, stages=stages))["step"] == 2
+
     merged, config, _ = load_model(tmp_path / "whole")
     folder = export(ExportSettings(run=str(tmp_path / "whole")))
     again = build_model(replace(without_weights(config), weights=str(folder)))

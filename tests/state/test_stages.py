@@ -12,7 +12,14 @@ from open_clip.model import resize_pos_embed, resize_text_pos_embed
 from clipscale import checkpoint
 from clipscale.cli import compose
 from clipscale.common.errors import UserError
-from clipscale.config.sections import CacheConfig, CheckpointConfig, LaunchConfig, OptimConfig, ScheduleConfig
+from clipscale.config.sections import (
+    CacheConfig,
+    CheckpointConfig,
+    LaunchConfig,
+    OptimConfig,
+    ScheduleConfig,
+    TowerConfig,
+)
 from clipscale.config.train import TrainConfig, check
 from clipscale.data.loader.stream import DataConfig
 from clipscale.distributed.world import World
@@ -93,6 +100,18 @@ def test_a_run_goes_on_inside_and_between_stages_bit_for_bit(
     assert same(run, undisturbed, 7)
 
 
+def test_a_resumed_run_has_the_optimizers_settings_that_are_given_now(
+    shards: str, undisturbed: Path, tmp_path: Path
+) -> None:
+    config = staged(shards, stopped(undisturbed, tmp_path, 5), optim=OptimConfig(lr=1e-3, weight_decay=0.3))
+    half = TowerConfig(lr_factor=0.5)
+    begun = Run(replace(config, model=replace(config.model, image=half, text=half)), World(0, 1, torch.device("cpu")))
+    begun.stream.close()
+    begun.records.close()
+    found = [(group["weight_decay"], group["lr_scale"]) for group in begun.state.optimizer.param_groups]
+    assert found == [(0.3, 0.5), (0.3, 0.5), (0.0, 0.5), (0.0, 1.0)]
+
+
 @pytest.mark.parametrize("optimizer", ["continue", "restart"])
 def test_the_next_stage_begins_with_the_same_weights_and_resized_positions(
     shards: str, undisturbed: Path, tmp_path: Path, optimizer: str
@@ -138,6 +157,15 @@ def test_stages_that_cannot_be_are_refused_at_the_start(
 ) -> None:
     with pytest.raises(UserError, match=message):
         train(staged(shards, tmp_path / "run", [STAGES[0], {"samples": 20} | second], **changes))
+
+
+def test_a_later_stages_text_is_refused_at_the_start(
+    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("open_clip.tokenizer._tokenizer", lambda texts, length: torch.ones(len(texts), length).long())
+    with pytest.raises(UserError, match=r"data\.text=block: only for CLIP's own tokenizer"):
+        train(staged(shards, tmp_path / "run", [{"samples": 12}, {"samples": 12, "text": "block"}]))
+    assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
 def test_stages_on_the_command_line() -> None:

@@ -161,6 +161,7 @@ def test_muon_iterates_in_float32_on_a_cpu() -> None:
     [
         (OptimConfig(name="adamv"), "optim.name='adamv'.*did you mean .*adam"),
         (OptimConfig(options={"colour": 1}), "optim: adamw refuses its settings .*optim.betas, eps, lr and options"),
+        (OptimConfig(name="stableadamw", options={"colour": 1}), "optim: stableadamw refuses its settings"),
     ],
 )
 def test_unknown_optimizers_and_options_are_refused(config: OptimConfig, message: str) -> None:
