@@ -11,9 +11,9 @@ from clipscale.checkpoint.folder import (
 )
 from clipscale.checkpoint.loading import load, read_values, verify
 from clipscale.checkpoint.resume import check_fits, to_resume
-from clipscale.checkpoint.saving import Saver, UnwritableError, save
+from clipscale.checkpoint.saving import Saver, UnwritableError
 
 __all__ = [
     "Saver", "UnwritableError", "check_fits", "checkpoints_of", "load", "locate", "make_folder", "path_of",
-    "read_values", "remove_temporary", "save", "set_aside", "step_of", "to_resume", "verify",
+    "read_values", "remove_temporary", "set_aside", "step_of", "to_resume", "verify",
 ]  # fmt: skip

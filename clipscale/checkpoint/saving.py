@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, Metadata, SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -179,10 +178,3 @@ class Writer(dcp.FileSystemWriter):
             file.flush()
             os.fsync(file.fileno())
         self._complete()
-
-
-def save(run: Path, step: int, state: dict[str, Any], *, keep: int, keep_every: int = 0) -> Path:
-    """Write a checkpoint in one process and wait for it; see `Saver`. Returns its folder."""
-    config = CheckpointConfig(keep=keep, keep_every=keep_every)
-    Saver(run, World(0, 1, torch.device("cpu")), config).save(step, state, last=True)
-    return folder.path_of(run, step)

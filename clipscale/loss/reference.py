@@ -5,8 +5,6 @@ It shares no code with the blocks, tiles and exchanges. It holds several N x M m
 Letters: N images, M texts, D feature width.
 """
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -45,17 +43,6 @@ def dense_contrastive_loss(
     image_loss = one_sided(logits, positive)
     text_loss = one_sided(logits.T[: captions * n], positive.T[: captions * n])
     return {"softmax": (image_loss + text_loss) / 2, "softmax_image": image_loss, "softmax_text": text_loss}[objective]
-
-
-def dense_distillation_loss(
-    image_features: Tensor, text_features: Tensor, logit_scale: Tensor, teachers: Sequence[tuple[Tensor, Tensor, float]]
-) -> Tensor:
-    """`distillation_loss` of all ranks' batch, with weights 0 and 1."""
-    scores, value = logit_scale * image_features @ text_features.T, torch.zeros_like(logit_scale)
-    for dim in (0, 1):
-        wanted = torch.stack([(t * a @ b.T).softmax(dim) for a, b, t in teachers]).mean(0)
-        value = value - (wanted * scores.log_softmax(dim)).sum(dim).mean() / 2
-    return value
 
 
 def one_sided(scores: Tensor, positive: Tensor) -> Tensor:

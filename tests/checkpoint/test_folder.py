@@ -15,6 +15,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.sections import CheckpointConfig, ModelConfig
 from clipscale.config.train import TrainConfig
 from clipscale.distributed.world import World
+from tests.support.checkpoints import save
 
 ALONE = World(0, 1, torch.device("cpu"))
 FILES = ["__0_0.distcp", ".metadata", "meta.json"]
@@ -30,7 +31,7 @@ def some_state(value: float = 1.0) -> dict[str, Any]:
 
 def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
     state = some_state() | {"optimizer": {"state": {"w": {"step": torch.tensor(3)}}, "param_groups": [{"lr": 1e-300}]}}
-    path = checkpoint.save(tmp_path, 4, state | {"model": {"a.b": torch.ones(2).bfloat16()}, "ema": None}, keep=1)
+    path = save(tmp_path, 4, state | {"model": {"a.b": torch.ones(2).bfloat16()}, "ema": None}, keep=1)
     loaded = checkpoint.load(path)
     assert torch.equal(loaded["model"]["a.b"], torch.ones(2).bfloat16())
     assert torch.equal(loaded["random"][0]["cpu"], torch.get_rng_state())
@@ -42,23 +43,23 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
 
 def test_the_newest_and_every_mth_are_kept(tmp_path: Path) -> None:
     for step in range(1, 10):
-        assert checkpoint.save(tmp_path, step, some_state(), keep=2, keep_every=4).name == f"step_0000000{step}"
+        assert save(tmp_path, step, some_state(), keep=2, keep_every=4).name == f"step_0000000{step}"
     assert [checkpoint.step_of(path) for path in checkpoint.checkpoints_of(tmp_path)] == [4, 7, 8, 9]
-    checkpoint.save(tmp_path, 10, some_state(), keep=0)
+    save(tmp_path, 10, some_state(), keep=0)
     assert len(checkpoint.checkpoints_of(tmp_path)) == 5
 
 
 def test_a_run_taken_back_keeps_what_it_saves(tmp_path: Path) -> None:
     """Its new checkpoints have lower numbers than the old ones."""
     for step, keep in ((9, 0), (10, 0), (5, 2), (6, 2), (7, 2)):
-        checkpoint.save(tmp_path, step, some_state(), keep=keep)
+        save(tmp_path, step, some_state(), keep=keep)
     assert [checkpoint.step_of(path) for path in checkpoint.checkpoints_of(tmp_path)] == [6, 7, 9, 10]
     checkpoint.set_aside(tmp_path, 7)
     assert [checkpoint.step_of(path) for path in checkpoint.checkpoints_of(tmp_path)] == [6, 7]
 
 
 def test_what_a_dead_run_was_writing_is_removed(tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, 1, some_state(), keep=0)
+    path = save(tmp_path, 1, some_state(), keep=0)
     (tmp_path / "metrics.tmp").write_bytes(b"half")
     path.with_name("step_00000002.tmp").mkdir()
     checkpoint.remove_temporary(tmp_path)
@@ -109,8 +110,8 @@ def test_a_damaged_newest_is_set_aside_for_the_one_before(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], name: str
 ) -> None:
     assert checkpoint.to_resume(tmp_path, "auto", ALONE) is None
-    first = checkpoint.save(tmp_path, 1, some_state(1.0), keep=0)
-    newest = checkpoint.save(tmp_path, 2, some_state(2.0), keep=0)
+    first = save(tmp_path, 1, some_state(1.0), keep=0)
+    newest = save(tmp_path, 2, some_state(2.0), keep=0)
     damage(newest / name)
     with pytest.raises(UserError, match=r"step_00000002 is damaged"):
         checkpoint.load(newest)
@@ -126,14 +127,14 @@ def test_a_damaged_newest_is_set_aside_for_the_one_before(
 
 def test_a_run_without_a_whole_checkpoint_does_not_begin_again(tmp_path: Path) -> None:
     for step in (1, 2):
-        empty(checkpoint.save(tmp_path, step, some_state(), keep=0) / "meta.json")
+        empty(save(tmp_path, step, some_state(), keep=0) / "meta.json")
     for _ in range(2):  # a requeued job asks again
         with pytest.raises(UserError, match=r"step_00000002 is damaged .*; no other can be read"):
             checkpoint.to_resume(tmp_path, "auto", ALONE)
 
 
 def test_resume_reads_a_path_or_a_run_folder(tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path / "a", 7, some_state(), keep=0)
+    path = save(tmp_path / "a", 7, some_state(), keep=0)
     assert checkpoint.to_resume(tmp_path / "b", str(path), ALONE) == path
     assert checkpoint.to_resume(tmp_path / "b", str(tmp_path / "a"), ALONE) == path
     assert checkpoint.to_resume(tmp_path / "a", "none", ALONE) is None

@@ -13,6 +13,7 @@ from clipscale import checkpoint
 from clipscale.common.errors import UserError
 from clipscale.config.sections import CheckpointConfig
 from clipscale.distributed.world import World
+from tests.support.checkpoints import save
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -83,14 +84,14 @@ def broken_disk(rank: int, world: int, run: Path) -> str:
 
 @pytest.mark.slow
 def test_a_failure_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, 1, state(1), keep=2)
+    save(tmp_path, 1, state(1), keep=2)
     for message in run_ranks(broken_disk, 2, tmp_path):
         assert "step_00000002 could not be written (Input/output error); the newest complete one is" in message
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
 
 
 def test_ranks_share_the_verification(tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, 1, state(1), keep=0)
+    path = save(tmp_path, 1, state(1), keep=0)
     with (path / "__0_0.distcp").open("r+b") as file:
         file.seek(150_000)
         file.write(b"!")

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from clipscale import checkpoint
 from clipscale.cli.main import main as cli
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
@@ -22,6 +21,7 @@ from clipscale.embed.run import main
 from clipscale.models.towers import ClipModel, build_model
 from tests.data.files import picture, sample, write_shards, write_tar
 from tests.eval.test_verb import TINY
+from tests.support.checkpoints import save
 from tests.support.ranks import run_ranks
 
 Rows = dict[str, tuple[np.ndarray, np.ndarray]]
@@ -31,7 +31,7 @@ Rows = dict[str, tuple[np.ndarray, np.ndarray]]
 def run(tmp_path_factory: pytest.TempPathFactory) -> str:
     torch.manual_seed(3)
     folder = tmp_path_factory.mktemp("run")
-    checkpoint.save(folder, 7, {"model": build_model(TINY).state_dict(), "model_config": asdict(TINY)}, keep=0)
+    save(folder, 7, {"model": build_model(TINY).state_dict(), "model_config": asdict(TINY)}, keep=0)
     return str(folder)
 
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from clipscale import checkpoint
 from clipscale.common.errors import UserError
 from clipscale.config.sections import EvalConfig, LaunchConfig, ModelConfig, SinkConfig
 from clipscale.config.tools import EvalRunConfig
@@ -16,6 +15,7 @@ from clipscale.eval.verb import main
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.report.runs import read_evaluations
 from tests.eval.sets import ALONE, classification_set, retrieval_set
+from tests.support import checkpoints
 
 TINY = ModelConfig(
     name="tiny",
@@ -39,7 +39,7 @@ def sets(tmp_path: Path) -> list[str]:
 
 
 def save(run: Path, model: ClipModel, step: int) -> None:
-    checkpoint.save(run, step, {"model": model.state_dict(), "model_config": asdict(TINY)}, keep=0)
+    checkpoints.save(run, step, {"model": model.state_dict(), "model_config": asdict(TINY)}, keep=0)
 
 
 def test_the_verb_evaluates_the_checkpoint_it_is_asked_for(

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from clipscale import checkpoint
 from clipscale.config.data import DataConfig
 from clipscale.config.tools import ExploreConfig
 from clipscale.explore import verb
@@ -15,6 +14,7 @@ from clipscale.models.towers import build_model
 from tests.data.files import picture, write_tar
 from tests.embed.test_embed import embed
 from tests.eval.test_verb import TINY
+from tests.support.checkpoints import save
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +32,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for seed, name in enumerate("ab"):
         torch.manual_seed(seed)
         state = {"model": build_model(TINY).state_dict(), "model_config": asdict(TINY)}
-        checkpoint.save(root / name, 7, state, keep=0)
+        save(root / name, 7, state, keep=0)
         embed(str(root / name), root / "shards", root / f"of-{name}")
     return root
 

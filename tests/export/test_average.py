@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from clipscale import checkpoint
 from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig
 from clipscale.config.tools import ExportSettings
 from clipscale.export.verb import main
 from clipscale.models.towers import build_model
 from clipscale.models.weights import described
+from tests.support.checkpoints import save
 
 ARCHITECTURE = {
     "embed_dim": 16,
@@ -30,7 +30,7 @@ def saved(run: Path, seed: int, architecture: dict[str, Any] = ARCHITECTURE, **s
     model = build_model(config)
     for buffer in model.buffers():
         buffer.add_(seed)  # statistics, and their counts
-    checkpoint.save(run, seed, {"model": model.state_dict(), "model_config": asdict(config)}, keep=0)
+    save(run, seed, {"model": model.state_dict(), "model_config": asdict(config)}, keep=0)
     return run
 
 

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from clipscale import checkpoint
 from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig
 from clipscale.config.tools import ExportSettings
@@ -21,6 +20,7 @@ from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import described
 from tests.export.test_open_clip import ARCHITECTURE, saved
 from tests.models.test_weights import SIGLIP, SMALL
+from tests.support.checkpoints import save
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (clipscale[hf])")
 TEXTS = ["a red ring", "two cats on a chair, and a dog"]
@@ -73,7 +73,7 @@ def through_clipscale(folder: Path, config: ModelConfig, to: str) -> tuple[ClipM
     """A run whose checkpoint holds the model that `config` describes; that model, and the run's export."""
     config = described(config)
     model = build_model(config).eval()
-    checkpoint.save(folder, 7, {"model": model.state_dict(), "model_config": asdict(config)}, keep=1)
+    save(folder, 7, {"model": model.state_dict(), "model_config": asdict(config)}, keep=1)
     return model, main(ExportSettings(run=str(folder), to=to))
 
 

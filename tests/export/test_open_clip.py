@@ -11,7 +11,6 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 
-from clipscale import checkpoint
 from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig
 from clipscale.config.tools import ExportSettings
@@ -19,6 +18,7 @@ from clipscale.data.eval_transform import EvalTransform
 from clipscale.export.open_clip import check_same, description
 from clipscale.export.verb import main
 from clipscale.models.towers import ClipModel, build_model
+from tests.support.checkpoints import save
 
 ARCHITECTURE = {
     "embed_dim": 16,
@@ -31,7 +31,7 @@ def saved(run: Path, config: ModelConfig) -> ClipModel:
     """A run whose only checkpoint holds a random model."""
     torch.manual_seed(0)
     model = build_model(config)
-    checkpoint.save(run, 7, {"model": model.state_dict(), "model_config": asdict(config)}, keep=1)
+    save(run, 7, {"model": model.state_dict(), "model_config": asdict(config)}, keep=1)
     return model.eval()
 
 

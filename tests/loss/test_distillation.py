@@ -12,9 +12,9 @@ from open_clip.loss import DistillClipLoss
 from torch import Tensor
 
 from clipscale import contrastive_loss, distillation_loss
-from clipscale.loss.reference import dense_contrastive_loss, dense_distillation_loss
+from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.plan.memory_tracker import MemoryTracker
-from tests.loss.cases import LossFunction, assert_exact, features, results, tiles_of
+from tests.loss.cases import LossFunction, assert_exact, dense_distillation_loss, features, results, tiles_of
 from tests.loss.workers import Workers, stacked, whole
 
 

@@ -16,6 +16,7 @@ from clipscale.models import lora
 from clipscale.models.towers import build_model, load_model
 from clipscale.models.weights import without_weights
 from clipscale.train import train
+from tests.support.checkpoints import save
 from tests.support.runs import ARCHITECTURE, curve, records, small
 from tests.support.towers import samples, small_model
 
@@ -59,7 +60,7 @@ def test_merged_adapters_give_the_features_of_w_plus_b_a() -> None:
 def test_a_run_saves_its_adapters_alone_goes_on_bit_for_bit_and_is_exported(shards: str, tmp_path: Path) -> None:
     plain = ModelConfig(name="test", architecture=ARCHITECTURE)
     state = {"model": build_model(plain).state_dict(), "model_config": asdict(plain)}
-    checkpoint.save(tmp_path / "base", 1, state, keep=1)
+    save(tmp_path / "base", 1, state, keep=1)
     model = replace(plain, weights=str(tmp_path / "base"), lora=LoraConfig(rank=2), text=TowerConfig(unlocked_groups=1))
     whole = small(shards, tmp_path / "whole", model=model, ema=0.9, checkpoint=CheckpointConfig(every=2, keep=0))
     train(whole)
@@ -80,7 +81,7 @@ def test_a_run_saves_its_adapters_alone_goes_on_bit_for_bit_and_is_exported(shar
     with pytest.raises(UserError, match="a checkpoint of adapters alone; give the folder of `clipscale export"):
         build_model(replace(plain, weights=str(tmp_path / "whole")))
     state["model"]["image.encoder.proj"] += 1  # type: ignore[index]
-    checkpoint.save(tmp_path / "base", 2, state, keep=1)
+    save(tmp_path / "base", 2, state, keep=1)
     with pytest.raises(UserError, match=r"model.weights=.*base: not the weights any more"):
         load_model(tmp_path / "whole")
 

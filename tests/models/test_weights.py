@@ -17,13 +17,13 @@ from timm.models import register_model
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
-from clipscale import checkpoint
 from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig, TowerConfig
 from clipscale.export.open_clip import description
 from clipscale.models import huggingface
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import described, find
+from tests.support.checkpoints import save
 
 SMALL: dict[str, Any] = {
     "embed_dim": 16,
@@ -58,7 +58,7 @@ def state_of(model: ClipModel) -> dict[str, Tensor]:
 
 
 def run(folder: Path, model: ClipModel) -> Path:
-    checkpoint.save(folder, 3, {"model": model.state_dict(), "model_config": asdict(config())}, keep=1)
+    save(folder, 3, {"model": model.state_dict(), "model_config": asdict(config())}, keep=1)
     return folder
 
 
@@ -195,7 +195,7 @@ def test_a_context_is_stretched_as_in_long_clip(tmp_path: Path) -> None:
     assert tokens.shape == (2, 248) and tokens[0].count_nonzero() == 202
     trained = replace(longer, context_length=248)
     assert description(ours, trained)["model_cfg"]["text_cfg"]["context_length"] == 248, "the export's"
-    checkpoint.save(tmp_path / "run", 1, {"model": ours.state_dict(), "model_config": asdict(trained)}, keep=1)
+    save(tmp_path / "run", 1, {"model": ours.state_dict(), "model_config": asdict(trained)}, keep=1)
     again = build_model(described(ModelConfig(name="", weights=str(tmp_path / "run"))))
     assert torch.equal(again.text.encoder.positional_embedding, ours.text.encoder.positional_embedding)
     theirs.eval(), ours.eval()

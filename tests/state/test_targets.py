@@ -26,11 +26,12 @@ from clipscale.config.sections import (
 from clipscale.config.train import TrainConfig
 from clipscale.data.features import encoded_row
 from clipscale.distributed.world import World
-from clipscale.loss.reference import dense_contrastive_loss, dense_distillation_loss
+from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.models.towers import build_model, unit_rows
 from clipscale.state.train_state import TrainState
 from clipscale.train import Run, train
 from tests.data.files import picture, write_tar
+from tests.loss.cases import dense_distillation_loss
 from tests.support.ranks import run_ranks
 from tests.support.runs import ARCHITECTURE, curve, records, small
 
