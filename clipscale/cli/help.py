@@ -96,4 +96,5 @@ def columns(rows: Iterable[Sequence[str]]) -> None:
     columns = min(shutil.get_terminal_size((110, 24)).columns, WIDTH)
     for *cells, text in rows:
         start = "  " + "".join(cell.ljust(width) for cell, width in zip(cells, widths))
-        print(start + textwrap.fill(margin + text, columns, subsequent_indent=margin).lstrip())
+        lines = textwrap.fill(margin + text, columns, subsequent_indent=margin, break_on_hyphens=False)
+        print(start + lines.lstrip())
