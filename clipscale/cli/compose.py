@@ -7,7 +7,7 @@ import itertools
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -118,7 +118,9 @@ def settings(name: str, words: Sequence[str], config_dir: str | None = None) -> 
             tree: Any = OmegaConf.to_container(compose(file, words), resolve=True)
     except (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
         raise explain(error, verb) from error
-    return typed(verb.settings, tree)
+    typed_keys = {word.partition("=")[0].partition(".")[0] for word in words}
+    known = {part.name for part in fields(verb.settings)} | typed_keys  # data=demo has sets of eval for other verbs
+    return typed(verb.settings, {key: value for key, value in tree.items() if key in known})
 
 
 def beside_experiment(words: Sequence[str], config_dir: str | None) -> list[str]:

@@ -168,6 +168,15 @@ def test_a_recipe_is_planned(name: str) -> None:
     assert result["time"]["hours"] or config.samples is None
 
 
+def test_a_preset_may_set_what_another_verb_has() -> None:
+    assert (
+        compose.settings("embed", ["data=demo", "out=x"]).data.train
+        == compose.settings("train", ["data=demo"]).data.train
+    )
+    with pytest.raises(UserError, match="unknown key 'eval'"):
+        compose.settings("embed", ["data=demo", "eval.sets=[a]"])
+
+
 def test_the_command_line_overrides_a_preset() -> None:
     config = composed(
         "experiment=infcl-vit-l14", "model=tiny", "optim=adamw", "optim.lr=3e-4", "batch=1k", "samples=4k"
