@@ -72,7 +72,7 @@ class Inputs:
         return replace(texts, rows=texts.cols, cols=texts.rows, **pairs)
 
     def pairs(self) -> dict[str, Any]:
-        """What each row and each column has besides its features, by name."""
+        """What each row and each column has beside its features, by name."""
         return {name: getattr(self, name) for name in ("keys", "owners", "shares", "teachers")}
 
 

@@ -29,7 +29,7 @@ class TorchBackend:
         self.sums_pairs = objective.sums_pairs
         """Whether the value is a sum over pairs, and found by `backward`, with the gradients."""
         self.other_lses = objective.other_lses
-        """How many log-sum-exps `forward` collects for a row besides its own."""
+        """How many log-sum-exps `forward` collects for a row beside its own."""
         self._buffers: list[Tensor] = []
 
     def missing_factor(self, scale: Tensor) -> Tensor | float:

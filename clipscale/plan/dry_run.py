@@ -181,7 +181,7 @@ class DryRun:
         self.stage = stage
 
     def targets(self, batch: int) -> Targets:
-        """What the loss takes besides features."""
+        """What the loss takes beside the features."""
         keys = torch.empty(batch, dtype=torch.int64) if self.config.data.same is not None else None
         rows = (torch.empty(batch, *teacher.shape, dtype=torch.float16) for teacher in self.state.teachers)
         return Targets(keys, tuple(rows))

@@ -30,7 +30,7 @@ Result = dict[str, Any]
 
 def before(config: TrainConfig, processes: int) -> None:
     """Plan a run of so many processes a node on this machine (of its stages the one that needs most), print it and
-    write RUN/plan.json. Raises UserError for a run that cannot fit. What cannot be rehearsed starts without a plan.
+    write RUN/plan.json. Raises UserError for a run that cannot fit. What has no dry run starts without a plan.
     """
     gpu = gpu_here() if config.device != "cpu" else None
     hidden = config.device != "cpu" and not gpu and torch.cuda.is_available()  # as without nvidia-smi in a container
@@ -44,7 +44,7 @@ def before(config: TrainConfig, processes: int) -> None:
     except UserError:
         raise
     except Exception as error:
-        say(f"plan: this run cannot be rehearsed ({first_line(error)})", error=True)
+        say(f"plan: the dry run of this run failed ({first_line(error)})", error=True)
         return
     result = max(plans, key=lambda each: max(shares(each).values()))
     if not result["fits"]:
@@ -70,13 +70,13 @@ def of_training(trained: TrainConfig, machine: PlanConfig) -> PlanConfig:
 
 def after(config: TrainConfig) -> None:
     """Compare the run that has ended with its plan, in RUN/plan.json, and say where that was wrong."""
-    if (Path(config.run) / FILE).is_file():
+    if (Path(config.run) / FILE).is_file() and read_metrics(Path(config.run) / "metrics.jsonl"):
         result = compare(Path(config.run))
         files.write_json(Path(config.run) / FILE, result)
         ratios = {name: entry["ratio"] for name, entry in result["compared"].items() if entry["ratio"]}
         wrong = [f"{name} {ratio:.2f}" for name, ratio in ratios.items() if abs(ratio - 1) > WRONG]
-        verdict = f"off by more than {WRONG:.0%}: {', '.join(wrong)}" if wrong else f"right in {', '.join(ratios)}"
-        say(f"plan: predicted over measured, {verdict}")
+        errors = f"off by more than {WRONG:.0%}: {', '.join(wrong)}" if wrong else f"right in {', '.join(ratios)}"
+        say(f"plan: predicted over measured, {errors}")
 
 
 def compare(folder: Path) -> Result:

@@ -74,8 +74,8 @@ def parts(result: Result, config: PlanConfig) -> Iterable[TextTable | str]:
         yield table("loss (and peak) in GiB, as published, and of these settings", list(lines.values()))
     if "published" in result:
         loss, peak = (format_bytes(result[f"published_{name}_bytes"]) for name in ("loss", "peak"))
-        verdict = "fits" if result["published_fits"] else "does not fit"
-        yield f"{result['published']} as published: loss {loss}, peak {peak}, {verdict}"
+        fits = "fits" if result["published_fits"] else "does not fit"
+        yield f"{result['published']} as published: loss {loss}, peak {peak}, {fits}"
     yield from result["notes"]
     yield result["conclusion"]
 

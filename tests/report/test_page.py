@@ -152,11 +152,11 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_live_page_is_served_to_this_machine_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, told = make_run(tmp_path / "run", [1.0]), threading.Event()
+    run, said = make_run(tmp_path / "run", [1.0]), threading.Event()
     lines: list[str] = []
-    monkeypatch.setattr(report, "say", lambda line: (lines.append(line), told.set()))
+    monkeypatch.setattr(report, "say", lambda line: (lines.append(line), said.set()))
     threading.Thread(target=main, args=(["report", str(run), "live=true", "port=0"],), daemon=True).start()
-    assert told.wait(60)
+    assert said.wait(60)
     address = lines[0].split()[0]
     assert b">live<" in urllib.request.urlopen(address).read()
     make_run(run, [1.0, 0.25])

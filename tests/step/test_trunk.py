@@ -91,7 +91,8 @@ def test_a_run_with_frozen_trunks_has_the_curve_of_a_whole_replay(
 @pytest.mark.parametrize("lean", [True, False])
 def test_a_trunk_and_its_projection_are_the_tower(lean: bool) -> None:
     timm = {"timm_model_name": "resnet10t", "timm_pool": "avg", "timm_proj": "mlp", "image_size": 30}
-    for change in ({"vision_cfg": timm}, {"text_cfg": ARCHITECTURE["text_cfg"] | {"proj_bias": True}}):  # type: ignore[operator]
+    text: Any = ARCHITECTURE["text_cfg"]
+    for change in ({"vision_cfg": timm}, {"text_cfg": text | {"proj_bias": True}}):
         model = build_model(ModelConfig("test", ARCHITECTURE | change, image=ONE, text=ONE, lean=lean))
         pixels = torch.randint(0, 256, (3, 3, 30, 30), dtype=torch.uint8)
         for tower, inputs in ((model.image, pixels), (model.text, torch.randint(1, 99, (3, 24)))):

@@ -33,9 +33,9 @@ class Page:
             answer = json.loads(b"".join(iter(lambda: self.answers.read(1), b"\0")))
             if answer.get("id") == self.number:
                 return dict(answer["result"])
-            told = answer.get("params", {})
-            if "exceptionDetails" in told or "error" in (told.get("type"), told.get("entry", {}).get("level")):
-                self.errors.append(told)
+            event = answer.get("params", {})
+            if "exceptionDetails" in event or "error" in (event.get("type"), event.get("entry", {}).get("level")):
+                self.errors.append(event)
 
     def show(self, address: str, width: int, *, dark: bool = False) -> None:
         """Open a page of this width, on a phone if it is narrow, and wait until its body is marked as drawn."""

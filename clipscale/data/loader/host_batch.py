@@ -234,7 +234,7 @@ def stored_rows(slot: Slot, start: int, stop: int) -> Tensor:
 
 
 class Targets(NamedTuple):
-    """What the loss of a batch takes, besides features: see `contrastive_loss`."""
+    """What the loss of a batch takes beside the features: see `contrastive_loss`."""
 
     keys: Tensor | None = None
     """(N,) int64: equal for samples that `data.same` calls the same."""
