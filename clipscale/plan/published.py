@@ -27,8 +27,8 @@ def method_of(config: PlanConfig) -> str:
 
 
 class Published:
-    """A step with open_clip's own forward pass, whose graph a dry run measures, and a gradient cache, under DDP and AdamW, as
-    Inf-CL's code takes it. Its loss runs outside of autocast, on float32 features.
+    """A step with open_clip's own forward pass, whose graph a dry run measures, and a gradient cache, under DDP and
+    AdamW, as Inf-CL's code takes it. Its loss runs outside of autocast, on float32 features.
     """
 
     def __init__(self, config: PlanConfig) -> None:
