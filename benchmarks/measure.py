@@ -26,7 +26,7 @@ import torch
 
 from clipscale.common.errors import UserError
 from clipscale.common.units import nearest, parse_count
-from clipscale.report.environment import environment
+from clipscale.log.environment import environment
 
 Row = dict[str, Any]
 Columns = dict[str, Callable[[Row], str]]

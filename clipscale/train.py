@@ -30,13 +30,13 @@ from clipscale.eval.run import check as check_sets
 from clipscale.eval.run import evaluate
 from clipscale.launch.run_lock import RunLock
 from clipscale.launch.stopping import SignalError, Stop
+from clipscale.log.metrics import MetricLog
+from clipscale.log.step_record import StepRecords
+from clipscale.log.table import print_results
 from clipscale.models.flops import Flops
-from clipscale.report.metrics import MetricLog
-from clipscale.report.page import write_report
-from clipscale.report.step_record import StepRecords
-from clipscale.report.table import print_results
 from clipscale.state.start import begin
 from clipscale.step.optim import Schedule, largest_rms
+from clipscale.tools.report.page import write_report
 
 
 def train(config: TrainConfig) -> dict[str, Any]:

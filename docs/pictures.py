@@ -10,7 +10,7 @@ from pathlib import Path
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from clipscale.report.page import write_report
+from clipscale.tools.report.page import write_report
 from tests.support.browser import browser
 
 HEIGHTS = {1280: 880, 390: 940}

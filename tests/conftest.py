@@ -94,7 +94,7 @@ def shared(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], No
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from clipscale.data.tools.demo import render_demo
+    from clipscale.tools.data.demo import render_demo
 
     return shared(tmp_path_factory, "demo", lambda folder: render_demo(folder, 640))
 

@@ -15,9 +15,9 @@ from clipscale import checkpoint
 from clipscale.config.data import DataConfig
 from clipscale.config.sections import CacheConfig, OptimConfig, PrecisionConfig, ScheduleConfig
 from clipscale.data.loader.to_device import ChunkLoader
-from clipscale.data.tools.demo import paths
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.step.grad_cache import GradCache
+from clipscale.tools.data.demo import paths
 from clipscale.train import train
 from tests.step.test_grad_cache import assert_same, batch, gradients, models, one_graph
 from tests.support.device import CUDA, DEVICE, on_device

@@ -26,10 +26,10 @@ from clipscale.config.sections import (
 )
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.stream import DataConfig
-from clipscale.data.tools.demo import paths
 from clipscale.launch import local
 from clipscale.launch.run_lock import RunLock
 from clipscale.models.towers import build_model
+from clipscale.tools.data.demo import paths
 from clipscale.train import train
 from tests.support.forks import forks
 from tests.support.ranks import run_ranks

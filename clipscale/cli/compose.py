@@ -161,7 +161,7 @@ def combinations(words: Sequence[str], config_dir: str | None) -> list[tuple[lis
 
 def demo_path(part: str) -> str:
     """`${demo:train}` and similar: a part of the demo set in the user's cache folder."""
-    from clipscale.data.tools.demo import paths
+    from clipscale.tools.data.demo import paths
 
     return paths().train if part == "train" else str(paths().tests[part])
 

@@ -18,7 +18,7 @@ from clipscale.common.terminal import report, say
 from clipscale.common.units import run_folder, unused
 from clipscale.config.train import TrainConfig
 from clipscale.launch import local
-from clipscale.report.table import TextTable, plain_console, print_results
+from clipscale.log.table import TextTable, plain_console, print_results
 
 
 def main(name: str, line: Namespace) -> int:

@@ -61,7 +61,7 @@ clipscale eval model.weights=/models/clip-vit-base-patch32 'eval.sets=[/data/ima
     ),
     "embed": Verb(
         tools.EmbedConfig,
-        "clipscale.embed.run:main",
+        "clipscale.tools.embed.run:main",
         """\
 clipscale embed run=b32 data='/data/laion/*.tar' out=/data/b32
 clipscale embed model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/mine out=/data/b32 features=image""",
@@ -71,7 +71,7 @@ clipscale embed model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/mine ou
     ),
     "explore": Verb(
         tools.ExploreConfig,
-        "clipscale.explore.verb:main",
+        "clipscale.tools.explore.verb:main",
         """\
 clipscale explore run=b32 data=/data/laion-b32
 clipscale explore run=b32 against=b16 data=[/data/laion-b32,/data/laion-b16]""",
@@ -81,7 +81,7 @@ clipscale explore run=b32 against=b16 data=[/data/laion-b32,/data/laion-b16]""",
     ),
     "plan": Verb(
         tools.PlanConfig,
-        "clipscale.plan.show:main",
+        "clipscale.tools.plan.show:main",
         """\
 clipscale plan model=vit-l14 batch=4M hardware=a800-80g gpus=8
 clipscale plan experiment=infcl-vit-l14 batch=1M hardware=h100-80g gpus=8 nodes=4 host_memory=1024G json=true
@@ -91,23 +91,23 @@ clipscale plan run=b16                                                        # 
         check=tools.target_gpu,
     ),
     "data demo": Verb(
-        tools.DemoSettings, "clipscale.data.tools.demo:main", "clipscale data demo root=/tmp/demo samples=5000"
+        tools.DemoSettings, "clipscale.tools.data.demo:main", "clipscale data demo root=/tmp/demo samples=5000"
     ),
     "data index": Verb(
         tools.IndexSettings,
-        "clipscale.data.tools.make_index:main",
+        "clipscale.tools.data.make_index:main",
         "clipscale data index '/data/laion/{00000..41455}.tar'\nclipscale data index @shards.txt",
         words="SHARD...",
     ),
     "data check": Verb(
         tools.CheckSettings,
-        "clipscale.data.tools.check:main",
+        "clipscale.tools.data.check:main",
         "clipscale data check '/data/laion/{00000..00099}.tar' 'data.captions=[json:caption]'",
         words="SHARD...",
     ),
     "report": Verb(
         tools.ReportSettings,
-        "clipscale.report.page:main",
+        "clipscale.tools.report.page:main",
         """\
 clipscale report demo
 clipscale report b32 b16 expected=openclip-b32-2b out=both.html
@@ -117,7 +117,7 @@ clipscale report b32 live=true                                                # 
     ),
     "export": Verb(
         tools.ExportSettings,
-        "clipscale.export.verb:main",
+        "clipscale.tools.export.verb:main",
         """\
 clipscale export run=b32
 clipscale export run=b32 to=hf out=/models/b32-hf
@@ -125,7 +125,7 @@ clipscale export run=b32 checkpoint=20000 dtype=float16 out=/models/b32
 clipscale export run=tuned 'average=[laion2b_s34b_b79k]' shares=[0.5,0.5]      # WiSE-FT""",
         check=lambda settings: existing_run(settings.run),
     ),
-    "doctor": Verb(tools.DoctorSettings, "clipscale.doctor:main", "clipscale doctor"),
+    "doctor": Verb(tools.DoctorSettings, "clipscale.tools.doctor:main", "clipscale doctor"),
 }
 """Every verb; a name may be two words."""
 

@@ -14,7 +14,7 @@ from clipscale.eval.sets import prompts
 from clipscale.eval.sets.item import EvalSet
 from clipscale.eval.sets.known import KnownSet, known_sets, table
 from clipscale.eval.sets.load import load_set, load_sets
-from clipscale.report.table import TextTable
+from clipscale.log.table import TextTable
 
 log = logging.getLogger(__name__)
 

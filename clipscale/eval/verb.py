@@ -17,12 +17,12 @@ from clipscale.distributed.world import join, leave
 from clipscale.eval.run import Results, check, evaluate
 from clipscale.eval.suites import chosen_sets, suite_table
 from clipscale.launch import local
+from clipscale.log.metrics import Progress
+from clipscale.log.sinks import Sinks
+from clipscale.log.table import plain_console, print_results
 from clipscale.models.towers import load_any
-from clipscale.report.metrics import Progress
-from clipscale.report.page import write_report
-from clipscale.report.sinks import Sinks
-from clipscale.report.table import plain_console, print_results
 from clipscale.step.precision import Precision
+from clipscale.tools.report.page import write_report
 
 
 def main(config: EvalRunConfig) -> Results:

@@ -63,7 +63,7 @@ def check_train(config: TrainConfig) -> None:
             raise UserError("log=wandb: there is no key; run `wandb login`, export WANDB_API_KEY, or log=wandb-offline")
     if not under_torchrun():  # there all ranks find missing shards together
         from clipscale.data.shards import listing
-        from clipscale.data.tools.demo import render_missing
+        from clipscale.tools.data.demo import render_missing
 
         render_missing(config.data.train or ())
         listing.check_local(config.data)
@@ -80,7 +80,7 @@ def run(config: Launched, main: str = TRAIN, *, isolated: bool = False) -> dict[
     count = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if under_torchrun() else workers(config)
     planned = isinstance(config, TrainConfig) and main == TRAIN and config.plan and main_rank()
     if planned:
-        resolve_name("clipscale.plan.of_run:before")(config, count)
+        resolve_name("clipscale.tools.plan.of_run:before")(config, count)
     if under_torchrun():
         result = join(config, main)
     elif count > 1 or isolated:
@@ -88,7 +88,7 @@ def run(config: Launched, main: str = TRAIN, *, isolated: bool = False) -> dict[
     else:
         result = resolve_name(main)(config)
     if planned:
-        resolve_name("clipscale.plan.of_run:after")(config)
+        resolve_name("clipscale.tools.plan.of_run:after")(config)
     return result
 
 

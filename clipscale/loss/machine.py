@@ -1,4 +1,4 @@
-"""What the loss asks of the machine it runs on. A dry run (clipscale.plan) answers for a GPU that is not there."""
+"""What the loss asks of the machine it runs on. A dry run answers for a GPU that is not there."""
 
 import contextlib
 from collections.abc import Iterator

@@ -85,7 +85,7 @@ class TrainState:
         if self.stored:
             self.model.image.cpu()  # only evaluations use it
 
-    # ---- build: a dry run (clipscale.plan) replaces these ----
+    # ---- build: a dry run (clipscale.tools.plan) replaces these ----
 
     def build_model(self) -> ClipModel:
         """The model of the settings, on this rank's device."""

@@ -11,7 +11,7 @@ from rich.console import Console
 from clipscale.cli.main import main
 from clipscale.common import terminal
 from clipscale.common.terminal import LONGEST, printable
-from clipscale.report.table import TextTable
+from clipscale.log.table import TextTable
 
 HOSTILE = "a\x1b]0;title\x07\x9b31m\nerror: [red]b[/red]\u202e\ud800\r"
 

@@ -15,8 +15,8 @@ from clipscale.config.setting import flat
 from clipscale.config.tools import PlanConfig
 from clipscale.config.train import TrainConfig, check
 from clipscale.models.towers import build_model
-from clipscale.plan.planner import predicted
 from clipscale.step.optim import build_optimizer
+from clipscale.tools.plan.planner import predicted
 
 OPTIONS = group_options()
 

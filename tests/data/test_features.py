@@ -17,9 +17,9 @@ from clipscale.data.features import StoredFeatures, encoded_row, stored_teachers
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError
 from clipscale.data.shards.reader import ReadProblem, read_shard
-from clipscale.data.tools.demo import paths
-from clipscale.embed.run import main
 from clipscale.models.towers import load_model
+from clipscale.tools.data.demo import paths
+from clipscale.tools.embed.run import main
 from clipscale.train import train
 from tests.data.files import sample, write_tar
 from tests.support.runs import ARCHITECTURE, curve, settings

@@ -12,8 +12,8 @@ from PIL import Image
 from clipscale.config.sections import EvalConfig
 from clipscale.config.tools import EvalRunConfig, ExportSettings
 from clipscale.eval.verb import main
-from clipscale.export.verb import main as export
 from clipscale.models.towers import build_model
+from clipscale.tools.export.verb import main as export
 from tests.eval.sets import write_shards
 from tests.eval.test_verb import TINY, save
 

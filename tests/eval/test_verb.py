@@ -12,8 +12,8 @@ from clipscale.config.sections import EvalConfig, LaunchConfig, ModelConfig, Sin
 from clipscale.config.tools import EvalRunConfig
 from clipscale.eval.run import evaluate
 from clipscale.eval.verb import main
+from clipscale.log.records import read_evaluations
 from clipscale.models.towers import ClipModel, build_model
-from clipscale.report.runs import read_evaluations
 from tests.eval.sets import ALONE, classification_set, retrieval_set
 from tests.support import checkpoints
 

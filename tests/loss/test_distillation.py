@@ -13,7 +13,7 @@ from torch import Tensor
 
 from clipscale import contrastive_loss, distillation_loss
 from clipscale.loss.reference import dense_contrastive_loss
-from clipscale.plan.memory_tracker import MemoryTracker
+from clipscale.tools.plan.memory_tracker import MemoryTracker
 from tests.loss.cases import LossFunction, assert_exact, dense_distillation_loss, features, results, tiles_of
 from tests.loss.workers import Workers, stacked, whole
 

@@ -18,7 +18,7 @@ from clipscale.loss.api import contrastive_loss
 from clipscale.loss.block import Block, Parameters, RowBlock
 from clipscale.loss.objective import Sigmoid, Softmax
 from clipscale.loss.triton.backend import triton_backend
-from clipscale.plan.memory_tracker import DryMachine, cuda_autocast, without_memory
+from clipscale.tools.plan.memory_tracker import DryMachine, cuda_autocast, without_memory
 
 # Prints by how many bytes the peak of a forward and a backward pass exceeds what the process holds before them. The
 # peak is reset first (proc(5), clear_refs); glibc gives back what is freed, so the peak is what was held.

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig, TowerConfig
-from clipscale.export.open_clip import description
 from clipscale.models import huggingface
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import described, find
+from clipscale.tools.export.open_clip import description
 from tests.support.checkpoints import save
 
 SMALL: dict[str, Any] = {

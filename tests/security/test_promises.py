@@ -100,7 +100,7 @@ def test_a_member_and_a_packed_shard_cost_bounded_memory(tmp_path: Path) -> None
     code = f"""
 import resource
 from clipscale.config.data import DataConfig
-from clipscale.data.tools.check import check_shard
+from clipscale.tools.data.check import check_shard
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 broken = dict(check_shard({str(shard)!r}, DataConfig()).broken)
 print(broken, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)

@@ -16,7 +16,7 @@ from clipscale.config.sections import (
 )
 from clipscale.config.train import TrainConfig, check
 from clipscale.data.loader.stream import DataConfig
-from clipscale.data.tools.demo import paths
+from clipscale.tools.data.demo import paths
 from clipscale.train import train
 
 ARCHITECTURE = {

@@ -1,0 +1,160 @@
+"""The metric log of a run: one JSON object per step in `metrics.jsonl`, from which everything else derives.
+
+The console, wandb and TensorBoard are sinks. A sink that fails does not stop the run.
+"""
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+
+from clipscale.common import files
+from clipscale.common.terminal import printable
+from clipscale.config.sections import LogConfig
+from clipscale.log.environment import environment
+from clipscale.log.records import Record, read_metrics
+from clipscale.log.sinks import Sinks
+from clipscale.log.table import FIGURES
+from clipscale.log.warnings import FIRST, WINDOW, warnings_of
+
+
+class MetricLog:
+    """The log of one run, on rank 0: `metrics.jsonl`, `env.json` and `config.yaml` in its folder, console and sinks.
+
+    A full disk under `metrics.jsonl` prints a warning, and its lines wait in memory.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: LogConfig,
+        *,
+        resolved_config: str,
+        resume_step: int = 0,
+        world: int = 1,
+        total: int | None = None,
+        trains: bool = True,
+        console: Console | None = None,
+    ) -> None:
+        """`resolved_config`: the settings as YAML. `resume_step`: later lines, of an interrupted run, are removed.
+
+        `total`: steps of the run. Unless this start `trains`, `env.json` and `config.yaml` stay as they are.
+        """
+        self.config, self.total, self.settings = config, total, yaml.safe_load(resolved_config)
+        # No highlighting and no wrapping: they put control codes and line breaks into lines that are meant for grep.
+        self.console = console or Console(highlight=False, soft_wrap=True, emoji=False)
+        self.progress = Progress(self.console, config.progress)
+        self._unprinted, self._printed_at = "", -math.inf
+        self._recent, self._times, self._warned = list[Record](), list[float](), set[str]()
+        self._unwritten = bytearray()
+        path = run_dir / "metrics.jsonl"
+        run_dir.mkdir(parents=True, exist_ok=True)
+        records = [record for record in read_metrics(path) if record["step"] <= resume_step] if resume_step else []
+        files.write_text(path, "".join(json.dumps(record) + "\n" for record in records))
+        self._file = path.open("ab", buffering=0)  # a killed run loses no line
+        about = environment(world)
+        self._gpu_bytes = min(about["gpu_bytes"], default=0)
+        if trains:
+            files.write_json(run_dir / "env.json", about | {"resume_step": resume_step})
+            files.write_text(run_dir / "config.yaml", resolved_config)
+        self._sinks = Sinks(run_dir, config, self.settings, self.message, resume_step)
+
+    def step(self, record: Record) -> None:
+        """Log one optimizer step: `record["step"]` (counted from 1) and the measured values, which are no tensors.
+
+        JSON knows no NaN and no infinity: the file has null for them.
+        """
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        self._append(json.dumps(finite) + "\n")
+        now, peak = time.monotonic(), record.get("mem_peak_bytes")
+        shown = record | {"total": self.total}  # lines have more than the record
+        if peak and self._gpu_bytes:
+            shown |= {"mem_peak_gib": peak / 2**30, "mem_peak_frac": peak / self._gpu_bytes}
+        if self.total and self._times:
+            pace = (now - self._times[0]) / len(self._times)
+            shown["left"] = timedelta(seconds=round(pace * (self.total - record["step"])))
+        self._times = [*self._times[1 - WINDOW :], now]
+        line, due = console_line(shown), now - self._printed_at >= self.config.seconds
+        if due and record["step"] % self.config.every == 0:
+            self.message(line)
+            line, self._printed_at = "", now
+        elif self.config.progress and self.console.is_terminal:
+            self.progress.line(console_line(shown, "progress"))
+        self._unprinted = line
+        if record["step"] > FIRST:
+            self._recent = [*self._recent[1 - WINDOW :], record]
+            found = warnings_of(self._recent, self.settings)
+            for kind in found.keys() - self._warned:
+                self.message(f"warning: step {record['step']}: {found[kind]}")
+            self._warned |= found.keys()
+        self._sinks.write(record["step"], record)
+
+    def _append(self, line: str) -> None:
+        """Append to `metrics.jsonl`. What a full disk does not take is kept, and written with the next line."""
+        self._unwritten += line.encode()
+        try:
+            del self._unwritten[: self._file.write(self._unwritten)]
+        except OSError as error:
+            if "disk" not in self._warned:
+                self._warned.add("disk")
+                self.message(f"warning: {self._file.name} cannot be written ({error.strerror}): lines wait in memory")
+
+    def eval(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
+        """Log evaluation results: one console line for each set, and `eval/SET/METRIC` for the sinks."""
+        for name, metrics in results.items():
+            values = " ".join(f"{k}={v:d}" if isinstance(v, int) else f"{k}={v:.4f}" for k, v in metrics.items())
+            self.message(f"eval step={step} set={name} {values}")
+        self._sinks.eval(step, results)
+
+    def message(self, text: str) -> None:
+        """Print a line on the console, over what a terminal has there."""
+        width = self.console.width - 1 if self.console.is_terminal else 0
+        self.console.print(printable(text).ljust(width), markup=False)
+
+    def close(self) -> None:
+        """Flush and close every sink."""
+        if self._unprinted:
+            self.message(self._unprinted)
+        self._sinks.close()
+        self._append("")
+        self._file.close()
+
+
+class Progress:
+    """How far a step or an evaluation is: on a terminal one line, which is overwritten; elsewhere a line a minute.
+
+    Short work shows nothing.
+    """
+
+    def __init__(self, console: Console, wanted: bool = True) -> None:
+        self.console, self.wanted = console, wanted
+        self._what, self._began, self._shown = "", 0.0, 0.0
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """`done` of `total` parts of the work called `what`, which begins with 0 parts. `total` may be an estimate."""
+        now, terminal = time.monotonic(), self.console.is_terminal
+        if done == 0 or what != self._what:
+            self._what, self._began, self._shown = what, now, now
+        elif done == total and terminal and self._shown > self._began:
+            self.line("")
+        elif done < total and self.wanted and now - self._shown >= (0.5 if terminal else 60):
+            left = timedelta(seconds=round((now - self._began) * (total / done - 1)))
+            self.line(f"{what}: {done} of {total}, {done / total:.0%}, {left} left")
+            self._shown = now
+
+    def line(self, text: str) -> None:
+        """Print a line, which the next one overwrites on a terminal."""
+        width, terminal = self.console.width - 1, self.console.is_terminal
+        text = text[:width].ljust(width) if terminal else text
+        self.console.print(text, end="\r" if terminal else "\n", markup=False)
+
+
+def console_line(record: Record, line: str = "console") -> str:
+    """`step=120 samples=30720 loss=2.1034 ...`, for grep and awk: the fields that figures.yaml has for such a line."""
+    formats = FIGURES[line].items()
+    return " ".join(form.format(record[name]) for name, form in formats if record.get(name) is not None)

@@ -1,0 +1,37 @@
+"""Reads a run's records: metrics, evaluations and retrieved examples. Raises UserError for a damaged file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from clipscale.common import files
+
+Record = dict[str, Any]
+
+
+def read_metrics(path: Path) -> list[Record]:
+    """The records of a `metrics.jsonl`, in order, without an incomplete last line."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    with files.reported("metrics", path, "restore the file, or move it away"):
+        return [json.loads(line) for line in lines if line.endswith(b"\n")]
+
+
+def read_evaluations(run_dir: Path) -> list[Record]:
+    """The contents of `eval/step_N.json`, by step: `step`, `results` (set -> metric -> value), `measured`."""
+    records = []
+    for file in (run_dir / "eval").glob("step_*.json"):
+        with files.reported("results", file, "evaluate again"):
+            records.append(json.loads(file.read_text()) | {"step": int(file.stem.removeprefix("step_"))})
+    return sorted(records, key=lambda record: int(record["step"]))
+
+
+def read_galleries(run_dir: Path, step: str = "**") -> list[tuple[Record, Image.Image]]:
+    """The retrieved examples by set and step: description and picture, as clipscale.eval.examples writes them."""
+    galleries = []
+    for file in (run_dir / "eval" / "retrieved").glob(f"{step}/*.json"):
+        with files.reported("retrieved examples", file, "evaluate again"):
+            picture = Image.open(file.with_suffix(".png"), formats=["PNG"]).convert("RGB")
+            galleries.append((json.loads(file.read_text()), picture))
+    return sorted(galleries, key=lambda gallery: (gallery[0]["set"], gallery[0]["step"] or 0))

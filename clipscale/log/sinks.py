@@ -1,0 +1,109 @@
+"""TensorBoard and wandb. A sink that fails does not stop what writes to it."""
+
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from clipscale.config.sections import SinkConfig
+from clipscale.log.records import read_galleries
+
+Sink = tuple[Callable[[int, dict[str, Any]], None], Callable[[], None]]
+"""Takes the numbers and the pictures of a step; and is closed at the end."""
+
+
+class Sinks:
+    """The sinks that the settings ask for. Whatever fails in one gives one warning, and closes it."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: SinkConfig,
+        settings: Mapping[str, Any],
+        message: Callable[[str], None],
+        resume_step: int = 0,
+    ) -> None:
+        """`settings`: those of the run, for wandb. `message` prints a line."""
+        self.run_dir, self.message = run_dir, message
+        self._sinks: dict[str, Sink] = {}
+        if config.tensorboard:
+            self._call("tensorboard", lambda: self._sinks.update(tensorboard=tensorboard(run_dir, resume_step)))
+        if config.wandb != "disabled":
+            self._call("wandb", lambda: self._sinks.update(wandb=wandb(run_dir, config, settings)))
+
+    def write(self, step: int, record: Mapping[str, Any]) -> None:
+        """Give the numbers and pictures of a record to every sink, under their names."""
+        values = {name: value for name, value in record.items() if isinstance(value, int | float | Image.Image)}
+        for name, (write, _) in list(self._sinks.items()):
+            self._call(name, partial(write, step, values))
+
+    def eval(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
+        """Give evaluation results to every sink, as `eval/SET/METRIC`, and the step's pictures as `retrieved/SET`."""
+        found = read_galleries(self.run_dir, f"step_{step:08d}") if self._sinks else []
+        values = {f"eval/{n}/{k}": v for n, m in results.items() for k, v in m.items()}
+        self.write(step, values | {f"retrieved/{record['set']}": picture for record, picture in found})
+
+    def close(self) -> None:
+        """Close every sink. Safe to call twice."""
+        while self._sinks:
+            name, (_, close) = self._sinks.popitem()
+            self._call(name, close)
+
+    def _call(self, name: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            self._sinks.pop(name, None)
+            self.message(f"warning: {name} failed and is off from here on ({type(error).__name__}: {error})")
+
+
+def tensorboard(run_dir: Path, resume_step: int) -> Sink:
+    """Event files in RUN/tensorboard."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    # purge_step hides what the interrupted run wrote after the resumed step.
+    writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step + 1 if resume_step else None)
+
+    def write(step: int, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            if isinstance(value, Image.Image):
+                writer.add_image(name, np.asarray(value), step, dataformats="HWC")
+            else:
+                writer.add_scalar(name, value, step)
+
+    return write, writer.close
+
+
+def wandb(run_dir: Path, config: SinkConfig, settings: Mapping[str, Any]) -> Sink:
+    """One wandb run per run folder. Its id is kept in the folder, so that a resumed run continues the same curves."""
+    import wandb as client
+
+    id_file = run_dir / "wandb" / "run-id.txt"
+    if not id_file.is_file():
+        id_file.parent.mkdir(parents=True, exist_ok=True)
+        id_file.write_text(secrets.token_hex(4))
+    run = client.init(
+        project=os.environ.get("WANDB_PROJECT", "clipscale"),
+        name=run_dir.name,
+        group=config.group,
+        id=id_file.read_text().strip(),
+        resume="allow",
+        dir=str(run_dir),
+        config=dict(settings),
+        mode=config.wandb,  # type: ignore[arg-type]
+        # wandb would send the command line, the console and the address of the git remote, secrets included.
+        settings=client.Settings(silent=True, init_timeout=60, console="off", x_disable_meta=True, disable_git=True),
+    )
+    # wandb's own step counter cannot go back when a run is resumed; our step is the x axis instead.
+    run.define_metric("*", step_metric="step")
+
+    def write(step: int, values: dict[str, Any]) -> None:
+        shown = {n: client.Image(v) if isinstance(v, Image.Image) else v for n, v in values.items()}
+        run.log({**shown, "step": step})
+
+    return write, run.finish

@@ -1,0 +1,73 @@
+"""The record of a step, completed when the device has done it. Nothing waits for the device in between."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import psutil
+from torch import Tensor
+
+from clipscale.common.phases import Phases, Readback
+from clipscale.data.loader.stream import TrainStream
+from clipscale.log.metrics import MetricLog
+from clipscale.models.flops import Flops
+
+Record = dict[str, Any]
+
+
+class StepRecords:
+    """Completes the records of a run's steps, one by one."""
+
+    def __init__(self, log: MetricLog | None, ranks: int, flops: Flops, stream: TrainStream) -> None:
+        """`log` takes each complete record; None: this rank logs none."""
+        self.log, self._ranks, self._flops, self._stream = log, ranks, flops, stream
+        self._measured_at = time.monotonic()
+        self._unfinished: tuple[Record, Phases, Readback, Mapping[int, int]] | None = None
+
+    def add(self, record: Record, phases: Phases, values: list[Tensor], widths: Mapping[int, int]) -> None:
+        """A step has been given to the device. `values`: the logit scale after it, and those of `largest_rms`.
+
+        `widths`: captions by width. The record has the names of `largest_rms` as its `update_rms_tensor`.
+        """
+        self.finish()
+        now, before = time.monotonic(), self._measured_at
+        self._measured_at = now
+        measured = {
+            "time": round(time.time(), 3),
+            "samples_per_s_wall": record["batch"] / (now - before),  # with waiting, evaluations and saves between steps
+            "host_rss_bytes": psutil.Process().memory_info().rss,
+            **self._stream.record(),
+            "caption_tokens": sum(width * count for width, count in widths.items()) / sum(widths.values()),
+        }
+        self._unfinished = record | measured, phases, Readback(*values), dict(widths)
+
+    def poll(self) -> None:
+        """Log the last step's record if the device has done the step."""
+        if self._unfinished and self._unfinished[2].ready:
+            self.finish()
+
+    def finish(self) -> None:
+        """Log the last step's record, when the device has done the step."""
+        unfinished, self._unfinished = self._unfinished, None
+        if unfinished and self.log:
+            self.log.step(self._complete(*unfinished))
+
+    def close(self) -> None:
+        """Log what is left, and close the log."""
+        self.finish()
+        if self.log:
+            self.log.close()
+
+    def _complete(self, record: Record, phases: Phases, values: Readback, widths: Mapping[int, int]) -> Record:
+        rate, waited_s = record["batch"] / phases.total, record.pop("waited_s")
+        scale, *rms = values.read()
+        return record | {
+            "logit_scale": scale,
+            "update_rms": rms[0] if rms else None,
+            "update_rms_tensor": record["update_rms_tensor"][int(rms[1])] if rms else None,
+            "samples_per_s": rate,
+            "samples_per_s_per_gpu": rate / self._ranks,
+            "data_wait_frac": waited_s / phases.total,
+            **phases.record(),
+            "mfu": self._flops.utilisation(rate / self._ranks, widths),
+        }

@@ -1,0 +1,81 @@
+"""`clipscale data check`: reads every sample as training does, and reports what is broken, by its reason."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from clipscale.common.hardware import cores
+from clipscale.common.units import format_bytes
+from clipscale.config.data import DataConfig
+from clipscale.config.tools import CheckSettings
+from clipscale.data.decode import IMAGE_TYPES, Picture, image_bytes
+from clipscale.data.filters import Selection, selection
+from clipscale.data.order import CounterRNG
+from clipscale.data.sample import BrokenSampleError, RawSample, limits
+from clipscale.data.shards import index
+from clipscale.data.shards.addresses import leaf_of
+from clipscale.data.shards.reader import ReadProblem, read_shard
+from clipscale.data.shards.store import Store
+from clipscale.log.table import TextTable, plain_console
+from clipscale.tools.data.make_index import expanded, progress
+
+
+@dataclass
+class Findings:
+    """What is wrong with a shard, or with several together."""
+
+    samples: int = 0
+    bytes: int = 0
+    broken: Counter[str] = field(default_factory=Counter)
+    """Reason -> samples."""
+    examples: dict[str, str] = field(default_factory=dict)
+    """Reason -> the first such sample, and what is wrong with it."""
+    damaged: dict[str, str] = field(default_factory=dict)
+    """Shard -> why it could not be read to its end."""
+
+    def add(self, other: "Findings") -> None:
+        self.samples += other.samples
+        self.bytes += other.bytes
+        self.broken.update(other.broken)
+        self.examples = other.examples | self.examples
+        self.damaged |= other.damaged
+
+
+def main(sources: Sequence[str], settings: CheckSettings) -> int:
+    """Print the table. Status 1 where something is broken, apart from what the filters leave out. Raises UserError."""
+    urls, findings = expanded(sources, settings.data.allow_pipe), Findings()
+    checked = index.map_shards(partial(check_shard, config=settings.data), cores(), urls)
+    for shard in progress(checked, len(urls)):
+        findings.add(shard)
+    rows = [("samples", str(findings.samples), format_bytes(findings.bytes))]
+    rows.append(("usable", str(findings.samples - findings.broken.total()), ""))
+    rows += [(reason, str(count), findings.examples[reason]) for reason, count in findings.broken.most_common()]
+    rows += [("damaged shard", url, why) for url, why in sorted(findings.damaged.items())]
+    plain_console().print(TextTable(("", "", ""), [rows], left=("",)))
+    failed = findings.damaged or any(not reason.startswith("filter_") for reason in findings.broken)
+    return 1 if failed else 0
+
+
+def check_shard(url: str, config: DataConfig) -> Findings:
+    findings, problem, chosen = Findings(), ReadProblem(), selection(config)
+    kinds = limits(IMAGE_TYPES, chosen.members(), config.max_bytes)
+    for sample in read_shard(url, problem, kinds=kinds, store=Store(config)):
+        findings.samples += 1
+        findings.bytes += sample.extent
+        try:
+            use(sample, chosen, config.max_pixels)
+        except BrokenSampleError as error:
+            findings.broken[error.reason] += 1
+            findings.examples.setdefault(error.reason, f"{leaf_of(url)}/{sample.key}: {error}"[:200])
+    if problem.reason:
+        findings.damaged[url] = f"{problem.reason}: {problem.detail}".replace(f"{url}: ", "")
+    return findings
+
+
+def use(sample: RawSample, chosen: Selection, max_pixels: int) -> None:
+    """Decode the sample as training does. Raises BrokenSampleError."""
+    if sample.damage:
+        raise BrokenSampleError(sample.damage, sample.detail)
+    chosen.check(sample, chosen.draw(sample.members, CounterRNG(sample.index)))
+    Picture(image_bytes(sample.members), max_pixels).decode()

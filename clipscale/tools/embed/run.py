@@ -1,0 +1,209 @@
+"""The verb `clipscale embed`. Each shard becomes files of its own in `out`.
+
+    npy          NAME.image.npy and NAME.text.npy, (samples, D), and NAME.jsonl with the key and caption of each row
+    webdataset   NAME.tar with all members but pictures, and KEY.npy and KEY.text.npy, for `data.image_features`;
+                 with `teacher` all members, and KEY.TEACHER.npy, (2, D), for `distill.teachers`
+
+features.json says what the features are, and SHARDS where each file's samples come from.
+Rank r of P takes every P-th shard. D: feature width.
+"""
+
+import json
+import logging
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from clipscale.common import files
+from clipscale.common.errors import UserError
+from clipscale.common.terminal import say
+from clipscale.config.data import FEATURES
+from clipscale.config.secrets import hidden
+from clipscale.config.sections import ModelConfig
+from clipscale.config.tools import IMAGE, TEXT, EmbedConfig, check_embed
+from clipscale.data.decode import IMAGE_TYPES
+from clipscale.data.features import NOTE, encoded_row, notes_beside
+from clipscale.data.sample import limits
+from clipscale.data.shards.addresses import SourceError, is_local, leaf_of, unsigned
+from clipscale.data.shards.index import scan_shard
+from clipscale.data.shards.listing import list_shards
+from clipscale.data.shards.reader import ReadProblem, read_shard
+from clipscale.data.shards.store import Store
+from clipscale.data.shards.writer import shard_writer, write_counts
+from clipscale.distributed.world import join, leave
+from clipscale.launch import local
+from clipscale.models.towers import ClipModel, load_any
+from clipscale.tools.embed.arrays import SHARDS, array_path
+from clipscale.tools.embed.encode import FeatureEncoder, Group, caption_members
+
+log = logging.getLogger(__name__)
+
+MEMBERS = {IMAGE: FEATURES, TEXT: f"text.{FEATURES}"}
+"""A shard's members with features."""
+DAMAGED = ("truncated_shard", "unreadable_shard")
+"""Reasons that lie in the shard itself, and stay. The others lie in the network or the server."""
+
+
+def main(config: EmbedConfig) -> dict[str, Any]:
+    """Write features on `launch.procs` processes, or as one of torchrun's. Returns the folder and its samples."""
+    return local.run(config, f"{__name__}:work")
+
+
+def work(config: EmbedConfig) -> dict[str, Any]:
+    """One process's part. Raises UserError."""
+    world = join(config.device, config.launch.timeout_s)
+    out = Path(config.out).expanduser()
+    try:
+        torch.manual_seed(0)
+        run = check_embed(config)
+        model, settings, _ = load_any(run, config.checkpoint, config.weights, config.model, world.on_main)
+        note = features_note(config, model, settings)
+        sources = world.on_main(lambda: prepared(config, out, note))
+        encoder = FeatureEncoder(config, model, world.device)
+        names = list(sources)[world.rank :: world.size]
+        parts = world.gather({name: embed_shard(encoder, sources[name], out / name) for name in names})
+    finally:
+        leave()
+    entries = {name: entry for part in parts for name, entry in part.items() if entry}
+    samples = sum(entry["samples"] for entry in entries.values())
+    if world.main:
+        listed = dict(sorted((read(out / SHARDS) | entries).items()))
+        files.write_json(out / SHARDS, listed)
+        remedy = ""
+        if config.format == "webdataset":
+            write_counts(out, {name: entry["samples"] for name, entry in listed.items()})
+            use = f"distill.teachers=[{config.teacher}]" if config.teacher else "data.image_features=true"
+            remedy = f"; train with data.train={out} {use}"
+        say(f"features of {samples} samples: {out}{remedy}")
+    if unread := len(sources) - len(entries):
+        raise UserError(f"out={out}: {unread} of {len(sources)} shards could not be fetched; start again to fetch them")
+    return {"out": str(out), "samples": samples}
+
+
+def features_note(config: EmbedConfig, model: ClipModel, settings: ModelConfig) -> dict[str, Any]:
+    """What the features are: the weights that compute them, and how their inputs are made."""
+    if not (config.run or settings.weights or settings.image.weights or settings.text.weights):
+        log.warning("these are features of random weights; give model.weights=PATH")
+    note = {
+        "model": settings.name,
+        "weights": model.image.digest(),
+        "width": model.width,
+        "dtype": config.dtype,
+        "member": f"{config.teacher}.{FEATURES}" if config.teacher else FEATURES,
+        "kinds": list(config.kinds),
+        "image_size": model.image_size,
+        "mean": list(settings.mean),
+        "std": list(settings.std),
+        "transform": config.transform,
+        "resize": model.resize,
+        "interpolation": model.interpolation,
+    }
+    if TEXT in config.kinds:
+        note |= {"text": model.text.digest(), "captions": caption_members(config.data)}
+    if config.data.only_keys:
+        note["only_keys"] = config.data.only_keys
+    if config.teacher:
+        note["scale"] = model.logit_scale.exp().item()
+    return note
+
+
+def prepared(config: EmbedConfig, out: Path, note: dict[str, Any]) -> dict[str, str]:
+    """Write the note. Returns the shards by the names of their files in `out`.
+
+    Raises UserError where two shards have one name, or where `out` has features of another kind or from elsewhere.
+    """
+    shards: dict[str, str] = {}
+    sources = {name: entry["source"] for name, entry in read(out / SHARDS).items()}
+    for url in list_shards(config.data)[0]:
+        name = name_of(url) + (".tar" if config.format == "webdataset" else ".jsonl")
+        if (other := sources.setdefault(name, address(url))) != address(url):
+            raise UserError(f"out={out}: {name} is of {other} and of {address(url)}; choose an out=DIR for each source")
+        if is_local(url) and Path(url).expanduser().parent.resolve() == out.resolve():
+            raise UserError(f"out={out}: data.train has shards there; choose another folder")
+        shards[name] = url
+    held, kind = read(out / NOTE), config.teacher or "features"
+    earlier = held.get(kind, {}) if held else note
+    for name in note.keys() | earlier.keys():
+        if earlier.get(name) != note.get(name):
+            what = f"{name}: {str(earlier.get(name))[:80]}, not {str(note.get(name))[:80]}"
+            raise UserError(f"out={out}: holds features of another kind ({what}); choose another folder")
+    out.mkdir(parents=True, exist_ok=True)
+    of_sources = notes_beside(next(iter(shards.values()))) if config.teacher else {}  # of other teachers
+    files.write_json(out / NOTE, of_sources | {kind: note})
+    return shards
+
+
+def read(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+
+def name_of(url: str) -> str:
+    return leaf_of(url).partition(".tar")[0]
+
+
+def address(url: str) -> str:
+    """A shard's address without secrets."""
+    return hidden(str(Path(url).expanduser().absolute()) if is_local(url) else unsigned(url))
+
+
+def embed_shard(encoder: FeatureEncoder, url: str, path: Path) -> dict[str, Any] | None:
+    """Write one shard's features completely or not at all, unless they are there. Returns its entry in SHARDS.
+
+    A damaged shard is written as far as it can be read: it will not get better. None for one that could not be fetched.
+    """
+    as_tar, kinds = path.suffix == ".tar", encoder.config.kinds
+    if not path.is_file():
+        try:
+            write = partial(write_tar, teacher=encoder.config.teacher) if as_tar else write_npy
+            write(path, shard_groups(encoder, url, all_members=as_tar), kinds)
+        except SourceError:
+            return None
+    samples = scan_shard(str(path)).samples if as_tar else len(np.load(array_path(path, kinds[0]), mmap_mode="r"))
+    return {"source": address(url), "samples": samples}
+
+
+def shard_groups(encoder: FeatureEncoder, url: str, *, all_members: bool) -> Iterator[Group]:
+    """A shard's samples with their features. Raises SourceError for a shard that could not be fetched."""
+    problem, data = ReadProblem(), encoder.config.data
+    captions = {source.partition(":")[0] for source in encoder.captions}
+    kinds = None if all_members else limits(IMAGE_TYPES, captions, data.max_bytes)
+    missing = samples = 0
+    for group in encoder.groups(read_shard(url, problem, kinds=kinds, store=Store(data))):
+        samples += len(group.raws)
+        missing += int(np.isnan(group.rows).all(2).any(1).sum())
+        yield group
+    if problem.reason:
+        log.warning("%s after %d samples: %s", problem.reason, samples, problem.detail)
+        if problem.reason not in DAMAGED:
+            raise SourceError(problem.reason, problem.detail)
+    say(f"{url}: {samples} samples, {missing} of them without a usable picture or text")
+
+
+def write_npy(path: Path, groups: Iterable[Group], kinds: Iterable[str]) -> None:
+    """The arrays first: NAME.jsonl says that they are complete."""
+    rows, lines = [], []
+    for group in groups:
+        rows.append(group.rows)
+        for raw, caption in zip(group.raws, group.captions):
+            lines.append(json.dumps({"key": raw.key} | ({} if caption is None else {"caption": caption})) + "\n")
+    for number, kind in enumerate(kinds):
+        with files.replacing(array_path(path, kind)) as file:
+            np.save(file, np.concatenate([part[:, number] for part in rows]) if rows else np.empty((0, 0)))
+    files.write_text(path, "".join(lines))
+
+
+def write_tar(path: Path, groups: Iterable[Group], kinds: Iterable[str], teacher: str = "") -> None:
+    """A sample without features keeps its place, of a `teacher` without either of them."""
+    names = [f"{teacher}.{FEATURES}"] if teacher else [MEMBERS[kind] for kind in kinds]
+    left_out = {"", *names} if teacher else {"", *IMAGE_TYPES, *MEMBERS.values()}  # "" cannot be written
+    with shard_writer(path) as writer:
+        for group in groups:
+            for raw, features in zip(group.raws, group.rows):
+                members = {name: data for name, data in raw.members.items() if name not in left_out}
+                arrays = zip(names, features[None] if teacher else features, strict=True)
+                members |= {name: encoded_row(array) for name, array in arrays if not np.isnan(array).any()}
+                writer.write({**(members or {"missing": b""}), "__key__": raw.key})

@@ -1,0 +1,138 @@
+"""Exact search in what `clipscale embed` has written, with its model, and the pictures of its shards.
+
+D: feature width, n: rows of a tile.
+"""
+
+import io
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor, nn
+
+from clipscale.common.errors import UserError
+from clipscale.config.data import DataConfig
+from clipscale.config.sections import ModelConfig
+from clipscale.config.tools import ExploreConfig, existing_run
+from clipscale.data.decode import IMAGE_TYPES, broken_pictures, image_bytes, open_picture
+from clipscale.data.sample import BrokenSampleError, limits
+from clipscale.data.shards.addresses import is_local
+from clipscale.data.shards.counts import scan_counts
+from clipscale.data.shards.reader import ReadProblem, read_shard
+from clipscale.data.shards.store import Store
+from clipscale.distributed.world import join
+from clipscale.models.towers import load_any
+from clipscale.step.precision import Precision
+from clipscale.tools.embed.arrays import EmbeddedSet
+
+TILE = 1 << 14
+"""Rows compared at once: 32 MiB of 512 float32 numbers."""
+SIDE = 320  # pixels of the longer side of a picture on the page
+
+
+def nearest(parts: Iterable[np.ndarray], query_D: Tensor, count: int) -> list[tuple[int, float]]:
+    """The `count` rows with the largest dot products, and these, best first; of equal ones the first row.
+
+    Rows of NaN are left out. parts: arrays (rows, D) of any float type; their rows are numbered through.
+    """
+    scores, rows = query_D.new_empty(0), torch.empty(0, dtype=torch.int64, device=query_D.device)
+    first, space = 0, query_D.new_empty(TILE, len(query_D))  # allocating it for each tile takes longer than the product
+    for part in parts:
+        for start in range(0, len(part), TILE):
+            stored = torch.from_numpy(np.array(part[start : start + TILE]))
+            tile_nD = space[: len(stored)].copy_(stored)
+            scores = torch.cat([scores, (tile_nD @ query_D).nan_to_num(nan=-torch.inf)])
+            rows = torch.cat([rows, torch.arange(first + start, first + start + len(stored), device=query_D.device)])
+            best = scores.argsort(descending=True, stable=True)[:count]
+            scores, rows = scores[best], rows[best]
+        first += len(part)
+    return [(row, score) for row, score in zip(rows.tolist(), scores.tolist()) if score > -torch.inf]
+
+
+class SearchModel:
+    """A model and its set. Queries come from several threads, and the model takes one at a time."""
+
+    def __init__(
+        self, config: ExploreConfig, run: str, checkpoint: str, model: ModelConfig, sets: list[EmbeddedSet]
+    ) -> None:
+        """The model of a run, or of weights from elsewhere. Raises UserError if none of the sets has its features."""
+        world = join(config.device)
+        folder = existing_run(run) if run else None
+        self.model, _, step = load_any(folder, checkpoint, config.weights, model, world.on_main)
+        self.title = f"{folder.name}, step {step}" if folder else str(model.weights)
+        self.transform = replace(self.model.eval_transform(), max_pixels=config.data.max_pixels)
+        digests = {"weights": self.model.image.digest(), "text": self.model.text.digest()}
+        wanted = digests | {"image_size": self.model.image_size, "resize": self.model.resize, "transform": "eval"}
+        fitting = [embedded for embedded in sets if wanted.items() <= (wanted | embedded.note).items()]
+        if not fitting:
+            raise UserError(f"data: no folder has features of {self.title}; embed the set with that model")
+        self.embedded = fitting[0]
+        self.device, self.lock = world.device, threading.RLock()
+        self.precision = Precision(config.precision, world.device)
+        for tower in (self.model.image, self.model.text):
+            tower.to(world.device)
+
+    def encode_texts(self, texts: list[str]) -> Tensor:
+        """Unit features (texts, D)."""
+        return self._encode(self.model.text, self.model.tokenizer(texts))
+
+    def encode_image(self, data: bytes) -> Tensor:
+        """The unit feature (D,) of an encoded picture. Raises BrokenSampleError."""
+        with self.lock:  # one at a time: a large picture takes 268 MB
+            return self._encode(self.model.image, torch.from_numpy(self.transform(data))[None])[0]
+
+    def _encode(self, tower: nn.Module, inputs: Tensor) -> Tensor:
+        with self.lock, torch.no_grad(), self.precision.autocast():
+            return F.normalize(tower(inputs.to(self.device)).float(), dim=-1)
+
+    def classes(self, picture_D: Tensor, prompts: list[str]) -> list[tuple[float, float]]:
+        """Probability (the softmax over the prompts, by the model's scale) and similarity of each for a picture."""
+        scores = self.encode_texts(prompts) @ picture_D
+        shares = (scores * self.model.logit_scale.detach().to(self.device).float().exp()).softmax(0)
+        return list(zip(shares.tolist(), scores.tolist()))
+
+    def matches(self, query_D: Tensor, kind: str, count: int) -> list[dict[str, Any]]:
+        """The samples whose feature of that kind is nearest to a query, with their similarity, best first."""
+        rows = nearest(self.embedded.features(kind), query_D, count)
+        return [{**self.embedded.sample(row), "score": score} for row, score in rows]
+
+
+class Pictures:
+    """The pictures of embedded sets, by the name of their part and their row."""
+
+    def __init__(self, sources: Mapping[str, str], data: DataConfig) -> None:
+        """`sources`: the shard of each part."""
+        self.sources, self.data = sources, data
+        self.decoding = threading.Semaphore(2)  # a large picture takes 268 MB
+        self.small = lru_cache(2048)(self._small)  # about 20 kB each
+        self.index = lru_cache(None)(lambda url: scan_counts([url]) if is_local(url) else None)
+
+    def encoded(self, part: str, row: int) -> bytes:
+        """A picture's bytes. Raises BrokenSampleError, also for no such sample and an unreadable shard."""
+        problem, members = ReadProblem(), limits(IMAGE_TYPES, (), self.data.max_bytes)
+        if url := self.sources.get(part, ""):
+            self.index(url)
+            store = Store(self.data)
+            for raw in read_shard(url, problem, lambda number: number == row, members, store=store, indexed=True):
+                if raw.index == row:
+                    if raw.damage:
+                        raise BrokenSampleError(raw.damage, raw.detail)
+                    return image_bytes(raw.members)
+        raise BrokenSampleError(problem.reason or "no_such_sample", problem.detail or f"{part}, row {row}")
+
+    def _small(self, part: str, row: int) -> bytes:
+        """The picture as a JPEG of at most SIDE x SIDE pixels. Raises BrokenSampleError."""
+        data, out = self.encoded(part, row), io.BytesIO()
+        with self.decoding, broken_pictures():
+            image = open_picture(data, self.data.max_pixels)
+            image.draft("RGB", (2 * SIDE, 2 * SIDE))
+            image = image.convert("RGB")
+            image.thumbnail((SIDE, SIDE), Image.Resampling.BICUBIC)
+            image.save(out, "JPEG", quality=88)
+        return out.getvalue()

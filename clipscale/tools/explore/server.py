@@ -1,0 +1,153 @@
+"""The page's answers. A Host other than this machine's loopback is refused: foreign names may point here."""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from clipscale.config.tools import IMAGE, TEXT
+from clipscale.data.sample import BrokenSampleError
+from clipscale.tools.explore.search import Pictures, SearchModel
+
+PAGE = {"": "text/html", "page.css": "text/css", "page.js": "text/javascript"}
+MOST_TEXT, MOST_RESULTS = 1 << 16, 200
+"""Bytes of a question without a picture, and results of one."""
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+
+def application(models: Sequence[SearchModel], pictures: Pictures) -> Starlette:
+    """The page and its answers."""
+    page = Page(models, pictures)
+    routes = [Route(f"/{name}", partial(file, name or "page.html", kind)) for name, kind in PAGE.items()]
+    routes += [Route("/about", page.about), Route("/small/{part}/{row:int}", page.small)]
+    for question in (page.some, page.search, page.picture, page.sample, page.classes):
+        routes.append(Route(f"/{question.__name__}", question, methods=["POST"]))
+    hosts = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
+    handlers = dict.fromkeys((HTTPException, BrokenSampleError), problem)
+    return Starlette(routes=routes, middleware=[hosts], exception_handlers=handlers)
+
+
+async def file(name: str, kind: str, request: Request) -> Response:
+    return Response(Path(__file__).with_name(name).read_bytes(), headers=HEADERS, media_type=kind)
+
+
+async def problem(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        return answer({"error": error.detail}, error.status_code)
+    return answer({"error": f"this picture cannot be used ({error})"}, 422)
+
+
+def answer(value: Any, status: int = 200) -> Response:
+    """JSON in ASCII: captions may hold lone surrogates."""
+    return Response(json.dumps(value, allow_nan=False), status, headers=HEADERS, media_type="application/json")
+
+
+class Page:
+    """What the page asks for. Models and files work in threads."""
+
+    def __init__(self, models: Sequence[SearchModel], pictures: Pictures) -> None:
+        self.models, self.pictures = models, pictures
+        self.queries: dict[str, list[torch.Tensor]] = {}
+
+    async def about(self, request: Request) -> Response:
+        """The models, and what their sets hold."""
+        return answer([{"title": model.title, "samples": len(model.embedded)} for model in self.models])
+
+    async def small(self, request: Request) -> Response:
+        """A picture of a set, for the page."""
+        picture = await run_in_threadpool(self.pictures.small, **request.path_params)
+        return Response(picture, headers=HEADERS, media_type="image/jpeg")
+
+    async def some(self, request: Request) -> Response:
+        """Samples at even distances in the first model's set."""
+        embedded, (count,) = self.models[0].embedded, await asked(request, count=int)
+        shown = min(count, len(embedded))
+        return answer({"samples": [embedded.sample(n * len(embedded) // shown) for n in range(shown)]})
+
+    async def search(self, request: Request) -> Response:
+        """The pictures nearest to a text, by each model."""
+        text, count = await asked(request, text=str, count=int)
+        return await self.by_model(
+            lambda model, _: {"pictures": model.matches(model.encode_texts([text])[0], IMAGE, count)}
+        )
+
+    async def picture(self, request: Request) -> Response:
+        """The captions and pictures nearest to a picture that the request holds, by each model."""
+        data = await body_of(request, self.pictures.data.max_bytes)
+        return await self.near(data, min(int(request.query_params.get("count", "24")), MOST_RESULTS))
+
+    async def sample(self, request: Request) -> Response:
+        """The same for a picture of the set."""
+        part, row, count = await asked(request, part=str, row=int, count=int)
+        return await self.near(await run_in_threadpool(self.pictures.encoded, part, row), count)
+
+    async def near(self, data: bytes, count: int) -> Response:
+        features = await run_in_threadpool(lambda: [model.encode_image(data) for model in self.models])
+        key = hashlib.blake2b(data, digest_size=16).hexdigest()
+        self.queries[key] = features
+        if len(self.queries) > 256:  # they stay, so that labels can be changed without sending the picture again
+            del self.queries[next(iter(self.queries))]
+
+        def work(model: SearchModel, number: int) -> Any:
+            return {kind + "s": model.matches(features[number], kind, count) for kind in (TEXT, IMAGE)}
+
+        return await self.by_model(work, picture=key)
+
+    async def classes(self, request: Request) -> Response:
+        """The probabilities of labels for a picture that was asked for before, by each model."""
+        picture, labels, template = await asked(request, picture=str, labels=list, template=str)
+        if picture not in self.queries:
+            raise HTTPException(404, "this picture is no longer kept; give it again")
+        prompts, features = [template.replace("{}", str(label)) for label in labels], self.queries[picture]
+
+        def work(model: SearchModel, number: int) -> Any:
+            shares = model.classes(features[number], prompts)
+            return [{"label": label, "share": share, "score": score} for label, (share, score) in zip(labels, shares)]
+
+        return await self.by_model(work)
+
+    async def by_model(self, work: Callable[[SearchModel, int], Any], **more: Any) -> Response:
+        """One answer of each model, one after another."""
+        answers = [await run_in_threadpool(work, model, number) for number, model in enumerate(self.models)]
+        return answer({"answers": answers, **more})
+
+
+async def body_of(request: Request, most: int) -> bytes:
+    """The body of a request. Refuses more than `most` bytes, before they are in memory."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > most:
+            raise HTTPException(413, f"more than {most} bytes")
+    return bytes(body)
+
+
+async def asked(request: Request, **types: type) -> list[Any]:
+    """The values of these names in the JSON object of a request. A count of results is at most MOST_RESULTS."""
+    try:
+        question = json.loads(await body_of(request, MOST_TEXT))
+    except (ValueError, RecursionError):
+        question = None
+    values = question if isinstance(question, dict) else {}
+    for name, kind in types.items():
+        if type(values.get(name)) is not kind:
+            raise HTTPException(400, f"give {name}, which is {kind.__name__}")
+    return [min(values[name], MOST_RESULTS) if name == "count" else values[name] for name in types]

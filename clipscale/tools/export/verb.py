@@ -1,0 +1,73 @@
+"""The verb `clipscale export`, and the model card: how the model was trained and how well it scores."""
+
+import json
+from functools import reduce
+from pathlib import Path
+
+import torch
+import yaml
+
+from clipscale import __version__
+from clipscale.common import files
+from clipscale.common.terminal import say
+from clipscale.config.sections import WEIGHTS, ModelConfig
+from clipscale.config.tools import ExportSettings, existing_run
+from clipscale.log.records import read_evaluations
+from clipscale.log.table import TextTable, result_tables
+from clipscale.models.towers import ClipModel, load_model
+from clipscale.tools.export import hugging_face, open_clip
+from clipscale.tools.export.average import average
+
+FORMATS = {"open_clip": (open_clip.write, "open_clip"), "hf": (hugging_face.write, "transformers")}
+"""By the setting `to`: what writes the folder, and the library that loads it, by its name on Hugging Face."""
+
+
+SHOWN = ("batch", "samples", "epochs", "loss.objective", "optim.name", "optim.lr", "schedule.name", "schedule.warmup",
+         "precision.name", "seed")  # fmt: skip
+"""Settings of the run in the card, as far as they are set."""
+
+
+def main(settings: ExportSettings) -> Path:
+    """Write the folder and return it. Raises UserError without a checkpoint, and for a model that the format lacks."""
+    run = existing_run(settings.run)
+    model, config, step = load_model(run, settings.checkpoint, settings.weights)
+    name = "export" + "-average" * bool(settings.average) + "-hf" * (settings.to == "hf")
+    about = settings.weights
+    if settings.average:
+        shares = average(model, config, settings.average, settings.shares, settings.weights)
+        names = [run.name, *(Path(other).name for other in settings.average)]
+        about = " + ".join(f"{share:g} {name} ({settings.weights})" for share, name in zip(shares, names))
+    out = Path(settings.out).expanduser() if settings.out else run / name
+    write, library = FORMATS[settings.to]
+    note = {"run": run.name, "step": str(step), "weights": about}
+    out.mkdir(parents=True, exist_ok=True)
+    call = write(model, config, out, getattr(torch, settings.dtype), note)
+    here = call.format(out.name)  # the card goes where the folder goes: it names no path of this machine
+    files.write_text(out / "README.md", card(run, model, config, note, here, library))
+    say(f"{out}: step {step}; {call.format(out.resolve())}")
+    return out
+
+
+def card(run: Path, model: ClipModel, config: ModelConfig, note: dict[str, str], call: str, library: str) -> str:
+    """The text of README.md. `call` loads the folder with `library`; `note` has the run, its step and which weights."""
+    path = run / "config.yaml"
+    settings = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    rows = [("model", config.name), ("parameters", f"{sum(p.numel() for p in model.parameters()):,}")]
+    rows += [("image size", str(model.image_size)), ("feature width", str(model.width))]
+    rows += [("step", note["step"]), ("weights", note["weights"])]
+    for name in SHOWN:
+        value = reduce(lambda node, part: node.get(part, {}), name.split("."), settings)
+        if value not in (None, {}):
+            rows.append((name, value if isinstance(value, str) else json.dumps(value)))
+    head = {"library_name": library, "tags": ["clip", "zero-shot-image-classification"]}
+    parts = [f"---\n{yaml.safe_dump(head).strip()}\n---", f"# {note['run']}, step {note['step']}"]
+    parts.append(f"Trained and exported with clipscale {__version__}. Load it with\n\n    {call}")
+    parts.append("## Training\n\n" + TextTable(("setting", "value"), [rows], left=("value",)).markdown())
+    records = read_evaluations(run) if note["weights"] in WEIGHTS else []  # those of an average are not known
+    results = [record["results"] for record in records if str(record["step"]) == note["step"]]
+    for result in results:
+        scores = "\n\n".join(table.markdown() for table in result_tables(result))
+        parts.append(f"## Scores at this step\n\nPer cent, except counts and ranks.\n\n{scores}")
+    if not results:
+        parts.append("## Scores\n\nThis has not been evaluated.")
+    return "\n\n".join(parts) + "\n"

@@ -1,0 +1,146 @@
+"""Predicts a step's memory at any batch and chunk size from a few dry-run steps, and the host's from its layout.
+
+b: samples of one rank, c: samples of a chunk. All sizes in bytes, of one GPU unless the name says otherwise.
+"""
+
+import math
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from clipscale.common.errors import UserError
+from clipscale.common.units import parse_memory
+from clipscale.config.tools import PlanConfig
+from clipscale.data.loader.host_batch import Layout, Offload
+from clipscale.data.loader.stream import worker_count
+from clipscale.data.order import default_streams, streams_of
+from clipscale.eval.retrieval import BLOCK
+from clipscale.eval.suites import chosen_sets
+from clipscale.step.kept_graphs import MARGIN
+from clipscale.tools.plan import ASSUMED
+from clipscale.tools.plan.dry_run import DryRun, StepMemory
+
+Chunks = tuple[int | None, int | None]
+"""Chunk sizes of the image and the text tower; None: the whole local batch (batch normalisation, stored features)."""
+
+
+class MemoryModel:
+    """Memory of a step at any batch. With given chunks, every stage's peak is a straight line in b."""
+
+    def __init__(self, run: DryRun, captions: float = 1.0) -> None:
+        """`captions`: tokens of an average caption as a share of the context. More sorted ones fit a chunk."""
+        self.run, self.captions = run, captions
+        self._step, self._loss, self._graph = cache(run.step), cache(run.loss), cache(run.graph)
+
+    def sizes(self, batch: int, chunks: Chunks) -> tuple[int, int]:
+        """The rows of an image and of a text chunk of a batch."""
+        image, text = (min(chunk or rows, rows) for chunk, rows in zip(chunks, (batch, batch * self.run.captions)))
+        return image, text
+
+    def at(self, batch: int, chunks: Chunks, keep: float = 0) -> StepMemory:
+        """A step of `batch` samples on a rank, with `keep` bytes for kept graphs."""
+
+        def further(sizes: dict[str, float], less: dict[str, float]) -> dict[str, float]:
+            return {name: size + round(distance * (size - less.get(name, size))) for name, size in sizes.items()}
+
+        whole = max([c for c in chunks if c] or [64])
+        # With several ranks the last chunk differs from the others, because gradients are summed over ranks in it.
+        near = (2 if self.run.ranks == 1 else 3) * whole
+        size = near + whole if batch > near else batch
+        memory = self._step(self.sizes(size, chunks), size)
+        if batch > near:
+            small, distance = self._step(self.sizes(near, chunks), near), (batch - near) / whole - 1
+            memory = StepMemory(further(memory.before, small.before), further(memory.peak, small.peak))
+        memory = replace(memory, peak={**memory.peak, "loss": memory.before["loss"] + self.loss(batch)})
+        return self._with_kept(memory, batch, chunks, keep) if keep else memory
+
+    def counts(self, batch: int, chunks: Chunks) -> list[int]:
+        """Image and text chunks of a batch."""
+        image, text = self.sizes(batch, chunks)
+        return [math.ceil(batch / image), math.ceil(batch * self.run.captions * self.captions / text)]
+
+    def loss(self, batch: int) -> int:
+        """The loss and its gradients, beyond the features."""
+        size = ASSUMED.linear_from
+        if batch <= 2 * size:
+            return self._loss(batch)
+        low, high = self._loss(size), self._loss(2 * size)
+        return round(high + (batch / size - 2) * (high - low))
+
+    def _with_kept(self, step: StepMemory, batch: int, chunks: Chunks, keep: float) -> StepMemory:
+        """Adds the graphs that GradCache would keep in `keep` bytes. A graph lives until its tower's second pass."""
+        counts = self.counts(batch, chunks)
+        each = [self._graph(tower, size) for tower, size in enumerate(self.sizes(batch, chunks))]
+        image = min(counts[0], int(keep // each[0])) if each[0] else 0
+        text = min(counts[1], int((keep - image * each[0]) // each[1])) if each[1] else 0
+        held = [image * each[0], text * each[1]]
+        # `step` has the graph of one chunk already: in the last forward pass if it is kept, and in the second pass.
+        last = [size if kept == count else 0 for size, kept, count in zip(each, (image, text), counts)]
+        extra = {
+            "encode image": held[0] - last[0],
+            "encode text": sum(held) - last[1],
+            "loss": sum(held),
+            "replay": sum(held),
+            "replay image": max(0, image - 1) * each[0] + held[1],
+            "replay text": max(0, text - 1) * each[1],
+        }
+        peak = {stage: size + extra.get(stage, 0) for stage, size in step.peak.items()}
+        # The forward pass of a kept chunk leaves its graph behind, so none of its memory is freed when it ends.
+        for stage, size in (("encode image", held[0]), ("encode text", sum(held))):
+            peak[stage] = max(peak[stage], step.before["encode"] + size)
+        before = {phase: size + sum(held) * (phase in ("loss", "replay")) for phase, size in step.before.items()}
+        return StepMemory(before, peak, (image, text))
+
+
+def keep_bytes(setting: str, step: StepMemory, available: float) -> float:
+    """`cache.keep` in bytes. `auto`: what a step without kept graphs leaves free, less the margin of kept_graphs.py."""
+    if (fixed := parse_memory("cache.keep", setting)) is not None:
+        return float(fixed)
+    start = step.before["encode"]
+    return max(0.0, MARGIN * (available - start) - (step.highest - start))
+
+
+def host_memory(config: PlanConfig, run: DryRun, batch: int, chunk: int | None, step: float = 0) -> dict[str, Any]:
+    """Host memory of a node, and its disk space for offload=disk: `process_bytes`, of one process with its loader
+    workers, by what holds them; `processes`, `node_bytes` and `disk_bytes`.
+
+    `batch`: samples of one rank; `chunk`: of the image tower; `step`: what a step takes, on a CPU in the same memory.
+    """
+    data, ranks, cpu = config.data, config.gpus * config.nodes, config.hardware == "cpu"
+    streams = data.shard_streams or default_streams(config.batch, ranks, None)
+    streams_of_rank = len(streams_of(streams, batch * ranks, 0, ranks))
+    workers = min(worker_count(data, streams_of_rank), streams_of_rank)
+    layout = Layout(
+        slots=data.buffers if workers else 1,
+        samples=batch,
+        row=run.row,
+        context_length=run.context_length,
+        dtype=str(run.row_type).removeprefix("torch."),
+        offload=Offload(config.offload if config.offload != "none" else "host", chunk or batch),
+        captions=run.captions,
+        keyed=data.same is not None,
+        teachers=run.state.teachers,
+    )
+    pictures = 3 * config.eval.batch if config.eval.wanted else 0  # being decoded, waiting, and in a batch
+    process = {
+        "process": ASSUMED.process if cpu else ASSUMED.cuda_process,
+        "step": round(step) if cpu else 0,
+        "batch": layout.memory_bytes(min(ASSUMED.picture, layout.row_bytes)),
+        "shuffle windows": streams_of_rank * max(data.shuffle, 1) * ASSUMED.picture,
+        "loader workers": ASSUMED.loader + workers * ASSUMED.worker if workers else 0,
+        "evaluation": pictures * 3 * run.state.model.image_size**2 + cpu * evaluation_bytes(config, run.width),
+    }
+    node = config.gpus * sum(process.values())
+    disk = config.gpus * layout.disk_bytes()
+    return {"process_bytes": process, "processes": config.gpus, "node_bytes": node, "disk_bytes": disk}
+
+
+def evaluation_bytes(config: PlanConfig, width: int) -> int:
+    """What an evaluation takes beside its pictures, at most: both sides' float32 features thrice (in batches, of all
+    ranks, in order), and a block of retrieval's scores with what they are compared with. 0: its sets are not here.
+    """
+    try:
+        counts = [(len(each), len(each.captions)) for each in chosen_sets(config.eval) if each.captions]
+    except UserError:
+        return 0
+    return max((12 * width * (images + texts) + 16 * BLOCK * max(images, texts) for images, texts in counts), default=0)

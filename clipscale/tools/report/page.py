@@ -1,0 +1,206 @@
+"""`clipscale report`: a page about runs that works offline, and their charts as a picture for papers."""
+
+import base64
+import io
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from clipscale.common import files
+from clipscale.common.errors import UserError
+from clipscale.common.terminal import printable, say
+from clipscale.common.units import one_of
+from clipscale.config.tools import ReportSettings
+from clipscale.log.records import Record, read_galleries
+from clipscale.log.table import FIGURES, result_tables
+from clipscale.tools.report.runs import Run, read_runs
+
+AXES = ("step", "samples", "hours", "y")
+"""The columns of a curve."""
+POINTS, CHECKPOINTS = 3000, 8
+"""Of all curves in one chart, about; and the newest ones whose retrieved pictures a page of one run shows."""
+
+
+def main(words: list[str], settings: ReportSettings) -> None:
+    """Write the page or the picture and print its path, or serve the page. Raises UserError."""
+    names = [*settings.run, *words]
+    if not names:
+        raise UserError("run is not set; give run=NAME, or several: clipscale report NAME...")
+    if settings.live:
+        return serve(lambda: page(read_runs(names), settings.expected, live=True), settings.port)
+    return say(write_report(names, settings.out, settings.expected))
+
+
+def write_report(names: Sequence[str | Path], out: str | None = None, expected: str = "") -> Path:
+    """Write the page into the run's folder, or the one that holds all runs; or what `out` names. Returns its path.
+
+    Raises UserError for runs without a step, and for what cannot be read or written.
+    """
+    runs = read_runs(names)
+    above = os.path.commonpath([run.folder.resolve().parent for run in runs]) if runs[1:] else runs[0].folder
+    path = Path(out).expanduser() if out else Path(above, "report.html")
+    with files.reported("report", path, "give a place that can be written, out=FILE"):
+        if path.suffix in (".png", ".pdf"):
+            draw(runs, path)
+        else:
+            from plotly.offline import get_plotlyjs  # here, as training starts sooner without
+
+            files.write_text(path, page(runs, expected))
+            files.write_text(path.with_name("plotly.min.js"), get_plotlyjs())
+    return path
+
+
+def serve(render: Callable[[], str], port: int) -> None:
+    """Serve the page, as it is at each question, to this machine's browsers until Ctrl-C."""
+    from plotly.offline import get_plotlyjs
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            local = self.headers.get("Host", "").rsplit(":", 1)[0] in ("127.0.0.1", "localhost")  # names may lie
+            text = {"/": render, "/plotly.min.js": get_plotlyjs}.get(self.path) if local else None
+            self.send_response(200 if text else 404)
+            self.end_headers()
+            self.wfile.write(text().encode() if text else b"")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", port), Answer) as server:
+        say(f"http://127.0.0.1:{server.server_port} follows the run until Ctrl-C")
+        server.serve_forever()
+
+
+def page(runs: Sequence[Run], expected: str = "", *, live: bool = False) -> str:
+    """The page, which loads plotly.min.js from beside it. Everything that comes from files is escaped."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    here = Path(__file__).parent
+    templates = Environment(loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    templates.filters["printable"] = printable
+    templates.policies["json.dumps_kwargs"] = {"allow_nan": False}  # and the order of the bars stays
+    keys = sorted({key for run in runs for key in run.settings if key != "run"})
+    named = "{1}" if len(runs) == 1 else "{0}, {1}"
+    newest = {named.format(r.name, n): m for r in runs for e in r.evaluations for n, m in e["results"].items()}
+    return templates.get_template("page.html").render(
+        runs=runs,
+        data=curves(runs, expected) | {"live": live},
+        typical=lambda run, key: medians(run.records, {"fields": {key: key}}).get(key),
+        results=result_tables(newest),
+        settings={key: [run.settings.get(key, "") for run in runs] for key in keys},
+        galleries=[gallery for run in runs for gallery in galleries(run, 1 if runs[1:] else CHECKPOINTS)],
+        **{kind: Markup((here / f"page.{kind}").read_text(encoding="utf-8")) for kind in ("css", "js")},
+    )
+
+
+def curves(runs: Sequence[Run], expected: str) -> Record:
+    """What the page's script draws: `charts`, with the columns of each run's curve, and `bars`."""
+    parts = max(100, POINTS // len(runs) // 2)
+
+    def columns(table: np.ndarray) -> Record:  # with seven digits; null is a gap
+        values = [[None if v != v else float(f"{v:.7g}") for v in column] for column in table.T.tolist()]
+        return dict(zip(AXES, values))
+
+    charts = charts_of(runs, expected)
+    for chart in charts:
+        tables = [points(run, chart) for run in runs]
+        chart["runs"] = [{"points": columns(thinned(t, parts)), "means": columns(means(t, parts))} for t in tables]
+    bars = [b | {"runs": [[medians(r.records, b), medians([r.predicted], b)] for r in runs]} for b in FIGURES["bars"]]
+    shown = [bar for bar in bars if any(measured for measured, _ in bar["runs"])]
+    look = {key: FIGURES[key] for key in ("colours", "dashes")}
+    return look | {"charts": charts, "bars": shown, "names": [run.name for run in runs]}
+
+
+def galleries(run: Run, most: int) -> Iterator[Record]:
+    """The retrieved pictures of the newest checkpoints, so many of each set, with `sheet` as an address."""
+    shown = Counter[str]()
+    for record, sheet in reversed(read_galleries(run.folder)):
+        done = (record["step"] or 0) <= run.records[-1]["step"]  # an interrupted run may have got further
+        shown[record["set"]] += done
+        if done and shown[record["set"]] <= most:
+            file = io.BytesIO()
+            sheet.save(file, "WEBP", quality=70)
+            address = f"data:image/webp;base64,{base64.b64encode(file.getvalue()).decode()}"
+            yield record | {"run": run.name, "sheet": address}
+
+
+def charts_of(runs: Sequence[Run], expected: str = "") -> list[Record]:
+    """The charts over the run that have something to show, and then those of evaluation sets.
+
+    ImageNet's top-1 has the published curve `expected` behind it. Raises UserError for an unknown one.
+    """
+    keys = {key for run in runs for row in run.rows for key, value in row.items() if value is not None}
+    if expected and expected not in FIGURES["published"]:
+        raise UserError(f"expected={expected}: choose {one_of(FIGURES['published'])}")
+    charts = [dict(chart) for chart in FIGURES["charts"] if chart["key"] in keys]
+    for key in sorted(key for key in keys if key.startswith("eval/")):
+        name, metric = key.removeprefix("eval/").rsplit("/", 1)
+        if title := FIGURES["evaluations"].get(metric):
+            charts.append({"key": key, "title": f"{name}, {title}", "unit": "%", "per": 0.01, "zero": True})
+        if expected and metric == "top1" and re.match(r"imagenet[-_]?(1k|val)?( \(|$)", name, re.IGNORECASE):
+            charts[-1]["published"] = FIGURES["published"][expected]
+    return charts
+
+
+def medians(records: Sequence[Record], bars: Record) -> dict[str, float]:
+    """Label of a bar -> the median of its field, where records have it."""
+    columns = {label: [r[key] for r in records if r.get(key) is not None] for key, label in bars["fields"].items()}
+    return {label: median(values) / bars.get("per", 1) for label, values in columns.items() if values}
+
+
+def points(run: Run, chart: Record) -> np.ndarray:
+    """The rows that have the chart's field, N x AXES; a value that is not finite is NaN."""
+    key, gaps = chart["key"], chart.get("gaps")
+    shown = [row for row in run.rows if row.get(key) is not None or (gaps and key in row)]
+    rows = [[row[name] for name in (*AXES[:3], key)] for row in shown]
+    table = np.array(rows, float).reshape(-1, 4) / [1, 1, 1, chart.get("per", 1)]
+    table[~np.isfinite(table[:, 3]), 3] = np.nan
+    return table
+
+
+def thinned(table: np.ndarray, parts: int) -> np.ndarray:
+    """The first and the last row, and of each of so many parts the lowest, the highest and one gap: peaks stay."""
+    if len(table) <= 2 * parts:
+        return table
+    kept, y = {0, len(table) - 1}, table[:, 3]
+    for part in np.array_split(np.arange(len(table)), parts):
+        finite, gaps = part[~np.isnan(y[part])], part[np.isnan(y[part])]
+        kept.update(gaps[:1], finite[[y[finite].argmin(), y[finite].argmax()]] if len(finite) else ())
+    return table[sorted(kept)]
+
+
+def means(table: np.ndarray, parts: int) -> np.ndarray:
+    """The means of so many equal parts, without gaps."""
+    finite = table[np.isfinite(table[:, 3])]
+    return np.array([part.mean(0) for part in np.array_split(finite, parts) if len(part)]).reshape(-1, 4)
+
+
+def draw(runs: Sequence[Run], path: Path) -> None:
+    """Write the charts over the samples, two in a row, as PNG or PDF: means, and what is lowest and highest, pale."""
+    import matplotlib  # here: training starts a third of a second sooner
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    charts, lines = charts_of(runs), dict(zip(FIGURES["dashes"], ("-", "--", ":", "-.", (0, (8, 3)))))
+    with matplotlib.rc_context({"pdf.fonttype": 42, "font.size": 7}):  # 42: fonts as publishers want them
+        figure = Figure(figsize=(7, 0.85 * len(charts) + 0.15 * len(runs) + 1), layout="constrained")
+        for place, chart in enumerate(charts):
+            axes = figure.add_subplot(-(-len(charts) // 2), 2, place + 1)
+            for number, run in enumerate(runs):
+                (colour, _), dash = (FIGURES[kind][number % len(FIGURES[kind])] for kind in ("colours", "dashes"))
+                table, line = points(run, chart), {"color": colour, "linewidth": 1}
+                name = run.name.replace("$", r"\$")
+                axes.plot(*means(table, 60)[:, [1, 3]].T, linestyle=lines[dash], label=name, **line)
+                axes.plot(*thinned(table, 300)[:, [1, 3]].T, alpha=0.25, **line)
+            unit = f" ({chart['unit']})" if "unit" in chart else ""
+            axes.set_title(chart["title"] + unit, loc="left", parse_math=False, fontsize=7)
+            axes.set(xlabel="samples", yscale="log" if chart.get("log") else "linear")
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+        figure.savefig(path, dpi=200)

@@ -1,0 +1,256 @@
+"""The metric log: what is written, what a resumed run cuts off, and that a failing sink costs only a warning."""
+
+import io
+import json
+import math
+import re
+import subprocess
+import time
+from contextlib import closing
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from clipscale.config.sections import LogConfig
+from clipscale.log import sinks
+from clipscale.log.metrics import MetricLog, console_line, read_metrics
+from clipscale.log.warnings import warnings_of
+
+SETTINGS = "batch: 256\nmodel:\n  name: ViT-B-32\n"
+
+
+def printed(log: MetricLog) -> str:
+    assert isinstance(log.console.file, io.StringIO)
+    return log.console.file.getvalue()
+
+
+def open_log(run: Path, config: LogConfig | None = None, *, resume_step: int = 0) -> MetricLog:
+    console = Console(file=io.StringIO(), width=80, highlight=False, soft_wrap=True, emoji=False)
+    return MetricLog(run, config or LogConfig(), resolved_config=SETTINGS, resume_step=resume_step, console=console)
+
+
+def record(step: int, **fields: object) -> dict[str, object]:
+    plain = {
+        "step": step,
+        "samples": 256 * step,
+        "batch": 256,
+        "loss": 5 / step,
+        "lr": 1e-3,
+        "samples_per_s": 440.0,
+        "broken": 0,
+    }
+    return plain | fields
+
+
+def retrieved(run: Path, step: int) -> None:
+    folder = run / f"eval/retrieved/step_{step:08d}"
+    folder.mkdir(parents=True)
+    Image.new("RGB", (12, 6), (200, 30, 160)).save(folder / "captions.png")
+    (folder / "captions.json").write_text(json.dumps({"set": "captions", "step": step}))
+
+
+def steps(run: Path) -> list[int]:
+    return [r["step"] for r in read_metrics(run / "metrics.jsonl")]
+
+
+def test_one_line_a_step_and_the_files_beside_it(tmp_path: Path) -> None:
+    reasons = {"unreadable_image": 3, "filter_min_side": 1}
+    with closing(open_log(tmp_path / "run", LogConfig(tensorboard=True))) as log:
+        for step in range(1, 4):
+            log.step(record(step, broken_by=reasons))
+    assert "warning" not in printed(log), "a record may hold more than numbers"
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl") == [record(s, broken_by=reasons) for s in range(1, 4)]
+    assert (tmp_path / "run" / "config.yaml").read_text() == SETTINGS
+    env = json.loads((tmp_path / "run" / "env.json").read_text())
+    assert env["versions"]["torch"] and env["hostname"] and env["command"] and "commit" in env
+
+
+def test_resuming_cuts_off_what_lies_beyond_and_a_torn_last_line(tmp_path: Path) -> None:
+    with closing(open_log(tmp_path)) as log:
+        for step in range(1, 8):
+            log.step(record(step))
+            assert steps(tmp_path)[-1] == step, "a killed run must not lose the steps it has done"
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
+    for resumed in (6, 4):
+        with closing(open_log(tmp_path, resume_step=resumed)) as log:
+            log.step(record(resumed + 1, loss=0.5))
+    assert steps(tmp_path) == [1, 2, 3, 4, 5] and read_metrics(path)[-1]["loss"] == 0.5
+    with closing(open_log(tmp_path)) as log:
+        log.step(record(1))
+    assert steps(tmp_path) == [1], "a new run starts a new file"
+
+
+def test_console_lines_are_greppable_whole_and_plain(tmp_path: Path) -> None:
+    line = console_line(record(12, loss=2.5, mem_peak_bytes=None))
+    assert line == "step=12 samples=3072 loss=2.5000 lr=1.000e-03 samples_per_s=440.0 broken=0"
+    with closing(open_log(tmp_path)) as log:
+        log.step(record(1, loss=math.nan, grad_norm=math.inf, data_wait_frac=0.0, step_s=0.5, mem_peak_bytes=2**33))
+        log.eval(1, {"a:set": {"top1": 0.5, "images": 10}})
+        log.message("[done] :tada:")
+    lines = printed(log).splitlines()
+    assert len(lines) == 3, f"lines longer than the console must not be broken: {lines}"
+    assert lines[0].endswith("mem_peak_bytes=8589934592 broken=0")
+    assert lines[1:] == ["eval step=1 set=a:set top1=0.5000 images=10", "[done] :tada:"]
+    assert lines[0].startswith("step=1 samples=256 loss=nan")
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    back = json.loads(line, parse_constant=pytest.fail)  # NaN and Infinity are no JSON
+    assert back["loss"] is None and back["grad_norm"] is None and back["step_s"] == 0.5
+
+
+@pytest.mark.parametrize(("terminal", "progress"), [(True, True), (True, False), (False, True)])
+def test_lines_say_how_far_the_run_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool, progress: bool
+) -> None:
+    """Steps of four seconds; a line of every other one, but not within ten seconds, and of the last."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr("clipscale.log.metrics.environment", lambda world: {"gpu_bytes": [2**36]})
+    console = Console(file=io.StringIO(), width=200, highlight=False, soft_wrap=True, force_terminal=terminal)
+    config = LogConfig(every=2, progress=progress)
+    with closing(MetricLog(tmp_path, config, resolved_config=SETTINGS, total=2000, console=console)) as log:
+        for step in range(1, 10):
+            clock[0] += 4
+            log.step(record(step, mem_peak_bytes=2**35, mfu=0.31, samples_per_s_per_gpu=55, data_wait_frac=0.02))
+    shown = printed(log).replace("\r\n", "\n")
+    lines = re.findall(r"step=.*", shown)
+    assert [line.split()[0] for line in lines] == ["step=2", "step=6", "step=9"]
+    assert " total=2000 " in lines[1] and lines[1].rstrip().endswith("mem_peak_frac=0.500 broken=0 left=2:12:56")
+    overwritten = re.findall(r"([^\r\n]*)\r", shown)
+    assert [len(line) for line in overwritten] == (7 * [199] if terminal and progress else [])
+    if overwritten:
+        assert overwritten[-2].startswith(
+            "step 8 of 2,000, 2:12:48 left, 2,048 samples, loss 0.6250, rate 1.00e-03, 440/s "
+        )
+        assert overwritten[0].rstrip().endswith(" (55 a GPU), MFU 31%, 32.0 GiB (50%), waiting 2%")
+
+
+PARTS = {"step_s": 1.0, "encode_s": 0.4, "loss_s": 0.1, "replay_s": 0.4, "optim_s": 0.1}
+RMS = {"update_rms": 7.0, "update_rms_tensor": "visual.conv1.weight"}
+
+
+@pytest.mark.parametrize(
+    ("everywhere", "last", "kind", "cause"),
+    [
+        ({}, {}, None, ""),
+        ({}, {"step_s": 9.0, "loss_s": 8.1}, "slow", "most of it loss_s"),
+        ({}, {"step_s": 9.0, "encode_s": 8.4, "data_wait_frac": 0.9}, "slow", "data.workers"),
+        ({}, {"batch": 8 * 256, "step_s": 8.0, "encode_s": 3.2, "replay_s": 3.2}, None, ""),
+        ({}, {"loss": 4.0}, "spike", "optim.lr"),
+        (RMS, {"loss": 4.0}, "spike", "visual.conv1.weight"),
+        (RMS, {"loss": math.nan}, None, ""),
+        ({"logit_scale": 100.0}, {}, "clamp", "optim.max_logit_scale=100"),
+        ({"logit_scale": 100.0}, {"logit_scale": 99.0}, None, ""),
+        ({"data_wait_frac": 0.4}, {}, "starved", "40%"),
+        ({"loss": math.log(256)}, {}, "collapse", "schedule.warmup"),
+    ],
+)
+def test_what_records_let_one_suspect(everywhere: dict, last: dict, kind: str | None, cause: str) -> None:
+    plain = {"batch": 256, "loss": 3.0, "lr": 1e-3, "logit_scale": 40.0, "data_wait_frac": 0.01, **PARTS, **everywhere}
+    records = [plain | {"step": step, "loss": plain["loss"] + 0.01 * (step % 3)} for step in range(251, 301)]
+    found = warnings_of([*records[:-1], records[-1] | last], {"optim": {"max_logit_scale": 100.0}})
+    assert list(found) == ([kind] if kind else []) and cause in "".join(found.values()), found
+    assert not warnings_of([*records[:5], records[-1] | last], {}), "a few steps tell nothing"
+
+
+def test_a_warning_is_given_once(tmp_path: Path) -> None:
+    with closing(open_log(tmp_path, LogConfig(seconds=1000))) as log:
+        for step in range(1, 200):
+            log.step(record(step, loss=1.0, logit_scale=100.0, data_wait_frac=0.0, **PARTS))
+    assert [line.split(": ")[1] for line in printed(log).splitlines() if "warning" in line] == ["step 60"]
+
+
+def test_lines_wait_in_memory_while_the_disk_is_full(tmp_path: Path) -> None:
+    with closing(open_log(tmp_path)) as log:
+        log.step(record(1))
+        file = log._file
+        log._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115, PTH123
+        log.step(record(2))
+        log.step(record(3))
+        assert printed(log).count("warning: /dev/full cannot be written (No space left on device)") == 1, printed(log)
+        log._file.close()
+        log._file = file
+        log.step(record(4))
+    assert steps(tmp_path) == [1, 2, 3, 4]
+
+
+def test_tensorboard_holds_the_same_numbers(tmp_path: Path) -> None:
+    with closing(open_log(tmp_path, LogConfig(tensorboard=True))) as log:
+        for step in range(1, 6):
+            log.step(record(step))
+        retrieved(tmp_path, 3)
+        log.eval(3, {"objects": {"top1": 0.25}})
+    with closing(open_log(tmp_path, LogConfig(tensorboard=True), resume_step=3)) as log:
+        log.step(record(4, loss=9.0))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    losses = [(e.step, e.value) for e in events.Scalars("loss")]
+    assert losses == [(step, pytest.approx(value)) for step, value in [(1, 5.0), (2, 2.5), (3, 5 / 3), (4, 9.0)]]
+    assert "eval/objects/top1" in events.Tags()["scalars"]
+    assert [(image.step, image.width, image.height) for image in events.Images("retrieved/captions")] == [(3, 12, 6)]
+
+
+def test_a_failing_sink_costs_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(step: int, values: object) -> None:
+        if step >= 2:
+            raise ConnectionError("nobody answers")
+
+    monkeypatch.setattr(sinks, "tensorboard", lambda *_: (write, lambda: None))
+    with closing(open_log(tmp_path, LogConfig(tensorboard=True, every=100))) as log:
+        for step in range(1, 6):
+            log.step(record(step))
+    assert steps(tmp_path) == [1, 2, 3, 4, 5]
+    warnings = [line for line in printed(log).splitlines() if "warning" in line]
+    assert warnings == ["warning: tensorboard failed and is off from here on (ConnectionError: nobody answers)"]
+
+
+def test_wandb_offline_needs_no_network_and_goes_on_with_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "wandb-home"))
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody answers there
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    monkeypatch.chdir(tmp_path)
+    for words in (["init", "-q"], ["remote", "add", "origin", "https://user:a-token@example.org/private"]):
+        subprocess.run(["git", *words], check=True)
+    for resume_step in (0, 2):
+        config = LogConfig(wandb="offline", group="a-sweep")
+        with closing(open_log(tmp_path / "run", config, resume_step=resume_step)) as log:
+            log.step(record(resume_step + 1))
+            retrieved(tmp_path / "run", resume_step + 1)
+            log.eval(resume_step + 1, {"objects": {"top1": 0.5}})
+        assert "warning" not in printed(log), printed(log)
+    identity = (tmp_path / "run" / "wandb" / "run-id.txt").read_text()
+    runs = list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+    assert len(runs) == 2 and all(identity in file.name for file in runs), runs
+    words = (b"eval/objects/top1", b"loss", b"ViT-B-32", b"a-sweep", b"retrieved/captions")
+    until = time.monotonic() + 20  # wandb's own process writes what is left after the run has ended here
+    while not all(word in file.read_bytes() for file in runs for word in words):
+        assert time.monotonic() < until, [file.read_bytes() for file in runs]
+        time.sleep(0.1)
+    assert not any(b"a-token" in file.read_bytes() for file in runs), "the address of the folder's git remote"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_long_work_shows_how_far_it_is(tmp_path: Path, terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten parts of 25 seconds, and ten of a millisecond."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    console = Console(file=io.StringIO(), width=60, highlight=False, soft_wrap=True, force_terminal=terminal)
+    with closing(MetricLog(tmp_path, LogConfig(), resolved_config=SETTINGS, console=console)) as log:
+        for what, seconds in (("step 1", 0.001), ("step 2", 25.0)):
+            for done in range(11):
+                log.progress(what, done, 10)
+                clock[0] += seconds
+    lines = [line.strip() for line in printed(log).split("\r" if terminal else "\n")]
+    assert "step 2: 3 of 10, 30%, 0:02:55 left" in lines
+    assert [line for line in lines if line] == [
+        f"step 2: {done} of 10, {10 * done}%, {timedelta(seconds=250 - 25 * done)} left"
+        for done in (range(1, 10) if terminal else (3, 6, 9))
+    ]

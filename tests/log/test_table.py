@@ -1,0 +1,32 @@
+"""Tables of text, and of evaluation results."""
+
+import io
+
+from rich.console import Console
+
+from clipscale.log.table import TextTable, print_results, result_tables
+
+
+def test_tables_group_sets_by_their_metrics() -> None:
+    retrieval = {"image_to_text_r1": 0.25, "text_to_image_r1": 0.5, "images": 1500, "captions": 7500, "broken": 0}
+    classes = {"top1": 0.8123, "images": 10, "broken": 2}
+    first, second = result_tables({"a": classes, "coco": retrieval, "b": classes | {"broken": 0}}, "run")
+    assert (first.title, second.title) == ("run", "")
+    assert first.markdown().splitlines() == [
+        "| set | images | broken | top-1 % |",
+        "| --- | --: | --: | --: |",
+        "| a | 10 | 2 | 81.2 |",
+        "| b | 10 | 0 | 81.2 |",
+    ]
+    assert second.markdown().splitlines()[-1] == "| coco | 1,500 | 7,500 | 25.0 | 50.0 |"
+
+
+def test_nine_columns_fit_a_plain_terminal_and_markup_is_printed_as_it_is() -> None:
+    shares = {f"{direction}_r{k}": 1.0 for direction in ("image_to_text", "text_to_image") for k in (1, 5, 10)}
+    file = io.StringIO()
+    console = Console(file=file, width=80)
+    print_results({"flickr30k-test": shares | {"images": 31000, "captions": 155000, "broken": 0}}, "t", console)
+    text = file.getvalue()
+    assert "flickr30k-test" in text and "155,000" in text and text.count("100.0") == 6, text
+    console.print(TextTable(["name", "count"], [[("[bold]x[/bold]", "1")], [("short row",)]], title="a [title]"))
+    assert "a [title]" in file.getvalue() and "[bold]x[/bold]      1" in file.getvalue()

@@ -1,0 +1,111 @@
+"""The demo set is deterministic to the byte, in LAION's and CLIP_benchmark's layouts, and its held-out data stays held
+out."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from clipscale.common.errors import UserError
+from clipscale.data.sample import RawSample
+from clipscale.data.shards.listing import expand
+from clipscale.data.shards.reader import ReadProblem, read_shard
+from clipscale.launch.local import check_train
+from clipscale.tools.data import demo, scenes
+from tests.support.runs import settings
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small held-out sets, for what depends on no number of pictures."""
+    for name in ("OBJECTS_PER_CLASS", "UNSEEN_PER_CLASS"):
+        monkeypatch.setattr(demo, name, 1)
+    monkeypatch.setattr(demo, "RETRIEVAL_IMAGES", 8)
+
+
+@pytest.fixture(scope="module", name="root")
+def shared(demo: Path) -> Path:
+    return demo
+
+
+def samples(path: Path | str) -> Iterator[RawSample]:
+    problem = ReadProblem()
+    yield from read_shard(str(path), problem)
+    assert problem.reason is None, problem
+
+
+def train(root: Path) -> list[RawSample]:
+    return [s for url in expand(demo.paths(root).train) for s in samples(url)]
+
+
+def digests(root: Path) -> dict[str, str]:
+    files = sorted(path for path in root.rglob("*") if path.is_file())
+    return {str(path.relative_to(root)): sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_the_bytes_are_always_the_same(few: None, tmp_path: Path) -> None:
+    for name in ("one", "again"):
+        demo.render_demo(tmp_path / name, 64)
+    assert digests(tmp_path / "one") == digests(tmp_path / "again")
+
+
+def test_training_renders_the_set_that_is_missing(few: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(demo, "main", lambda settings: demo.render_demo(demo.paths().root, 64))
+    check_train(settings(demo.paths().root, tmp_path / "run"))
+    assert len(expand(demo.paths().train)) == 16 and tmp_path in demo.paths().root.parents
+
+
+def test_no_training_scene_holds_an_unseen_combination(root: Path) -> None:
+    things = [thing for s in train(root) for thing in json.loads(s.members["json"])["things"]]
+    assert {(thing["colour"], thing["shape"]) for thing in things} == set(scenes.SEEN)
+
+
+def held_out(root: Path, name: str) -> list[RawSample]:
+    folder = demo.paths(root).tests[name]
+    assert (folder / "test" / "nshards.txt").read_text().strip() == "1"
+    return list(samples(folder / "test" / "0.tar"))
+
+
+@pytest.mark.parametrize(("name", "held"), [("objects", scenes.SEEN), ("unseen", scenes.UNSEEN)])
+def test_classification_sets_are_in_clip_benchmarks_layout(
+    root: Path, name: str, held: tuple[tuple[str, str], ...]
+) -> None:
+    folder = demo.paths(root).tests[name]
+    names = (folder / "classnames.txt").read_text().splitlines()
+    templates = (folder / "zeroshot_classification_templates.txt").read_text().splitlines()
+    assert len(names) == len(set(names)) == len(scenes.CLASSES) >= 24 and all("{c}" in t for t in templates)
+    labels = Counter(names[int(s.members["cls"])] for s in held_out(root, name))
+    assert set(labels) == {f"{colour} {shape}" for colour, shape in held}
+    assert len(set(labels.values())) == 1, "classes are balanced"
+
+
+def test_retrieval_images_have_several_captions_that_fit_no_other(root: Path) -> None:
+    assert (demo.paths(root).tests["retrieval"] / "dataset_type.txt").read_text().strip() == "retrieval"
+    captions = [s.members["txt"].decode().splitlines() for s in held_out(root, "retrieval")]
+    assert len(captions) == 500
+    assert all(len(lines) == len(set(lines)) == 5 for lines in captions)
+    plain = Counter(line for lines in captions for line in {line.lower().rstrip(".") for line in lines})
+    assert max(plain.values()) == 1, f"{plain.most_common(3)} describe several images"
+
+
+def test_a_set_is_reused_replaced_or_refused(few: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = tmp_path / "set"
+    assert demo.main(demo.DemoSettings(str(place), 64)) == place
+    out = capsys.readouterr().out
+    assert "written in" in out and f"64 pairs in {place}" in out
+    assert not demo.render_demo(place, 64)
+    assert demo.render_demo(place, 80), "another recipe is rendered anew"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["set"], "nothing is left lying about"
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "thesis.tex").write_text("years of work")
+    with pytest.raises(UserError, match="not a demo set"):
+        demo.render_demo(foreign, 64)
+    with pytest.raises(UserError, match="at least 16"):
+        demo.render_demo(tmp_path / "few", 3)
+    with pytest.raises(UserError, match=r"root=.*cannot be written"):
+        demo.render_demo(place / "recipe.json" / "below", 64)

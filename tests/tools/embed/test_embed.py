@@ -1,0 +1,152 @@
+"""Stored features equal the model's own, in both formats, by any number of processes, and after a kill."""
+
+import io
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from clipscale.cli.main import main as cli
+from clipscale.common.errors import UserError
+from clipscale.config.data import DataConfig
+from clipscale.config.sections import LaunchConfig
+from clipscale.config.tools import EmbedConfig
+from clipscale.data.shards.reader import ReadProblem, read_shard
+from clipscale.models.towers import ClipModel, build_model
+from clipscale.tools.embed.encode import FeatureEncoder
+from clipscale.tools.embed.run import main
+from tests.data.files import picture, sample, write_shards, write_tar
+from tests.eval.test_verb import TINY
+from tests.support.checkpoints import save
+from tests.support.ranks import run_ranks
+
+Rows = dict[str, tuple[np.ndarray, np.ndarray]]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.manual_seed(3)
+    folder = tmp_path_factory.mktemp("run")
+    save(folder, 7, {"model": build_model(TINY).state_dict(), "model_config": asdict(TINY)}, keep=0)
+    return str(folder)
+
+
+def embed(run: str, source: str | Path, out: Path, **changes: Any) -> Path:
+    data, launch = DataConfig(train=[str(source)]), LaunchConfig()
+    config = EmbedConfig(run=run, out=str(out), data=data, batch=4, dtype="float32", device="cpu", launch=launch)
+    return Path(main(replace(config, **changes))["out"])
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def of_npy(folder: Path) -> Rows:
+    rows = {}
+    for file in folder.glob("*.jsonl"):
+        image, text = (np.load(file.with_name(f"{file.stem}.{kind}.npy")) for kind in ("image", "text"))
+        for number, line in enumerate(file.read_text().splitlines()):
+            rows[json.loads(line)["key"]] = (image[number], text[number])
+    return rows
+
+
+def of_shards(folder: Path) -> Rows:
+    raws = [raw for file in folder.glob("*.tar") for raw in read_shard(str(file), ReadProblem())]
+    arrays = {raw.key: [np.load(io.BytesIO(raw.members[name])) for name in ("npy", "text.npy")] for raw in raws}
+    return {key: (image, text) for key, (image, text) in arrays.items()}
+
+
+def by_the_model(model: ClipModel, data: bytes, caption: str) -> tuple[np.ndarray, np.ndarray]:
+    """Features one at a time."""
+    with torch.no_grad():
+        image = model.image(torch.from_numpy(model.eval_transform()(data))[None])[0]
+        return image.numpy(), model.text(model.tokenizer([caption]))[0].numpy()
+
+
+@pytest.mark.parametrize(("form", "read"), [("npy", of_npy), ("webdataset", of_shards)])
+def test_features_are_the_models_own_under_the_samples_keys(run: str, tmp_path: Path, form: str, read: Any) -> None:
+    torch.manual_seed(3)
+    model = build_model(TINY).eval()
+    write_shards(tmp_path / "in", [5, 6])
+    rows = read(embed(run, tmp_path / "in", tmp_path / "out", format=form))
+    assert len(rows) == 11
+    for key, (image, text) in rows.items():
+        theirs = by_the_model(model, picture(int(key[-4:]) % 7), f"caption {key}")
+        assert max(np.abs(image - theirs[0]).max(), np.abs(text - theirs[1]).max()) < 1e-6, key
+    shards = json.loads((tmp_path / "out/shards.json").read_text())
+    assert [entry["samples"] for entry in shards.values()] == [5, 6]
+    assert next(iter(shards.values()))["source"] == str(tmp_path / "in/00000.tar")
+
+
+def test_a_sample_without_a_usable_picture_or_text_keeps_its_row(
+    run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    members = [*sample("a"), ("b.png", b"no picture"), ("b.txt", b"words"), ("c.png", picture(1)), *sample("d")]
+    write_tar(tmp_path / "x.tar", members)
+    rows = of_npy(embed(run, tmp_path / "x.tar", tmp_path / "npy"))
+    assert [key for key, (image, _) in rows.items() if np.isnan(image).all()] == ["b"]
+    assert [key for key, (_, text) in rows.items() if np.isnan(text).all()] == ["c"]
+    assert "4 samples, 2 of them without a usable picture or text" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("form", ["npy", "webdataset"])
+def test_an_interrupted_embedding_goes_on_and_gives_the_same_bytes(
+    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    write_shards(tmp_path / "in", [9, 10])
+    whole = contents(embed(run, tmp_path / "in", tmp_path / "whole", format=form))
+    encode, passes = FeatureEncoder.encode, []
+
+    def interrupted(self: FeatureEncoder, inputs: Any, tower: Any) -> np.ndarray:
+        passes.append(len(inputs))
+        if len(passes) == 10:  # in the second shard
+            raise KeyboardInterrupt
+        return encode(self, inputs, tower)
+
+    monkeypatch.setattr(FeatureEncoder, "encode", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        embed(run, tmp_path / "in", tmp_path / "out", format=form)
+    passes.clear()
+    assert contents(embed(run, tmp_path / "in", tmp_path / "out", format=form)) == whole
+    assert sum(passes) == 2 * 10, "the first shard is complete"
+
+
+def share(rank: int, size: int, run: str, source: str, out: str) -> None:
+    embed(run, source, Path(out))
+
+
+@pytest.mark.slow
+def test_processes_share_the_shards_and_write_the_same_files(run: str, tmp_path: Path) -> None:
+    write_shards(tmp_path / "in", [3, 5, 2])
+    alone = contents(embed(run, tmp_path / "in", tmp_path / "1"))
+    run_ranks(share, 2, run, str(tmp_path / "in"), str(tmp_path / "2"))
+    assert contents(tmp_path / "2") == alone
+
+
+def test_features_of_another_kind_or_from_elsewhere_are_refused(run: str, tmp_path: Path) -> None:
+    write_shards(tmp_path / "in", [2])
+    write_shards(tmp_path / "b", [3])
+    embed(run, tmp_path / "in", tmp_path / "out")
+    for changes, what in (
+        ({"dtype": "float16"}, "dtype: float32, not float16"),
+        ({"transform": "train"}, "transform: eval, not train"),
+    ):
+        with pytest.raises(UserError, match=rf"holds features of another kind \({what}\); choose another folder"):
+            embed(run, tmp_path / "in", tmp_path / "out", **changes)
+    with pytest.raises(UserError, match=r"00000\.jsonl is of .*/in/00000\.tar and of .*/b/00000\.tar; choose"):
+        embed(run, tmp_path / "b", tmp_path / "out")
+
+
+def test_the_verb_takes_a_source_as_data(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_shards(tmp_path / "in", [3])[0]
+    words = [f"run={run}", f"data={source}", f"out={tmp_path / 'out'}", "device=cpu", "features=text"]
+    assert cli(["embed", *words]) == 0
+    assert "features of 3 samples" in capsys.readouterr().out
+    assert np.load(tmp_path / "out/00000.text.npy").shape == (3, 16)
+    assert not (tmp_path / "out/00000.image.npy").exists()
+    with pytest.raises(UserError, match="out is not set; give the folder to write"):
+        main(EmbedConfig(run=run, data=DataConfig(train=[str(source)])))

@@ -1,0 +1,55 @@
+"""Two runs, an embedded set of each, and the page's client."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clipscale.config.data import DataConfig
+from clipscale.config.tools import ExploreConfig
+from clipscale.models.towers import build_model
+from clipscale.tools.explore import verb
+from tests.data.files import picture, write_tar
+from tests.eval.test_verb import TINY
+from tests.support.checkpoints import save
+from tests.tools.embed.test_embed import embed
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs `a` and `b`, shards of 7 and 5 different pictures, and the features `of-a` and `of-b`."""
+    root = tmp_path_factory.mktemp("explore")
+    (root / "shards").mkdir()
+    for shard, size in enumerate((7, 5)):
+        members = []
+        for i in range(size):
+            key = f"{shard}{i:03d}"
+            caption = f"<b>{key}</b> & a ring"
+            members += [(f"{key}.png", picture(10 * shard + i, (40, 30))), (f"{key}.txt", caption.encode())]
+        write_tar(root / f"shards/{shard:05d}.tar", members)
+    for seed, name in enumerate("ab"):
+        torch.manual_seed(seed)
+        state = {"model": build_model(TINY).state_dict(), "model_config": asdict(TINY)}
+        save(root / name, 7, state, keep=0)
+        embed(str(root / name), root / "shards", root / f"of-{name}")
+    return root
+
+
+def config(place: Path, *folders: str, **values: Any) -> ExploreConfig:
+    data = DataConfig(train=[str(place / folder) for folder in folders], **values.pop("data", {}))
+    return ExploreConfig(**({"run": str(place / "a"), "device": "cpu", "data": data} | values))
+
+
+def client(settings: ExploreConfig) -> Any:
+    from starlette.testclient import TestClient
+
+    from clipscale.tools.explore.server import application
+
+    return TestClient(application(*verb.prepared(settings)), base_url="http://127.0.0.1:8765")
+
+
+@pytest.fixture(scope="session")
+def page(place: Path) -> Any:
+    return client(config(place, "of-a"))

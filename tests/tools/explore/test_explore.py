@@ -1,0 +1,156 @@
+"""The page's answers are what the model computes, and it refuses what is not its own browser's."""
+
+import io
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from clipscale.common.errors import UserError
+from clipscale.config.data import DataConfig
+from clipscale.tools.explore import search, verb
+from tests.data.files import picture
+from tests.tools.embed.test_embed import embed
+from tests.tools.explore.conftest import client, config
+
+pytest.importorskip("starlette.testclient", reason="starlette is not installed (clipscale[explore])")
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("tile", [1, 7, 1000])
+def test_the_nearest_rows_are_those_of_the_whole_product(
+    monkeypatch: pytest.MonkeyPatch, tile: int, dtype: type[np.floating]
+) -> None:
+    monkeypatch.setattr(search, "TILE", tile)
+    generator = np.random.default_rng(0)
+    rows = generator.standard_normal((53, 8)).astype(dtype)
+    rows[[4, 30]] = np.nan  # samples without features
+    rows[17] = rows[9]
+    query = generator.standard_normal(8).astype(np.float32)
+    scores = np.nan_to_num(rows.astype(np.float32) @ query, nan=-np.inf)
+    order = np.argsort(-scores, kind="stable")[:51]  # of equal rows the first is first
+    for count in (1, 5, 53, 80):
+        matches = search.nearest([rows[:20], rows[20:20], rows[20:]], torch.from_numpy(query), count)
+        assert [row for row, _ in matches] == order[:count].tolist()
+        assert np.allclose([score for _, score in matches], scores[order[:count]], atol=1e-6)
+
+
+def names(rows: list[dict[str, Any]]) -> list[tuple[str, int]]:
+    return [(row["part"], row["row"]) for row in rows]
+
+
+def test_a_text_finds_the_pictures_whose_features_are_nearest(page: Any, place: Path) -> None:
+    (model,), _ = verb.prepared(config(place, "of-a"))
+    features = np.concatenate([np.load(place / f"of-a/0000{shard}.image.npy") for shard in (0, 1)])
+    scores = features @ model.encode_texts(["two cats"])[0].numpy()
+    (answer,) = page.post("/search", json={"text": "two cats", "count": 5}).json()["answers"]
+    places = [("00000", i) for i in range(7)] + [("00001", i) for i in range(5)]
+    assert names(answer["pictures"]) == [places[n] for n in np.argsort(-scores)[:5]]
+    first = answer["pictures"][0]
+    assert first["caption"] == f"<b>{first['key']}</b> & a ring"
+    assert first["score"] == pytest.approx(scores.max(), abs=1e-6)
+
+
+def test_a_picture_is_nearest_to_itself_and_labels_share_its_probability(page: Any) -> None:
+    answer = page.post("/picture?count=3", content=picture(12, (40, 30))).json()
+    assert names(answer["answers"][0]["images"])[0] == ("00001", 2)
+    sample = page.post("/sample", json={"part": "00001", "row": 2, "count": 3}).json()
+    assert sample == answer, "the same picture by its place"
+    question = {"picture": answer["picture"], "labels": ["a ring", "a cat", "a dog"], "template": "a photo of {}"}
+    (shares,) = page.post("/classes", json=question).json()["answers"]
+    assert [row["label"] for row in shares] == question["labels"]
+    assert sum(row["share"] for row in shares) == pytest.approx(1)
+
+
+def test_the_page_shows_small_pictures_and_some_of_the_set(page: Any) -> None:
+    assert page.get("/about").json() == [{"title": "a, step 7", "samples": 12}]
+    assert len(page.post("/some", json={"count": 5}).json()["samples"]) == 5
+    image = Image.open(io.BytesIO(page.get("/small/00000/3").content))
+    assert (image.format, image.size) == ("JPEG", (40, 30))
+    for path in ("/", "/page.css", "/page.js"):
+        assert page.get(path).status_code == 200
+        assert "http://" not in page.get(path).text, "it loads nothing from elsewhere"
+
+
+def test_a_subset_is_embedded_alone_and_shows_its_own_pictures(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("0003\n1004\n")
+    data = DataConfig(train=[str(place / "shards")], only_keys=str(tmp_path / "keys"))
+    _, pictures = verb.prepared(config(place, str(embed(str(place / "a"), "", tmp_path / "of", data=data))))
+    assert [pictures.encoded(part, 0) for part in ("00000", "00001")] == [picture(n, (40, 30)) for n in (3, 14)]
+
+
+def test_two_models_answer_side_by_side_each_by_its_own_features(place: Path) -> None:
+    both = client(config(place, "of-a", "of-b", against=str(place / "b")))
+    alone = client(config(place, "of-b", run=str(place / "b")))
+    question = {"text": "two cats", "count": 5}
+    assert (
+        both.post("/search", json=question).json()["answers"][1]
+        == alone.post("/search", json=question).json()["answers"][0]
+    )
+    with pytest.raises(UserError, match=r"data: no folder has features of b, step 7; embed the set with that model"):
+        verb.prepared(config(place, "of-a", against=str(place / "b")))
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:8765", 200),
+        ("localhost:9000", 200),  # a forwarded port
+        ("evil.example:8765", 400),  # a name that was let point to this machine
+        ("127.0.0.1.evil.example", 400),
+        ("192.168.0.7:8765", 400),
+        ("", 400),
+    ],
+)
+def test_requests_under_other_hosts_are_refused(page: Any, host: str, status: int) -> None:
+    for answer in (
+        page.get("/about", headers={"host": host}),
+        page.post("/some", json={"count": 1}, headers={"host": host}),
+    ):
+        assert answer.status_code == status
+        assert "access-control-allow-origin" not in answer.headers
+    assert "frame-ancestors 'none'" in page.get("/").headers["content-security-policy"]
+
+
+def test_large_and_foreign_bodies_are_refused(page: Any, place: Path) -> None:
+    small = client(config(place, "of-a", data={"max_bytes": 5000, "max_pixels": 1000}))
+    assert small.post("/picture", content=b"x" * 5001).status_code == 413
+    assert small.post("/picture", content=iter([b"x" * 3000, b"x" * 3000])).status_code == 413, "without a length"
+    assert page.post("/search", content=b" " * (1 << 17)).status_code == 413
+    assert "huge_image" in small.post("/picture", content=picture(0, (40, 30))).json()["error"]
+    assert small.get("/small/00000/0").status_code == 422
+    for body in (b"{", b"[" * 20_000, b"[]", b'{"text": 3, "count": 1}', b'{"text": "a", "count": 1.5}'):
+        assert page.post("/search", content=body).status_code == 400, body[:20]
+    for body in (b"", b"no picture", picture(0)[:40], b"<svg xmlns='http://www.w3.org/2000/svg'/>"):
+        assert page.post("/picture", content=body).status_code == 422
+    assert [page.get(f"/small/{name}").status_code for name in ("00000/999", "gone/0", "..%2f..%2fetc/0")] == [
+        422,
+        422,
+        404,
+    ]
+    assert page.post("/classes", json={"picture": "gone", "labels": ["a"], "template": "{}"}).status_code == 404
+
+
+@pytest.mark.slow
+def test_the_verb_serves_until_it_is_interrupted(place: Path, environment: dict[str, str]) -> None:
+    words = ["explore", f"run={place / 'a'}", f"data={place / 'of-a'}", "port=0", "device=cpu"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "clipscale", *words], env=environment, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stderr is not None
+        address = next(filter(None, (re.search(r"http://127\.0\.0\.1:\d+", line) for line in process.stderr)))
+        with urllib.request.urlopen(address[0] + "/small/00000/0", timeout=240) as answer:
+            assert answer.read(3) == b"\xff\xd8\xff"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()

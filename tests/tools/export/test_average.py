@@ -1,0 +1,71 @@
+"""Averages of weights: exact at their ends, and refused where models differ."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from clipscale.common.errors import UserError
+from clipscale.config.sections import ModelConfig
+from clipscale.config.tools import ExportSettings
+from clipscale.models.towers import build_model
+from clipscale.models.weights import described
+from clipscale.tools.export.verb import main
+from tests.support.checkpoints import save
+
+ARCHITECTURE = {
+    "embed_dim": 16,
+    "vision_cfg": {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "head_width": 16},
+    "text_cfg": {"context_length": 12, "vocab_size": 99, "width": 32, "heads": 2, "layers": 1},
+}
+
+
+def saved(run: Path, seed: int, architecture: dict[str, Any] = ARCHITECTURE, **settings: Any) -> Path:
+    torch.manual_seed(seed)
+    config = ModelConfig("own", architecture, **settings)
+    model = build_model(config)
+    for buffer in model.buffers():
+        buffer.add_(seed)  # statistics, and their counts
+    save(run, seed, {"model": model.state_dict(), "model_config": asdict(config)}, keep=0)
+    return run
+
+
+def exported(run: Path, **settings: Any) -> dict[str, Tensor]:
+    return load_file(main(ExportSettings(run=str(run), **settings)) / "open_clip_model.safetensors")
+
+
+def test_an_average_is_bit_equal_to_its_ends_and_linear_between_them(tmp_path: Path) -> None:
+    base, tuned = saved(tmp_path / "base", 2), saved(saved(tmp_path / "tuned", 1), 3)
+    one, two, three = exported(tuned, checkpoint="1"), exported(base), exported(tuned)
+    start = str(base / "export/open_clip_model.safetensors")
+    for other, shares, wanted in ((start, [1.0, 0.0], three), (start, [0.0, 1.0], two), (str(base), [0.0, 1.0], two)):
+        found = exported(tuned, average=[other], shares=shares)
+        assert found.keys() == wanted.keys() and all(torch.equal(found[n], wanted[n]) for n in wanted)
+    found = exported(tuned, average=[start, str(tuned / "checkpoints/step_00000001")], shares=[0.5, 0.75, -0.25])
+    for name, value in found.items():
+        mean = 0.5 * three[name] + 0.75 * two[name] - 0.25 * one[name]
+        assert torch.allclose(value, mean if value.is_floating_point() else two[name]), name
+    exported(tuned, average=[start])
+    loaded = build_model(described(ModelConfig(name="", weights=str(tuned / "export-average"))))
+    means = [(weights["visual.bn1.running_mean"]) / 2 for weights in (two, three)]
+    assert torch.equal(loaded.image.encoder.bn1.running_mean, sum(means)), "equal shares"
+    assert "0.5 tuned (trained) + 0.5 open_clip_model" in (tuned / "export-average/README.md").read_text()
+
+
+def test_models_that_cannot_be_averaged_are_refused(tmp_path: Path) -> None:
+    run = saved(tmp_path / "run", 1)
+    saved(tmp_path / "wide", 1, ARCHITECTURE | {"embed_dim": 8})
+    saved(tmp_path / "grey", 1, mean=(0.5, 0.5, 0.5))
+    for other, shares, message in (
+        ("wide", [], "average=.*wide: another architecture than the run's own"),
+        ("grey", [], r"average=.*grey: trained with another model\.mean"),
+        ("run", [0.5], r"shares=\[0.5\]: give 2 that add up to 1"),
+        ("run", [0.5, 0.4], "give 2 that add up to 1"),
+        ("none", [], "is no file, no folder, no run and no tag"),
+    ):
+        with pytest.raises(UserError, match=message):
+            exported(run, average=[str(tmp_path / other)], shares=shares)

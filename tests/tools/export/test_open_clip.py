@@ -1,0 +1,131 @@
+"""open_clip loads the exported weights and computes the features of the run's model."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+
+from clipscale.common.errors import UserError
+from clipscale.config.sections import ModelConfig
+from clipscale.config.tools import ExportSettings
+from clipscale.data.eval_transform import EvalTransform
+from clipscale.models.towers import ClipModel, build_model
+from clipscale.tools.export.open_clip import check_same, description
+from clipscale.tools.export.verb import main
+from tests.support.checkpoints import save
+
+ARCHITECTURE = {
+    "embed_dim": 16,
+    "vision_cfg": {"image_size": 32, "patch_size": 8, "width": 32, "head_width": 16, "layers": 2, "patch_dropout": 0.5},
+    "text_cfg": {"context_length": 12, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1},
+}
+
+
+def saved(run: Path, config: ModelConfig) -> ClipModel:
+    """A run whose only checkpoint holds a random model."""
+    torch.manual_seed(0)
+    model = build_model(config)
+    save(run, 7, {"model": model.state_dict(), "model_config": asdict(config)}, keep=1)
+    return model.eval()
+
+
+@pytest.mark.parametrize("bias", [None, -10.0])
+@pytest.mark.parametrize("image", ["vit", "resnet"])
+def test_open_clip_loads_what_was_exported_and_computes_the_same(
+    tmp_path: Path, image: str, bias: float | None
+) -> None:
+    mean = (0.5, 0.4, 0.3)
+    architecture = ARCHITECTURE
+    if image == "resnet":
+        vision = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "head_width": 16}
+        architecture = ARCHITECTURE | {"vision_cfg": vision}
+    model = saved(tmp_path / "run", ModelConfig("own", architecture, init_bias=bias, init_scale=20.0, mean=mean))
+    out = main(ExportSettings(run=str(tmp_path / "run"), out=str(tmp_path / "out")))
+
+    loaded, transform = open_clip.create_model_from_pretrained(f"local-dir:{out}")
+    loaded.eval()
+    picture = Image.effect_noise((50, 40), 60).convert("RGB")
+    picture.save(tmp_path / "a.png")
+    pixels = EvalTransform(32)((tmp_path / "a.png").read_bytes())
+    tokens = open_clip.get_tokenizer(f"local-dir:{out}")(["a red ring", "two cats"])
+    assert torch.equal(tokens, model.tokenizer(["a red ring", "two cats"]))
+    with torch.no_grad():
+        ours = model.image(torch.from_numpy(pixels)[None])
+        theirs = loaded.encode_image(transform(picture)[None], normalize=True)
+        assert torch.allclose(ours, theirs, atol=1e-5), f"images differ by {(ours - theirs).abs().max()}"
+        ours, theirs = model.text(tokens), loaded.encode_text(tokens, normalize=True)
+        assert torch.allclose(ours, theirs, atol=1e-6), f"texts differ by {(ours - theirs).abs().max()}"
+    assert torch.equal(loaded.logit_scale, model.logit_scale)
+    assert (loaded.logit_bias is None) == (bias is None)
+    if bias is not None:
+        assert loaded.logit_bias.item() == bias
+
+
+def test_matrices_are_written_in_the_type_asked_for_and_the_file_names_the_step(tmp_path: Path) -> None:
+    model = saved(tmp_path / "run", ModelConfig("own", ARCHITECTURE))
+    out = main(ExportSettings(run=str(tmp_path / "run"), dtype="bfloat16"))
+    assert out == tmp_path / "run/export"
+    with safe_open(out / "open_clip_model.safetensors", "pt") as file:
+        assert file.metadata()["step"] == "7"
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    assert found["visual.conv1.weight"].dtype == torch.bfloat16
+    assert found["visual.ln_pre.weight"].dtype == found["logit_scale"].dtype == torch.float32
+    assert torch.equal(found["visual.conv1.weight"], model.image.encoder.conv1.weight.bfloat16())
+    description = json.loads((out / "open_clip_config.json").read_text())["model_cfg"]
+    assert "patch_dropout" not in description["vision_cfg"]
+
+
+VISION = {
+    "image_size": 224,
+    "timm_model_name": "vit_base_patch16_siglip_224",
+    "timm_pool": "map",
+    "timm_proj": "linear",
+}
+
+
+@pytest.mark.parametrize(
+    ("vision", "side", "refused"),
+    [
+        (VISION, 256, ""),
+        (VISION, 240, r"a trunk\.pos_embed of \[1, 196, 768\], and model\.image_size=240 has made it \[1, 225, 768\]"),
+        (VISION | {"act_kwargs": {"approximate": "none"}}, None, ""),
+        (VISION | {"act_kwargs": {"approximate": "tanh"}}, None, "another GELU than Hugging Face.*; take to=hf"),
+    ],
+)
+def test_a_tower_of_timm_that_open_clip_builds_otherwise_is_refused(
+    vision: dict[str, Any], side: int | None, refused: str
+) -> None:
+    config = ModelConfig("own", ARCHITECTURE | {"vision_cfg": vision}, image_size=side)
+    with torch.device("meta"):
+        model = build_model(config)
+    about = description(model, config)["model_cfg"]
+    if not refused:
+        check_same(model, about, config)
+        assert about["vision_cfg"]["timm_model_name"] == f"vit_base_patch16_siglip_{side or 224}"
+        return
+    with pytest.raises(UserError, match=f"to=open_clip: open_clip builds vit_base_patch16_siglip_224 with {refused}"):
+        check_same(model, about, config)
+
+
+def test_the_card_names_settings_and_scores_of_the_step_and_no_path(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    saved(run, ModelConfig("own", ARCHITECTURE))
+    (run / "config.yaml").write_text(
+        "batch: 64\nsamples: null\ndata:\n  train: [/data/a.tar]\nschedule:\n  name: cosine\n"
+    )
+    (run / "eval").mkdir()
+    for step, top1 in ((7, 0.625), (9, 0.875)):
+        results = {"objects": {"top1": top1, "images": 8}}
+        (run / f"eval/step_{step:08d}.json").write_text(json.dumps({"step": step, "results": results}))
+    card = (main(ExportSettings(run=str(run))) / "README.md").read_text()
+    for line in ("| batch | 64 |", "| schedule.name | cosine |", "| step | 7 |", "62.5", "local-dir:export"):
+        assert line in card, f"{line} is not in\n{card}"
+    assert "87.5" not in card, "the score of another step"
+    assert "samples" not in card, "it is not set"
+    assert str(tmp_path) not in card and "/data" not in card, "a path of this machine"

@@ -1,0 +1,108 @@
+"""Measures the memory of real steps on the CPU by torch's profiler, which sees every allocation."""
+
+import gc
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from clipscale.config.parse import typed
+from clipscale.config.train import TrainConfig
+from clipscale.data.loader.to_device import ChunkLoader
+from clipscale.distributed.world import World
+from clipscale.models.towers import ClipModel
+from clipscale.state.train_state import TrainState
+from clipscale.tools.plan.dry_run import CPU, PHASES, StepMemory
+
+ARCHITECTURE = {
+    "embed_dim": 64,
+    "vision_cfg": {"image_size": 24, "layers": 3, "width": 64, "head_width": 32, "patch_size": 6},
+    "text_cfg": {"context_length": 16, "vocab_size": 1000, "width": 64, "heads": 2, "layers": 2},
+}
+"""A small vocabulary, so that activations and not the embedding make the peaks."""
+
+
+class MeasuredState(TrainState):
+    """The trainer's state, with a tokenizer that keeps to the model's vocabulary: CLIP's has 49408 tokens.
+
+    The trial whether captions may be cut feeds its tokens to the text tower. Modulo 1000, the end is the largest (407).
+    """
+
+    def build_model(self) -> ClipModel:
+        model = super().build_model()
+        whole, vocabulary = model.tokenizer, model.text.encoder.vocab_size
+        model.tokenizer = lambda captions: whole(captions) % vocabulary
+        return model
+
+
+def settings(batch: int = 64, chunk: int = 16, **changed: Any) -> TrainConfig:
+    """A small run. `changed` holds dotted keys, with `__` for the dots."""
+    values: dict[str, Any] = {
+        "batch": batch,
+        "model": {"name": "small", "architecture": ARCHITECTURE},
+        "cache": {"chunk": str(chunk)},
+        "precision": {"name": "fp32"},
+    }
+    for key, value in changed.items():
+        *path, leaf = key.split("__")
+        node = values
+        for part in path:
+            node = node.setdefault(part, {})
+        node[leaf] = value
+    return typed(TrainConfig, values)
+
+
+def measured(config: TrainConfig, world: World | None = None) -> StepMemory:
+    """Memory of the third step of `config` on the CPU, counted from before the model was built, by phases."""
+    world = world or World(0, 1, CPU)
+    gc.collect()  # garbage of earlier tests must not be freed during the measurement
+    gc.freeze()  # for good: a full collection of all modules takes a quarter of a second
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        state = MeasuredState(config, world)
+        assert state.captions.pad == 0, state.captions.note
+        state.cache.keep_bytes = 0 if config.cache.keep == "none" else float(config.cache.keep)
+        for _ in range(3):
+            one_step(state)
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    memory = StepMemory({}, {})
+    for phase in PHASES:
+        start, end = max((e.start_ns(), e.end_ns()) for e in events if e.name() == phase)
+        memory.before[phase] = memory.peak[phase] = live = sum(change for at, change in changes if at <= start)
+        for at, change in changes:
+            if start < at <= end:
+                live += change
+                memory.peak[phase] = max(memory.peak[phase], live)
+    return memory
+
+
+def one_step(state: TrainState) -> None:
+    """A step as in clipscale.train. Garbage is collected before each phase."""
+    side, local = state.model.image_size, state.config.batch // state.world.size
+    shapes = {torch.uint8: (3, side, side), torch.int32: (state.model.context_length,)}
+
+    def rows(i: int, j: int, dtype: torch.dtype) -> Tensor:
+        return torch.ones(j - i, *shapes[dtype], dtype=dtype)
+
+    resident = state.config.offload == "none"
+    state.optimizer.zero_grad()
+    images, texts = (ChunkLoader(partial(rows, dtype=dtype), local, CPU, resident=resident) for dtype in shapes)
+    gc.collect()
+    with record_function("encode"):
+        features = state.cache.encode(images, texts)
+    gc.collect()
+    with record_function("loss"):
+        state.cache.backward(state.loss(*features))
+        del features
+    gc.collect()
+    with record_function("replay"):
+        state.cache.replay()
+    gc.collect()
+    with record_function("optim"):
+        state.update(state.gradient_norm())
+
+
+def measured_on_a_rank(rank: int, world: int, changed: dict[str, Any]) -> StepMemory:
+    return measured(settings(**changed), World(rank, world, CPU))

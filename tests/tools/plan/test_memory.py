@@ -1,0 +1,118 @@
+"""Predicted memory equals measured memory, in every phase of real steps on the CPU."""
+
+from typing import Any
+
+import pytest
+
+from clipscale.config.train import TrainConfig
+from clipscale.tools.plan.dry_run import PHASES, StepMemory, dry_run
+from clipscale.tools.plan.memory import MemoryModel
+from tests.support.ranks import run_ranks
+from tests.tools.plan.measure import measured, measured_on_a_rank, settings
+
+BAR = 0.10
+"""Relative error allowed; usual errors are below one per cent."""
+SMALL = 256 * 1024
+"""Error in bytes that is always allowed: CPU kernels take memory themselves, for packed operands of a product, say."""
+
+
+def predicted(config: TrainConfig, ranks: int = 1) -> StepMemory:
+    chunk = int(config.cache.chunk)
+    keep = 0 if config.cache.keep == "none" else float(config.cache.keep)
+    with dry_run(config, ranks, None) as run:
+        return MemoryModel(run).at(config.batch // ranks, (chunk, chunk), keep)
+
+
+def assert_agree(ours: StepMemory, real: StepMemory, *, growth: bool = True, peaks: bool = True) -> None:
+    """Compare each phase's peak and, with `growth`, its peak beyond the memory before it."""
+    lines, worst = [""], 0.0
+    for phase in PHASES:
+        pairs = (
+            (ours.phase(phase), real.phase(phase)),
+            (ours.phase(phase) - ours.before[phase], real.phase(phase) - real.before[phase]),
+        )
+        for what, (guess, true) in zip(("peak", "beyond"), pairs):
+            error = abs(guess - true) / true if abs(guess - true) > SMALL else 0.0
+            worst = max(worst, error if (peaks if what == "peak" else growth) else 0.0)
+            lines.append(
+                f"{phase:6s} {what:6s} predicted {guess / 2**20:8.3f} MiB, measured {true / 2**20:8.3f}: "
+                f"{guess / true - 1:+.2%}"
+            )
+    print("\n".join(lines))
+    assert worst <= BAR, "\n".join(lines)
+
+
+CHECKPOINTING = {"model__grad_checkpointing": True}
+CASES: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "frozen": {"model__freeze_image": True, "optim__name": "lion"},
+    "sigmoid": {"loss__objective": "sigmoid", "model__init_bias": -10, "optim__name": "muon"},
+    "bf16": {"precision__name": "bf16", "chunk": 32},
+    "checkpointing": CHECKPOINTING | {"batch": 192},
+    "resident": {"offload": "none", "model__patch_dropout": 0.5, "optim__name": "adafactorbv"},
+    "many chunks": {"batch": 320, "chunk": 32, "optim__name": "lamb", "optim__clip_norm": 1.0},
+    "fp16": {"precision__name": "fp16", "loss__backend": "dense"},
+    "bf16, dense, checkpointing": {"precision__name": "bf16", "loss__backend": "dense", "batch": 128} | CHECKPOINTING,
+    "large chunk": {"batch": 2048, "chunk": 512},
+    "ViT-B/32": {"model__name": "ViT-B-32", "model__architecture": {}, "chunk": 32, "precision__name": "bf16"},
+}
+
+
+@pytest.mark.parametrize("name", ["float32", *(pytest.param(name, marks=pytest.mark.slow) for name in list(CASES)[1:])])
+def test_every_phase_takes_the_predicted_memory(name: str) -> None:
+    config = settings(**CASES[name])
+    assert_agree(predicted(config), measured(config))
+
+
+@pytest.mark.parametrize(("share", "kept"), [(0.5, 5), pytest.param(1.5, 12, marks=pytest.mark.slow)])
+def test_kept_graphs(share: float, kept: int) -> None:
+    """Of a share of all graphs' bytes. Growth is too large where a kept chunk finds no gradients yet."""
+    config = settings(batch=96)
+    with dry_run(config, 1, None) as run:
+        graphs = [run.graph(tower, 16) for tower in (0, 1)]
+    config.cache.keep = str(int(share * 6 * sum(graphs)))
+    step = predicted(config)
+    assert_agree(step, measured(config), growth=False)
+    assert sum(step.kept) >= kept
+
+
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_two_ranks(parallel: str) -> None:
+    """One rank of two: DDP's buckets and separate gradients, FSDP2's shards, and the ring's blocks.
+
+    FSDP2's memory between steps differs by 1 to 2 MiB from one real run to the next, for an unknown reason, so only the
+    growth in each phase is compared.
+    """
+    changed: dict[str, Any] = {"batch": 192, "chunk": 32, "launch__parallel": parallel}
+    real, _ = run_ranks(measured_on_a_rank, 2, changed)
+    step = predicted(settings(**changed), ranks=2)
+    assert_agree(step, real, peaks=parallel == "ddp")
+
+
+@pytest.mark.slow
+def test_more_chunks_follow_a_straight_line() -> None:
+    """The extrapolation from two chunks equals a dry run of twelve."""
+    with dry_run(settings(offload="none", precision__name="bf16"), 1, 90) as run:
+        step, direct = MemoryModel(run).at(12 * 16, (16, 16)), run.step((16, 16), 12 * 16)
+    assert step.before == direct.before
+    assert step.peak == pytest.approx(direct.peak, rel=0.002)
+
+
+def test_a_frozen_tower_has_no_second_pass_and_no_graph() -> None:
+    with dry_run(settings(model__freeze_image=True), 1, 90) as run:
+        memory = MemoryModel(run).at(1024, (16, 16), keep=1e12)
+    assert "replay image" not in memory.peak
+    assert memory.kept == (0, 64)
+
+
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
+def test_checkpointing_on_a_gpu_takes_less_memory_in_the_second_pass(precision: str) -> None:
+    """Recomputed layer norms are float32 under autocast, as in the first pass; else torch refuses to go backward."""
+    steps = []
+    for checkpointing in (False, True):
+        config = settings(model__grad_checkpointing=checkpointing, precision__name=precision)
+        with dry_run(config, 1, 90) as run:
+            steps.append(run.step((16, 16), 64))
+    plain, checkpointed = steps
+    assert checkpointed.peak["replay image"] < plain.peak["replay image"]
+    assert checkpointed.peak["encode image"] == plain.peak["encode image"]

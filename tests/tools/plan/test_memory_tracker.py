@@ -1,0 +1,80 @@
+"""The memory tracker, and CPU tensors without values that take memory like a GPU's."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from clipscale.loss.api import contrastive_loss
+from clipscale.loss.machine import Machine, replaced
+from clipscale.loss.triton.tuning import INTERPRETER, Tiles
+from clipscale.tools.plan.memory_tracker import DryMachine, MemoryTracker, cuda_autocast, without_memory
+
+
+def test_a_storage_counts_once_and_until_its_last_view_is_gone() -> None:
+    with MemoryTracker() as memory:
+        x = torch.zeros(1000)  # 4000 bytes: 8 x 512
+        part = x[:10]
+        assert memory.live == 4096
+        del x
+        assert memory.live == 4096
+        y = part + 1
+        assert memory.live == 4096 + 512
+        del part, y
+        assert (memory.live, memory.peak) == (0, 4096 + 512)
+
+
+def test_tensors_saved_by_a_graph_are_live() -> None:
+    w = torch.ones(256, requires_grad=True)
+    with MemoryTracker() as memory:
+        total = (w * 2).exp().sum()  # exp saves its result
+        assert memory.live == 1024 + 512
+        total.backward()
+        del total
+        assert memory.live == 1024, "the gradient alone"
+
+
+@pytest.mark.parametrize(("autocast", "dtype"), [(nullcontext, torch.bfloat16), (cuda_autocast, torch.float32)])
+def test_autocast_widens_a_layer_norm_only_on_cuda(autocast: Any, dtype: torch.dtype) -> None:
+    with without_memory(), torch.autocast("cpu", dtype=torch.bfloat16), autocast():
+        assert F.layer_norm(torch.zeros(4, 64, dtype=torch.bfloat16), (64,)).dtype == dtype
+
+
+def peak_of_loss(memory: MemoryTracker, rows: int, cols: int, width: int, objective: str, machine: Machine) -> int:
+    u, v = (torch.ones(count, width).requires_grad_() for count in (rows, cols))
+    scale, bias = (torch.tensor(value).requires_grad_() for value in (10.0, -10.0))
+    memory.take_peak()
+    before = memory.live
+    with replaced(machine):
+        machine.panel_bytes, machine.partial_bytes = 2**15, 2**13
+        loss = contrastive_loss(u, v, scale, logit_bias=bias, objective=objective, backend="triton", check=False)
+    loss.backward()
+    return memory.take_peak() - before
+
+
+class WithoutKernels(Machine):
+    """This machine, with kernels that do nothing: Triton's interpreter takes memory itself."""
+
+    def launch(self, *arguments: Any, **constants: Any) -> None:
+        pass
+
+
+class DryInterpreter(DryMachine):
+    def tiles(self, device: torch.device, dtype: torch.dtype) -> Tiles:
+        return INTERPRETER
+
+
+@pytest.mark.parametrize("objective", ["softmax", "softmax_image", "sigmoid"])
+@pytest.mark.parametrize("shape", [(256, 256, 32), (200, 300, 24), (128, 128, 20)], ids=str)
+def test_the_triton_backend_takes_the_buffers_of_a_real_run(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], objective: str
+) -> None:
+    """On real tensors, with many small panels."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with MemoryTracker() as memory:
+        measured = peak_of_loss(memory, *shape, objective, WithoutKernels())
+    with without_memory() as memory:
+        predicted = peak_of_loss(memory, *shape, objective, DryInterpreter(90))
+    assert predicted == pytest.approx(measured, rel=0.01), f"predicted {predicted} bytes, measured {measured}"
