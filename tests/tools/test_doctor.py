@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from clipscale import doctor
 from clipscale.config.tools import DoctorSettings
+from clipscale.tools import doctor
 from clipscale.tools.doctor import main
 
 
