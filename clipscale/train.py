@@ -36,7 +36,6 @@ from clipscale.log.table import print_results
 from clipscale.models.flops import Flops
 from clipscale.state.start import begin
 from clipscale.step.optim import Schedule, largest_rms
-from clipscale.tools.report.page import write_report
 
 
 def train(config: TrainConfig) -> dict[str, Any]:
@@ -137,33 +136,29 @@ class Run:
                 self.records.close()
         if self.world.main:
             print_results(results, f"{self.folder.name}, step {self.step}")
-            if config.log.report:
-                write_report([self.folder])
-            say(f"done: {self.folder} (step {self.step}, loss {self.loss:.4f})")
+            say(f"done: {self.folder} (step {self.step}, loss {self.loss:.4f}); clipscale report {config.run} shows it")
         return {"run": str(self.folder), "step": self.step, "loss": self.loss, "eval": results}
 
     def train_step(self) -> None:
         """One exact optimizer step over the global batch."""
         state, cache, size = self.state, self.state.cache, self.config.batch
-        measured = self.config.log.noise_scale > 0 and (self.step + 1) % self.config.log.noise_scale == 0
         phases = Phases(self.world.device)
         lr = self.schedule.apply(state.optimizer, self.step)
         state.optimizer.zero_grad()
         cache.keep_bytes = state.keep.bytes
         self.chunks = 0
         batch = self.stream.next_batch()  # its samples may still be arriving
-        images, texts = self.inputs(batch, sort=not measured)
+        images, texts = self.inputs(batch)
         with phases("encode"):
             features = cache.encode(state.past_trunk("image", images), state.past_trunk("text", texts))
         with phases("loss"):
             value = state.loss(*features, targets=batch.targets(self.world.device))
             cache.backward(value)
             del features
-        with phases("replay"), state.noise.measure(cache) if measured else nullcontext():
+        with phases("replay"):
             cache.replay()
         with phases("optim"):
             norm = state.gradient_norm()
-            noise = state.noise.estimate(self.world, size, state.precision.loss_scale) if measured else {}
             self.loss, grad_norm = Readback(value, norm).read()  # the only place where the host waits for the device
             finite = math.isfinite(self.loss) and math.isfinite(grad_norm)
             if not finite:
@@ -182,16 +177,15 @@ class Run:
             "grad_norm": grad_norm if finite else None,
             "skipped": not finite,
             "update_rms_tensor": names,
-            **noise,
         }
         self.records.add(record, phases, [state.model.logit_scale.exp(), *rms], state.captions.widths(texts))
 
-    def inputs(self, batch: HostBatch, *, sort: bool) -> tuple[ChunkLoader, Any]:
-        """The towers' inputs. The noise scale wants chunks of random samples: it does not `sort` captions by length."""
+    def inputs(self, batch: HostBatch) -> tuple[ChunkLoader, Any]:
+        """The towers' inputs."""
         batch.expect(self.state.reads(len(batch)))
         resident = self.config.offload == "none"
         images = ChunkLoader(batch.pixels, len(batch), self.world.device, resident=resident)
-        return images, self.state.captions.input(batch, sort=sort)
+        return images, self.state.captions.input(batch)
 
     @contextmanager
     def thrown_away_at_a_signal(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 # torchrun on one machine, or the same line on each of several. Arguments go to `clipscale train`:
 #
 #   launch/torchrun.sh run=l14 model=vit-l14 batch=64k data.train='/data/laion/{00000..41455}.tar'
+#   clipscale plan model=vit-l14 batch=64k hardware=h100-80g gpus=8 nodes=4      # beforehand: does it fit
 #   NODES=4 HEAD=node0:29500 launch/torchrun.sh run=l14 ...       # HEAD: one of the machines, with a free port
 #
 # Give the run a name, on storage that all machines share. After a failure torchrun starts all workers again, RESTARTS times at most; they

@@ -40,7 +40,6 @@ TINY = (
     "schedule.warmup=0",
     "data.workers=0",
     "device=cpu",
-    "log.report=false",
     "plan=false",
 )
 """A training run of two steps, two chunks each."""

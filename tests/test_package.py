@@ -99,3 +99,17 @@ def test_layers_stay_apart() -> None:
     assert importers(r"unittest") == set()
     assert importers(r"rich\.table") == {"log/table.py"}
     assert importers(r"numpy\.lib") == {"data/features.py"}, "one reader of .npy headers"
+
+
+def test_the_trainer_imports_no_tools() -> None:
+    """All of its modules are imported in a fresh process; clipscale.cli alone calls tools."""
+    trainer = [
+        ".".join(path.relative_to(CHECKOUT).with_suffix("").parts)
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.relative_to(PACKAGE).parts[0] not in ("tools", "cli") and not path.stem.startswith("__")
+    ]
+    names = "', '".join(trainer)
+    code = f"import importlib, sys\nfor name in ['{names}']: importlib.import_module(name)\n"
+    code += "print([name for name in sys.modules if name.startswith('clipscale.tools')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[]"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from clipscale.cli import compose
+from clipscale.cli import train as cli_train
 from clipscale.common.errors import StoppedError, UserError
 from clipscale.common.terminal import report, say
 from clipscale.common.units import run_folder, unused
@@ -37,7 +38,7 @@ def main(name: str, line: Namespace) -> int:
     for words, config in combinations:
         config.run = str(folder / folder_name(words))
         config.log.group = config.log.group or folder.name
-        local.check_train(config)
+        cli_train.check(config)
     results: list[dict[str, Any]] = []
     try:
         for number, config in enumerate(configs):
@@ -62,7 +63,7 @@ def folder_name(combination: Sequence[str]) -> str:
 def train(config: TrainConfig) -> dict[str, Any]:
     """The result of one run, in processes of its own, or its error: a failure does not end the sweep, a signal does."""
     try:
-        return local.run(config, isolated=True)
+        return cli_train.main(config, isolated=True)
     except StoppedError:
         raise
     except (UserError, local.WorkerError) as error:

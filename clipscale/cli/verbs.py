@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from clipscale.cli import train
 from clipscale.common.errors import UserError
 from clipscale.common.units import nearest
 from clipscale.config import tools
 from clipscale.config.tools import existing_run
 from clipscale.config.train import TrainConfig
-from clipscale.launch import local
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Verb:
 VERBS = {
     "train": Verb(
         TrainConfig,
-        "clipscale.launch.local:run",
+        "clipscale.cli.train:main",
         """\
 clipscale train model=vit-l14 batch=1M data.train='/data/laion/{00000..41455}.tar'
 clipscale train experiment=openclip-vit-b32-laion400m data.train='/data/laion/*.tar' run=b32
@@ -43,7 +43,7 @@ clipscale train -m model=vit-b32,vit-b16 batch=32k,64k data=/data/laion run=size
 torchrun --nproc-per-node 8 -m clipscale train run=b32 batch=64k data=/data/laion   # several machines: see launch/""",
         often="model.name data.train data.workers optim.lr cache.chunk eval.sets eval.every checkpoint.every "
         "launch.procs",
-        check=local.check_train,
+        check=train.check,
         notes="""\
 -m runs every combination of the comma-separated values. --cfg job prints the settings instead of training.
 --config-dir DIR adds your own presets, such as DIR/experiment/mine.yaml.""",

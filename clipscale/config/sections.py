@@ -107,11 +107,6 @@ class CacheConfig:
         "none",
         "GPU memory for graphs kept from the first pass, which skip the second: `none`, bytes (`20G`) or `auto` (all).",
     )
-    negatives: str = setting(
-        "batch",
-        "A pair's negatives: the whole `batch`, or, for comparison, its own `chunk` as in plain gradient accumulation.",
-        choices=("batch", "chunk"),
-    )
 
 
 @dataclass
@@ -163,10 +158,6 @@ class LogConfig(SinkConfig):
 
     every: int = setting(1, "Steps between console lines, and between measurements of the largest update.", least=1)
     seconds: float = setting(10.0, "Seconds between console lines, at least.", least=0)
-    noise_scale: int = setting(
-        0, "Steps between estimates of the gradient noise scale (useful batch); 0: none.", least=0
-    )
-    report: bool = setting(True, "Write RUN/report.html at the end.")
 
 
 @dataclass

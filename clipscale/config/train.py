@@ -96,14 +96,6 @@ def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
         raise UserError("data.captions_per_step: with it, take loss.shared=positive and data.same=url or another field")
     if config.resume not in ("auto", "none") and not Path(config.resume).expanduser().exists():
         raise UserError(f"resume={config.resume}: there is no such file or run folder")
-    if config.log.noise_scale and config.launch.parallel == "fsdp":
-        raise UserError(
-            "log.noise_scale: FSDP2 keeps no gradient of a chunk to look at; leave it 0, or use launch.parallel=ddp"
-        )
-    if config.log.noise_scale and config.data.captions_per_step > 1:
-        raise UserError(
-            "log.noise_scale: it is of pairs, one caption a picture; leave it 0 with data.captions_per_step"
-        )
     if config.model.lora.rank:
         about = f"model.lora.rank={config.model.lora.rank}"
         if not config.model.weights:

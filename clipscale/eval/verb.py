@@ -22,7 +22,6 @@ from clipscale.log.sinks import Sinks
 from clipscale.log.table import plain_console, print_results
 from clipscale.models.towers import load_any
 from clipscale.step.precision import Precision
-from clipscale.tools.report.page import write_report
 
 
 def main(config: EvalRunConfig) -> Results:
@@ -72,8 +71,8 @@ def work(config: EvalRunConfig) -> Results:
                     sinks.eval(step, results)
     finally:
         leave()
-    if every and world.main and (folder / "metrics.jsonl").is_file():  # with the results of all checkpoints as curves
-        say(write_report([folder]))
+    if every and world.main and (folder / "metrics.jsonl").is_file():
+        say(f"clipscale report {folder} shows the results of all checkpoints as curves")
     return results
 
 

@@ -52,7 +52,7 @@ def main_rank() -> bool:
 
 
 def check_train(config: TrainConfig) -> None:
-    """The checks of a run that need no torch, local shards among them. Raises UserError, prints warnings."""
+    """The checks of a run that need neither torch nor data. Raises UserError, prints warnings."""
     if under_torchrun() and not config.run:
         raise UserError("run is not set; under torchrun all ranks need the same name, run=NAME")
     check(config)
@@ -61,12 +61,6 @@ def check_train(config: TrainConfig) -> None:
 
         if not wandb.login(prompt=False, verify=False):
             raise UserError("log=wandb: there is no key; run `wandb login`, export WANDB_API_KEY, or log=wandb-offline")
-    if not under_torchrun():  # there all ranks find missing shards together
-        from clipscale.data.shards import listing
-        from clipscale.tools.data.demo import render_missing
-
-        render_missing(config.data.train or ())
-        listing.check_local(config.data)
     for warning in warnings(config) if main_rank() else ():
         terminal.say(f"warning: {warning}", error=True)
 
@@ -78,17 +72,11 @@ def run(config: Launched, main: str = TRAIN, *, isolated: bool = False) -> dict[
     signal. No worker outlives this call.
     """
     count = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if under_torchrun() else workers(config)
-    planned = isinstance(config, TrainConfig) and main == TRAIN and config.plan and main_rank()
-    if planned:
-        resolve_name("clipscale.tools.plan.of_run:before")(config, count)
     if under_torchrun():
-        result = join(config, main)
-    elif count > 1 or isolated:
-        result = start(config, main, count)
-    else:
-        result = resolve_name(main)(config)
-    if planned:
-        resolve_name("clipscale.tools.plan.of_run:after")(config)
+        return join(config, main)
+    if count > 1 or isolated:
+        return start(config, main, count)
+    result: dict[str, Any] = resolve_name(main)(config)
     return result
 
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from clipscale.step.chunk_sizes import agreed_chunk_sizes
 from clipscale.step.ema import WeightAverage
 from clipscale.step.grad_cache import Chunked, GradCache
 from clipscale.step.kept_graphs import KeepBudget
-from clipscale.step.noise_scale import NoiseScale
 from clipscale.step.optim import build_optimizer
 from clipscale.step.precision import Precision
 from clipscale.step.trunk import TrunkFeatures
@@ -77,7 +75,6 @@ class TrainState:
         scales = self.model.rate_factors(config.model)
         self.optimizer = build_optimizer(self.model, config.optim, sharded=parallel == "fsdp", scales=scales)
         self.keep = KeepBudget(config.cache.keep, world)
-        self.noise = NoiseScale([self.model.image, self.model.text])
         self.average = WeightAverage(config.ema, self.model) if config.ema else None
         if saved is not None:
             like = dict(self.model.named_parameters())
@@ -140,25 +137,20 @@ class TrainState:
         return iter(self.cache.towers[0].cut(rows)) if "image" in self.trunks else self.cache.ranges(0, rows)
 
     def loss(self, image_features: Tensor, text_features: Tensor, *, targets: Targets = Targets()) -> Tensor:
-        """This rank's view of the global loss: the value is the global mean; gradients sum over ranks to its gradient.
-
-        With `cache.negatives=chunk`, the mean over micro-batches, each made of one image chunk of every rank.
-        """
-        c, k = self.config.loss, self.config.data.captions_per_step
-        scale, bias = self.model.logit_scale.exp(), self.model.logit_bias if c.objective == "sigmoid" else None
-        given = {"logit_bias": bias, "captions": k, "check": False, **vars(c)}
-        size = self.cache.towers[0].size if self.config.cache.negatives == "chunk" else len(image_features)
-        value = image_features.new_zeros(())
+        """The global mean of the loss, on every rank. Gradients are shares: their sum over ranks is its gradient."""
+        config = self.config.loss
+        bias = self.model.logit_bias if config.objective == "sigmoid" else None
+        captions = self.config.data.captions_per_step
+        options = {"logit_bias": bias, "captions": captions, "check": False, "keys": targets.keys, **vars(config)}
+        scale = self.model.logit_scale.exp()
         with self.precision.autocast():
-            for i, (u, v) in enumerate(zip(image_features.split(size), text_features.split(k * size), strict=True)):
-                share, of_chunk = len(u) / len(image_features), targets.part(i * size, i * size + len(u))
-                loss: Any = contrastive_loss
-                if self.teachers:
-                    pairs = zip(map(unit_rows, of_chunk.teachers), self.teachers, strict=True)
-                    teachers = [(rows[:, 0], rows[:, 1], teacher.scale) for rows, teacher in pairs]
-                    loss = partial(distillation_loss, teachers=teachers, weights=self.config.distill.weights)
-                value = value + share * loss(u, v, scale, keys=of_chunk.keys, **given)
-        return value
+            if not self.teachers:
+                return contrastive_loss(image_features, text_features, scale, **options)
+            teachers = []
+            for rows, teacher in zip(map(unit_rows, targets.teachers), self.teachers, strict=True):
+                teachers.append((rows[:, 0], rows[:, 1], teacher.scale))
+            weights = self.config.distill.weights
+            return distillation_loss(image_features, text_features, scale, teachers, weights, **options)
 
     def gradient_norm(self) -> Tensor:
         """Finish the gradients (scale's and bias's sums over ranks, the scaler's factor); their global norm, 0-d."""

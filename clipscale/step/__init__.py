@@ -1,1 +1,1 @@
-"""One optimizer step: the gradient cache, chunk sizes, precision, optimizers, moving average, noise scale."""
+"""One optimizer step: the gradient cache, chunk sizes, precision, optimizers, moving average."""

@@ -38,10 +38,10 @@ class CaptionRule:
         else:
             self.note = f"data.sort_captions: {pad}; captions keep their order and the whole context"
 
-    def input(self, batch: HostBatch, *, sort: bool) -> ChunkLoader | SortedCaptions:
-        """The text tower's input; sorted if this run sorts and this step may."""
+    def input(self, batch: HostBatch) -> ChunkLoader | SortedCaptions:
+        """The text tower's input; sorted if this run sorts."""
         device, count = self.world.device, len(batch) * batch.captions
-        if self.pad is None or not sort:
+        if self.pad is None:
             return ChunkLoader(batch.tokens, count, device, resident=self.resident)
         most = lambda chunks: self.world.highest(chunks)[0]  # noqa: E731
         return SortedCaptions(batch.tokens, count, device, pad=self.pad, resident=self.resident, most=most)

@@ -95,7 +95,6 @@ LATER = [
     ("optim.name=adamww", "optim.name='adamww'", "'adamw'"),
     ("cache.chunk=17", "cache.chunk=17", "1 to 16"),
     ("cache.chunk=many", "cache.chunk=many", "auto"),
-    ("log.noise_scale=1 launch.parallel=fsdp", "log.noise_scale", "launch.parallel=ddp"),
     ("log=wandb", "log=wandb", "wandb login"),
     ("eval.sets=/nowhere", "eval.sets: /nowhere", "folder"),
     ("eval.suite=imagenet", "eval.suite=imagenet", "eval.root=DIR"),

@@ -93,7 +93,6 @@ BOTH = DistillConfig(["a", "b"], SCALES, (0.3, 0.7))
     ("ranks", "given"),
     [
         (1, {"shared": "mask", "cache": CacheConfig(image_chunk=5, text_chunk=5, keep="1G")}),
-        (1, {"shared": "positive", "k": 2, "cache": CacheConfig(image_chunk=5, text_chunk=5, negatives="chunk")}),
         (2, {"shared": "positive", "k": 3}),
         (2, {"shared": "positive", "k": 2, "objective": "sigmoid", "launch": LaunchConfig(parallel="fsdp")}),
         (1, {"distill": DistillConfig(["a"], SCALES[:1])}),
@@ -111,17 +110,12 @@ def test_a_step_is_that_of_one_dense_graph(shard: str, tmp_path: Path, ranks: in
     scale = model.logit_scale.exp()
     u, v, k, own = model.image(pixels), model.text(tokens), config.data.captions_per_step, config.distill
     given = {"logit_bias": model.logit_bias, **{name: vars(config.loss)[name] for name in ("objective", "shared")}}
-    size, expected = 5 if config.cache.negatives == "chunk" else len(u), torch.zeros(())
-    for i in range(0, len(u), size):
-        rows, texts = slice(i, i + size), slice(k * i, k * (i + size))
-        options = given | {"keys": (keys[rows], keys.repeat_interleave(k)[texts]), "captions": k}
-        loss = dense_contrastive_loss(u[rows], v[texts], scale, **options)
-        if own.teachers:
-            pairs = [unit_rows(teacher).double()[rows].unbind(1) for teacher in teachers]
-            seen = [(a, b, t) for (a, b), t in zip(pairs, SCALES)]
-            distilled = dense_distillation_loss(u[rows], v[texts], scale, seen)
-            loss = own.weights[0] * loss + own.weights[1] * distilled
-        expected = expected + len(u[rows]) / len(u) * loss
+    options = given | {"keys": (keys, keys.repeat_interleave(k)), "captions": k}
+    expected = dense_contrastive_loss(u, v, scale, **options)
+    if own.teachers:
+        pairs = [unit_rows(teacher).double().unbind(1) for teacher in teachers]
+        seen = [(a, b, t) for (a, b), t in zip(pairs, SCALES)]
+        expected = own.weights[0] * expected + own.weights[1] * dense_distillation_loss(u, v, scale, seen)
     expected.backward()
     assert value == pytest.approx(expected.item(), rel=1e-6), "the value is kept in float32"
     assert len(set(keys.tolist())) < len(keys)

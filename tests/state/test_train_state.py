@@ -13,7 +13,6 @@ from clipscale import checkpoint
 from clipscale.config.sections import (
     CheckpointConfig,
     LaunchConfig,
-    LogConfig,
     OptimConfig,
     PrecisionConfig,
 )
@@ -95,14 +94,12 @@ def test_a_run_normalises_as_its_weights_were_trained_and_goes_on_so(
     assert run("resumed", resume=str(first)) == wanted[1:], "without the weights, as its checkpoint says"
 
 
-def test_captions_are_sorted_and_a_step_that_measures_noise_leaves_them(shards: str, tmp_path: Path) -> None:
-    log = LogConfig(noise_scale=2, report=False)
-    whole = small(shards, tmp_path / "given", precision=PrecisionConfig(), log=log)
+def test_captions_are_sorted(shards: str, tmp_path: Path) -> None:
+    whole = small(shards, tmp_path / "given", precision=PrecisionConfig())
     context = whole.model.architecture["text_cfg"]["context_length"]
     train(replace(whole, data=replace(whole.data, sort_captions=False)))
     train(replace(whole, run=str(tmp_path / "sorted")))
     given, found = records(tmp_path / "given"), records(tmp_path / "sorted")
     assert {r["caption_tokens"] for r in given} == {context}
-    assert [r["caption_tokens"] < context for r in found] == [True, False, True, False]
+    assert all(r["caption_tokens"] < context for r in found)
     assert [r["loss"] for r in found] == pytest.approx([r["loss"] for r in given], rel=1e-5)
-    assert [r["noise_trace"] for r in found[1::2]] == pytest.approx([r["noise_trace"] for r in given[1::2]], rel=1e-3)

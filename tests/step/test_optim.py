@@ -120,7 +120,7 @@ def test_a_gradient_beyond_its_average_is_found_and_slows_stable_adamw_down(name
 
 def test_a_run_logs_the_largest_rms_and_its_tensor(shards: str, tmp_path: Path) -> None:
     for name, every in (("adamw", 2), ("lion", 1)):
-        changes = {"optim": OptimConfig(name=name, lr=1e-3, eps=None), "log": LogConfig(report=False, every=every)}
+        changes = {"optim": OptimConfig(name=name, lr=1e-3, eps=None), "log": LogConfig(every=every)}
         train(small(shards, tmp_path / name, samples=24, **changes))
     first, second = records(tmp_path / "adamw")
     assert first["update_rms"] is None and first["update_rms_tensor"] is None

@@ -44,7 +44,7 @@ def settings(demo: Path, run: Path, **changes: Any) -> TrainConfig:
         cache=CacheConfig(image_chunk=24, text_chunk=32),
         optim=OptimConfig(lr=1e-3),
         schedule=ScheduleConfig(warmup="2"),
-        log=LogConfig(report=False, every=5),
+        log=LogConfig(every=5),
         launch=LaunchConfig(),
         plan=False,
     )

@@ -1,0 +1,34 @@
+"""Trains as `clipscale train` does, but with negatives from each chunk alone, as plain gradient accumulation has them.
+
+python benchmarks/accumulation.py experiment=demo samples=16k data.workers=0 batch=128 cache.chunk=16 run=accumulated
+
+For docs/step.md, "Why not accumulate". One process.
+"""
+
+import sys
+
+from torch import Tensor
+
+from clipscale.cli import compose
+from clipscale.config.train import check
+from clipscale.data.loader.host_batch import Targets
+from clipscale.state.train_state import TrainState
+from clipscale.train import train
+
+loss_of_batch = TrainState.loss
+
+
+def loss_of_chunks(state: TrainState, image_features: Tensor, text_features: Tensor, *, targets: Targets) -> Tensor:
+    """The mean over chunks of the loss of each image chunk with its own captions."""
+    size = state.cache.towers[0].size
+    value = image_features.new_zeros(())
+    for start in range(0, len(image_features), size):
+        images, texts = image_features[start : start + size], text_features[start : start + size]
+        share = len(images) / len(image_features)
+        value = value + share * loss_of_batch(state, images, texts, targets=targets.part(start, start + len(images)))
+    return value
+
+
+if __name__ == "__main__":
+    TrainState.loss = loss_of_chunks  # type: ignore[assignment]
+    train(check(compose.settings("train", compose.overrides("train", sys.argv[1:])[1])))

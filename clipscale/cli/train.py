@@ -1,0 +1,31 @@
+"""The verb `train`: checks the settings, renders a missing demo set, plans the run on this machine, and starts it."""
+
+from typing import Any
+
+from clipscale.config.train import TrainConfig
+from clipscale.launch import local
+
+
+def check(config: TrainConfig) -> None:
+    """Every check that needs no torch, local shards among them. Raises UserError, prints warnings."""
+    local.check_train(config)
+    if local.under_torchrun():  # there all ranks find missing shards together
+        return
+    from clipscale.data.shards import listing
+    from clipscale.tools.data.demo import render_missing
+
+    render_missing(config.data.train or ())
+    listing.check_local(config.data)
+
+
+def main(config: TrainConfig, *, isolated: bool = False) -> dict[str, Any]:
+    """Say whether the run fits this machine, then start it. torchrun's workers start without a plan.
+
+    `isolated`: in processes of its own, also if it is one. Raises as `launch.local.run` does, and UserError for a run
+    that cannot fit.
+    """
+    if config.plan and not local.under_torchrun():
+        from clipscale.tools.plan.of_run import before
+
+        before(config, local.workers(config))
+    return local.run(config, isolated=isolated)
