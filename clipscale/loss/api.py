@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from clipscale.config.sections import BACKENDS, EXCHANGES, OBJECTIVES, SHARED
-from clipscale.loss import machine
 from clipscale.loss.autograd import Backend, ContrastiveLoss, LossCall
 from clipscale.loss.exchange import Communicator, Gather, Replicated, Ring, Single
 from clipscale.loss.inputs import FACTS, Inputs, Pair, checked_inputs
+from clipscale.loss.machine import Machine
 from clipscale.loss.objective import Distillation, Objective, Sigmoid, Softmax
 from clipscale.loss.shared import Corrected, Masked, prepared
 from clipscale.loss.similarity import Deep, Dot, Similarity
@@ -57,6 +57,7 @@ def contrastive_loss(
     captions: int = 1,
     teachers: Sequence[Teacher] = (),
     check: bool = True,
+    machine: Machine | None = None,
 ) -> Tensor:
     """The contrastive loss of image-text pairs spread over the ranks of a group, without a batch x batch matrix.
 
@@ -95,6 +96,7 @@ def contrastive_loss(
         teachers: see `distillation_loss`: their probabilities, instead of the pairs, are what the softmax should be.
         check: refuse what is not finite, a scale that is not positive, and ranks whose inputs do not fit each other.
             That waits for the device and takes a small all-gather; a training loop needs it in its first step.
+        machine: what a dry run computes on instead of this machine.
 
     Returns:
         The mean over all N images, the same on every rank: 0-d, float32 (float64 for float64 features). Gradients are
@@ -109,6 +111,7 @@ def contrastive_loss(
         ValueError: where inputs do not fit each other or the options; with `check` on all ranks, before features are
             exchanged.
     """
+    machine = machine or Machine()
     kind = "module" if isinstance(similarity, nn.Module) else similarity
     comm = None if exchange == "none" else Communicator.of(group)
     positive = shared == "positive" or captions > 1
@@ -124,7 +127,7 @@ def contrastive_loss(
         )  # fmt: skip
         if teachers:
             inputs = replace(inputs, teachers=_side_by_side(teachers, inputs, objective, kind))
-        backend = _chosen_backend(backend, kind, inputs)
+        backend = _chosen_backend(backend, kind, inputs, machine)
     except ValueError as error:
         if comm is not None and check:
             comm.agree([0] * len(FACTS), FACTS, error, image_features.device)
@@ -145,7 +148,7 @@ def contrastive_loss(
     for given, pairs, weights in terms:
         widths = [(a.shape[1], float(t)) for a, _, t in teachers]
         terms_of = Distillation(widths) if teachers else Sigmoid() if objective == "sigmoid" else Softmax()
-        blocks = _backend(backend, terms_of, pairs, given.keys[0] is not None, positive)
+        blocks = _backend(backend, terms_of, pairs, machine, given.keys[0] is not None, positive)
         call = LossCall(ranks, blocks, pairs, weights, given, check, torch.is_grad_enabled())
         numbers = (given.scale, given.bias, *pairs.parameters)
         values.append(cast(Tensor, ContrastiveLoss.apply(call, given.rows, given.cols, *numbers)))
@@ -168,7 +171,7 @@ def distillation_loss(
     if weights[0]:
         value = weights[0] * contrastive_loss(*student, **options)
     if weights[1]:
-        kept = {x: options[x] for x in ("exchange", "group", "check") if x in options}
+        kept = {x: options[x] for x in ("exchange", "group", "check", "machine") if x in options}
         backend = "dense" if options.get("backend") == "dense" else "tiled"
         value = value + weights[1] * contrastive_loss(*student, teachers=teachers, backend=backend, **kept)
     return value
@@ -204,18 +207,20 @@ def _similarity(similarity: str | nn.Module, device: torch.device) -> Similarity
     return Deep(similarity, device) if isinstance(similarity, nn.Module) else Dot()
 
 
-def _backend(name: str, objective: Objective, similarity: Similarity, has_keys: bool, positive: bool) -> Backend:
+def _backend(
+    name: str, objective: Objective, similarity: Similarity, machine: Machine, has_keys: bool, positive: bool
+) -> Backend:
     """The backend; with keys, for pairs that are positives or else left out."""
-    plain: Backend = TorchBackend(objective, similarity, dense=name == "dense")
+    plain: Backend = TorchBackend(objective, similarity, machine, dense=name == "dense")
     if name == "triton":
         from clipscale.loss.triton.backend import triton_backend  # Triton is imported where it is used
 
-        plain = triton_backend(objective)
+        plain = triton_backend(objective, machine)
     if not has_keys:
         return plain
     if positive or (plain.sums_pairs and isinstance(similarity, Dot)):
         return Corrected(plain, positive)
-    exact = TorchBackend(objective, similarity, dense=name == "dense", leaves_out=True)
+    exact = TorchBackend(objective, similarity, machine, dense=name == "dense", leaves_out=True)
     return Masked(plain, exact) if isinstance(similarity, Dot) else exact
 
 
@@ -227,10 +232,10 @@ def _exchange(name: str, comm: Communicator | None) -> Single:
     return Ring(comm) if name in ("ring", "auto") else Gather(comm)
 
 
-def _chosen_backend(name: str, similarity: str, inputs: Inputs) -> str:
+def _chosen_backend(name: str, similarity: str, inputs: Inputs, machine: Machine) -> str:
     """The backend's name, with "auto" resolved and logged once. Raises ValueError where Triton is impossible."""
     device, obstacle = inputs.rows.device, None
-    on_gpu = machine.here.is_gpu(device)
+    on_gpu = machine.is_gpu(device)
     if inputs.teachers[0] is not None:
         obstacle = "there are teachers"
     elif similarity != "dot":

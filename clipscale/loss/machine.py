@@ -1,4 +1,4 @@
-"""What the loss asks of the machine it runs on. A dry run answers for a GPU that is not there."""
+"""What the loss asks of the machine it runs on. A dry run passes one that answers for a GPU that is not there."""
 
 import contextlib
 from collections.abc import Iterator
@@ -49,21 +49,6 @@ class Machine:
             torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
         else:
             out.add_(torch.mm(a, b, out_dtype=torch.float32))
-
-
-here = Machine()
-"""The machine that calls of the loss use."""
-
-
-@contextlib.contextmanager
-def replaced(machine: Machine) -> Iterator[None]:
-    """Calls of the loss inside, and their backward passes, run on another machine: a dry run's, or other tiles."""
-    global here
-    before, here = here, machine
-    try:
-        yield
-    finally:
-        here = before
 
 
 @cache

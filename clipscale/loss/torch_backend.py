@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from clipscale.loss import machine
 from clipscale.loss.block import Block
+from clipscale.loss.machine import Machine
 from clipscale.loss.objective import Objective
 from clipscale.loss.shared import leave_out
 from clipscale.loss.similarity import Similarity
@@ -20,10 +20,12 @@ class TorchBackend:
     width_step = 1
     """The width of features is padded to a multiple of this."""
 
-    def __init__(self, objective: Objective, similarity: Similarity, dense: bool, leaves_out: bool = False) -> None:
+    def __init__(
+        self, objective: Objective, similarity: Similarity, machine: Machine, dense: bool, leaves_out: bool = False
+    ) -> None:
         """leaves_out: pairs with equal keys that are no positives."""
         self.objective, self.similarity, self.dense, self.leaves_out = objective, similarity, dense, leaves_out
-        self.machine = machine.here
+        self.machine = machine
         self.sums_scale_grad = not similarity.homogeneous
         """Whether `backward` sums the scale's gradient; otherwise scale dL/dscale = sum_i <u_i, dU_i> gives it."""
         self.sums_pairs = objective.sums_pairs

@@ -24,6 +24,7 @@ from clipscale.data.loader.host_batch import HostBatch, Targets
 from clipscale.distributed.fsdp import replicate_state
 from clipscale.distributed.world import World, gradient_norm
 from clipscale.loss.api import contrastive_loss, distillation_loss
+from clipscale.loss.machine import Machine
 from clipscale.models.towers import ClipModel, Projection, build_model, fit_positions, unit_rows
 from clipscale.step.captions import CaptionRule
 from clipscale.step.chunk_sizes import agreed_chunk_sizes
@@ -41,9 +42,19 @@ class TrainState:
     frozen: list[str] | None = None
     """Digests of the weights that adapters adapt, which checkpoints leave out; None: without adapters."""
 
-    def __init__(self, config: TrainConfig, world: World, saved: Path | None = None, stage: str = "") -> None:
-        """`saved`: the checkpoint to go on from. `stage`: it ends another; `continue` or `restart` the optimizer."""
-        self.config, self.world = config, world
+    def __init__(
+        self,
+        config: TrainConfig,
+        world: World,
+        saved: Path | None = None,
+        stage: str = "",
+        machine: Machine | None = None,
+    ) -> None:
+        """`saved`: the checkpoint to go on from. `stage`: it ends another; `continue` or `restart` the optimizer.
+
+        `machine`: what the loss runs on; None: this machine.
+        """
+        self.config, self.world, self.machine = config, world, machine
         torch.manual_seed(config.seed)
         self.precision = Precision(config.precision, world.device)
         self.model = self.build_model()
@@ -141,7 +152,8 @@ class TrainState:
         config = self.config.loss
         bias = self.model.logit_bias if config.objective == "sigmoid" else None
         captions = self.config.data.captions_per_step
-        options = {"logit_bias": bias, "captions": captions, "check": False, "keys": targets.keys, **vars(config)}
+        given = {"logit_bias": bias, "captions": captions, "keys": targets.keys}
+        options = {**given, "check": False, "machine": self.machine, **vars(config)}
         scale = self.model.logit_scale.exp()
         with self.precision.autocast():
             if not self.teachers:

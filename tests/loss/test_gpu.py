@@ -13,6 +13,7 @@ from torch import Tensor
 from clipscale import contrastive_loss
 from clipscale.config.sections import OBJECTIVES
 from clipscale.loss.block import Block, Parameters, RowBlock
+from clipscale.loss.machine import Machine
 from clipscale.loss.objective import Softmax
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.loss.triton.backend import TritonSoftmax
@@ -104,9 +105,9 @@ def test_more_than_two_to_the_thirty_one_numbers_in_one_side() -> None:
     rows, cols = (RowBlock(x, weight=torch.ones(len(x), device=DEVICE)) for x in (u, v))
     rows.lse, cols.lse = rows.empty_lse(), cols.empty_lse()
     block = Block(rows, cols, Parameters(scale, scale), None)
-    TritonSoftmax(Softmax()).forward(block)
+    TritonSoftmax(Softmax(), Machine()).forward(block)
     cols.weight, rows.grad = None, rows.empty_grad()
-    TritonSoftmax(Softmax()).backward(block)
+    TritonSoftmax(Softmax(), Machine()).backward(block)
     scores = 10.0 * u[-m:].double() @ v.double().T
     assert float((rows.lse[-m:] - scores.logsumexp(1)).abs().max()) <= 1e-5
     true = scores.softmax(1) @ v.double()

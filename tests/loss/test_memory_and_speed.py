@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from clipscale.loss import machine
 from clipscale.loss.api import contrastive_loss
 from clipscale.loss.block import Block, Parameters, RowBlock
+from clipscale.loss.machine import Machine
 from clipscale.loss.objective import Sigmoid, Softmax
 from clipscale.loss.triton.backend import triton_backend
 from clipscale.tools.plan.memory_tracker import DryMachine, cuda_autocast, without_memory
@@ -70,12 +70,14 @@ def test_a_million_pairs_take_memory_for_the_texts_sums_on_a_gpu(
 
     The sigmoid's in float16 are float32 until the caller's factor is known."""
     n, width = 2**20, 768
-    with without_memory() as memory, cuda_autocast(), machine.replaced(DryMachine(90)):
+    with without_memory() as memory, cuda_autocast():
         u, v = (torch.empty(n, width, dtype=dtype).requires_grad_() for _ in range(2))
         scale, bias = (torch.tensor(x).requires_grad_() for x in (10.0, -10.0))
         memory.take_peak()
         before, grads = memory.live, 2 * n * width * dtype.itemsize
-        contrastive_loss(u, v, scale, logit_bias=bias, objective=objective, check=False).backward()
+        contrastive_loss(
+            u, v, scale, logit_bias=bias, objective=objective, check=False, machine=DryMachine(90)
+        ).backward()
         peak, left = memory.take_peak() - before - grads, memory.live - before - grads
     assert peak <= bytes_each * n * width + 2**28, f"{peak / 2**30:.2f} GiB"
     assert left <= 2**12, f"{left} bytes remain"
@@ -101,9 +103,12 @@ def test_a_ring_visit_is_at_most_ten_operations(objective: Any, monkeypatch: pyt
     for side in (rows, cols):
         side.lse, side.grad = side.empty_lse(), side.empty_grad()
     rows.target, scale, zero = torch.zeros(200).double(), torch.tensor(10.0), torch.zeros(()).double()
+    machine = Machine()
     for name in ("forward", "backward"):
         with Operations() as operations:
             for method in ("launch", "add_product"):
-                monkeypatch.setattr(machine.here, method, operations.launched)
-            getattr(triton_backend(objective), name)(Block(rows, cols, Parameters(scale, scale, zero, zero), None))
+                monkeypatch.setattr(machine, method, operations.launched)
+            getattr(triton_backend(objective, machine), name)(
+                Block(rows, cols, Parameters(scale, scale, zero, zero), None)
+            )
         assert 0 < operations.count <= 10, f"{operations.count} operations {name}"

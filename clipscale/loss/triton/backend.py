@@ -17,8 +17,8 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from clipscale.loss import machine
 from clipscale.loss.block import Block, RowBlock
+from clipscale.loss.machine import Machine
 from clipscale.loss.objective import Objective, Sigmoid, Softmax
 from clipscale.loss.similarity import row_products
 from clipscale.loss.triton.sigmoid import sigmoid_kernel
@@ -36,8 +36,8 @@ class TritonBackend:
     sums_scale_grad = True
     other_lses = 0
 
-    def __init__(self) -> None:
-        self.machine = machine.here
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
 
     def missing_factor(self, scale: Tensor) -> Tensor:
         """Score gradients are stored times UNIT and without the scale."""
@@ -98,8 +98,8 @@ class TritonSoftmax(TritonBackend):
 
     sums_pairs = False
 
-    def __init__(self, objective: Softmax) -> None:
-        super().__init__()
+    def __init__(self, objective: Softmax, machine: Machine) -> None:
+        super().__init__(machine)
         self.objective = objective
 
     def forward(self, block: Block) -> None:
@@ -161,9 +161,9 @@ class TritonSigmoid(TritonBackend):
                 parameters.scale_grad += scale_grad / UNIT.value
 
 
-def triton_backend(objective: Objective) -> TritonSoftmax | TritonSigmoid:
+def triton_backend(objective: Objective, machine: Machine) -> TritonSoftmax | TritonSigmoid:
     """The backend with the kernels of an objective."""
-    return TritonSigmoid() if isinstance(objective, Sigmoid) else TritonSoftmax(objective)
+    return TritonSigmoid(machine) if isinstance(objective, Sigmoid) else TritonSoftmax(objective, machine)
 
 
 def programs(panel: Block, rows: int, cols: int) -> int:

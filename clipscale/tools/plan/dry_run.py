@@ -21,7 +21,6 @@ from clipscale.data.features import StoredFeatures
 from clipscale.data.loader.host_batch import Targets
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import World
-from clipscale.loss.machine import replaced
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import without_weights
 from clipscale.state.train_state import TrainState
@@ -132,7 +131,7 @@ class DryRun:
     def __init__(self, config: TrainConfig, ranks: int, tracker: MemoryTracker, capability: int | None) -> None:
         self.config, self.ranks, self.tracker, self.captions = config, ranks, tracker, config.data.captions_per_step
         self.memory, self.stage = StepMemory({}, {}), ""  # of the step that runs
-        self.state = DryRunState(config, DryRunWorld(0, ranks, CPU))
+        self.state = DryRunState(config, DryRunWorld(0, ranks, CPU), machine=DryMachine(capability))
         if capability and type(self.state.optimizer).__module__.startswith("torch.optim"):
             for group in self.state.optimizer.param_groups:  # torch's own choice on CUDA
                 group["foreach"] = True if group.get("foreach", False) is None else group.get("foreach", False)
@@ -238,7 +237,6 @@ def dry_run(config: TrainConfig, ranks: int, capability: int | None) -> Iterator
             dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
             stack.callback(dist.destroy_process_group)
         tracker = stack.enter_context(without_memory())
-        stack.enter_context(replaced(DryMachine(capability)))
         if capability:
             stack.enter_context(cuda_autocast())
         yield DryRun(config, ranks, tracker, capability)

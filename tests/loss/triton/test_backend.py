@@ -27,7 +27,7 @@ if DEVICE == "cpu" and not INTERPRETED:
 from clipscale import contrastive_loss  # noqa: E402
 from clipscale.config.sections import OBJECTIVES  # noqa: E402
 from clipscale.loss.block import Block, Parameters, RowBlock  # noqa: E402
-from clipscale.loss.machine import Machine, replaced  # noqa: E402
+from clipscale.loss.machine import Machine  # noqa: E402
 from clipscale.loss.objective import Softmax  # noqa: E402
 from clipscale.loss.reference import dense_contrastive_loss  # noqa: E402
 from clipscale.loss.triton.backend import TritonSoftmax  # noqa: E402
@@ -123,8 +123,8 @@ def test_panels_stripes_and_descriptors_change_nothing_but_rounding(
     assert all(map(torch.equal, plain, again)), "the same inputs give the same bits"
     machines = [Machine(panel_bytes=2048, partial_bytes=2048)] + ([WithDescriptors()] if DEVICE == "cpu" else [])
     for machine in machines:
-        with replaced(machine):
-            assert_exact(triton(u, v, 14.3, **options), [x.double() for x in plain], 14.3, 2e-6, type(machine))
+        found = triton(u, v, 14.3, machine=machine, **options)
+        assert_exact(found, [x.double() for x in plain], 14.3, 2e-6, type(machine))
     monkeypatch.setattr("clipscale.loss.autograd.STRIPE", 16)
     assert_exact(triton(u, v, 14.3, **options), [x.double() for x in plain], 14.3, 2e-6, "stripes")
 
@@ -149,7 +149,7 @@ def test_a_block_may_have_its_positives_anywhere_or_none() -> None:
         rows, cols = (RowBlock(x, weight=torch.ones(len(x), device=DEVICE)) for x in (u, v))
         rows.lse, cols.lse = (x.empty_lse().clamp_min(before) for x in (rows, cols))
         rows.target = torch.zeros(20, dtype=torch.float64, device=DEVICE)
-        TritonSoftmax(Softmax()).forward(Block(rows, cols, Parameters(scale, scale), positive))
+        TritonSoftmax(Softmax(), Machine()).forward(Block(rows, cols, Parameters(scale, scale), positive))
         for found, dim in ((rows.lse, 1), (cols.lse, 0)):
             true = torch.logaddexp(scores.logsumexp(dim), torch.tensor(before, dtype=torch.float64, device=DEVICE))
             assert float((found - true).abs().max()) <= 6e-5, f"positive={positive}"

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from clipscale.loss.api import contrastive_loss
-from clipscale.loss.machine import Machine, replaced
+from clipscale.loss.machine import Machine
 from clipscale.loss.triton.tuning import INTERPRETER, Tiles
 from clipscale.tools.plan.memory_tracker import DryMachine, MemoryTracker, cuda_autocast, without_memory
 
@@ -47,9 +47,9 @@ def peak_of_loss(memory: MemoryTracker, rows: int, cols: int, width: int, object
     scale, bias = (torch.tensor(value).requires_grad_() for value in (10.0, -10.0))
     memory.take_peak()
     before = memory.live
-    with replaced(machine):
-        machine.panel_bytes, machine.partial_bytes = 2**15, 2**13
-        loss = contrastive_loss(u, v, scale, logit_bias=bias, objective=objective, backend="triton", check=False)
+    machine.panel_bytes, machine.partial_bytes = 2**15, 2**13
+    options = {"objective": objective, "backend": "triton", "check": False, "machine": machine}
+    loss = contrastive_loss(u, v, scale, logit_bias=bias, **options)
     loss.backward()
     return memory.take_peak() - before
 
