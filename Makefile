@@ -44,6 +44,12 @@ docs: $(INSTALLED)
 # arithmetic). Records are written measurement by measurement. A line that starts with - may fail without those after it being left out.
 
 RESULTS ?= docs/benchmarks/gpu
+RUNS ?= runs
+# Words that come after a command's own and win, such as SMALLER_LOSS='device=cpu n=32': the tests run everything below on a CPU.
+SMALLER_LOSS ?=
+SMALLER_STEP ?=
+SMALLER_DATA ?=
+SMALLER_RUN ?=
 # An interrupt, so that the processes that measure end too.
 WITHIN := timeout --signal=INT --kill-after=20
 CORES ?= $(shell nproc)
@@ -68,32 +74,32 @@ gpu-right:
 loss = -$(WITHIN) $(2) $(RUN) benchmarks/loss.py device=cuda dtype=bf16 out=$(RESULTS)/$(1)
 PEERS := infcl,open_clip,inf_cl,memeff,compile,siglip,siglip_kernel
 gpu-loss:
-	$(call loss,loss-64k,150) n=64k d=768 methods=$(PEERS)
-	$(call loss,loss-1m,100) n=1M d=768 repeats=2 methods=infcl
-	$(call loss,loss,330) n=16k,128k,256k d=768 methods=$(PEERS)
+	$(call loss,loss-64k,150) n=64k d=768 methods=$(PEERS) $(SMALLER_LOSS)
+	$(call loss,loss-1m,100) n=1M d=768 repeats=2 methods=infcl $(SMALLER_LOSS)
+	$(call loss,loss,330) n=16k,128k,256k d=768 methods=$(PEERS) $(SMALLER_LOSS)
 
 gpu-loss-widths:
-	$(call loss,loss-widths,590) n=64k,256k d=512,1024 methods=$(PEERS)
+	$(call loss,loss-widths,590) n=64k,256k d=512,1024 methods=$(PEERS) $(SMALLER_LOSS)
 
 # Is the step fast: three models, plain and cached, with kept graphs, compiled, beside open_clip's. $(1): folder, $(2): seconds it may take.
 step = -$(WITHIN) $(2) $(RUN) benchmarks/step.py device=cuda precision=bf16 out=$(RESULTS)/$(1)
 # What fits a whole batch of $(1), and cached steps.
 WAYS = plain@$(1),open_clip-plain@$(1),cache,keep-80G,open_clip,compiled-plain@$(1),compiled,compiled-open_clip
 gpu-step:
-	$(call step,vit-l14,190) model=vit-l14 chunk=128 batch=8k repeats=2 methods=$(call WAYS,512)
-	$(call step,vit-b16,190) model=vit-b16 chunk=256 batch=16k repeats=2 methods=$(call WAYS,1536)
-	$(call step,vit-b32,190) model=vit-b32 chunk=512 batch=32k repeats=2 methods=$(call WAYS,4k)
+	$(call step,vit-l14,190) model=vit-l14 chunk=128 batch=8k repeats=2 methods=$(call WAYS,512) $(SMALLER_STEP)
+	$(call step,vit-b16,190) model=vit-b16 chunk=256 batch=16k repeats=2 methods=$(call WAYS,1536) $(SMALLER_STEP)
+	$(call step,vit-b32,190) model=vit-b32 chunk=512 batch=32k repeats=2 methods=$(call WAYS,4k) $(SMALLER_STEP)
 
 gpu-step-large:
-	$(call step,vit-b32-large,590) model=vit-b32 chunk=512 batch=256k repeats=1 methods=plain@4k,cache,keep-80G,frozen,compiled
+	$(call step,vit-b32-large,590) model=vit-b32 chunk=512 batch=256k repeats=1 methods=plain@4k,cache,keep-80G,frozen,compiled $(SMALLER_STEP)
 
 # Is memory flat in the batch, and is it as predicted: steps with few chunks of distinct pixels, then short runs beside what plan says.
 SETTINGS := device=cuda precision=bf16 data=demo data.workers=$(CORES) eval.sets=[] eval.every=0 log.progress=false
 # $(1): name of the run, $(2): seconds it may take, $(3): its settings.
-predicted = -{ rm -rf runs/gpu-$(1) && $(WITHIN) $(2) $(CLIPSCALE) train run=runs/gpu-$(1) $(SETTINGS) $(3) && \
-	    $(CLIPSCALE) plan run=runs/gpu-$(1); } 2>&1 | tee -a $(RESULTS)/memory.txt
+predicted = -{ rm -rf $(RUNS)/gpu-$(1) && $(WITHIN) $(2) $(CLIPSCALE) train run=$(RUNS)/gpu-$(1) $(SETTINGS) $(3) $(SMALLER_RUN) && \
+	    $(CLIPSCALE) plan run=$(RUNS)/gpu-$(1); } 2>&1 | tee -a $(RESULTS)/memory.txt
 gpu-memory:
-	$(call step,flat,300) model=vit-b32 chunk=512 repeats=1 methods=plain@4k,cache@32k,cache@128k,cache@1M
+	$(call step,flat,300) model=vit-b32 chunk=512 repeats=1 methods=plain@4k,cache@32k,cache@128k,cache@1M $(SMALLER_STEP)
 	$(CLIPSCALE) data demo
 	$(call predicted,b32,70,model=vit-b32 batch=16k samples=48k cache.chunk=512)
 	$(call predicted,b32-keep,70,model=vit-b32 batch=16k samples=48k cache.chunk=512 cache.keep=40G)
@@ -113,9 +119,9 @@ gpu-largest-encoded:
 
 # Do the cores feed the model.
 gpu-data:
-	$(WITHIN) 560 $(RUN) benchmarks/data.py workers=$(CORES) batch=4k repeats=3 out=$(RESULTS)
+	$(WITHIN) 560 $(RUN) benchmarks/data.py workers=$(CORES) batch=4k repeats=3 out=$(RESULTS) $(SMALLER_DATA)
 
-# What the GPU image lacks (docker/missing.py), as wheels for a machine that reaches no registry. There:
+# make wheels HAVE=FILE: what a machine with the packages of FILE (one name a line) lacks, as wheels, for one that reaches no registry. There:
 # python3 -m pip install --no-index --no-deps --target SITE build/wheels/*.whl; PYTHONPATH=SITE make gpu-right INSTALLED= RUN=python3
 PYTHON_VERSION ?= 3.12
 WHEELS ?= build/wheels
@@ -123,10 +129,11 @@ PLATFORMS := $(foreach n,28 27 24 17,--platform manylinux_2_$(n)_x86_64) --platf
 PIP := -m pip --quiet --disable-pip-version-check
 SOURCES := antlr4-python3-runtime
 wheels:
+	$(if $(HAVE),,$(error HAVE is not set; give HAVE=FILE, the names of the packages that the other machine has, one a line))
 	rm -rf $(WHEELS)
 	$(PYTHON) $(PIP) wheel --no-deps --constraint constraints.txt --wheel-dir $(WHEELS) $(SOURCES)
 	$(PYTHON) $(PIP) download --no-deps --only-binary=:all: --python-version $(PYTHON_VERSION) --implementation cp $(PLATFORMS) \
-	    --constraint constraints.txt --dest $(WHEELS) $$($(RUN) docker/missing.py | tr ' ' '\n' | grep -vx $(SOURCES))
+	    --constraint constraints.txt --dest $(WHEELS) $$($(RUN) benchmarks/missing.py $(HAVE) | tr ' ' '\n' | grep -vx $(SOURCES))
 	du -sh $(WHEELS)
 
 install: $(INSTALLED)
