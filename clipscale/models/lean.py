@@ -28,34 +28,43 @@ Position = int | Tensor
 """A token: one position for all samples, or one for each (N,)."""
 
 
-def make_lean(encoder: nn.Module) -> bool:
-    """Give one of open_clip's transformers the shorter forward pass, in place. False for any other module."""
+def lean(encoder: nn.Module) -> nn.Module:
+    """The encoder with the shorter forward pass, over the same parameters; one that it does not suit as it is."""
+    kind: type[LeanVision] | type[LeanText]
     if type(encoder) is VisionTransformer:
         suits, kind = encoder.attn_pool is None, LeanVision
     elif type(encoder) is TextTransformer:
         suits, kind = encoder.cls_emb is None and not encoder.use_pad_mask, LeanText
     else:
-        return False
+        return encoder
     blocks: Any = encoder.transformer.resblocks  # type: ignore[union-attr]
     plain = all(type(block) is ResidualAttentionBlock and not hasattr(block, "ln_1_kv") for block in blocks)
     if encoder.output_tokens or not suits or not plain:
-        return False
-    encoder.__class__ = kind
-    for block in blocks:
-        block.__class__ = LeanBlock
-    for module in encoder.modules():
-        if type(module) is LayerNorm:
-            module.__class__ = LeanNorm
-    return True
+        return encoder
+    for i, block in enumerate(blocks):
+        blocks[i] = LeanBlock(block)
+    for module in list(encoder.modules()):
+        for name, child in module.named_children():
+            if type(child) is LayerNorm:
+                setattr(module, name, LeanNorm(child))
+    return kind(encoder)
 
 
-def take_short_captions(encoder: nn.Module) -> None:
-    """Let open_clip's text transformer, with its own forward pass, take captions shorter than the context."""
-    if type(encoder) is TextTransformer:
-        encoder.__class__ = ShortText
+def takes_short_captions(encoder: nn.Module) -> nn.Module:
+    """open_clip's text transformer, with its own forward pass, for captions shorter than the context too."""
+    return ShortText(encoder) if type(encoder) is TextTransformer else encoder
 
 
-class LeanBlock(ResidualAttentionBlock):
+class Successor:
+    """A base of modules that take another module's place: they hold its parameters, submodules and settings, and have a
+    forward pass of their own. It comes before the module's class, whose constructor would make new parameters."""
+
+    def __init__(self, module: nn.Module) -> None:
+        nn.Module.__init__(self)  # type: ignore[arg-type]
+        vars(self).update(vars(module))
+
+
+class LeanBlock(Successor, ResidualAttentionBlock):
     """open_clip's block over (N, T, W)."""
 
     def forward(self, x: Tensor, causal: bool, position: Position | None = None) -> Tensor:
@@ -100,7 +109,7 @@ class LeanBlock(ResidualAttentionBlock):
         return projected.view(samples, length, parts, self.attn.num_heads, -1).permute(2, 0, 3, 1, 4).unbind()
 
 
-class LeanNorm(LayerNorm):
+class LeanNorm(Successor, LayerNorm):
     """open_clip's layer norm: mean and variance in float32; on a GPU, gain and bias in the input's half precision."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -111,7 +120,7 @@ class LeanNorm(LayerNorm):
             return F.layer_norm(x, self.normalized_shape, gain, bias, self.eps)
 
 
-class LeanVision(VisionTransformer):
+class LeanVision(Successor, VisionTransformer):
     """Pixels (N, 3, S, S) -> features (N, D)."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -120,7 +129,7 @@ class LeanVision(VisionTransformer):
         return pooled if self.proj is None else pooled @ self.proj
 
 
-class LeanText(TextTransformer):
+class LeanText(Successor, TextTransformer):
     """Tokens (N, T) -> features (N, D). T is any length up to the context's."""
 
     def forward(self, text: Tensor) -> Tensor:
@@ -138,7 +147,7 @@ class LeanText(TextTransformer):
         return {"first": 0, "last": -1}.get(self.pool_type)
 
 
-class ShortText(TextTransformer):
+class ShortText(Successor, TextTransformer):
     """open_clip's forward pass for captions shorter than the context: the causal mask is cut to their length."""
 
     def _embeds(self, text: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -55,9 +55,9 @@ def add(encoder: nn.Module, tower: str, config: LoraConfig, unlocked: int) -> No
     peft.inject_adapter_in_model(rule, encoder)
     for p in trained:  # peft has frozen them
         p.requires_grad_()
-    for module in encoder.modules():
+    for name, module in list(encoder.named_modules()):
         if type(module) is LeanBlock and not isinstance(module.attn, nn.MultiheadAttention):
-            module.__class__ = LoraBlock
+            encoder.set_submodule(name, LoraBlock(module))
 
 
 @torch.no_grad()
@@ -71,4 +71,4 @@ def merge(encoder: nn.Module) -> None:
             weight += module.get_delta_weight("default")
             encoder.set_submodule(name, base)
         elif type(module) is LoraBlock:
-            module.__class__ = LeanBlock
+            encoder.set_submodule(name, LeanBlock(module))

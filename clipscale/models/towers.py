@@ -32,7 +32,7 @@ from clipscale.config.sections import LoraConfig, ModelConfig
 from clipscale.data.eval_transform import EvalTransform
 from clipscale.models import lora
 from clipscale.models.groups import lock, rate_factors
-from clipscale.models.lean import make_lean, take_short_captions
+from clipscale.models.lean import lean, takes_short_captions
 from clipscale.models.tokenizer import Tokenizer, tokenizer_of
 from clipscale.models.weights import Source, described, resized, without_weights
 from clipscale.models.weights import load as load_weights
@@ -247,16 +247,18 @@ def build_model(config: ModelConfig) -> ClipModel:
     load_weights(encoders, config, quick_gelu=bool(description.get("quick_gelu")))
     if config.grad_checkpointing:
         encoders.set_grad_checkpointing(True)
-    for encoder in (encoders.visual, encoders.text):
-        if not (config.lean and make_lean(encoder)):
-            take_short_captions(encoder)
+    if config.lean:
+        encoders.visual = lean(encoders.visual)
+        encoders.text = lean(encoders.text)
+    encoders.text = takes_short_captions(encoders.text)
     model = ClipModel(encoders, description["embed_dim"], config, tokenizer_of(config.name, description["text_cfg"]))
     for name, tower, settings in (("image", model.image, config.image), ("text", model.text, config.text)):
         unlocked = settings.unlocked_groups
         if getattr(config, f"freeze_{name}"):
             unlocked = 0
         elif config.lora.rank:
-            lora.add(tower.encoder, name, config.lora, unlocked := unlocked or 0)
+            unlocked = unlocked or 0
+            lora.add(tower.encoder, name, config.lora, unlocked)
         if unlocked is not None:
             lock(tower.encoder, name, unlocked)
     return model.train()

@@ -9,7 +9,7 @@ import torch
 from open_clip.model import CustomTextCLIP
 from torch import Tensor, nn
 
-from clipscale.models.lean import LeanText, LeanVision, make_lean, take_short_captions
+from clipscale.models.lean import LeanText, LeanVision, lean, takes_short_captions
 
 SIDE, WORDS, VOCABULARY = 12, 9, 60
 SMALL: dict[str, Any] = {
@@ -70,8 +70,7 @@ def both(description: dict[str, Any], dtype: torch.dtype = torch.float64) -> tup
     torch.manual_seed(0)
     theirs = CustomTextCLIP(**description).to(dtype)
     ours = deepcopy(theirs)
-    make_lean(ours.visual)
-    make_lean(ours.text)
+    ours.visual, ours.text = lean(ours.visual), lean(ours.text)
     assert list(ours.state_dict()) == list(theirs.state_dict())
     return theirs, ours
 
@@ -111,12 +110,12 @@ def test_patch_dropout_and_checkpointing_draw_and_compute_the_same() -> None:
         assert_same(getattr(theirs, tower), getattr(ours, tower), rows, 1e-12)
 
 
-@pytest.mark.parametrize("lean", [True, False])
-def test_a_cut_caption_has_the_feature_of_the_whole_one(lean: bool) -> None:
+@pytest.mark.parametrize("shorter", [True, False])
+def test_a_cut_caption_has_the_feature_of_the_whole_one(shorter: bool) -> None:
     theirs, ours = both(SMALL)
-    if not lean:
+    if not shorter:
         ours = deepcopy(theirs)
-        take_short_captions(ours.text)
+        ours.text = takes_short_captions(ours.text)
     tokens = inputs()[1][3:4]
     cut = tokens[:, : int(tokens.argmax()) + 1]
     assert cut.shape[1] < WORDS
