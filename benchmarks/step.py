@@ -210,7 +210,7 @@ def measure(**job: Any) -> list[Row]:
         step.run(inputs, meter)
         meters.append(meter)
     seconds = spread([sum(meter.seconds.values()) for meter in meters])
-    rate, flops, first = batch / seconds["median"], Flops(step.config, step.device), meters[0]
+    rate, flops, first = batch / seconds["median"], Flops(step.config, step.model, step.device), meters[0]
     row: Row = {"step_s": seconds, "samples_per_s": rate, "flops": flops.per_sample(), "mfu": flops.utilisation(rate)}
     row |= {"memory": {batch: first.growth()}, "peak_bytes": first.growth()}
     row["parts"] = {f"{part}_s": value for part, value in meters[-1].seconds.items()}

@@ -74,7 +74,7 @@ class Run:
         self.total = first + samples // batch
         self.schedule = Schedule.build(config.schedule, config.optim.lr, batch, samples, epoch, first)
         stored, captions = self.state.stored is not None, config.data.captions_per_step
-        flops = Flops(config.model, world.device, stored_images=stored, captions=captions)
+        flops = Flops(config.model, self.state.model, world.device, stored_images=stored, captions=captions)
         self.records = StepRecords(self.open_log() if world.main else None, world.size, flops, self.stream)
         self.saver = checkpoint.Saver(self.folder, world, config.checkpoint)
         if config.resume in ("auto", "none"):  # the step is another run's otherwise

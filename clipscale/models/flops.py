@@ -1,72 +1,153 @@
-"""Counts the FLOPs of a model's forward pass, and from them model FLOPs utilisation (MFU)."""
+"""Counts the FLOPs of a model's passes: those of matrix products, 2 per multiply-add. MFU follows from them."""
 
 import json
 from collections.abc import Mapping
 from functools import cache
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from clipscale.common.hardware import HARDWARE, hardware_of
 from clipscale.config.sections import ModelConfig
-from clipscale.models.lean import take_short_captions
-from clipscale.models.towers import adapt, architecture, encoders_of
+from clipscale.models.lean import takes_short_captions
+from clipscale.models.towers import ClipModel, adapt, architecture, encoders_of
 
 
-def forward_flops(config: ModelConfig, length: int | None = None) -> tuple[int, int]:
-    """FLOPs of open_clip's forward pass of one image and one caption (matrix products only, 2 per multiply-add).
+class PassFlops(NamedTuple):
+    """FLOPs of one input's forward pass by open_clip's own modules, and of its backward pass."""
 
-    `length`: the caption's tokens; None: the whole context.
-    """
-    model = [config.name, config.architecture, config.image_size, config.context_length]
-    return _forward_flops(json.dumps(model), length)
+    forward: int
+    backward: int
+
+
+class Trained(NamedTuple):
+    """What trains of a tower, by open_clip's names."""
+
+    whole: bool = False
+    parameters: frozenset[str] = frozenset()
+    adapted: frozenset[str] = frozenset()
+    """Layers with low-rank adapters."""
+
+
+def trained_of(encoder: nn.Module) -> Trained:
+    """What trains of a built encoder: its parameters' `requires_grad`."""
+    parameters = {name: p.requires_grad for name, p in encoder.named_parameters()}
+    names = {name.replace(".base_layer", "") for name, trains in parameters.items() if trains}
+    adapted = {name.partition(".lora_")[0] for name in names if ".lora_" in name}
+    return Trained(all(parameters.values()), frozenset(names), frozenset(adapted))
+
+
+NOTHING = Trained()
+
+
+def image_flops(config: ModelConfig, trained: Trained = NOTHING) -> PassFlops:
+    """Of one image. `config`: the model's settings. A backward pass computes what `trained` needs, layer by layer."""
+    return _image_flops(_architecture_of(config), trained)
+
+
+def text_flops(config: ModelConfig, trained: Trained = NOTHING, length: int | None = None) -> PassFlops:
+    """As `image_flops`, of one caption of `length` tokens; None: the whole context."""
+    return _text_flops(_architecture_of(config), trained, length)
+
+
+def _architecture_of(config: ModelConfig) -> str:
+    return json.dumps([config.name, config.architecture, config.image_size, config.context_length])
 
 
 @cache
-def _forward_flops(model: str, length: int | None) -> tuple[int, int]:
-    """`model`: its name, architecture, image size and context as JSON."""
+def _encoders(model: str) -> Any:
+    """open_clip's encoders without values. `model`: by `_architecture_of`."""
     name, description, side, context = json.loads(model)
     config = ModelConfig(name=name, architecture=description, image_size=side, context_length=context)
     with torch.device("meta"):
         description = architecture(config)
-        encoders = encoders_of(description).eval().requires_grad_(False)  # the counter follows no graph
+        encoders = encoders_of(description).eval()
         adapt(encoders, config, description)
-        take_short_captions(encoders.text)
-        size = encoders.visual.image_size
-        pixels = torch.empty(1, 3, *(size if isinstance(size, tuple) else (size, size)))
-        tokens = torch.zeros(1, length or encoders.context_length, dtype=torch.long)
-    counts = []
-    for tower, inputs in ((encoders.visual, pixels), (encoders.text, tokens)):
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            tower(inputs)
-        counts.append(counter.get_total_flops())
-    return counts[0], counts[1]
+    encoders.text = takes_short_captions(encoders.text)
+    return encoders
+
+
+@cache
+def _image_flops(model: str, trained: Trained) -> PassFlops:
+    encoder = _encoders(model).visual
+    size = encoder.image_size
+    height, width = size if isinstance(size, tuple) else (size, size)
+    # Of a tower that trains whole, the pixels' gradient counts too: three forward passes in all, as usual.
+    return _count(encoder, torch.empty(1, 3, height, width, device="meta", requires_grad=trained.whole), trained)
+
+
+@cache
+def _text_flops(model: str, trained: Trained, length: int | None) -> PassFlops:
+    encoders = _encoders(model)
+    tokens = torch.zeros(1, length or encoders.context_length, dtype=torch.long, device="meta")
+    return _count(encoders.text, tokens, trained)
+
+
+def _count(encoder: nn.Module, inputs: Tensor, trained: Trained) -> PassFlops:
+    for name, p in encoder.named_parameters():
+        layer, _, last = name.rpartition(".")
+        # An adapter, like a bias, needs the gradient of its layer's output. Its own products are few: not counted.
+        p.requires_grad_(name in trained.parameters or (layer in trained.adapted and last.endswith("bias")))
+    with ProductCounter() as counter, torch.enable_grad():
+        encoder(inputs)
+    return PassFlops(counter.forward, counter.backward)
+
+
+class ProductCounter(TorchDispatchMode):
+    """Counts the products of a forward pass, and those of the backward pass that follows from it.
+
+    The gradient of each operand that needs one costs as much as the product.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward = self.backward = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func.overloadpacket)
+        if formula is not None:
+            flops = formula(*args, **(kwargs or {}), out_val=result)
+            operands = [arg for arg in args if isinstance(arg, Tensor) and arg.ndim > 1 and arg.requires_grad]
+            self.forward += flops
+            self.backward += flops * min(2, len(operands))  # attention has three operands and two products
+        return result
 
 
 class Flops:
-    """FLOPs of one training sample: a forward pass, and twice as much for the backward of a trained tower,
-    of which more than the projection trains.
+    """FLOPs of one training sample: a forward and a backward pass of each tower.
 
     The gradient cache's second forward pass is overhead and not counted, so MFU compares with plain training.
     """
 
     def __init__(
-        self, config: ModelConfig, device: torch.device, *, stored_images: bool = False, captions: int = 1
+        self,
+        config: ModelConfig,
+        model: ClipModel,
+        device: torch.device,
+        *,
+        stored_images: bool = False,
+        captions: int = 1,
     ) -> None:
-        """With `stored_images` the image tower does not run, because its features are read; `captions`: of a sample."""
+        """`model`: built by `config`; its parameters say what trains. With `stored_images` the image tower does not
+        run, because its features are read. `captions`: of a sample."""
         self.config, self.captions = config, captions
-        once = config.freeze_image or config.image.unlocked_groups in (0, 1)
-        self.image = 0 if stored_images else forward_flops(config)[0] * (1 if once else 3)
+        self.trained_text = trained_of(model.text.encoder)
+        self.image = 0 if stored_images else sum(image_flops(config, trained_of(model.image.encoder)))
         gpu = hardware_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self.peak = HARDWARE[gpu].peak("bf16") if gpu else None
 
     def per_sample(self, widths: Mapping[int, int] | None = None) -> float:
         """FLOPs; `widths`: a batch's captions by the tokens at which they are computed; None: the whole context."""
-        captions = list(widths.items()) if widths else [(None, 1)]
-        text = sum(count * forward_flops(self.config, width)[1] for width, count in captions)
-        text_each = self.captions * text / sum(count for _, count in captions)
-        once = self.config.freeze_text or self.config.text.unlocked_groups in (0, 1)
-        return self.image + text_each * (1 if once else 3)
+        if not widths:
+            return self.image + self.captions * sum(text_flops(self.config, self.trained_text))
+        text = 0
+        for width, count in widths.items():
+            text += count * sum(text_flops(self.config, self.trained_text, width))
+        return self.image + self.captions * text / sum(widths.values())
 
     def utilisation(self, samples_per_s: float, widths: Mapping[int, int] | None = None) -> float | None:
         """MFU: samples_per_s (per device) x FLOPs per sample / peak. None where the device's peak is not known."""

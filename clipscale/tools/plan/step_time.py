@@ -13,7 +13,7 @@ from typing import Any
 from clipscale.common.hardware import HARDWARE, Hardware
 from clipscale.config.tools import PlanConfig
 from clipscale.data.loader.captions import GRAIN
-from clipscale.models.flops import forward_flops
+from clipscale.models.flops import image_flops, text_flops, trained_of
 from clipscale.step.captions import expected_to_cut
 from clipscale.tools.plan import ASSUMED
 from clipscale.tools.plan.dry_run import TOWERS, DryRun
@@ -29,13 +29,18 @@ class StepTime:
     def __init__(self, config: PlanConfig, gpu: Hardware | None, run: DryRun, kept: list[float]) -> None:
         """`kept`: share of each tower's chunks whose graphs are kept."""
         self.config, self.gpu = config, gpu or UNKNOWN
-        image, text = forward_flops(config.model, caption_width(config, run))
-        self.forward = (0 if run.state.stored else image, text * run.captions)
+        model = run.state.model
+        image = image_flops(config.model, trained_of(model.image.encoder))
+        text = text_flops(config.model, trained_of(model.text.encoder), caption_width(config, run))
+        self.forward = (0 if run.state.stored else image.forward, text.forward * run.captions)
+        backward = (0 if run.state.stored else image.backward, text.backward * run.captions)
         whole = zip(TOWERS, run.state.cache.towers)  # a frozen trunk has no second pass
         self.trained = [tower.trained and name not in run.state.trunks for name, tower in whole]
-        # Forward and backward passes cost 1 and 2 forward passes, and checkpointing one more.
-        passes = 4 if config.model.grad_checkpointing else 3
-        self.replay = sum(flops * (passes - share) * on for flops, share, on in zip(self.forward, kept, self.trained))
+        again = 2 if config.model.grad_checkpointing else 1  # checkpointing costs a forward pass more
+        self.replay = 0.0
+        for forward, gradients, share, trained in zip(self.forward, backward, kept, self.trained):
+            if trained:
+                self.replay += forward * (again - share) + gradients
         self.width, self.captions, self.gradients = run.width, run.captions, sum(p.nbytes for p in run.state.trained)
 
     def step(self, share: float = 1.0, gpus: int = 0, nodes: int = 0) -> dict[str, Any]:

@@ -1,0 +1,70 @@
+"""FLOPs of a step follow from what trains, layer by layer."""
+
+import pytest
+import torch
+
+from clipscale.config.sections import LoraConfig, ModelConfig, TowerConfig
+from clipscale.models.flops import Flops, image_flops, text_flops, trained_of
+from clipscale.models.towers import build_model
+from tests.models.test_towers import SMALL
+
+W, PATCHES, LAYERS, FEATURES = 32, 4, 2, 16
+EMBED = 2 * PATCHES * (3 * 6 * 6) * W
+PROJECT = 2 * W * FEATURES
+
+
+def block(tokens: int) -> dict[str, int]:
+    """FLOPs of a block's forward pass by layer."""
+    linear = 2 * tokens * W * W
+    return {"qkv": 3 * linear, "attention": 2 * 2 * tokens * tokens * W, "out": linear, "mlp": 2 * 4 * linear}
+
+
+IMAGE, TEXT = block(PATCHES + 1), block(8)
+IMAGE_FORWARD = EMBED + LAYERS * sum(IMAGE.values()) + PROJECT
+TEXT_FORWARD = LAYERS * sum(TEXT.values()) + PROJECT
+
+
+def adapted(layers: dict[str, int]) -> int:
+    """Of adapters in frozen blocks: the inputs' gradients, from the first adapter on, and attention's two products."""
+    blocks = LAYERS * (2 * layers["attention"] + layers["out"] + layers["mlp"])
+    return blocks + (LAYERS - 1) * layers["qkv"] + PROJECT
+
+
+CASES = {
+    "full": ({}, 2 * IMAGE_FORWARD, 2 * TEXT_FORWARD),
+    "image frozen": ({"freeze_image": True}, 0, 2 * TEXT_FORWARD),
+    "text frozen": ({"freeze_text": True}, 2 * IMAGE_FORWARD, 0),
+    "projection": ({"image": TowerConfig(unlocked_groups=1)}, PROJECT, 2 * TEXT_FORWARD),
+    "last two groups": (
+        {"image": TowerConfig(unlocked_groups=2)}, 2 * (sum(IMAGE.values()) + PROJECT), 2 * TEXT_FORWARD
+    ),
+    "adapters": ({"lora": LoraConfig(rank=2)}, adapted(IMAGE), adapted(TEXT)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_backward_pass_computes_what_trains_and_what_lies_above_it(case: str) -> None:
+    settings, image, text = CASES[case]
+    if case == "adapters":
+        pytest.importorskip("peft", reason="peft is not installed (clipscale[lora])")
+    config = ModelConfig(name="small", architecture=SMALL, **settings)  # type: ignore[arg-type]
+    model = build_model(config)
+    assert image_flops(config, trained_of(model.image.encoder)) == (IMAGE_FORWARD, image)
+    assert text_flops(config, trained_of(model.text.encoder)) == (TEXT_FORWARD, text)
+    flops = Flops(config, model, torch.device("cpu"), captions=2)
+    assert flops.per_sample() == IMAGE_FORWARD + image + 2 * (TEXT_FORWARD + text)
+    assert flops.utilisation(100.0) is None, "a CPU's peak is not known"
+
+
+def test_short_captions_and_stored_images_cost_less() -> None:
+    config = ModelConfig(name="small", architecture=SMALL)
+    flops = Flops(config, build_model(config), torch.device("cpu"), stored_images=True)
+    short = 3 * (LAYERS * sum(block(4).values()) + PROJECT)
+    assert flops.per_sample({4: 3, 8: 1}) == (3 * short + 3 * TEXT_FORWARD) / 4
+
+
+def test_forward_flops_are_the_published_ones() -> None:
+    """OpenCLIP's model profile gives 4.41 and 2.98 GMACs for the towers of ViT-B/32: twice that in FLOPs."""
+    config = ModelConfig(name="ViT-B-32")
+    assert image_flops(config).forward / 2e9 == pytest.approx(4.41, rel=0.02)
+    assert text_flops(config).forward / 2e9 == pytest.approx(2.98, rel=0.02)
