@@ -6,7 +6,6 @@ from inspect import signature
 from typing import Any
 
 import torch
-from open_clip.transformer import Transformer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -78,7 +77,7 @@ def keep_stream_type(tower: nn.Module) -> None:
     Otherwise it would change with the first chunk, before which that block is in float32 shards.
     """
     for module in tower.modules():
-        if isinstance(module, Transformer):
+        if hasattr(module, "get_cast_dtype"):
             dtype = module.get_cast_dtype()
             module.get_cast_dtype = lambda dtype=dtype: dtype
 

@@ -12,17 +12,7 @@ from torch import nn
 
 from clipscale.common.errors import UserError
 from clipscale.config.sections import TowerConfig
-
-_OPEN_CLIP: dict[str, Any] = {
-    "stem": r"conv|bn|(?:class|positional|token)_embedding|cls_emb|ln_pre|transformer\.(?:embed|shared|layernorm_emb)",
-    "blocks": [
-        (r"transformer\.resblocks\.(\d+)", None),
-        (r"layer(\d+)\.(\d+)", None),  # ResNets
-        (r"transformer\.(?:encoder\.)?(?:layers?|block|h)\.(\d+)", None),  # towers of transformers
-        (r"ln_post|ln_final|transformer\.(?:encoder\.)?(?:final_)?layer_?norm", (99999,)),
-    ],
-}
-"""Patterns of the names of its towers, in timm's form: 99999 joins the group before. What none matches is a head."""
+from clipscale.models.families import family_of
 
 
 def layer_groups(encoder: nn.Module, tower: str) -> list[list[str]]:
@@ -34,7 +24,8 @@ def layer_groups(encoder: nn.Module, tower: str) -> list[list[str]]:
         )
     names = [(name.removeprefix("trunk."), name) for name, _ in encoder.named_parameters()]
     named: Any = SimpleNamespace(named_parameters=lambda: names)
-    groups = group_parameters(named, trunk.group_matcher() if trunk is not None else _OPEN_CLIP, return_values=True)
+    patterns = family_of(encoder).groups if trunk is None else trunk.group_matcher()
+    groups = group_parameters(named, patterns, return_values=True)
     return [groups[i] for i in range(len(groups))]
 
 

@@ -7,14 +7,13 @@ import re
 from typing import Any
 
 import torch
-from open_clip.hf_model import HFTextEncoder
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from clipscale.common.errors import UserError
 from clipscale.config.sections import LoraConfig
+from clipscale.models.families import family_of
 from clipscale.models.groups import layer_groups
-from clipscale.models.lean import LeanBlock, LeanText, LeanVision
+from clipscale.models.lean import LeanBlock
 
 
 class LoraBlock(LeanBlock):
@@ -33,8 +32,7 @@ def add(encoder: nn.Module, tower: str, config: LoraConfig, unlocked: int) -> No
     """Put adapters into the blocks of an encoder but the last `unlocked` layer groups. Its features stay, bit for bit.
     `tower`: `image` or `text`, for messages. Raises UserError for a tower without such blocks, and without peft."""
     about = f"model.lora.rank={config.rank}"
-    plain = isinstance(encoder, LeanVision | LeanText | HFTextEncoder)
-    if not plain and not isinstance(getattr(encoder, "trunk", None), VisionTransformer):
+    if not family_of(encoder).adapters(encoder):
         raise UserError(
             f"{about}: the {tower} tower is no transformer of open_clip with model.lean=true, no ViT of timm and no "
             f"text tower of transformers; set model.freeze_{tower}=true, or rank 0"

@@ -18,7 +18,6 @@ import open_clip
 import torch
 import torch.nn.functional as F
 from open_clip.model import CustomTextCLIP
-from open_clip.transformer import TextTransformer, VisionTransformer
 from timm.layers import GELUTanh
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -31,8 +30,9 @@ from clipscale.config.parse import typed
 from clipscale.config.sections import LoraConfig, ModelConfig
 from clipscale.data.eval_transform import EvalTransform
 from clipscale.models import lora
+from clipscale.models.families import family_of
 from clipscale.models.groups import lock, rate_factors
-from clipscale.models.lean import lean, takes_short_captions
+from clipscale.models.lean import takes_short_captions
 from clipscale.models.tokenizer import Tokenizer, tokenizer_of
 from clipscale.models.weights import Source, described, resized, without_weights
 from clipscale.models.weights import load as load_weights
@@ -44,9 +44,7 @@ class Tower(nn.Module):
     def __init__(self, encoder: nn.Module) -> None:
         super().__init__()
         self.encoder = encoder
-        of_text, of_timm = isinstance(encoder, TextTransformer), hasattr(encoder, "trunk")
-        self.projection = "text_projection" if of_text else "head" if of_timm else "proj"
-        """The name of the linear map at the encoder's end, or of what it has there instead."""
+        self.projection = family_of(encoder).projection
 
     def trains_only_its_projection(self) -> bool:
         trained = {name.split(".")[0] for name, p in self.encoder.named_parameters() if p.requires_grad}
@@ -61,8 +59,7 @@ class Tower(nn.Module):
     def trunk(self, inputs: Tensor) -> Tensor:
         """All but the projection: rows (N, W)."""
         projection = getattr(self.encoder, self.projection)
-        own = isinstance(self.encoder, VisionTransformer | TextTransformer)
-        setattr(self.encoder, self.projection, None if own else nn.Identity())
+        setattr(self.encoder, self.projection, family_of(self.encoder).without_projection())
         try:
             return self.encoder(self.prepared(inputs))
         finally:
@@ -248,8 +245,8 @@ def build_model(config: ModelConfig) -> ClipModel:
     if config.grad_checkpointing:
         encoders.set_grad_checkpointing(True)
     if config.lean:
-        encoders.visual = lean(encoders.visual)
-        encoders.text = lean(encoders.text)
+        encoders.visual = family_of(encoders.visual).shorter(encoders.visual)
+        encoders.text = family_of(encoders.text).shorter(encoders.text)
     encoders.text = takes_short_captions(encoders.text)
     model = ClipModel(encoders, description["embed_dim"], config, tokenizer_of(config.name, description["text_cfg"]))
     for name, tower, settings in (("image", model.image, config.image), ("text", model.text, config.text)):

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import torch
-from open_clip.transformer import TextTransformer
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -76,11 +75,3 @@ def padding(tower: nn.Module, tokenizer: Callable[[list[str]], Tensor], device: 
     finally:
         tower.train(training)
     return pad
-
-
-def expected_to_cut(encoder: nn.Module) -> bool:
-    """What `padding` would find for a text transformer of open_clip; False for any other tower. For `plan`, whose
-    towers have no values."""
-    if not isinstance(encoder, TextTransformer) or encoder.cls_emb is not None:
-        return False
-    return encoder.attn_mask is not None and encoder.pool_type in ("first", "argmax", "eos")

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from clipscale.config.sections import ModelConfig
+from clipscale.models.families import family_of
 from clipscale.models.towers import TextTower, build_model
-from clipscale.step.captions import expected_to_cut, padding
+from clipscale.step.captions import padding
 from tests.models.test_towers import SMALL
 
 CPU = torch.device("cpu")
@@ -31,7 +32,7 @@ def tokenizer(texts: list[str]) -> Tensor:
 def test_causal_towers_are_cut(text: dict[str, Any], lean: bool) -> None:
     causal = tower(lean, **text)
     assert padding(causal, tokenizer, CPU) == 0
-    assert expected_to_cut(causal.encoder)
+    assert family_of(causal.encoder).cuts_captions(causal.encoder)
     assert causal.training, "its mode is as before"
 
 
@@ -41,7 +42,7 @@ def test_causal_towers_are_cut(text: dict[str, Any], lean: bool) -> None:
 def test_towers_that_see_padding_are_not(text: dict[str, Any]) -> None:
     bidirectional = tower(**text)
     assert padding(bidirectional, tokenizer, CPU) == "the text tower's features depend on padding"
-    assert not expected_to_cut(bidirectional.encoder)
+    assert not family_of(bidirectional.encoder).cuts_captions(bidirectional.encoder)
 
 
 def test_batch_normalisation_and_fixed_lengths_are_not_cut() -> None:

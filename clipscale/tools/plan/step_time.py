@@ -13,8 +13,8 @@ from typing import Any
 from clipscale.common.hardware import HARDWARE, Hardware
 from clipscale.config.tools import PlanConfig
 from clipscale.data.loader.captions import GRAIN
+from clipscale.models.families import family_of
 from clipscale.models.flops import image_flops, text_flops, trained_of
-from clipscale.step.captions import expected_to_cut
 from clipscale.tools.plan import ASSUMED
 from clipscale.tools.plan.dry_run import TOWERS, DryRun
 
@@ -113,6 +113,7 @@ class StepTime:
 
 def caption_width(config: PlanConfig, run: DryRun) -> int:
     """Tokens at which the text tower computes a caption, on average: the whole context, or fewer of sorted captions."""
-    if not (config.data.sort_captions and expected_to_cut(run.state.model.text.encoder)):
+    encoder = run.state.model.text.encoder
+    if not (config.data.sort_captions and family_of(encoder).cuts_captions(encoder)):
         return run.context_length
     return min(run.context_length, round(ASSUMED.caption_tokens + GRAIN / 2))

@@ -1,0 +1,77 @@
+"""What the trainer knows of each family of encoders. A new family is one entry of FAMILIES.
+
+`shorter` and `adapters` name what a family has of its own; all else works for any encoder of open_clip.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from open_clip.hf_model import HFTextEncoder
+from open_clip.timm_model import TimmModel
+from open_clip.transformer import TextTransformer, VisionTransformer
+from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
+from torch import nn
+
+from clipscale.models.lean import LeanText, LeanVision, lean
+
+GROUPS: dict[str, Any] = {
+    "stem": r"conv|bn|(?:class|positional|token)_embedding|cls_emb|ln_pre|transformer\.(?:embed|shared|layernorm_emb)",
+    "blocks": [
+        (r"transformer\.resblocks\.(\d+)", None),
+        (r"layer(\d+)\.(\d+)", None),  # ResNets
+        (r"transformer\.(?:encoder\.)?(?:layers?|block|h)\.(\d+)", None),  # towers of transformers
+        (r"ln_post|ln_final|transformer\.(?:encoder\.)?(?:final_)?layer_?norm", (99999,)),
+    ],
+}
+"""Patterns of parameters' names by layer group, in timm's form: 99999 joins the group before. What none matches is a
+head. Towers of timm have patterns of their own."""
+
+
+@dataclass(frozen=True)
+class Family:
+    encoder: type[nn.Module] = nn.Module
+    """The class of open_clip's that its encoders have."""
+    projection: str = "proj"
+    """The name of the linear map at the encoder's end: a parameter, or a module."""
+    without_projection: Callable[[], nn.Module | None] = nn.Identity
+    """What takes the projection's place where the features before it are wanted."""
+    shorter: Callable[[Any], nn.Module] = lambda encoder: encoder
+    """The encoder with a shorter forward pass, which computes the same."""
+    adapters: Callable[[Any], bool] = lambda encoder: False
+    """Whether low-rank adapters fit an encoder: whether its blocks compute by linear layers that peft can replace."""
+    cuts_captions: Callable[[Any], bool] = lambda encoder: False
+    """For `plan`, whose encoders have no values: whether a caption's feature stays the same without its padding. A run
+    tries it (`step/captions.py`)."""
+    groups: dict[str, Any] = field(default_factory=lambda: GROUPS)
+
+
+def _cuts_captions(encoder: TextTransformer) -> bool:
+    causal = encoder.attn_mask is not None and encoder.cls_emb is None
+    return causal and encoder.pool_type in ("first", "argmax", "eos")
+
+
+FAMILIES = (
+    Family(
+        VisionTransformer,
+        without_projection=lambda: None,
+        shorter=lean,
+        adapters=lambda encoder: isinstance(encoder, LeanVision),
+    ),
+    Family(
+        TextTransformer,
+        projection="text_projection",
+        without_projection=lambda: None,
+        shorter=lean,
+        adapters=lambda encoder: isinstance(encoder, LeanText),
+        cuts_captions=_cuts_captions,
+    ),
+    Family(TimmModel, projection="head", adapters=lambda encoder: isinstance(encoder.trunk, TimmVisionTransformer)),
+    Family(HFTextEncoder, adapters=lambda encoder: True),
+)
+OTHER = Family()
+
+
+def family_of(encoder: nn.Module) -> Family:
+    """An encoder's family; `OTHER` for what no entry knows, such as a residual network."""
+    return next((family for family in FAMILIES if isinstance(encoder, family.encoder)), OTHER)
