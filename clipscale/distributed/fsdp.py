@@ -76,6 +76,7 @@ def keep_stream_type(tower: nn.Module) -> None:
 
     Otherwise it would change with the first chunk, before which that block is in float32 shards.
     """
+    module: Any
     for module in tower.modules():
         if hasattr(module, "get_cast_dtype"):
             dtype = module.get_cast_dtype()

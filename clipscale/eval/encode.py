@@ -75,21 +75,21 @@ class Encoder:
             parts.append(F.normalize(self.text(tokens).float(), dim=-1)[: len(span)])
         return join(parts, len(texts), self.batch, self.world)
 
-    def classes(self, eval_set: EvalSet) -> tuple[Tensor, Tensor]:
-        """Embeddings (U, D) of the distinct class names, and the row of each class (C,), on every rank.
+    def classes(self, classnames: Sequence[str], templates: Sequence[str], label: str) -> tuple[Tensor, Tensor]:
+        """Embeddings (U, D) of the distinct class names, and the row of each class (C,), on every rank. `label`: of the
+        set, for the progress.
 
         Classes of one name have one row, and so the same score to the last bit.
         """
-        row = {name: index for index, name in enumerate(dict.fromkeys(eval_set.classnames))}
-        names, batch = list(row), max(1, self.batch // len(eval_set.templates))
+        row = {name: index for index, name in enumerate(dict.fromkeys(classnames))}
+        names = list(row)
+        batch = max(1, self.batch // len(templates))
         parts = []
-        for span in self.counted(spans(len(names), batch, self.world), f"the classes of {eval_set.label}"):
-            some = [names[i] for i in span or range(1)]
-            rows = zero_shot.class_embeddings(
-                self.text, self.model.tokenizer, some, eval_set.templates, batch=self.batch
-            )
+        for span in self.counted(spans(len(names), batch, self.world), f"the classes of {label}"):
+            of_span = [names[i] for i in span or range(1)]
+            rows = zero_shot.class_embeddings(self.text, self.model.tokenizer, of_span, templates, batch=self.batch)
             parts.append(rows[: len(span)])
-        rows_C = torch.tensor([row[name] for name in eval_set.classnames], device=self.world.device)
+        rows_C = torch.tensor([row[name] for name in classnames], device=self.world.device)
         return join(parts, len(names), batch, self.world), rows_C
 
     def images(self, eval_set: EvalSet) -> Iterator[tuple[range, Tensor, Tensor]]:

@@ -4,6 +4,7 @@ N: images, M: captions, D: feature width.
 """
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from PIL import Image
@@ -12,14 +13,17 @@ from torch import Tensor
 from clipscale.common import files
 from clipscale.data.eval_transform import EvalTransform
 from clipscale.data.sample import BrokenSampleError
-from clipscale.eval.sets.item import EvalSet, ImageRef
+from clipscale.eval.sets.item import ImageRef
+
+if TYPE_CHECKING:
+    from clipscale.eval.retrieval import RetrievalSet
 
 QUERIES, TOP, TILE = 8, 5, 112
 """Captions shown, images per caption, and the side of a thumbnail in pixels."""
 
 
 def gallery(
-    eval_set: EvalSet, images_ND: Tensor, captions_MD: Tensor, usable_N: Tensor, run_dir: Path, step: int | None
+    eval_set: "RetrievalSet", images_ND: Tensor, captions_MD: Tensor, usable_N: Tensor, run_dir: Path, step: int | None
 ) -> None:
     """Write `eval/retrieved/step_N/SET.png`, for a few captions a row of the TOP nearest images and then the right one,
     and SET.json beside it: `tile`, `columns`, and for every row its `caption` and `hit`, the column of the right image

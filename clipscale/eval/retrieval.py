@@ -1,15 +1,59 @@
-"""Image-text retrieval from features: recall at k in both directions. Pure mathematics on matrices.
+"""Retrieval sets, and recall at k in both directions.
 
 N: images, M: captions (several an image), Q: queries, C: candidates, D: feature width, q: queries of one block.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
 import torch
 from torch import Tensor
+
+from clipscale.eval.encode import Encoder, join
+from clipscale.eval.examples import gallery
+from clipscale.eval.sets.item import EvalSet
 
 MISSED = torch.iinfo(torch.int64).max
 """Rank of a query without a usable answer: a miss at every k."""
 BLOCK = 1024
 """Queries ranked at a time; a block's similarities to all candidates are in memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrievalSet(EvalSet):
+    kind = "retrieval"
+    main = ("image_to_text_r1", "text_to_image_r1")  # DataComp's mean recall@1
+
+    captions: Sequence[str]
+    owner: Sequence[int]
+    """The image each caption belongs to; every image has at least one caption."""
+
+    def part(self, chosen: Sequence[int]) -> Self:
+        new_index = {old: new for new, old in enumerate(chosen)}
+        captions = [m for m, owner in enumerate(self.owner) if owner in new_index]
+        owner = [new_index[self.owner[m]] for m in captions]
+        return replace(self, captions=[self.captions[m] for m in captions], owner=owner)
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def measure(self, encoder: Encoder, folder: Path | None, step: int | None) -> dict[str, float]:
+        """Recalls. Every rank ranks the whole set. Writes examples into `folder`."""
+        batches = list(encoder.images(self))
+        images_ND = join([features for _, features, _ in batches], len(self), encoder.batch, encoder.world)
+        usable = [usable.byte() for _, _, usable in batches]
+        usable_N = join(usable, len(self), encoder.batch, encoder.world).bool()
+        broken = int((~usable_N).sum())
+        captions_MD = encoder.texts(self.captions)
+        metrics: dict[str, float] = {"images": len(self), "captions": len(self.captions), "broken": broken}
+        if broken < len(self):
+            owner_M = torch.tensor(self.owner, device=encoder.world.device)
+            metrics = retrieval_metrics(images_ND, captions_MD, owner_M, usable_N) | metrics
+            if folder is not None:
+                gallery(self, images_ND, captions_MD, usable_N, folder, step)
+        return metrics
 
 
 def first_right_ranks(

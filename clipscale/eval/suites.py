@@ -10,6 +10,7 @@ from pathlib import Path
 
 from clipscale.common.errors import UserError
 from clipscale.config.sections import EvalConfig
+from clipscale.eval.classification import ClassificationSet
 from clipscale.eval.sets import prompts
 from clipscale.eval.sets.item import EvalSet
 from clipscale.eval.sets.known import KnownSet, known_sets, table
@@ -71,7 +72,8 @@ def suite_table(
 def _known_set(known: KnownSet, place: Path) -> EvalSet:
     """The set under its published name. Raises UserError for class folders without the published prompts."""
     eval_set = load_set(place, known.group)
-    if eval_set.templates == [prompts.SINGLE] and not (place / prompts.TEMPLATES).is_file():
+    single = isinstance(eval_set, ClassificationSet) and eval_set.templates == [prompts.SINGLE]
+    if single and not (place / prompts.TEMPLATES).is_file():
         raise UserError(
             f"eval.root: {place} brings no prompts; take the webdataset of {known.name}, which has the published ones "
             f"({known.source}), or write them into {place / prompts.TEMPLATES}"

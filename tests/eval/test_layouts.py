@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from clipscale.common.errors import UserError
-from clipscale.eval.sets.item import CLASSIFICATION, EvalSet, ImageRef
+from clipscale.eval.classification import ClassificationSet
+from clipscale.eval.sets.item import ImageRef
 from clipscale.eval.sets.load import load_set, load_sets
 from clipscale.eval.sets.prompts import render
 from tests.eval.sets import NAMES, classification_set, karpathy_json, picture, retrieval_set, write_shards
@@ -47,7 +48,8 @@ def test_a_limit_takes_of_each_class_in_proportion(order: str, limit: int) -> No
     """Of a set whose classes cycle, even distances would hit one class in a whole number of cycles."""
     labels = [c for c in range(6) for _ in range(4)] if order == "sorted" else [c for _ in range(4) for c in range(6)]
     random.Random(0).shuffle(labels) if order == "shuffled" else None
-    eval_set = EvalSet("s", Path(), CLASSIFICATION, [ImageRef(Path(str(i))) for i in range(24)], labels, NAMES)
+    images = [ImageRef(Path(str(i))) for i in range(24)]
+    eval_set = ClassificationSet(name="s", path=Path(), images=images, labels=labels, classnames=NAMES)
     part = eval_set.limited(limit)
     counts = [part.labels.count(c) for c in range(6)]
     assert sum(counts) == limit and max(counts) - min(counts) <= 1, counts

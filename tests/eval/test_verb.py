@@ -60,21 +60,21 @@ def test_the_verb_evaluates_the_checkpoint_it_is_asked_for(
     assert sorted(file.name for file in (run / "eval").glob("*.json")) == ["step_00000007.json", "step_00000009.json"]
 
 
-def test_all_checkpoints_are_evaluated_and_drawn_as_curves(
-    tmp_path: Path, sets: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_all_checkpoints_are_evaluated_and_sent_as_curves(
+    tmp_path: Path, sets: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, drawn = tmp_path / "run", []
+    run = tmp_path / "run"
     for step in (5, 10, 15):
         torch.manual_seed(step)
         save(run, build_model(TINY), step)
     (run / "metrics.jsonl").write_text('{"step": 15, "loss": 1.0}\n')
-    monkeypatch.setattr("clipscale.eval.verb.write_report", lambda folders: drawn.extend(folders) or folders[0])
     config = EvalRunConfig(str(run), "all", device="cpu", eval=EvalConfig(sets=sets))
     newest = main(replace(config, log=SinkConfig(tensorboard=True)))
     records = {record["step"]: record["results"] for record in read_evaluations(run)}
     assert records[15] == newest and list(records) == [5, 10, 15]
     assert main(replace(config, checkpoint="10")) == records[10], "as evaluated alone"
-    assert "run, step 10" in capsys.readouterr().out and drawn == [run]
+    said = capsys.readouterr().out
+    assert "run, step 10" in said and f"clipscale report {run}" in "".join(said.split("\n"))
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
     points = [(event.step, event.value) for event in events.Scalars("eval/classes/top5")]

@@ -6,11 +6,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from clipscale.common.errors import UserError
-from clipscale.eval.sets.item import RETRIEVAL, EvalSet, ImageRef
+from clipscale.eval.retrieval import RetrievalSet
+from clipscale.eval.sets.item import ImageRef
 from clipscale.eval.sets.prompts import stripped
 
 
-def load(file: Path) -> EvalSet:
+def load(file: Path) -> RetrievalSet:
     """COCO's caption annotations, or Karpathy's split (images marked `test`). Raises UserError."""
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
@@ -23,7 +24,7 @@ def load(file: Path) -> EvalSet:
     images = _images_beside(file, list(captions_of))
     captions = [caption for texts in captions_of.values() for caption in texts]
     owner = [index for index, texts in enumerate(captions_of.values()) for _ in texts]
-    return EvalSet(file.stem, file, RETRIEVAL, images, captions=captions, owner=owner)
+    return RetrievalSet(name=file.stem, path=file, images=images, captions=captions, owner=owner)
 
 
 def _karpathy(record: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:

@@ -8,8 +8,9 @@ from open_clip import IMAGENET_CLASSNAMES
 from timm.data import ImageNetInfo
 
 from clipscale.common.errors import UserError
+from clipscale.eval.classification import ClassificationSet
 from clipscale.eval.sets import prompts
-from clipscale.eval.sets.item import CLASSIFICATION, IMAGE_SUFFIXES, EvalSet, ImageRef
+from clipscale.eval.sets.item import IMAGE_SUFFIXES, ImageRef
 from clipscale.eval.sets.prompts import CLASSNAMES
 
 _WNID = re.compile(r"n\d{8}")
@@ -25,7 +26,7 @@ def _is_image(file: Path) -> bool:
     return file.suffix.lower().removeprefix(".") in IMAGE_SUFFIXES
 
 
-def load(root: Path) -> EvalSet:
+def load(root: Path) -> ClassificationSet:
     """A set of class folders in alphabetical order, or where every name is a number, that is the label.
 
     Names come from classnames.txt, else from WordNet ids as in ImageNet, else ImageNet's for the numbers of
@@ -49,7 +50,9 @@ def load(root: Path) -> EvalSet:
         images += map(ImageRef, files)
         labels += [label_of[folder]] * len(files)
     templates = prompts.templates(root, imagenet=all(map(_WNID.fullmatch, folders)))
-    return EvalSet(root.name, root, CLASSIFICATION, images, labels, names, templates)
+    return ClassificationSet(
+        name=root.name, path=root, images=images, labels=labels, classnames=names, templates=templates
+    )
 
 
 def _classnames(root: Path, folders: Sequence[str], *, numbers: bool) -> list[str]:

@@ -1,14 +1,19 @@
-"""What an evaluation set holds, whatever layout it was read from."""
+"""What an evaluation set holds, whatever layout it was read from. Each kind of set measures a model by itself."""
 
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
 
 from clipscale.data.sample import MAX_IMAGE_BYTES
 
+if TYPE_CHECKING:
+    from clipscale.eval.encode import Encoder
+
 T = TypeVar("T")
-CLASSIFICATION, RETRIEVAL = "classification", "retrieval"
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
 
 
@@ -29,24 +34,17 @@ class ImageRef(NamedTuple):
         return data
 
 
-@dataclass(frozen=True)
-class EvalSet:
-    """A classification set (labels, classnames, templates) or a retrieval set (captions, owner), in reading order."""
+@dataclass(frozen=True, kw_only=True)
+class EvalSet(ABC):
+    """Images in reading order. A kind of set adds what belongs to them."""
+
+    kind: ClassVar[str]
+    main: ClassVar[tuple[str, ...]]
+    """The kind's main metric in a suite: the mean of these."""
 
     name: str
     path: Path
-    kind: str
     images: Sequence[ImageRef]
-    labels: Sequence[int] = ()
-    """Classification: the class of each image."""
-    classnames: Sequence[str] = ()
-    templates: Sequence[str] = ()
-    """Classification: the prompts, with {c} for the class name."""
-    groups: Sequence[int] = ()
-    """Classification: the group of each image, from 0, for the accuracy of the worst group."""
-    captions: Sequence[str] = ()
-    owner: Sequence[int] = ()
-    """Retrieval: the image each caption belongs to; every image has at least one caption."""
     metric: tuple[str, ...] = ()
     """The set's main metric: the mean of these. Empty: the set is of no suite."""
     marks: tuple[str, ...] = ()
@@ -62,29 +60,31 @@ class EvalSet:
         """The name of its results."""
         return " ".join([self.name, *(f"({mark})" for mark in self.marks)])
 
-    def limited(self, limit: int | None) -> "EvalSet":
+    @abstractmethod
+    def measure(self, encoder: Encoder, folder: Path | None, step: int | None) -> dict[str, float]:
+        """The metrics, with `broken`, the number of images that cannot be read; the same on every rank. A collective.
+        `folder`: of the run, on the rank that writes examples there; None: none are written."""
+
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """What the metrics depend on besides the images."""
+
+    @abstractmethod
+    def part(self, chosen: Sequence[int]) -> Self:
+        """The set of these images alone."""
+
+    def strata(self, index: int) -> tuple[int, ...]:
+        """What a part is to have in proportion, such as the image's class."""
+        return ()
+
+    def limited(self, limit: int | None) -> EvalSet:
         """At most `limit` images, of each class in proportion; their results have another label.
 
         They are evenly spaced over the set sorted by class, and by group within a class.
         """
         if limit is None or limit >= len(self):
             return self
-        strata = [of_image for of_image in (self.labels, self.groups) if of_image]
-        by_class = sorted(range(len(self)), key=lambda i: [of_image[i] for of_image in strata])
-        images = sorted(by_class[i * len(self) // limit] for i in range(limit))
-        new_index = {old: new for new, old in enumerate(images)}
-        captions = [m for m, owner in enumerate(self.owner) if owner in new_index]
-        return replace(
-            self,
-            marks=(f"limit {limit}", *self.marks),
-            whole=len(self),
-            images=[self.images[i] for i in images],
-            labels=_chosen(self.labels, images),
-            groups=_chosen(self.groups, images),
-            captions=_chosen(self.captions, captions),
-            owner=[new_index[i] for i in _chosen(self.owner, captions)],
-        )
-
-
-def _chosen(values: Sequence[T], index: Sequence[int]) -> Sequence[T]:
-    return [values[i] for i in index] if values else ()
+        by_class = sorted(range(len(self)), key=self.strata)
+        chosen = sorted(by_class[i * len(self) // limit] for i in range(limit))
+        images = [self.images[i] for i in chosen]
+        return replace(self.part(chosen), images=images, marks=(f"limit {limit}", *self.marks), whole=len(self))

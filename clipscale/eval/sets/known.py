@@ -8,10 +8,7 @@ from typing import Any
 
 import yaml
 
-from clipscale.eval.sets.item import RETRIEVAL, EvalSet
-
-BOTH_R1 = ("image_to_text_r1", "text_to_image_r1")
-"""The main metric of retrieval: DataComp's mean recall@1."""
+from clipscale.eval.sets.item import EvalSet
 
 
 @dataclass(frozen=True)
@@ -24,7 +21,7 @@ class KnownSet:
     folders: tuple[str, ...] = ()
     """Names of its folder, or of its caption file, in addition to those of the webdataset layouts."""
     metric: str = ""
-    """The main metric. Empty: top-1, or the mean of both recalls at 1."""
+    """The main metric. Empty: that of its kind."""
     group: int | None = None
     """The column of the samples' metadata (.npy) that names their group."""
 
@@ -42,7 +39,7 @@ class KnownSet:
         return next((root / name for name in self.candidates if (root / name).exists()), None)
 
     def main_metric(self, eval_set: EvalSet) -> tuple[str, ...]:
-        return BOTH_R1 if not self.metric and eval_set.kind == RETRIEVAL else (self.metric or "top1",)
+        return (self.metric,) if self.metric else eval_set.main
 
 
 @cache

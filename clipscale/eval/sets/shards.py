@@ -15,8 +15,10 @@ from clipscale.common.errors import UserError
 from clipscale.data.features import npy_header
 from clipscale.data.sample import MAX_IMAGE_BYTES, MAX_TEXT_BYTES, key_and_extension
 from clipscale.data.shards.tar import BLOCK, next_member, read_exactly
+from clipscale.eval.classification import ClassificationSet
+from clipscale.eval.retrieval import RetrievalSet
 from clipscale.eval.sets import prompts
-from clipscale.eval.sets.item import CLASSIFICATION, IMAGE_SUFFIXES, RETRIEVAL, EvalSet, ImageRef
+from clipscale.eval.sets.item import IMAGE_SUFFIXES, EvalSet, ImageRef
 
 
 def load(root: Path, group: int | None = None) -> EvalSet:
@@ -29,7 +31,7 @@ def load(root: Path, group: int | None = None) -> EvalSet:
     owner: list[int] = []
     for shard in _shard_paths(root):
         for key, image, members in _samples(shard):
-            if kind == RETRIEVAL:
+            if kind == RetrievalSet.kind:
                 lines = prompts.stripped(members.get("txt", b"").decode("utf-8", "replace").splitlines())
                 if not lines:
                     raise UserError(f"eval.sets: sample {key} of {shard} has no captions; add lines to {key}.txt")
@@ -42,8 +44,8 @@ def load(root: Path, group: int | None = None) -> EvalSet:
             images.append(image)
     if not images:
         raise UserError(f"eval.sets: {root} holds no image; check {root / 'test'}")
-    if kind == RETRIEVAL:
-        return EvalSet(root.name, root, kind, images, captions=captions, owner=owner)
+    if kind == RetrievalSet.kind:
+        return RetrievalSet(name=root.name, path=root, images=images, captions=captions, owner=owner)
 
     names = prompts.classnames(root)
     if not names:
@@ -56,13 +58,21 @@ def load(root: Path, group: int | None = None) -> EvalSet:
         )
     place = {value: index for index, value in enumerate(sorted(set(groups)))}
     templates = prompts.templates(root)
-    return EvalSet(root.name, root, kind, images, labels, names, templates, [place[value] for value in groups])
+    return ClassificationSet(
+        name=root.name,
+        path=root,
+        images=images,
+        labels=labels,
+        classnames=names,
+        templates=templates,
+        groups=[place[value] for value in groups],
+    )
 
 
 def _dataset_type(root: Path) -> str:
     file = root / "dataset_type.txt"
-    kind = file.read_text(encoding="utf-8").strip().lower() if file.is_file() else CLASSIFICATION
-    if kind not in (CLASSIFICATION, RETRIEVAL):
+    kind = file.read_text(encoding="utf-8").strip().lower() if file.is_file() else ClassificationSet.kind
+    if kind not in (ClassificationSet.kind, RetrievalSet.kind):
         raise UserError(f"eval.sets: {file} says {kind[:40]!r}; only classification and retrieval sets are evaluated")
     return kind
 

@@ -14,7 +14,7 @@ from clipscale.config.tools import PlanConfig
 from clipscale.data.loader.host_batch import Layout, Offload
 from clipscale.data.loader.stream import worker_count
 from clipscale.data.order import default_streams, streams_of
-from clipscale.eval.retrieval import BLOCK
+from clipscale.eval.retrieval import BLOCK, RetrievalSet
 from clipscale.eval.suites import chosen_sets
 from clipscale.step.kept_graphs import MARGIN
 from clipscale.tools.plan import ASSUMED
@@ -140,7 +140,8 @@ def evaluation_bytes(config: PlanConfig, width: int) -> int:
     ranks, in order), and a block of retrieval's scores with what they are compared with. 0: its sets are not here.
     """
     try:
-        counts = [(len(each), len(each.captions)) for each in chosen_sets(config.eval) if each.captions]
+        sets = [each for each in chosen_sets(config.eval) if isinstance(each, RetrievalSet)]
+        counts = [(len(each), len(each.captions)) for each in sets]
     except UserError:
         return 0
     return max((12 * width * (images + texts) + 16 * BLOCK * max(images, texts) for images, texts in counts), default=0)
