@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clipscale.config.setting import setting
+from clipscale.loss.objectives import OBJECTIVES
 
 DEVICES = ("auto", "cpu", "cuda")
 DEVICE_HELP = "`auto` (CUDA if there is a GPU), `cpu` or `cuda`."
-OBJECTIVES = ("softmax", "softmax_image", "softmax_text", "sigmoid")
 EXCHANGES = ("auto", "none", "replicated", "local", "gather", "ring")
 BACKENDS = ("auto", "dense", "tiled", "triton")
 SHARED = ("ignore", "mask", "positive")
@@ -113,7 +113,9 @@ class CacheConfig:
 class LossConfig:
     """Which contrastive loss, and how it is computed. The fields are keyword arguments of `contrastive_loss`."""
 
-    objective: str = setting("softmax", "`softmax` (CLIP), one direction, or `sigmoid` (SigLIP).", choices=OBJECTIVES)
+    objective: str = setting(
+        "softmax", "`softmax` (CLIP), one direction, or `sigmoid` (SigLIP).", choices=tuple(OBJECTIVES)
+    )
     exchange: str = setting("auto", "How ranks exchange features; `auto`: a ring over several.", choices=EXCHANGES)
     backend: str = setting(
         "auto",

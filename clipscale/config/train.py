@@ -16,6 +16,7 @@ from clipscale.config.data import DataConfig
 from clipscale.config.secrets import hidden
 from clipscale.config.setting import flat, setting
 from clipscale.config.stages import stages_of, total_samples
+from clipscale.loss.objectives import OBJECTIVES
 
 
 @dataclass
@@ -67,8 +68,9 @@ def shared(batch: int, count: int, among: str, remedy: str = "") -> None:
 
 def check_sigmoid(config: TrainConfig) -> None:
     """Raise UserError for the sigmoid loss without its bias."""
-    if config.loss.objective == "sigmoid" and config.model.init_bias is None and not config.model.weights:
-        raise UserError("loss.objective=sigmoid needs its scale and bias: take loss=siglip, or give model.init_bias")
+    if OBJECTIVES[config.loss.objective].needs_bias and config.model.init_bias is None and not config.model.weights:
+        name = config.loss.objective
+        raise UserError(f"loss.objective={name} needs its scale and bias: take loss=siglip, or give model.init_bias")
 
 
 def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:

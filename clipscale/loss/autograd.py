@@ -5,20 +5,20 @@ Letters: n rows (images) and m columns (texts) of this rank, N rows of all ranks
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from clipscale.common.rng import RandomState
-from clipscale.loss.block import Block, Parameters, RowBlock, widened
-from clipscale.loss.exchange import GRAD, LSE, Single
+from clipscale.loss.block import Block, Parameters, RowBlock, sum_dtype, widened
+from clipscale.loss.exchange import GRAD, Single, Visit, log_sum_exps
 from clipscale.loss.inputs import Inputs
 from clipscale.loss.machine import float32_matmuls
+from clipscale.loss.objective import Objective
 from clipscale.loss.similarity import Similarity, row_products
 
 INPUTS = ("image_features", "text_features", "logit_scale", "logit_bias")
@@ -27,13 +27,6 @@ STRIPE = 2**16  # rows whose gradients one process sums at a time: some panels o
 
 class Backend(Protocol):
     """The functions of a block; TorchBackend says what they do."""
-
-    width_step: int
-    sums_scale_grad: bool
-    sums_pairs: bool
-    other_lses: int
-
-    def missing_factor(self, scale: Tensor) -> Tensor | float: ...
 
     def forward(self, block: Block) -> None: ...
 
@@ -47,25 +40,25 @@ class LossCall:
     exchange: Single
     backend: Backend
     similarity: Similarity
-    weights: tuple[float | None, float | None]  # N a_i and N b_j; None: no softmax in that direction
+    objective: Objective
     inputs: Inputs  # for all but the features
     check: bool  # refuse a result that is not finite, which waits for the device
     trains: bool  # may a backward pass follow
 
     def local_blocks(self, image_features: Tensor, text_features: Tensor) -> tuple[RowBlock, RowBlock]:
-        """This rank's rows and columns, with their weights, as the backend takes them."""
-        rows, cols = (
-            RowBlock(features.detach().to(self.inputs.dtype).contiguous(), *given)
-            for features, *given in zip((image_features, text_features), *self.inputs.pairs().values())
-        )
-        captions = self.inputs.captions
-        for side, weight, texts in zip((rows, cols), self.weights, (1, captions)):
-            missing = -side.features.shape[-1] % self.backend.width_step
-            side.features = F.pad(side.features, (0, missing)) if missing else side.features
-            if weight is not None:
-                side.weight = widened(side.features.new_full((len(side),), weight / texts))
-                side.weight[len(rows) * captions :] = 0  # a hard negative is the positive of no image
-        return rows, cols
+        """This rank's rows and columns, with their weights."""
+        inputs = self.inputs
+        sides = []
+        own = len(image_features) * inputs.captions
+        features = (image_features, text_features)
+        for x, beside, weight, texts in zip(features, inputs.beside, self.objective.weights, (1, inputs.captions)):
+            side = RowBlock(x.detach().to(inputs.dtype).contiguous(), **beside)
+            weights = side.features.new_full((len(side),), (weight or 0) / texts, dtype=sum_dtype(inputs.dtype))
+            weights[own:] = 0  # a hard negative is the positive of no image
+            side.weight = None if weight is None else weights
+            side.share = None if side.share is None else (weights * side.share).to(weights.dtype)
+            sides.append(side)
+        return sides[0], sides[1]
 
 
 class ContrastiveLoss(torch.autograd.Function):
@@ -80,41 +73,22 @@ class ContrastiveLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: LossCall, image_features: Tensor, text_features: Tensor, *numbers: Tensor) -> Tensor:
         scale, bias, *_ = numbers
-        exchange, backend = call.exchange, call.backend
-        ctx.call, ctx.grads, ctx.count = call, None, len(image_features) * exchange.size
+        ctx.call, ctx.grads = call, None
+        ctx.count = len(image_features) * call.exchange.size
         ctx.random = None if call.similarity.homogeneous else RandomState.now(image_features.device)
-        needed = [call.trains and need for need in ctx.needs_input_grad[1:]]
-
-        def visit(cols: RowBlock, positive: int | None) -> None:
-            backend.forward(Block(rows, cols, Parameters(scale, bias), positive))
-
         with _arithmetic(call, image_features.device):
-            rows, cols = exchange.spread(*call.local_blocks(image_features, text_features))
+            rows, cols = call.exchange.spread(*call.local_blocks(image_features, text_features))
             rows.target = scale.new_zeros(len(rows), dtype=torch.float64)
-            has_sums = call.weights != (None, None)
-            if has_sums or not any(needed):
-                count = backend.other_lses
-                if rows.weight is not None:
-                    rows.lse, rows.others = rows.empty_lse(), rows.empty_lse(count) if count else None
-                others = replace(LSE, field="others", empty=lambda cols: cols.empty_lse(count))
-                sums = [] if cols.weight is None else [LSE, others] if count else [LSE]
-                for s, x in zip(sums, exchange.sweep(cols, sums, visit)):
-                    setattr(cols, s.field, x)
-            if backend.sums_pairs and (has_sums or any(needed)):
-                like = image_features, text_features
-                grads = gradients(call, rows, cols, like, numbers, needed, scale.new_tensor(1 / ctx.count))
+            if call.objective.log_sum_exps:
+                collect(call, rows, cols, Parameters(scale, bias))
+            if call.objective.pairwise:
+                needed = [call.trains and needs for needs in ctx.needs_input_grad[1:]]
+                inputs = image_features, text_features, *numbers
+                grads = gradients(call, rows, cols, inputs, needed, scale.new_tensor(1 / ctx.count))
                 ctx.grads = grads if any(needed) else None
-            per_row = -rows.target
-            for side in (rows, cols):
-                if side.lse is not None and side.weight is not None:
-                    side.lse.masked_fill_(side.lse == -torch.inf, 0)  # a hard negative whose pairs are all left out
-                    per_row += (side.weight * side.lse)[: len(rows)]
-            local = exchange.local_rows(per_row).sum()
-            if cols.lse is not None and cols.weight is not None and call.inputs.captions > 1:
-                local += exchange.local_cols(cols.weight * cols.lse)[len(image_features) :].sum()
-            total = exchange.total(local)
+            total = call.exchange.total(local_value(call, rows, cols, len(image_features)))
 
-        rows.target = rows.grad = None
+        rows.target = None
         ctx.names = (len(numbers), [*rows.present()], [*cols.present()])
         sides = [*rows.present().values(), *cols.present().values()]
         ctx.save_for_backward(image_features, text_features, *numbers, *sides)
@@ -135,75 +109,115 @@ class ContrastiveLoss(torch.autograd.Function):
             rows = RowBlock(**dict(zip(row_names, sides)))
             cols = RowBlock(**dict(zip(col_names, sides[len(row_names) :])))
             with _arithmetic(call, inputs[0].device), _replayed(ctx.random):
-                needed, factor = ctx.needs_input_grad[1:], grad_output / ctx.count
-                grads = gradients(call, rows, cols, inputs[:2], inputs[2:], needed, factor)
+                grads = gradients(call, rows, cols, inputs, ctx.needs_input_grad[1:], grad_output / ctx.count)
         return None, *(None if x is None else x.to(like.dtype) for x, like in zip(grads, inputs))
 
 
-def gradients(
-    call: LossCall, rows: RowBlock, cols: RowBlock, like: Sequence[Tensor], numbers: Sequence[Tensor],
-    needed: Sequence[bool], factor: Tensor,
-) -> list[Tensor | None]:  # fmt: skip
-    """One sweep of the backend's backward function: the gradients of features and numbers, times `factor`.
+def collect(call: LossCall, rows: RowBlock, cols: RowBlock, parameters: Parameters) -> None:
+    """One sweep of the backend's forward function: the log-sum-exps of rows and columns, and the rows' targets."""
+    count = call.objective.log_sum_exps
+    if rows.weight is not None:
+        rows.lse = rows.empty_lse(count)
 
-    None where none is `needed`. Those of features are in the type of the caller's features `like`; of float16, whose
-    few exponents a later factor would not fit, in float32 if they are found in the forward pass.
+    def visit(cols: RowBlock, positive: int | None) -> None:
+        call.backend.forward(Block(rows, cols, parameters, positive))
+
+    sums = [] if cols.weight is None else [log_sum_exps(count)]
+    for lse in call.exchange.sweep(cols, sums, visit):
+        cols.lse = lse
+    for side in (rows, cols):
+        if side.lse is not None:
+            side.lse.masked_fill_(side.lse == -torch.inf, 0)  # a hard negative whose pairs are all left out
+
+
+def local_value(call: LossCall, rows: RowBlock, cols: RowBlock, images: int) -> Tensor:
+    """This rank's part of the sum of weighted log-sum-exps less targets, 0-d. images: of this rank."""
+    exchange = call.exchange
+    assert rows.target is not None
+    per_row = -rows.target
+    for side in (rows, cols):
+        if side.lse is not None and side.weight is not None:
+            per_row += (side.weight * side.lse[:, 0])[: len(rows)]
+    local = exchange.local_rows(per_row).sum()
+    if cols.lse is not None and cols.weight is not None and call.inputs.captions > 1:
+        local += exchange.local_cols(cols.weight * cols.lse[:, 0])[images:].sum()
+    return local
+
+
+def gradients(
+    call: LossCall, rows: RowBlock, cols: RowBlock, inputs: Sequence[Tensor], needed: Sequence[bool], factor: Tensor
+) -> list[Tensor | None]:
+    """One sweep of the backend's backward function: the gradients of the inputs that need one, times `factor`.
+
+    Those of features are in the type of the caller's features; of float16, whose few exponents a later factor would not
+    fit, in float32 if they are found in the forward pass.
     """
-    exchange, backend = call.exchange, call.backend
-    scale, bias, *module_parameters = numbers
-    needs_images, needs_texts, needs_scale, needs_bias, *needs_module = needed
-    # The scale's gradient comes from the products of one side where the backend does not sum it.
-    from_side = needs_scale and not backend.sums_scale_grad
-    parameters = Parameters(
-        scale,
-        bias,
-        scale_grad=scale.new_zeros((), dtype=torch.float64) if needs_scale and not from_side else None,
-        bias_grad=bias.new_zeros((), dtype=torch.float64) if needs_bias else None,
-        module_grads=tuple(
-            widened(torch.zeros_like(p)) if needs else None for p, needs in zip(module_parameters, needs_module)
-        ),
-    )
-    side_factor = factor * backend.missing_factor(scale)
-    types = [torch.float32 if x.dtype == torch.float16 and backend.sums_pairs else x.dtype for x in like]
+    exchange = call.exchange
+    images, texts, *numbers = inputs
+    needs_images, needs_texts, needs_scale, *_ = needed
+    parameters = parameters_with_sums(numbers, needed[2:])
+    image_grad = None
     # One process visits its rows once: they are done stripe by stripe, and only the texts' sums are held whole. A
     # module's tiles keep their order, since it may draw random numbers.
-    in_stripes = exchange.size == 1 and call.similarity.homogeneous and needs_images and needs_texts
-    in_stripes = in_stripes and len(rows) > STRIPE
-    images = torch.empty_like(like[0], dtype=types[0]) if in_stripes else None
-    if not in_stripes and (needs_images or (from_side and not needs_texts)):
-        rows.grad = rows.empty_grad()
+    if exchange.size == 1 and call.similarity.homogeneous and needs_images and needs_texts and len(rows) > STRIPE:
+        image_grad = torch.empty_like(images, dtype=_gradient_dtype(call, images))
+        visit = striped(call.backend, rows, parameters, image_grad, factor)
+    else:
+        if needs_images or (needs_scale and not needs_texts):
+            rows.grad = rows.empty_grad()
+
+        def visit(cols: RowBlock, positive: int | None) -> None:
+            call.backend.backward(Block(rows, cols, parameters, positive))
+
+    sums = exchange.sweep(cols, [GRAD] if needs_texts else [], visit)
+    for total in (parameters.scale_grad, parameters.bias_grad, *parameters.module_grads):
+        if total is not None:
+            total.mul_(factor).mul_(exchange.local_fraction)
+
+    def finished(side: RowBlock, x: Tensor, local: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
+        grad = local(x).mul_(factor)
+        if needs_scale and parameters.scale_grad is None:
+            parameters.scale_grad = row_products(local(side.features), grad).sum() / parameters.scale
+        return grad.to(_gradient_dtype(call, like)).contiguous()
+
+    if rows.grad is not None:
+        grad = finished(rows, rows.grad, exchange.local_rows, images)
+        image_grad = grad if needs_images else None
+        rows.grad = None  # before the texts' gradient is made
+    text_grad = finished(cols, sums.pop(), exchange.local_cols, texts) if sums else None
+    return [image_grad, text_grad, parameters.scale_grad, parameters.bias_grad, *parameters.module_grads]
+
+
+def parameters_with_sums(numbers: Sequence[Tensor], needed: Sequence[bool]) -> Parameters:
+    """The scale, the bias and a module's parameters, with zeros for the gradients of those that need one."""
+    scale, bias, *module = numbers
+    needs_scale, needs_bias, *needs_module = needed
+    return Parameters(
+        scale,
+        bias,
+        trains_scale=needs_scale,
+        bias_grad=bias.new_zeros((), dtype=torch.float64) if needs_bias else None,
+        module_grads=tuple(widened(torch.zeros_like(p)) if needs else None for p, needs in zip(module, needs_module)),
+    )
+
+
+def striped(backend: Backend, rows: RowBlock, parameters: Parameters, out: Tensor, factor: Tensor) -> Visit:
+    """Visits columns with STRIPE rows at a time, whose gradient, times `factor`, it writes to `out`."""
 
     def visit(cols: RowBlock, positive: int | None) -> None:
         block = Block(rows, cols, parameters, positive)
-        if images is None:
-            backend.backward(block)
-            return
         for start in range(0, len(rows), STRIPE):
             stripe = block.tile(start, STRIPE, 0, len(cols))
             stripe.rows.grad = stripe.rows.empty_grad()
             backend.backward(stripe)
-            images[start : start + STRIPE] = _unpadded(stripe.rows.grad.mul_(side_factor), images)
+            out[start : start + STRIPE] = stripe.rows.grad.mul_(factor)
 
-    text_sums = next(iter(exchange.sweep(cols, [GRAD] if needs_texts else [], visit)), None)
-    replicated = (parameters.scale_grad, parameters.bias_grad, *parameters.module_grads)
-    scale_grad, *others = (None if grad is None else grad * factor * exchange.local_fraction for grad in replicated)
-    features: list[Tensor | None] = []
-    sides = [(rows, rows.grad, exchange.local_rows), (cols, text_sums, exchange.local_cols)]
-    rows.grad = None
-    for wanted, dtype in zip(like, types):  # the first side's sums are freed before the second's gradient is made
-        side, sums, local = sides.pop(0)
-        if sums is None:
-            features.append(None)
-            continue
-        grad = local(sums).mul_(side_factor)
-        if from_side and scale_grad is None:
-            scale_grad = row_products(local(side.features), grad).sum() / scale
-        features.append(_unpadded(grad, wanted).to(dtype).contiguous())
-    return [images if in_stripes else features[0] if needs_images else None, features[1], scale_grad, *others]
+    return visit
 
 
-def _unpadded(x: Tensor, like: Tensor) -> Tensor:
-    return x[..., : like.shape[-1]] if like.dim() > 1 else x
+def _gradient_dtype(call: LossCall, features: Tensor) -> torch.dtype:
+    later = features.dtype == torch.float16 and call.objective.pairwise
+    return torch.float32 if later else features.dtype
 
 
 @contextlib.contextmanager
@@ -213,7 +227,8 @@ def _arithmetic(call: LossCall, device: torch.device) -> Iterator[None]:
         stack.enter_context(torch.autocast(device.type, enabled=False))
         # A module keeps the caller's setting. Half-precision numbers widened to float32 multiply exactly in TF32, too.
         if device.type == "cuda" and call.similarity.homogeneous:
-            types = [call.inputs.dtype, *(x.dtype for x in call.inputs.teachers if x is not None)]
+            beside = [side["teachers"].dtype for side in call.inputs.beside if "teachers" in side]
+            types = [call.inputs.dtype, *beside]
             stack.enter_context(float32_matmuls("tf32" if all(x.itemsize == 2 for x in types) else "ieee"))
         yield
 

@@ -4,11 +4,12 @@ Letters: n rows (images), m columns (texts), D feature width.
 """
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-SENT = ("features", "keys", "owner", "share", "teachers", "lse", "others")
+SENT = ("features", "keys", "share", "teachers", "lse")
 """The fields that another rank needs to use a RowBlock as columns. Sums and gradients stay."""
 
 
@@ -18,12 +19,10 @@ class RowBlock:
 
     features: Tensor  # (n, D); for a module (n, ...)
     keys: Tensor | None = None  # (n,) int64; a pair with equal keys is no negative
-    owner: Tensor | None = None  # (n,) int64, number of the image in the whole batch; -1 of a hard negative
-    share: Tensor | None = None  # (n,) float64, 1 / number of the sample's own and all other pairs of equal keys
+    share: Tensor | None = None  # (n,) its weight / its pairs with equal keys, which are positives; None: left out
     teachers: Tensor | None = None  # (n, D_1 + ... + D_K), the features of K teachers side by side
     weight: Tensor | None = None  # (n,) a_i or b_j times N; None: no softmax in this direction
-    lse: Tensor | None = None  # (n,) float64 log-sum-exp of the scores: running in forward, complete in backward
-    others: Tensor | None = None  # (n, K) float64 log-sum-exps of K teachers' scores
+    lse: Tensor | None = None  # (n, K) float64 log-sum-exps of the scores, and of teachers': complete in backward
     grad: Tensor | None = None  # like features, in sum_dtype; None: frozen
     target: Tensor | None = None  # (n,) float64, rows only: what the loss subtracts from the log-sum-exps
 
@@ -47,9 +46,9 @@ class RowBlock:
         names = [name for name in self.present() if name in SENT]
         return RowBlock(**dict(zip(names, tensors, strict=True)), weight=self.weight)
 
-    def empty_lse(self, *count: int) -> Tensor:
-        """The log-sum-exp of no terms, (n,) or (n, count) float64."""
-        return self.features.new_full((len(self), *count), -torch.inf, dtype=torch.float64)
+    def empty_lse(self, count: int = 1) -> Tensor:
+        """The log-sum-exps of no terms, (n, count) float64."""
+        return self.features.new_full((len(self), count), -torch.inf, dtype=torch.float64)
 
     def empty_grad(self) -> Tensor:
         """A gradient of zeros, like the features, in sum_dtype."""
@@ -62,9 +61,22 @@ class Parameters:
 
     scale: Tensor  # 0-d, the multiplier, in sum_dtype
     bias: Tensor  # 0-d, for the sigmoid objective
-    scale_grad: Tensor | None = None  # 0-d float64; None: frozen, or not summed (Backend.sums_scale_grad)
+    trains_scale: bool = False
     bias_grad: Tensor | None = None  # 0-d float64; None: frozen
     module_grads: tuple[Tensor | None, ...] = ()  # of a similarity module's parameters
+    scale_grad: Tensor | None = None  # 0-d float64; None: no backend has summed it
+
+    @cached_property
+    def scale_number(self) -> float:
+        """The scale, on the host: read once, since that waits for the device."""
+        return float(self.scale)
+
+    def add_scale_grad(self, x: Tensor) -> None:
+        """Join a block's part of the scale's gradient, 0-d float64.
+
+        A backend need not: scale * dL/dscale = sum_i <u_i, dU_i> where similarities are of degree one.
+        """
+        self.scale_grad = x if self.scale_grad is None else self.scale_grad + x
 
 
 @dataclass
@@ -84,6 +96,20 @@ class Block:
         """The part of the block from (row, col) on, at most height x width. All tensors are views."""
         positive = None if self.positive is None else self.positive + row - col
         return Block(self.rows[row : row + height], self.cols[col : col + width], self.parameters, positive)
+
+    def same(self) -> Tensor:
+        """Whether the keys of row and column are equal, (n, m) bool."""
+        assert self.rows.keys is not None and self.cols.keys is not None
+        return self.rows.keys[:, None] == self.cols.keys[None, :]
+
+    def left_out(self) -> Tensor | None:
+        """The pairs with equal keys that do not belong together, (n, m) bool. None: there are none to leave out."""
+        if self.rows.keys is None or self.rows.share is not None:
+            return None
+        same = self.same()
+        if self.diagonal() is not None:
+            same.diagonal(self.offset).fill_(False)
+        return same if bool(same.any()) else None
 
     @property
     def offset(self) -> int:

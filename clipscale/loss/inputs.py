@@ -3,15 +3,20 @@
 Letters: n rows (images) and m columns (texts) of this rank, D feature width.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypedDict
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from clipscale.config.sections import EXCHANGES, OBJECTIVES, SHARED
+from clipscale.config.sections import EXCHANGES, SHARED
 from clipscale.loss.block import sum_dtype
+from clipscale.loss.machine import Machine
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # from wide to narrow
 FACTS = (
@@ -29,7 +34,32 @@ FACTS = (
     "number of captions",
 )
 """What must be the same on all ranks: sizes for the transfers, the rest for their order."""
-Pair = tuple[Tensor | None, Tensor | None]  # of the images and of the texts
+Pair = tuple[Tensor, Tensor]  # of the images and of the texts
+Teacher = tuple[Tensor, Tensor, float]
+"""Features of images and of texts, and the logit scale."""
+
+
+class LossOptions(TypedDict, total=False):
+    """The rarer keyword arguments of `contrastive_loss`, which describes them."""
+
+    group: dist.ProcessGroup | DeviceMesh | None
+    similarity: nn.Module | Literal["dot"] | None
+    shared: str
+    captions: int
+    check: bool
+    machine: Machine | None
+
+
+@dataclass
+class Arguments:
+    """The tensors of one call, as the caller gives them."""
+
+    image_features: Tensor
+    text_features: Tensor
+    logit_scale: Tensor | float
+    logit_bias: Tensor | float | None = None
+    keys: Tensor | Pair | None = None
+    teachers: Sequence[Teacher] = ()
 
 
 @dataclass
@@ -40,85 +70,113 @@ class Inputs:
     cols: Tensor
     scale: Tensor  # 0-d, in sum_dtype
     bias: Tensor
-    keys: Pair
     dtype: torch.dtype  # what the features are cast to
     captions: int = 1  # of an image: text i + c n is the c-th of image i; then come the hard negatives
-    owners: Pair = (None, None)
-    shares: Pair = (None, None)
-    teachers: Pair = (None, None)
+    beside: tuple[dict[str, Tensor], dict[str, Tensor]] = field(default_factory=lambda: ({}, {}))
+    """What a row and a column have beside features, by the names of RowBlock's fields."""
 
-    def facts(self, objective: str, exchange: str, shared: str) -> list[int]:
+    def facts(self, objective: int, exchange: str, shared: str) -> list[int]:
         """The FACTS of this rank."""
-        given = [x is not None for x in self.keys]
+        rows, _ = self.beside
         trained = [torch.is_grad_enabled() and x.requires_grad for x in (self.rows, self.cols, self.scale, self.bias)]
-        choices = [sum(2**i for i, chosen in enumerate(flags) if chosen) for flags in (given, trained)]
+        gradients = sum(2**i for i, is_trained in enumerate(trained) if is_trained)
         sizes = [len(self.rows), len(self.cols), self.rows[0].numel(), self.cols[0].numel()]
-        widths = [0 if self.teachers[0] is None else self.teachers[0].shape[1]]
-        words = OBJECTIVES.index(objective), EXCHANGES.index(exchange), SHARED.index(shared)
-        return [*sizes, DTYPES.index(self.dtype), *widths, *choices, *words, self.captions]
+        width = rows["teachers"].shape[1] if "teachers" in rows else 0
+        choices = [objective, EXCHANGES.index(exchange), SHARED.index(shared)]
+        return [*sizes, DTYPES.index(self.dtype), width, int("keys" in rows), gradients, *choices, self.captions]
 
     def positives_only(self) -> "Inputs":
         """Without the hard negatives among the texts."""
-        n = len(self.rows) * self.captions
-        pairs: dict[str, Any] = {
-            name: (row, None if col is None else col[:n]) for name, (row, col) in self.pairs().items()
-        }
-        return replace(self, cols=self.cols[:n], **pairs)
+        own = len(self.rows) * self.captions
+        rows, cols = self.beside
+        return replace(self, cols=self.cols[:own], beside=(rows, {name: x[:own] for name, x in cols.items()}))
 
     def swapped(self) -> "Inputs":
         """The texts as rows, without the hard negatives, and the images as columns."""
         texts = self.positives_only()
-        pairs = {name: pair[::-1] for name, pair in texts.pairs().items()}
-        return replace(texts, rows=texts.cols, cols=texts.rows, **pairs)
+        rows, cols = texts.beside
+        return replace(texts, rows=texts.cols, cols=texts.rows, beside=(cols, rows))
 
-    def pairs(self) -> dict[str, Any]:
-        """What each row and each column has beside its features, by name."""
-        return {name: getattr(self, name) for name in ("keys", "owners", "shares", "teachers")}
+    def padded(self, step: int) -> "Inputs":
+        """With zeros up to a width that is a multiple of `step`."""
+        missing = -self.rows.shape[-1] % step
+        if missing == 0:
+            return self
+        return replace(self, rows=F.pad(self.rows, (0, missing)), cols=F.pad(self.cols, (0, missing)))
 
 
-def checked_inputs(
-    image_features: Tensor, text_features: Tensor, logit_scale: Tensor | float, logit_bias: Tensor | float,
-    similarity: str, *, keys: Tensor | Pair | None, captions: int, check: bool,
-) -> Inputs:  # fmt: skip
-    """The inputs, ready for use. `similarity` is "module" for a module. Raises ValueError where they do not fit."""
-    u, v = image_features, text_features
-    if any(isinstance(x, DTensor) for x in (u, v, logit_scale, logit_bias)):
+def checked_inputs(given: Arguments, captions: int, has_module: bool, check: bool) -> Inputs:
+    """The inputs, ready for use: captions of an image apart, so that its first is its pair, then the second ones.
+
+    Raises ValueError where they do not fit. `check`: also for a scale that is not positive.
+    """
+    u, v = given.image_features, given.text_features
+    bias = 0.0 if given.logit_bias is None else given.logit_bias
+    if any(isinstance(x, DTensor) for x in (u, v, given.logit_scale, bias)):
         raise ValueError("a DTensor; pass this rank's own rows and plain numbers: x.full_tensor() if all hold the same")
+    _check_features(u, v, captions, has_module)
+    own = captions * len(u)
+    if captions > 1:
+        first = v[:own].unflatten(0, (-1, captions)).transpose(0, 1).flatten(0, 1)
+        v = torch.cat([first, v[own:]]) if len(v) > own else first
+    rows: dict[str, Tensor] = {}
+    cols: dict[str, Tensor] = {}
+    if given.keys is not None:
+        rows["keys"], cols["keys"] = _checked_keys(given.keys, u, v, captions)
+    dtype = _feature_dtype(u, v)
+    if given.teachers:
+        rows["teachers"], cols["teachers"] = _side_by_side(given.teachers, u, v, dtype)
+    scale, bias = (_number(x, sum_dtype(dtype), u.device) for x in (given.logit_scale, bias))
+    if check and not bool(scale > 0) and bool(scale.isfinite()):
+        raise ValueError(
+            f"logit_scale is {float(scale):g} and must be positive: it is the multiplier itself, not its logarithm "
+            "(pass log_scale.exp())"
+        )
+    return Inputs(u, v, scale, bias, dtype, captions, (rows, cols))
+
+
+def _check_features(u: Tensor, v: Tensor, captions: int, has_module: bool) -> None:
+    """Raise ValueError for features that are no numbers, or do not fit each other."""
     shapes = f"image_features {tuple(u.shape)}, text_features {tuple(v.shape)}"
     _require(
         u.dtype in DTYPES and v.dtype in DTYPES, f"features must be floating-point numbers, not {u.dtype} and {v.dtype}"
     )
     _require(u.device == v.device, f"image_features are on {u.device}, but text_features on {v.device}")
     _require(u.numel() > 0 and v.numel() > 0, f"the batch is empty: {shapes}")
-    if similarity != "module":
-        _require(u.dim() == v.dim() == 2, f"similarity=dot takes features of 2 dimensions, not {shapes}")
+    if not has_module:
+        _require(u.dim() == v.dim() == 2, f"the dot product takes features of 2 dimensions, not {shapes}")
         _require(u.shape[-1] == v.shape[-1], f"image and text features differ in width: {shapes}")
     _require(
         captions >= 1 and len(v) >= captions * len(u),
         f"fewer texts than images: {shapes}, captions={captions}; text j belongs to image j // captions, texts beyond "
         "are hard negatives",
     )
-    keys = (keys, keys) if isinstance(keys, Tensor) else keys or (None, None)
-    _require((keys[0] is None) == (keys[1] is None), "keys of one side alone have nothing to be compared with")
-    own = captions * len(u)
-    if captions > 1:
-        first = v[:own].unflatten(0, (-1, captions)).transpose(0, 1).flatten(0, 1)
-        v = torch.cat([first, v[own:]]) if len(v) > own else first
-    if keys[0] is not None and keys[1] is not None:
-        keys = keys[0], torch.cat([keys[0].repeat(captions), keys[1][own:]])
-    for x, features in zip(keys, (u, v)):
+
+
+def _checked_keys(keys: Tensor | Pair, u: Tensor, v: Tensor, captions: int) -> Pair:
+    """The keys of all images and texts; an own text's is its image's. Raises ValueError where they do not fit."""
+    pair = (keys, keys) if isinstance(keys, Tensor) else keys
+    _require(all(x is not None for x in pair), "keys of one side alone have nothing to be compared with")
+    images = pair[0]
+    texts = torch.cat([images.repeat(captions), pair[1][captions * len(u) :]])
+    for x, features in ((images, u), (texts, v)):
         _require(
-            x is None or (x.dtype, x.shape, x.device) == (torch.int64, features.shape[:1], u.device),
+            (x.dtype, x.shape, x.device) == (torch.int64, features.shape[:1], u.device),
             f"keys must be torch.int64 on {u.device}, of shapes {tuple(u.shape[:1])} and {tuple(v.shape[:1])}",
         )
-    dtype = _feature_dtype(u, v)
-    scale, bias = (_number(x, sum_dtype(dtype), u.device) for x in (logit_scale, logit_bias))
-    if check and not bool(scale > 0) and bool(scale.isfinite()):
-        raise ValueError(
-            f"logit_scale is {float(scale):g} and must be positive: it is the multiplier itself, not its logarithm "
-            "(pass log_scale.exp())"
-        )
-    return Inputs(u, v, scale, bias, keys, dtype, captions)
+    return images, texts
+
+
+def _side_by_side(teachers: Sequence[Teacher], u: Tensor, v: Tensor, dtype: torch.dtype) -> Pair:
+    """The teachers' images and texts, in one type. Raises ValueError where they do not fit."""
+    n, m = len(u), len(v)
+    for a, b, _ in teachers:
+        if a.shape != (n, b.shape[-1]) or b.shape != (m, a.shape[-1]) or a.device != u.device:
+            raise ValueError(f"a teacher's features {tuple(a.shape)} and {tuple(b.shape)} for {n} images and {m} texts")
+    images = torch.cat([a for a, _, _ in teachers], 1)
+    texts = torch.cat([b for _, b, _ in teachers], 1)
+    wide = torch.float64 if dtype == torch.float64 else torch.promote_types(images.dtype, texts.dtype)
+    return images.to(wide), texts.to(wide)
 
 
 def _feature_dtype(u: Tensor, v: Tensor) -> torch.dtype:

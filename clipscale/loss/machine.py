@@ -41,14 +41,14 @@ class Machine:
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             kernel[(programs,)](*arguments, **options)
 
-    def add_product(self, out: Tensor, a: Tensor, b: Tensor) -> None:
-        """out (float32) += a b by the GEMM library, accumulated in float32."""
+    def add_product(self, out: Tensor, a: Tensor, b: Tensor, factor: float) -> None:
+        """out (float32) += factor * a b by the GEMM library, accumulated in float32."""
         if a.dtype == torch.float32 or a.device.type == "cpu":
-            out.addmm_(a.float(), b.float())
+            out.addmm_(a.float(), b.float(), alpha=factor)
         elif _addmm_widens(a.device, a.dtype):
-            torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
+            torch.addmm(out, a, b, out_dtype=torch.float32, alpha=factor, out=out)
         else:
-            out.add_(torch.mm(a, b, out_dtype=torch.float32))
+            out.add_(torch.mm(a, b, out_dtype=torch.float32), alpha=factor)
 
 
 @cache
@@ -62,10 +62,10 @@ def _addmm_widens(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether torch has addmm(float32, half, half, out_dtype=) on the device (pull request 167931), and it adds up."""
     out, half = torch.ones(16, 16, device=device), torch.ones(16, 16, dtype=dtype, device=device)
     try:
-        torch.addmm(out, half, half, out_dtype=torch.float32, out=out)
+        torch.addmm(out, half, half, out_dtype=torch.float32, alpha=0.5, out=out)
     except (RuntimeError, TypeError):
         return False
-    return bool((out == 17).all())
+    return bool((out == 9).all())
 
 
 @contextlib.contextmanager

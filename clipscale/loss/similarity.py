@@ -6,7 +6,6 @@ gradient that adds to the `grad` of rows, columns and parameters.
 Letters: n rows (images), m columns (texts) of a tile; D feature width.
 """
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,7 +25,7 @@ class Dot:
     homogeneous = True  # of degree one in each side, hence scale * dL/dscale = sum_i <u_i, dU_i>
     parameters: tuple[Tensor, ...] = ()
 
-    def tile_shape(self, block: Block, on_gpu: bool) -> tuple[int, int]:
+    def tile_shape(self, on_gpu: bool) -> tuple[int, int]:
         """Rows and columns of a tile: small beside the block, large enough for matmul."""
         return GPU_TILE if on_gpu else CPU_TILE
 
@@ -37,10 +36,10 @@ class Dot:
         return float(scale.abs() * u * v)
 
     def scores(self, tile: Block, out: Tensor) -> Tensor:
-        return product(tile.rows.features, tile.cols.features.T, out, float(tile.parameters.scale))
+        return product(tile.rows.features, tile.cols.features.T, out, tile.parameters.scale_number)
 
     def vjp(self, tile: Block, out: Tensor) -> tuple[Tensor, Vjp]:
-        rows, cols, scale = tile.rows, tile.cols, float(tile.parameters.scale)
+        rows, cols, scale = tile.rows, tile.cols, tile.parameters.scale_number
 
         def vjp(g_nm: Tensor) -> None:
             if rows.grad is not None:
@@ -49,9 +48,6 @@ class Dot:
                 product(g_nm.T, rows.features, cols.grad, scale, beta=1)
 
         return self.scores(tile, out), vjp
-
-    def swapped(self) -> "Dot":
-        return self
 
 
 class Deep:
@@ -66,12 +62,12 @@ class Deep:
     largest_tile = 2**14  # pairs: Phi may hold some thousand numbers for each
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self.module, self.is_swapped = module, False
+        self.module = module
         self.parameters = tuple(p for p in module.parameters() if p.requires_grad)
         self._device_type = device.type
         self._autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
 
-    def tile_shape(self, block: Block, on_gpu: bool) -> tuple[int, int]:
+    def tile_shape(self, on_gpu: bool) -> tuple[int, int]:
         side = math.isqrt(self.largest_tile)
         return side, side
 
@@ -96,38 +92,34 @@ class Deep:
 
         rows = replace(tile.rows, features=leaf(tile.rows.features, tile.rows.grad))
         cols = replace(tile.cols, features=leaf(tile.cols.features, tile.cols.grad))
-        scale = leaf(parameters.scale, parameters.scale_grad)
+        trained_scale = torch.zeros_like(parameters.scale, dtype=torch.float64)
+        scale = leaf(parameters.scale, trained_scale if parameters.trains_scale else None)
         leaves += [(p, grad) for p, grad in zip(self.parameters, parameters.module_grads) if grad is not None]
-        with torch.enable_grad():
+        with torch.set_grad_enabled(bool(leaves)):
             scores = scale * self._similarities(rows, cols, scale.dtype)
 
         def vjp(score_grad: Tensor) -> None:
-            if not scores.requires_grad or not leaves:
+            if not scores.requires_grad:
                 return
             grads = torch.autograd.grad(scores, [x for x, _ in leaves], score_grad, allow_unused=True)
             for (_, total), grad in zip(leaves, grads):
                 if grad is not None:
                     total += grad
+            if parameters.trains_scale:
+                parameters.add_scale_grad(trained_scale)
 
         return scores.detach().clone(), vjp
 
-    def swapped(self) -> "Deep":
-        """The same similarity for texts as rows and images as columns."""
-        other = copy.copy(self)
-        other.is_swapped = not self.is_swapped
-        return other
-
     def _similarities(self, rows: RowBlock, cols: RowBlock, dtype: torch.dtype) -> Tensor:
-        images, texts = (cols, rows) if self.is_swapped else (rows, cols)
         enabled, autocast_dtype = self._autocast
         with torch.autocast(self._device_type, autocast_dtype, enabled):
-            scores: Tensor = self.module(images.features, texts.features)
-        if scores.shape != (len(images), len(texts)):
+            scores: Tensor = self.module(rows.features, cols.features)
+        if scores.shape != (len(rows), len(cols)):
             raise ValueError(
-                f"the similarity module must map {len(images)} images and {len(texts)} texts to a number a pair, but "
+                f"the similarity module must map {len(rows)} images and {len(cols)} texts to a number a pair, but "
                 f"gave {tuple(scores.shape)}"
             )
-        return (scores.T if self.is_swapped else scores).to(dtype)
+        return scores.to(dtype)
 
 
 Similarity = Dot | Deep

@@ -5,38 +5,21 @@ With tiles the extra memory is two tiles. As `dense` one tile is the whole block
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from clipscale.loss.block import Block
 from clipscale.loss.machine import Machine
-from clipscale.loss.objective import Objective
-from clipscale.loss.shared import leave_out
 from clipscale.loss.similarity import Similarity
+from clipscale.loss.tile import ObjectiveTile
 
 
 class TorchBackend:
-    """The two functions of a backend, written over an objective and a similarity. `dense`: one tile a block."""
+    """The two functions of a backend, written over an objective's tile and a similarity. `dense`: one tile a block."""
 
-    width_step = 1
-    """The width of features is padded to a multiple of this."""
-
-    def __init__(
-        self, objective: Objective, similarity: Similarity, machine: Machine, dense: bool, leaves_out: bool = False
-    ) -> None:
-        """leaves_out: pairs with equal keys that are no positives."""
-        self.objective, self.similarity, self.dense, self.leaves_out = objective, similarity, dense, leaves_out
-        self.machine = machine
-        self.sums_scale_grad = not similarity.homogeneous
-        """Whether `backward` sums the scale's gradient; otherwise scale dL/dscale = sum_i <u_i, dU_i> gives it."""
-        self.sums_pairs = objective.sums_pairs
-        """Whether the value is a sum over pairs, and found by `backward`, with the gradients."""
-        self.other_lses = objective.other_lses
-        """How many log-sum-exps `forward` collects for a row beside its own."""
+    def __init__(self, objective: ObjectiveTile, similarity: Similarity, machine: Machine, dense: bool) -> None:
+        self.objective, self.similarity, self.machine, self.dense = objective, similarity, machine, dense
         self._buffers: list[Tensor] = []
-
-    def missing_factor(self, scale: Tensor) -> Tensor | float:
-        """What the sums of feature gradients are still to be multiplied by."""
-        return 1.0
 
     def forward(self, block: Block) -> None:
         """Merge the block into the log-sum-exps of its rows and columns and into its rows' targets, in place."""
@@ -44,24 +27,20 @@ class TorchBackend:
         for tile in self._tiles(block):
             out, spare = self._scratch(tile)
             scores = self.similarity.scores(tile, out)
-            tile_bound = _bound(scores) if bound is None else bound
-            if self.leaves_out:
-                leave_out(scores, tile)
+            tile_bound = _leave_out(scores, tile, bound)
             self.objective.forward(scores, tile, tile_bound, spare)
         self._buffers = []
 
     def backward(self, block: Block) -> None:
         """Add the block's part to every gradient that is not None, in place, given both complete log-sum-exps.
 
-        Of a sum over pairs, also the block's part of the value, where the rows have targets.
+        Also to the rows' targets, where the value has terms of single pairs.
         """
         bound = self.similarity.bound(block)
         for tile in self._tiles(block):
             out, spare = self._scratch(tile)
             scores, vjp = self.similarity.vjp(tile, out)
-            tile_bound = _bound(scores) if bound is None else bound
-            if self.leaves_out:
-                leave_out(scores, tile)
+            tile_bound = _leave_out(scores, tile, bound)
             vjp(self.objective.backward(scores, tile, tile_bound, spare))
         self._buffers = []
 
@@ -69,7 +48,7 @@ class TorchBackend:
         n, m = height, width = len(block.rows), len(block.cols)
         if not self.dense:
             on_gpu = self.machine.is_gpu(block.rows.features.device)
-            height, width = self.similarity.tile_shape(block, on_gpu)
+            height, width = self.similarity.tile_shape(on_gpu)
         corners = ((row, col) for row in range(0, n, height) for col in range(0, m, width))
         return self.machine.parts(block.tile(row, height, col, width) for row, col in corners)
 
@@ -81,6 +60,12 @@ class TorchBackend:
         return self._buffers[0][: n * m].view(n, m), self._buffers[1][: n * m].view(n, m)
 
 
-def _bound(scores: Tensor) -> float:
-    """The largest |score|."""
-    return max(abs(float(x)) for x in scores.aminmax())
+def _leave_out(scores: Tensor, tile: Block, bound: float | None) -> float:
+    """Set the scores of pairs that are left out to -inf, in place. Returns a bound of the others' size, the block's if
+    that is known."""
+    if bound is None:
+        bound = max(abs(float(x)) for x in scores.aminmax())
+    left_out = tile.left_out()
+    if left_out is not None:
+        scores.masked_fill_(left_out, -torch.inf)
+    return bound

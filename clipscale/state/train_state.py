@@ -25,6 +25,7 @@ from clipscale.distributed.fsdp import replicate_state
 from clipscale.distributed.world import World, gradient_norm
 from clipscale.loss.api import contrastive_loss, distillation_loss
 from clipscale.loss.machine import Machine
+from clipscale.loss.objectives import OBJECTIVES
 from clipscale.models.towers import ClipModel, Projection, build_model, fit_positions, unit_rows
 from clipscale.step.captions import CaptionRule
 from clipscale.step.chunk_sizes import agreed_chunk_sizes
@@ -150,7 +151,7 @@ class TrainState:
     def loss(self, image_features: Tensor, text_features: Tensor, *, targets: Targets = Targets()) -> Tensor:
         """The global mean of the loss, on every rank. Gradients are shares: their sum over ranks is its gradient."""
         config = self.config.loss
-        bias = self.model.logit_bias if config.objective == "sigmoid" else None
+        bias = self.model.logit_bias if OBJECTIVES[config.objective].needs_bias else None
         captions = self.config.data.captions_per_step
         given = {"logit_bias": bias, "captions": captions, "keys": targets.keys}
         options = {**given, "check": False, "machine": self.machine, **vars(config)}

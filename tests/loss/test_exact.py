@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from clipscale import contrastive_loss
-from clipscale.config.sections import OBJECTIVES
+from clipscale.loss.objectives import OBJECTIVES
 from clipscale.loss.reference import dense_contrastive_loss
 from tests.loss import cases
 from tests.loss.cases import Phi, assert_exact, error, errors, features, oracle, results, tiles_of
@@ -91,7 +91,7 @@ def test_deep_similarity_sees_the_same_random_numbers_in_both_passes() -> None:
 def test_frozen_inputs_get_no_gradient_and_do_not_change_the_others(similarity: str, wanted: tuple[str, ...]) -> None:
     shape = (6, 4)
     torch.manual_seed(0)
-    given: str | Phi = Phi(4).double().requires_grad_(False) if similarity == "deep" else similarity
+    given = Phi(4).double().requires_grad_(False) if similarity == "deep" else None
     for objective in ("softmax", "sigmoid"):
         tensors = {"u": torch.randn(shape).double(), "v": torch.randn(shape).double()}
         tensors |= {"scale": torch.tensor(3.0).double(), "bias": torch.tensor(-1.0).double()}
@@ -141,7 +141,7 @@ def test_gradients_of_rows_in_stripes_are_exact(objective: str, monkeypatch: pyt
 def test_a_second_backward_pass_gives_the_same_gradient(objective: str, similarity: str) -> None:
     torch.manual_seed(0)
     u, v = (F.normalize(torch.randn(9, 8, dtype=torch.float64), dim=-1).requires_grad_() for _ in range(2))
-    given: str | Phi = Phi(8, dropout=0.3).double() if similarity == "deep" else similarity
+    given = Phi(8, dropout=0.3).double() if similarity == "deep" else None
     with tiles_of(4):
         value = 3 * contrastive_loss(u, v, 10.0, logit_bias=-2.0, objective=objective, similarity=given)
         first, second = (torch.autograd.grad(value, (u, v), retain_graph=True) for _ in range(2))

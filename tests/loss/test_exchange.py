@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from clipscale import contrastive_loss
-from clipscale.config.sections import OBJECTIVES
+from clipscale.loss.objectives import OBJECTIVES
 from tests.loss.cases import Phi, assert_exact, oracle, results
 from tests.loss.workers import Workers, check, stacked
 

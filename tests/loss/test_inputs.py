@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipscale import contrastive_loss
-from clipscale.config.sections import OBJECTIVES, LossConfig
+from clipscale.config.sections import LossConfig
 from clipscale.loss.machine import float32_matmuls
+from clipscale.loss.objectives import OBJECTIVES
 from tests.loss.cases import Phi, assert_exact, error, features, oracle, results
 
 U, V = (x.float() for x in features(6, 8, 4))
@@ -21,7 +22,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "integer features": ({"image_features": U.long()}, "must be floating-point"),
     "another device": ({"text_features": V.to("meta")}, "but text_features on meta"),
     "features of tokens": ({"image_features": torch.ones(6, 3, 4)}, "features of 2 dimensions"),
-    "an unknown similarity": ({"similarity": "late"}, "similarity='late' is not one of dot"),
+    "an unknown similarity": ({"similarity": "late"}, "similarity='late' is no module"),
     "a vector of scales": ({"logit_scale": torch.ones(2)}, "are single numbers"),
     "a scale passed as its logarithm": ({"logit_scale": -2.0}, "not its logarithm"),
     "a scale that is not a number": ({"logit_scale": torch.nan}, "logit_scale has 1 non-finite"),
@@ -34,15 +35,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         {"keys": torch.arange(6), "captions": 2, "text_features": torch.cat([V, V])[:12]},
         "shared=positive",
     ),
-    "positives of a module": (
-        {"similarity": nn.Bilinear(4, 4, 1), "shared": "positive"},
-        "several captions take similarity=dot",
-    ),
     "too few captions": ({"captions": 2}, "fewer texts than images"),
-    "a teacher of another batch": (
-        {"teachers": [(U[:5], V, 10.0)]},
-        r"a teacher's features \(5, 4\) and \(8, 4\) for 6",
-    ),
     "keys of another length": ({"keys": torch.arange(6)}, r"keys must be torch.int64 .* shapes \(6,\) and \(8,\)"),
     "a module of another shape": ({"similarity": nn.Bilinear(4, 4, 1), "text_features": U}, "must map"),
     "Triton on the CPU": ({"backend": "triton"}, "backend=triton cannot be had, since the features are on cpu"),

@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from clipscale.loss.api import contrastive_loss
 from clipscale.loss.block import Block, Parameters, RowBlock
 from clipscale.loss.machine import Machine
-from clipscale.loss.objective import Sigmoid, Softmax
-from clipscale.loss.triton.backend import triton_backend
+from clipscale.loss.objectives import OBJECTIVES
 from clipscale.tools.plan.memory_tracker import DryMachine, cuda_autocast, without_memory
 
 # Prints by how many bytes the peak of a forward and a backward pass exceeds what the process holds before them. The
@@ -96,19 +95,21 @@ class Operations(TorchDispatchMode):
         self.count += 1
 
 
-@pytest.mark.parametrize("objective", [Softmax(), Sigmoid()])
-def test_a_ring_visit_is_at_most_ten_operations(objective: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("objective", "sweeps"), [("softmax", ["forward", "backward"]), ("sigmoid", ["backward"])])
+def test_a_ring_visit_is_at_most_ten_operations(
+    objective: str, sweeps: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In each pass, with the Triton backend, of a block from another rank."""
     rows, cols = (RowBlock(torch.ones(200, 64, dtype=torch.float16), weight=torch.ones(200)) for _ in range(2))
     for side in (rows, cols):
         side.lse, side.grad = side.empty_lse(), side.empty_grad()
     rows.target, scale, zero = torch.zeros(200).double(), torch.tensor(10.0), torch.zeros(()).double()
     machine = Machine()
-    for name in ("forward", "backward"):
+    for name in sweeps:
         with Operations() as operations:
             for method in ("launch", "add_product"):
                 monkeypatch.setattr(machine, method, operations.launched)
-            getattr(triton_backend(objective, machine), name)(
-                Block(rows, cols, Parameters(scale, scale, zero, zero), None)
+            getattr(OBJECTIVES[objective].kernels(machine), name)(
+                Block(rows, cols, Parameters(scale, scale, trains_scale=True, bias_grad=zero), None)
             )
         assert 0 < operations.count <= 10, f"{operations.count} operations {name}"

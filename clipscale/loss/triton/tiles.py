@@ -36,7 +36,7 @@ def tile_dots(
     u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v,
     TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """<u_i, v_j> of the tile, (BM, BN) float32. Rows and columns past the end are something; depth is a multiple of BK.
+    """<u_i, v_j> of the tile, (BM, BN) float32. Past the end they are any finite numbers; depth is a multiple of BK.
 
     With TMA u and v are tensor descriptors with blocks of (BM, BK) and (BN, BK), else pointers.
     """
@@ -59,8 +59,19 @@ def tile_dots(
 
 
 @triton.jit
-def where_inside(x, other, rows, cols, n, m):
-    """x (BM, BN), and `other` past the end."""
+def equal_keys(row_keys, col_keys, rows, cols, n, m):
+    """Whether the keys of row and column are equal, (BM, BN)."""
+    left = tl.load(row_keys + tl.minimum(rows, n - 1))
+    right = tl.load(col_keys + tl.minimum(cols, m - 1))
+    return (left[:, None] == right[None, :]) & (rows < n)[:, None] & (cols < m)[None, :]
+
+
+@triton.jit
+def where_counted(x, other, rows, cols, n, m, positive, row_keys, col_keys, SHARED: tl.constexpr):
+    """x (BM, BN), and `other` past the end and at pairs that are left out: of equal keys, not belonging together."""
+    if SHARED == "mask":
+        apart = cols[None, :] != (rows + positive)[:, None]
+        x = tl.where(equal_keys(row_keys, col_keys, rows, cols, n, m) & apart, other, x)
     if (tl.max(rows, axis=0) >= n) | (tl.max(cols, axis=0) >= m):
         x = tl.where((rows < n)[:, None] & (cols < m)[None, :], x, other)
     return x
@@ -97,10 +108,18 @@ def summable(dots, n):
 
 
 @triton.jit
-def has_positives(first_row, first_col, positive, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """Whether this part of the scores contains a positive. Most do not."""
+def has_positives(first_row, first_col, positive, SHARED: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """Whether this part of the scores may contain a positive. Most do not."""
     start = first_row + positive
-    return (start < first_col + WIDTH) & (start + HEIGHT > first_col)
+    return (start < first_col + WIDTH) & (start + HEIGHT > first_col) | (SHARED == "positive")
+
+
+@triton.jit
+def positives(rows, cols, n, m, positive, row_keys, col_keys, SHARED: tl.constexpr):
+    """Whether row and column are positives, (BM, BN): by their keys, or by their places."""
+    if SHARED == "positive":
+        return equal_keys(row_keys, col_keys, rows, cols, n, m)
+    return cols[None, :] == (rows + positive)[:, None]
 
 
 @triton.jit

@@ -117,7 +117,7 @@ class DryMachine(Machine):
     def launch(self, *arguments: Any, **constants: Any) -> None:
         pass
 
-    def add_product(self, out: Tensor, a: Tensor, b: Tensor) -> None:
+    def add_product(self, out: Tensor, a: Tensor, b: Tensor, factor: float) -> None:
         pass
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from clipscale.common.hardware import HARDWARE, Hardware
 from clipscale.config.tools import PlanConfig
 from clipscale.data.loader.captions import GRAIN
+from clipscale.loss.objectives import OBJECTIVES
 from clipscale.models.families import family_of
 from clipscale.models.flops import image_flops, text_flops, trained_of
 from clipscale.tools.plan import ASSUMED
@@ -49,7 +50,7 @@ class StepTime:
         ranks, rate = gpus * nodes, share * self.gpu.peak(self.config.precision.name)
         batch, link = config.batch // ranks, 1e9 * (ASSUMED.network if nodes > 1 else self.gpu.link)
         pairs = batch * config.batch * self.captions * (ranks if config.loss.exchange == "replicated" else 1)
-        sweeps = 1 if config.loss.objective == "sigmoid" or not any(self.trained) else 2
+        sweeps = OBJECTIVES[config.loss.objective].sweeps if any(self.trained) else 1
         columns = batch * self.captions * (ranks - 1) * self.width
         ring = (sweeps * ASSUMED.lap + ASSUMED.gradient) * columns
         sums = 2 * (ranks - 1) / ranks * self.gradients  # of the gradients over ranks

@@ -11,10 +11,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from clipscale.loss.triton.sigmoid import sigmoid_kernel
-from clipscale.loss.triton.softmax import lse_kernel, merge_kernel, softmax_gradient_kernel
+from clipscale.loss.sigmoid.kernel import sigmoid_kernel
+from clipscale.loss.softmax.kernel import lse_kernel, merge_kernel, softmax_gradient_kernel
 from clipscale.loss.triton.tuning import tiles_for
 
+KEYS, SHARES = ("row_keys", "col_keys"), ("row_share", "col_share", "targets")
 DOUBLES = ("lse", "row_lse", "col_lse")
 KERNELS = [lse_kernel, softmax_gradient_kernel, sigmoid_kernel]
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -38,15 +39,21 @@ def compiled(kernel: Any, capability: int, types: dict[str, str], constants: dic
     return triton.compile(source, target=target, options=options | {"enable_fp_fusion": True})
 
 
+@pytest.mark.parametrize("shared", ["ignore", *(pytest.param(x, marks=pytest.mark.slow) for x in ("mask", "positive"))])
 @pytest.mark.parametrize("form", ["bf16", *(pytest.param(x, marks=pytest.mark.slow) for x in ("fp16", "fp32"))])
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
-def test_a_kernel_compiles_and_spills_little(kernel: Any, capability: int, form: str, tmp_path: Path) -> None:
+def test_a_kernel_compiles_and_spills_little(
+    kernel: Any, capability: int, form: str, shared: str, tmp_path: Path
+) -> None:
     t, tma = tiles_for(capability, TYPES[form]), capability >= 90 and form != "fp32"
     shapes = {"u": (t.rows, t.depth), "v": (t.cols, t.depth), "panel": (t.rows, t.cols // 4)}
     types = {name: f"tensordesc<{form}{list(shape)}>" if tma else f"*{form}" for name, shape in shapes.items()}
     types |= dict.fromkeys(("n", "m", "depth", "stride_u", "stride_v", "stride_panel", "positive"), "i32")
-    constants = {"TMA": tma, "BM": t.rows, "BN": t.cols, "BK": t.depth}
+    types |= dict.fromkeys(KEYS, "*i64")
+    absent = {"ignore": KEYS + SHARES, "mask": SHARES, "positive": ()}[shared]
+    constants = {name: None for name in absent if name in kernel.arg_names}
+    constants |= {"SHARED": shared, "TMA": tma, "BM": t.rows, "BN": t.cols, "BK": t.depth}
     options = {"num_warps": t.warps, "num_stages": t.stages, "maxnreg": t.registers}
     built = compiled(kernel, capability, types, constants, **options)
     assert built.metadata.shared <= SHARED[capability] * 1024

@@ -1,4 +1,5 @@
-"""Triton kernels of the softmax objective: log-sum-exps of a panel's sides, and a panel of the score gradient.
+"""Triton kernels of the softmax objective: log-sum-exps of a panel's sides, and a panel of the score gradient; and the
+backend that launches them.
 
 Scores are in units of log 2, y_ij = factor <u_i, v_j>, because exponentials of base 2 are what the hardware has. Every
 exponential is taken relative to a reference close to the largest score of what it is summed with. So no sum loses a
@@ -11,25 +12,33 @@ Letters: N rows (images) and M columns (texts) of the panel, D feature width; BM
 # mypy: disable-error-code="no-untyped-def"
 # (the arguments of a kernel are Triton's pointers and numbers)
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from clipscale.loss.block import Block, RowBlock
+from clipscale.loss.similarity import row_products
+from clipscale.loss.softmax.tile import diagonal_weights
+from clipscale.loss.triton.backend import TritonBackend, programs
 from clipscale.loss.triton.tiles import (
     LOG2E,
     NOTHING,
     UNIT,
+    equal_keys,
     has_positives,
     quarters,
     store_part,
     summable,
     tile_dots,
     tile_position,
-    where_inside,
+    where_counted,
 )
 
 # A sum of 2^(y - t) that is at least this large, with t at or above every y, has lost less than 2^-50 of itself to
 # underflow.
 SOUND = tl.constexpr(2.0**-60)
+MERGED = 128  # rows or columns of a program of merge_kernel
 
 
 @triton.jit
@@ -46,10 +55,11 @@ def reference_of(top):
     return tl.where(top == NOTHING, 0.0, tl.ceil(top))
 
 
-@triton.jit(do_not_specialize=["n", "m"])
+@triton.jit(do_not_specialize=["n", "m", "positive"])
 def lse_kernel(
     u, v, scale, n, m, depth, stride_u, stride_v, row_parts, col_parts,
-    TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    positive, row_keys, col_keys, row_share, col_share, targets,
+    SHARED: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """The references and the sums of 2^(y - reference) of one tile's rows, to row_parts (2, ceil(M / BN), N), and of
     its columns, to col_parts (2, ceil(N / BM), M).
@@ -57,11 +67,21 @@ def lse_kernel(
     One exponential an element, relative to the tile's largest score, serves both sums. Where a row or a column lies so
     far below that its sum is not sound, they are taken again, each row and each column relative to its own largest
     score.
+
+    SHARED says what pairs of equal keys are: left out ("mask"), or positives ("positive"), each with its row's and its
+    column's share of their weights: targets (programs,) = the tile's sum of (row_share_i + col_share_j) <u_i, v_j> over
+    them. Otherwise ("ignore") all arguments from `positive` on may be None.
     """
     tile_row, tile_col = tile_position(n, m, BM, BN)
     rows, cols = tile_row * BM + tl.arange(0, BM), tile_col * BN + tl.arange(0, BN)
     dots = tile_dots(u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v, TMA, BM, BN, BK)
-    dots = where_inside(dots, NOTHING, rows, cols, n, m)
+    if SHARED == "positive":
+        row_weights = tl.load(row_share + tl.minimum(rows, n - 1))
+        col_weights = tl.load(col_share + tl.minimum(cols, m - 1))
+        weights = row_weights[:, None] + col_weights[None, :]
+        weights = tl.where(equal_keys(row_keys, col_keys, rows, cols, n, m), weights, 0.0)
+        tl.store(targets + tl.program_id(0), tl.sum(tl.sum(weights * summable(dots, n), axis=1), axis=0))
+    dots = where_counted(dots, NOTHING, rows, cols, n, m, positive, row_keys, col_keys, SHARED)
     factor, _ = log2_factor(scale)
     top = reference_of(tl.max(tl.max(dots, axis=1), axis=0) * factor)
     # The product is not rounded before the subtraction: at scale 100 that rounding alone would be 5e-6 of the
@@ -125,14 +145,17 @@ def lse_and_weight(lse, weight, at, nat):
 def softmax_gradient_kernel(
     u, v, scale, n, m, depth, stride_u, stride_v, positive,
     panel, stride_panel, row_lse, col_lse, row_weight, col_weight, products,
-    TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    row_keys, col_keys, row_share, col_share,
+    SHARED: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """panel (N and M rounded up to whole tiles) = UNIT * G of one tile, zero past the end, from recomputed scores:
 
         G_ij = a_i 2^(y_ij - r_i) + b_j 2^(y_ij - c_j) - (a_i + b_j) [j = positive + i]
 
-    with the complete log-sum-exps r and c and the weights a and b. products (programs,) = the tile's sum of UNIT * G_ij
-    <u_i, v_j>, before the panel's type rounds G. No exponential overflows, as y_ij <= r_i and y_ij <= c_j.
+    with the complete log-sum-exps r and c and the weights a and b; 0 at pairs that are left out. Of several positives
+    the last term is row_share_i + col_share_j at pairs of equal keys (SHARED: see lse_kernel). products (programs,) =
+    the tile's sum of UNIT * G_ij <u_i, v_j>, before the panel's type rounds G. No exponential that counts overflows, as
+    y_ij <= r_i and y_ij <= c_j.
     """
     tile_row, tile_col = tile_position(n, m, BM, BN)
     dots = tile_dots(u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v, TMA, BM, BN, BK)
@@ -149,10 +172,73 @@ def softmax_gradient_kernel(
         g = a[:, None] * tl.exp2(tl.fma(parts[part], factor, -r[:, None]))
         g += b[None, :] * tl.exp2(tl.fma(parts[part], factor, -c[None, :]))
         # Late in training a positive's probabilities are near 1, and what the weights leave of them is the gradient.
-        if has_positives(tile_row * BM, first_col, positive, BM, WIDTH):
+        if SHARED == "positive":
+            target = tl.load(row_share + tl.minimum(rows, n - 1))[:, None]
+            target += tl.load(col_share + tl.minimum(cols, m - 1))[None, :]
+            g = tl.where(equal_keys(row_keys, col_keys, rows, cols, n, m), g - UNIT * target, g)
+        elif has_positives(tile_row * BM, first_col, positive, SHARED, BM, WIDTH):
             target = row_target[:, None] + col_target[None, :]
             g = tl.where(cols[None, :] == (rows + positive)[:, None], g - target, g)
-        g = where_inside(g, 0.0, rows, cols, n, m)
+        g = where_counted(g, 0.0, rows, cols, n, m, positive, row_keys, col_keys, SHARED)
         store_part(panel, g, tile_row * BM, first_col, stride_panel, TMA)
         product += tl.sum(g * summable(parts[part], n), axis=1)
     tl.store(products + tl.program_id(0), tl.sum(product, axis=0))
+
+
+class TritonSoftmax(TritonBackend):
+    """One matmul unit (2 n m D FLOP) in the forward pass, three in the backward pass."""
+
+    def forward(self, block: Block) -> None:
+        """Log-sum-exps by the kernels, targets by the library; of several positives by the kernel."""
+        features, scale = block.rows.features, block.parameters.scale
+        t = self.machine.tiles(features.device, features.dtype)
+        # Four numbers of four bytes a tile row and a tile column.
+        for panel in self.panels(block, self.machine.partial_bytes // 8 * t.rows * t.cols // (t.rows + t.cols)):
+            n, m = len(panel.rows), len(panel.cols)
+            row_parts = torch.empty(2, triton.cdiv(m, t.cols), n, device=features.device)
+            col_parts = torch.empty(2, triton.cdiv(n, t.rows), m, device=features.device)
+            targets = None
+            if panel.rows.share is not None:
+                targets = torch.empty(programs(panel, t.rows, t.cols), device=features.device)
+            self.launch(
+                lse_kernel, panel, row_parts=row_parts, col_parts=col_parts, targets=targets,
+                row_share=panel.rows.share, col_share=panel.cols.share,
+            )  # fmt: skip
+            if targets is not None and block.rows.target is not None:
+                block.rows.target[0] += scale * targets.sum(dtype=torch.float64)
+            for side, parts in ((panel.rows, row_parts), (panel.cols, col_parts)):
+                if side.lse is not None:
+                    _, lines, size = parts.shape
+                    count = triton.cdiv(size, MERGED)
+                    self.machine.launch(
+                        merge_kernel, count, features.device, parts, scale, side.lse, size, lines, BLOCK=MERGED
+                    )
+        diagonal = None if block.rows.share is not None else block.diagonal()
+        if diagonal is not None:
+            i, j = diagonal
+            assert block.rows.target is not None
+            weight = diagonal_weights(block, diagonal)
+            block.rows.target[i] += weight * (scale * row_products(features[i], block.cols.features[j]))
+
+    def backward(self, block: Block) -> None:
+        """Add scale G V to the rows' gradient, scale G' U to the columns', sum_ij G_ij <u_i, v_j> to the scale's."""
+        t = self.machine.tiles(block.rows.features.device, block.rows.features.dtype)
+        for panel, store in self.gradient_panels(block):
+            products = store.new_empty(programs(panel, t.rows, t.cols), dtype=torch.float32)
+            row_lse, row_weight = _lse_and_weight(panel.rows)
+            col_lse, col_weight = _lse_and_weight(panel.cols)
+            self.launch(
+                softmax_gradient_kernel, panel, store, row_lse=row_lse, col_lse=col_lse, row_weight=row_weight,
+                col_weight=col_weight, products=products,
+                row_share=panel.rows.share, col_share=panel.cols.share,
+            )  # fmt: skip
+            block.parameters.add_scale_grad(products.sum(dtype=torch.float64) / UNIT.value)
+
+
+def _lse_and_weight(side: RowBlock) -> tuple[Tensor, Tensor]:
+    """Of a direction without a softmax: no probabilities."""
+    if side.weight is None or side.lse is None:
+        features = side.features
+        lse = features.new_full((len(side),), torch.inf, dtype=torch.float64)
+        return lse, torch.zeros_like(lse, dtype=torch.float32)
+    return side.lse, side.weight

@@ -1,4 +1,5 @@
-"""The Triton kernel of the sigmoid objective: the loss and the score gradient of a panel, from one product.
+"""The Triton kernel of the sigmoid objective: the loss and the score gradient of a panel, from one product; and the
+backend that launches it.
 
 Letters: N rows (images) and M columns (texts) of the panel, D feature width; BM x BN the tile, BK the step along D.
 The logits are l_ij = scale <u_i, v_j> + bias. Below they are negated at the positives, so that every pair's term is
@@ -8,20 +9,24 @@ softplus(l).
 # mypy: disable-error-code="no-untyped-def"
 # (the arguments of a kernel are Triton's pointers and numbers)
 
+import torch
 import triton
 import triton.language as tl
 
+from clipscale.loss.block import Block
+from clipscale.loss.triton.backend import TritonBackend, programs
 from clipscale.loss.triton.tiles import (
     LOG2E,
     NOTHING,
     UNIT,
     has_positives,
+    positives,
     quarters,
     store_part,
     summable,
     tile_dots,
     tile_position,
-    where_inside,
+    where_counted,
 )
 
 
@@ -46,11 +51,12 @@ def log1p(x):
 @triton.jit(do_not_specialize=["n", "m", "positive"])
 def sigmoid_kernel(
     u, v, scale, n, m, depth, stride_u, stride_v, positive, panel, stride_panel, bias, sums,
-    TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    row_keys, col_keys, SHARED: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """panel (whole tiles) = UNIT * G of one tile, zero past the end; G is sigmoid(l), -sigmoid(l) at positives.
 
-    sums (3, programs) = the tile's sum of softplus(l), of UNIT * G, and of UNIT * G_ij <u_i, v_j>.
+    sums (3, programs) = the tile's sum of softplus(l), of UNIT * G, and of UNIT * G_ij <u_i, v_j>. Pairs of equal keys
+    are left out (SHARED="mask"), or are the positives ("positive"); otherwise ("ignore") there need be no keys.
     """
     tile_row, tile_col = tile_position(n, m, BM, BN)
     dots = tile_dots(u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v, TMA, BM, BN, BK)
@@ -63,15 +69,15 @@ def sigmoid_kernel(
         first_col = tile_col * BN + part * WIDTH
         cols = first_col + tl.arange(0, WIDTH)
         logits = parts[part] * scale_ + bias_
-        with_positives = has_positives(tile_row * BM, first_col, positive, BM, WIDTH)
+        with_positives = has_positives(tile_row * BM, first_col, positive, SHARED, BM, WIDTH)
         if with_positives:
-            logits = tl.where(cols[None, :] == (rows + positive)[:, None], -logits, logits)
-        logits = where_inside(logits, NOTHING, rows, cols, n, m)
+            logits = tl.where(positives(rows, cols, n, m, positive, row_keys, col_keys, SHARED), -logits, logits)
+        logits = where_counted(logits, NOTHING, rows, cols, n, m, positive, row_keys, col_keys, SHARED)
         small = tl.exp2(-tl.abs(logits) * LOG2E)
         value += tl.sum(tl.maximum(logits, 0.0) + log1p(small), axis=1)
         g = UNIT * tl.where(logits >= 0, 1.0, small) / (1.0 + small)  # nothing cancels
         if with_positives:
-            g = tl.where(cols[None, :] == (rows + positive)[:, None], -g, g)
+            g = tl.where(positives(rows, cols, n, m, positive, row_keys, col_keys, SHARED), -g, g)
         store_part(panel, g, tile_row * BM, first_col, stride_panel, TMA)
         total += tl.sum(g, axis=1)
         product += tl.sum(g * summable(parts[part], n), axis=1)
@@ -79,3 +85,23 @@ def sigmoid_kernel(
     tl.store(out, tl.sum(value, axis=0))
     tl.store(out + count, tl.sum(total, axis=0))
     tl.store(out + 2 * count, tl.sum(product, axis=0))
+
+
+class TritonSigmoid(TritonBackend):
+    """Three matmul units (2 n m D FLOP) for value and gradients, in one sweep."""
+
+    def backward(self, block: Block) -> None:
+        """Subtract the block's part of the value from the target of row 0, where there are targets; add scale * G V to
+        the rows' gradient, scale * G' U to the columns', sum_ij G_ij to the bias's and sum_ij G_ij <u_i, v_j> to the
+        scale's."""
+        parameters, target = block.parameters, block.rows.target
+        t = self.machine.tiles(block.rows.features.device, block.rows.features.dtype)
+        for panel, store in self.gradient_panels(block):
+            sums = store.new_empty(3, programs(panel, t.rows, t.cols), dtype=torch.float32)
+            self.launch(sigmoid_kernel, panel, store, bias=parameters.bias, sums=sums)
+            value, bias_grad, scale_grad = sums.sum(1, dtype=torch.float64).unbind()
+            if target is not None:
+                target[0] -= value
+            if parameters.bias_grad is not None:
+                parameters.bias_grad += bias_grad / UNIT.value
+            parameters.add_scale_grad(scale_grad / UNIT.value)

@@ -1,0 +1,36 @@
+"""The sigmoid's tile: its part of the value and the scores' gradient at once, as no pair needs another's scores.
+
+    dL/dx_ij = sigmoid(x_ij + bias) - [j belongs to i]
+
+Letters: n rows (images) and m columns (texts) of the tile.
+"""
+
+import torch
+from torch import Tensor
+
+from clipscale.loss.block import Block
+from clipscale.loss.tile import ObjectiveTile
+
+
+class SigmoidTile(ObjectiveTile):
+    """There is no log-sum-exp: the rows' targets collect the value, negated."""
+
+    def backward(self, scores: Tensor, tile: Block, bound: float, spare: Tensor) -> Tensor:
+        same = None if tile.rows.share is None else tile.same()
+        logits = scores.add_(tile.parameters.bias)
+        _negate_positives(logits, tile, same)  # -z (x + bias)
+        if tile.rows.target is not None:
+            tile.rows.target -= torch.logaddexp(logits, logits.new_zeros(()), out=spare).sum(1)
+        g = logits.sigmoid_()
+        _negate_positives(g, tile, same)  # sigmoid(y) - 1 is -sigmoid(-y), without the cancellation
+        if tile.parameters.bias_grad is not None:
+            tile.parameters.bias_grad += g.sum()
+        return g
+
+
+def _negate_positives(x: Tensor, tile: Block, same: Tensor | None) -> None:
+    """Change the sign of x (n, m), in place, where `same`, or without that on the diagonal of the pairs."""
+    if same is not None:
+        x.copy_(torch.where(same, -x, x))
+    elif tile.diagonal() is not None:
+        x.diagonal(tile.offset).neg_()

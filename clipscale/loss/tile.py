@@ -1,0 +1,27 @@
+"""What an objective does with one tile of scores, in torch.
+
+Scores x (n, m) are scale * similarity, and -inf where a pair is left out. Both functions may overwrite them. Values and
+gradients leave out the common factor 1/N, which keeps the weights near one in any precision.
+
+Letters: n rows (images) and m columns (texts) of the tile.
+"""
+
+from torch import Tensor
+
+from clipscale.loss.block import Block
+
+
+class ObjectiveTile:
+    """`bound` limits |x| of the scores that are not left out; `spare` is scratch of the scores' shape."""
+
+    def forward(self, scores: Tensor, tile: Block, bound: float, spare: Tensor) -> None:
+        """Merge a tile into the log-sum-exps, and its positives into the rows' targets."""
+        raise NotImplementedError
+
+    def backward(self, scores: Tensor, tile: Block, bound: float, spare: Tensor) -> Tensor:
+        """The derivative of the loss with respect to the scores, given the complete log-sum-exps.
+
+        It may take the scores' place. Adds to the bias's gradient, and to the rows' targets where the value has terms
+        of single pairs.
+        """
+        raise NotImplementedError
