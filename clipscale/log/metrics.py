@@ -45,22 +45,27 @@ class MetricLog:
 
         `total`: steps of the run. Unless this start `trains`, `env.json` and `config.yaml` stay as they are.
         """
-        self.config, self.total, self.settings = config, total, yaml.safe_load(resolved_config)
+        self.config = config
+        self.total = total
+        self.settings = yaml.safe_load(resolved_config)
         # No highlighting and no wrapping: they put control codes and line breaks into lines that are meant for grep.
         self.console = console or Console(highlight=False, soft_wrap=True, emoji=False)
         self.progress = Progress(self.console, config.progress)
-        self._unprinted, self._printed_at = "", -math.inf
-        self._recent, self._times, self._warned = list[Record](), list[float](), set[str]()
+        self._unprinted = ""
+        self._printed_at = -math.inf
+        self._recent: list[Record] = []
+        self._times: list[float] = []
+        self._warned: set[str] = set()
         self._unwritten = bytearray()
         path = run_dir / "metrics.jsonl"
         run_dir.mkdir(parents=True, exist_ok=True)
         records = [record for record in read_metrics(path) if record["step"] <= resume_step] if resume_step else []
         files.write_text(path, "".join(json.dumps(record) + "\n" for record in records))
         self._file = path.open("ab", buffering=0)  # a killed run loses no line
-        about = environment(world)
-        self._gpu_bytes = min(about["gpu_bytes"], default=0)
+        machine = environment(world)
+        self._gpu_bytes = min(machine["gpu_bytes"], default=0)
         if trains:
-            files.write_json(run_dir / "env.json", about | {"resume_step": resume_step})
+            files.write_json(run_dir / "env.json", machine | {"resume_step": resume_step})
             files.write_text(run_dir / "config.yaml", resolved_config)
         self._sinks = Sinks(run_dir, config, self.settings, self.message, resume_step)
 
@@ -71,27 +76,30 @@ class MetricLog:
         """
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         self._append(json.dumps(finite) + "\n")
-        now, peak = time.monotonic(), record.get("mem_peak_bytes")
-        shown = record | {"total": self.total}  # lines have more than the record
+        now = time.monotonic()
+        peak = record.get("mem_peak_bytes")
+        shown = record | {"total": self.total}  # lines have fields that the record lacks
         if peak and self._gpu_bytes:
             shown |= {"mem_peak_gib": peak / 2**30, "mem_peak_frac": peak / self._gpu_bytes}
         if self.total and self._times:
             pace = (now - self._times[0]) / len(self._times)
             shown["left"] = timedelta(seconds=round(pace * (self.total - record["step"])))
         self._times = [*self._times[1 - WINDOW :], now]
-        line, due = console_line(shown), now - self._printed_at >= self.config.seconds
+        line = console_line(shown)
+        due = now - self._printed_at >= self.config.seconds
         if due and record["step"] % self.config.every == 0:
             self.message(line)
-            line, self._printed_at = "", now
+            line = ""
+            self._printed_at = now
         elif self.config.progress and self.console.is_terminal:
             self.progress.line(console_line(shown, "progress"))
         self._unprinted = line
         if record["step"] > FIRST:
             self._recent = [*self._recent[1 - WINDOW :], record]
-            found = warnings_of(self._recent, self.settings)
-            for kind in found.keys() - self._warned:
-                self.message(f"warning: step {record['step']}: {found[kind]}")
-            self._warned |= found.keys()
+            warnings = warnings_of(self._recent, self.settings)
+            for kind in warnings.keys() - self._warned:
+                self.message(f"warning: step {record['step']}: {warnings[kind]}")
+            self._warned |= warnings.keys()
         self._sinks.write(record["step"], record)
 
     def _append(self, line: str) -> None:
@@ -131,18 +139,24 @@ class Progress:
     Short work shows nothing.
     """
 
-    def __init__(self, console: Console, wanted: bool = True) -> None:
-        self.console, self.wanted = console, wanted
-        self._what, self._began, self._shown = "", 0.0, 0.0
+    def __init__(self, console: Console, enabled: bool = True) -> None:
+        self.console = console
+        self.enabled = enabled
+        self._what = ""
+        self._began = 0.0
+        self._shown = 0.0
 
     def __call__(self, what: str, done: int, total: int) -> None:
         """`done` of `total` parts of the work called `what`, which begins with 0 parts. `total` may be an estimate."""
-        now, terminal = time.monotonic(), self.console.is_terminal
+        now = time.monotonic()
+        terminal = self.console.is_terminal
         if done == 0 or what != self._what:
-            self._what, self._began, self._shown = what, now, now
+            self._what = what
+            self._began = now
+            self._shown = now
         elif done == total and terminal and self._shown > self._began:
             self.line("")
-        elif done < total and self.wanted and now - self._shown >= (0.5 if terminal else 60):
+        elif done < total and self.enabled and now - self._shown >= (0.5 if terminal else 60):
             left = timedelta(seconds=round((now - self._began) * (total / done - 1)))
             self.line(f"{what}: {done} of {total}, {done / total:.0%}, {left} left")
             self._shown = now

@@ -29,7 +29,8 @@ class Sinks:
         resume_step: int = 0,
     ) -> None:
         """`settings`: those of the run, for wandb. `message` prints a line."""
-        self.run_dir, self.message = run_dir, message
+        self.run_dir = run_dir
+        self.message = message
         self._sinks: dict[str, Sink] = {}
         if config.tensorboard:
             self._call("tensorboard", lambda: self._sinks.update(tensorboard=tensorboard(run_dir, resume_step)))
@@ -44,9 +45,9 @@ class Sinks:
 
     def eval(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
         """Give evaluation results to every sink, as `eval/SET/METRIC`, and the step's pictures as `retrieved/SET`."""
-        found = read_galleries(self.run_dir, f"step_{step:08d}") if self._sinks else []
-        values = {f"eval/{n}/{k}": v for n, m in results.items() for k, v in m.items()}
-        self.write(step, values | {f"retrieved/{record['set']}": picture for record, picture in found})
+        galleries = read_galleries(self.run_dir, f"step_{step:08d}") if self._sinks else []
+        values = {f"eval/{name}/{k}": v for name, metrics in results.items() for k, v in metrics.items()}
+        self.write(step, values | {f"retrieved/{record['set']}": picture for record, picture in galleries})
 
     def close(self) -> None:
         """Close every sink. Safe to call twice."""

@@ -30,7 +30,8 @@ class StepRecords:
         `widths`: captions by width. The record has the names of `largest_rms` as its `update_rms_tensor`.
         """
         self.finish()
-        now, before = time.monotonic(), self._measured_at
+        before = self._measured_at
+        now = time.monotonic()
         self._measured_at = now
         measured = {
             "time": round(time.time(), 3),
@@ -48,7 +49,8 @@ class StepRecords:
 
     def finish(self) -> None:
         """Log the last step's record, when the device has done the step."""
-        unfinished, self._unfinished = self._unfinished, None
+        unfinished = self._unfinished
+        self._unfinished = None
         if unfinished and self.log:
             self.log.step(self._complete(*unfinished))
 
@@ -59,7 +61,8 @@ class StepRecords:
             self.log.close()
 
     def _complete(self, record: Record, phases: Phases, values: Readback, widths: Mapping[int, int]) -> Record:
-        rate, waited_s = record["batch"] / phases.total, record.pop("waited_s")
+        rate = record["batch"] / phases.total
+        waited_s = record.pop("waited_s")
         scale, *rms = values.read()
         return record | {
             "logit_scale": scale,

@@ -18,7 +18,9 @@ def warnings_of(records: Sequence[Mapping[str, Any]], settings: Mapping[str, Any
 
     `settings`: the run's, nested.
     """
-    found, last, full = {}, records[-1], len(records) == WINDOW
+    warnings: dict[str, str] = {}
+    last = records[-1]
+    full = len(records) == WINDOW
     if len(records) <= FIRST or NEEDED - last.keys():
         return {}
 
@@ -30,7 +32,7 @@ def warnings_of(records: Sequence[Mapping[str, Any]], settings: Mapping[str, Any
         cause = "waiting for data: a slow disk or network, or few data.workers"
         if last["data_wait_frac"] < 0.5:
             cause = f"{max(PHASES, key=lambda name: last[name] - usual(name))}: other work, a slow rank, throttling"
-        found["slow"] = f"the step took {last['step_s']:.1f} s instead of {normal:.1f} s, most of it {cause}"
+        warnings["slow"] = f"the step took {last['step_s']:.1f} s instead of {normal:.1f} s, most of it {cause}"
     losses = [r["loss"] for r in records if math.isfinite(r["loss"])] or [last["loss"]]
     middle = median(losses)
     if last["loss"] > middle + max(0.1 * abs(middle), 10 * median(abs(loss - middle) for loss in losses)):
@@ -39,16 +41,17 @@ def warnings_of(records: Sequence[Mapping[str, Any]], settings: Mapping[str, Any
         if (worst.get("update_rms") or 0) > SPIKES_FROM:
             outran = f"squared gradients outran their average at step {worst['step']} (RMS {worst['update_rms']:.1f})"
             cause = f"{worst['update_rms_tensor']}, whose {outran}; optim.name=stableadamw or a smaller beta2 helps"
-        found["spike"] = f"the loss jumped from {middle:.3f} to {last['loss']:.3f}; likely cause: {cause}"
+        warnings["spike"] = f"the loss jumped from {middle:.3f} to {last['loss']:.3f}; likely cause: {cause}"
     clamp = settings.get("optim", {}).get("max_logit_scale", 100)
     if full and min(r["logit_scale"] for r in records) > 0.9999 * clamp:
         why = "usual late in a long run; early, optim.lr is too high"
-        found["clamp"] = f"the logit scale stays at optim.max_logit_scale={clamp:g}: {why}"
-    if full and (share := mean(r["data_wait_frac"] for r in records)) > 0.2:
-        found["starved"] = f"{share:.0%} of the time went by waiting for data: more data.workers, or a faster disk"
+        warnings["clamp"] = f"the logit scale stays at optim.max_logit_scale={clamp:g}: {why}"
+    share = mean(r["data_wait_frac"] for r in records) if full else 0
+    if share > 0.2:
+        warnings["starved"] = f"{share:.0%} of the time went by waiting for data: more data.workers, or a faster disk"
     softmax = settings.get("loss", {}).get("objective", "softmax") == "softmax"
     warm = full and last["step"] >= 200 and last["lr"] <= records[0]["lr"]
     if softmax and warm and all(abs(r["loss"] - math.log(r["batch"])) < 0.01 * math.log(r["batch"]) for r in records):
         why = "as if all features were alike: a lower optim.lr or a longer schedule.warmup"
-        found["collapse"] = f"the loss stays at ln(batch) = {math.log(last['batch']):.2f}, {why}"
-    return found
+        warnings["collapse"] = f"the loss stays at ln(batch) = {math.log(last['batch']):.2f}, {why}"
+    return warnings

@@ -62,9 +62,13 @@ def devices() -> Iterator[Finding]:
     elif not torch.cuda.is_available():
         yield "note", "no GPU: training runs on the CPU"
     for number in range(torch.cuda.device_count()):
-        gpu, (free, total) = torch.cuda.get_device_properties(number), torch.cuda.mem_get_info(number)
-        remark = "; no bf16 arithmetic: use precision=fp16" if gpu.major < 8 else ""
-        remark += "; another process is using it" if free < 0.9 * total else ""
+        gpu = torch.cuda.get_device_properties(number)
+        free, total = torch.cuda.mem_get_info(number)
+        remark = ""
+        if gpu.major < 8:
+            remark += "; no bf16 arithmetic: use precision=fp16"
+        if free < 0.9 * total:
+            remark += "; another process is using it"
         summary = f"GPU {number}: {gpu.name}, {format_bytes(free)} of {format_bytes(total)} free{remark}"
         yield "note" if remark else "ok", summary
 
@@ -78,7 +82,8 @@ def processes() -> Iterator[Finding]:
     """One process for each GPU (two on a CPU) compute one loss around a ring."""
     count = torch.cuda.device_count() or 2
     if count > 1:
-        config, started = EvalRunConfig(), time.monotonic()
+        started = time.monotonic()
+        config = EvalRunConfig()
         config = replace(config, launch=replace(config.launch, procs=count, timeout_s=TIMEOUT_S))
         error = local.start(config, "clipscale.tools.doctor:ring", count)["error"]
         took = f"{time.monotonic() - started:.0f} s with their start"
@@ -89,8 +94,10 @@ def decoding() -> Iterator[Finding]:
     """Decode a noisy picture, which takes about as long as a photograph, for half a second on one core."""
     file = io.BytesIO()
     Image.effect_noise((SIDE, SIDE), 60).convert("RGB").save(file, "JPEG", quality=80)
-    transform, out = TrainTransform(224, (0.9, 1.0), (3 / 4, 4 / 3), 0.0, SIDE**2), np.empty((3, 224, 224), np.uint8)
-    count, started = 0, time.perf_counter()
+    transform = TrainTransform(224, (0.9, 1.0), (3 / 4, 4 / 3), 0.0, SIDE**2)
+    out = np.empty((3, 224, 224), np.uint8)
+    count = 0
+    started = time.perf_counter()
     while (seconds := time.perf_counter() - started) < 0.5 or count < 10:
         transform(file.getvalue(), CounterRNG(count), out)
         count += 1

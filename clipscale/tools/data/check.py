@@ -44,7 +44,8 @@ class Findings:
 
 def main(sources: Sequence[str], settings: CheckSettings) -> int:
     """Print the table. Status 1 where something is broken, apart from what the filters leave out. Raises UserError."""
-    urls, findings = expanded(sources, settings.data.allow_pipe), Findings()
+    urls = expanded(sources, settings.data.allow_pipe)
+    findings = Findings()
     checked = index.map_shards(partial(check_shard, config=settings.data), cores(), urls)
     for shard in progress(checked, len(urls)):
         findings.add(shard)
@@ -58,7 +59,9 @@ def main(sources: Sequence[str], settings: CheckSettings) -> int:
 
 
 def check_shard(url: str, config: DataConfig) -> Findings:
-    findings, problem, chosen = Findings(), ReadProblem(), selection(config)
+    findings = Findings()
+    problem = ReadProblem()
+    chosen = selection(config)
     kinds = limits(IMAGE_TYPES, chosen.members(), config.max_bytes)
     for sample in read_shard(url, problem, kinds=kinds, store=Store(config)):
         findings.samples += 1

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores
@@ -79,8 +80,10 @@ def render_missing(sources: Sequence[str]) -> None:
 
 
 def render_demo(root: Path, train_samples: int = 20_000) -> bool:
-    """Write the set to `root`, complete or not at all. False if a set of the same recipe was already there. Raises
-    UserError if `root` holds something else."""
+    """Write the set to `root`, complete or not at all. False if a set of the same recipe is there already.
+
+    Raises UserError if `root` holds something else.
+    """
     recipe = {"recipe": RECIPE_VERSION, "train_samples": train_samples}
     if train_samples < TRAIN_SHARDS:
         raise UserError(f"samples={train_samples}: the demo set needs at least {TRAIN_SHARDS}, one for each shard")
@@ -148,12 +151,14 @@ def _train_samples(shard: int, start: int, stop: int) -> Iterator[Sample]:
         key = f"{shard:05d}{index - start:04d}"
         # JPEG like web data, at a quality and chroma resolution that leave 30 pixels readable
         picture = _encode(scene, rng, "JPEG", quality=95, subsampling=0)
-        things = [
-            {k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(thing).items()} for thing in scene.things
-        ]
-        about = {"caption": words, "key": key, "status": "success", "width": SIDE, "height": SIDE}
-        about |= {"kind": scene.kind, "relation": scene.relation, "things": things}
-        yield {"__key__": key, "jpg": picture, "txt": words.encode(), "json": json.dumps(about).encode()}
+        things = [_rounded(asdict(thing)) for thing in scene.things]
+        record = {"caption": words, "key": key, "status": "success", "width": SIDE, "height": SIDE}
+        record |= {"kind": scene.kind, "relation": scene.relation, "things": things}
+        yield {"__key__": key, "jpg": picture, "txt": words.encode(), "json": json.dumps(record).encode()}
+
+
+def _rounded(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: round(value, 4) if isinstance(value, float) else value for name, value in values.items()}
 
 
 def _class_samples(split: str, classes: tuple[tuple[str, str], ...], number: int) -> Iterator[Sample]:

@@ -45,8 +45,9 @@ class FeatureEncoder:
     def __init__(self, config: EmbedConfig, model: ClipModel, device: torch.device) -> None:
         self.config, self.model, self.device = config, model, device
         self.precision = Precision(config.precision, device)
-        for tower in [model.image] * (IMAGE in config.kinds) + [model.text] * (TEXT in config.kinds):
-            tower.to(device)
+        for kind, tower in ((IMAGE, model.image), (TEXT, model.text)):
+            if kind in config.kinds:
+                tower.to(device)
         self.captions = caption_members(config.data)
         max_pixels = config.data.max_pixels
         self.train_transform = TrainTransform(model.image_size, (1.0, 1.0), (1.0, 1.0), 0.0, max_pixels)
@@ -65,15 +66,16 @@ class FeatureEncoder:
                 yield self.group(*waiting)
 
     def group(self, raws: list[RawSample], pixels: Sequence[Future[np.ndarray | None]]) -> Group:
-        model, features = self.model, []
+        model = self.model
+        features = []
         captions = [self.caption(raw) for raw in raws]
         if IMAGE in self.config.kinds:
             pictures = [future.result() for future in pixels]
             features.append(
-                self.encode(pictures, lambda some: model.image(torch.from_numpy(np.stack(some)).to(self.device)))
+                self.encode(pictures, lambda usable: model.image(torch.from_numpy(np.stack(usable)).to(self.device)))
             )
         if TEXT in self.config.kinds:
-            features.append(self.encode(captions, lambda some: model.text(model.tokenizer(some).to(self.device))))
+            features.append(self.encode(captions, lambda usable: model.text(model.tokenizer(usable).to(self.device))))
         return Group(raws, captions, np.stack(features, 1))
 
     def encode(self, inputs: Sequence[T | None], tower: Callable[[list[T]], Tensor]) -> np.ndarray:
@@ -118,6 +120,7 @@ def batches(raws: Iterable[RawSample], most: int) -> Iterator[list[RawSample]]:
         size += sum(map(len, raw.members.values()))
         if len(batch) == most or size >= GROUP_BYTES:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch

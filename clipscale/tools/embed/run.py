@@ -125,7 +125,8 @@ def prepared(config: EmbedConfig, out: Path, note: dict[str, Any]) -> dict[str, 
         if is_local(url) and Path(url).expanduser().parent.resolve() == out.resolve():
             raise UserError(f"out={out}: data.train has shards there; choose another folder")
         shards[name] = url
-    held, kind = read(out / NOTE), config.teacher or "features"
+    held = read(out / NOTE)
+    kind = config.teacher or "features"
     earlier = held.get(kind, {}) if held else note
     for name in note.keys() | earlier.keys():
         if earlier.get(name) != note.get(name):
@@ -155,7 +156,8 @@ def embed_shard(encoder: FeatureEncoder, url: str, path: Path) -> dict[str, Any]
 
     A damaged shard is written as far as it can be read: it will not get better. None for one that could not be fetched.
     """
-    as_tar, kinds = path.suffix == ".tar", encoder.config.kinds
+    as_tar = path.suffix == ".tar"
+    kinds = encoder.config.kinds
     if not path.is_file():
         try:
             write = partial(write_tar, teacher=encoder.config.teacher) if as_tar else write_npy
@@ -168,7 +170,8 @@ def embed_shard(encoder: FeatureEncoder, url: str, path: Path) -> dict[str, Any]
 
 def shard_groups(encoder: FeatureEncoder, url: str, *, all_members: bool) -> Iterator[Group]:
     """A shard's samples with their features. Raises SourceError for a shard that could not be fetched."""
-    problem, data = ReadProblem(), encoder.config.data
+    problem = ReadProblem()
+    data = encoder.config.data
     captions = {source.partition(":")[0] for source in encoder.captions}
     kinds = None if all_members else limits(IMAGE_TYPES, captions, data.max_bytes)
     missing = samples = 0
@@ -185,11 +188,15 @@ def shard_groups(encoder: FeatureEncoder, url: str, *, all_members: bool) -> Ite
 
 def write_npy(path: Path, groups: Iterable[Group], kinds: Iterable[str]) -> None:
     """The arrays first: NAME.jsonl says that they are complete."""
-    rows, lines = [], []
+    rows = []
+    lines = []
     for group in groups:
         rows.append(group.rows)
         for raw, caption in zip(group.raws, group.captions):
-            lines.append(json.dumps({"key": raw.key} | ({} if caption is None else {"caption": caption})) + "\n")
+            line = {"key": raw.key}
+            if caption is not None:
+                line["caption"] = caption
+            lines.append(json.dumps(line) + "\n")
     for number, kind in enumerate(kinds):
         with files.replacing(array_path(path, kind)) as file:
             np.save(file, np.concatenate([part[:, number] for part in rows]) if rows else np.empty((0, 0)))

@@ -21,9 +21,9 @@ async function answer(path, body) {
     body: json ? JSON.stringify(body) : body,
     headers: { "Content-Type": json ? "application/json" : "application/octet-stream" },
   });
-  const found = await response.json().catch(() => ({ error: `the server answers ${response.status}` }));
-  if (!response.ok) throw Object.assign(new Error(found.error), { status: response.status });
-  return found;
+  const result = await response.json().catch(() => ({ error: `the server answers ${response.status}` }));
+  if (!response.ok) throw Object.assign(new Error(result.error), { status: response.status });
+  return result;
 }
 
 function say(text, bad = false) {
@@ -39,11 +39,11 @@ async function ask(path, body, show) {
   say("Searching");
   const start = performance.now();
   try {
-    const found = await answer(path, body);
+    const result = await answer(path, body);
     if (mine !== latest) return;
-    show(found);
+    show(result);
     const seconds = ((performance.now() - start) / 1000).toFixed(2);
-    say(`${models[0].samples.toLocaleString("en")} samples compared in ${seconds} s${common(found)}`);
+    say(`${models[0].samples.toLocaleString("en")} samples compared in ${seconds} s${common(result)}`);
   } catch (error) {
     if (mine === latest) say(error.message === "Failed to fetch" ? "clipscale explore has ended" : error.message, true);
   }
@@ -51,10 +51,10 @@ async function ask(path, body, show) {
 
 const name = (row) => `${row.part}/${row.row}`;
 
-function common(found) {
-  const [first, second] = found.answers.map((one) => new Set((one.pictures || one.images || []).map(name)));
+function common(result) {
+  const [first, second] = result.answers.map((one) => new Set((one.pictures || one.images || []).map(name)));
   if (!second) return "";
-  return `; ${[...first].filter((one) => second.has(one)).length} of ${first.size} pictures found by both`;
+  return `; ${[...first].filter((one) => second.has(one)).length} of ${first.size} pictures result by both`;
 }
 
 // One column for each model.
@@ -104,7 +104,7 @@ function light(wanted, on) {
 }
 
 function pictures(title, answers) {
-  id("found").hidden = false;
+  id("result").hidden = false;
   id("what").textContent = title;
   columns(id("pictures"), answers, (one, number) => grid(one, answers.length > 1 ? answers[1 - number] : null));
 }
@@ -115,11 +115,11 @@ async function start() {
   asked = null;
   id("query").hidden = true;
   try {
-    const found = await answer("some", { count: Number(id("count").value) });
+    const result = await answer("overview", { count: Number(id("count").value) });
     if (mine !== latest) return;
     say("");
     id("hint").hidden = false;
-    pictures("Some of the set", [found.samples]);
+    pictures("Some of the set", [result.samples]);
   } catch (error) {
     if (mine === latest) say(error.message, true);
   }
@@ -130,8 +130,8 @@ function search(text) {
   id("query").hidden = true;
   asked = null;
   history.replaceState(null, "", `#${encodeURIComponent(text)}`);
-  ask("search", { text, count: Number(id("count").value) }, (found) =>
-    pictures(`Pictures for “${text}”`, found.answers.map((one) => one.pictures)));
+  ask("search", { text, count: Number(id("count").value) }, (result) =>
+    pictures(`Pictures for “${text}”`, result.answers.map((one) => one.pictures)));
 }
 
 function look(picture, about, source) {
@@ -141,13 +141,13 @@ function look(picture, about, source) {
   history.replaceState(null, "", " ");
   const count = Number(id("count").value);
   const body = picture instanceof Blob ? picture : { ...picture, count };
-  ask(picture instanceof Blob ? `picture?count=${count}` : "sample", body, (found) => {
-    key = found.picture;
+  ask(picture instanceof Blob ? `picture?count=${count}` : "sample", body, (result) => {
+    key = result.picture;
     id("query").hidden = false;
     id("asked").src = source;
     id("about").textContent = about;
-    columns(id("captions"), found.answers, (one) => captions(one.texts));
-    pictures("Pictures like it", found.answers.map((one) => one.images));
+    columns(id("captions"), result.answers, (one) => captions(one.texts));
+    pictures("Pictures like it", result.answers.map((one) => one.images));
     window.scrollTo({ top: 0, behavior: "smooth" });
     classify();
   });
@@ -173,9 +173,9 @@ async function classify() {
   localStorage.setItem("labels", id("labels").value);
   localStorage.setItem("template", id("template").value);
   try {
-    const found = await answer("classes", { picture, labels: [...new Set(labels())], template: id("template").value });
+    const result = await answer("classes", { picture, labels: [...new Set(labels())], template: id("template").value });
     if (!wanted()) return;
-    columns(id("classes"), found.answers, (one) =>
+    columns(id("classes"), result.answers, (one) =>
       make("ol", { className: "rows" }, ...one.sort((a, b) => b.share - a.share).slice(0, 12).map((row) => {
         const bar = make("i");
         bar.style.width = `${100 * row.share}%`;
@@ -198,7 +198,7 @@ function open(file) {
 }
 
 async function begin() {
-  models = await (await fetch("about")).json();
+  models = await (await fetch("models")).json();
   id("models").replaceChildren(...models.map((model, number) =>
     make("li", { className: number ? "model b" : "model" }, `${model.title} `,
       make("small", { textContent: `${model.samples.toLocaleString("en")} samples` }))));

@@ -41,8 +41,10 @@ def nearest(parts: Iterable[np.ndarray], query_D: Tensor, count: int) -> list[tu
 
     Rows of NaN are left out. parts: arrays (rows, D) of any float type; their rows are numbered through.
     """
-    scores, rows = query_D.new_empty(0), torch.empty(0, dtype=torch.int64, device=query_D.device)
-    first, space = 0, query_D.new_empty(TILE, len(query_D))  # allocating it for each tile takes longer than the product
+    scores = query_D.new_empty(0)
+    rows = torch.empty(0, dtype=torch.int64, device=query_D.device)
+    first = 0
+    space = query_D.new_empty(TILE, len(query_D))  # allocating it for each tile takes longer than the product
     for part in parts:
         for start in range(0, len(part), TILE):
             stored = torch.from_numpy(np.array(part[start : start + TILE]))
@@ -68,8 +70,8 @@ class SearchModel:
         self.title = f"{folder.name}, step {step}" if folder else str(model.weights)
         self.transform = replace(self.model.eval_transform(), max_pixels=config.data.max_pixels)
         digests = {"weights": self.model.image.digest(), "text": self.model.text.digest()}
-        wanted = digests | {"image_size": self.model.image_size, "resize": self.model.resize, "transform": "eval"}
-        fitting = [embedded for embedded in sets if wanted.items() <= (wanted | embedded.note).items()]
+        expected = digests | {"image_size": self.model.image_size, "resize": self.model.resize, "transform": "eval"}
+        fitting = [embedded for embedded in sets if expected.items() <= (expected | embedded.note).items()]
         if not fitting:
             raise UserError(f"data: no folder has features of {self.title}; embed the set with that model")
         self.embedded = fitting[0]
@@ -115,7 +117,8 @@ class Pictures:
 
     def encoded(self, part: str, row: int) -> bytes:
         """A picture's bytes. Raises BrokenSampleError, also for no such sample and an unreadable shard."""
-        problem, members = ReadProblem(), limits(IMAGE_TYPES, (), self.data.max_bytes)
+        problem = ReadProblem()
+        members = limits(IMAGE_TYPES, (), self.data.max_bytes)
         if url := self.sources.get(part, ""):
             self.index(url)
             store = Store(self.data)
@@ -128,7 +131,8 @@ class Pictures:
 
     def _small(self, part: str, row: int) -> bytes:
         """The picture as a JPEG of at most SIDE x SIDE pixels. Raises BrokenSampleError."""
-        data, out = self.encoded(part, row), io.BytesIO()
+        data = self.encoded(part, row)
+        out = io.BytesIO()
         with self.decoding, broken_pictures():
             image = open_picture(data, self.data.max_pixels)
             image.draft("RGB", (2 * SIDE, 2 * SIDE))

@@ -37,8 +37,8 @@ def application(models: Sequence[SearchModel], pictures: Pictures) -> Starlette:
     """The page and its answers."""
     page = Page(models, pictures)
     routes = [Route(f"/{name}", partial(file, name or "page.html", kind)) for name, kind in PAGE.items()]
-    routes += [Route("/about", page.about), Route("/small/{part}/{row:int}", page.small)]
-    for question in (page.some, page.search, page.picture, page.sample, page.classes):
+    routes += [Route("/models", page.describe_models), Route("/small/{part}/{row:int}", page.small)]
+    for question in (page.overview, page.search, page.picture, page.sample, page.classes):
         routes.append(Route(f"/{question.__name__}", question, methods=["POST"]))
     hosts = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
     handlers = dict.fromkeys((HTTPException, BrokenSampleError), problem)
@@ -67,7 +67,7 @@ class Page:
         self.models, self.pictures = models, pictures
         self.queries: dict[str, list[torch.Tensor]] = {}
 
-    async def about(self, request: Request) -> Response:
+    async def describe_models(self, request: Request) -> Response:
         """The models, and what their sets hold."""
         return answer([{"title": model.title, "samples": len(model.embedded)} for model in self.models])
 
@@ -76,9 +76,10 @@ class Page:
         picture = await run_in_threadpool(self.pictures.small, **request.path_params)
         return Response(picture, headers=HEADERS, media_type="image/jpeg")
 
-    async def some(self, request: Request) -> Response:
+    async def overview(self, request: Request) -> Response:
         """Samples at even distances in the first model's set."""
-        embedded, (count,) = self.models[0].embedded, await asked(request, count=int)
+        embedded = self.models[0].embedded
+        (count,) = await asked(request, count=int)
         shown = min(count, len(embedded))
         return answer({"samples": [embedded.sample(n * len(embedded) // shown) for n in range(shown)]})
 
@@ -116,7 +117,8 @@ class Page:
         picture, labels, template = await asked(request, picture=str, labels=list, template=str)
         if picture not in self.queries:
             raise HTTPException(404, "this picture is no longer kept; give it again")
-        prompts, features = [template.replace("{}", str(label)) for label in labels], self.queries[picture]
+        prompts = [template.replace("{}", str(label)) for label in labels]
+        features = self.queries[picture]
 
         def work(model: SearchModel, number: int) -> Any:
             shares = model.classes(features[number], prompts)
@@ -124,10 +126,10 @@ class Page:
 
         return await self.by_model(work)
 
-    async def by_model(self, work: Callable[[SearchModel, int], Any], **more: Any) -> Response:
+    async def by_model(self, work: Callable[[SearchModel, int], Any], **fields: Any) -> Response:
         """One answer of each model, one after another."""
         answers = [await run_in_threadpool(work, model, number) for number, model in enumerate(self.models)]
-        return answer({"answers": answers, **more})
+        return answer({"answers": answers, **fields})
 
 
 async def body_of(request: Request, most: int) -> bytes:

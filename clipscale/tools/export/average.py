@@ -27,12 +27,15 @@ def average(
     shares = shares or [1 / (len(others) + 1)] * (len(others) + 1)
     if len(shares) != len(others) + 1 or not math.isclose(sum(shares), 1, abs_tol=1e-6):
         raise UserError(f"shares={[*shares]}: give {len(others) + 1} that add up to 1: of the run, then of {[*others]}")
-    state, total = model.state_dict(), dict[str, Tensor]()
+    state = model.state_dict()
+    total: dict[str, Tensor] = {}
     for k, share in sorted(enumerate(shares), key=lambda item: -item[1]):  # counts are those of the largest
-        theirs = state if k == 0 else state_of(others[k - 1], config, weights)
-        if {n: x.shape for n, x in theirs.items()} != {n: x.shape for n, x in state.items()}:
+        other = state if k == 0 else state_of(others[k - 1], config, weights)
+        if {n: x.shape for n, x in other.items()} != {n: x.shape for n, x in state.items()}:
             raise UserError(f"average={others[k - 1]}: another architecture than the run's {config.name}")
-        for name, value in theirs.items() if share else ():
+        if not share:
+            continue
+        for name, value in other.items():
             if name not in total:
                 total[name] = share * value.double() if value.is_floating_point() else value
             elif value.is_floating_point():
@@ -43,12 +46,15 @@ def average(
 
 def state_of(other: str, config: ModelConfig, weights: str) -> dict[str, Tensor]:
     """The weights of a run, a checkpoint, or any `model.weights`. Raises UserError."""
-    path, run, which = Path(other).expanduser(), run_folder(other), "latest"
+    path = Path(other).expanduser()
+    run = run_folder(other)
+    which = "latest"
     if path.parent.name == "checkpoints":
-        run, which = path.parent.parent, str(path)
+        run = path.parent.parent
+        which = str(path)
     if (run / "checkpoints").is_dir():
-        model, theirs, _ = load_model(run, which, weights)
-        pixels = vars(theirs)
+        model, other_config, _ = load_model(run, which, weights)
+        pixels = vars(other_config)
     else:
         pixels = find(other, config.name, "average").pixels
         model = build_model(replace(without_weights(config), weights=other))

@@ -23,10 +23,10 @@ def write(model: ClipModel, config: ModelConfig, out: Path, dtype: torch.dtype, 
 
     Raises OSError, and UserError for a model that open_clip would build otherwise.
     """
-    about = description(model, config)
-    check_same(model, about["model_cfg"], config)
+    described = description(model, config)
+    check_same(model, described["model_cfg"], config)
     save_weights(weights(model, dtype), out / HF_SAFE_WEIGHTS_NAME, note)
-    files.write_json(out / HF_CONFIG_NAME, about)
+    files.write_json(out / HF_CONFIG_NAME, described)
     save_tokenizer(model, out)
     return "open_clip.create_model_from_pretrained('local-dir:{}')"
 
@@ -59,33 +59,34 @@ def weights(model: ClipModel, dtype: torch.dtype) -> dict[str, Tensor]:
 
 def description(model: ClipModel, config: ModelConfig) -> dict[str, Any]:
     """open_clip's description of the model and of its preprocessing."""
-    about = architecture(config) | {"custom_text": True}
-    vision = about["vision_cfg"]
+    details = architecture(config) | {"custom_text": True}
+    vision = details["vision_cfg"]
     vision.pop("patch_dropout", None)  # for training only
     sized = re.sub(r"_\d+$", f"_{model.image_size}", vision.get("timm_model_name", ""))
     if config.image_size and timm.is_model(sized):  # open_clip builds a tower of timm for its own size
         vision["timm_model_name"] = sized
     if model.logit_bias is not None:  # makes open_clip create the bias; its saved value replaces this one
-        about["init_logit_bias"] = 0.0
+        details["init_logit_bias"] = 0.0
     pixels = {"size": model.image_size, "mean": list(config.mean), "std": list(config.std)}
     return {
-        "model_cfg": about,
+        "model_cfg": details,
         "preprocess_cfg": pixels | {"interpolation": config.interpolation, "resize_mode": config.resize},
     }
 
 
-def check_same(model: ClipModel, about: dict[str, Any], config: ModelConfig) -> None:
+def check_same(model: ClipModel, details: dict[str, Any], config: ModelConfig) -> None:
     """Raise UserError unless open_clip builds this image tower by its description: it has timm's towers as they are."""
     with torch.device("meta"):
-        theirs = encoders_of({key: value for key, value in about.items() if key != "custom_text"}).visual
-    ours, shapes = model.image.encoder, {name: list(value.shape) for name, value in theirs.state_dict().items()}
-    builds = f"to=open_clip: open_clip builds {about['vision_cfg'].get('timm_model_name', config.name)}"
-    for name, value in ours.state_dict().items():
+        reference = encoders_of({key: value for key, value in details.items() if key != "custom_text"}).visual
+    image_tower = model.image.encoder
+    shapes = {name: list(value.shape) for name, value in reference.state_dict().items()}
+    builds = f"to=open_clip: open_clip builds {details['vision_cfg'].get('timm_model_name', config.name)}"
+    for name, value in image_tower.state_dict().items():
         if shapes[name] != list(value.shape):
             raise UserError(
                 f"{builds} with a {name} of {shapes[name]}, and model.image_size={config.image_size} has made it "
                 f"{list(value.shape)}; for SigLIP, take to=hf"
             )
-    acts = about["vision_cfg"].get("act_kwargs") and hasattr(ours, "trunk")
-    if acts and gelu_of(ours.trunk) != gelu_of(theirs.trunk):
+    acts = details["vision_cfg"].get("act_kwargs") and hasattr(image_tower, "trunk")
+    if acts and gelu_of(image_tower.trunk) != gelu_of(reference.trunk):
         raise UserError(f"{builds} with another GELU than Hugging Face, where these weights come from; take to=hf")

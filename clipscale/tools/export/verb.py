@@ -31,15 +31,18 @@ def main(settings: ExportSettings) -> Path:
     """Write the folder and return it. Raises UserError without a checkpoint, and for a model that the format lacks."""
     run = existing_run(settings.run)
     model, config, step = load_model(run, settings.checkpoint, settings.weights)
-    name = "export" + "-average" * bool(settings.average) + "-hf" * (settings.to == "hf")
-    about = settings.weights
+    name = "export"
+    origin = settings.weights
     if settings.average:
         shares = average(model, config, settings.average, settings.shares, settings.weights)
         names = [run.name, *(Path(other).name for other in settings.average)]
-        about = " + ".join(f"{share:g} {name} ({settings.weights})" for share, name in zip(shares, names))
+        name += "-average"
+        origin = " + ".join(f"{share:g} {source} ({settings.weights})" for share, source in zip(shares, names))
+    if settings.to == "hf":
+        name += "-hf"
     out = Path(settings.out).expanduser() if settings.out else run / name
     write, library = FORMATS[settings.to]
-    note = {"run": run.name, "step": str(step), "weights": about}
+    note = {"run": run.name, "step": str(step), "weights": origin}
     out.mkdir(parents=True, exist_ok=True)
     call = write(model, config, out, getattr(torch, settings.dtype), note)
     here = call.format(out.name)  # the card goes where the folder goes: it names no path of this machine

@@ -57,16 +57,19 @@ def write_report(names: Sequence[str | Path], out: str | None = None, expected: 
 
 
 def serve(render: Callable[[], str], port: int) -> None:
-    """Serve the page, as it is at each question, to this machine's browsers until Ctrl-C."""
+    """Serve the page, rendered anew for each request, to this machine's browsers until Ctrl-C."""
     from plotly.offline import get_plotlyjs
 
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            local = self.headers.get("Host", "").rsplit(":", 1)[0] in ("127.0.0.1", "localhost")  # names may lie
-            text = {"/": render, "/plotly.min.js": get_plotlyjs}.get(self.path) if local else None
-            self.send_response(200 if text else 404)
+            host = self.headers.get("Host", "").rsplit(":", 1)[0]
+            answer = {"/": render, "/plotly.min.js": get_plotlyjs}.get(self.path)
+            if answer is None or host not in ("127.0.0.1", "localhost"):  # a foreign name may point here
+                self.send_error(404)
+                return
+            self.send_response(200)
             self.end_headers()
-            self.wfile.write(text().encode() if text else b"")
+            self.wfile.write(answer().encode())
 
         def log_message(self, *_: object) -> None:
             pass
@@ -87,7 +90,11 @@ def page(runs: Sequence[Run], expected: str = "", *, live: bool = False) -> str:
     templates.policies["json.dumps_kwargs"] = {"allow_nan": False}  # and the order of the bars stays
     keys = sorted({key for run in runs for key in run.settings if key != "run"})
     named = "{1}" if len(runs) == 1 else "{0}, {1}"
-    newest = {named.format(r.name, n): m for r in runs for e in r.evaluations for n, m in e["results"].items()}
+    newest: Record = {}
+    for run in runs:
+        for evaluation in run.evaluations:
+            for name, metrics in evaluation["results"].items():
+                newest[named.format(run.name, name)] = metrics
     return templates.get_template("page.html").render(
         runs=runs,
         data=curves(runs, expected) | {"live": live},
@@ -111,8 +118,11 @@ def curves(runs: Sequence[Run], expected: str) -> Record:
     for chart in charts:
         tables = [points(run, chart) for run in runs]
         chart["runs"] = [{"points": columns(thinned(t, parts)), "means": columns(means(t, parts))} for t in tables]
-    bars = [b | {"runs": [[medians(r.records, b), medians([r.predicted], b)] for r in runs]} for b in FIGURES["bars"]]
-    shown = [bar for bar in bars if any(measured for measured, _ in bar["runs"])]
+    shown = []
+    for bar in FIGURES["bars"]:
+        heights = [[medians(run.records, bar), medians([run.predicted], bar)] for run in runs]
+        if any(measured for measured, _ in heights):
+            shown.append(bar | {"runs": heights})
     look = {key: FIGURES[key] for key in ("colours", "dashes")}
     return look | {"charts": charts, "bars": shown, "names": [run.name for run in runs]}
 
@@ -121,9 +131,10 @@ def galleries(run: Run, most: int) -> Iterator[Record]:
     """The retrieved pictures of the newest checkpoints, so many of each set, with `sheet` as an address."""
     shown = Counter[str]()
     for record, sheet in reversed(read_galleries(run.folder)):
-        done = (record["step"] or 0) <= run.records[-1]["step"]  # an interrupted run may have got further
-        shown[record["set"]] += done
-        if done and shown[record["set"]] <= most:
+        if (record["step"] or 0) > run.records[-1]["step"]:  # an interrupted run may have got further
+            continue
+        shown[record["set"]] += 1
+        if shown[record["set"]] <= most:
             file = io.BytesIO()
             sheet.save(file, "WEBP", quality=70)
             address = f"data:image/webp;base64,{base64.b64encode(file.getvalue()).decode()}"
@@ -156,7 +167,8 @@ def medians(records: Sequence[Record], bars: Record) -> dict[str, float]:
 
 def points(run: Run, chart: Record) -> np.ndarray:
     """The rows that have the chart's field, N x AXES; a value that is not finite is NaN."""
-    key, gaps = chart["key"], chart.get("gaps")
+    key = chart["key"]
+    gaps = chart.get("gaps")
     shown = [row for row in run.rows if row.get(key) is not None or (gaps and key in row)]
     rows = [[row[name] for name in (*AXES[:3], key)] for row in shown]
     table = np.array(rows, float).reshape(-1, 4) / [1, 1, 1, chart.get("per", 1)]
@@ -168,10 +180,15 @@ def thinned(table: np.ndarray, parts: int) -> np.ndarray:
     """The first and the last row, and of each of so many parts the lowest, the highest and one gap: peaks stay."""
     if len(table) <= 2 * parts:
         return table
-    kept, y = {0, len(table) - 1}, table[:, 3]
+    kept = {0, len(table) - 1}
+    y = table[:, 3]
     for part in np.array_split(np.arange(len(table)), parts):
-        finite, gaps = part[~np.isnan(y[part])], part[np.isnan(y[part])]
-        kept.update(gaps[:1], finite[[y[finite].argmin(), y[finite].argmax()]] if len(finite) else ())
+        is_gap = np.isnan(y[part])
+        gaps = part[is_gap]
+        finite = part[~is_gap]
+        kept.update(gaps[:1])
+        if len(finite):
+            kept.update((finite[y[finite].argmin()], finite[y[finite].argmax()]))
     return table[sorted(kept)]
 
 
@@ -187,14 +204,17 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
-    charts, lines = charts_of(runs), dict(zip(FIGURES["dashes"], ("-", "--", ":", "-.", (0, (8, 3)))))
+    charts = charts_of(runs)
+    lines = dict(zip(FIGURES["dashes"], ("-", "--", ":", "-.", (0, (8, 3)))))
     with matplotlib.rc_context({"pdf.fonttype": 42, "font.size": 7}):  # 42: fonts as publishers want them
         figure = Figure(figsize=(7, 0.85 * len(charts) + 0.15 * len(runs) + 1), layout="constrained")
         for place, chart in enumerate(charts):
             axes = figure.add_subplot(-(-len(charts) // 2), 2, place + 1)
             for number, run in enumerate(runs):
-                (colour, _), dash = (FIGURES[kind][number % len(FIGURES[kind])] for kind in ("colours", "dashes"))
-                table, line = points(run, chart), {"color": colour, "linewidth": 1}
+                colour = FIGURES["colours"][number % len(FIGURES["colours"])][0]
+                dash = FIGURES["dashes"][number % len(FIGURES["dashes"])]
+                table = points(run, chart)
+                line = {"color": colour, "linewidth": 1}
                 name = run.name.replace("$", r"\$")
                 axes.plot(*means(table, 60)[:, [1, 3]].T, linestyle=lines[dash], label=name, **line)
                 axes.plot(*thinned(table, 300)[:, [1, 3]].T, alpha=0.25, **line)

@@ -35,9 +35,11 @@ class Run:
 def read_runs(names: Sequence[str | Path]) -> list[Run]:
     """The runs of these names, or folders; a sweep's folder means all of its runs."""
     folders: list[Path] = []
-    for name in (str(name.resolve()) if isinstance(name, Path) else name for name in names):
+    for source in names:
+        name = str(source.resolve()) if isinstance(source, Path) else source
         inside = sorted(path.parent for path in run_folder(name).glob("*/config.yaml"))
-        folders += inside if inside and not (run_folder(name) / "config.yaml").exists() else [existing_run(name)]
+        is_sweep = inside and not (run_folder(name) / "config.yaml").exists()
+        folders += inside if is_sweep else [existing_run(name)]
     runs = [run for run in map(_read, folders) if run.records]
     if not runs:
         raise UserError(f"run={','.join(map(str, names))}: metrics.jsonl holds no step to report on")
@@ -49,14 +51,19 @@ def read_runs(names: Sequence[str | Path]) -> list[Run]:
 
 def _read(folder: Path) -> Run:
     records = read_metrics(folder / "metrics.jsonl")
-    seconds = accumulate(r["batch"] / r["samples_per_s_wall"] if r.get("samples_per_s_wall") else 0 for r in records)
+    rates = [(record["batch"], record.get("samples_per_s_wall")) for record in records]
+    seconds = accumulate(batch / rate if rate else 0 for batch, rate in rates)
     rows = [record | {"hours": passed / 3600} for record, passed in zip(records, seconds)]
     at = {row["step"]: {name: row[name] for name in ("step", "samples", "hours")} for row in rows}
     evaluations = [e for e in read_evaluations(folder) if e["step"] in at]
-    rows += [
-        at[e["step"]] | {f"eval/{n}/{k}": v for n, m in e["results"].items() for k, v in m.items()} for e in evaluations
-    ]
-    config, environment, plan = (_content(folder / name) for name in ("config.yaml", "env.json", "plan.json"))
+    for evaluation in evaluations:
+        row = dict(at[evaluation["step"]])
+        for name, metrics in evaluation["results"].items():
+            row |= {f"eval/{name}/{metric}": value for metric, value in metrics.items()}
+        rows.append(row)
+    config = _content(folder / "config.yaml")
+    environment = _content(folder / "env.json")
+    plan = _content(folder / "plan.json")
     settings = {name: str(value) for name, value in flat(config)}
     # What was predicted, by the names of the records.
     predicted = {f"mem_{n}_bytes": p["extra_bytes"] for n, p in plan.get("device", {}).get("phases", {}).items()}

@@ -71,8 +71,8 @@ def test_a_picture_is_nearest_to_itself_and_labels_share_its_probability(page: A
 
 
 def test_the_page_shows_small_pictures_and_some_of_the_set(page: Any) -> None:
-    assert page.get("/about").json() == [{"title": "a, step 7", "samples": 12}]
-    assert len(page.post("/some", json={"count": 5}).json()["samples"]) == 5
+    assert page.get("/models").json() == [{"title": "a, step 7", "samples": 12}]
+    assert len(page.post("/overview", json={"count": 5}).json()["samples"]) == 5
     image = Image.open(io.BytesIO(page.get("/small/00000/3").content))
     assert (image.format, image.size) == ("JPEG", (40, 30))
     for path in ("/", "/page.css", "/page.js"):
@@ -112,8 +112,8 @@ def test_two_models_answer_side_by_side_each_by_its_own_features(place: Path) ->
 )
 def test_requests_under_other_hosts_are_refused(page: Any, host: str, status: int) -> None:
     for answer in (
-        page.get("/about", headers={"host": host}),
-        page.post("/some", json={"count": 1}, headers={"host": host}),
+        page.get("/models", headers={"host": host}),
+        page.post("/overview", json={"count": 1}, headers={"host": host}),
     ):
         assert answer.status_code == status
         assert "access-control-allow-origin" not in answer.headers
