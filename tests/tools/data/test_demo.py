@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from clipscale.cli.train import check as check_train
 from clipscale.common.errors import UserError
 from clipscale.data.sample import RawSample
 from clipscale.data.shards.listing import expand
 from clipscale.data.shards.reader import ReadProblem, read_shard
-from clipscale.launch.local import check_train
 from clipscale.tools.data import demo, scenes
 from tests.support.runs import settings
 
