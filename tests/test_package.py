@@ -1,5 +1,6 @@
 """The wheel holds all that `clipscale train` needs, and the architecture page names every module."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -11,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from clipscale.cli.verbs import VERBS
 from clipscale.config.presets import PACKAGE
+from clipscale.config.setting import settings_of
+from clipscale.config.train import TrainConfig
 from tests.conftest import TINY
 
 CHECKOUT = PACKAGE.parent
@@ -85,6 +89,30 @@ def test_the_architecture_page_names_every_module_and_no_other() -> None:
             named |= {folder.strip(" `") + name for name in re.findall(r"`(\w+\.py)`", files)}
     modules = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if not path.stem.startswith("__")}
     assert (modules - named, named - modules) == (set(), set()), "docs/architecture.md lacks, and names in vain"
+
+
+def definitions() -> set[str]:
+    """Classes, functions, constants, methods and attributes as `Class.name`, of all modules."""
+    names: set[str] = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names.add(node.name)
+            if isinstance(node, ast.ClassDef):
+                names |= {f"{node.name}.{member.name}" for member in node.body if isinstance(member, ast.FunctionDef)}
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+    return names
+
+
+def test_every_name_on_the_architecture_page_exists() -> None:
+    text = re.sub(r"^```.*?^```$", "", (CHECKOUT / "docs/architecture.md").read_text(), flags=re.M | re.S)
+    words = set(re.findall(r"`([\w./]+)`", text))
+    places = [PACKAGE, CHECKOUT, *(path for path in PACKAGE.rglob("*") if path.is_dir())]
+    known = definitions() | {declared.name for declared in settings_of(TrainConfig)} | VERBS.keys()
+    known |= {"async_save", "clipscale.GradCache", "torch.optim.Optimizer", "metrics.jsonl"}
+    missing = {word for word in words - known if not any((place / word).exists() for place in places)}
+    assert missing == set()
 
 
 def test_layers_stay_apart() -> None:
