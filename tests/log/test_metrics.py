@@ -4,6 +4,7 @@ import io
 import json
 import math
 import re
+import resource
 import subprocess
 import time
 from contextlib import closing
@@ -168,13 +169,14 @@ def test_a_warning_is_given_once(tmp_path: Path) -> None:
 def test_lines_wait_in_memory_while_the_disk_is_full(tmp_path: Path) -> None:
     with closing(open_log(tmp_path)) as log:
         log.step(record(1))
-        file = log._file
-        log._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115, PTH123
-        log.step(record(2))
-        log.step(record(3))
-        assert printed(log).count("warning: /dev/full cannot be written (No space left on device)") == 1, printed(log)
-        log._file.close()
-        log._file = file
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))  # no file grows, as on a full disk
+        try:
+            log.step(record(2))
+            log.step(record(3))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert printed(log).count("metrics.jsonl cannot be written (File too large)") == 1, printed(log)
         log.step(record(4))
     assert steps(tmp_path) == [1, 2, 3, 4]
 

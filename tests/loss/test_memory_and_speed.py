@@ -1,4 +1,4 @@
-"""Memory that grows with the batch and not with its square, and few operations for a GPU.
+"""Memory that grows with the batch and not with its square.
 
 Letters: N pairs, D feature width.
 """
@@ -11,12 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipscale.loss.api import contrastive_loss
-from clipscale.loss.block import Block, Parameters, RowBlock
-from clipscale.loss.machine import Machine
-from clipscale.loss.objectives import OBJECTIVES
 from clipscale.tools.plan.memory_tracker import DryMachine, cuda_autocast, without_memory
 
 # Prints by how many bytes the peak of a forward and a backward pass exceeds what the process holds before them. The
@@ -80,36 +76,3 @@ def test_a_million_pairs_take_memory_for_the_texts_sums_on_a_gpu(
         peak, left = memory.take_peak() - before - grads, memory.live - before - grads
     assert peak <= bytes_each * n * width + 2**28, f"{peak / 2**30:.2f} GiB"
     assert left <= 2**12, f"{left} bytes remain"
-
-
-class Operations(TorchDispatchMode):
-    """Counts what a GPU would be sent: operations, but for views and allocations, and launches."""
-
-    count, free = 0, ("slice", "select", "unbind", "permute", "alias", "view", "empty")
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += not any(word in func.__name__ for word in self.free)
-        return func(*args, **(kwargs or {}))
-
-    def launched(self, *_: Any, **__: Any) -> None:
-        self.count += 1
-
-
-@pytest.mark.parametrize(("objective", "sweeps"), [("softmax", ["forward", "backward"]), ("sigmoid", ["backward"])])
-def test_a_ring_visit_is_at_most_ten_operations(
-    objective: str, sweeps: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In each pass, with the Triton backend, of a block from another rank."""
-    rows, cols = (RowBlock(torch.ones(200, 64, dtype=torch.float16), weight=torch.ones(200)) for _ in range(2))
-    for side in (rows, cols):
-        side.lse, side.grad = side.empty_lse(), side.empty_grad()
-    rows.target, scale, zero = torch.zeros(200).double(), torch.tensor(10.0), torch.zeros(()).double()
-    machine = Machine()
-    for name in sweeps:
-        with Operations() as operations:
-            for method in ("launch", "add_product"):
-                monkeypatch.setattr(machine, method, operations.launched)
-            getattr(OBJECTIVES[objective].kernels(machine), name)(
-                Block(rows, cols, Parameters(scale, scale, trains_scale=True, bias_grad=zero), None)
-            )
-        assert 0 < operations.count <= 10, f"{operations.count} operations {name}"

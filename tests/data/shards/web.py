@@ -42,6 +42,15 @@ class Web:
         headers |= {"Content-Range": f"bytes {start}-{stop - 1}/{len(data)}", "Content-Length": str(stop - start)}
         return 206, headers, data[start:stop]
 
+    def fault(self, number: int, path: str, body: bytes) -> str | None:
+        """What goes wrong with this answer, counted in `done`."""
+        kind = self.faults(number, path)
+        if kind in ("short", "drop") and len(body) < 2:
+            return None  # would not be noticed
+        if kind:
+            self.done[kind] += 1
+        return kind
+
 
 @contextmanager
 def serving(web: Web) -> Iterator[Web]:
@@ -55,14 +64,10 @@ def serving(web: Web) -> Iterator[Web]:
         def do_GET(self) -> None:
             number, asked = len(web.requests), self.headers.get("Range", "")
             web.requests.append((self.path, asked))
-            fault = web.faults(number, self.path)
             status, headers, body = web.answer(
                 self.path, asked, {name.lower(): value for name, value in self.headers.items()}
             )
-            if fault in ("short", "drop") and len(body) < 2:
-                fault = None  # would not be noticed
-            if fault:
-                web.done[fault] += 1
+            fault = web.fault(number, self.path, body)
             match fault:
                 case "503":
                     status, headers, body = 503, {"Content-Length": "0"}, b""
