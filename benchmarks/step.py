@@ -31,7 +31,7 @@ from clipscale import GradCache, contrastive_loss
 from clipscale.common.errors import UserError
 from clipscale.common.units import format_count, nearest, parse_count
 from clipscale.config.presets import conf_dir
-from clipscale.config.sections import ModelConfig, PrecisionConfig
+from clipscale.config.sections import ModelConfig, PrecisionConfig, TowerConfig
 from clipscale.data.loader.captions import SortedCaptions
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.models.flops import Flops
@@ -82,7 +82,11 @@ class Step:
         self.kind, self.base = named(method)
         self.chunk, self.device = chunk, torch.device(device)
         values = yaml.safe_load((conf_dir() / "model" / f"{model}.yaml").read_text(encoding="utf-8"))
-        self.config = replace(ModelConfig(**values), freeze_image=self.kind == "frozen", lean=self.kind != "unlean")
+        self.config = replace(
+            ModelConfig(**values),
+            image=TowerConfig(train="none" if self.kind == "frozen" else "all"),
+            lean=self.kind != "unlean",
+        )
         self.precision = Precision(PrecisionConfig(name=precision), self.device)
         torch.manual_seed(0)
         with self.device:  # drawing a large model's weights on a CPU takes longer than timing it

@@ -240,10 +240,10 @@ class Run:
         return dict(results)
 
     def save_due(self) -> bool:
-        """Whether this step ends with a checkpoint: by steps, by minutes, and at the end. All ranks agree."""
+        """Whether this step ends with a checkpoint: by steps, by time, and at the end. All ranks agree."""
         c = self.config.checkpoint
-        due = self.step == self.total or (c.every > 0 and self.step % c.every == 0)
-        late = self.world.main and c.minutes > 0 and time.monotonic() - self.saved_at > 60 * c.minutes
+        due = self.step == self.total or (c.steps > 0 and self.step % c.steps == 0)
+        late = self.world.main and c.seconds > 0 and time.monotonic() - self.saved_at > c.seconds
         return bool(self.world.highest(int(late))[0]) or due
 
     def save(self, *, last: bool) -> None:

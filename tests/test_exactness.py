@@ -28,7 +28,7 @@ from tests.support.towers import PIXELS, TOKENS, small_model
 BATCH = 12
 DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "ranks": (1, 2, 4),
-    "parallel": ("none", "ddp", "fsdp"),
+    "parallel": ("none", "ddp", "zero1", "zero2", "zero3"),
     "chunks": ((1, 2), (2, 5), (12, 24)),
     "noise": ("none", "dropout", "patch dropout"),
     "offload": ("none", "host"),
@@ -36,11 +36,9 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "loss": ("softmax", "sigmoid", "hard negatives"),
     "checkpointing": ("none", "all"),
     "captions": ("as they come", "sorted"),
-    "stage": (1, 2, 3),
 }
 """Chunks of images and texts: small; ragged, for 12, 6 and 3 images and 24, 12 and 6 texts; one chunk. 60 kB hold some
-graphs.
-Stages are FSDP2's."""
+graphs."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,6 @@ class Case:
     loss: str
     checkpointing: str
     captions: str
-    stage: int
     lean: bool = True
     dtype: str = "float64"
 
@@ -153,7 +150,7 @@ Answer = tuple[dict[str, Tensor], float, float, float]
 def cut_up(case: Case, rank: int) -> Answer:
     """The same step by the cache, on this rank."""
     model, world = model_of(case), World(rank, case.ranks, torch.device("cpu"))
-    towers = [world.wrap(tower, case.parallel, case.stage) for tower in (model.image, model.text)]
+    towers = [world.wrap(tower, case.parallel) for tower in (model.image, model.text)]
 
     def loss(u: Tensor, v: Tensor) -> Tensor:
         bias = model.logit_bias if case.loss == "sigmoid" else None

@@ -145,7 +145,7 @@ def test_where_pixels_wait_does_not_change_the_curve(
 
 
 def test_kept_graphs_and_found_chunks_do_not_change_the_curve(demo: Path, plain: list[float], tmp_path: Path) -> None:
-    assert run(demo, tmp_path / "run", cache=CacheConfig(chunk="auto", keep="auto")) == pytest.approx(plain, rel=1e-3)
+    assert run(demo, tmp_path / "run", cache=CacheConfig(chunk=["auto"], keep="auto")) == pytest.approx(plain, rel=1e-3)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

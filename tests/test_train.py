@@ -69,7 +69,7 @@ def train_in_process(demo: Path, run: Path) -> None:
     """A whole run with patch dropout, so that resuming has to restore the random state."""
     model = ModelConfig(name="test", architecture=ARCHITECTURE, patch_dropout=0.3)
     try:
-        train(settings(demo, run, model=model, checkpoint=CheckpointConfig(every=3)))
+        train(settings(demo, run, model=model, checkpoint=CheckpointConfig(every="3")))
     except BaseException:
         (run / "error").write_text(traceback.format_exc())
         raise
@@ -120,7 +120,7 @@ def test_a_second_run_of_the_same_name_is_refused_and_changes_nothing(
 def test_the_number_of_processes_does_not_change_the_curve(
     demo: Path, finished: Path, tmp_path: Path, procs: int, started: bool
 ) -> None:
-    config = settings(demo, tmp_path / "run", cache=CacheConfig(chunk="12"))
+    config = settings(demo, tmp_path / "run", cache=CacheConfig(chunk=["12"]))
     if started:  # as users start them, each with loader processes
         data = DataConfig(train=[paths(demo).train], workers=2)
         local.run(replace(config, data=data, launch=LaunchConfig(procs=procs)))
@@ -132,7 +132,7 @@ def test_the_number_of_processes_does_not_change_the_curve(
 @pytest.mark.parametrize(
     ("parallel", "batch", "starts"),
     [
-        ("fsdp", 64, [(192, 2), (320, 1)]),
+        ("zero3", 64, [(192, 2), (320, 1)]),
         pytest.param("ddp", 48, [(96, 1), (192, 3)], marks=pytest.mark.slow),  # 3 share the 64 shard streams unevenly
     ],
 )
@@ -140,7 +140,7 @@ def test_a_run_goes_on_with_another_number_of_processes(
     demo: Path, tmp_path: Path, parallel: str, batch: int, starts: list[tuple[int, int]]
 ) -> None:
     constant = ScheduleConfig(name="constant", warmup="0")
-    given = {"batch": batch, "schedule": constant, "cache": CacheConfig(chunk="8")}
+    given = {"batch": batch, "schedule": constant, "cache": CacheConfig(chunk=["8"])}
     for samples, procs in starts:
         launch = LaunchConfig(parallel=parallel)
         run_ranks(on_a_rank, procs, settings(demo, tmp_path / "run", samples=samples, launch=launch, **given))
@@ -163,7 +163,7 @@ def diverging(demo: Path, run: Path, precision: str = "fp32", **optim: Any) -> T
         optim=OptimConfig(lr=1e30, weight_decay=0.0, **optim),
         schedule=ScheduleConfig(name="constant", warmup="0"),
         precision=PrecisionConfig(precision),
-        checkpoint=CheckpointConfig(every=1),
+        checkpoint=CheckpointConfig(every="1"),
     )
 
 

@@ -39,7 +39,10 @@ def typed(declared: type[T], values: dict[str, Any]) -> T:
                 arguments[name] = accepted(settings[key], value)
             else:
                 raise UserError(misnamed(key, settings))
-        return section(**arguments)
+        built = section(**arguments)
+        if hasattr(built, "check"):
+            built.check()
+        return built
 
     def staged(number: int, values: Any) -> dict[str, Any]:
         keys = {key: settings[name] for key, name in SETTINGS.items()}

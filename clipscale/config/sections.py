@@ -1,8 +1,11 @@
-"""The sections of a training run's settings, one dataclass each."""
+"""The sections of a training run's settings, one dataclass each, with the checks of what stands in one section."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from clipscale.common.errors import UserError
+from clipscale.common.units import parse_count, parse_memory
 from clipscale.config.setting import setting
 from clipscale.loss.objectives import OBJECTIVES
 
@@ -13,6 +16,8 @@ BACKENDS = ("auto", "dense", "tiled", "triton")
 SHARED = ("ignore", "mask", "positive")
 WEIGHTS = ("trained", "ema")
 WEIGHTS_HELP = "The weights as they are (`trained`), or their moving average (`ema`), which a run with `ema` keeps."
+UNITS = {"m": 60, "h": 3600}
+"""Seconds of the units of time."""
 SUITES = ("none", "imagenet", "infcl-table3", "vtab", "datacomp", "retrieval")
 """No suite, and those of clipscale/eval/sets/known.yaml."""
 SUITE_HELP = "A suite of published sets, each looked for in the folder `eval.root`."
@@ -20,12 +25,27 @@ SUITE_HELP = "A suite of published sets, each looked for in the folder `eval.roo
 
 @dataclass
 class CheckpointConfig:
-    """When checkpoints are written and how many are kept."""
+    """When checkpoints are written and how many are kept. A run always ends with one."""
 
-    every: int = setting(0, "Steps between checkpoints; 0: none by steps.", least=0)
-    minutes: float = setting(30.0, "Minutes between checkpoints; 0: none by time. A run always ends with one.", least=0)
+    every: str = setting("30m", "Time or steps between checkpoints: `30m`, `2h` or `500`; 0: none.")
     keep: int = setting(2, "Newest checkpoints kept; 0: all.", least=0)
     keep_every: int = setting(0, "Checkpoints at multiples of so many steps stay for good; 0: none.", least=0)
+
+    @property
+    def steps(self) -> int:
+        """Steps between checkpoints; 0: none by steps."""
+        return 0 if self.every[-1:] in UNITS else parse_count(self.every)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds between checkpoints; 0: none by time."""
+        unit = UNITS.get(self.every[-1:], 0)
+        return float(self.every[:-1]) * unit if unit else 0.0
+
+    def check(self) -> None:
+        """Raises UserError for another form of `every`."""
+        if not re.fullmatch(r"\d+(\.\d+)?[mh]|\d+k?", self.every):
+            raise UserError(f"checkpoint.every={self.every}: give minutes (30m), hours (2h) or steps (500)")
 
 
 @dataclass
@@ -36,13 +56,9 @@ class LaunchConfig:
     timeout_s: float = setting(1800.0, "Seconds that a process waits for the others before the run fails.", least=1)
     parallel: str = setting(
         "ddp",
-        "`ddp`: every rank holds the whole model; `fsdp`: FSDP2 shards parameters, gradients and optimizer state.",
-        choices=("ddp", "fsdp"),
-    )
-    zero: str = setting(
-        "3",
-        "What parallel=fsdp keeps whole within a step: nothing (`3`), weights (`2`), or gradients too (`1`).",
-        choices=("1", "2", "3"),
+        "`ddp`: the whole model on every rank. FSDP2 shards weights, gradients and optimizer state between steps; it "
+        "keeps whole within a step nothing (`zero3`), weights (`zero2`), or gradients too (`zero1`).",
+        choices=("ddp", "zero1", "zero2", "zero3"),
     )
 
 
@@ -100,13 +116,31 @@ class PrecisionConfig:
 class CacheConfig:
     """How the local batch is split into chunks."""
 
-    chunk: str = setting("auto", "Samples per chunk for both towers; `auto`: measured on a GPU, 256 on a CPU.")
-    image_chunk: int | None = setting(None, "Samples per image chunk; null: `chunk`.", least=1)
-    text_chunk: int | None = setting(None, "Samples per text chunk; null: `chunk`.", least=1)
+    chunk: list[str] = setting(
+        ["auto"],
+        "Samples per chunk: `256`, or `[128,512]` for images and texts; `auto`: measured on a GPU, 256 on a CPU.",
+    )
     keep: str = setting(
         "none",
         "GPU memory for graphs kept from the first pass, which skip the second: `none`, bytes (`20G`) or `auto` (all).",
     )
+
+    @property
+    def sizes(self) -> tuple[int | None, int | None]:
+        """Samples per chunk of images and of texts; None: by measurement. Raises UserError."""
+        try:
+            sizes = [None if size == "auto" else parse_count(size) for size in self.chunk]
+        except ValueError:
+            sizes = []
+        if len(sizes) not in (1, 2) or 0 in sizes:
+            given = self.chunk[0] if len(self.chunk) == 1 else f"[{','.join(self.chunk)}]"
+            raise UserError(f"cache.chunk={given}: give samples per chunk (256), auto, or [IMAGES,TEXTS]")
+        return sizes[0], sizes[-1]
+
+    def check(self) -> None:
+        """Raises UserError for other forms of sizes and bytes."""
+        _ = self.sizes
+        parse_memory("cache.keep", self.keep)
 
 
 @dataclass
@@ -169,16 +203,27 @@ class TowerConfig:
     weights: str | None = setting(None, "As `model.weights`, for this tower; or of a tower alone (timm, Hugging Face).")
     lr_factor: float = setting(1.0, "Factor of this tower's learning rate.", above=0)
     layer_decay: float = setting(1.0, "The rate of each layer group is so much of the next one's.", above=0, most=1)
-    unlocked_groups: int | None = setting(
-        None, "Train only the last layer groups: 1 is the projection, 2 the last block too; null: all.", least=0
+    train: str = setting(
+        "all",
+        "What trains: `all`, `none` (LiT), or the last N layer groups: 1 the projection, 2 also the last block.",
     )
+
+    @property
+    def groups(self) -> int | None:
+        """The layer groups that train, counted from the last; None: all."""
+        return {"all": None, "none": 0}[self.train] if self.train in ("all", "none") else parse_count(self.train)
+
+    def check(self) -> None:
+        """Raises UserError for another form of `train`."""
+        if not re.fullmatch(r"all|none|\d+", self.train):
+            raise UserError(f"model.image.train or model.text.train={self.train}: give all, none, or so many groups")
 
 
 @dataclass
 class LoraConfig:
     """Low-rank adapters on the linear layers of both towers' blocks, in place of their own weights."""
 
-    rank: int = setting(0, "Rank of the adapters, which alone train, with `unlocked_groups`; 0: none.", least=0)
+    rank: int = setting(0, "Rank of the adapters, which alone train, and the last groups of `train`; 0: none.", least=0)
     alpha: float | None = setting(None, "Their factor is alpha / rank; null: 1.", above=0)
 
 
@@ -204,8 +249,6 @@ class ModelConfig:
         "Tokens of a caption; loaded weights are stretched to more as in Long-CLIP; null: the model's own.",
         least=2,
     )
-    freeze_image: bool = setting(False, "Lock the image tower (LiT): no gradient, no second pass.")
-    freeze_text: bool = setting(False, "Lock the text tower.")
     grad_checkpointing: bool = setting(False, "Recompute each block's activations in the backward pass.")
     batch_norm: str = setting(
         "sync",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import Hardware, gpu_here, hardware, hardware_of
-from clipscale.common.units import nearest, parse_memory, run_folder
+from clipscale.common.units import nearest, run_folder
 from clipscale.config import sections
 from clipscale.config.data import DataConfig
 from clipscale.config.setting import setting
@@ -241,6 +241,5 @@ def target_gpu(config: PlanConfig) -> Hardware | None:
     if config.out and not (config.compare and config.out.endswith((".png", ".pdf", ".html"))):
         raise UserError(f"out={config.out}: the picture of compare=clip,infcl; give FILE.png, FILE.pdf or FILE.html")
     check_sigmoid(config)
-    parse_memory("cache.keep", config.cache.keep)
     shared(config.batch, config.gpus * config.nodes, f"gpus={config.gpus} x nodes={config.nodes}")
     return gpu

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from clipscale.common.errors import UserError
-from clipscale.common.units import format_count, parse_memory, run_folder, unused
+from clipscale.common.units import format_count, run_folder, unused
 from clipscale.config import sections
 from clipscale.config.data import DataConfig
 from clipscale.config.secrets import hidden
@@ -102,13 +102,9 @@ def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
         about = f"model.lora.rank={config.model.lora.rank}"
         if not config.model.weights:
             raise UserError(f"{about}: the checkpoint holds adapters only; give what they adapt, model.weights=...")
-        if config.launch.parallel == "fsdp":
-            raise UserError(f"{about}: not with launch.parallel=fsdp; adapters are small, take launch.parallel=ddp")
-    for tower in ("image", "text"):
-        unlocked = getattr(config.model, tower).unlocked_groups
-        if unlocked and getattr(config.model, f"freeze_{tower}"):
-            raise UserError(f"model.freeze_{tower}=true locks what model.{tower}.unlocked_groups={unlocked} trains")
-    parse_memory("cache.keep", config.cache.keep)
+        if config.launch.parallel != "ddp":
+            parallel = f"launch.parallel={config.launch.parallel}"
+            raise UserError(f"{about}: not with {parallel}; adapters are small, take launch.parallel=ddp")
     for name in ("scale", "ratio"):
         low, high = getattr(config.data.augment, name)
         if low > high:
@@ -134,8 +130,8 @@ def warnings(config: TrainConfig) -> list[str]:
     """Warnings about settings that are allowed but probably not intended, a line each."""
     lines = []
     random_image = not (config.model.weights or config.model.image.weights)
-    if config.model.freeze_image and random_image:
-        lines.append("model.freeze_image=true locks a tower of random weights; give model.image.weights=PATH")
+    if config.model.image.groups == 0 and random_image:
+        lines.append("model.image.train=none locks a tower of random weights; give model.image.weights=PATH")
     if config.model.batch_norm == "frozen" and random_image:
         lines.append("model.batch_norm=frozen keeps the running statistics of random weights; give model.weights=PATH")
     return lines

@@ -95,10 +95,10 @@ def stored_features(data: DataConfig, config: ModelConfig, model: "ClipModel") -
     member = data.stored_member
     if member is None:
         return None
-    if not config.freeze_image:
+    if config.image.groups != 0:
         raise UserError(
-            "data.image_features: stored features cannot train the image tower; set model.freeze_image=true, or "
-            "read pictures"
+            "data.image_features: stored features cannot train the image tower; set model.image.train=none, or read "
+            "pictures"
         )
     url = list_shards(data)[0][0]
     note = notes_beside(url).get("features")

@@ -140,19 +140,18 @@ class World:
     def mesh(self) -> DeviceMesh:
         return init_device_mesh(self.device.type, (self.size,))
 
-    def wrap(
-        self, tower: nn.Module, parallel: str = "ddp", stage: int = 3, dtype: torch.dtype = torch.float32
-    ) -> nn.Module:
+    def wrap(self, tower: nn.Module, parallel: str = "ddp", dtype: torch.dtype = torch.float32) -> nn.Module:
         """The tower under DDP or FSDP2. Gradients are SUMMED: each rank's loss gradient is a share of the whole.
 
         A frozen tower is returned as it is. Batch normalisation is synchronised on GPUs; torch has none for CPUs. FSDP2
-        changes the module in place and shards block by block; `stage` and `dtype` are those of ShardedTower.
+        (`zero1` to `zero3`) changes the module in place and shards block by block; `dtype` is ShardedTower's.
         """
         if self.size == 1 or not any(p.requires_grad for p in tower.parameters()):
             return tower
         if self.device.type == "cuda":
             tower = convert_sync_batchnorm(tower)
-        if parallel == "fsdp":
+        if parallel != "ddp":
+            stage = int(parallel.removeprefix("zero"))
             return ShardedTower(tower, self.mesh(), stage, dtype)
         ids = [self.device.index] if self.device.type == "cuda" else None
         constant_buffers: dict[str, Any] = {_BUFFERS: False}

@@ -20,7 +20,7 @@ def layer_groups(encoder: nn.Module, tower: str) -> list[list[str]]:
     trunk: Any = getattr(encoder, "trunk", None)
     if trunk is not None and not hasattr(trunk, "group_matcher"):
         raise UserError(
-            f"model.{tower}: timm has no layer groups of {type(trunk).__name__}; leave layer_decay and unlocked_groups"
+            f"model.{tower}: timm has no layer groups of {type(trunk).__name__}; take layer_decay=1, train=all or none"
         )
     names = [(name.removeprefix("trunk."), name) for name, _ in encoder.named_parameters()]
     named: Any = SimpleNamespace(named_parameters=lambda: names)
@@ -42,6 +42,8 @@ def lock(encoder: nn.Module, tower: str, unlocked: int) -> None:
     """Freeze all but the last `unlocked` groups and adapters. Raises UserError where there are fewer groups."""
     groups = layer_groups(encoder, tower) if unlocked else [[name for name, _ in encoder.named_parameters()]]
     if unlocked > len(groups):
-        raise UserError(f"model.{tower}.unlocked_groups={unlocked}: the tower has {len(groups)}; choose 0 to that")
+        raise UserError(
+            f"model.{tower}.train={unlocked}: the tower has {len(groups)} groups; choose 1 to that, all or none"
+        )
     for name in (name for group in groups[: len(groups) - unlocked] for name in group):
         encoder.get_parameter(name).requires_grad_(".lora_" in name)

@@ -35,7 +35,7 @@ def add(encoder: nn.Module, tower: str, config: LoraConfig, unlocked: int) -> No
     if not family_of(encoder).adapters(encoder):
         raise UserError(
             f"{about}: the {tower} tower is no transformer of open_clip with model.lean=true, no ViT of timm and no "
-            f"text tower of transformers; set model.freeze_{tower}=true, or rank 0"
+            f"text tower of transformers; set model.{tower}.train=none, or rank 0"
         )
     try:
         import peft

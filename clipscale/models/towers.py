@@ -250,10 +250,8 @@ def build_model(config: ModelConfig) -> ClipModel:
     encoders.text = takes_short_captions(encoders.text)
     model = ClipModel(encoders, description["embed_dim"], config, tokenizer_of(config.name, description["text_cfg"]))
     for name, tower, settings in (("image", model.image, config.image), ("text", model.text, config.text)):
-        unlocked = settings.unlocked_groups
-        if getattr(config, f"freeze_{name}"):
-            unlocked = 0
-        elif config.lora.rank:
+        unlocked = settings.groups
+        if config.lora.rank and settings.train != "none":
             unlocked = unlocked or 0
             lora.add(tower.encoder, name, config.lora, unlocked)
         if unlocked is not None:

@@ -73,8 +73,8 @@ class TrainState:
             torch._dynamo.config.recompile_limit = 64
             self.model.image.compile()
             self.model.text.compile(dynamic=None if self.captions.pad is None else True)
-        parallel, zero = config.launch.parallel, int(config.launch.zero)
-        encoders = [world.wrap(tower, parallel, zero, self.precision.dtype) for tower in towers.values()]
+        parallel = config.launch.parallel
+        encoders = [world.wrap(tower, parallel, self.precision.dtype) for tower in towers.values()]
         self.chunks = self.chunk_sizes(checkpoint.read_values(saved)["chunks"] if saved and not stage else {})
         self.cache = GradCache(
             encoders,
@@ -85,7 +85,7 @@ class TrainState:
         )
         # After the wrappers: FSDP2 replaces parameters by sharded ones.
         scales = self.model.rate_factors(config.model)
-        self.optimizer = build_optimizer(self.model, config.optim, sharded=parallel == "fsdp", scales=scales)
+        self.optimizer = build_optimizer(self.model, config.optim, sharded=parallel != "ddp", scales=scales)
         self.keep = KeepBudget(config.cache.keep, world)
         self.average = WeightAverage(config.ema, self.model) if config.ema else None
         if saved is not None:

@@ -10,7 +10,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipscale.common.errors import UserError
 from clipscale.common.rng import RandomState
-from clipscale.common.units import parse_count
 from clipscale.config.sections import CacheConfig
 from clipscale.distributed.world import World
 
@@ -28,25 +27,13 @@ Where graphs are kept, the smallest chunk that reaches it is chosen, and the mem
 def sizes_of_settings(config: CacheConfig, local_batch: int, captions: int = 1) -> dict[str, int | None]:
     """Rows per chunk from the settings, for `image` and `text`; None for `auto`, which `find_chunk` resolves.
 
-    `captions`: of each sample. Raises UserError for sizes below 1 or beyond the rows of one process.
+    `captions`: of each sample. Raises UserError for sizes beyond the rows of one process.
     """
-    sizes: dict[str, int | None] = {}
-    for tower, chunk, rows, what in (
-        ("image", config.image_chunk, local_batch, "samples"),
-        ("text", config.text_chunk, captions * local_batch, "captions"),
-    ):
-        setting, value = (f"cache.{tower}_chunk", str(chunk)) if chunk else ("cache.chunk", config.chunk)
-        if value == "auto":
-            sizes[tower] = None
-            continue
-        try:
-            size = parse_count(value)
-        except ValueError as error:
-            raise UserError(f"{setting}={value}: give samples per chunk, or auto") from error
-        if not 1 <= size <= rows:
-            raise UserError(f"{setting}={size}: one process holds {rows} {what} of the batch; choose 1 to {rows}")
-        sizes[tower] = size
-    return sizes
+    image, text = config.sizes
+    for size, rows, what in ((image, local_batch, "samples"), (text, captions * local_batch, "captions")):
+        if size is not None and size > rows:
+            raise UserError(f"cache.chunk={size}: one process holds {rows} {what} of the batch; choose 1 to {rows}")
+    return {"image": image, "text": text}
 
 
 def batch_norm_chunk(tower: nn.Module, name: str, size: int | None, local_batch: int) -> int | None:
@@ -57,9 +44,8 @@ def batch_norm_chunk(tower: nn.Module, name: str, size: int | None, local_batch:
         return None
     if size is not None and size < local_batch:
         raise UserError(
-            f"cache.{name}_chunk={size}: the {name} tower has batch normalisation ({mixing[0]}), which mixes the "
-            f"samples of a batch; set model.batch_norm=frozen, or cache.{name}_chunk={local_batch}, all that one "
-            "process holds"
+            f"cache.chunk={size}: the {name} tower has batch normalisation ({mixing[0]}), which mixes the samples of a "
+            f"batch; set model.batch_norm=frozen, or cache.chunk={local_batch}, all that one process holds"
         )
     return local_batch
 

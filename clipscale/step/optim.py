@@ -59,8 +59,8 @@ def build_optimizer(
         options.setdefault("eps", config.eps)
     if sharded and config.name not in SHARDED:
         raise UserError(
-            f"optim.name={config.name}: not with launch.parallel=fsdp, where a parameter is in shards; choose one of "
-            f"{', '.join(SHARDED)}, or launch.parallel=ddp"
+            f"optim.name={config.name}: needs whole parameters, launch.parallel=ddp; for shards choose one of "
+            f"{', '.join(SHARDED)}"
         )
     groups = parameter_groups(model, config, scales or {})
     if config.name == "muon" and all(p.device.type == "cpu" for p in model.parameters()):

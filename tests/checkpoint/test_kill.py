@@ -81,7 +81,7 @@ def test_a_run_that_is_killed_again_and_again_has_the_undisturbed_curve(demo: Pa
     numbers, run = random.Random(SEED), tmp_path / "killed"
     model = ModelConfig(name="test", patch_dropout=0.3, architecture=ARCHITECTURE)
     config = settings(demo, run, batch=16, samples=16 * 10**6, model=model)
-    chunks, often = CacheConfig(image_chunk=6, text_chunk=8), CheckpointConfig(every=1, keep=2)
+    chunks, often = CacheConfig(chunk=["6", "8"]), CheckpointConfig(every="1", keep=2)
     config = replace(config, cache=chunks, checkpoint=often)
     train(replace(config, samples=32, run=str(tmp_path / "first")))  # imports, tokenizer, counts of operations
     longest = 2 * until(lambda: len(losses(run)) >= 2, train, config)

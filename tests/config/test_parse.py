@@ -23,7 +23,7 @@ from clipscale.config.train import TrainConfig
     [
         ({"batch": "1M"}, 2**20),
         ({"samples": 1e6}, 1_000_000),
-        ({"cache": {"text_chunk": "1k"}}, 1024),
+        ({"cache": {"chunk": 512}}, ["512"]),
         ({"model": {"compile": True}}, True),
         ({"optim": {"lr": "1e-3"}}, 1e-3),
         ({"optim": {"clip_norm": 1}}, 1.0),

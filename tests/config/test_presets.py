@@ -35,7 +35,7 @@ def test_a_preset_composes_and_its_model_and_optimizer_build(name: str) -> None:
     optimizer = build_optimizer(model, config.optim)
     assert sum(len(group["params"]) for group in optimizer.param_groups) > 0
     trained = [tower for tower in (model.image, model.text) if any(p.requires_grad for p in tower.parameters())]
-    assert len(trained) == (1 if config.model.freeze_image else 2)
+    assert len(trained) == (1 if config.model.image.train == "none" else 2)
 
 
 @pytest.mark.parametrize("name", OPTIONS["model"])
@@ -123,8 +123,8 @@ FURTHER: dict[str, dict[str, Any]] = dict.fromkeys(PUBLISHED, ADAMW) | {
     | {"loss.objective": "sigmoid", "model.context_length": 16, "model.init_scale": 10.0, "model.init_bias": -10.0},
     "infcl-vit-b32": ADAMW | {"optim.eps": 1e-8, "data.augment.scale": (0.08, 1.0), "precision.name": "fp16"},
     "infcl-vit-b16-lit": CLIPPED
-    | {"model.freeze_image": True, "model.architecture.vision_cfg.timm_proj": "linear", "model.mean": OPENAI},
-    "infcl-vit-l14": CLIPPED | {"model.freeze_image": False, "model.architecture": {}},
+    | {"model.image.train": "none", "model.architecture.vision_cfg.timm_proj": "linear", "model.mean": OPENAI},
+    "infcl-vit-l14": CLIPPED | {"model.image.train": "all", "model.architecture": {}},
 }
 
 
@@ -202,7 +202,7 @@ def test_another_model_or_loss_beside_an_experiment_is_that_one_or_refused(tmp_p
     with pytest.raises(UserError, match="experiment=infcl-vit-b16-lit has its own"):
         composed("experiment=infcl-vit-b16-lit", "model=vit-b32")
     locked = composed("experiment=infcl-vit-b16-lit", "loss=siglip").model
-    assert (locked.name, locked.freeze_image, locked.init_bias) == ("LiT-B-16", True, -10)
+    assert (locked.name, locked.image.train, locked.init_bias) == ("LiT-B-16", "none", -10)
     (tmp_path / "experiment").mkdir()
     mine = "# @package _global_\nloss:\n  objective: softmax_text\nmodel:\n  init_bias: 3.0\n  compile: true\n"
     (tmp_path / "experiment/mine.yaml").write_text(mine)

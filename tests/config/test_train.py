@@ -24,8 +24,8 @@ def config(**changes: Any) -> TrainConfig:
 
 def test_a_locked_tower_of_random_weights_gives_a_warning() -> None:
     assert warnings(config()) == []
-    assert warnings(config(model=ModelConfig(freeze_image=True, image=TowerConfig("vit.pt")))) == []
-    [line] = warnings(config(model=ModelConfig(freeze_image=True)))
+    assert warnings(config(model=ModelConfig(image=TowerConfig("vit.pt", train="none")))) == []
+    [line] = warnings(config(model=ModelConfig(image=TowerConfig(train="none"))))
     assert "model.image.weights=PATH" in line
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from clipscale.common.errors import UserError
 from clipscale.config.data import AugmentConfig, DataConfig
-from clipscale.config.sections import DistillConfig, EvalConfig, ModelConfig
+from clipscale.config.sections import DistillConfig, EvalConfig, ModelConfig, TowerConfig
 from clipscale.config.tools import EmbedConfig
 from clipscale.config.train import TrainConfig
 from clipscale.data.features import StoredFeatures, encoded_row, stored_teachers
@@ -24,7 +24,7 @@ from clipscale.train import train
 from tests.data.files import sample, write_tar
 from tests.support.runs import ARCHITECTURE, curve, settings
 
-FROZEN = ModelConfig(name="test", architecture=ARCHITECTURE, freeze_image=True)
+FROZEN = ModelConfig(name="test", architecture=ARCHITECTURE, image=TowerConfig(train="none"))
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_training_from_features_is_training_with_the_frozen_tower(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": ModelConfig(name="test", architecture=ARCHITECTURE)}, r"set model\.freeze_image=true"),
+        ({"model": ModelConfig(name="test", architecture=ARCHITECTURE)}, r"set model\.image\.train=none"),
         ({"model": replace(FROZEN, architecture=ARCHITECTURE | {"embed_dim": 16})}, r"test of width 32, .* has 16"),
         ({"seed": 4}, r"computed with test of weights \w+, .*model\.image\.weights=PATH"),
         ({"offload": "encoded"}, r"offload=encoded is for pictures"),

@@ -66,7 +66,7 @@ def step(rank: int, ranks: int, stage: int, half: bool = False, steps: int = 1) 
     inputs, both = samples(2 * CHUNKS, seed=1 + rank), (model.image, model.text)
     with torch.no_grad(), autocast():  # one after the other, without FSDP2
         alone = [torch.cat([tower(part) for part in x.split(2)]) for tower, x in zip(both, inputs)]
-    towers = [world.wrap(tower, "fsdp", stage or 3, torch.bfloat16 if half else torch.float32) for tower in both]
+    towers = [world.wrap(tower, f"zero{stage or 3}", torch.bfloat16 if half else torch.float32) for tower in both]
     if not stage:
         towers = [tower.module for tower in towers]
     cache = GradCache(towers, lambda u, v: contrastive_loss(u, v, model.logit_scale.exp()), chunks=2, autocast=autocast)
@@ -137,7 +137,7 @@ def nested(rank: int, ranks: int) -> float:
     tower = timm.create_model("convnext_atto", num_classes=4, dims=(8, 8, 8, 8), depths=(1, 1, 2, 2)).eval()
     x = torch.randn(2, 3, 64, 64)
     plain = tower(x)
-    out = World(rank, ranks, CPU).wrap(tower, "fsdp")(x)
+    out = World(rank, ranks, CPU).wrap(tower, "zero3")(x)
     out.sum().backward()
     return float((out - plain).abs().max())
 
@@ -151,7 +151,7 @@ def worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     return max(((found[name] - g).norm() / g.norm()).item() for name, g in wanted.items())
 
 
-REDUCED = {(parallel, keep): [2 + 2 * (keep > 0), 2, 2] for parallel in ("ddp", "fsdp") for keep in (0, 3000)}
+REDUCED = {(parallel, keep): [2 + 2 * (keep > 0), 2, 2] for parallel in ("ddp", "zero1") for keep in (0, 3000)}
 """Of a wrapper and the bytes for kept graphs, in three steps: one reduction for each tower, and one when its graphs are
 measured."""
 
@@ -161,7 +161,7 @@ def reductions(rank: int, ranks: int) -> tuple[list[list[int]], int]:
     world, counts = World(rank, ranks, CPU), []
     for parallel, keep in REDUCED:
         m = models()
-        towers = [world.wrap(m[name], parallel, 1) for name in ("image", "text")]
+        towers = [world.wrap(m[name], parallel) for name in ("image", "text")]
         cache = GradCache(towers, m["head"], chunks=[2, 5], keep_bytes=keep)
         steps = []
         for _ in range(3):

@@ -55,13 +55,13 @@ def counted(rank: int, world: int, config: TrainConfig) -> tuple[Counter[str], l
     return calls, [p.detach() for p in run.state.model.parameters()]
 
 
-@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_a_step_waits_for_the_device_once(shards: str, tmp_path: Path, parallel: str) -> None:
     """For the loss and the norm, by which it is decided whether there is an update. The other reading is of the step
     before,
     and happens while the device works on this one."""
     launch = LaunchConfig(parallel=parallel)
-    config = small(shards, tmp_path / "run", launch=launch, cache=CacheConfig(image_chunk=2, text_chunk=3))
+    config = small(shards, tmp_path / "run", launch=launch, cache=CacheConfig(chunk=["2", "3"]))
     (first, weights), (other, same) = run_ranks(counted, 2, config)
     assert first == {"read in Run.train_step": 1, "read in StepRecords._complete": 1}
     assert other == {"read in Run.train_step": 1}, "only rank 0 logs"

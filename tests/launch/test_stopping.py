@@ -29,7 +29,7 @@ CHUNKS = 20
 def short(demo: Path, run: Path, **changes: Any) -> TrainConfig:
     """Two steps, which draw random numbers."""
     model = ModelConfig(name="test", architecture=ARCHITECTURE, patch_dropout=0.3)
-    cache, launch = CacheConfig(image_chunk=11, text_chunk=16), LaunchConfig()
+    cache, launch = CacheConfig(chunk=["11", "16"]), LaunchConfig()
     return settings(demo, run, samples=128, **{"model": model, "cache": cache, "launch": launch, **changes})
 
 
@@ -92,7 +92,7 @@ def test_a_step_is_thrown_away_and_taken_again_bit_for_bit(
     demo: Path, whole: list[float], tmp_path: Path, call: int
 ) -> None:
     """In the first pass and in the second."""
-    config = short(demo, tmp_path / "run", checkpoint=CheckpointConfig(minutes=0))
+    config = short(demo, tmp_path / "run", checkpoint=CheckpointConfig(every="0"))
     assert with_signal_at(CHUNKS + call, lambda: train(config)) == signal.SIGTERM
     assert [path.name for path in checkpoint.checkpoints_of(tmp_path / "run")] == ["step_00000001"]
     assert curve(tmp_path / "run") == whole[:1]
@@ -113,7 +113,7 @@ def test_the_last_save_handles_signals_and_must_succeed(demo: Path, tmp_path: Pa
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
         raise OSError(28, "No space left on device")
 
-    config = short(demo, tmp_path / "run", checkpoint=CheckpointConfig(every=every))
+    config = short(demo, tmp_path / "run", checkpoint=CheckpointConfig(every=str(every)))
     with patch("clipscale.checkpoint.saving.Writer.write_data", write_data), pytest.raises(UnwritableError):
         with_signal_at(CHUNKS + 3, lambda: train(config))
 
@@ -122,7 +122,7 @@ def test_a_run_from_anothers_checkpoint_goes_on_from_its_own_when_requeued(
     demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other, run, path = tmp_path / "other", tmp_path / "run", tmp_path / "other/checkpoints/step_00000001"
-    train(short(demo, other, checkpoint=CheckpointConfig(every=1)))
+    train(short(demo, other, checkpoint=CheckpointConfig(every="1")))
     assert with_signal_at(3, lambda: train(short(demo, run, resume=str(path)))) == signal.SIGTERM
     assert [path.name for path in checkpoint.checkpoints_of(run)] == ["step_00000001"], "resume=auto would begin anew"
     train(short(demo, run, resume="auto"))
@@ -143,7 +143,7 @@ def on_rank_1(rank: int, world: int, config: TrainConfig, call: int) -> int:
     return with_signal_at(call if rank == 1 else -1, lambda: train(config))
 
 
-@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_all_ranks_leave_a_step_at_the_same_chunk(demo: Path, tmp_path: Path, parallel: str) -> None:
     launch = LaunchConfig(parallel=parallel)
     config = short(demo, tmp_path / "run", launch=launch)

@@ -32,11 +32,11 @@ def adapted(layers: dict[str, int]) -> int:
 
 CASES = {
     "full": ({}, 2 * IMAGE_FORWARD, 2 * TEXT_FORWARD),
-    "image frozen": ({"freeze_image": True}, 0, 2 * TEXT_FORWARD),
-    "text frozen": ({"freeze_text": True}, 2 * IMAGE_FORWARD, 0),
-    "projection": ({"image": TowerConfig(unlocked_groups=1)}, PROJECT, 2 * TEXT_FORWARD),
+    "image frozen": ({"image": TowerConfig(train="none")}, 0, 2 * TEXT_FORWARD),
+    "text frozen": ({"text": TowerConfig(train="none")}, 2 * IMAGE_FORWARD, 0),
+    "projection": ({"image": TowerConfig(train="1")}, PROJECT, 2 * TEXT_FORWARD),
     "last two groups": (
-        {"image": TowerConfig(unlocked_groups=2)}, 2 * (sum(IMAGE.values()) + PROJECT), 2 * TEXT_FORWARD
+        {"image": TowerConfig(train="2")}, 2 * (sum(IMAGE.values()) + PROJECT), 2 * TEXT_FORWARD
     ),
     "adapters": ({"lora": LoraConfig(rank=2)}, adapted(IMAGE), adapted(TEXT)),
 }  # fmt: skip

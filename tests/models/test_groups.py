@@ -76,11 +76,11 @@ def test_rates_are_multiplied_with_the_schedule_and_scale_the_step() -> None:
 
 
 def test_the_last_groups_train_and_frozen_statistics_stay() -> None:
-    model = build_model(config(RESNET, image=TowerConfig(unlocked_groups=2), text=TowerConfig(unlocked_groups=0)))
+    model = build_model(config(RESNET, image=TowerConfig(train="2"), text=TowerConfig(train="none")))
     for name, p in model.image.encoder.named_parameters():
         assert p.requires_grad == name.startswith(("layer4.", "attnpool.")), name
     assert not any(p.requires_grad for p in model.text.parameters())
     for name, module in model.image.encoder.named_modules():
         assert not isinstance(module, _BatchNorm) or module.training == name.startswith("layer4."), name
-    with pytest.raises(UserError, match=r"model.image.unlocked_groups=9: the tower has 5; choose"):
-        build_model(config(image=TowerConfig(unlocked_groups=9)))
+    with pytest.raises(UserError, match=r"model.image.train=9: the tower has 5 groups; choose"):
+        build_model(config(image=TowerConfig(train="9")))

@@ -34,7 +34,7 @@ def test_adapters_are_on_all_linear_layers_of_the_blocks_and_change_nothing_at_f
     assert torch.equal(model.image(pixels), plain.image(pixels)) and torch.equal(model.text(tokens), plain.text(tokens))
     assert all("lora_" in name or name == "logit_scale" for name in trained(model))
     assert sum(".lora_A." in name for name in trained(model)) == 2 * 2 * 4, "towers, blocks, and in, out, fc, proj"
-    partly = small_model(lora=RULE, image=TowerConfig(unlocked_groups=2), freeze_text=True).image.encoder
+    partly = small_model(lora=RULE, image=TowerConfig(train="2"), text=TowerConfig(train="none")).image.encoder
     whole = {name for name in trained(partly) if "lora_" not in name}
     assert whole > {"proj", "ln_post.weight", "transformer.resblocks.1.mlp.c_fc.bias"}
     assert all(name.startswith("transformer.resblocks.0.") for name in trained(partly) - whole)
@@ -61,8 +61,8 @@ def test_a_run_saves_its_adapters_alone_goes_on_bit_for_bit_and_is_exported(shar
     plain = ModelConfig(name="test", architecture=ARCHITECTURE)
     state = {"model": build_model(plain).state_dict(), "model_config": asdict(plain)}
     save(tmp_path / "base", 1, state, keep=1)
-    model = replace(plain, weights=str(tmp_path / "base"), lora=LoraConfig(rank=2), text=TowerConfig(unlocked_groups=1))
-    whole = small(shards, tmp_path / "whole", model=model, ema=0.9, checkpoint=CheckpointConfig(every=2, keep=0))
+    model = replace(plain, weights=str(tmp_path / "base"), lora=LoraConfig(rank=2), text=TowerConfig(train="1"))
+    whole = small(shards, tmp_path / "whole", model=model, ema=0.9, checkpoint=CheckpointConfig(every="2", keep=0))
     train(whole)
     train(replace(whole, run=str(tmp_path / "part"), resume=str(tmp_path / "whole/checkpoints/step_00000002")))
     assert len(set(curve(tmp_path / "whole"))) == 4

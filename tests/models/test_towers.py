@@ -11,7 +11,7 @@ import torch
 from torchvision.transforms.functional import normalize
 
 from clipscale.common.errors import UserError
-from clipscale.config.sections import ModelConfig
+from clipscale.config.sections import ModelConfig, TowerConfig
 from clipscale.data.order import CounterRNG
 from clipscale.models.towers import build_model
 
@@ -44,7 +44,7 @@ def test_features_are_open_clips_on_the_same_pixels() -> None:
 
 
 def test_frozen_towers_take_no_gradient_and_stay_in_evaluation_mode() -> None:
-    model = build_model(small(freeze_image=True)).train()
+    model = build_model(small(image=TowerConfig(train="none"))).train()
     assert not any(p.requires_grad for p in model.image.parameters())
     assert not model.image.encoder.training
     assert model.text.encoder.training

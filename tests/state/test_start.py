@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from clipscale.common.errors import UserError
-from clipscale.config.sections import CacheConfig, CheckpointConfig, ModelConfig, OptimConfig
+from clipscale.config.sections import CacheConfig, CheckpointConfig, ModelConfig, OptimConfig, TowerConfig
 from clipscale.data.loader.stream import DataConfig
 from clipscale.distributed.world import World
 from clipscale.train import Run, train
@@ -35,7 +35,7 @@ def test_resuming_a_finished_run_says_so_and_trains_no_further(
 
 
 def test_a_run_taken_back_goes_on_from_there(demo: Path, tmp_path: Path) -> None:
-    config = settings(demo, tmp_path / "run", samples=256, checkpoint=CheckpointConfig(every=1, keep=0))
+    config = settings(demo, tmp_path / "run", samples=256, checkpoint=CheckpointConfig(every="1", keep=0))
     train(config)
     folder = tmp_path / "run/checkpoints"
     train(replace(config, samples=192, resume=str(folder / "step_00000002")))
@@ -53,10 +53,10 @@ def test_what_does_not_fit_a_checkpoint_is_named(demo: Path, finished: Path) -> 
     for changes, message in (
         ({"model": ModelConfig(name="test", architecture=other)}, "model.architecture"),
         ({"resume": "none"}, "already holds checkpoints"),
-        ({"batch": 128, "cache": CacheConfig(chunk="64")}, "batch=128: the checkpoint was trained with 64"),
+        ({"batch": 128, "cache": CacheConfig(chunk=["64"])}, "batch=128: the checkpoint was trained with 64"),
         ({"optim": OptimConfig(name="lamb")}, "trained with .adamw."),
         (
-            {"model": ModelConfig(name="test", architecture=ARCHITECTURE, freeze_image=True)},
+            {"model": ModelConfig(name="test", architecture=ARCHITECTURE, image=TowerConfig(train="none"))},
             "does not fit this model's parameters",
         ),
     ):

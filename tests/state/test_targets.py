@@ -57,7 +57,7 @@ def config_of(shard: str, run: Path, shared: str = "mask", k: int = 1, **given: 
         train=[shard], workers=0, same="url", captions=["json:captions"], captions_per_step=k, shard_streams=6
     )
     model = ModelConfig(name="test", architecture=ARCHITECTURE, init_bias=-2.0)
-    given = {"optim": OptimConfig(lr=1e-3), "cache": CacheConfig(image_chunk=5, text_chunk=5), **given}
+    given = {"optim": OptimConfig(lr=1e-3), "cache": CacheConfig(chunk=["5", "5"]), **given}
     loss = LossConfig(objective, shared=shared)
     return small(shard, run, data=data, model=model, loss=loss, precision=PrecisionConfig(), **given)
 
@@ -92,9 +92,9 @@ BOTH = DistillConfig(["a", "b"], SCALES, (0.3, 0.7))
 @pytest.mark.parametrize(
     ("ranks", "given"),
     [
-        (1, {"shared": "mask", "cache": CacheConfig(image_chunk=5, text_chunk=5, keep="1G")}),
+        (1, {"shared": "mask", "cache": CacheConfig(chunk=["5", "5"], keep="1G")}),
         (2, {"shared": "positive", "k": 3}),
-        (2, {"shared": "positive", "k": 2, "objective": "sigmoid", "launch": LaunchConfig(parallel="fsdp")}),
+        (2, {"shared": "positive", "k": 2, "objective": "sigmoid", "launch": LaunchConfig(parallel="zero3")}),
         (1, {"distill": DistillConfig(["a"], SCALES[:1])}),
         (2, {"distill": BOTH}),
     ],
@@ -128,7 +128,7 @@ def test_a_step_is_that_of_one_dense_graph(shard: str, tmp_path: Path, ranks: in
 def test_a_resumed_run_has_the_same_losses_wherever_rows_wait(
     shard: str, tmp_path: Path, given: dict[str, Any]
 ) -> None:
-    train(config_of(shard, tmp_path / "whole", checkpoint=CheckpointConfig(every=2, keep=0), **given))
+    train(config_of(shard, tmp_path / "whole", checkpoint=CheckpointConfig(every="2", keep=0), **given))
     saved = str(checkpoint.path_of(tmp_path / "whole", 2))
     for offload in ("disk", "encoded", "none"):
         train(config_of(shard, tmp_path / offload, resume=saved, offload=offload, **given))

@@ -27,7 +27,7 @@ from tests.support.runs import on_a_rank, records, small
 @pytest.mark.parametrize("name", ["adafactorbv", pytest.param("muon", marks=pytest.mark.slow)])
 def test_a_resumed_run_ends_with_the_same_weights_average_and_optimizer(shards: str, tmp_path: Path, name: str) -> None:
     given: dict[str, Any] = {"optim": OptimConfig(name=name, lr=1e-3, eps=None), "ema": 0.9}
-    train(small(shards, tmp_path / "whole", checkpoint=CheckpointConfig(every=2, keep=0), **given))
+    train(small(shards, tmp_path / "whole", checkpoint=CheckpointConfig(every="2", keep=0), **given))
     train(small(shards, tmp_path / "parts", resume=str(checkpoint.path_of(tmp_path / "whole", 2)), **given))
     assert [r["loss"] for r in records(tmp_path / "parts")] == [r["loss"] for r in records(tmp_path / "whole")][2:]
     whole, parts = (checkpoint.load(checkpoint.path_of(tmp_path / run, 4)) for run in ("whole", "parts"))
@@ -54,7 +54,7 @@ def test_an_update_clips_the_unscaled_gradient_and_bounds_the_logit_scale(
 
 
 def test_a_sharded_run_writes_whole_tensors_that_one_process_reads(shards: str, tmp_path: Path) -> None:
-    fsdp, given = LaunchConfig(parallel="fsdp"), {"precision": PrecisionConfig(), "ema": 0.9}
+    fsdp, given = LaunchConfig(parallel="zero3"), {"precision": PrecisionConfig(), "ema": 0.9}
     run_ranks(on_a_rank, 2, small(shards, tmp_path / "run", samples=24, launch=fsdp, **given))
     train(small(shards, tmp_path / "one", samples=24, **given))
     found, wanted = (checkpoint.load(checkpoint.path_of(tmp_path / run, 2)) for run in ("run", "one"))
@@ -73,7 +73,7 @@ def test_a_run_normalises_as_its_weights_were_trained_and_goes_on_so(
     half = (0.5, 0.5, 0.5)
 
     def run(name: str, resume: str = "auto", **changes: Any) -> list[float]:
-        every = CheckpointConfig(every=1, keep=0)
+        every = CheckpointConfig(every="1", keep=0)
         config = small(
             shards, tmp_path / name, samples=24, precision=PrecisionConfig(), checkpoint=every, resume=resume
         )

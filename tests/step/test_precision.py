@@ -10,7 +10,7 @@ import torch
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
-from clipscale.config.sections import CacheConfig, ModelConfig, PrecisionConfig
+from clipscale.config.sections import CacheConfig, ModelConfig, PrecisionConfig, TowerConfig
 from clipscale.config.train import TrainConfig
 from clipscale.distributed.world import World
 from clipscale.launch.stopping import SignalError
@@ -22,7 +22,7 @@ from tests.support.runs import ARCHITECTURE, small
 
 def test_a_frozen_image_tower_gives_the_same_bits_from_half_the_memory() -> None:
     torch.manual_seed(0)
-    whole = build_model(ModelConfig(name="test", architecture=ARCHITECTURE, freeze_image=True))
+    whole = build_model(ModelConfig(name="test", architecture=ARCHITECTURE, image=TowerConfig(train="none")))
     half = copy.deepcopy(whole)
     precision = Precision(PrecisionConfig(name="bf16"), torch.device("cpu"))
     precision.store(half.image)
@@ -40,7 +40,7 @@ RESNET = ARCHITECTURE | {"vision_cfg": {"image_size": 32, "layers": [1, 1, 1, 1]
 
 def resnet(shards: str, run: Path, batch_norm: str, chunk: int | None) -> TrainConfig:
     model = ModelConfig(name="rn", architecture=RESNET, batch_norm=batch_norm)
-    cache = CacheConfig(chunk="6", image_chunk=chunk, text_chunk=6) if chunk else CacheConfig()
+    cache = CacheConfig(chunk=[str(chunk), "6"]) if chunk else CacheConfig()
     return small(shards, run, model=model, cache=cache, precision=PrecisionConfig(), samples=24)
 
 
@@ -56,7 +56,7 @@ def test_towers_with_batch_normalisation_train(
 
 
 def test_batch_normalisation_in_chunks_is_refused_with_the_remedy(shards: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"cache\.image_chunk=4.*model\.batch_norm=frozen, or cache\.image_chunk=12"):
+    with pytest.raises(UserError, match=r"cache\.chunk=4: the image.*model\.batch_norm=frozen, or cache\.chunk=12"):
         train(resnet(shards, tmp_path / "run", "sync", 4))
 
 

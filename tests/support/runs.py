@@ -41,7 +41,7 @@ def settings(demo: Path, run: Path, **changes: Any) -> TrainConfig:
         device="cpu",
         model=ModelConfig(name="test", architecture=ARCHITECTURE),
         data=DataConfig(train=[paths(demo).train], workers=0),
-        cache=CacheConfig(image_chunk=24, text_chunk=32),
+        cache=CacheConfig(chunk=["24", "32"]),
         optim=OptimConfig(lr=1e-3),
         schedule=ScheduleConfig(warmup="2"),
         log=LogConfig(every=5),
@@ -61,7 +61,7 @@ def small(shards: str, run: Path, **changes: Any) -> TrainConfig:
             "data": DataConfig(train=[shards], workers=0),
             "batch": 12,
             "samples": 48,
-            "cache": CacheConfig(image_chunk=4, text_chunk=6),
+            "cache": CacheConfig(chunk=["4", "6"]),
             "optim": OptimConfig(lr=1e-3, clip_norm=0.5),
             "precision": BF16,
         }

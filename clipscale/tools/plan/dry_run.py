@@ -144,7 +144,7 @@ class DryRun:
             p.grad = torch.empty_like(p)
         self.state.update(self.state.gradient_norm())
         self.state.optimizer.zero_grad()
-        if config.launch.parallel == "fsdp" and ranks > 1:
+        if config.launch.parallel != "ddp" and ranks > 1:
             self.step((1, 1), 1)  # FSDP2 allocates in its first step
 
     def inputs(self, tower: int, rows: int) -> Chunked:

@@ -10,6 +10,8 @@ from clipscale.common.errors import UserError
 from clipscale.common.terminal import say
 from clipscale.common.units import format_bytes
 from clipscale.config import stages
+from clipscale.config.parse import accepted
+from clipscale.config.setting import settings_of
 from clipscale.config.tools import PlanConfig, target_gpu
 from clipscale.step.chunk_sizes import CPU_CHUNK, batch_norm_chunk, sizes_of_settings
 from clipscale.tools.plan import ASSUMED
@@ -18,6 +20,7 @@ from clipscale.tools.plan.memory import Chunks, MemoryModel, host_memory, keep_b
 from clipscale.tools.plan.published import Published, method_of, outside_torch
 from clipscale.tools.plan.step_time import StepTime, caption_width
 
+SETTINGS = {setting.name: setting for setting in settings_of(PlanConfig)}
 OFFLOADS = ("none", "host", "encoded", "disk")
 """Where pixels wait, the fastest first."""
 Result = dict[str, Any]
@@ -133,8 +136,7 @@ def largest(size: int, least: int, most: int, fits: Callable[[int], bool]) -> in
 def changed(config: PlanConfig, words: str) -> PlanConfig:
     """The settings with others, `SECTION.NAME=VALUE` and so on."""
     for name, _, value in (word.partition("=") for word in words.split()):
-        text = name in ("cache.chunk", "cache.keep")
-        config = stages.changed(config, name, value if text else yaml.safe_load(value))
+        config = stages.changed(config, name, accepted(SETTINGS[name], yaml.safe_load(value)))
     return config
 
 
@@ -146,7 +148,7 @@ def fitted(config: PlanConfig) -> Result:
     keeps = ("none",) if config.hardware == "cpu" else ("none", "auto")
     plans = [predicted(changed(best, f"batch={batch or config.batch} cache.keep={k}")) | {"keep": k} for k in keeps]
     result = min((each for each in plans if each["fits"]), key=lambda each: each["step_range_s"][0], default=plans[0])
-    words = "batch={batch} offload={offload} cache.image_chunk={chunk[image]} cache.text_chunk={chunk[text]}"
+    words = "batch={batch} offload={offload} cache.chunk=[{chunk[image]},{chunk[text]}]"
     return result | {"fit": f"{words} cache.keep={{keep}}".format(**result)}
 
 

@@ -17,7 +17,7 @@ SMALL = 256 * 1024
 
 
 def predicted(config: TrainConfig, ranks: int = 1) -> StepMemory:
-    chunk = int(config.cache.chunk)
+    chunk = int(config.cache.chunk[0])
     keep = 0 if config.cache.keep == "none" else float(config.cache.keep)
     with dry_run(config, ranks, None) as run:
         return MemoryModel(run).at(config.batch // ranks, (chunk, chunk), keep)
@@ -45,7 +45,7 @@ def assert_agree(ours: StepMemory, real: StepMemory, *, growth: bool = True, pea
 CHECKPOINTING = {"model__grad_checkpointing": True}
 CASES: dict[str, dict[str, Any]] = {
     "float32": {},
-    "frozen": {"model__freeze_image": True, "optim__name": "lion"},
+    "frozen": {"model__image__train": "none", "optim__name": "lion"},
     "sigmoid": {"loss__objective": "sigmoid", "model__init_bias": -10, "optim__name": "muon"},
     "bf16": {"precision__name": "bf16", "chunk": 32},
     "checkpointing": CHECKPOINTING | {"batch": 192},
@@ -76,7 +76,7 @@ def test_kept_graphs(share: float, kept: int) -> None:
     assert sum(step.kept) >= kept
 
 
-@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_two_ranks(parallel: str) -> None:
     """One rank of two: DDP's buckets and separate gradients, FSDP2's shards, and the ring's blocks.
 
@@ -99,7 +99,7 @@ def test_more_chunks_follow_a_straight_line() -> None:
 
 
 def test_a_frozen_tower_has_no_second_pass_and_no_graph() -> None:
-    with dry_run(settings(model__freeze_image=True), 1, 90) as run:
+    with dry_run(settings(model__image__train="none"), 1, 90) as run:
         memory = MemoryModel(run).at(1024, (16, 16), keep=1e12)
     assert "replay image" not in memory.peak
     assert memory.kept == (0, 64)

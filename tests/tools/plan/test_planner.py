@@ -140,7 +140,7 @@ def test_the_largest_batch_and_its_fastest_settings() -> None:
     """It is planned again as it is named, and its double does not fit."""
     config = settings(*TINIEST, "hardware=v100-16g", "host_memory=20G", "fit=true")
     words = plan(config)["fit"]
-    assert {word.partition("=")[0] for word in words.split()} >= {"batch", "offload", "cache.image_chunk", "cache.keep"}
+    assert {word.partition("=")[0] for word in words.split()} >= {"batch", "offload", "cache.chunk", "cache.keep"}
     config.fit = False
     assert predicted(changed(config, words), search=False)["fits"]
     double = 2 * changed(config, words).batch
