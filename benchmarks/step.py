@@ -85,12 +85,11 @@ class Step:
         self.config = replace(
             ModelConfig(**values),
             image=TowerConfig(train="none" if self.kind == "frozen" else "all"),
-            lean=self.kind != "unlean",
         )
         self.precision = Precision(PrecisionConfig(name=precision), self.device)
         torch.manual_seed(0)
         with self.device:  # drawing a large model's weights on a CPU takes longer than timing it
-            self.model = build_model(self.config).to(self.device)
+            self.model = build_model(self.config, lean=self.kind != "unlean").to(self.device)
         if self.kind == "compiled":
             self.model.image.compile(dynamic=False)
             self.model.text.compile()

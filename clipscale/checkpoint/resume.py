@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 from clipscale.checkpoint import folder
 from clipscale.checkpoint.loading import verify
 from clipscale.common.errors import UserError
-from clipscale.config.sections import LoraConfig
 from clipscale.config.train import TrainConfig
 from clipscale.distributed.world import World
 
@@ -93,7 +91,7 @@ def check_fits(
         ("batch", saved["batch"], config.batch),
         ("model.name", model["name"], config.model.name),
         ("model.architecture", model["architecture"], config.model.architecture),
-        ("model.lora", model.get("lora", asdict(LoraConfig())), asdict(config.model.lora)),
+        ("model.lora", model.get("lora", 0), config.model.lora),
         ("optim.name", saved["optimizer_name"], config.optim.name),
     ):
         if theirs != ours:

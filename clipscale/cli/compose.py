@@ -111,6 +111,10 @@ def settings(name: str, words: Sequence[str], config_dir: str | None = None) -> 
         raise UserError(f"--config-dir {config_dir}: there is no such folder; it holds experiment/NAME.yaml")
     ConfigStore.instance().store(name="settings", node=asdict(verb.settings()))
     file = name if (conf_dir() / f"{name}.yaml").exists() else "settings"
+    names = {*group_options(), *(setting.name for setting in settings_of(verb.settings))}
+    for key in (word.partition("=")[0] for word in words):
+        if key in MEANT and key not in names:
+            raise UserError(misnamed(key, names))
     path = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):

@@ -4,6 +4,7 @@ The same command again goes on with the sweep: every run resumes from its newest
 no further.
 """
 
+import os
 import re
 import zlib
 from argparse import Namespace
@@ -37,8 +38,8 @@ def main(name: str, line: Namespace) -> int:
     folder = run_folder(configs[0].run) if configs[0].run else unused(now)
     for words, config in combinations:
         config.run = str(folder / folder_name(words))
-        config.log.group = config.log.group or folder.name
         cli_train.check(config)
+    os.environ.setdefault("WANDB_RUN_GROUP", folder.name)  # wandb shows the runs as one group
     results: list[dict[str, Any]] = []
     try:
         for number, config in enumerate(configs):

@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass, field
 
+from clipscale.common.errors import UserError
 from clipscale.config.setting import setting
+from clipscale.data.conditions import caption_sources, conditions
+from clipscale.data.sample import MAX_IMAGE_BYTES
 
 FEATURES = "npy"
 """The member that `data.image_features=true` stands for."""
@@ -22,18 +25,13 @@ class AugmentConfig:
     )
     greyscale: float = setting(0.0, "Probability of a greyscale image.", least=0, most=1)
 
-
-@dataclass
-class FilterConfig:
-    """Samples to leave out. Each filter counts the samples it drops as broken, under its own reason `filter_...`."""
-
-    min_side: int = setting(0, "Least pixels of the shorter side (`filter_min_side`).", least=0)
-    max_aspect: float | None = setting(None, "Largest ratio of longer to shorter side (`filter_aspect`).", least=1)
-    min_caption: int = setting(0, "Least characters (`filter_short_caption`).", least=0)
-    max_caption: int | None = setting(None, "Most characters (`filter_long_caption`).", least=1)
-    fields: list[str] = setting(
-        [], "Conditions on the json member: `similarity>=0.3`, `LANGUAGE=en|de`, `status!=failed` (`filter_FIELD`)."
-    )
+    def check(self) -> None:
+        """Raises UserError for ranges that end before they begin, and hues beyond the circle."""
+        for name, (low, high) in (("scale", self.scale), ("ratio", self.ratio)):
+            if low > high:
+                raise UserError(f"data.augment.{name}=[{low:g},{high:g}]: give the lower end first")
+        if self.jitter[3] > 0.5:
+            raise UserError(f"data.augment.jitter: its last, the hue, is {self.jitter[3]:g}; give 0.5 or less")
 
 
 @dataclass
@@ -77,14 +75,15 @@ class DataConfig:
         "Of a caption too long for the context: its first tokens (`truncate`), a random `block`, or `random` ones.",
         choices=("truncate", "block", "random"),
     )
-    sort_captions: bool = setting(
-        True, "Chunks hold captions of like length, little padded, where the tower allows it; false: the batch's order."
-    )
     only_keys: str | None = setting(
         None,
         "A subset of the samples: DataComp's uids (`FILE.npy`, dtype `u8,u8`, sorted), or a text of keys, one a line.",
     )
-    filter: FilterConfig = field(default_factory=FilterConfig)
+    filter: list[str] = setting(
+        [],
+        "What samples must meet: `width`, `height`, shorter `side`, `aspect` (longer over shorter), characters of a "
+        "`caption`, or fields of the json: `[side>=64,aspect<=3,caption>=5,similarity>=0.3,LANGUAGE=en|de]`.",
+    )
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     decode: str = setting(
         "exact",
@@ -92,9 +91,18 @@ class DataConfig:
         choices=("exact", "fast"),
     )
     max_pixels: int = setting(89_478_485, "Most pixels of an image; others are broken (`huge_image`).", least=1)
-    max_bytes: int = setting(67_108_864, "Most encoded bytes of an image; a caption has 1 MiB (`too_large`).", least=1)
     allow_pipe: bool = setting(False, "Allow `pipe:` shards, which run a shell command.")
     timeout_s: float = setting(300.0, "Seconds without progress after which a worker ends the run.", above=0)
+
+    @property
+    def max_bytes(self) -> int:
+        """Most encoded bytes of an image (`too_large`): 64 MiB, more only for more than the default's pixels."""
+        return max(MAX_IMAGE_BYTES, 3 * self.max_pixels // 4)
+
+    def check(self) -> None:
+        """Raises UserError for captions and conditions that cannot be read."""
+        caption_sources(self.captions)
+        conditions(self.filter)
 
     @property
     def stored_member(self) -> str | None:

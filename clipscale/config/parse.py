@@ -23,9 +23,10 @@ MEANT: dict[str, str] = yaml.safe_load((Path(__file__).parent / "meant.yaml").re
 BOUNDS = {"least": (ge, "at least"), "above": (gt, "more than"), "below": (lt, "less than"), "most": (le, "at most")}
 
 
-def typed(declared: type[T], values: dict[str, Any]) -> T:
-    """Plain nested values as the dataclass `declared`; what is not given has its default. Raises UserError."""
-    settings = {setting.name: setting for setting in settings_of(declared)}
+def typed(declared: type[T], values: dict[str, Any], prefix: str = "") -> T:
+    """Plain nested values as the dataclass `declared`; what is not given has its default. `prefix`: of the names in
+    messages. Raises UserError."""
+    settings = {setting.name: setting for setting in settings_of(declared, prefix)}
 
     def build(section: type, values: dict[str, Any], prefix: str) -> Any:
         inside, arguments = nested(section), {}
@@ -51,7 +52,7 @@ def typed(declared: type[T], values: dict[str, Any]) -> T:
             raise UserError(f"stages: {number}. is {as_typed(values)}; give it some of {', '.join(keys)}")
         return {k: accepted(replace(keys[k], name=f"stages: {number}. {k}"), value) for k, value in values.items()}
 
-    result: T = build(declared, values, "")
+    result: T = build(declared, values, prefix)
     return result
 
 

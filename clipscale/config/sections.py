@@ -6,6 +6,7 @@ from typing import Any
 
 from clipscale.common.errors import UserError
 from clipscale.common.units import parse_count, parse_memory
+from clipscale.config.parse import typed
 from clipscale.config.setting import setting
 from clipscale.loss.objectives import OBJECTIVES
 
@@ -16,6 +17,8 @@ BACKENDS = ("auto", "dense", "tiled", "triton")
 SHARED = ("ignore", "mask", "positive")
 WEIGHTS = ("trained", "ema")
 WEIGHTS_HELP = "The weights as they are (`trained`), or their moving average (`ema`), which a run with `ema` keeps."
+MAX_LOGIT_SCALE = 100.0
+"""The logit scale is clamped to this after each step, as in CLIP."""
 UNITS = {"m": 60, "h": 3600}
 """Seconds of the units of time."""
 SUITES = ("none", "imagenet", "infcl-table3", "vtab", "datacomp", "retrieval")
@@ -71,20 +74,11 @@ class OptimConfig:
     )
     lr: float = setting(5e-4, "Peak of the schedule.", least=0)
     weight_decay: float = setting(0.2, "Of matrices; gains, biases and the logit scale are never decayed.", least=0)
-    decay: str = setting(
-        "torch",
-        "What decay is multiplied by in a step: the rate (`torch`), or its share of the peak (`big_vision`).",
-        choices=("torch", "big_vision"),
-    )
-    no_decay: list[str] = setting(
-        [], "Names of further parameters that are not decayed, `*` for any part: `*.positional_embedding`."
-    )
     betas: tuple[float, float] = setting(
         (0.9, 0.98), "Decay rates of both moments (adafactorbv: momentum and the cap of the second moment's rate)."
     )
     eps: float | None = setting(1e-6, "Epsilon of the update's denominator; null: the optimizer's default.")
     clip_norm: float | None = setting(None, "Largest global gradient norm; null or 0: no clipping.", least=0)
-    max_logit_scale: float = setting(100.0, "The logit scale is clamped to at most this after each step.", least=1)
     on_divergence: str = setting(
         "stop",
         "When the loss or gradient is not finite: `stop`, and save what is needed to debug it, or `skip` the step.",
@@ -181,7 +175,6 @@ class SinkConfig:
         "Weights & Biases: `online`, `offline` or `disabled`. WANDB_PROJECT and WANDB_ENTITY name the place.",
         choices=("disabled", "offline", "online"),
     )
-    group: str | None = setting(None, "wandb's group of the run; null: that of its sweep, which has the sweep's name.")
     tensorboard: bool = setting(False, "Write event files to RUN/tensorboard.")
     progress: bool = setting(
         True, "Show how far the run and long steps are: on a terminal in one line, else long steps once a minute."
@@ -193,7 +186,6 @@ class LogConfig(SinkConfig):
     """Where metrics go, in addition to `metrics.jsonl`, which is always written."""
 
     every: int = setting(1, "Steps between console lines, and between measurements of the largest update.", least=1)
-    seconds: float = setting(10.0, "Seconds between console lines, at least.", least=0)
 
 
 @dataclass
@@ -219,12 +211,17 @@ class TowerConfig:
             raise UserError(f"model.image.train or model.text.train={self.train}: give all, none, or so many groups")
 
 
-@dataclass
-class LoraConfig:
-    """Low-rank adapters on the linear layers of both towers' blocks, in place of their own weights."""
+@dataclass(frozen=True)
+class Preprocess:
+    """How pictures become an image tower's inputs, in the words of open_clip's `preprocess_cfg`; by default as CLIP's.
 
-    rank: int = setting(0, "Rank of the adapters, which alone train, and the last groups of `train`; 0: none.", least=0)
-    alpha: float | None = setting(None, "Their factor is alpha / rank; null: 1.", above=0)
+    mean, std: of each channel of pixels in [0, 1]. resize_mode, interpolation: of evaluation's pictures.
+    """
+
+    mean: tuple[float, float, float] = setting((0.48145466, 0.4578275, 0.40821073), "")
+    std: tuple[float, float, float] = setting((0.26862954, 0.26130258, 0.27577711), "")
+    resize_mode: str = setting("shortest", "", choices=("shortest", "squash", "longest"))
+    interpolation: str = setting("bicubic", "", choices=("bicubic", "bilinear"))
 
 
 @dataclass
@@ -242,7 +239,9 @@ class ModelConfig:
     )
     image: TowerConfig = field(default_factory=TowerConfig)
     text: TowerConfig = field(default_factory=TowerConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
+    lora: int = setting(
+        0, "Rank of low-rank adapters on both towers' blocks, which alone train, and the last groups; 0: none.", least=0
+    )
     image_size: int | None = setting(None, "Side in pixels, a multiple of the patch; null: the model's own.", least=1)
     context_length: int | None = setting(
         None,
@@ -257,23 +256,24 @@ class ModelConfig:
     )
     patch_dropout: float = setting(0.0, "Share of image patches dropped in training.", least=0, below=1)
     compile: bool = setting(False, "Compile the towers with torch.compile.")
-    lean: bool = setting(True, "A shorter forward pass for open_clip's own transformers: equal to rounding.")
     init_scale: float | None = setting(
         None, "Initial logit scale (the factor, not its logarithm); null: the architecture's, 1/0.07 for CLIP.", above=0
     )
     init_bias: float | None = setting(None, "Initial logit bias, -10 for the sigmoid loss; null: the architecture's.")
-    mean: tuple[float, float, float] = setting(
-        (0.48145466, 0.4578275, 0.40821073), "Mean of each channel of pixels in [0, 1]; the default is CLIP's."
+    preprocess: dict[str, Any] = setting(
+        {},
+        "How pictures are prepared, as open_clip's preprocess_cfg: mean, std, resize_mode (shortest, squash, longest), "
+        "interpolation (bicubic, bilinear); empty: as for the weights, else as CLIP's.",
     )
-    std: tuple[float, float, float] = setting(
-        (0.26862954, 0.26130258, 0.27577711), "Standard deviation of each channel; the default is CLIP's."
-    )
-    resize: str = setting(
-        "shortest",
-        "For evaluation: `shortest` side and central crop, `squash` to a square, or `longest` side and black margin.",
-        choices=("shortest", "squash", "longest"),
-    )
-    interpolation: str = setting("bicubic", "Of that resize.", choices=("bicubic", "bilinear"))
+
+    @property
+    def pixels(self) -> Preprocess:
+        """`preprocess` with its defaults. Raises UserError for other words and values."""
+        return typed(Preprocess, self.preprocess, "model.preprocess.")
+
+    def check(self) -> None:
+        """Raises UserError for another `preprocess`."""
+        _ = self.pixels
 
 
 @dataclass
@@ -283,7 +283,6 @@ class EvalConfig:
     every: int = setting(0, "Steps between evaluations; 0: none. A run with `sets` always ends with one.", least=0)
     sets: list[str] = setting([], "Folders of CLIP_benchmark's layout or of class folders, or caption JSONs.")
     batch: int = setting(256, "Images or captions encoded at once.", least=1)
-    workers: int = setting(0, "Decoding threads per process; 0: one per core, at most 8.", least=0)
     limit: int | None = setting(None, "Most images of each set, of each class in proportion; null: all.", least=1)
     suite: str = setting("none", SUITE_HELP, choices=SUITES)
     root: str | None = setting(None, "The folder with the sets of `eval.suite`.")

@@ -98,21 +98,13 @@ def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
         raise UserError("data.captions_per_step: with it, take loss.shared=positive and data.same=url or another field")
     if config.resume not in ("auto", "none") and not Path(config.resume).expanduser().exists():
         raise UserError(f"resume={config.resume}: there is no such file or run folder")
-    if config.model.lora.rank:
-        about = f"model.lora.rank={config.model.lora.rank}"
+    if config.model.lora:
+        about = f"model.lora={config.model.lora}"
         if not config.model.weights:
             raise UserError(f"{about}: the checkpoint holds adapters only; give what they adapt, model.weights=...")
         if config.launch.parallel != "ddp":
             parallel = f"launch.parallel={config.launch.parallel}"
             raise UserError(f"{about}: not with {parallel}; adapters are small, take launch.parallel=ddp")
-    for name in ("scale", "ratio"):
-        low, high = getattr(config.data.augment, name)
-        if low > high:
-            raise UserError(f"data.augment.{name}=[{low:g},{high:g}]: give the lower end first")
-    if config.data.augment.jitter[3] > 0.5:
-        raise UserError(
-            f"data.augment.jitter: its last, the hue, is {config.data.augment.jitter[3]:g}; give 0.5 or less"
-        )
     procs = config.launch.procs
     for stage in stages_of(config):
         shared(stage.batch, procs or 1, f"launch.procs={procs} processes")

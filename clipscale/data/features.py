@@ -18,7 +18,7 @@ from numpy.lib import format as npy
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.config.sections import DistillConfig, ModelConfig
-from clipscale.data.filters import caption_sources
+from clipscale.data.conditions import caption_sources
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError, limits
 from clipscale.data.shards.listing import list_shards
@@ -110,7 +110,7 @@ def stored_features(data: DataConfig, config: ModelConfig, model: "ClipModel") -
     for what, theirs, ours in (
         ("width", note["width"], model.width),
         ("image size", note["image_size"], model.image_size),
-        ("pixel mean and deviation", [note["mean"], note["std"]], [list(config.mean), list(config.std)]),
+        ("pixel mean and deviation", [note["mean"], note["std"]], [list(model.pixels.mean), list(model.pixels.std)]),
         ("weights", note["weights"], model.image.digest()),
     ):
         if theirs != ours:

@@ -10,7 +10,7 @@ _NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
 """Key and extension by webdataset's rule: the key ends at the first dot after the last slash."""
 
 MAX_IMAGE_BYTES = 64 << 20
-"""Size limit of an encoded picture unless `data.max_bytes` sets another."""
+"""Size limit of an encoded picture, unless `data.max_pixels` allows larger ones."""
 MAX_TEXT_BYTES = 1 << 20
 """Size limit of a caption or json member; a parser may need thirty times as much memory."""
 

@@ -66,7 +66,7 @@ def evaluate(
     Raises UserError for sets that cannot be used, and OSError where `run_dir` cannot be written.
     """
     sets = check(config, world)
-    threads = config.workers or min(8, cores_of_rank())
+    threads = min(8, cores_of_rank())
     encoder = Encoder(model, world, autocast, config.batch, threads, before_batch, progress)
     folder = run_dir if world.main else None
     results: Results = {}

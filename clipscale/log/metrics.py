@@ -22,6 +22,9 @@ from clipscale.log.sinks import Sinks
 from clipscale.log.table import FIGURES
 from clipscale.log.warnings import FIRST, WINDOW, warnings_of
 
+PAUSE_S = 10.0
+"""Seconds between console lines, at least."""
+
 
 class MetricLog:
     """The log of one run, on rank 0: `metrics.jsonl`, `env.json` and `config.yaml` in its folder, console and sinks.
@@ -86,7 +89,7 @@ class MetricLog:
             shown["left"] = timedelta(seconds=round(pace * (self.total - record["step"])))
         self._times = [*self._times[1 - WINDOW :], now]
         line = console_line(shown)
-        due = now - self._printed_at >= self.config.seconds
+        due = now - self._printed_at >= PAUSE_S
         if due and record["step"] % self.config.every == 0:
             self.message(line)
             line = ""

@@ -91,7 +91,6 @@ def wandb(run_dir: Path, config: SinkConfig, settings: Mapping[str, Any]) -> Sin
     run = client.init(
         project=os.environ.get("WANDB_PROJECT", "clipscale"),
         name=run_dir.name,
-        group=config.group,
         id=id_file.read_text().strip(),
         resume="allow",
         dir=str(run_dir),

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from statistics import mean, median
 from typing import Any
 
+from clipscale.config.sections import MAX_LOGIT_SCALE
+
 WINDOW, FIRST = 50, 10
 """Steps that are looked at, and the first ones, which start kernels, compilers and workers."""
 SPIKES_FROM = 2.3
@@ -42,10 +44,9 @@ def warnings_of(records: Sequence[Mapping[str, Any]], settings: Mapping[str, Any
             outran = f"squared gradients outran their average at step {worst['step']} (RMS {worst['update_rms']:.1f})"
             cause = f"{worst['update_rms_tensor']}, whose {outran}; optim.name=stableadamw or a smaller beta2 helps"
         warnings["spike"] = f"the loss jumped from {middle:.3f} to {last['loss']:.3f}; likely cause: {cause}"
-    clamp = settings.get("optim", {}).get("max_logit_scale", 100)
-    if full and min(r["logit_scale"] for r in records) > 0.9999 * clamp:
+    if full and min(r["logit_scale"] for r in records) > 0.9999 * MAX_LOGIT_SCALE:
         why = "usual late in a long run; early, optim.lr is too high"
-        warnings["clamp"] = f"the logit scale stays at optim.max_logit_scale={clamp:g}: {why}"
+        warnings["clamp"] = f"the logit scale stays at its limit of {MAX_LOGIT_SCALE:g}: {why}"
     share = mean(r["data_wait_frac"] for r in records) if full else 0
     if share > 0.2:
         warnings["starved"] = f"{share:.0%} of the time went by waiting for data: more data.workers, or a faster disk"

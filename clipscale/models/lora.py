@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft's layers: W x + alpha / rank B A x, of which A and B train.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft's layers: W x + B A x, of which A and B train.
 
 They are on every linear layer of the blocks that do not train by themselves: attention's and the MLP's.
 """
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from clipscale.common.errors import UserError
-from clipscale.config.sections import LoraConfig
 from clipscale.models.families import family_of
 from clipscale.models.groups import layer_groups
 from clipscale.models.lean import LeanBlock
@@ -28,14 +27,14 @@ class LoraBlock(LeanBlock):
         return self.attn.get_base_layer().out_proj(x)
 
 
-def add(encoder: nn.Module, tower: str, config: LoraConfig, unlocked: int) -> None:
+def add(encoder: nn.Module, tower: str, rank: int, unlocked: int) -> None:
     """Put adapters into the blocks of an encoder but the last `unlocked` layer groups. Its features stay, bit for bit.
     `tower`: `image` or `text`, for messages. Raises UserError for a tower without such blocks, and without peft."""
-    about = f"model.lora.rank={config.rank}"
+    about = f"model.lora={rank}"
     if not family_of(encoder).adapters(encoder):
         raise UserError(
-            f"{about}: the {tower} tower is no transformer of open_clip with model.lean=true, no ViT of timm and no "
-            f"text tower of transformers; set model.{tower}.train=none, or rank 0"
+            f"{about}: the {tower} tower is no transformer of open_clip, no ViT of timm and no "
+            f"text tower of transformers; set model.{tower}.train=none, or model.lora=0"
         )
     try:
         import peft
@@ -48,8 +47,7 @@ def add(encoder: nn.Module, tower: str, config: LoraConfig, unlocked: int) -> No
     kinds = nn.Linear | nn.MultiheadAttention
     targets = sorted(n for n, module in modules.items() if isinstance(module, kinds) and not n.startswith(inner))
     trained = [p for p in encoder.parameters() if p.requires_grad]
-    alpha: Any = config.alpha or config.rank
-    rule = peft.LoraConfig(r=config.rank, lora_alpha=alpha, target_modules="|".join(map(re.escape, targets)))
+    rule = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules="|".join(map(re.escape, targets)))
     peft.inject_adapter_in_model(rule, encoder)
     for p in trained:  # peft has frozen them
         p.requires_grad_()

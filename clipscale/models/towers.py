@@ -27,7 +27,7 @@ from clipscale import checkpoint
 from clipscale.common.errors import UserError, first_line
 from clipscale.common.units import nearest
 from clipscale.config.parse import typed
-from clipscale.config.sections import LoraConfig, ModelConfig
+from clipscale.config.sections import ModelConfig
 from clipscale.data.eval_transform import EvalTransform
 from clipscale.models import lora
 from clipscale.models.families import family_of
@@ -123,20 +123,20 @@ class ClipModel(nn.Module):
     def __init__(self, encoders: CustomTextCLIP, width: int, config: ModelConfig, tokenizer: Tokenizer) -> None:
         super().__init__()
         self.width = width
-        self.image = ImageTower(encoders.visual, config.mean, config.std)
+        self.image = ImageTower(encoders.visual, config.pixels.mean, config.pixels.std)
         self.text = TextTower(encoders.text)
         self.logit_scale = encoders.logit_scale
         self.logit_bias = encoders.logit_bias
         size = encoders.visual.image_size
         self.image_size: int = size[0] if isinstance(size, tuple) else size
-        self.resize, self.interpolation = config.resize, config.interpolation
+        self.pixels = config.pixels
         self.context_length: int = encoders.context_length
         self.tokenizer = tokenizer
         self.batch_norm_frozen = config.batch_norm == "frozen"
 
     def eval_transform(self) -> EvalTransform:
         """Turns the bytes of a picture into the pixels that the image tower takes, as in open_clip's evaluation."""
-        return EvalTransform(self.image_size, mode=self.resize, interpolation=self.interpolation)
+        return EvalTransform(self.image_size, mode=self.pixels.resize_mode, interpolation=self.pixels.interpolation)
 
     def rate_factors(self, config: ModelConfig) -> dict[str, float]:
         """Factors of the learning rate by parameter; 1 for those that are missing. Raises UserError."""
@@ -229,8 +229,10 @@ def _check_patches(side: int, vision: dict[str, Any]) -> None:
         raise UserError(f"{about}; give a multiple, such as {near}")
 
 
-def build_model(config: ModelConfig) -> ClipModel:
+def build_model(config: ModelConfig, *, lean: bool = True) -> ClipModel:
     """Build the model that `config` describes: float32, on torch's default device, in training mode.
+
+    `lean`: with the shorter forward pass of `models/lean.py` where there is one, not open_clip's own.
 
     Raises UserError for an unknown architecture or weights that do not fit it.
     """
@@ -244,14 +246,14 @@ def build_model(config: ModelConfig) -> ClipModel:
     load_weights(encoders, config, quick_gelu=bool(description.get("quick_gelu")))
     if config.grad_checkpointing:
         encoders.set_grad_checkpointing(True)
-    if config.lean:
+    if lean:
         encoders.visual = family_of(encoders.visual).shorter(encoders.visual)
         encoders.text = family_of(encoders.text).shorter(encoders.text)
     encoders.text = takes_short_captions(encoders.text)
     model = ClipModel(encoders, description["embed_dim"], config, tokenizer_of(config.name, description["text_cfg"]))
     for name, tower, settings in (("image", model.image, config.image), ("text", model.text, config.text)):
         unlocked = settings.groups
-        if config.lora.rank and settings.train != "none":
+        if config.lora and settings.train != "none":
             unlocked = unlocked or 0
             lora.add(tower.encoder, name, config.lora, unlocked)
         if unlocked is not None:
@@ -270,14 +272,14 @@ def load_model(run: Path, which: str = "latest", weights: str = "trained") -> tu
     if weights == "ema" and not state.get("ema"):
         raise UserError(f"weights=ema: {path} holds no average; take weights=trained, or train with ema=0.9999")
     config = typed(ModelConfig, state["model_config"])
-    model = build_model(config if config.lora.rank else without_weights(config))
-    if config.lora.rank and [tower.digest(frozen=True) for tower in (model.image, model.text)] != state["frozen"]:
+    model = build_model(config if config.lora else without_weights(config))
+    if config.lora and [tower.digest(frozen=True) for tower in (model.image, model.text)] != state["frozen"]:
         raise UserError(f"model.weights={config.weights}: not the weights any more that {path} adapts")
     trained = state["model"] | (state["ema"]["weights"] if weights == "ema" else {})
-    model.load_state_dict(trained, strict=not config.lora.rank)
+    model.load_state_dict(trained, strict=not config.lora)
     lora.merge(model.image.encoder)
     lora.merge(model.text.encoder)
-    return model.eval(), replace(without_weights(config), lora=LoraConfig()), int(state["step"])
+    return model.eval(), replace(without_weights(config), lora=0), int(state["step"])
 
 
 def fit_positions(weights: dict[str, Any], model: ClipModel) -> list[str]:

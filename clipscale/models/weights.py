@@ -7,7 +7,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,12 @@ from clipscale.checkpoint.loading import META
 from clipscale.common.errors import UserError, first_line, one_line
 from clipscale.common.units import nearest, run_folder
 from clipscale.config.parse import typed
-from clipscale.config.sections import ModelConfig
+from clipscale.config.sections import ModelConfig, Preprocess
 from clipscale.models import huggingface
 
 log = logging.getLogger(__name__)
 
 HUB = "hf-hub:"
-PIXELS = ("mean", "std", "interpolation", "resize")
-"""The settings of how pictures are prepared for weights."""
 OPEN_CLIP, CONFIG = "open_clip_config.json", "config.json"
 _FILES = ("open_clip_model.safetensors", "model.safetensors", "open_clip_pytorch_model.bin", "pytorch_model.bin")
 """Weights in a folder, the first that there is."""
@@ -82,11 +80,12 @@ def described(config: ModelConfig, saved: Mapping[str, Any] | None = None) -> Mo
     """The settings of a model with what its weights say of its pictures and, if no name is given, its architecture.
 
     Pictures are prepared as in the run's own checkpoint `saved`, else as the image tower's weights say, else as the
-    whole model's. Settings that differ from their defaults stay. Raises UserError.
+    whole model's. What the settings say stays. Raises UserError.
     """
     if saved is not None:
         trained = typed(ModelConfig, saved["model_config"])
-        return filled(config, {key: getattr(trained, key) for key in (*PIXELS, "image_size", "context_length")})
+        sizes = {key: getattr(config, key) or getattr(trained, key) for key in ("image_size", "context_length")}
+        return replace(config, preprocess=trained.preprocess | config.preprocess, **sizes)
     source = find(config.weights, config.name) if config.weights else None
     if source and not config.name:
         if not source.description:
@@ -95,7 +94,7 @@ def described(config: ModelConfig, saved: Mapping[str, Any] | None = None) -> Mo
     known = source.pixels if source else {}
     if config.image.weights:
         known = find(config.image.weights, config.name, "model.image.weights").pixels or known
-    return filled(config, known)
+    return replace(config, preprocess={**known, **config.preprocess})
 
 
 def without_weights(config: ModelConfig) -> ModelConfig:
@@ -126,12 +125,12 @@ def _in_folder(folder: Path, about: str) -> Source:
         folder = checkpoint.locate(folder, "latest")
     if (folder / META).is_file():
         config = typed(ModelConfig, checkpoint.read_values(folder)["model_config"])
-        if config.lora.rank:
+        if config.lora:
             raise UserError(f"{about}: a checkpoint of adapters alone; give the folder of `clipscale export run=...`")
         description = config.architecture or open_clip.get_model_config(config.name.replace("/", "-"))
         if config.context_length:
             description["text_cfg"]["context_length"] = config.context_length
-        return Source(about, folder, description, {key: getattr(config, key) for key in PIXELS})
+        return Source(about, folder, description, config.preprocess)
     path = next((folder / name for name in _FILES if (folder / name).is_file()), None)
     if path is None:
         raise UserError(f"{about}: the folder holds no weights ({', '.join(_FILES)}); give one that does, or a file")
@@ -192,7 +191,7 @@ def _of_tag(tag: str, name: str, about: str) -> Source:
 
 def pixels_of_open_clip(preprocess: dict[str, Any]) -> dict[str, Any]:
     """open_clip's description as settings. Raises UserError for values that they cannot have."""
-    return checked_pixels(preprocess | {"resize": preprocess.get("resize_mode", "shortest")})
+    return checked_pixels(preprocess)
 
 
 def pixels_of_transformers(folder: Path, kind: str) -> dict[str, Any]:
@@ -203,7 +202,7 @@ def pixels_of_transformers(folder: Path, kind: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
     if kind:
         interpolation = "bilinear" if processor.get("resample") == 2 else "bicubic"
-        values = {"resize": "squash" if kind == "siglip" else "shortest", "interpolation": interpolation}
+        values = {"resize_mode": "squash" if kind == "siglip" else "shortest", "interpolation": interpolation}
     for name, key in (("image_mean", "mean"), ("image_std", "std")):
         if name in processor or kind == "siglip":
             values[key] = tuple(processor.get(name) or (0.5, 0.5, 0.5))
@@ -211,16 +210,11 @@ def pixels_of_transformers(folder: Path, kind: str) -> dict[str, Any]:
 
 
 def checked_pixels(values: dict[str, Any]) -> dict[str, Any]:
-    """Of these values the settings of pictures, with their types. Raises UserError."""
-    known = {key: values[key] for key in PIXELS if key in values}
-    settings = typed(ModelConfig, known)
-    return {key: getattr(settings, key) for key in known}
-
-
-def filled(config: ModelConfig, known: Mapping[str, Any]) -> ModelConfig:
-    """The settings with the known values in place of defaults. Settings that differ from their defaults stay."""
-    default = ModelConfig()
-    return replace(config, **{k: value for k, value in known.items() if getattr(config, k) == getattr(default, k)})
+    """Of these values those of `model.preprocess`, with their types. Raises UserError."""
+    names = {part.name for part in fields(Preprocess)}
+    known = {key: value for key, value in values.items() if key in names}
+    settings = asdict(typed(Preprocess, known))
+    return {key: settings[key] for key in known}
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

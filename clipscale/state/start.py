@@ -79,7 +79,7 @@ def begin(config: TrainConfig, world: World, folder: Path) -> tuple[Stage, Train
     optimizer = config.stages[number].get("optimizer", "continue") if begins else ""
     state = TrainState(replace(config, model=model), world, path, optimizer)  # 3 and 4, then the checkpoint's weights
     if world.main and model != config.model:
-        say(f"pixels are normalised as for the weights: mean {[*model.mean]}, deviation {[*model.std]}")
+        say(f"pixels are normalised as for the weights: mean {[*model.pixels.mean]}, deviation {[*model.pixels.std]}")
     if world.main and state.captions.note:
         say(state.captions.note)
     stream = data_stream(state, saved, folder)

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
+from clipscale.config.sections import MAX_LOGIT_SCALE
 from clipscale.config.train import TrainConfig
 from clipscale.data.features import StoredFeatures, stored_features, stored_teachers
 from clipscale.data.loader.host_batch import HostBatch, Targets
@@ -99,7 +100,7 @@ class TrainState:
     def build_model(self) -> ClipModel:
         """The model of the settings, on this rank's device."""
         model = build_model(self.config.model).to(self.world.device)
-        if self.config.model.lora.rank:
+        if self.config.model.lora:
             self.frozen = [tower.digest(frozen=True) for tower in (model.image, model.text)]
         return model
 
@@ -192,7 +193,7 @@ class TrainState:
         else:
             self.optimizer.step()
         with torch.no_grad():
-            self.model.logit_scale.clamp_(max=math.log(config.max_logit_scale))
+            self.model.logit_scale.clamp_(max=math.log(MAX_LOGIT_SCALE))
         if self.average and not skipped:
             self.average.update()
 

@@ -21,21 +21,21 @@ TOLERANCE = 1e-4
 
 
 class CaptionRule:
-    """A run sorts if `data.sort_captions` asks for it and its text tower allows it. All ranks make it."""
+    """A run sorts if its text tower allows it. All ranks make it."""
 
-    def __init__(self, config: TrainConfig, world: World, model: ClipModel) -> None:
+    def __init__(self, config: TrainConfig, world: World, model: ClipModel, *, sort: bool = True) -> None:
         self.world, self.resident, self.context = world, config.offload == "none", model.context_length
         self.pad: int | None = None
         """The padding token; None: captions keep their order and the whole context."""
         self.note = ""
-        """Why captions are not sorted, if the settings ask for it."""
-        if not config.data.sort_captions:
+        """Why captions are not sorted, if they should be."""
+        if not sort:
             return
         pad = world.on_main(lambda: padding(model.text, model.tokenizer, world.device))
         if isinstance(pad, int):
             self.pad = pad
         else:
-            self.note = f"data.sort_captions: {pad}; captions keep their order and the whole context"
+            self.note = f"captions keep their order and the whole context: {pad}"
 
     def input(self, batch: HostBatch) -> ChunkLoader | SortedCaptions:
         """The text tower's input; sorted if this run sorts."""

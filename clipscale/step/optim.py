@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -26,17 +25,11 @@ SHARDED = (
 """Optimizers whose update of a matrix in shards is the one of the whole matrix: a test compares them."""
 
 
-DECOUPLED = ("adamw", "nadamw", "adafactorbv", "lion", "muon", "stableadamw")
-"""Optimizers that multiply a parameter by 1 - rate x decay, apart from its update: a test compares them."""
-
-
 def known_optimizer(config: OptimConfig) -> None:
-    """Raise UserError for an optimizer that timm's factory does not know, or decay that it cannot have."""
+    """Raise UserError for an optimizer that timm's factory does not know."""
     known = [str(name) for name in timm.optim.list_optimizers()]
     if config.name not in known:
         raise UserError(f"optim.name={config.name!r} is not one of timm's optimizers{nearest(config.name, known)}")
-    if config.decay == "big_vision" and (config.name not in DECOUPLED or not config.lr):
-        raise UserError(f"optim.decay=big_vision: take optim.lr above 0, and one of {', '.join(DECOUPLED)}")
 
 
 def build_optimizer(
@@ -80,31 +73,24 @@ def build_optimizer(
 def parameter_groups(model: nn.Module, config: OptimConfig, scales: Mapping[str, float]) -> list[dict[str, Any]]:
     """Trainable parameters in four groups: matrices and token embeddings with weight decay; vectors, scalars without.
 
-    A group is split where `optim.no_decay` names some of its parameters, or `scales` has factors of their rates.
+    A group is split where `scales` has factors of some parameters' rates.
 
     Embeddings are a group because Muon's orthogonal steps suit matrices that multiply activations; it falls back to
     AdamW for them. Scalars (logit scale and bias, outside the towers) are a group because FSDP2 shards all others, and
     fused optimizer loops do not mix sharded with whole tensors.
-
-    A step of torch multiplies a parameter by 1 - rate x decay, one of big_vision by 1 - rate / peak x decay.
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    split: dict[tuple[int, bool, float], dict[str, Any]] = {}
-    unused = set(config.no_decay)
+    split: dict[tuple[int, float], dict[str, Any]] = {}
     for name, p in model.named_parameters():
-        excepted = {pattern for pattern in config.no_decay if fnmatchcase(name, pattern)}
-        unused -= excepted
-        if p.requires_grad:
-            kind = {0: 3, 1: 2}.get(p.ndim, 1 if id(p) in embeddings else 0)
-            decay, scale = 0.0 if kind >= 2 or excepted else config.weight_decay, scales.get(name, 1.0)
-            if config.decay == "big_vision":
-                decay /= config.lr * scale
-            settings = {"params": [], "weight_decay": decay, "lr_scale": scale}
-            group = split.setdefault((kind, not decay, scale), settings)
-            group |= {"use_fallback": True} if kind == 1 else {}
-            group["params"].append(p)
-    if unused:
-        raise UserError(f"optim.no_decay={min(unused)}: no parameter has such a name; '*' stands for any part")
+        if not p.requires_grad:
+            continue
+        kind = {0: 3, 1: 2}.get(p.ndim, 1 if id(p) in embeddings else 0)
+        scale = scales.get(name, 1.0)
+        group = split.setdefault((kind, scale), {"params": [], "lr_scale": scale})
+        group["weight_decay"] = 0.0 if kind >= 2 else config.weight_decay
+        if kind == 1:
+            group["use_fallback"] = True
+        group["params"].append(p)
     return [split[key] for key in sorted(split)]
 
 

@@ -77,7 +77,7 @@ def test_a_long_warm_up_gives_a_line_and_a_finished_run_keeps_its_settings(
         ("data.train='/a,b.tar'", "  train:\n  - /a,b.tar\n"),
         ("data.train=null", "  train: null\n"),
         ("data.captions=[txt=0.5,json:caption=0.5]", "captions:\n  - txt=0.5\n  - json:caption=0.5\n"),
-        ("data.filter.fields=[similarity>=0.3,LANGUAGE=en|de]", "    - similarity>=0.3\n    - LANGUAGE=en|de\n"),
+        ("data.filter=[side>=64,LANGUAGE=en|de]", "  filter:\n  - side>=64\n  - LANGUAGE=en|de\n"),
         ("model=vit-l14", "name: ViT-L-14"),
         ("optim.options.foreach=true", "options:\n    foreach: true\n"),
         ("samples=5k", "samples: 5120\nepochs: null\n"),

@@ -17,7 +17,7 @@ MISTAKES = [
     ("a misspelt key", "train optim.lrr=1", "optim.lrr", "optim.lr"),
     ("a key like no other", "train zzz=1", "zzz", "--help"),
     ("a key without its section", "train clip_norm=1", "clip_norm", "optim.clip_norm"),
-    ("a section without a key", "train data.filter=64", "data.filter", "data.filter.min_side"),
+    ("a section without a key", "train data.augment=64", "data.augment", "data.augment.scale"),
     ("a misspelt preset", "train model=vit-b33", "model=vit-b33", "vit-b32"),
     ("a folder of presets that there is not", "train --config-dir /no experiment=a", "/no", "experiment/NAME.yaml"),
     ("a file of settings as a word", "train mine.yaml", "mine.yaml", "--config-dir"),
@@ -42,7 +42,7 @@ MISTAKES = [
     ("torchrun's number of processes", "train gpus=8", "gpus", "launch.procs"),
     # values
     ("not a count", "train batch=many", "batch=many", "768k"),
-    ("not yes or no", "train model.lean=maybe", "model.lean=maybe", "true or false"),
+    ("not yes or no", "train model.compile=maybe", "model.compile=maybe", "true or false"),
     ("too small", "train samples=-5", "samples=-5", "at least 1"),
     ("too large", "plan hardware=h100-80g utilisation=40", "utilisation=40", "at most 1"),
     ("one number for two", "train optim.betas=0.9", "optim.betas=0.9", "[...]"),
@@ -54,16 +54,25 @@ MISTAKES = [
     ("a sigmoid without its bias", "train data=x.tar loss.objective=sigmoid", "loss.objective", "loss=siglip"),
     ("an evaluation of nothing", "train data=x.tar eval.every=5", "eval.every=5", "eval.sets"),
     ("an average that is not kept", "train data=x.tar eval.weights=ema", "eval.weights=ema", "ema=0.9999"),
-    ("adapters of nothing", "train data=x.tar model.lora.rank=4", "model.lora.rank=4", "model.weights="),
-    ("adapters in shards", "train data=x.tar model.weights=x model.lora.rank=4 launch.parallel=zero3", "zero3", "ddp"),
+    ("adapters of nothing", "train data=x.tar model.lora=4", "model.lora=4", "model.weights="),
+    ("adapters in shards", "train data=x.tar model.weights=x model.lora=4 launch.parallel=zero3", "zero3", "ddp"),
     ("a tower trained in part", "train data=x.tar model.text.train=half", "model.text.train=half", "all, none"),
     ("a time without its unit", "train data=x.tar checkpoint.every=1.5", "checkpoint.every=1.5", "30m"),
+    ("no chunk", "train data=x.tar cache.chunk=many", "cache.chunk=many", "auto"),
+    ("a hue beyond the circle", "train data.augment.jitter=[.3,.3,.3,.8]", "data.augment.jitter", "0.5 or less"),
+    ("half a condition", "train data.filter=[similarity]", "data.filter='similarity'", "similarity>=0.3"),
+    ("another word of pixels", "train model.preprocess.crop=3", "model.preprocess.crop", "model.preprocess.std"),
+    ("two numbers for three channels", "train model.preprocess.mean=[0,0]", "model.preprocess.mean=[0,0]", "3 numbers"),
     ("three chunks", "train data=x.tar cache.chunk=[1,2,3]", "cache.chunk=[1,2,3]", "[IMAGES,TEXTS]"),
     # names of earlier versions
     ("a locked tower", "train model.freeze_text=true", "model.freeze_text", "model.text.train=none"),
     ("unlocked groups", "train model.image.unlocked_groups=2", "unlocked_groups", "model.image.train"),
     ("a chunk of images", "train cache.image_chunk=8", "cache.image_chunk", "cache.chunk=[IMAGES,TEXTS]"),
     ("a stage of ZeRO", "train launch.zero=1", "launch.zero", "launch.parallel"),
+    ("a filter by name", "train data.filter.min_side=64", "data.filter.min_side", "data.filter=[side>=64]"),
+    ("a list of filters", "train data.filter.fields=[a>=1]", "data.filter.fields", "data.filter"),
+    ("a mean of pixels", "train model.mean=[0,0,0]", "model.mean", "model.preprocess={mean:[...]}"),
+    ("a rank of adapters", "train model.lora.rank=4", "model.lora.rank", "model.lora"),
     ("minutes between checkpoints", "train checkpoint.minutes=15", "checkpoint.minutes", "checkpoint.every=30m"),
     ("no data", "train model=tiny", "data.train", "data=demo"),
     ("no run", "report", "run", "run=NAME"),
@@ -94,10 +103,8 @@ LATER = [
     # what only a look at the machine, the shards and the model shows
     ("loss.backend=triton", "loss.backend=triton", "loss.backend=tiled"),
     ("device=cuda", "device=cuda", "cpu"),
-    ("data.augment.jitter=[.3,.3,.3,.8]", "data.augment.jitter", "0.5 or less"),
     ("optim.name=adamww", "optim.name='adamww'", "'adamw'"),
     ("cache.chunk=17", "cache.chunk=17", "1 to 16"),
-    ("cache.chunk=many", "cache.chunk=many", "auto"),
     ("log=wandb", "log=wandb", "wandb login"),
     ("eval.sets=/nowhere", "eval.sets: /nowhere", "folder"),
     ("eval.suite=imagenet", "eval.suite=imagenet", "eval.root=DIR"),
@@ -106,7 +113,6 @@ LATER = [
     ("samples=8", "samples=8", "batch=16"),
     ("schedule.warmup=soon", "schedule.warmup='soon'", "5%"),
     ("data.image_features=true", "data.image_features", "model.image.train=none"),
-    ("data.filter.fields=[similarity]", "data.filter.fields='similarity'", "similarity>=0.3"),
     ("model.image_size=31", "model.image_size=31", "30"),
 ]
 
@@ -117,7 +123,7 @@ def test_what_cannot_work_is_refused_before_a_step_and_mostly_before_a_model_is_
     cli: Cli, shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: tuple[str, str, str]
 ) -> None:
     (tmp_path / "taken").write_text("a file, not a folder")
-    part = "state.train_state.build_model" if row in LATER[:-5] else "train.Run.train_step"
+    part = "state.train_state.build_model" if row in LATER[:-4] else "train.Run.train_step"
     monkeypatch.setattr(f"clipscale.{part}", lambda *given: pytest.fail("too late"))
     monkeypatch.setattr("wandb.login", lambda **options: False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -133,7 +139,7 @@ def test_under_torchrun_a_sweep_and_a_run_without_a_name_are_refused(cli: Cli, m
 
 def test_help_and_mistakes_need_no_torch() -> None:
     """So that they are answered within a second."""
-    commands = [["train", "-h"], *(words.split() for _, words, *_ in MISTAKES[::6])]
+    commands = [["train", "-h"], *(words.split() for _, words, *_ in MISTAKES[::6] if not words.startswith("plan"))]
     code = f"import sys; from {main.__module__} import main; [main(words) for words in {commands!r}]"
     code += "; sys.exit(bool({'torch', 'open_clip', 'torchvision', 'timm'} & {*sys.modules}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

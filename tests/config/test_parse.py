@@ -33,7 +33,7 @@ from clipscale.config.train import TrainConfig
         ({"data": {"weights": [1, "0.5"]}}, [1.0, 0.5]),
         ({"optim": {"betas": [0.8, 0.9]}}, (0.8, 0.9)),
         ({"optim": {"options": {"foreach": True}}}, {"foreach": True}),
-        ({"data": {"max_bytes": "5M"}}, 5 * 2**20),
+        ({"data": {"max_pixels": "5M"}}, 5 * 2**20),
     ],
 )
 def test_a_value_becomes_the_type_of_its_setting(values: dict[str, Any], read: Any) -> None:

@@ -118,7 +118,7 @@ def features_and_results(
     passes: list[int] = []
     for tower in (model.image, model.text):
         tower.register_forward_pre_hook(lambda *_: passes.append(1))
-    config = EvalConfig(sets=[classes, captions], batch=4, workers=1)
+    config = EvalConfig(sets=[classes, captions], batch=4)
     return features, evaluate(model, config, world, run_dir=Path(run), step=1), len(passes)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from clipscale.config.sections import LoraConfig, ModelConfig, TowerConfig
+from clipscale.config.sections import ModelConfig, TowerConfig
 from clipscale.models.flops import Flops, image_flops, text_flops, trained_of
 from clipscale.models.towers import build_model
 from tests.models.test_towers import SMALL
@@ -38,7 +38,7 @@ CASES = {
     "last two groups": (
         {"image": TowerConfig(train="2")}, 2 * (sum(IMAGE.values()) + PROJECT), 2 * TEXT_FORWARD
     ),
-    "adapters": ({"lora": LoraConfig(rank=2)}, adapted(IMAGE), adapted(TEXT)),
+    "adapters": ({"lora": 2}, adapted(IMAGE), adapted(TEXT)),
 }  # fmt: skip
 
 

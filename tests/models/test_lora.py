@@ -9,7 +9,7 @@ from torch import nn
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
-from clipscale.config.sections import CheckpointConfig, LoraConfig, ModelConfig, TowerConfig
+from clipscale.config.sections import CheckpointConfig, ModelConfig, TowerConfig
 from clipscale.config.tools import ExportSettings
 from clipscale.models import lora
 from clipscale.models.towers import build_model, load_model
@@ -21,7 +21,7 @@ from tests.support.runs import ARCHITECTURE, curve, records, small
 from tests.support.towers import samples, small_model
 
 pytest.importorskip("peft", reason="peft is not installed (clipscale[lora])")
-RULE = LoraConfig(rank=3, alpha=6.0)
+RULE = 3
 
 
 def trained(model: nn.Module) -> set[str]:
@@ -48,7 +48,7 @@ def test_merged_adapters_give_the_features_of_w_plus_b_a() -> None:
     for name in values:
         place, _, last = name.replace(".attn.out_proj", ".attn.base_layer.out_proj").rpartition(".")
         if f"{place}.lora_A.default.weight" in state and not last.endswith("bias"):
-            values[name] += 2.0 * state[f"{place}.lora_B.default.weight"] @ state[f"{place}.lora_A.default.weight"]
+            values[name] += state[f"{place}.lora_B.default.weight"] @ state[f"{place}.lora_A.default.weight"]
     pixels, tokens = samples(5)
     unmerged, wanted = (model.image(pixels), model.text(tokens)), (plain.image(pixels), plain.text(tokens))
     lora.merge(model.image.encoder), lora.merge(model.text.encoder)
@@ -61,7 +61,7 @@ def test_a_run_saves_its_adapters_alone_goes_on_bit_for_bit_and_is_exported(shar
     plain = ModelConfig(name="test", architecture=ARCHITECTURE)
     state = {"model": build_model(plain).state_dict(), "model_config": asdict(plain)}
     save(tmp_path / "base", 1, state, keep=1)
-    model = replace(plain, weights=str(tmp_path / "base"), lora=LoraConfig(rank=2), text=TowerConfig(train="1"))
+    model = replace(plain, weights=str(tmp_path / "base"), lora=2, text=TowerConfig(train="1"))
     whole = small(shards, tmp_path / "whole", model=model, ema=0.9, checkpoint=CheckpointConfig(every="2", keep=0))
     train(whole)
     train(replace(whole, run=str(tmp_path / "part"), resume=str(tmp_path / "whole/checkpoints/step_00000002")))
@@ -93,5 +93,5 @@ def test_a_tower_of_timm_has_adapters_and_one_that_is_not_lean_is_refused() -> N
     found = {name.split(".lora_A")[0] for name in trained(trunk) if ".lora_A." in name}
     layers = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
     assert found == {f"blocks.{i}.{layer}" for i in range(6) for layer in layers}
-    with pytest.raises(UserError, match=r"the text tower is no transformer of open_clip with model.lean=true"):
-        build_model(replace(config, lean=False))
+    with pytest.raises(UserError, match=r"the text tower is no transformer of open_clip"):
+        build_model(config, lean=False)

@@ -113,9 +113,11 @@ def test_each_tower_has_weights_of_its_own(tmp_path: Path) -> None:
 
 def test_a_folder_describes_its_model_and_how_its_pictures_are_prepared(tmp_path: Path) -> None:
     theirs = random_model(1)
-    config = described(ModelConfig(name="", weights=str(open_clip_folder(tmp_path, theirs)), std=(0.1, 0.1, 0.1)))
-    assert config.architecture == SMALL and config.mean == HALF and config.std == (0.1, 0.1, 0.1)
-    assert (config.resize, config.interpolation) == ("squash", "bilinear")
+    config = described(
+        ModelConfig(name="", weights=str(open_clip_folder(tmp_path, theirs)), preprocess={"std": [0.1] * 3})
+    )
+    assert config.architecture == SMALL and config.pixels.mean == HALF and config.pixels.std == (0.1, 0.1, 0.1)
+    assert (config.pixels.resize_mode, config.pixels.interpolation) == ("squash", "bilinear")
     assert torch.equal(features(build_model(config))[1], features(theirs)[1])
     with pytest.raises(UserError, match="does not describe its architecture; give a preset"):
         described(ModelConfig(name="", weights=str(custom(tmp_path, theirs))))
@@ -126,10 +128,10 @@ def test_training_prepares_pictures_as_the_weights_of_the_image_tower_and_goes_o
     bare = str(custom(tmp_path, random_model(1)))
     for start in (config(weights=folder), config(weights=bare, image=TowerConfig(folder))):
         begun = described(start)
-        assert (begun.mean, begun.std, begun.resize) == (HALF, HALF, "squash")
+        assert (begun.pixels.mean, begun.pixels.std, begun.pixels.resize_mode) == (HALF, HALF, "squash")
         saved = {"model_config": asdict(replace(begun, image_size=48))}
         resumed = described(config(weights=bare), saved)
-        assert (resumed.mean, resumed.image_size) == (HALF, 48), "whatever the weights say"
+        assert (resumed.pixels.mean, resumed.image_size) == (HALF, 48), "whatever the weights say"
     for start in (config(weights=bare), config(text=TowerConfig(folder)), config()):
         assert described(start) == start
 
@@ -249,7 +251,7 @@ def test_a_tag_says_how_its_weights_were_trained(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(UserError, match=r"trained with another activation; take model\.name=ViT-B-32-quickgelu"):
         build_model(ModelConfig("ViT-B-32", weights="openai"))
     webli = find("webli", "ViT-B-16-SigLIP").pixels
-    assert webli["resize"] == "squash" and webli["mean"] == HALF
+    assert webli["resize_mode"] == "squash" and webli["mean"] == HALF
 
 
 # -- Hugging Face ------------------------------------------------------------------------------------------------------

@@ -41,9 +41,10 @@ def test_a_resumed_run_ends_with_the_same_weights_average_and_optimizer(shards: 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_an_update_clips_the_unscaled_gradient_and_bounds_the_logit_scale(
-    shards: str, tmp_path: Path, precision: str
+    shards: str, tmp_path: Path, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    optim = OptimConfig(lr=1e-3, clip_norm=0.25, max_logit_scale=3.0)
+    monkeypatch.setattr("clipscale.state.train_state.MAX_LOGIT_SCALE", 3.0)
+    optim = OptimConfig(lr=1e-3, clip_norm=0.25)
     config = small(shards, tmp_path / "run", optim=optim, precision=PrecisionConfig(precision))
     run = Run(config, World(0, 1, torch.device("cpu")))
     run.train_step()
@@ -82,22 +83,24 @@ def test_a_run_normalises_as_its_weights_were_trained_and_goes_on_so(
 
     model = small(shards, tmp_path).model
     folder = open_clip_folder(tmp_path / "weights", build_model(model), model.architecture)
-    wanted = run("named", weights=str(folder / "open_clip_model.safetensors"), mean=half, std=half)
+    wanted = run("named", weights=str(folder / "open_clip_model.safetensors"), preprocess={"mean": half, "std": half})
     capsys.readouterr()
     assert run("described", weights=str(folder)) == wanted
     assert "mean [0.5, 0.5, 0.5], deviation [0.5, 0.5, 0.5]" in capsys.readouterr().out
     first = checkpoint.path_of(tmp_path / "described", 1)
-    assert tuple(checkpoint.load(first)["model_config"]["mean"]) == half
+    assert tuple(checkpoint.load(first)["model_config"]["preprocess"]["mean"]) == half
     assert (tmp_path / "described/config.yaml").read_text().count("0.5") >= 6
     assert run("described", weights=str(folder)) == wanted
     assert "going on after step" in (out := capsys.readouterr().out) and "changed" not in out
     assert run("resumed", resume=str(first)) == wanted[1:], "without the weights, as its checkpoint says"
 
 
-def test_captions_are_sorted(shards: str, tmp_path: Path) -> None:
+def test_captions_are_sorted(shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = small(shards, tmp_path / "given", precision=PrecisionConfig())
     context = whole.model.architecture["text_cfg"]["context_length"]
-    train(replace(whole, data=replace(whole.data, sort_captions=False)))
+    with monkeypatch.context() as unsorted:
+        unsorted.setattr("clipscale.step.captions.padding", lambda *_: "not here")
+        train(whole)
     train(replace(whole, run=str(tmp_path / "sorted")))
     given, found = records(tmp_path / "given"), records(tmp_path / "sorted")
     assert {r["caption_tokens"] for r in given} == {context}

@@ -20,7 +20,7 @@ CONTEXT = 40
 def tower(lean: bool = True, **text: Any) -> TextTower:
     torch.manual_seed(0)
     described = SMALL | {"text_cfg": SMALL["text_cfg"] | {"context_length": CONTEXT} | text}
-    return build_model(ModelConfig(name="small", architecture=described, lean=lean)).text
+    return build_model(ModelConfig(name="small", architecture=described), lean=lean).text
 
 
 def tokenizer(texts: list[str]) -> Tensor:

@@ -1,7 +1,6 @@
 """Optimizers come from timm, only matrices decay, and the learning rate is a pure function of the step."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipscale.common.errors import UserError
 from clipscale.config.sections import LogConfig, OptimConfig, ScheduleConfig
-from clipscale.step.optim import DECOUPLED, Schedule, build_optimizer, largest_rms, parse_steps
+from clipscale.step.optim import Schedule, build_optimizer, largest_rms, parse_steps
 from clipscale.train import train
 from tests.support.runs import records, small
 
@@ -24,58 +23,21 @@ def small_model() -> nn.Module:
     return model
 
 
-def test_only_matrices_are_decayed_but_for_named_ones_and_factors_scale_the_rate() -> None:
+def test_only_matrices_are_decayed_and_factors_scale_the_rate() -> None:
     model = small_model()
     model[0].bias.requires_grad_(False)
-    config = OptimConfig(weight_decay=0.3, no_decay=["2.*", "logit*"])
+    config = OptimConfig(weight_decay=0.3)
     optimizer = build_optimizer(model, config, scales={"0.weight": 0.5})
     schedule(ScheduleConfig(name="constant", warmup="0"), 1.0, 10).apply(optimizer, 3)
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     trained = {name: group_of[id(p)] for name, p in model.named_parameters() if id(p) in group_of}
     assert {name: (group["weight_decay"], group["lr"]) for name, group in trained.items()} == {
-        "0.weight": (0.3, 0.5), "1.weight": (0, 1), "1.bias": (0, 1), "2.weight": (0, 1), "2.bias": (0, 1),
+        "0.weight": (0.3, 0.5), "1.weight": (0, 1), "1.bias": (0, 1), "2.weight": (0.3, 1), "2.bias": (0, 1),
         "logit_scale": (0, 1),
     }  # fmt: skip
     assert {
         g["weight_decay"] for g in build_optimizer(model, OptimConfig()).param_groups if g["params"][0].ndim > 1
     } == {0.2}
-    with pytest.raises(UserError, match=r"optim\.no_decay=\*\.positional: no parameter has such a name"):
-        build_optimizer(model, replace(config, no_decay=["2.*", "*.positional"]))
-
-
-def test_big_visions_decay_follows_the_schedule_and_not_the_peak() -> None:
-    """big_vision: p <- p - schedule (rate u + decay p), u: Adam's update, schedule: 1 at the peak."""
-    model, (rate, decay), (b1, b2), eps = small_model().double(), (3e-3, 1e-4), (0.9, 0.95), 1e-8
-    config = OptimConfig(lr=rate, weight_decay=decay, betas=(b1, b2), eps=eps, decay="big_vision")
-    p = model[0].weight
-    wanted, m, v = p.detach().clone(), torch.zeros_like(p), torch.zeros_like(p)
-    rates, optimizer, g = (
-        schedule(ScheduleConfig(warmup="5"), rate, 40),
-        build_optimizer(model, config),
-        torch.Generator().manual_seed(1),
-    )
-    for step in range(40):
-        rates.apply(optimizer, step)
-        p.grad = torch.randn(p.shape, generator=g, dtype=p.dtype)
-        with torch.no_grad():
-            m, v = b1 * m + (1 - b1) * p.grad, b2 * v + (1 - b2) * p.grad**2
-            update = m / (1 - b1 ** (step + 1)) / ((v / (1 - b2 ** (step + 1))).sqrt() + eps)
-            wanted -= rates.lr(step) / rate * (rate * update + decay * wanted)
-        optimizer.step()
-        torch.testing.assert_close(p.detach(), wanted, rtol=0, atol=1e-15)
-
-
-@pytest.mark.parametrize("name", DECOUPLED)
-def test_decay_is_apart_from_the_update_and_refused_where_it_is_not(name: str) -> None:
-    model = small_model()
-    optimizer = build_optimizer(model, OptimConfig(name=name, lr=0.1, weight_decay=0.02, decay="big_vision", eps=None))
-    before, p = model[0].weight.detach().clone(), model[0].weight
-    p.grad = torch.zeros_like(p)
-    optimizer.step()
-    torch.testing.assert_close(p.detach(), before * (1 - 0.02))
-    for wrong in (OptimConfig(name="sgd"), OptimConfig(name=name, lr=0.0)):
-        with pytest.raises(UserError, match=r"optim\.decay=big_vision"):
-            build_optimizer(model, replace(wrong, decay="big_vision"))
 
 
 @pytest.mark.parametrize("clip", [None, 1.0, 100.0])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from clipscale.config.sections import CacheConfig, LoraConfig, ModelConfig, TowerConfig
+from clipscale.config.sections import CacheConfig, ModelConfig, TowerConfig
 from clipscale.data.loader.captions import SortedCaptions
 from clipscale.distributed.world import World
 from clipscale.loss.api import contrastive_loss
@@ -26,8 +26,7 @@ BATCH, ONE = 10, TowerConfig(train="1")
 
 def model_of(image: int, rank: int, lean: bool) -> ClipModel:
     """So many groups of the image tower train, and the text tower's projection; with adapters that do something."""
-    lora = LoraConfig(rank=rank)
-    model = small_model(3, lean=lean, lora=lora, image=TowerConfig(train=str(image)), text=ONE).double()
+    model = small_model(3, lean=lean, lora=rank, image=TowerConfig(train=str(image)), text=ONE).double()
     g = torch.Generator().manual_seed(3)
     for name, p in model.named_parameters():
         if ".lora_B." in name:
@@ -93,7 +92,7 @@ def test_a_trunk_and_its_projection_are_the_tower(lean: bool) -> None:
     timm = {"timm_model_name": "resnet10t", "timm_pool": "avg", "timm_proj": "mlp", "image_size": 30}
     text: Any = ARCHITECTURE["text_cfg"]
     for change in ({"vision_cfg": timm}, {"text_cfg": text | {"proj_bias": True}}):
-        model = build_model(ModelConfig("test", ARCHITECTURE | change, image=ONE, text=ONE, lean=lean))
+        model = build_model(ModelConfig("test", ARCHITECTURE | change, image=ONE, text=ONE), lean=lean)
         pixels = torch.randint(0, 256, (3, 3, 30, 30), dtype=torch.uint8)
         for tower, inputs in ((model.image, pixels), (model.text, torch.randint(1, 99, (3, 24)))):
             assert tower.trains_only_its_projection() and not tower.encoder.training

@@ -11,7 +11,7 @@ from clipscale.models.towers import ClipModel, build_model
 PIXELS, TOKENS = 12, 20
 
 
-def small_model(layers: int = 2, dropout: float = 0.0, **given: Any) -> ClipModel:
+def small_model(layers: int = 2, dropout: float = 0.0, lean: bool = True, **given: Any) -> ClipModel:
     """Of so many blocks; with `dropout` after each of their branches, where open_clip may have a scale."""
     architecture = {
         "embed_dim": 16,
@@ -19,7 +19,7 @@ def small_model(layers: int = 2, dropout: float = 0.0, **given: Any) -> ClipMode
         "text_cfg": {"context_length": TOKENS, "vocab_size": 50, "width": 32, "heads": 2, "layers": layers},
     }
     torch.manual_seed(0)
-    model = build_model(ModelConfig(name="small", architecture=architecture, init_scale=5.0, **given))
+    model = build_model(ModelConfig(name="small", architecture=architecture, init_scale=5.0, **given), lean=lean)
     for block in (*model.image.encoder.transformer.resblocks, *model.text.encoder.transformer.resblocks):
         if dropout:
             block.ls_1, block.ls_2 = nn.Dropout(dropout), nn.Dropout(dropout)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from clipscale.config.data import DataConfig
 from clipscale.config.tools import IMAGE, TEXT, EmbedConfig
+from clipscale.data.conditions import caption_sources
 from clipscale.data.decode import TrainTransform, captions_of, image_bytes
-from clipscale.data.filters import caption_sources
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError, RawSample
 from clipscale.models.towers import ClipModel

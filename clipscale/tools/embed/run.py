@@ -96,11 +96,11 @@ def features_note(config: EmbedConfig, model: ClipModel, settings: ModelConfig) 
         "member": f"{config.teacher}.{FEATURES}" if config.teacher else FEATURES,
         "kinds": list(config.kinds),
         "image_size": model.image_size,
-        "mean": list(settings.mean),
-        "std": list(settings.std),
+        "mean": list(model.pixels.mean),
+        "std": list(model.pixels.std),
         "transform": config.transform,
-        "resize": model.resize,
-        "interpolation": model.interpolation,
+        "resize": model.pixels.resize_mode,
+        "interpolation": model.pixels.interpolation,
     }
     if TEXT in config.kinds:
         note |= {"text": model.text.digest(), "captions": caption_members(config.data)}

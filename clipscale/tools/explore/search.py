@@ -70,7 +70,11 @@ class SearchModel:
         self.title = f"{folder.name}, step {step}" if folder else str(model.weights)
         self.transform = replace(self.model.eval_transform(), max_pixels=config.data.max_pixels)
         digests = {"weights": self.model.image.digest(), "text": self.model.text.digest()}
-        expected = digests | {"image_size": self.model.image_size, "resize": self.model.resize, "transform": "eval"}
+        expected = digests | {
+            "image_size": self.model.image_size,
+            "resize": self.model.pixels.resize_mode,
+            "transform": "eval",
+        }
         fitting = [embedded for embedded in sets if expected.items() <= (expected | embedded.note).items()]
         if not fitting:
             raise UserError(f"data: no folder has features of {self.title}; embed the set with that model")

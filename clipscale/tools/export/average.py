@@ -11,7 +11,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.units import run_folder
 from clipscale.config.sections import ModelConfig
 from clipscale.models.towers import ClipModel, build_model, load_model
-from clipscale.models.weights import PIXELS, find, without_weights
+from clipscale.models.weights import find, without_weights
 
 
 def average(
@@ -54,10 +54,11 @@ def state_of(other: str, config: ModelConfig, weights: str) -> dict[str, Tensor]
         which = str(path)
     if (run / "checkpoints").is_dir():
         model, other_config, _ = load_model(run, which, weights)
-        pixels = vars(other_config)
+        pixels = other_config.pixels
     else:
-        pixels = find(other, config.name, "average").pixels
+        described = find(other, config.name, "average").pixels
+        pixels = replace(config, preprocess={**config.preprocess, **described}).pixels
         model = build_model(replace(without_weights(config), weights=other))
-    if differing := [key for key in PIXELS if key in pixels and pixels[key] != getattr(config, key)]:
-        raise UserError(f"average={other}: trained with another model.{differing[0]} than the run")
+    if pixels != config.pixels:
+        raise UserError(f"average={other}: trained with another model.preprocess than the run")
     return model.state_dict()

@@ -44,20 +44,20 @@ def write(model: ClipModel, config: ModelConfig, out: Path, dtype: torch.dtype, 
 def preprocessing(model: ClipModel, config: ModelConfig, kind: str) -> dict[str, Any]:
     """transformers' description of how pictures become pixels."""
     side = {"height": model.image_size, "width": model.image_size}
-    central = config.resize == "shortest"
+    central = config.pixels.resize_mode == "shortest"
     return {
         "image_processor_type": "CLIPImageProcessor" if kind == "clip" else "SiglipImageProcessor",
         "do_convert_rgb": True,
         "do_resize": True,
         "size": {"shortest_edge": model.image_size} if central else side,
-        "resample": 3 if config.interpolation == "bicubic" else 2,
+        "resample": 3 if config.pixels.interpolation == "bicubic" else 2,
         "do_center_crop": central,
         "crop_size": side,
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
-        "image_mean": list(config.mean),
-        "image_std": list(config.std),
+        "image_mean": list(config.pixels.mean),
+        "image_std": list(config.pixels.std),
     }
 
 

@@ -1,6 +1,7 @@
 """A folder that open_clip loads: weights under its names, and its description of the model and of the pictures."""
 
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,7 @@ def description(model: ClipModel, config: ModelConfig) -> dict[str, Any]:
         vision["timm_model_name"] = sized
     if model.logit_bias is not None:  # makes open_clip create the bias; its saved value replaces this one
         details["init_logit_bias"] = 0.0
-    pixels = {"size": model.image_size, "mean": list(config.mean), "std": list(config.std)}
-    return {
-        "model_cfg": details,
-        "preprocess_cfg": pixels | {"interpolation": config.interpolation, "resize_mode": config.resize},
-    }
+    return {"model_cfg": details, "preprocess_cfg": {"size": model.image_size} | asdict(config.pixels)}
 
 
 def check_same(model: ClipModel, details: dict[str, Any], config: ModelConfig) -> None:

@@ -5,7 +5,7 @@ b: samples of one rank, c: samples of a chunk, P: ranks, D: feature width. All s
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -118,8 +118,7 @@ class DryRunState(TrainState):
         return tuple(StoredFeatures(name, (2, self.model.width), "float16") for name in self.config.distill.teachers)
 
     def caption_rule(self) -> CaptionRule:  # chunks of sorted captions hold as many tokens
-        data = replace(self.config.data, sort_captions=False)
-        return CaptionRule(replace(self.config, data=data), self.world, self.model)
+        return CaptionRule(self.config, self.world, self.model, sort=False)
 
     def chunk_sizes(self, earlier: dict[str, Any]) -> dict[str, Any]:
         return {"image": 1, "text": 1}

@@ -4,11 +4,13 @@ N: batch, b: samples of one rank, D: feature width. All sizes in bytes of one GP
 """
 
 import math
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 from clipscale.common.errors import UserError
-from clipscale.config.stages import changed
 from clipscale.config.tools import PlanConfig
+from clipscale.models.towers import build_model
 from clipscale.step.chunk_sizes import sizes_of_settings
 from clipscale.tools.plan import ASSUMED
 from clipscale.tools.plan.dry_run import dry_run
@@ -35,7 +37,8 @@ class Published:
         self.config, self.ranks = config, config.gpus * config.nodes
         local = config.batch // self.ranks
         self.chunk = sizes_of_settings(config.cache, local)["image"] or min(CHUNK, local)
-        with dry_run(changed(config, "model.lean", False), 1, CUDA) as run:
+        plain = patch("clipscale.tools.plan.dry_run.build_model", partial(build_model, lean=False))
+        with plain, dry_run(config, 1, CUDA) as run:
             self.width, self.sample = run.width, 4 * math.prod(run.row) + 8 * run.context_length
             self.weights = sum(p.nbytes for p in run.state.model.parameters())
             self.trained = sum(p.nbytes for p in run.state.trained)

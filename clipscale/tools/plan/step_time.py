@@ -115,6 +115,6 @@ class StepTime:
 def caption_width(config: PlanConfig, run: DryRun) -> int:
     """Tokens at which the text tower computes a caption, on average: the whole context, or fewer of sorted captions."""
     encoder = run.state.model.text.encoder
-    if not (config.data.sort_captions and family_of(encoder).cuts_captions(encoder)):
+    if not family_of(encoder).cuts_captions(encoder):
         return run.context_length
     return min(run.context_length, round(ASSUMED.caption_tokens + GRAIN / 2))

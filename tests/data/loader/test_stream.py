@@ -132,10 +132,13 @@ BROKEN: dict[str, Members] = {
 
 
 @pytest.mark.parametrize("reason", BROKEN)
-def test_broken_samples_are_counted_by_reason_and_passed_over(tmp_path: Path, reason: str) -> None:
+def test_broken_samples_are_counted_by_reason_and_passed_over(
+    tmp_path: Path, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clipscale.config.data.MAX_IMAGE_BYTES", 29_000)
     members = [(f"{i:03d}{name[1:]}", data) for i in range(3) for name, data in BROKEN[reason]]
     path = write_tar(tmp_path / "x.tar", [*sample("a"), *members, *sample("b")])
-    stream = open_stream(path, batch=2, shard_streams=1, max_pixels=10_000, max_bytes=29_000)
+    stream = open_stream(path, batch=2, shard_streams=1, max_pixels=10_000)
     good = Counter([sample_id(str(path), "a"), sample_id(str(path), "b")])
     assert [Counter(batch) for batch in ids(stream, 2)] == [good, good]
     assert set(stream.broken) == {reason} and 3 <= stream.broken[reason] <= 6, stream.broken

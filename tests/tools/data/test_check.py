@@ -51,6 +51,6 @@ def test_a_shard_that_cannot_be_read_to_its_end_is_named(tmp_path: Path, capsys:
 
 def test_filtered_samples_are_counted_and_not_broken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_shards(tmp_path, [6], sized=False)
-    words = ["data.filter.min_side=5", "data.filter.fields=[similarity>=0.3]"]
+    words = ["data.filter=[side>=5,similarity>=0.3]"]
     assert main(["data", "check", str(tmp_path), *words]) == 0
     assert table(capsys)["filter_no_similarity"][0] == "6"

@@ -120,8 +120,9 @@ def test_requests_under_other_hosts_are_refused(page: Any, host: str, status: in
     assert "frame-ancestors 'none'" in page.get("/").headers["content-security-policy"]
 
 
-def test_large_and_foreign_bodies_are_refused(page: Any, place: Path) -> None:
-    small = client(config(place, "of-a", data={"max_bytes": 5000, "max_pixels": 1000}))
+def test_large_and_foreign_bodies_are_refused(page: Any, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clipscale.config.data.MAX_IMAGE_BYTES", 5000)
+    small = client(config(place, "of-a", data={"max_pixels": 1000}))
     assert small.post("/picture", content=b"x" * 5001).status_code == 413
     assert small.post("/picture", content=iter([b"x" * 3000, b"x" * 3000])).status_code == 413, "without a length"
     assert page.post("/search", content=b" " * (1 << 17)).status_code == 413

@@ -59,10 +59,10 @@ def test_an_average_is_bit_equal_to_its_ends_and_linear_between_them(tmp_path: P
 def test_models_that_cannot_be_averaged_are_refused(tmp_path: Path) -> None:
     run = saved(tmp_path / "run", 1)
     saved(tmp_path / "wide", 1, ARCHITECTURE | {"embed_dim": 8})
-    saved(tmp_path / "grey", 1, mean=(0.5, 0.5, 0.5))
+    saved(tmp_path / "grey", 1, preprocess={"mean": [0.5] * 3})
     for other, shares, message in (
         ("wide", [], "average=.*wide: another architecture than the run's own"),
-        ("grey", [], r"average=.*grey: trained with another model\.mean"),
+        ("grey", [], r"average=.*grey: trained with another model\.preprocess"),
         ("run", [0.5], r"shares=\[0.5\]: give 2 that add up to 1"),
         ("run", [0.5, 0.4], "give 2 that add up to 1"),
         ("none", [], "is no file, no folder, no run and no tag"),

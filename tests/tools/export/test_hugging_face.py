@@ -36,7 +36,9 @@ def features(tower: Any, **inputs: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", ["clip", "quick", "siglip"])
 def test_transformers_loads_what_was_exported_and_computes_the_same(tmp_path: Path, kind: str) -> None:
     architecture: dict[str, Any] = SIGLIP if kind == "siglip" else ARCHITECTURE | {"quick_gelu": kind == "quick"}
-    model = saved(tmp_path / "run", ModelConfig("own", architecture, mean=(0.5, 0.4, 0.3), init_scale=20.0))
+    model = saved(
+        tmp_path / "run", ModelConfig("own", architecture, preprocess={"mean": [0.5, 0.4, 0.3]}, init_scale=20.0)
+    )
     out = main(ExportSettings(run=str(tmp_path / "run"), to="hf"))
     theirs = transformers.AutoModel.from_pretrained(out).eval()
     pixels = torch.randint(0, 256, (2, 3, 32, 32), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)

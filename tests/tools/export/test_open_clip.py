@@ -45,7 +45,9 @@ def test_open_clip_loads_what_was_exported_and_computes_the_same(
     if image == "resnet":
         vision = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "head_width": 16}
         architecture = ARCHITECTURE | {"vision_cfg": vision}
-    model = saved(tmp_path / "run", ModelConfig("own", architecture, init_bias=bias, init_scale=20.0, mean=mean))
+    model = saved(
+        tmp_path / "run", ModelConfig("own", architecture, init_bias=bias, init_scale=20.0, preprocess={"mean": mean})
+    )
     out = main(ExportSettings(run=str(tmp_path / "run"), out=str(tmp_path / "out")))
 
     loaded, transform = open_clip.create_model_from_pretrained(f"local-dir:{out}")

@@ -1,0 +1,109 @@
+"""Reads the settings that choose samples and captions: conditions (`similarity>=0.3`) and caption sources."""
+
+import math
+import operator
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from clipscale.common.errors import UserError
+from clipscale.data.sample import BrokenSampleError
+
+_COMPARE: dict[str, Callable[[Any, Any], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+_CONDITION = re.compile(r"^\s*([\w .:-]+?)\s*(>=|<=|!=|==|=|>|<)\s*(.*?)\s*$")
+CAPTION = "caption"
+"""Its length in characters can be a condition."""
+SIZES: dict[str, Callable[[int, int], float]] = {
+    "width": lambda width, height: width,
+    "height": lambda width, height: height,
+    "side": min,
+    "aspect": lambda width, height: max(width, height) / min(width, height),
+}
+"""What is known of a picture's width and height in pixels."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One condition on a sample: on its captions, its picture's size, or a field of its json."""
+
+    name: str
+    sign: str
+    values: tuple[str, ...]
+    """Alternatives for `=` and `!=`; otherwise one value."""
+
+    @property
+    def of_field(self) -> bool:
+        """Whether it is about a field of the json."""
+        return self.name != CAPTION and self.name not in SIZES
+
+    def require(self, value: Any) -> None:
+        """Raise BrokenSampleError `filter_NAME` for a value that does not meet it, and `filter_no_NAME` for none, or
+        none that is a number where one is needed."""
+        try:
+            if value is None or (isinstance(value, float) and math.isnan(value)):
+                raise ValueError("missing")
+            holds = self.holds(value)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise BrokenSampleError(f"filter_no_{self.name}") from error
+        if not holds:
+            raise BrokenSampleError(f"filter_{self.name}", str(value)[:100])
+
+    def holds(self, value: Any) -> bool:
+        """Whether a value meets the condition. Numbers are compared as numbers, texts without regard to case.
+
+        Raises ValueError or TypeError for a value that must be a number and is none.
+        """
+        if self.sign in ("=", "!="):
+            among = any(_equal(value, text) for text in self.values)
+            return among == (self.sign == "=")
+        return _COMPARE[self.sign](float(value), float(self.values[0]))
+
+
+def _equal(value: Any, text: str) -> bool:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            return float(value) == float(text)
+        except ValueError:
+            return False
+    return str(value).casefold() == text.casefold()
+
+
+def conditions(texts: Sequence[str]) -> tuple[Condition, ...]:
+    """Parse `data.filter`; what costs least is first: captions, fields, pictures. Raises UserError."""
+    parsed = [condition(text) for text in texts]
+    return tuple(sorted(parsed, key=lambda each: (each.name in SIZES, each.of_field)))
+
+
+def condition(text: str) -> Condition:
+    """Parse a condition such as `FIELD>=NUMBER`. Raises UserError."""
+    match = _CONDITION.match(text)
+    if not match:
+        raise UserError(f"data.filter={text!r}: write a name, one of >= <= != > < =, and a value: similarity>=0.3")
+    name, value = match[1], match[3]
+    sign = match[2].replace("==", "=")
+    if sign in ("=", "!="):
+        return Condition(name, sign, tuple(part.strip() for part in value.split("|")))
+    try:
+        float(value)
+    except ValueError as error:
+        raise UserError(f"data.filter={text!r}: {value!r} is no number") from error
+    return Condition(name, sign, (value,))
+
+
+def caption_sources(texts: Sequence[str]) -> tuple[tuple[str, float], ...]:
+    """Parse caption sources with their weights: `txt`, `json:caption=0.5`. Raises UserError."""
+    pairs = [text.partition("=") for text in texts]
+    try:
+        sources = tuple((name.strip(), float(weight or 1)) for name, _, weight in pairs)
+    except ValueError as error:
+        raise UserError(f"data.captions={list(texts)}: write sources with weights, as in [txt=1,json:alt=3]") from error
+    weights = [weight for _, weight in sources]
+    if not all(name and 0 <= weight < math.inf for name, weight in sources) or not sum(weights):
+        raise UserError(f"data.captions={list(texts)}: weights must be non-negative and not all zero")
+    return sources
