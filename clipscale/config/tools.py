@@ -6,7 +6,7 @@ from pathlib import Path
 
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import Hardware, gpu_here, hardware, hardware_of
-from clipscale.common.units import nearest, run_folder
+from clipscale.common.units import run_folder
 from clipscale.config import sections
 from clipscale.config.data import DataConfig
 from clipscale.config.setting import setting
@@ -95,8 +95,6 @@ class CheckSettings:
 
 
 IMAGE, TEXT = "image", "text"
-PUBLISHED = ("clip", "openclip", "disco", "infcl")
-"""Presets of the loss whose published implementations are known."""
 
 
 @dataclass
@@ -154,10 +152,6 @@ class PlanConfig(TrainConfig):
         None, "Share of the GPU's peak FLOP/s, for the time; null: what was measured or published.", above=0, most=1
     )
     fit: bool = setting(False, "Find the largest batch that fits, and the fastest chunks and offload.")
-    published: bool = setting(False, "Also the published implementation of this `loss`, by what its code keeps.")
-    compare: str = setting("", "Methods side by side at many batches: `clip,openclip,disco,infcl`.")
-    scaling: bool = setting(False, "Also show this batch on 1 to 4,096 GPUs.")
-    out: str = setting("", "File for the picture of `compare`: FILE.png, .pdf or .html.")
     json: bool = setting(False, "Print one JSON object instead of tables.")
 
 
@@ -232,14 +226,6 @@ def target_gpu(config: PlanConfig) -> Hardware | None:
     if not config.hardware and not on_this_machine(config):
         raise UserError("hardware is not set; give the GPU, hardware=a100-80g, or run=NAME to compare with a run")
     gpu = None if config.hardware == "cpu" else hardware(config.hardware)
-    for name in filter(None, config.compare.split(",")):
-        if name not in PUBLISHED:
-            raise UserError(f"compare={name}: choose of {', '.join(PUBLISHED)}{nearest(name, PUBLISHED)}")
-    asks_for_gpu = [name for name in ("published", "compare", "scaling") if getattr(config, name)]
-    if asks_for_gpu and gpu is None:
-        raise UserError(f"{asks_for_gpu[0]}= is about GPUs; give one, hardware=a100-80g")
-    if config.out and not (config.compare and config.out.endswith((".png", ".pdf", ".html"))):
-        raise UserError(f"out={config.out}: the picture of compare=clip,infcl; give FILE.png, FILE.pdf or FILE.html")
     check_sigmoid(config)
     shared(config.batch, config.gpus * config.nodes, f"gpus={config.gpus} x nodes={config.nodes}")
     return gpu

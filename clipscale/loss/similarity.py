@@ -9,6 +9,7 @@ Letters: n rows (images), m columns (texts) of a tile; D feature width.
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -139,10 +140,14 @@ def product(a: Tensor, b: Tensor, out: Tensor, alpha: float, beta: float = 0.0) 
     return out.mul_(beta).add_(wide, alpha=alpha) if beta else torch.mul(wide, alpha, out=out)
 
 
-def row_products(x: Tensor, y: Tensor) -> Tensor:
-    """<x_i, y_i> (n,) in float64, for x and y (n, ...). By slabs of rows: the product of both is as large as they."""
+def row_products(x: Tensor, y: Tensor, parts: Callable[[Any], Any] = iter) -> Tensor:
+    """<x_i, y_i> (n,) in float64, for x and y (n, ...). By slabs of rows: the product of both is as large as they.
+
+    `parts`: those slabs that are computed (Machine.parts).
+    """
     products = torch.empty(len(x), dtype=torch.float64, device=x.device)
     step = max(1, (2**24 if x.is_cuda else 2**20) // x[0].numel())
-    for a, b, place in zip(x.split(step), y.split(step), products.split(step)):
+    slabs = zip(x.split(step), y.split(step), products.split(step))
+    for a, b, place in parts(slabs):
         place.copy_((widened(a) * b).reshape(len(a), -1).sum(1, dtype=torch.float64))
     return products

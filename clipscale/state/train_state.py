@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -43,6 +44,8 @@ class TrainState:
 
     frozen: list[str] | None = None
     """Digests of the weights that adapters adapt, which checkpoints leave out; None: without adapters."""
+    loss_group: dist.ProcessGroup | None = None
+    """The ranks whose samples meet in the loss; None: all."""
 
     def __init__(
         self,
@@ -154,8 +157,15 @@ class TrainState:
         config = self.config.loss
         bias = self.model.logit_bias if OBJECTIVES[config.objective].needs_bias else None
         captions = self.config.data.captions_per_step
-        given = {"logit_bias": bias, "captions": captions, "keys": targets.keys}
-        options = {**given, "check": False, "machine": self.machine, **vars(config)}
+        options: dict[str, Any] = {
+            "logit_bias": bias,
+            "captions": captions,
+            "keys": targets.keys,
+            "group": self.loss_group,
+            "machine": self.machine,
+            "check": False,
+            **vars(config),
+        }
         scale = self.model.logit_scale.exp()
         with self.precision.autocast():
             if not self.teachers:

@@ -218,7 +218,8 @@ class TritonSoftmax(TritonBackend):
             i, j = diagonal
             assert block.rows.target is not None
             weight = diagonal_weights(block, diagonal)
-            block.rows.target[i] += weight * (scale * row_products(features[i], block.cols.features[j]))
+            products = row_products(features[i], block.cols.features[j], self.machine.parts)
+            block.rows.target[i] += weight * (scale * products)
 
     def backward(self, block: Block) -> None:
         """Add scale G V to the rows' gradient, scale G' U to the columns', sum_ij G_ij <u_i, v_j> to the scale's."""

@@ -3,9 +3,11 @@
 b: samples of one rank, c: samples of a chunk, P: ranks, D: feature width. All sizes in bytes.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from clipscale.data.features import StoredFeatures
 from clipscale.data.loader.host_batch import Targets
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import World
+from clipscale.models.flops import Trained, trained_of
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import without_weights
 from clipscale.state.train_state import TrainState
@@ -32,6 +35,10 @@ from clipscale.tools.plan.memory_tracker import DryMachine, MemoryTracker, cuda_
 CPU = torch.device("cpu")
 TOWERS = ("image", "text")
 PHASES = ("encode", "loss", "replay", "optim")
+FEWEST = 2
+"""Blocks of the shallowest tower: the first, and the last, whose forward pass may be shorter."""
+LAPS = 4
+"""Most ranks of the loss's ring: further visits take no more memory."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,16 @@ class StepMemory:
     @property
     def highest(self) -> float:
         return max(self.peak.values())
+
+    def moved(self, start: "StepMemory", end: "StepMemory", times: float) -> "StepMemory":
+        """This memory further along the line from `start` to `end`, by so many times their distance."""
+
+        def along(sizes: dict[str, float], first: dict[str, float], second: dict[str, float]) -> dict[str, float]:
+            return {name: size + round(times * (second[name] - first[name])) for name, size in sizes.items()}
+
+        return replace(
+            self, before=along(self.before, start.before, end.before), peak=along(self.peak, start.peak, end.peak)
+        )
 
 
 class DryRunWorld(World):
@@ -103,12 +120,26 @@ class DdpBuckets(nn.Module):
 class DryRunState(TrainState):
     """The trainer's state without pretrained weights and data; chunk sizes are set before each step."""
 
+    def __init__(self, config: TrainConfig, world: World, machine: DryMachine, blocks: dict[str, int]) -> None:
+        """`blocks`: so many of each tower's alike blocks stay."""
+        self.blocks = blocks
+        self.trains: list[Trained] = []
+        """What trains of each tower, of its full depth."""
+        self.depths: dict[str, int] = {}
+        """The number of alike blocks of towers that are shortened."""
+        super().__init__(config, world, machine=machine)
+
     def build_model(self) -> ClipModel:
-        to, nn.Module.to = nn.Module.to, lambda module, *_, **__: module  # type: ignore[method-assign, assignment]
-        try:  # peft moves its layers, which takes values
-            return build_model(without_weights(self.config.model))
-        finally:
-            nn.Module.to = to  # type: ignore[method-assign]
+        with unset_fake_temporarily(), torch.device("meta"):  # peft moves its layers, which fake tensors refuse
+            model = build_model(without_weights(self.config.model))
+        self.trains = [trained_of(tower.encoder) for tower in (model.image, model.text)]
+        for name, blocks in self.blocks.items():
+            self.depths[name] = shorten(getattr(model, name), blocks)
+        place(model)
+        for module in model.modules():  # on GPUs batch normalisation is synchronised, which takes as much memory
+            if self.world.size > 1 and isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.eval()
+        return model
 
     def stored_features(self) -> StoredFeatures | None:
         member = self.config.data.stored_member
@@ -125,15 +156,33 @@ class DryRunState(TrainState):
 
 
 class DryRun:
-    """Runs steps of a training configuration without memory; made by `dry_run`."""
+    """Runs steps of a training configuration without memory."""
 
-    def __init__(self, config: TrainConfig, ranks: int, tracker: MemoryTracker, capability: int | None) -> None:
-        self.config, self.ranks, self.tracker, self.captions = config, ranks, tracker, config.data.captions_per_step
-        self.memory, self.stage = StepMemory({}, {}), ""  # of the step that runs
-        self.state = DryRunState(config, DryRunWorld(0, ranks, CPU), machine=DryMachine(capability))
+    def __init__(
+        self,
+        config: TrainConfig,
+        ranks: int,
+        tracker: MemoryTracker,
+        capability: int | None,
+        blocks: dict[str, int],
+    ) -> None:
+        """`blocks`: so many of each tower's alike blocks stay. `capability`: of the GPU; None: a CPU."""
+        before = tracker.live
+        self.config, self.ranks, self.tracker = config, ranks, tracker
+        self.captions = config.data.captions_per_step
+        self.memory = StepMemory({}, {})
+        """Of the step that runs."""
+        self.stage = ""
+        self.others = 0
+        """Live bytes of other dry runs, which this one does not count."""
+        self.state = DryRunState(config, DryRunWorld(0, ranks, CPU), DryMachine(capability), blocks)
         if capability and type(self.state.optimizer).__module__.startswith("torch.optim"):
             for group in self.state.optimizer.param_groups:  # torch's own choice on CUDA
                 group["foreach"] = True if group.get("foreach", False) is None else group.get("foreach", False)
+        if ranks > LAPS and config.loss.exchange in ("auto", "ring"):
+            lap = dist.new_group(list(range(LAPS)))
+            assert isinstance(lap, dist.ProcessGroup)
+            self.state.loss_group = lap
         self.state.precision.scaler = None  # it takes a few bytes, and its test of every gradient needs values
         model, stored = self.state.model, self.state.stored
         self.width, self.context_length = model.width, model.context_length
@@ -144,38 +193,63 @@ class DryRun:
         self.state.update(self.state.gradient_norm())
         self.state.optimizer.zero_grad()
         if config.launch.parallel != "ddp" and ranks > 1:
-            self.step((1, 1), 1)  # FSDP2 allocates in its first step
+            self.step((1, 1), 1, resident=False)  # FSDP2 allocates in its first step
+        self.static = tracker.live - before
 
-    def inputs(self, tower: int, rows: int) -> Chunked:
+    def inputs(self, tower: int, rows: int, resident: bool) -> Chunked:
         """So many inputs of the image (0) or the text tower (1)."""
-        return self.state.past_trunk(TOWERS[tower], StagedRows(self, tower, rows))
+        return self.state.past_trunk(TOWERS[tower], StagedRows(self, tower, rows, resident))
 
-    def step(self, chunks: tuple[int, int], batch: int) -> StepMemory:
-        """One optimizer step over `batch` samples of this rank, with chunks of the given sizes for the two towers."""
-        state, cache = self.state, self.state.cache
+    def waiting_bytes(self, batch: int) -> int:
+        """The inputs of both towers, of so many samples."""
+        tokens = self.captions * self.context_length * torch.int32.itemsize
+        return batch * (math.prod(self.row) * self.row_type.itemsize + tokens)
+
+    def step(self, chunks: tuple[int, int], batch: int, *, resident: bool) -> StepMemory:
+        """One optimizer step over `batch` samples of this rank, with chunks of the given sizes for the two towers.
+
+        Without the loss, of which it has the gradients; see `loss`.
+
+        `resident`: chunks stay on the device between the passes (offload=none).
+        """
+        state = self.state
+        towers = state.cache.towers
         self.memory = StepMemory({}, {})
-        for tower, size in zip(cache.towers, chunks):
+        self.others = self.tracker.live - getattr(self, "static", self.tracker.live)
+        for tower, size in zip(towers, chunks):
             tower.size = size
         self.enter("encode")
-        features = cache.encode(self.inputs(0, batch), self.inputs(1, batch * self.captions))
+        texts = batch * self.captions
+        features = state.cache.encode(self.inputs(0, batch, resident), self.inputs(1, texts, resident))
         self.enter("loss")
-        cache.backward(state.loss(*features, targets=self.targets(batch)))
+        for tower, rows in zip(towers, features):
+            rows.grad = torch.empty_like(rows) if tower.trained else None
         del features
         self.enter("replay")
-        cache.replay()
-        self.enter("optim")
-        state.update(state.gradient_norm())
+        state.cache.replay()
+        self.enter("optim norm")
+        norm = state.gradient_norm()
+        gradients = {p: p.grad for p in state.trained}
+        # One group of parameters after the other, so that each one's peak is a straight line in the depth.
+        for i, group in enumerate(state.optimizer.param_groups):
+            for p in gradients:
+                p.grad = None
+            for p in group["params"]:
+                p.grad = gradients[p]
+            self.enter(f"optim group {i}")
+            state.update(norm)
         self.enter("")
         state.optimizer.zero_grad()
         return self.memory
 
     def enter(self, stage: str) -> None:
         """A stage of the step begins: a phase, or a tower's part of it. Empty: the step ends."""
-        peak = self.tracker.take_peak()
+        peak = self.tracker.take_peak() - self.others
         if self.stage:
             self.memory.peak[self.stage] = max(peak, self.memory.peak.get(self.stage, 0))
-        if stage in PHASES:
-            self.memory.before[stage] = self.tracker.live
+        phase = stage.partition(" ")[0]
+        if phase:
+            self.memory.before.setdefault(phase, self.tracker.live - self.others)
         self.stage = stage
 
     def targets(self, batch: int) -> Targets:
@@ -199,7 +273,7 @@ class DryRun:
         cached = self.state.cache.towers[tower]
         if not cached.trained:
             return 0
-        rows = self.inputs(tower, size).chunk(0, size)
+        rows = self.inputs(tower, size, resident=False).chunk(0, size)
         before = self.tracker.live
         with gradient_sync(cached.encoder, False):
             with cached.autocast():
@@ -213,13 +287,13 @@ class DryRun:
 class StagedRows(ChunkLoader):
     """A tower's rows, made on demand. Asking for them begins that tower's stage of a step."""
 
-    def __init__(self, run: DryRun, tower: int, rows: int) -> None:
+    def __init__(self, run: DryRun, tower: int, rows: int, resident: bool) -> None:
         shape, dtype = (run.row, run.row_type) if tower == 0 else ((run.context_length,), torch.int32)
 
         def read(start: int, stop: int) -> Tensor:
             return torch.empty(stop - start, *shape, dtype=dtype)
 
-        super().__init__(read, rows, CPU, resident=run.config.offload == "none")
+        super().__init__(read, rows, CPU, resident=resident)
         self.run, self.tower = run, TOWERS[tower]
 
     def chunk(self, start: int, stop: int) -> Tensor:
@@ -228,8 +302,80 @@ class StagedRows(ChunkLoader):
         return super().chunk(start, stop)
 
 
+class DeepDryRun:
+    """A dry run of a model whose blocks are alike: of its first, its last and one in the middle.
+
+    Memory is a straight line in a tower's depth. So up to three shallow models are run: with FEWEST blocks in both
+    towers, and with one more in either. Towers that train in part keep their depth.
+    """
+
+    def __init__(self, config: TrainConfig, ranks: int, tracker: MemoryTracker, capability: int | None) -> None:
+        fewest = {tower: FEWEST for tower in TOWERS if getattr(config.model, tower).train in ("all", "none")}
+        self.base = DryRun(config, ranks, tracker, capability, fewest)
+        self.base_step = cache(self.base.step)
+        self.deeper: dict[str, DryRun] = {}
+        self.missing: dict[str, int] = {}
+        """Blocks of each tower that the base lacks."""
+        for tower, depth in self.base.state.depths.items():
+            if depth > FEWEST:
+                self.deeper[tower] = DryRun(config, ranks, tracker, capability, fewest | {tower: FEWEST + 1})
+                self.missing[tower] = depth - FEWEST
+
+    def step(self, chunks: tuple[int, int], batch: int, *, resident: bool) -> StepMemory:
+        """As `DryRun.step`."""
+        base = self.base_step(chunks, batch, resident=resident)
+        memory = base
+        for tower, run in self.deeper.items():
+            memory = memory.moved(base, run.step(chunks, batch, resident=resident), self.missing[tower])
+        return memory
+
+    def graph(self, tower: int, size: int) -> int:
+        """As `DryRun.graph`."""
+        return self.extrapolated(lambda run: run.graph(tower, size))
+
+    @property
+    def static(self) -> int:
+        """As `DryRun.static`."""
+        return self.extrapolated(lambda run: run.static)
+
+    @property
+    def trained_bytes(self) -> int:
+        """Of the weights that train."""
+        return self.extrapolated(lambda run: sum(p.nbytes for p in run.state.trained))
+
+    def extrapolated(self, measure: Callable[[DryRun], int]) -> int:
+        """What `measure` would say of the whole model: it is a straight line in a tower's depth."""
+        base = measure(self.base)
+        return base + sum(self.missing[tower] * (measure(run) - base) for tower, run in self.deeper.items())
+
+
+def shorten(tower: nn.Module, blocks: int) -> int:
+    """Take blocks out of the middle of a tower's longest list of alike ones, and return how many there were."""
+    stacks = [module for module in tower.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
+    alike = [stack for stack in stacks if len({type(block) for block in stack}) == 1]
+    longest = max(alike, key=len, default=nn.ModuleList())
+    depth = len(longest)
+    if depth > blocks + 1:
+        del longest[blocks - 1 : depth - 1]
+    return depth if depth > blocks + 1 else 0
+
+
+def place(model: nn.Module) -> None:
+    """Give a model on the meta device parameters and buffers of a device."""
+    placed: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor not in placed:
+                    copy = torch.empty_like(tensor, device=CPU)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    placed[tensor] = nn.Parameter(copy, tensor.requires_grad) if is_parameter else copy
+                if tensor is not None:
+                    tensors[name] = placed[tensor]  # type: ignore[assignment]
+
+
 @contextmanager
-def dry_run(config: TrainConfig, ranks: int, capability: int | None) -> Iterator[DryRun]:
+def dry_run(config: TrainConfig, ranks: int, capability: int | None) -> Iterator[DeepDryRun]:
     """A dry run on one of `ranks` GPUs of a compute capability, or (None) in one of `ranks` CPU processes."""
     with ExitStack() as stack:
         if ranks > 1:
@@ -238,4 +384,4 @@ def dry_run(config: TrainConfig, ranks: int, capability: int | None) -> Iterator
         tracker = stack.enter_context(without_memory())
         if capability:
             stack.enter_context(cuda_autocast())
-        yield DryRun(config, ranks, tracker, capability)
+        yield DeepDryRun(config, ranks, tracker, capability)

@@ -18,7 +18,7 @@ from clipscale.eval.retrieval import BLOCK, RetrievalSet
 from clipscale.eval.suites import chosen_sets
 from clipscale.step.kept_graphs import MARGIN
 from clipscale.tools.plan import ASSUMED
-from clipscale.tools.plan.dry_run import DryRun, StepMemory
+from clipscale.tools.plan.dry_run import DeepDryRun, DryRun, StepMemory
 
 Chunks = tuple[int | None, int | None]
 """Chunk sizes of the image and the text tower; None: the whole local batch (batch normalisation, stored features)."""
@@ -27,37 +27,43 @@ Chunks = tuple[int | None, int | None]
 class MemoryModel:
     """Memory of a step at any batch. With given chunks, every stage's peak is a straight line in b."""
 
-    def __init__(self, run: DryRun, captions: float = 1.0) -> None:
+    def __init__(self, run: DeepDryRun, captions: float = 1.0) -> None:
         """`captions`: tokens of an average caption as a share of the context. More sorted ones fit a chunk."""
         self.run, self.captions = run, captions
-        self._step, self._loss, self._graph = cache(run.step), cache(run.loss), cache(run.graph)
+        self._step = cache(run.step)
+        self._loss = cache(run.base.loss)
+        self.graph = cache(run.graph)
+        """Bytes of the graph of one chunk of a tower (0 or 1) by its rows."""
 
     def sizes(self, batch: int, chunks: Chunks) -> tuple[int, int]:
         """The rows of an image and of a text chunk of a batch."""
-        image, text = (min(chunk or rows, rows) for chunk, rows in zip(chunks, (batch, batch * self.run.captions)))
-        return image, text
+        texts = batch * self.run.base.captions
+        image, text = chunks
+        return min(image or batch, batch), min(text or texts, texts)
 
-    def at(self, batch: int, chunks: Chunks, keep: float = 0) -> StepMemory:
-        """A step of `batch` samples on a rank, with `keep` bytes for kept graphs."""
+    def at(self, batch: int, chunks: Chunks, keep: float = 0, *, resident: bool = False) -> StepMemory:
+        """A step of `batch` samples on a rank, with `keep` bytes for kept graphs.
 
-        def further(sizes: dict[str, float], less: dict[str, float]) -> dict[str, float]:
-            return {name: size + round(distance * (size - less.get(name, size))) for name, size in sizes.items()}
-
+        `resident`: pixels and tokens stay on the device (offload=none).
+        """
         whole = max([c for c in chunks if c] or [64])
         # With several ranks the last chunk differs from the others, because gradients are summed over ranks in it.
-        near = (2 if self.run.ranks == 1 else 3) * whole
-        size = near + whole if batch > near else batch
-        memory = self._step(self.sizes(size, chunks), size)
-        if batch > near:
-            small, distance = self._step(self.sizes(near, chunks), near), (batch - near) / whole - 1
-            memory = StepMemory(further(memory.before, small.before), further(memory.peak, small.peak))
+        near = (2 if self.run.base.ranks == 1 else 3) * whole
+        if batch <= near + whole:
+            memory = self._step(self.sizes(batch, chunks), batch, resident=resident)
+        else:  # what a further chunk adds does not depend on the depth
+            sizes = self.sizes(near, chunks)
+            memory = self._step(sizes, near, resident=resident)
+            start = self.run.base_step(sizes, near, resident=resident)
+            end = self.run.base_step(self.sizes(near + whole, chunks), near + whole, resident=resident)
+            memory = memory.moved(start, end, (batch - near) / whole)
         memory = replace(memory, peak={**memory.peak, "loss": memory.before["loss"] + self.loss(batch)})
         return self._with_kept(memory, batch, chunks, keep) if keep else memory
 
     def counts(self, batch: int, chunks: Chunks) -> list[int]:
         """Image and text chunks of a batch."""
         image, text = self.sizes(batch, chunks)
-        return [math.ceil(batch / image), math.ceil(batch * self.run.captions * self.captions / text)]
+        return [math.ceil(batch / image), math.ceil(batch * self.run.base.captions * self.captions / text)]
 
     def loss(self, batch: int) -> int:
         """The loss and its gradients, beyond the features."""
@@ -70,7 +76,7 @@ class MemoryModel:
     def _with_kept(self, step: StepMemory, batch: int, chunks: Chunks, keep: float) -> StepMemory:
         """Adds the graphs that GradCache would keep in `keep` bytes. A graph lives until its tower's second pass."""
         counts = self.counts(batch, chunks)
-        each = [self._graph(tower, size) for tower, size in enumerate(self.sizes(batch, chunks))]
+        each = [self.graph(tower, size) for tower, size in enumerate(self.sizes(batch, chunks))]
         image = min(counts[0], int(keep // each[0])) if each[0] else 0
         text = min(counts[1], int((keep - image * each[0]) // each[1])) if each[1] else 0
         held = [image * each[0], text * each[1]]
@@ -145,3 +151,8 @@ def evaluation_bytes(config: PlanConfig, width: int) -> int:
     except UserError:
         return 0
     return max((12 * width * (images + texts) + 16 * BLOCK * max(images, texts) for images, texts in counts), default=0)
+
+
+def outside_torch(ranks: int) -> int:
+    """Memory of a GPU that torch's allocator does not count."""
+    return int(ASSUMED.context + (ASSUMED.nccl if ranks > 1 else 0))

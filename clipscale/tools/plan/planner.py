@@ -1,12 +1,15 @@
-"""Plans a run on any machine: chunk sizes, memory, time, what would fit, and the published methods beside it."""
+"""Plans a run on any machine: chunk sizes, memory, time, the largest batch, and settings with which a run fits."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
 from clipscale.common.errors import UserError
+from clipscale.common.hardware import Hardware
 from clipscale.common.terminal import say
 from clipscale.common.units import format_bytes
 from clipscale.config import stages
@@ -15,9 +18,8 @@ from clipscale.config.setting import settings_of
 from clipscale.config.tools import PlanConfig, target_gpu
 from clipscale.step.chunk_sizes import CPU_CHUNK, batch_norm_chunk, sizes_of_settings
 from clipscale.tools.plan import ASSUMED
-from clipscale.tools.plan.dry_run import PHASES, TOWERS, dry_run
-from clipscale.tools.plan.memory import Chunks, MemoryModel, host_memory, keep_bytes
-from clipscale.tools.plan.published import Published, method_of, outside_torch
+from clipscale.tools.plan.dry_run import PHASES, TOWERS, DeepDryRun, StepMemory, dry_run
+from clipscale.tools.plan.memory import Chunks, MemoryModel, host_memory, keep_bytes, outside_torch
 from clipscale.tools.plan.step_time import StepTime, caption_width
 
 SETTINGS = {setting.name: setting for setting in settings_of(PlanConfig)}
@@ -26,8 +28,144 @@ OFFLOADS = ("none", "host", "encoded", "disk")
 Result = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Target:
+    """The machine of a plan, and the memory of each of its GPUs."""
+
+    gpu: Hardware | None
+    ranks: int
+    workspace: int
+    """Of cuBLAS, which torch's allocator counts."""
+    outside: int
+    """What torch's allocator does not count."""
+    usable: int | None
+    """None: a CPU, whose memory is the host's."""
+
+    @classmethod
+    def of(cls, config: PlanConfig) -> "Target":
+        """Raises UserError for settings that do not go together."""
+        gpu = target_gpu(config)
+        ranks = config.gpus * config.nodes
+        if gpu is None:
+            return cls(None, ranks, 0, 0, None)
+        workspace = ASSUMED.workspace_hopper if gpu.capability >= 90 else ASSUMED.workspace
+        usable = int(gpu.memory_bytes * (1 - ASSUMED.reserve))
+        return cls(gpu, ranks, workspace, outside_torch(ranks), usable)
+
+    @property
+    def free(self) -> float:
+        """What a step may take."""
+        return math.inf if self.usable is None else self.usable - self.workspace - self.outside
+
+
+class Prediction:
+    """One step of a run on a machine."""
+
+    def __init__(self, config: PlanConfig, target: Target, run: DeepDryRun, model: MemoryModel) -> None:
+        """`run` and `model` are of these settings but for batch, chunks, kept graphs, offload and the host's."""
+        self.config, self.target, self.run, self.model = config, target, run, model
+        self.local = config.batch // target.ranks
+        self.resident = config.offload == "none"
+        self.chunks = self.chunk_sizes()
+        if target.gpu:
+            self.keep = keep_bytes(config.cache.keep, self.memory(self.local), target.free)
+        else:
+            self.keep = float(run.base.state.keep.bytes)
+        self.step = self.memory(self.local, self.keep)
+        self.host = host_memory(config, run.base, self.local, self.chunks[0], self.step.highest)
+
+    def memory(self, batch: int, keep: float = 0) -> StepMemory:
+        return self.model.at(batch, self.chunks, keep, resident=self.resident)
+
+    def chunk_sizes(self) -> Chunks:
+        """Chunk sizes as set, or assumed: the largest up to `auto_chunk` that fits."""
+        state = self.run.base.state
+        settings = sizes_of_settings(self.config.cache, self.local, self.run.base.captions)
+        rows = self.model.sizes(self.local, (None, None))
+        sizes: list[int | None] = []
+        for name, tower, most in zip(TOWERS, (state.model.image, state.model.text), rows):
+            whole = batch_norm_chunk(tower, name, settings[name], most) or (state.stored and name == "image")
+            sizes.append(None if whole else settings[name] or 0)
+        return self.largest_chunks(sizes) if 0 in sizes else (sizes[0], sizes[1])
+
+    def largest_chunks(self, sizes: list[int | None]) -> Chunks:
+        """These sizes, where in place of 0 is the largest of `auto_chunk` and its halves with which a step fits.
+
+        Of those whose graph alone does not fit there is no dry run.
+        """
+
+        def chunks(size: int) -> Chunks:
+            image, text = (size if given == 0 else given for given in sizes)
+            return image, text
+
+        def fits(size: int) -> bool:
+            return self.model.at(self.local, chunks(size), resident=self.resident).highest <= self.target.free
+
+        most = min(CPU_CHUNK if self.target.gpu is None else ASSUMED.auto_chunk, self.local)
+        graph = max(self.model.graph(tower, most) for tower in (0, 1) if sizes[tower] == 0)
+        before = self.run.static
+        if self.resident:
+            before += self.run.base.waiting_bytes(self.local)
+        size = most
+        while size > 1 and before + graph * size / most > self.target.free:
+            size //= 2
+        return chunks(largest(size, 1, size, fits) or 1)
+
+    def fits(self, batch: int) -> bool:
+        """Whether so many samples on each rank fit, with these chunks."""
+        taken = self.memory(batch, self.keep).highest
+        node = host_memory(self.config, self.run.base, batch, self.chunks[0], taken)["node_bytes"]
+        return taken <= self.target.free and node <= (self.config.host_memory or math.inf)
+
+    def largest_batch(self) -> int:
+        """Of this batch, its halves and doubles, with these chunks; 0: none."""
+        ranks = self.target.ranks
+        least = max(chunk or 1 for chunk in self.chunks)
+        return ranks * largest(self.local, least, ASSUMED.largest_batch // ranks, self.fits)
+
+    def time(self) -> StepTime:
+        counts = self.model.counts(self.local, self.chunks)
+        return StepTime(
+            self.config, self.target.gpu, self.run, [kept / count for kept, count in zip(self.step.kept, counts)]
+        )
+
+    def result(self) -> Result:
+        """The object of docs/plan.md, without remedies and a largest batch."""
+        config, target, step = self.config, self.target, self.step
+        time = self.time()
+        estimates = time.estimates()
+        times = [estimate["step_s"] for estimate in estimates]
+        phases = {}
+        for name in PHASES:
+            before, peak = step.before[name] + target.workspace, step.phase(name) + target.workspace
+            phases[name] = {"before_bytes": before, "extra_bytes": peak - before, "peak_bytes": peak}
+        peak = step.highest + target.workspace
+        node = self.host["node_bytes"]
+        return {
+            "fits": step.highest <= target.free and node <= (config.host_memory or math.inf),
+            "peak_bytes": peak,
+            "loss_bytes": phases["loss"]["extra_bytes"],
+            "host_bytes": node,
+            "step_s": times[0] if times else None,
+            "step_range_s": [time.step()["step_s"], max(times, default=None)],
+            "model": config.model.name,
+            **{name: getattr(config, name) for name in ("batch", "hardware", "gpus", "nodes", "offload")},
+            "local_batch": self.local,
+            "chunk": dict(zip(TOWERS, self.model.sizes(self.local, self.chunks))),
+            "kept": dict(zip(TOWERS, step.kept)),
+            "device": {"phases": phases, "total_bytes": peak + target.outside, "usable_bytes": target.usable},
+            "host": self.host | {"memory_bytes": config.host_memory},
+            "time": estimates[0] if estimates else None,
+            "estimates": estimates,
+            "notes": ASSUMED.notes,
+        }
+
+
 def plan(config: PlanConfig, *, search: bool = True) -> Result:
-    """The object that `json=true` prints (docs/plan.md). Raises UserError."""
+    """The object that `json=true` prints (docs/plan.md). Raises UserError.
+
+    `search`: also look for the largest batch.
+    """
     result = fitted(config) if config.fit else predicted(config, search=search)
     if not result["fits"]:
         say("it does not fit; planning it with other settings, one by one", error=True)
@@ -35,93 +173,29 @@ def plan(config: PlanConfig, *, search: bool = True) -> Result:
     return result | {"conclusion": conclusion(result)}
 
 
-def predicted(config: PlanConfig, *, search: bool = True) -> Result:
-    """The plan of these settings, without remedies. Raises UserError for settings that do not go together.
+@contextmanager
+def predictions(config: PlanConfig) -> Iterator[Callable[[PlanConfig], Prediction]]:
+    """What predicts these settings, and those with another batch, chunk, offload or number of kept graphs.
 
-    `search`: also look for the largest batch, and add what `config` asks for beside the plan.
+    Raises UserError for settings that do not go together.
     """
-    gpu, ranks = target_gpu(config), config.gpus * config.nodes
-    local, captions = config.batch // ranks, config.data.captions_per_step
-    sizes_of_settings(config.cache, local, captions)  # refused before the dry run
-    method = method_of(config) if config.published else None
-    workspace = 0 if gpu is None else ASSUMED.workspace_hopper if gpu.capability >= 90 else ASSUMED.workspace
-    outside = outside_torch(ranks) if gpu else 0
-    usable = int(gpu.memory_bytes * (1 - ASSUMED.reserve)) if gpu else None
-    free = usable - workspace - outside if usable else math.inf
-    say(f"dry run of {config.model.name} on {ranks} x {config.hardware}: usually 5 to 60 seconds", error=True)
-    published = Published(config) if gpu and search and (method or config.compare) else None
-    extra: Result = {}
-    with dry_run(config, ranks, gpu.capability if gpu else None) as run:
-        model = MemoryModel(run, caption_width(config, run) / run.context_length)
-        chunks = chunk_sizes(config, model, free)
-        keep = float(run.state.keep.bytes)  # on a CPU
-        keep = keep_bytes(config.cache.keep, model.at(local, chunks), free) if gpu else keep
-        step, counts = model.at(local, chunks, keep), model.counts(local, chunks)
-        host = host_memory(config, run, local, chunks[0], step.highest)
-        time = StepTime(config, gpu, run, [kept / count for kept, count in zip(step.kept, counts)])
-        estimates = time.estimates()
-        least = max(chunk or 1 for chunk in chunks)
-
-        def batch_fits(batch: int) -> bool:
-            taken = model.at(batch, chunks, keep).highest
-            node = host_memory(config, run, batch, chunks[0], taken)["node_bytes"]
-            return taken <= free and node <= (config.host_memory or math.inf)
-
-        if search and (gpu or config.host_memory):
-            extra["largest_batch"] = ranks * largest(local, least, ASSUMED.largest_batch // ranks, batch_fits)
-        if search and gpu and config.scaling:
-            extra["scaling"] = time.scaling(estimates[0]["share"])
-        if published and gpu and method:
-            facts = published.facts(method, config.batch, gpu.memory_bytes)
-            extra |= {"published": method} | {f"published_{key}": value for key, value in facts.items()}
-        if published and gpu and config.compare:
-            batches = [2**i for i in range(11, 23) if 2**i >= least * ranks and 2**i % ranks == 0]
-            names, memory = config.compare.split(","), gpu.memory_bytes
-            rows = [(name, n, published.facts(name, n, memory)) for name in names for n in batches]
-            for n in batches:
-                taken = model.at(n // ranks, chunks, keep).highest
-                size, peak = model.loss(n // ranks), taken + workspace + outside
-                rows.append(("clipscale", n, {"loss_bytes": size, "peak_bytes": peak, "fits": taken <= free}))
-            extra["compare"] = [{"method": name, "batch": n} | facts for name, n, facts in rows]
-    at = {name: (step.before[name] + workspace, step.phase(name) + workspace) for name in PHASES}
-    peak = step.highest + workspace
-    return {
-        "fits": step.highest <= free and host["node_bytes"] <= (config.host_memory or math.inf),
-        "peak_bytes": peak,
-        "loss_bytes": at["loss"][1] - at["loss"][0],
-        "host_bytes": host["node_bytes"],
-        "step_s": estimates[0]["step_s"] if estimates else None,
-        "step_range_s": [time.step()["step_s"], max((each["step_s"] for each in estimates), default=None)],
-        "model": config.model.name,
-        **{name: getattr(config, name) for name in ("batch", "hardware", "gpus", "nodes", "offload")},
-        "local_batch": local,
-        "chunk": dict(zip(TOWERS, model.sizes(local, chunks))),
-        "kept": dict(zip(TOWERS, step.kept)),
-        "device": {
-            "phases": {k: {"before_bytes": x, "extra_bytes": y - x, "peak_bytes": y} for k, (x, y) in at.items()},
-            "total_bytes": peak + outside,
-            "usable_bytes": usable,
-        },
-        "host": host | {"memory_bytes": config.host_memory},
-        "time": estimates[0] if estimates else None,
-        "estimates": estimates,
-        **extra,
-        "notes": ASSUMED.notes,
-    }
+    target = Target.of(config)
+    # Refused before the dry run.
+    sizes_of_settings(config.cache, config.batch // target.ranks, config.data.captions_per_step)
+    say(f"dry run of {config.model.name} on {target.ranks} x {config.hardware}", error=True)
+    with dry_run(config, target.ranks, target.gpu.capability if target.gpu else None) as run:
+        model = MemoryModel(run, caption_width(config, run.base) / run.base.context_length)
+        yield lambda settings: Prediction(settings, target, run, model)
 
 
-def chunk_sizes(config: PlanConfig, model: MemoryModel, free: float) -> Chunks:
-    """Chunk sizes as set, or assumed: the largest up to `auto_chunk` that fits."""
-    state, local, sizes = model.run.state, config.batch // model.run.ranks, []
-    settings = sizes_of_settings(config.cache, local, model.run.captions)
-    for name, tower, rows in zip(TOWERS, (state.model.image, state.model.text), model.sizes(local, (None, None))):
-        whole = batch_norm_chunk(tower, name, settings[name], rows) or (state.stored and name == "image")
-        sizes.append(None if whole else settings[name] or 0)
-    if 0 in sizes:
-        most = min(CPU_CHUNK if free == math.inf else ASSUMED.auto_chunk, local)
-        assumed = largest(most, 1, most, lambda size: model.at(local, (size, size)).highest <= free) or 1
-        sizes = [assumed if size == 0 else size for size in sizes]
-    return sizes[0], sizes[1]
+def predicted(config: PlanConfig, *, search: bool = True) -> Result:
+    """The plan of these settings, without remedies. Raises UserError for settings that do not go together."""
+    with predictions(config) as predict:
+        prediction = predict(config)
+        result = prediction.result()
+        if search and (prediction.target.gpu or config.host_memory):
+            result["largest_batch"] = prediction.largest_batch()
+    return result
 
 
 def largest(size: int, least: int, most: int, fits: Callable[[int], bool]) -> int:
@@ -135,19 +209,27 @@ def largest(size: int, least: int, most: int, fits: Callable[[int], bool]) -> in
 
 def changed(config: PlanConfig, words: str) -> PlanConfig:
     """The settings with others, `SECTION.NAME=VALUE` and so on."""
-    for name, _, value in (word.partition("=") for word in words.split()):
+    for word in words.split():
+        name, _, value = word.partition("=")
         config = stages.changed(config, name, accepted(SETTINGS[name], yaml.safe_load(value)))
     return config
 
 
 def fitted(config: PlanConfig) -> Result:
     """The plan of the largest batch, with the fastest place of its pixels, and the fastest chunks and kept graphs."""
-    trials = (changed(config, f"offload={offload} cache.chunk=auto cache.keep=none") for offload in OFFLOADS)
-    batches = [(predicted(trial).get("largest_batch", 0), trial) for trial in trials]
-    batch, best = max(batches, key=lambda each: each[0])
-    keeps = ("none",) if config.hardware == "cpu" else ("none", "auto")
-    plans = [predicted(changed(best, f"batch={batch or config.batch} cache.keep={k}")) | {"keep": k} for k in keeps]
-    result = min((each for each in plans if each["fits"]), key=lambda each: each["step_range_s"][0], default=plans[0])
+    with predictions(config) as predict:
+        best, batch = config, 0
+        for offload in OFFLOADS:
+            trial = changed(config, f"offload={offload} cache.chunk=auto cache.keep=none")
+            size = predict(trial).largest_batch()
+            if size > batch:
+                best, batch = trial, size
+        results = []
+        for keep in ("none",) if config.hardware == "cpu" else ("none", "auto"):
+            trial = changed(best, f"batch={batch or config.batch} cache.keep={keep}")
+            results.append(predict(trial).result() | {"keep": keep, "largest_batch": batch})
+    fitting = [result for result in results if result["fits"]]
+    result = min(fitting, key=lambda result: result["step_range_s"][0], default=results[0])
     words = "batch={batch} offload={offload} cache.chunk=[{chunk[image]},{chunk[text]}]"
     return result | {"fit": f"{words} cache.keep={{keep}}".format(**result)}
 

@@ -25,8 +25,6 @@ def main(config: PlanConfig) -> int:
     for stage, result in zip(stages or [config], [] if config.json else results):
         for part in comparison(result) if config.run else parts(result, stage):
             console.print(part, soft_wrap=isinstance(part, str))
-    if config.out:
-        draw(results[0], config.out)
     return 0 if config.run or all(result["fits"] for result in results) else 1
 
 
@@ -64,49 +62,8 @@ def parts(result: Result, config: PlanConfig) -> Iterable[TextTable | str]:
         rows = [{"by": f"({i})"} | {k: v for k, v in each.items() if k not in hidden} for i, each in estimates]
         yield table("seconds of a step, at a share of the GPU's peak", rows)
         yield from (f"({i}) {printable(each['what'])}" for i, each in estimates)
-    if "scaling" in result:
-        yield table(f"this batch on more GPUs, at {result['time']['share']:.1%} of the peak", result["scaling"])
-    if "compare" in result:
-        lines: dict[str, Result] = {row["method"]: {"method": row["method"]} for row in result["compare"]}
-        for row in result["compare"]:
-            sizes = f"{row['loss_bytes'] / 2**30:.2f} ({row['peak_bytes'] / 2**30:.1f})"
-            lines[row["method"]][format_count(row["batch"])] = sizes if row["fits"] else None
-        yield table("loss (and peak) in GiB, as published, and of these settings", list(lines.values()))
-    if "published" in result:
-        loss, peak = (format_bytes(result[f"published_{name}_bytes"]) for name in ("loss", "peak"))
-        fits = "fits" if result["published_fits"] else "does not fit"
-        yield f"{result['published']} as published: loss {loss}, peak {peak}, {fits}"
     yield from result["notes"]
     yield result["conclusion"]
-
-
-def draw(result: Result, out: str) -> None:
-    """The field's picture, memory at the peak against the batch, as FILE.png, .pdf (matplotlib) or .html (Plotly)."""
-    limit, titles = result["device"]["usable_bytes"] / 2**30, ("batch", "GiB of a GPU at the peak")
-    curves: dict[str, tuple[list[int], list[float]]] = {}
-    for row in result["compare"]:
-        x, y = curves.setdefault(row["method"], ([], []))
-        x.append(row["batch"])
-        y.append(row["peak_bytes"] / 2**30)
-    if out.endswith(".html"):
-        import plotly.graph_objects as go
-
-        lines = [go.Scatter(x=x, y=y, name=name) for name, (x, y) in curves.items()]
-        log = [{"type": "log", "title": title} for title in titles]
-        page = go.Figure(lines, {"xaxis": log[0], "yaxis": log[1], "hovermode": "x unified"})
-        page.add_hline(y=limit, line_dash="dot", annotation_text=result["hardware"])
-        page.write_html(out)
-        return
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for name, (x, y) in curves.items():
-        axes.loglog(x, y, "-" if name == "clipscale" else "--", marker=".", label=name)
-    axes.axhline(limit, color="grey", linestyle=":", label=f"usable of {result['hardware']}")
-    axes.set(xlabel=titles[0], ylabel=titles[1])
-    axes.legend(fontsize="small")
-    figure.savefig(out, dpi=150)
 
 
 def comparison(result: Result) -> Iterable[TextTable | str]:

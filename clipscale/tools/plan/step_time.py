@@ -15,9 +15,9 @@ from clipscale.config.tools import PlanConfig
 from clipscale.data.loader.captions import GRAIN
 from clipscale.loss.objectives import OBJECTIVES
 from clipscale.models.families import family_of
-from clipscale.models.flops import image_flops, text_flops, trained_of
+from clipscale.models.flops import PassFlops, image_flops, text_flops
 from clipscale.tools.plan import ASSUMED
-from clipscale.tools.plan.dry_run import TOWERS, DryRun
+from clipscale.tools.plan.dry_run import TOWERS, DeepDryRun, DryRun
 
 UNKNOWN = Hardware((), 0, 0, 1e-12, 1e-12, math.inf)
 """A CPU, whose peak no table has: the arithmetic gives operations instead of seconds, which a measurement divides."""
@@ -27,22 +27,26 @@ Estimate = dict[str, Any]
 class StepTime:
     """The time of a run's step on any number of GPUs. The ring's transfers overlap the loss's arithmetic."""
 
-    def __init__(self, config: PlanConfig, gpu: Hardware | None, run: DryRun, kept: list[float]) -> None:
+    def __init__(self, config: PlanConfig, gpu: Hardware | None, run: DeepDryRun, kept: list[float]) -> None:
         """`kept`: share of each tower's chunks whose graphs are kept."""
+        base = run.base
         self.config, self.gpu = config, gpu or UNKNOWN
-        model = run.state.model
-        image = image_flops(config.model, trained_of(model.image.encoder))
-        text = text_flops(config.model, trained_of(model.text.encoder), caption_width(config, run))
-        self.forward = (0 if run.state.stored else image.forward, text.forward * run.captions)
-        backward = (0 if run.state.stored else image.backward, text.backward * run.captions)
-        whole = zip(TOWERS, run.state.cache.towers)  # a frozen trunk has no second pass
-        self.trained = [tower.trained and name not in run.state.trunks for name, tower in whole]
+        image_trains, text_trains = base.state.trains
+        image = PassFlops(0, 0) if base.state.stored else image_flops(config.model, image_trains)
+        text = text_flops(config.model, text_trains, caption_width(config, base))
+        self.forward = (image.forward, text.forward * base.captions)
+        backward = (image.backward, text.backward * base.captions)
+        # A frozen trunk has no second pass.
+        towers = zip(TOWERS, base.state.cache.towers)
+        self.trained = [tower.trained and name not in base.state.trunks for name, tower in towers]
         again = 2 if config.model.grad_checkpointing else 1  # checkpointing costs a forward pass more
         self.replay = 0.0
-        for forward, gradients, share, trained in zip(self.forward, backward, kept, self.trained):
+        for tower, trained in enumerate(self.trained):
             if trained:
-                self.replay += forward * (again - share) + gradients
-        self.width, self.captions, self.gradients = run.width, run.captions, sum(p.nbytes for p in run.state.trained)
+                self.replay += self.forward[tower] * (again - kept[tower]) + backward[tower]
+        self.width = base.width
+        self.captions = base.captions
+        self.gradients = run.trained_bytes
 
     def step(self, share: float = 1.0, gpus: int = 0, nodes: int = 0) -> dict[str, Any]:
         """Seconds of a step by part and in all, at a share of the peak, on `gpus` of each of `nodes` (0: as set)."""
@@ -103,13 +107,6 @@ class StepTime:
         words = "{model}, {per_gpu} samples on each of {gpus} x {gpu}, {samples_per_s_per_gpu} samples/s each; {source}"
         titles = {"nearest": nearest, "slowest of this model": slowest}
         return [(f"published, {what}: {words.format(**run)}", float(run["share"])) for what, run in titles.items()]
-
-    def scaling(self, share: float) -> list[dict[str, Any]]:
-        """This batch on 1 to 4,096 GPUs: hours, and bytes that each sends, of the run or an epoch of LAION-400M."""
-        counts = [2**i for i in range(ASSUMED.most_gpus.bit_length()) if self.config.batch % 2**i == 0]
-        steps = [self.step(share, min(n, ASSUMED.node), max(1, n // ASSUMED.node)) for n in counts]
-        shown = ("step_s", "samples_per_s", "network_share", "hours", "sent_bytes")
-        return [{"gpus": n} | {key: step[key] for key in shown} for n, step in zip(counts, steps)]
 
 
 def caption_width(config: PlanConfig, run: DryRun) -> int:

@@ -17,8 +17,6 @@ from clipscale.log.metrics import read_metrics
 from clipscale.models.flops import image_flops, text_flops
 from clipscale.tools.plan import of_run, step_time
 from clipscale.tools.plan.planner import changed, plan, predicted
-from clipscale.tools.plan.published import Published, method_of
-from clipscale.tools.plan.show import draw
 from tests.conftest import TINIEST, TINY
 from tests.support.forks import forks
 
@@ -85,54 +83,6 @@ def test_an_automatic_chunk_is_assumed_and_kept_graphs_are_planned_for_several_r
     assert result["peak_bytes"] == max(phase["peak_bytes"] for phase in result["device"]["phases"].values())
     assert result["host_bytes"] == result["host"]["node_bytes"]
     assert result["step_range_s"][0] < result["step_s"] == result["time"]["step_s"] <= result["step_range_s"][1]
-
-
-PUBLISHED = {
-    "clip": ["16.67 46.40", "66.11 77.94", "", "", ""],
-    "openclip": ["2.27 43.97", "8.63 46.38", "33.64 51.23", "", ""],
-    "infcl": ["0.18 44.20", "0.36 46.63", "0.72 51.46", "1.45 61.13", ""],
-    "infcl offload": ["0.18 42.40", "0.36 42.49", "0.72 42.69", "1.45 43.07", "6.53 45.40"],
-}
-"""GiB of the loss and at the peak at 32k, 64k, 128k, 256k and 1024k (Inf-CL, arXiv 2410.17243, table 1: 8 x A800)."""
-
-
-def test_the_published_methods_take_the_published_memory() -> None:
-    """The loss within 10 %, the peak within 15 %; what did not fit does not fit."""
-    words = ["model=vit-l14", "batch=32k", "hardware=a800-80g", "gpus=8", "precision=fp16", "cache.chunk=128"]
-    published = Published(settings(*words))
-    for row, cells in PUBLISHED.items():
-        method, _, offload = row.partition(" ")
-        published.config.offload = "host" if offload else "none"
-        for k, cell in zip((32, 64, 128, 256, 1024), cells):
-            facts = published.facts(method, k * 1024, 79 * 2**30)
-            assert facts["fits"] == bool(cell), (row, k)
-            if cell:
-                loss, peak = (float(figure) * 2**30 for figure in cell.split())
-                assert facts["loss_bytes"] == pytest.approx(loss, rel=0.10), (row, k)
-                assert facts["peak_bytes"] == pytest.approx(peak, rel=0.15), (row, k)
-    for method in ("clip", "openclip", "disco", "infcl"):
-        assert method_of(settings(*words, f"loss={method}")) == method
-    with pytest.raises(UserError, match="published=true: known are loss=clip, "):
-        method_of(settings(*words, "loss=siglip"))
-
-
-def test_methods_are_compared_and_a_batch_is_scaled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The loss grows with the square of the batch for CLIP, and in proportion for Inf-CL."""
-    words = ["plan", *LARGE, "batch=32k", "cache.chunk=512", "compare=clip,infcl", "scaling=true", "published=true"]
-    assert main([*words, f"out={tmp_path / 'a.png'}", "json=true"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    draw(result, str(tmp_path / "a.html"))
-    assert all((tmp_path / f"a.{kind}").stat().st_size > 10_000 for kind in ("png", "html"))
-    sizes = {(row["method"], row["batch"]): row["loss_bytes"] for row in result["compare"]}
-    assert sizes["clip", 2**18] / sizes["clip", 2**17] == pytest.approx(4, rel=0.05)
-    assert (
-        sizes["infcl", 2**22] == 2 * sizes["infcl", 2**21]
-        and sizes["clipscale", 2**22] <= 2 * sizes["clipscale", 2**21]
-    )
-    assert (result["published"], result["published_fits"]) == ("infcl", True)
-    assert [row["gpus"] for row in result["scaling"]] == [2**i for i in range(13)]
-    shares = [row["network_share"] for row in result["scaling"]]
-    assert shares[0] == 0 and shares[3:] == sorted(shares[3:]) and 0.5 < shares[-1] < 1
 
 
 @pytest.mark.slow

@@ -1,0 +1,154 @@
+"""What published implementations of the contrastive loss keep on a GPU, by what their own code keeps.
+
+    python benchmarks/published.py model=vit-b16 gpus=8 loss=infcl batch=800k precision=fp16 chunk=128 json=true
+
+A step with open_clip's own forward pass, whose graph a dry run measures, and a gradient cache, under DDP and AdamW, as
+Inf-CL's code takes it. The loss runs outside of autocast, on float32 features. docs/benchmarks/published.md derives it.
+
+N: batch, b: samples of one rank, D: feature width. All sizes in bytes of one GPU.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import open_clip
+import torch
+import yaml
+from measure import settings_of
+from open_clip.model import CLIP, CustomTextCLIP
+
+from clipscale.common.errors import UserError
+from clipscale.common.hardware import hardware
+from clipscale.common.units import format_bytes, nearest
+from clipscale.config.presets import conf_dir
+from clipscale.tools.plan.memory import outside_torch
+from clipscale.tools.plan.memory_tracker import cuda_autocast, without_memory
+
+DEFAULTS = {
+    "model": "vit-l14",  # a preset of conf/model, or open_clip's name
+    "gpus": 8,  # in all
+    "hardware": "a800-80g",
+    "loss": "infcl",  # or clip, openclip, disco
+    "batch": 32_768,
+    "precision": "fp16",  # or bf16, fp32
+    "chunk": 128,  # samples, of both towers
+    "offload": "host",  # pixels wait in host memory, where the published code can do that; or none
+    "json": "false",
+}
+
+
+@dataclass(frozen=True)
+class Method:
+    """What a method's code keeps at the loss's peak, all float32."""
+
+    matrices: int
+    """Matrices of scores with as many columns as the batch."""
+    all_rows: bool
+    """Whether these have all of the batch's rows, or one rank's."""
+    gathered: int
+    """Copies of all features of a tower."""
+    local: int
+    """Copies of one rank's features of a tower."""
+    offloads: bool = False
+    """Whether its code can leave pixels in host memory."""
+
+
+METHODS = {
+    "clip": Method(matrices=4, all_rows=True, gathered=3, local=2),
+    "openclip": Method(matrices=4, all_rows=False, gathered=2, local=4),
+    "disco": Method(matrices=4, all_rows=False, gathered=2, local=4),
+    "infcl": Method(matrices=0, all_rows=False, gathered=0, local=16, offloads=True),
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a model takes, of open_clip's own code."""
+
+    width: int
+    sample: int
+    """Float32 pixels and int64 tokens of a sample."""
+    weights: int
+    graph: int
+    """Of a chunk of both towers at once, as in CLIP.forward."""
+
+
+def measured(name: str, chunk: int, precision: str) -> Model:
+    """A dry run of one chunk of open_clip's model of that name. Raises UserError for a name it does not know."""
+    file = conf_dir() / "model" / f"{name}.yaml"
+    preset: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {"name": name}
+    description: Any = preset.get("architecture") or open_clip.get_model_config(preset["name"])
+    if description is None:
+        raise UserError(f"model={name}: unknown{nearest(name, open_clip.list_models())}")
+    description.pop("custom_text", None)
+    kind = CustomTextCLIP if "hf_model_name" in description["text_cfg"] else CLIP
+    half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
+    with without_memory() as tracker, cuda_autocast():
+        model = kind(**description)
+        side = model.visual.image_size
+        height, width = side if isinstance(side, tuple) else (side, side)
+        pixels = torch.empty(chunk, 3, height, width)
+        tokens = torch.zeros(chunk, model.context_length, dtype=torch.long)
+        before = tracker.live
+        with torch.autocast("cpu", half or torch.bfloat16, enabled=half is not None):
+            outputs = model(pixels, tokens)
+        graph = tracker.live - before
+        features = outputs[0] if isinstance(outputs, tuple) else outputs["image_features"]
+        weights = sum(p.nbytes for p in model.parameters())
+    return Model(features.shape[1], 4 * 3 * height * width + 8 * model.context_length, weights, graph)
+
+
+def figures(model: Model, method: Method, *, batch: int, gpus: int, chunk: int, offload: bool) -> dict[str, int]:
+    """`published_loss_bytes`: the peak of the loss and its backward pass, beyond the chunks' features.
+
+    `published_peak_bytes`: the memory in use at the step's peak, as the driver counts it.
+    """
+    local = batch // gpus
+    rows = batch if method.all_rows else local
+    scores = method.matrices * batch * rows
+    loss = 4 * (scores + model.width * (method.gathered * batch + method.local * local))
+    features = 2 * 4 * model.width * local
+    waiting = min(chunk, local) if offload and method.offloads else local
+    # Weights, AdamW's two moments and, with several ranks, DDP's buckets. Gradients are separate from the buckets.
+    copies = 4 if gpus > 1 else 3
+    start = copies * model.weights + model.sample * waiting + outside_torch(gpus)
+    if chunk >= local:  # without a cache the loss is on top of the graph
+        peak = start + model.graph + max(loss, model.weights)
+    else:
+        peak = start + features + max(loss, model.weights + model.graph + features)
+    return {"published_loss_bytes": loss, "published_peak_bytes": peak}
+
+
+def main(words: list[str]) -> dict[str, Any]:
+    """The figures of the settings. Raises UserError."""
+    settings = settings_of(DEFAULTS, words)
+    if settings.loss not in METHODS:
+        raise UserError(f"loss={settings.loss}: known are {', '.join(METHODS)}{nearest(settings.loss, METHODS)}")
+    gpu = hardware(settings.hardware)
+    chunk = min(settings.chunk, settings.batch // settings.gpus)
+    model = measured(settings.model, chunk, settings.precision)
+    sizes = figures(
+        model,
+        METHODS[settings.loss],
+        batch=settings.batch,
+        gpus=settings.gpus,
+        chunk=settings.chunk,
+        offload=settings.offload == "host",
+    )
+    fits = sizes["published_peak_bytes"] <= gpu.memory_bytes
+    result = {"published": settings.loss} | sizes | {"published_fits": fits}
+    if settings.json == "true":
+        print(json.dumps(result, indent=1))
+    else:
+        loss, peak = (format_bytes(sizes[f"published_{name}_bytes"]) for name in ("loss", "peak"))
+        print(f"{settings.loss} as published: loss {loss}, peak {peak}, {'fits' if fits else 'does not fit'}")
+    return result
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,62 @@
+"""`benchmarks/published.py`: the memory of published implementations."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clipscale.common.errors import UserError
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+PUBLISHED = {
+    "clip": ["16.67 46.40", "66.11 77.94", "", "", ""],
+    "openclip": ["2.27 43.97", "8.63 46.38", "33.64 51.23", "", ""],
+    "infcl": ["0.18 44.20", "0.36 46.63", "0.72 51.46", "1.45 61.13", ""],
+    "infcl offload": ["0.18 42.40", "0.36 42.49", "0.72 42.69", "1.45 43.07", "6.53 45.40"],
+}
+"""GiB of the loss and at the peak at 32k, 64k, 128k, 256k and 1024k (Inf-CL, arXiv 2410.17243, table 1: 8 x A800)."""
+
+
+@pytest.fixture(scope="module")
+def published() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        yield importlib.import_module("published")
+
+
+@pytest.fixture(scope="module")
+def vit_l14(published: Any) -> Any:
+    return published.measured("vit-l14", 128, "fp16")
+
+
+@pytest.mark.parametrize("row", PUBLISHED)
+def test_the_published_methods_take_the_published_memory(row: str, published: Any, vit_l14: Any) -> None:
+    """The loss within 10 %, the peak within 15 %; what did not fit does not fit."""
+    method, _, offload = row.partition(" ")
+    for k, cell in zip((32, 64, 128, 256, 1024), PUBLISHED[row]):
+        kind = published.METHODS[method]
+        sizes = published.figures(vit_l14, kind, batch=k * 1024, gpus=8, chunk=128, offload=bool(offload))
+        assert (sizes["published_peak_bytes"] <= 79 * 2**30) == bool(cell), (row, k)
+        if cell:
+            loss, peak = (float(figure) * 2**30 for figure in cell.split())
+            assert sizes["published_loss_bytes"] == pytest.approx(loss, rel=0.10), (row, k)
+            assert sizes["published_peak_bytes"] == pytest.approx(peak, rel=0.15), (row, k)
+
+
+def test_the_object_that_it_prints() -> None:
+    words = "model=tiny gpus=8 loss=infcl batch=800k precision=fp16 chunk=128 json=true"
+    command = [sys.executable, str(BENCHMARKS / "published.py"), *words.split()]
+    result = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert result["published"] == "infcl" and result["published_fits"] is True
+    assert 0 < result["published_loss_bytes"] < result["published_peak_bytes"]
+
+
+@pytest.mark.parametrize(("word", "reason"), [("loss=siglip", "known are clip, "), ("model=vit-l15", "unknown")])
+def test_an_unknown_name_is_refused(word: str, reason: str, published: Any) -> None:
+    with pytest.raises(UserError, match=reason):
+        published.main([word])
