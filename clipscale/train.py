@@ -26,8 +26,8 @@ from clipscale.data.loader.stream import merge_positions
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.fsdp import reshard
 from clipscale.distributed.world import World, join, leave
+from clipscale.eval.run import ResultsFile, evaluate
 from clipscale.eval.run import check as check_sets
-from clipscale.eval.run import evaluate
 from clipscale.launch.run_lock import RunLock
 from clipscale.launch.stopping import SignalError, Stop
 from clipscale.log.metrics import MetricLog
@@ -226,11 +226,9 @@ class Run:
                 config.eval,
                 self.world,
                 autocast=state.precision.autocast,
-                run_dir=self.folder,
-                step=self.step,
+                file=ResultsFile(self.folder, self.step, {"precision": config.precision.name}),
                 before_batch=self.stop.check,
                 progress=self.records.log.progress if self.records.log else lambda *_: None,
-                about={"precision": config.precision.name},
             )
         reshard(state.model)
         if state.stored:

@@ -6,7 +6,6 @@ n: images of a batch, C: classes, G: groups, U: distinct class names, D: feature
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -29,8 +28,8 @@ class ClassificationSet(EvalSet):
     groups: Sequence[int] = ()
     """The group of each image, from 0, for the accuracy of the worst group; empty: there are none."""
 
-    def strata(self, index: int) -> tuple[int, ...]:
-        return (self.labels[index], self.groups[index]) if self.groups else (self.labels[index],)
+    def class_of(self, index: int) -> int:
+        return self.labels[index]
 
     def part(self, chosen: Sequence[int]) -> Self:
         groups = [self.groups[i] for i in chosen] if self.groups else ()
@@ -40,8 +39,8 @@ class ClassificationSet(EvalSet):
         digest = hashlib.blake2b("\n".join(self.classnames).encode(), digest_size=16).hexdigest()
         return {"prompts": list(self.templates), "classes": len(self.classnames), "classnames": digest}
 
-    def measure(self, encoder: Encoder, folder: Path | None, step: int | None) -> dict[str, float]:
-        """Accuracies; of a set with groups also the worst group's. It has no examples to write."""
+    def measure(self, encoder: Encoder) -> dict[str, float]:
+        """Accuracies; of a set with groups also the worst group's."""
         device = encoder.world.device
         C = len(self.classnames)
         G = max(self.groups, default=-1) + 1

@@ -5,14 +5,12 @@ N: images, M: captions (several an image), Q: queries, C: candidates, D: feature
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from clipscale.eval.encode import Encoder, join
-from clipscale.eval.examples import gallery
 from clipscale.eval.sets.item import EvalSet
 
 MISSED = torch.iinfo(torch.int64).max
@@ -36,11 +34,8 @@ class RetrievalSet(EvalSet):
         owner = [new_index[self.owner[m]] for m in captions]
         return replace(self, captions=[self.captions[m] for m in captions], owner=owner)
 
-    def facts(self) -> dict[str, Any]:
-        return {}
-
-    def measure(self, encoder: Encoder, folder: Path | None, step: int | None) -> dict[str, float]:
-        """Recalls. Every rank ranks the whole set. Writes examples into `folder`."""
+    def measure(self, encoder: Encoder) -> dict[str, float]:
+        """Recalls. Every rank ranks the whole set."""
         batches = list(encoder.images(self))
         images_ND = join([features for _, features, _ in batches], len(self), encoder.batch, encoder.world)
         usable = [usable.byte() for _, _, usable in batches]
@@ -51,8 +46,6 @@ class RetrievalSet(EvalSet):
         if broken < len(self):
             owner_M = torch.tensor(self.owner, device=encoder.world.device)
             metrics = retrieval_metrics(images_ND, captions_MD, owner_M, usable_N) | metrics
-            if folder is not None:
-                gallery(self, images_ND, captions_MD, usable_N, folder, step)
         return metrics
 
 
@@ -82,13 +75,14 @@ def retrieval_metrics(images_ND: Tensor, captions_MD: Tensor, owner_M: Tensor, u
     owner_M: (M,) int64, the image of each caption; every image has at least one. usable_N: (N,) bool; an image that is
     not is a miss, and so are its captions. The others are ranked without them.
     """
-    image_N, usable_M = torch.arange(len(images_ND), device=owner_M.device), usable_N[owner_M]
-    images, captions = (images_ND[usable_N], image_N[usable_N]), (captions_MD[usable_M], owner_M[usable_M])
-    metrics: dict[str, float] = {}
-    for name, (queries, of_queries), (candidates, of_candidates), count in (
-        ("image_to_text", images, captions, len(images_ND)),
-        ("text_to_image", captions, images, len(captions_MD)),
-    ):
-        ranks = first_right_ranks(queries, candidates, of_queries, of_candidates)
-        metrics |= {f"{name}_r{k}": int((ranks < k).sum()) / count for k in (1, 5, 10)}
-    return metrics
+    usable_M = usable_N[owner_M]
+    images = images_ND[usable_N]
+    captions = captions_MD[usable_M]
+    image_ids = usable_N.nonzero()[:, 0]
+    caption_ids = owner_M[usable_M]
+    ranks = {
+        "image_to_text": first_right_ranks(images, captions, image_ids, caption_ids),
+        "text_to_image": first_right_ranks(captions, images, caption_ids, image_ids),
+    }
+    counts = {"image_to_text": len(images_ND), "text_to_image": len(captions_MD)}
+    return {f"{name}_r{k}": int((ranks[name] < k).sum()) / counts[name] for name in ranks for k in (1, 5, 10)}

@@ -1,8 +1,8 @@
 """Suites of published sets: finds each set under `eval.root`, and sums the results up as the suite's source does."""
 
 import logging
+import math
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -28,13 +28,18 @@ def chosen_sets(config: EvalConfig) -> list[EvalSet]:
     sets = load_sets(config.sets)
     if config.suite != "none":
         sets += suite_sets(config.suite, config.root)
-    twice = [name for name, count in Counter(eval_set.name for eval_set in sets).items() if count > 1]
-    if twice:
-        raise UserError(f"eval.sets: {twice[0]} is in eval.suite={config.suite} too; leave it out of eval.sets")
+    names = [eval_set.name for eval_set in sets]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(
+                f"eval.sets: two sets, with those of eval.suite={config.suite}, are called {name}; leave one out, or "
+                "rename its folder"
+            )
     marks = ("ema",) if config.weights == "ema" else ()
     return [replace(eval_set, marks=marks).limited(config.limit) for eval_set in sets]
 
 
+@cache
 def suite_sets(suite: str, root: str | None) -> list[EvalSet]:
     """The sets of a suite in the folder `root`, under the suite's names for them; the log names those that are missing.
     Raises UserError if there are none, and for a set that cannot be used."""
@@ -49,9 +54,10 @@ def suite_sets(suite: str, root: str | None) -> list[EvalSet]:
             f"looked for as {', '.join(entries[0].candidates)} and comes from {entries[0].source}"
         )
     for known in entries:
-        if known.name not in places:
+        if known.name not in places and os.environ.get("RANK", "0") == "0":
             names = ", ".join(known.candidates)
-            _warn(f"eval.suite={suite}: {known.name} is missing in {root} (as {names}); it comes from {known.source}")
+            missing = f"{known.name} is missing in {root} (as {names}); it comes from {known.source}"
+            log.warning("eval.suite=%s: %s", suite, missing)
     return [_known_set(known, places[known.name]) for known in entries if known.name in places]
 
 
@@ -60,13 +66,16 @@ def suite_table(
 ) -> TextTable:
     """The columns of the suite for one model, in per cent: means of results, or `-` where one of them is missing."""
     of_set = {eval_set.name: results.get(eval_set.label, {}) for eval_set in sets}
-    entries, cells = table()["suites"][suite], []
-    for column in entries["columns"].values():
-        parts = [part.partition(":") for part in (entries["sets"] if column == "all" else column)]
-        values = [of_set.get(name, {}).get(metric or "main") for name, _, metric in parts]
-        known = [value for value in values if value is not None]
-        cells.append(f"{100 * sum(known) / len(known):.2f}" if len(known) == len(values) else "-")
-    return TextTable([suite, *entries["columns"]], [[[name, *cells]]])
+    columns = table()["suites"][suite]["columns"]
+    cells = []
+    for column in columns.values():
+        values = []
+        for entry in table()["suites"][suite]["sets"] if column == "all" else column:
+            set_name, _, metric = entry.partition(":")
+            values.append(of_set.get(set_name, {}).get(metric or "main", math.nan))
+        mean = sum(values) / len(values)
+        cells.append("-" if math.isnan(mean) else f"{100 * mean:.2f}")
+    return TextTable([suite, *columns], [[[name, *cells]]])
 
 
 def _known_set(known: KnownSet, place: Path) -> EvalSet:
@@ -79,10 +88,3 @@ def _known_set(known: KnownSet, place: Path) -> EvalSet:
             f"({known.source}), or write them into {place / prompts.TEMPLATES}"
         )
     return replace(eval_set, name=known.name, metric=known.main_metric(eval_set))
-
-
-@cache
-def _warn(line: str) -> None:
-    """Once per process, on the first rank only."""
-    if os.environ.get("RANK", "0") == "0":
-        log.warning("%s", line)

@@ -14,7 +14,7 @@ from clipscale.config.secrets import restored
 from clipscale.config.sections import EvalConfig, SinkConfig
 from clipscale.config.tools import EvalRunConfig, check_eval
 from clipscale.distributed.world import join, leave
-from clipscale.eval.run import Results, check, evaluate
+from clipscale.eval.run import Results, ResultsFile, check, evaluate
 from clipscale.eval.suites import chosen_sets, suite_table
 from clipscale.launch import local
 from clipscale.log.metrics import Progress
@@ -50,19 +50,17 @@ def work(config: EvalRunConfig) -> Results:
             for path in paths:
                 load = partial(load_any, run, path, config.eval.weights, config.model, world.on_main)
                 model, settings, step = world.on_all(load)
-                about: dict[str, Any] = {"precision": config.precision.name}
+                facts: dict[str, Any] = {"precision": config.precision.name}
                 if run:
-                    about["checkpoint"] = Path(path).name
+                    facts["checkpoint"] = Path(path).name
                 else:
-                    about |= {"model": settings.name, "source": config.model.weights}
+                    facts |= {"model": settings.name, "source": config.model.weights}
                 results = evaluate(
                     model.to(world.device),
                     config.eval,
                     world,
                     precision.autocast,
-                    run_dir=folder,
-                    step=step,
-                    about=about,
+                    file=ResultsFile(folder, step, facts),
                     progress=Progress(plain_console(), config.log.progress) if world.main else lambda *_: None,
                 )
                 if world.main:

@@ -1,10 +1,8 @@
-"""Reads a run's records: metrics, evaluations and retrieved examples. Raises UserError for a damaged file."""
+"""Reads a run's records: metrics and evaluations. Raises UserError for a damaged file."""
 
 import json
 from pathlib import Path
 from typing import Any
-
-from PIL import Image
 
 from clipscale.common import files
 
@@ -25,13 +23,3 @@ def read_evaluations(run_dir: Path) -> list[Record]:
         with files.reported("results", file, "evaluate again"):
             records.append(json.loads(file.read_text()) | {"step": int(file.stem.removeprefix("step_"))})
     return sorted(records, key=lambda record: int(record["step"]))
-
-
-def read_galleries(run_dir: Path, step: str = "**") -> list[tuple[Record, Image.Image]]:
-    """The retrieved examples by set and step: description and picture, as clipscale.eval.examples writes them."""
-    galleries = []
-    for file in (run_dir / "eval" / "retrieved").glob(f"{step}/*.json"):
-        with files.reported("retrieved examples", file, "evaluate again"):
-            picture = Image.open(file.with_suffix(".png"), formats=["PNG"]).convert("RGB")
-            galleries.append((json.loads(file.read_text()), picture))
-    return sorted(galleries, key=lambda gallery: (gallery[0]["set"], gallery[0]["step"] or 0))

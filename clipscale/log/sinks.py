@@ -7,14 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from PIL import Image
-
 from clipscale.config.sections import SinkConfig
-from clipscale.log.records import read_galleries
 
 Sink = tuple[Callable[[int, dict[str, Any]], None], Callable[[], None]]
-"""Takes the numbers and the pictures of a step; and is closed at the end."""
+"""Takes the numbers of a step; and is closed at the end."""
 
 
 class Sinks:
@@ -29,7 +25,6 @@ class Sinks:
         resume_step: int = 0,
     ) -> None:
         """`settings`: those of the run, for wandb. `message` prints a line."""
-        self.run_dir = run_dir
         self.message = message
         self._sinks: dict[str, Sink] = {}
         if config.tensorboard:
@@ -38,16 +33,15 @@ class Sinks:
             self._call("wandb", lambda: self._sinks.update(wandb=wandb(run_dir, config, settings)))
 
     def write(self, step: int, record: Mapping[str, Any]) -> None:
-        """Give the numbers and pictures of a record to every sink, under their names."""
-        values = {name: value for name, value in record.items() if isinstance(value, int | float | Image.Image)}
+        """Give the numbers of a record to every sink, under their names."""
+        values = {name: value for name, value in record.items() if isinstance(value, int | float)}
         for name, (write, _) in list(self._sinks.items()):
             self._call(name, partial(write, step, values))
 
     def eval(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
-        """Give evaluation results to every sink, as `eval/SET/METRIC`, and the step's pictures as `retrieved/SET`."""
-        galleries = read_galleries(self.run_dir, f"step_{step:08d}") if self._sinks else []
+        """Give evaluation results to every sink, as `eval/SET/METRIC`."""
         values = {f"eval/{name}/{k}": v for name, metrics in results.items() for k, v in metrics.items()}
-        self.write(step, values | {f"retrieved/{record['set']}": picture for record, picture in galleries})
+        self.write(step, values)
 
     def close(self) -> None:
         """Close every sink. Safe to call twice."""
@@ -72,10 +66,7 @@ def tensorboard(run_dir: Path, resume_step: int) -> Sink:
 
     def write(step: int, values: dict[str, Any]) -> None:
         for name, value in values.items():
-            if isinstance(value, Image.Image):
-                writer.add_image(name, np.asarray(value), step, dataformats="HWC")
-            else:
-                writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
     return write, writer.close
 
@@ -103,7 +94,6 @@ def wandb(run_dir: Path, config: SinkConfig, settings: Mapping[str, Any]) -> Sin
     run.define_metric("*", step_metric="step")
 
     def write(step: int, values: dict[str, Any]) -> None:
-        shown = {n: client.Image(v) if isinstance(v, Image.Image) else v for n, v in values.items()}
-        run.log({**shown, "step": step})
+        run.log({**values, "step": step})
 
     return write, run.finish

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 from clipscale.common.errors import UserError
+from clipscale.config.sections import EvalConfig
 from clipscale.eval.classification import ClassificationSet
 from clipscale.eval.sets.item import ImageRef
 from clipscale.eval.sets.load import load_set, load_sets
 from clipscale.eval.sets.prompts import render
+from clipscale.eval.suites import chosen_sets
 from tests.eval.sets import NAMES, classification_set, karpathy_json, picture, retrieval_set, write_shards
 
 
@@ -34,10 +36,12 @@ def test_retrieval_shards_keep_every_caption_with_its_image(tmp_path: Path) -> N
     assert eval_set.owner == [0, 1, 1, 2, 3, 3, 4, 5, 5]
 
 
-def test_sets_have_different_names(tmp_path: Path) -> None:
-    paths = [classification_set(tmp_path / a / b) for a, b in (("x", "wds_colours"), ("y", "wds_colours"))]
-    assert [s.name for s in load_sets([str(p) for p in paths])] == ["x/wds_colours", "y/wds_colours"]
-    assert load_sets([str(paths[0])])[0].name == "colours"
+def test_sets_are_called_as_their_folders(tmp_path: Path) -> None:
+    paths = [str(classification_set(tmp_path / name / "wds_colours")) for name in ("x", "y")]
+    assert load_sets(paths[:1])[0].name == "colours"
+    for twice in (paths, [paths[0], paths[0] + "/"]):
+        with pytest.raises(UserError, match=r"two sets, .* are called colours; leave one out, or rename its folder"):
+            chosen_sets(EvalConfig(sets=twice))
     for parent in ("imagenet", "places"):  # one after the other, into the results of one run
         assert load_sets([str(classification_set(tmp_path / parent / "val"))])[0].name == f"{parent}/val"
 
@@ -156,13 +160,12 @@ def test_a_caption_file_names_images_of_its_set_alone(tmp_path: Path) -> None:
 def test_paths_that_are_no_set(tmp_path: Path) -> None:
     (tmp_path / "set.csv").write_text("x")
     (tmp_path / "set.json").write_text("[1]")
-    root = str(classification_set(tmp_path / "set"))
+    classification_set(tmp_path / "set")
     for paths, message in (
         ([tmp_path / "nowhere"], "does not exist"),
         ([tmp_path / "set" / "test"], "none of the known layouts"),
         ([tmp_path / "set.csv"], r"is no caption file \(\.json\)"),
         ([tmp_path / "set.json"], "neither COCO's"),
-        ([root, root + "/"], "twice"),
     ):
         with pytest.raises(UserError, match=message):
             load_sets([str(path) for path in paths])

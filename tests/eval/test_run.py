@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
 from clipscale.config.sections import EvalConfig
 from clipscale.distributed.world import World
 from clipscale.eval.encode import Encoder, join
-from clipscale.eval.run import evaluate, save_results
+from clipscale.eval.run import ResultsFile, evaluate
 from clipscale.eval.sets.load import load_set
 from clipscale.models.towers import build_model
 from clipscale.train import train
@@ -60,7 +59,7 @@ def test_broken_images_are_misses_and_counted(tmp_path: Path, caplog: pytest.Log
     members[2] = ("1.png", b"")
     captions = write_shards(tmp_path / "captions", [members], {"dataset_type.txt": "retrieval"})
 
-    results = evaluate(ColourModel(), EvalConfig(sets=[str(classes), str(captions)]), ALONE, run_dir=tmp_path / "run")
+    results = evaluate(ColourModel(), EvalConfig(sets=[str(classes), str(captions)]), ALONE)
     assert results["classes"]["top1"] == results["classes"]["top5"] == 5 / 6
     assert {v for k, v in results["captions"].items() if "_r" in k} == {5 / 6}, results["captions"]
     for name in ("classes", "captions"):
@@ -75,28 +74,22 @@ def test_broken_images_are_misses_and_counted(tmp_path: Path, caplog: pytest.Log
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def test_results_and_examples_are_saved(tmp_path: Path) -> None:
+def test_results_are_saved_with_what_they_belong_to(tmp_path: Path) -> None:
     run = tmp_path / "run"
     config = EvalConfig(sets=two_sets(tmp_path))
-    results = evaluate(ColourModel(), config, ALONE, run_dir=run, step=12, about={"precision": "bf16"})
+    results = evaluate(ColourModel(), config, ALONE, file=ResultsFile(run, 12, {"precision": "bf16"}))
     record = json.loads((run / "eval" / "step_00000012.json").read_text())
     assert record["step"] == 12 and record["results"] == results
     facts = record["measured"]["classes"]
     assert (facts["path"], facts["images"], facts["classes"]) == (config.sets[0], 6, 6)
     assert facts["prompts"] == TEMPLATES and facts["precision"] == "bf16" and facts["versions"]["clipscale"]
-    examples = json.loads((run / "eval/retrieved/step_00000012/captions.json").read_text())
-    assert len(examples["rows"]) == 8 and examples["step"] == 12
-    assert all(row["hit"] == 0 for row in examples["rows"]), "a perfect model finds the right image first"
-    with Image.open(run / "eval/retrieved/step_00000012/captions.png") as sheet:
-        tile = examples["tile"]
-        assert sheet.size == (tile * (examples["columns"] + 1), tile * 8)
-        assert sheet.getpixel((tile // 2, tile // 2)) == (230, 20, 20), "the first caption is about red"
 
 
 def test_later_results_join_earlier_ones(tmp_path: Path) -> None:
-    save_results(tmp_path, 5, {"a": {"top1": 0.1}, "b": {"top1": 0.2}}, {})
-    path = save_results(tmp_path, 5, {"b": {"top1": 0.3}}, {})
-    assert json.loads(path.read_text())["results"] == {"a": {"top1": 0.1}, "b": {"top1": 0.3}}
+    file = ResultsFile(tmp_path, 5)
+    for name, accuracy in (("a", 0.1), ("b", 0.2), ("b", 0.3)):
+        file.add(name, {"top1": accuracy}, {})
+    assert json.loads(file.path.read_text())["results"] == {"a": {"top1": 0.1}, "b": {"top1": 0.3}}
 
 
 # -- several ranks -----------------------------------------------------------------------------------------------------
@@ -119,7 +112,7 @@ def features_and_results(
     for tower in (model.image, model.text):
         tower.register_forward_pre_hook(lambda *_: passes.append(1))
     config = EvalConfig(sets=[classes, captions], batch=4)
-    return features, evaluate(model, config, world, run_dir=Path(run), step=1), len(passes)
+    return features, evaluate(model, config, world, file=ResultsFile(Path(run), 1)), len(passes)
 
 
 def test_features_and_results_are_the_same_on_one_two_and_four_ranks(tmp_path: Path) -> None:

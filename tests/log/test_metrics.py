@@ -12,7 +12,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from PIL import Image
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -45,13 +44,6 @@ def record(step: int, **fields: object) -> dict[str, object]:
         "broken": 0,
     }
     return plain | fields
-
-
-def retrieved(run: Path, step: int) -> None:
-    folder = run / f"eval/retrieved/step_{step:08d}"
-    folder.mkdir(parents=True)
-    Image.new("RGB", (12, 6), (200, 30, 160)).save(folder / "captions.png")
-    (folder / "captions.json").write_text(json.dumps({"set": "captions", "step": step}))
 
 
 def steps(run: Path) -> list[int]:
@@ -185,7 +177,6 @@ def test_tensorboard_holds_the_same_numbers(tmp_path: Path) -> None:
     with closing(open_log(tmp_path, LogConfig(tensorboard=True))) as log:
         for step in range(1, 6):
             log.step(record(step))
-        retrieved(tmp_path, 3)
         log.eval(3, {"objects": {"top1": 0.25}})
     with closing(open_log(tmp_path, LogConfig(tensorboard=True), resume_step=3)) as log:
         log.step(record(4, loss=9.0))
@@ -194,7 +185,6 @@ def test_tensorboard_holds_the_same_numbers(tmp_path: Path) -> None:
     losses = [(e.step, e.value) for e in events.Scalars("loss")]
     assert losses == [(step, pytest.approx(value)) for step, value in [(1, 5.0), (2, 2.5), (3, 5 / 3), (4, 9.0)]]
     assert "eval/objects/top1" in events.Tags()["scalars"]
-    assert [(image.step, image.width, image.height) for image in events.Images("retrieved/captions")] == [(3, 12, 6)]
 
 
 def test_a_failing_sink_costs_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,13 +216,12 @@ def test_wandb_offline_needs_no_network_and_goes_on_with_its_run(
         config = LogConfig(wandb="offline")
         with closing(open_log(tmp_path / "run", config, resume_step=resume_step)) as log:
             log.step(record(resume_step + 1))
-            retrieved(tmp_path / "run", resume_step + 1)
             log.eval(resume_step + 1, {"objects": {"top1": 0.5}})
         assert "warning" not in printed(log), printed(log)
     identity = (tmp_path / "run" / "wandb" / "run-id.txt").read_text()
     runs = list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
     assert len(runs) == 2 and all(identity in file.name for file in runs), runs
-    words = (b"eval/objects/top1", b"loss", b"ViT-B-32", b"a-sweep", b"retrieved/captions")
+    words = (b"eval/objects/top1", b"loss", b"ViT-B-32", b"a-sweep")
     until = time.monotonic() + 20  # wandb's own process writes what is left after the run has ended here
     while not all(word in file.read_bytes() for file in runs for word in words):
         assert time.monotonic() < until, [file.read_bytes() for file in runs]

@@ -18,12 +18,18 @@ def load(file: Path) -> RetrievalSet:
         captions_of = dict(_karpathy(record) if "sentences" in record["images"][0] else _coco(record))
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise UserError(f"eval.sets: {file} is neither COCO's caption JSON nor Karpathy's ({error!r})") from error
-    captions_of = {name: texts for name, given in captions_of.items() if (texts := stripped(given))}
-    if not captions_of:
+    names: list[str] = []
+    captions: list[str] = []
+    owner: list[int] = []
+    for name, texts in captions_of.items():
+        usable = stripped(texts)
+        if usable:
+            captions += usable
+            owner += [len(names)] * len(usable)
+            names.append(name)
+    if not names:
         raise UserError(f"eval.sets: {file} holds no image with captions in its test split")
-    images = _images_beside(file, list(captions_of))
-    captions = [caption for texts in captions_of.values() for caption in texts]
-    owner = [index for index, texts in enumerate(captions_of.values()) for _ in texts]
+    images = _images_beside(file, names)
     return RetrievalSet(name=file.stem, path=file, images=images, captions=captions, owner=owner)
 
 
@@ -43,28 +49,26 @@ def _coco(record: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _images_beside(file: Path, names: Sequence[str]) -> list[ImageRef]:
-    """The images that a caption file names: in its folder, or in one below or beside that. Raises UserError."""
-    outside = [name for name in names if name.startswith("/") or ".." in PurePosixPath(name).parts]
-    if outside:
-        raise UserError(f"eval.sets: {file} names {outside[0]!r}, which lies outside the set; fetch it again")
-    near = file.parent
-    bases = [near, *_folders(near), near.parent, *_folders(near.parent)]
-    last, images, missing = near, [], []
+    """The images that a caption file names: all in its folder, or in one below or beside that. Raises UserError."""
     for name in names:
-        # nearly always in the folder of the image before
-        places = ((base, base / path) for base in (last, *bases) for path in (name, PurePosixPath(name).name))
-        base, place = next(((base, place) for base, place in places if place.is_file()), (last, None))
-        if place is None:
-            missing.append(name)
-        else:
-            last = base
-            images.append(ImageRef(place))
-    if missing:
-        raise UserError(
-            f"eval.sets: {len(missing)} of {len(names)} images of {file} are missing, such as {missing[0]}; put them "
-            "into a folder beside it"
-        )
-    return images
+        if name.startswith("/") or ".." in PurePosixPath(name).parts:
+            raise UserError(f"eval.sets: {file} names {name!r}, which lies outside the set; fetch it again")
+    leaves = [PurePosixPath(name).name for name in names]
+    near = file.parent
+    places: list[Path] = []
+    missing: Sequence[str] = names
+    for folder in (near, *_folders(near), near.parent, *_folders(near.parent)):
+        for paths in (names, leaves):
+            absent = [path for path in paths if not (folder / path).is_file()]
+            if len(absent) < len(missing):
+                missing = absent
+                places = [folder / path for path in paths]
+        if not missing:
+            return [ImageRef(place) for place in places]
+    raise UserError(
+        f"eval.sets: {len(missing)} of {len(names)} images of {file} are missing, such as {missing[0]}; put them into "
+        "one folder beside it"
+    )
 
 
 def _folders(folder: Path) -> list[Path]:

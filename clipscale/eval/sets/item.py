@@ -6,14 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from clipscale.data.sample import MAX_IMAGE_BYTES
 
 if TYPE_CHECKING:
     from clipscale.eval.encode import Encoder
 
-T = TypeVar("T")
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
 
 
@@ -49,8 +48,6 @@ class EvalSet(ABC):
     """The set's main metric: the mean of these. Empty: the set is of no suite."""
     marks: tuple[str, ...] = ()
     """What sets its results apart from those of the whole set with trained weights, such as `ema`."""
-    whole: int | None = None
-    """Images of the whole set, if this is a part of it."""
 
     def __len__(self) -> int:
         return len(self.images)
@@ -61,30 +58,29 @@ class EvalSet(ABC):
         return " ".join([self.name, *(f"({mark})" for mark in self.marks)])
 
     @abstractmethod
-    def measure(self, encoder: Encoder, folder: Path | None, step: int | None) -> dict[str, float]:
-        """The metrics, with `broken`, the number of images that cannot be read; the same on every rank. A collective.
-        `folder`: of the run, on the rank that writes examples there; None: none are written."""
-
-    @abstractmethod
-    def facts(self) -> dict[str, Any]:
-        """What the metrics depend on besides the images."""
+    def measure(self, encoder: Encoder) -> dict[str, float]:
+        """The metrics, with `broken`, the number of unreadable images; the same on every rank. A collective."""
 
     @abstractmethod
     def part(self, chosen: Sequence[int]) -> Self:
-        """The set of these images alone."""
+        """The set with what belongs to these images alone."""
 
-    def strata(self, index: int) -> tuple[int, ...]:
-        """What a part is to have in proportion, such as the image's class."""
-        return ()
+    def facts(self) -> dict[str, Any]:
+        """What the metrics depend on besides the images."""
+        return {}
+
+    def class_of(self, index: int) -> int:
+        """The class of an image, by which a limit chooses."""
+        return 0
 
     def limited(self, limit: int | None) -> EvalSet:
         """At most `limit` images, of each class in proportion; their results have another label.
 
-        They are evenly spaced over the set sorted by class, and by group within a class.
+        They are evenly spaced over the set sorted by class.
         """
         if limit is None or limit >= len(self):
             return self
-        by_class = sorted(range(len(self)), key=self.strata)
+        by_class = sorted(range(len(self)), key=self.class_of)
         chosen = sorted(by_class[i * len(self) // limit] for i in range(limit))
         images = [self.images[i] for i in chosen]
-        return replace(self.part(chosen), images=images, marks=(f"limit {limit}", *self.marks), whole=len(self))
+        return replace(self.part(chosen), images=images, marks=(f"limit {limit}", *self.marks))

@@ -56,9 +56,3 @@ def known_sets() -> dict[str, KnownSet]:
         source = f"https://huggingface.co/datasets/clip-benchmark/wds_{name.replace('/', '-')}"
         sets[name] = KnownSet(name, **{"source": source} | entry | {"folders": tuple(entry.get("folders", ()))})
     return sets
-
-
-def source_of(path: Path) -> str:
-    """Where a set comes from, as the end of a message; nothing if its folder has no known name."""
-    known = next((known for known in known_sets().values() if path.name in known.candidates), None)
-    return f"; {known.name} comes from {known.source}" if known else ""

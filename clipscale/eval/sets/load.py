@@ -11,32 +11,25 @@ from pathlib import Path
 from clipscale.common.errors import UserError, one_line
 from clipscale.eval.sets import captions, folders, shards
 from clipscale.eval.sets.item import IMAGE_SUFFIXES, EvalSet
-from clipscale.eval.sets.known import source_of
 
 NO_NAMES = {"data", "dev", "eval", "images", "test", "train", "val", "valid", "validation"}
 """Folders that say nothing of their set: imagenet/val and places/val, evaluated one after the other, are two sets."""
 
 
 def load_sets(paths: Sequence[str]) -> list[EvalSet]:
-    """Every set of `eval.sets`, named after its folder (`_names`).
+    """Every set of `eval.sets`, named after its folder, with the parent where the folder says nothing.
 
     Loaded sets are cached. Raises UserError for a set that is missing, empty or inconsistent.
     """
     resolved = [Path(path).expanduser().absolute() for path in paths]
-    if len(set(resolved)) < len(resolved):
-        raise UserError(f"eval.sets names a set twice: {', '.join(sorted(map(str, paths)))}; keep one of them")
-    return [replace(load_set(path), name=name) for path, name in zip(resolved, _names(resolved))]
+    return [replace(load_set(path), name=_name(path)) for path in resolved]
 
 
-def _names(paths: Sequence[Path]) -> list[str]:
-    """Each set's folder, with its parent where the folder says nothing, and with more where sets would share a name."""
-    plain = [path.with_suffix("") if path.suffix == ".json" else path for path in paths]
-    for parts in range(1, max((len(path.parts) for path in plain), default=1) + 1):
-        least = [max(parts, 2 if path.name in NO_NAMES else 1) for path in plain]
-        names = ["/".join(path.parts[-count:]).removeprefix("wds_") for path, count in zip(plain, least)]
-        if len(set(names)) == len(names):
-            return names
-    return [str(path) for path in paths]
+def _name(path: Path) -> str:
+    plain = path.with_suffix("") if path.suffix == ".json" else path
+    if plain.name in NO_NAMES:
+        return f"{plain.parent.name}/{plain.name}"
+    return plain.name.removeprefix("wds_")
 
 
 @lru_cache(maxsize=64)
@@ -45,10 +38,8 @@ def load_set(path: Path, group: int | None = None) -> EvalSet:
     column of the samples' metadata that names their group."""
     try:
         return _load_set(path, group)
-    except UserError as error:
-        raise UserError(f"{error}{source_of(path)}") from error
     except (OSError, ValueError) as error:  # a file that cannot be read, or a text that is not UTF-8
-        raise UserError(f"eval.sets: {path} cannot be read ({one_line(error)}){source_of(path)}") from error
+        raise UserError(f"eval.sets: {path} cannot be read ({one_line(error)}); fetch it again") from error
 
 
 def _load_set(path: Path, group: int | None) -> EvalSet:

@@ -145,7 +145,6 @@ document.addEventListener("DOMContentLoaded", () => {
   if (id("all")) id("all").onclick = () => { if (off.size) off.clear(); else data.names.forEach((_, run) => off.add(run)); chips(); drawAll(); };
   all(".log").forEach((button) => (button.onclick = () => { button.setAttribute("aria-pressed", String(button.getAttribute("aria-pressed") !== "true")); draw(button.closest("figure")); }));
   all(".plot").forEach((plot) => (plot.onkeydown = keyed));
-  if (id("gallery")) id("gallery").onchange = () => all(".gallery").forEach((one, number) => (one.hidden = number !== Number(id("gallery").value)));
   dark.onchange = () => { chips(); drawAll(); };
   chips();
   drawAll().then(() => document.body.classList.add("drawn"));

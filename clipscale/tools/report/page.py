@@ -1,11 +1,8 @@
 """`clipscale report`: a page about runs that works offline, and their charts as a picture for papers."""
 
-import base64
-import io
 import os
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import median
@@ -17,14 +14,14 @@ from clipscale.common.errors import UserError
 from clipscale.common.terminal import printable, say
 from clipscale.common.units import one_of
 from clipscale.config.tools import ReportSettings
-from clipscale.log.records import Record, read_galleries
+from clipscale.log.records import Record
 from clipscale.log.table import FIGURES, result_tables
 from clipscale.tools.report.runs import Run, read_runs
 
 AXES = ("step", "samples", "hours", "y")
 """The columns of a curve."""
-POINTS, CHECKPOINTS = 3000, 8
-"""Of all curves in one chart, about; and the newest ones whose retrieved pictures a page of one run shows."""
+POINTS = 3000
+"""Of all curves in one chart, about."""
 
 
 def main(words: list[str], settings: ReportSettings) -> None:
@@ -101,7 +98,6 @@ def page(runs: Sequence[Run], expected: str = "", *, live: bool = False) -> str:
         typical=lambda run, key: medians(run.records, {"fields": {key: key}}).get(key),
         results=result_tables(newest),
         settings={key: [run.settings.get(key, "") for run in runs] for key in keys},
-        galleries=[gallery for run in runs for gallery in galleries(run, 1 if runs[1:] else CHECKPOINTS)],
         **{kind: Markup((here / f"page.{kind}").read_text(encoding="utf-8")) for kind in ("css", "js")},
     )
 
@@ -125,20 +121,6 @@ def curves(runs: Sequence[Run], expected: str) -> Record:
             shown.append(bar | {"runs": heights})
     look = {key: FIGURES[key] for key in ("colours", "dashes")}
     return look | {"charts": charts, "bars": shown, "names": [run.name for run in runs]}
-
-
-def galleries(run: Run, most: int) -> Iterator[Record]:
-    """The retrieved pictures of the newest checkpoints, so many of each set, with `sheet` as an address."""
-    shown = Counter[str]()
-    for record, sheet in reversed(read_galleries(run.folder)):
-        if (record["step"] or 0) > run.records[-1]["step"]:  # an interrupted run may have got further
-            continue
-        shown[record["set"]] += 1
-        if shown[record["set"]] <= most:
-            file = io.BytesIO()
-            sheet.save(file, "WEBP", quality=70)
-            address = f"data:image/webp;base64,{base64.b64encode(file.getvalue()).decode()}"
-            yield record | {"run": run.name, "sheet": address}
 
 
 def charts_of(runs: Sequence[Run], expected: str = "") -> list[Record]:

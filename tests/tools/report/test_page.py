@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from PIL import Image
 
 from clipscale.cli.main import main
 from clipscale.common.errors import UserError
@@ -33,7 +32,7 @@ def make_run(run: Path, losses: list[float | None], batch: int = 256, **extra: f
 
 
 def whole_run(run: Path, number: int = 0) -> Path:
-    """A run that has something for every chart, evaluations, and retrieved pictures of two captions."""
+    """A run that has something for every chart, and evaluations."""
     parts = {f"mem_{name}_bytes": 2.0**30 for name in (*PHASES, "peak")} | {f"{name}_s": 0.5 for name in PHASES}
     names = ("logit_scale", "lr", "grad_norm", "data_wait_frac", "mfu", "noise_scale", "host_rss_bytes", "update_rms")
     rates = {"samples_per_s": 400.0, "samples_per_s_wall": 300.0}
@@ -43,14 +42,9 @@ def whole_run(run: Path, number: int = 0) -> Path:
     plan = {"device": {"phases": {name: {"extra_bytes": 2**30} for name in PHASES}}, "peak_bytes": 2**31, "time": parts}
     (run / "plan.json").write_text(json.dumps(plan))
     for step, top1 in ((10, 0.2), (30, 0.875), (60, 0.999)):  # the last is left by an interrupted run that got further
-        folder, tile = run / f"eval/retrieved/step_{step:08d}", 16
-        folder.mkdir(parents=True)
+        (run / "eval").mkdir(exist_ok=True)
         results = {"imagenet1k": {"top1": top1, "images": 10, "broken": 0}}
         (run / f"eval/step_{step:08d}.json").write_text(json.dumps({"results": results}))
-        Image.new("RGB", (6 * tile, 2 * tile), (200, 30, 160)).save(folder / "captions.png")
-        rows = [{"caption": HOSTILE, "hit": 3}, {"caption": "its image is not among them", "hit": None}]
-        about = {"set": "captions", "step": step, "tile": tile, "columns": 5, "rows": rows}
-        (folder / "captions.json").write_text(json.dumps(about))
     return run
 
 
@@ -92,7 +86,8 @@ def test_every_chart_is_drawn_and_nothing_is_cut(page: Page, tmp_path: Path, cou
 
 
 def test_tables_carry_what_charts_show_and_names_are_text(tmp_path: Path) -> None:
-    runs = [whole_run(tmp_path / f"runs/<b>{n}", n) for n in range(2)]
+    for number in range(2):
+        whole_run(tmp_path / f"runs/<b>{number}", number)
     html = write_report([tmp_path / "runs"], expected="openclip-b32-2b")
     assert html == tmp_path / "runs/report.html" and (html.parent / "plotly.min.js").stat().st_size > 10**6
     text = html.read_text()
@@ -102,10 +97,6 @@ def test_tables_carry_what_charts_show_and_names_are_text(tmp_path: Path) -> Non
     cells = re.findall(r"<tr><td>&lt;b&gt;1</td>(.*?)</tr>", text.replace("\n", ""))
     assert cells[0] == "<td>6</td><td>1.167</td><td>6</td><td>1.167</td>", "first, lowest, highest, last loss"
     assert "<td>257</td>" in cells, "settings that differ"
-    alone = write_report(runs[:1]).read_text()
-    assert text.count("class=right") == 4 and alone.count('class="gallery"') == 2, (
-        "by checkpoint, of steps that were done"
-    )
 
 
 def test_peaks_survive_thinning() -> None:
