@@ -87,4 +87,4 @@ def _known_set(known: KnownSet, place: Path) -> EvalSet:
             f"eval.root: {place} brings no prompts; take the webdataset of {known.name}, which has the published ones "
             f"({known.source}), or write them into {place / prompts.TEMPLATES}"
         )
-    return replace(eval_set, name=known.name, metric=known.main_metric(eval_set))
+    return replace(eval_set, name=known.name, metric=(known.metric,) if known.metric else eval_set.main)

@@ -26,18 +26,11 @@ def class_embeddings(
     {c} for the class. Returns (C, D) float32 on the device of the encoder's output, rows of length 1.
     """
     prompts = [render(template, name) for name in classnames for template in templates]
-    sums: Tensor | None = None
-    for start in range(0, len(prompts), batch):
-        features = F.normalize(encode_text(tokenizer(prompts[start : start + batch])).double(), dim=-1)
-        if sums is None:
-            sums = features.new_zeros(len(classnames), features.shape[1])
-        rows = torch.arange(start, start + len(features), device=features.device) // len(templates)
-        # A product with the 0/1 membership matrix adds in a fixed order on every device; index_add does not.
-        first, last = start // len(templates), (start + len(features) - 1) // len(templates)
-        membership = rows[None] == torch.arange(first, last + 1, device=features.device)[:, None]
-        sums[first : last + 1] += membership.double() @ features
-    assert sums is not None
-    return F.normalize(sums, dim=-1).float()
+    batches = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
+    features = F.normalize(torch.cat([encode_text(tokenizer(texts)) for texts in batches]).double(), dim=-1)
+    # A product with the 0/1 membership matrix adds in a fixed order on every device; index_add does not.
+    membership = torch.eye(len(classnames)).repeat_interleave(len(templates), dim=1)
+    return F.normalize(membership.to(features) @ features, dim=-1).float()
 
 
 def target_ranks(scores_nC: Tensor, target_n: Tensor) -> Tensor:

@@ -14,8 +14,6 @@ from clipscale.eval.sets.item import IMAGE_SUFFIXES, ImageRef
 from clipscale.eval.sets.prompts import CLASSNAMES
 
 _WNID = re.compile(r"n\d{8}")
-_SPLITS = {"train", "training", "val", "valid", "validation", "test", "images", "image", "img", "data"}
-"""Names of folders that hold parts of a set, not classes."""
 
 
 def has_class_folders(root: Path) -> bool:
@@ -36,19 +34,18 @@ def load(root: Path) -> ClassificationSet:
     numbers = all(folder.isdecimal() for folder in folders)
     label_of = {folder: int(folder) if numbers else place for place, folder in enumerate(folders)}
     names = _classnames(root, folders, numbers=numbers)
-    beyond = [folder for folder, label in label_of.items() if label >= len(names)]
-    if beyond or (not numbers and len(names) != len(folders)):
+    if max(label_of.values()) >= len(names) or (not numbers and len(names) != len(folders)):
+        highest = "" if not numbers else f", up to the number {max(label_of.values())},"
         raise UserError(
-            f"eval.sets: {root} has {len(folders)} class folders"
-            + (f", of which {beyond[0]} is beyond the" if numbers else " but")
-            + f" {len(names)} lines in {CLASSNAMES}"
+            f"eval.sets: {root} has {len(folders)} class folders{highest} but {len(names)} lines in {CLASSNAMES}"
         )
     images: list[ImageRef] = []
     labels: list[int] = []
     for folder in sorted(folders, key=label_of.__getitem__):
-        files = sorted(file for file in (root / folder).iterdir() if _is_image(file))
-        images += map(ImageRef, files)
-        labels += [label_of[folder]] * len(files)
+        for file in sorted((root / folder).iterdir()):
+            if _is_image(file):
+                images.append(ImageRef(file))
+                labels.append(label_of[folder])
     templates = prompts.templates(root, imagenet=all(map(_WNID.fullmatch, folders)))
     return ClassificationSet(
         name=root.name, path=root, images=images, labels=labels, classnames=names, templates=templates
@@ -61,7 +58,7 @@ def _classnames(root: Path, folders: Sequence[str], *, numbers: bool) -> list[st
         return _names_of_wnids(root, folders)
     if names := prompts.classnames(root, numbers=numbers):
         return names
-    if len(folders) < 2 or _SPLITS.issuperset(name.lower() for name in folders):
+    if len(folders) < 2:
         raise UserError(f"eval.sets: {root} has no class folders but {', '.join(folders)}; give the one with them")
     codes = [name for name in folders if not re.fullmatch(r"[^\W\d][^\d]+", name)]
     if codes:

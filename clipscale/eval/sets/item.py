@@ -17,17 +17,17 @@ IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
 
 
 class ImageRef(NamedTuple):
-    """The place of one encoded image: a whole file, or `size` bytes from `offset` within a shard."""
+    """The place of one encoded image: a file, or `size` bytes from `offset` within a shard."""
 
     path: Path
     offset: int = 0
-    size: int = -1
+    size: int = MAX_IMAGE_BYTES + 1
 
     def read(self) -> bytes:
         """The image's bytes. Raises OSError, also for more than MAX_IMAGE_BYTES."""
         with self.path.open("rb") as file:
             file.seek(self.offset)
-            data = file.read(self.size if self.size >= 0 else MAX_IMAGE_BYTES + 1)
+            data = file.read(self.size)
         if len(data) > MAX_IMAGE_BYTES:
             raise OSError(f"{self.path} has more than {MAX_IMAGE_BYTES} bytes")
         return data

@@ -8,8 +8,6 @@ from typing import Any
 
 import yaml
 
-from clipscale.eval.sets.item import EvalSet
-
 
 @dataclass(frozen=True)
 class KnownSet:
@@ -37,9 +35,6 @@ class KnownSet:
 
     def find(self, root: Path) -> Path | None:
         return next((root / name for name in self.candidates if (root / name).exists()), None)
-
-    def main_metric(self, eval_set: EvalSet) -> tuple[str, ...]:
-        return (self.metric,) if self.metric else eval_set.main
 
 
 @cache

@@ -56,16 +56,14 @@ def load(root: Path, group: int | None = None) -> EvalSet:
             f"eval.sets: {root} has {len(outside)} labels outside its {len(names)} classes (such as {outside[0]}); "
             "check classnames.txt against the labels"
         )
-    place = {value: index for index, value in enumerate(sorted(set(groups)))}
-    templates = prompts.templates(root)
     return ClassificationSet(
         name=root.name,
         path=root,
         images=images,
         labels=labels,
         classnames=names,
-        templates=templates,
-        groups=[place[value] for value in groups],
+        templates=prompts.templates(root),
+        groups=np.unique(groups, return_inverse=True)[1].tolist(),
     )
 
 
