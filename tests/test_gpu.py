@@ -134,7 +134,7 @@ def plain(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return run(demo, tmp_path_factory.mktemp("runs") / "plain")
 
 
-@pytest.mark.parametrize(("offload", "workers"), [("none", 0), ("host", 2), ("disk", 0), ("disk", 2), ("encoded", 2)])
+@pytest.mark.parametrize(("offload", "workers"), [("none", 0), ("host", 2), ("encoded", 0), ("encoded", 2)])
 def test_where_pixels_wait_does_not_change_the_curve(
     demo: Path, plain: list[float], tmp_path: Path, offload: str, workers: int
 ) -> None:

@@ -42,10 +42,9 @@ class TrainConfig:
     ema: float = setting(0.0, "Decay of a moving average of the weights (`0.9999`); 0: none.", least=0, below=1)
     offload: str = setting(
         "host",
-        "The batch's pixels between the passes: on the device (`none`), in `host` memory, on `disk`, or `encoded`.",
-        choices=("none", "host", "disk", "encoded"),
+        "The batch's pixels between the passes: on the device (`none`), in `host` memory, or `encoded`.",
+        choices=("none", "host", "encoded"),
     )
-    offload_dir: str = setting("", "Folder on a fast disk for offload=disk; empty: the run's folder.")
     model: sections.ModelConfig = field(default_factory=sections.ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     loss: sections.LossConfig = field(default_factory=sections.LossConfig)

@@ -82,7 +82,7 @@ def begin(config: TrainConfig, world: World, folder: Path) -> tuple[Stage, Train
         say(f"pixels are normalised as for the weights: mean {[*model.pixels.mean]}, deviation {[*model.pixels.std]}")
     if world.main and state.captions.note:
         say(state.captions.note)
-    stream = data_stream(state, saved, folder)
+    stream = data_stream(state, saved)
     streams = merge_positions(world.gather(stream.position()))["streams"]  # refuses shards that differ between ranks
     batches = {stage.config.batch for stage in stages}
     if len(batches) > 1 and (fitting := math.gcd(streams, *batches)) < streams:
@@ -126,11 +126,11 @@ def restore_random(saved: dict[str, Any] | None, seed: int, world: World) -> Non
         RandomState(state["cpu"], state["cuda"] if world.device.type == "cuda" else None).restore()
 
 
-def data_stream(state: TrainState, saved: dict[str, Any] | None, folder: Path) -> TrainStream:
+def data_stream(state: TrainState, saved: dict[str, Any] | None) -> TrainStream:
     """The data, from its start or from a checkpoint's position. Raises UserError."""
     config, world = state.config, state.world
     if state.stored and config.offload == "encoded":
-        raise UserError("offload=encoded is for pictures; with data.image_features take offload=host, or disk")
+        raise UserError("offload=encoded is for pictures; with data.image_features take offload=host")
     texts = {stage.data.text for stage in stages_of(config)} - {"truncate"}  # no stage fails after hours
     if texts and not hasattr(state.model.tokenizer.inner, "sot_token_id"):
         raise UserError(f"data.text={min(texts)}: only for CLIP's own tokenizer; take data.text=truncate")
@@ -145,6 +145,6 @@ def data_stream(state: TrainState, saved: dict[str, Any] | None, folder: Path) -
         config.seed,
         teachers=state.teachers,
         position=saved["position"] if saved else None,
-        offload=Offload(backend, state.chunks["image"], config.offload_dir or str(folder), world.device.type == "cuda"),
+        offload=Offload(backend, state.chunks["image"], world.device.type == "cuda"),
         free=free,
     )

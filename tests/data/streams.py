@@ -28,7 +28,7 @@ def open_stream(
     folder: Path | str, /, *, batch: int, rank: int = 0, world: int = 1, tokenizer: Any = None, **options: Any
 ) -> TrainStream:
     seed, position = options.pop("seed", 0), options.pop("position", None)
-    offload = Offload(**{name: options.pop(name) for name in ("backend", "chunk", "folder") if name in options})
+    offload = Offload(**{name: options.pop(name) for name in ("backend", "chunk") if name in options})
     side = options.pop("side", SIDE)
     config = DataConfig(**{"train": [str(folder)], "workers": 0, "shuffle": 8, **options})
     return loader.open_stream(

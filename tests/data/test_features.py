@@ -54,7 +54,7 @@ def test_training_from_features_is_training_with_the_frozen_tower(
     expected = curve(stored["pictures"])
     evaluation = EvalConfig(sets=[str(demo / "objects")], limit=48)
     for dtype, tolerance in (("float32", 1e-6), ("float16", 1e-3)):
-        train(locked(demo, tmp_path / dtype, data=from_features(stored[dtype]), eval=evaluation, offload="disk"))
+        train(locked(demo, tmp_path / dtype, data=from_features(stored[dtype]), eval=evaluation))
         worst = max(abs(a - b) / b for a, b in zip(curve(tmp_path / dtype), expected, strict=True))
         assert worst <= tolerance, f"{dtype}: {worst:.1e}"
     assert expected[-1] < expected[0] - 0.05, "something was learnt"

@@ -130,6 +130,6 @@ def test_a_resumed_run_has_the_same_losses_wherever_rows_wait(
 ) -> None:
     train(config_of(shard, tmp_path / "whole", checkpoint=CheckpointConfig(every="2", keep=0), **given))
     saved = str(checkpoint.path_of(tmp_path / "whole", 2))
-    for offload in ("disk", "encoded", "none"):
+    for offload in ("encoded", "none"):
         train(config_of(shard, tmp_path / offload, resume=saved, offload=offload, **given))
         assert [record["loss"] for record in records(tmp_path / offload)] == curve(tmp_path / "whole")[2:], offload

@@ -79,7 +79,7 @@ def test_a_run_with_frozen_trunks_has_the_curve_of_a_whole_replay(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = ModelConfig(name="test", architecture=ARCHITECTURE, image=ONE, text=ONE)
-    settings = {"model": model, "offload": "disk", "cache": CacheConfig(chunk=["5", "7"])}
+    settings = {"model": model, "offload": "encoded", "cache": CacheConfig(chunk=["5", "7"])}
     train(small(shards, tmp_path / "once", **settings))
     monkeypatch.setattr("clipscale.models.towers.Tower.trains_only_its_projection", lambda tower: False)
     train(small(shards, tmp_path / "twice", **settings))

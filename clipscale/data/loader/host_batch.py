@@ -8,7 +8,6 @@ import logging
 import math
 import mmap
 import os
-import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.reduction import DupFd
@@ -18,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clipscale.common.errors import UserError
 from clipscale.common.units import format_bytes
 from clipscale.data.features import StoredFeatures
 from clipscale.data.shards.addresses import hash64, unsigned
@@ -55,10 +53,8 @@ class Part(NamedTuple):
 class Offload:
     """Where image rows wait between the two passes, and whether a GPU takes them."""
 
-    backend: str = "host"  # host, disk or encoded
-    chunk: int = 256  # disk, encoded: rows loaded into host memory at once, the image tower's chunk
-    folder: str | None = None
-    """disk: folder of the file, which has no name there. None: the system's folder for temporary files."""
+    backend: str = "host"  # host or encoded
+    chunk: int = 256  # encoded: rows decoded into host memory at once, the image tower's chunk
     gpu: bool = False
     """Whether rows are copied to a GPU: their host memory is page-locked, and held for a short time only."""
 
@@ -95,8 +91,7 @@ class Layout:
         parts = {"tokens": tokens} | dict.fromkeys(numbers, Part((self.samples,), "int64"))
         for teacher in self.teachers:
             parts[teacher.member] = Part((self.samples, *teacher.shape), teacher.dtype)
-        if self.backend != "disk":
-            parts["rows"] = Part((self.samples, *self.row), self.dtype)
+        parts["rows"] = Part((self.samples, *self.row), self.dtype)
         if self.backend == "encoded":
             parts["recipes"] = Part((self.samples, RECIPE), "int64")
         return parts
@@ -111,7 +106,7 @@ class Layout:
         return Part((buffers * self.buffer_rows, *self.row), self.dtype)
 
     def mapped_bytes(self) -> int:
-        """Address space of it all, apart from the file of `disk`."""
+        """Address space of it all."""
         return self.slots * sum(part.size for part in self.slot_parts().values()) + self.buffers_part().size
 
     def memory_bytes(self, picture: float | None = None) -> int:
@@ -120,9 +115,6 @@ class Layout:
         if self.backend == "encoded" and picture is not None:
             unused = max(0.0, self.row_bytes - picture - PAGE)  # on average half a page at either end
         return self.mapped_bytes() - self.slots * int(self.samples * unused)
-
-    def disk_bytes(self) -> int:
-        return self.slots * self.samples * self.row_bytes if self.backend == "disk" else 0
 
 
 class Slot(dict[str, np.ndarray]):
@@ -134,21 +126,18 @@ class Slot(dict[str, np.ndarray]):
 
 
 class Arena:
-    """The memory of one rank's batches: anonymous memory that worker processes map too; for `disk`, also a file.
+    """The memory of one rank's batches: anonymous memory that worker processes map too.
 
-    Anonymous files (memfd) do not count against /dev/shm, which containers keep small. The file on disk has no name and
-    is gone with the last process that holds it; its whole size is reserved at once. Raises UserError if the disk has
-    not enough space.
+    Anonymous files (memfd) do not count against /dev/shm, which containers keep small.
     """
 
-    def __init__(self, layout: Layout, fds: tuple[int, int] | None = None) -> None:
-        """`fds`: the files of another process's arena."""
+    def __init__(self, layout: Layout, fd: int | None = None) -> None:
+        """`fd`: the file of another process's arena."""
         self.layout = layout
-        self._fd, self.file = fds or (os.memfd_create("clipscale-batch"), -1)
-        if fds is None:
-            os.ftruncate(self._fd, layout.mapped_bytes())
-            if layout.backend == "disk":
-                self.file = _reserved_file(layout.offload.folder, layout.disk_bytes())
+        if fd is None:
+            fd = os.memfd_create("clipscale-batch")
+            os.ftruncate(fd, layout.mapped_bytes())
+        self._fd = fd
         self._memory = mmap.mmap(self._fd, layout.mapped_bytes())
         self._end = 0
         self.buffers = self._view(layout.buffers_part())
@@ -156,10 +145,6 @@ class Arena:
             Slot(number, {name: self._view(part) for name, part in layout.slot_parts().items()})
             for number in range(layout.slots)
         ]
-        if self.file >= 0:
-            pixels: np.ndarray = np.frombuffer(mmap.mmap(self.file, layout.disk_bytes()), layout.dtype)
-            for slot, rows in zip(self.slots, pixels.reshape(layout.slots, layout.samples, *layout.row)):
-                slot["rows"] = rows
         self.pinned = False
         """Whether the memory that is copied to the GPU is page-locked."""
 
@@ -182,7 +167,7 @@ class Arena:
             self._memory.madvise(mmap.MADV_REMOVE, at, self.layout.slot_parts()["rows"].size)
 
     def __reduce__(self) -> tuple[Callable[..., "Arena"], tuple[Any, ...]]:
-        return _mapped, (self.layout, DupFd(self._fd), DupFd(self.file) if self.file >= 0 else None)
+        return _mapped, (self.layout, DupFd(self._fd))
 
     def pin(self) -> None:
         """Page-lock the memory that is copied to the GPU, so that copies overlap with computation. Needs CUDA."""
@@ -203,30 +188,17 @@ class Arena:
         return torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
 
     def close(self) -> None:
-        """Undo `pin` and close the files. The memory is freed with its last view."""
+        """Undo `pin` and close the file. The memory is freed with its last view."""
         if self.pinned:
             torch.cuda.cudart().cudaHostUnregister(self._address())
             self.pinned = False
-        for fd in (self._fd, self.file):
-            if fd >= 0:
-                os.close(fd)
-        self._fd = self.file = -1
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
 
 
-def _mapped(layout: Layout, fd: Any, file: Any) -> Arena:
-    return Arena(layout, (fd.detach(), file.detach() if file is not None else -1))
-
-
-def _reserved_file(folder: str | None, size: int) -> int:
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            os.posix_fallocate(file.fileno(), 0, size)
-            return os.dup(file.fileno())
-    except OSError as error:
-        raise UserError(
-            f"offload_dir={folder or tempfile.gettempdir()}: {size / 2**30:.1f} GiB for the batch cannot be reserved "
-            f"there ({error.strerror}); free some space, choose another folder, or take offload=encoded or host"
-        ) from error
+def _mapped(layout: Layout, fd: Any) -> Arena:
+    return Arena(layout, fd.detach())
 
 
 def stored_rows(slot: Slot, start: int, stop: int) -> Tensor:
@@ -269,7 +241,7 @@ class HostBatch:
     def pixels(self, start: int, stop: int) -> Tensor:
         """(stop - start, C, S, S) uint8, or stored features, in host memory.
 
-        With device=cuda and offload=disk or encoded, valid until the call after the next. Raises UserError if the
+        With device=cuda and offload=encoded, valid until the call after the next. Raises UserError if the
         workers cannot go on.
         """
         self._wait(stop)

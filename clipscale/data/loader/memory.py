@@ -17,9 +17,8 @@ from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 
 REMEDIES = {
-    "host": "offload=encoded (the pictures' own bytes), offload=disk, data.buffers=1, a smaller batch or more machines",
-    "encoded": "offload=disk, data.buffers=1, a smaller batch or more machines",
-    "disk": "a smaller batch or more machines",
+    "host": "offload=encoded (the pictures' own bytes), data.buffers=1, a smaller batch or more machines",
+    "encoded": "data.buffers=1, a smaller batch or more machines",
 }
 _GROUP = Path("/sys/fs/cgroup")
 
@@ -60,6 +59,4 @@ def stated_memory(layout: Layout, picture: float | None, free: int | None = None
     message = f"batch memory: {setting}, {each}, of {format_bytes(share)} free for each of {processes}"
     if picture is not None:
         message += f" ({picture / 1000:.0f} kB a picture)"
-    if layout.backend == "disk":
-        message += f", and {format_bytes(layout.disk_bytes())} in {layout.offload.folder}"
     return message

@@ -1,6 +1,6 @@
 """How one sample's image row is stored in the batch until both passes have used it, and how it is loaded.
 
-`host` and `disk` store pixels, in shared memory or in a mapped file. `encoded` stores the picture's own bytes and the
+`host` stores pixels. `encoded` stores the picture's own bytes and the
 crop that was drawn, and decodes them chunk by chunk, again for each pass: the same bytes and crop give the same pixels.
 
 C: channels, S: side in pixels, D: width of stored features.
@@ -58,7 +58,7 @@ def open_backend(arena: Arena, transform: Transform) -> "PixelBackend":
 
 
 class PixelBackend:
-    """Stores pixels (`host`, `disk`)."""
+    """Stores pixels (`host`)."""
 
     def __init__(self, arena: Arena, transform: Transform) -> None:
         self._transform = transform

@@ -1,4 +1,4 @@
-"""Image rows that wait on disk or encoded: the workers load them into host memory, ahead of the computation."""
+"""Image rows that wait encoded: the workers decode them into host memory, ahead of the computation."""
 
 from collections.abc import Callable, Iterable
 

@@ -107,8 +107,8 @@ def keep_bytes(setting: str, step: StepMemory, available: float) -> float:
 
 
 def host_memory(config: PlanConfig, run: DryRun, batch: int, chunk: int | None, step: float = 0) -> dict[str, Any]:
-    """Host memory of a node, and its disk space for offload=disk: `process_bytes`, of one process with its loader
-    workers, by what holds them; `processes`, `node_bytes` and `disk_bytes`.
+    """Host memory of a node: `process_bytes`, of one process with its loader workers, by what holds them; `processes`
+    and `node_bytes`.
 
     `batch`: samples of one rank; `chunk`: of the image tower; `step`: what a step takes, on a CPU in the same memory.
     """
@@ -137,8 +137,7 @@ def host_memory(config: PlanConfig, run: DryRun, batch: int, chunk: int | None, 
         "evaluation": pictures * 3 * run.state.model.image_size**2 + cpu * evaluation_bytes(config, run.width),
     }
     node = config.gpus * sum(process.values())
-    disk = config.gpus * layout.disk_bytes()
-    return {"process_bytes": process, "processes": config.gpus, "node_bytes": node, "disk_bytes": disk}
+    return {"process_bytes": process, "processes": config.gpus, "node_bytes": node}
 
 
 def evaluation_bytes(config: PlanConfig, width: int) -> int:

@@ -23,7 +23,7 @@ from clipscale.tools.plan.memory import Chunks, MemoryModel, host_memory, keep_b
 from clipscale.tools.plan.step_time import StepTime, caption_width
 
 SETTINGS = {setting.name: setting for setting in settings_of(PlanConfig)}
-OFFLOADS = ("none", "host", "encoded", "disk")
+OFFLOADS = ("none", "host", "encoded")
 """Where pixels wait, the fastest first."""
 Result = dict[str, Any]
 

@@ -55,7 +55,6 @@ def parts(result: Result, config: PlanConfig) -> Iterable[TextTable | str]:
     phases = [{"phase": name} | phase for name, phase in device["phases"].items()]
     yield table("memory of one GPU in a step, of torch's allocator", phases)
     holders = host["process_bytes"] | {f"all {host['processes']} processes of a node": host["node_bytes"]}
-    holders["on the disk of a node"] = host["disk_bytes"]
     yield table("memory of the host, by process", [{"what": k, "bytes": v} for k, v in holders.items() if v])
     if estimates := list(enumerate(result["estimates"], 1)):
         hidden = ("what", "network_share", "sent_bytes", "share" if config.hardware == "cpu" else "")

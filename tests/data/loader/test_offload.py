@@ -1,6 +1,5 @@
 """The offload backends: the same pixels with each, the stated memory, and an error when a backend fails."""
 
-import errno
 import os
 import time
 from pathlib import Path
@@ -48,12 +47,12 @@ def passes(stream: Any, steps: int, again: int = 0) -> list[torch.Tensor]:
     return pixels
 
 
-@pytest.mark.parametrize(("backend", "workers"), [("disk", 0), ("disk", 2), ("encoded", 0), ("encoded", 2)])
-def test_pixels_are_those_of_host_in_both_passes(mixed: Path, tmp_path: Path, backend: str, workers: int) -> None:
+@pytest.mark.parametrize("workers", [0, 2])
+def test_encoded_pixels_are_those_of_host_in_both_passes(mixed: Path, workers: int) -> None:
     options: dict[str, Any] = {"batch": BATCH, "side": SIDE, "augment": AugmentConfig(scale=(0.3, 1.0), flip=0.5)}
     with open_stream(mixed, **options) as host:
         expected = passes(host, 5)
-    options |= {"backend": backend, "chunk": CHUNK, "folder": str(tmp_path), "workers": workers}
+    options |= {"backend": "encoded", "chunk": CHUNK, "workers": workers}
     for again in (0, 2 * CHUNK, BATCH):
         with open_stream(mixed, **options) as stream:
             for step, (ours, theirs) in enumerate(zip(passes(stream, 4, again), expected)):
@@ -63,7 +62,7 @@ def test_pixels_are_those_of_host_in_both_passes(mixed: Path, tmp_path: Path, ba
     assert torch.equal(whole, expected[4]), "in one piece larger than a chunk"
 
 
-# -- memory and disk ---------------------------------------------------------------------------------------------------
+# -- memory ------------------------------------------------------------------------------------------------------------
 
 
 def test_encoded_pictures_take_their_bytes_and_no_more(tmp_path: Path) -> None:
@@ -85,7 +84,7 @@ def test_encoded_pictures_take_their_bytes_and_no_more(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused_with_what_to_do(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_memory", lambda: 100_000)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    for backend, remedy in (("host", "offload=encoded"), ("encoded", "offload=disk"), ("disk", "a smaller")):
+    for backend, remedy in (("host", "offload=encoded"), ("encoded", "data.buffers=1")):
         message = rf"offload={backend}: 1 x 50 samples need .*free for each of 4; take {remedy}"
         with pytest.raises(UserError, match=message):
             open_stream(mixed, batch=BATCH, side=64, backend=backend, chunk=CHUNK)
@@ -98,19 +97,6 @@ def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert memory.free_memory() == 3_500_000
     (tmp_path / "memory.max").write_text("max\n")
     assert memory.free_memory() == pytest.approx(psutil.virtual_memory().available, rel=0.2)
-
-
-def test_a_disk_that_is_full_is_named(mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"batch": BATCH, "side": 64, "backend": "disk", "chunk": CHUNK}
-    with pytest.raises(UserError, match=r"offload_dir=/nowhere: .*No such file"):
-        open_stream(mixed, folder="/nowhere", **options)
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(UserError, match=rf"offload_dir={tmp_path}: .*No space left on device.*offload=encoded"):
-        open_stream(mixed, folder=str(tmp_path), **options)
 
 
 # -- overlap -----------------------------------------------------------------------------------------------------------
@@ -138,7 +124,7 @@ def until(path: Path) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("backend", ["host", "disk", "encoded"])
+@pytest.mark.parametrize("backend", ["host", "encoded"])
 def test_encoding_begins_before_the_batch_is_complete_and_loading_goes_on_under_the_second_pass(
     mixed: Path, tmp_path: Path, backend: str
 ) -> None:
@@ -155,7 +141,7 @@ def test_encoding_begins_before_the_batch_is_complete_and_loading_goes_on_under_
         (tmp_path / "first chunk encoded").touch()
         return out
 
-    options: dict[str, Any] = {"workers": 1, "shard_streams": 1, "timeout_s": 50.0, "folder": str(tmp_path)}
+    options: dict[str, Any] = {"workers": 1, "shard_streams": 1, "timeout_s": 50.0}
     options |= {"backend": backend, "chunk": 32, "tokenizer": Gated(tmp_path)}
     with open_stream(mixed, batch=128, side=SIDE, **options) as stream:
         batch = stream.next_batch()
