@@ -8,14 +8,11 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from clipscale.common.errors import UserError
 from clipscale.common.units import parse_memory
 from clipscale.config.tools import PlanConfig
 from clipscale.data.loader.host_batch import Layout, Offload
 from clipscale.data.loader.stream import worker_count
 from clipscale.data.order import default_streams, streams_of
-from clipscale.eval.retrieval import BLOCK, RetrievalSet
-from clipscale.eval.suites import chosen_sets
 from clipscale.step.kept_graphs import MARGIN
 from clipscale.tools.plan import ASSUMED
 from clipscale.tools.plan.dry_run import DeepDryRun, DryRun, StepMemory
@@ -134,22 +131,10 @@ def host_memory(config: PlanConfig, run: DryRun, batch: int, chunk: int | None, 
         "batch": layout.memory_bytes(min(ASSUMED.picture, layout.row_bytes)),
         "shuffle windows": streams_of_rank * max(data.shuffle, 1) * ASSUMED.picture,
         "loader workers": ASSUMED.loader + workers * ASSUMED.worker if workers else 0,
-        "evaluation": pictures * 3 * run.state.model.image_size**2 + cpu * evaluation_bytes(config, run.width),
+        "evaluation": pictures * 3 * run.state.model.image_size**2,
     }
     node = config.gpus * sum(process.values())
     return {"process_bytes": process, "processes": config.gpus, "node_bytes": node}
-
-
-def evaluation_bytes(config: PlanConfig, width: int) -> int:
-    """What an evaluation takes beside its pictures, at most: both sides' float32 features thrice (in batches, of all
-    ranks, in order), and a block of retrieval's scores with what they are compared with. 0: its sets are not here.
-    """
-    try:
-        sets = [each for each in chosen_sets(config.eval) if isinstance(each, RetrievalSet)]
-        counts = [(len(each), len(each.captions)) for each in sets]
-    except UserError:
-        return 0
-    return max((12 * width * (images + texts) + 16 * BLOCK * max(images, texts) for images, texts in counts), default=0)
 
 
 def outside_torch(ranks: int) -> int:

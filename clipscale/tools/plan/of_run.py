@@ -31,35 +31,35 @@ Result = dict[str, Any]
 
 
 def before(config: TrainConfig, processes: int) -> None:
-    """Plan a run of so many processes on this machine, of its stages the one that needs most, and print the plan.
+    """Plan a run of so many processes on this machine, and print the plan.
 
     Raises UserError for a run that cannot fit. What has no dry run starts without a plan.
     """
     gpu = gpu_here() if config.device != "cpu" else None
-    hidden = config.device != "cpu" and not gpu and torch.cuda.is_available()  # as without nvidia-smi in a container
-    device = hardware_of(gpu) if gpu else None if hidden else "cpu"
-    if not device or any(part.batch % processes for part in stages_of(config)):  # the run refuses that
+    unknown = config.device != "cpu" and not gpu and torch.cuda.is_available()  # as in a container without nvidia-smi
+    hardware = hardware_of(gpu) if gpu else "cpu"
+    if unknown or hardware is None or any(stage.batch % processes for stage in stages_of(config)):
         return
-    machine = PlanConfig(hardware=device, gpus=processes, host_memory=free_memory())
+    machine = PlanConfig(hardware=hardware, gpus=processes, host_memory=free_memory())
     try:
-        plans = [plan(of_training(part, machine), search=False) for part in stages_of(config)]
+        result = largest_stage(config, machine)
     except UserError:
         raise
     except Exception as error:
         say(f"plan: the dry run of this run failed ({first_line(error)})", error=True)
         return
-    result = max(plans, key=lambda each: max(shares(each).values()))
     if not result["fits"]:
         raise UserError(f"this run {result['conclusion']}; plan=false starts it all the same")
-    phase, sizes = max(result["device"]["phases"].items(), key=lambda item: item[1]["peak_bytes"])
-    peak, loss = format_bytes(sizes["peak_bytes"]), format_bytes(result["loss_bytes"])
-    time = "nothing is known yet of the time on such a machine"
-    if result["time"]:
-        least, most = result["step_range_s"]
-        time = f"a step takes about {result['step_s']:.3g} s, by {result['time']['what']}"
-        time += f" ({least:.3g} to {most:.3g} s)" if gpu else ""
-    for line in (result["conclusion"], f"memory peaks in {phase}, at {peak}; the loss takes {loss}", time):
-        say(f"plan: {line}")
+    say(f"plan: {result['conclusion']}")
+    say(f"plan: the loss takes {format_bytes(result['loss_bytes'])}")
+    if time := result["time"]:
+        say(f"plan: a step takes about {time['step_s']:.3g} s, by {time['what']}")
+
+
+def largest_stage(config: TrainConfig, machine: PlanConfig) -> Result:
+    """The plan of the stage that needs most."""
+    plans = [plan(of_training(stage, machine), search=False) for stage in stages_of(config)]
+    return max(plans, key=lambda result: max(shares(result).values()))
 
 
 def of_training(trained: TrainConfig, machine: PlanConfig) -> PlanConfig:
@@ -79,9 +79,7 @@ def planned(folder: Path) -> Result:
         raise UserError(f"run={folder.name}: it ran on {machine['gpus'][0]}, which plan does not know")
     processes = machine["processes"]
     node = min(processes, len(machine["gpus"]) or processes)
-    target = PlanConfig(hardware=hardware, gpus=node, nodes=processes // node)
-    plans = [plan(of_training(part, target), search=False) for part in stages_of(config)]
-    return max(plans, key=lambda each: max(shares(each).values()))
+    return largest_stage(config, PlanConfig(hardware=hardware, gpus=node, nodes=processes // node))
 
 
 def compare(folder: Path) -> Result:
@@ -96,21 +94,26 @@ def compare(folder: Path) -> Result:
     records = [record for record in records if record["step"] >= FIRST] or records
     result = planned(folder)
     phases, process = result["device"]["phases"], result["host"]["process_bytes"]
-    # On a CPU the run asks for the resident memory right after the optimizer's step, whose memory malloc still holds.
-    resident = phases["optim"]["peak_bytes"] if result["hardware"] == "cpu" else 0
-    host = process["process"] + process["batch"] + process["evaluation"] + resident
+    host = process["process"] + process["batch"] + process["evaluation"]
+    if result["hardware"] == "cpu":  # resident right after the optimizer's step, whose memory malloc still holds
+        host += phases["optim"]["peak_bytes"]
     figures = {name: (f"mem_{name}_bytes", phase["extra_bytes"]) for name, phase in phases.items()}
-    figures |= {"peak": ("mem_peak_bytes", result["peak_bytes"]), "host": ("host_rss_bytes", host)}
+    figures["peak"] = ("mem_peak_bytes", result["peak_bytes"])
+    figures["host"] = ("host_rss_bytes", host)
+    figures["step"] = ("step_s", result["step_s"])
     compared: Result = {}
-    for name, (key, value) in (figures | {"step": ("step_s", result["step_s"])}).items():
+    for name, (key, predicted) in figures.items():
         values = [record[key] for record in records if record.get(key) is not None]
-        measured, unit = (median(values) if values else None), key.rpartition("_")[2]
-        ratio = value / measured if value and measured else None
-        compared[name] = {f"predicted_{unit}": value, f"measured_{unit}": measured, "ratio": ratio}
+        measured = median(values) if values else None
+        unit = key.rpartition("_")[2]
+        ratio = predicted / measured if predicted and measured else None
+        compared[name] = {f"predicted_{unit}": predicted, f"measured_{unit}": measured, "ratio": ratio}
     if measured := compared["step"]["measured_s"]:  # the share of what the arithmetic allows
-        compared["step"]["share"] = result["step_range_s"][0] / measured
+        compared["step"]["share"] = result["least_step_s"] / measured
     errors = [abs(compared[name]["ratio"] - 1) for name in (*phases, "peak") if compared[name]["ratio"]]
-    steps = {"run": str(folder), "steps": len(records), "largest_error": max(errors, default=None)}
-    result |= steps | {"compared": compared}
+    result["run"] = str(folder)
+    result["steps"] = len(records)
+    result["largest_error"] = max(errors, default=None)
+    result["compared"] = compared
     files.write_json(folder / FILE, result)
     return result

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,19 +125,21 @@ class Prediction:
 
     def time(self) -> StepTime:
         counts = self.model.counts(self.local, self.chunks)
-        return StepTime(
-            self.config, self.target.gpu, self.run, [kept / count for kept, count in zip(self.step.kept, counts)]
-        )
+        kept = [graphs / count for graphs, count in zip(self.step.kept, counts)]
+        return StepTime(self.config, self.target.gpu, self.run, kept)
 
     def result(self) -> Result:
         """The object of docs/plan.md, without remedies and a largest batch."""
         config, target, step = self.config, self.target, self.step
         time = self.time()
-        estimates = time.estimates()
-        times = [estimate["step_s"] for estimate in estimates]
+        estimate = None
+        if known := time.known():
+            what, share = known
+            estimate = {"what": what, "share": share} | time.step(share)
         phases = {}
         for name in PHASES:
-            before, peak = step.before[name] + target.workspace, step.phase(name) + target.workspace
+            before = step.before[name] + target.workspace
+            peak = step.phase(name) + target.workspace
             phases[name] = {"before_bytes": before, "extra_bytes": peak - before, "peak_bytes": peak}
         peak = step.highest + target.workspace
         node = self.host["node_bytes"]
@@ -146,17 +148,20 @@ class Prediction:
             "peak_bytes": peak,
             "loss_bytes": phases["loss"]["extra_bytes"],
             "host_bytes": node,
-            "step_s": times[0] if times else None,
-            "step_range_s": [time.step()["step_s"], max(times, default=None)],
+            "step_s": estimate["step_s"] if estimate else None,
+            "least_step_s": time.step(1.0)["step_s"],
             "model": config.model.name,
-            **{name: getattr(config, name) for name in ("batch", "hardware", "gpus", "nodes", "offload")},
+            "batch": config.batch,
+            "hardware": config.hardware,
+            "gpus": config.gpus,
+            "nodes": config.nodes,
+            "offload": config.offload,
             "local_batch": self.local,
             "chunk": dict(zip(TOWERS, self.model.sizes(self.local, self.chunks))),
             "kept": dict(zip(TOWERS, step.kept)),
             "device": {"phases": phases, "total_bytes": peak + target.outside, "usable_bytes": target.usable},
             "host": self.host | {"memory_bytes": config.host_memory},
-            "time": estimates[0] if estimates else None,
-            "estimates": estimates,
+            "time": estimate,
             "notes": ASSUMED.notes,
         }
 
@@ -229,31 +234,22 @@ def fitted(config: PlanConfig) -> Result:
             trial = changed(best, f"batch={batch or config.batch} cache.keep={keep}")
             results.append(predict(trial).result() | {"keep": keep, "largest_batch": batch})
     fitting = [result for result in results if result["fits"]]
-    result = min(fitting, key=lambda result: result["step_range_s"][0], default=results[0])
+    result = min(fitting, key=lambda result: result["least_step_s"], default=results[0])
     words = "batch={batch} offload={offload} cache.chunk=[{chunk[image]},{chunk[text]}]"
     return result | {"fit": f"{words} cache.keep={{keep}}".format(**result)}
 
 
-def remedies(config: PlanConfig, result: Result) -> list[Result]:
-    """Settings with which a run fits, the one that helps most first, found by planning the run with each of a short
-    list. If none of them suffices, all those that help, if they suffice together. Last, the largest batch.
-    """
-
-    def tried(words: str) -> tuple[float, str]:
-        """The larger share of the memory that the run takes with other settings; infinite where they are refused."""
-        try:
-            return max(shares(predicted(changed(config, words), search=False)).values()), words
-        except UserError:
-            return math.inf, words
-
-    share, lonely = shares(result), config.loss.exchange == "none"
-    lists = [words for part in share if share[part] > 1 for words in ASSUMED.remedies[part]]
-    trials = sorted(tried(words.replace("exchange=auto", "exchange=none") if lonely else words) for words in lists)
-    if trials[0][0] > 1:
-        trials = [tried(" ".join(words for less, words in trials[::-1] if less < max(share.values())))]
+def remedies(config: PlanConfig, result: Result) -> list[str]:
+    """Settings with which a run fits: those of a short list that do, by a plan of each, and the largest batch."""
+    trials = [words for part, share in shares(result).items() if share > 1 for words in ASSUMED.remedies[part]]
     if batch := result.get("largest_batch"):
-        trials.append(tried(f"batch={batch}"))
-    return [{"settings": words, "share": less} for less, words in trials if less <= 1]
+        trials.append(f"batch={batch}")
+    fitting = []
+    for words in trials:
+        with suppress(UserError):  # settings that do not go together
+            if predicted(changed(config, words), search=False)["fits"]:
+                fitting.append(words)
+    return fitting
 
 
 def shares(result: Result) -> dict[str, float]:
@@ -270,8 +266,8 @@ def conclusion(result: Result) -> str:
     sizes = f"{total} of {format_bytes(usable)} usable on each GPU" if usable else f"{total} in each process"
     node += (f" of {format_bytes(most)}" if most else "") + " of host memory on each node"
     if not result["fits"]:
-        advice = ", or ".join(remedy["settings"] for remedy in result["remedies"])
-        return f"does not fit: {sizes}, {node}; try {advice or 'larger GPUs, more nodes or a smaller model'}"
+        advice = ", or ".join(result["remedies"])
+        return f"does not fit: {sizes}, {node}; try {advice or 'fit=true, larger GPUs or more nodes'}"
     if "fit" in result:
         return f"the largest and fastest that fits: {result['fit']}; {sizes}, {node}"
     more = f"; batch={result['largest_batch']} is the largest that does" if "largest_batch" in result else ""

@@ -1,8 +1,7 @@
 """`clipscale plan`: prints whether a run fits and how long a step may take, or compares a prediction with a run."""
 
 import json
-import re
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
 from clipscale.common.terminal import printable
@@ -18,57 +17,63 @@ Result = dict[str, Any]
 
 def main(config: PlanConfig) -> int:
     """Plan, or with `run` compare, and print; returns the exit status: 1 if the run does not fit. Raises UserError."""
-    console, stages = plain_console(), [] if config.run else stages_of(config)
-    results = [plan(stage) for stage in stages] or [compare(existing_run(config.run))]
-    if config.json:
+    if config.run:
+        result = compare(existing_run(config.run))
+        show([result], [comparison(result)], as_json=config.json)
+        return 0
+    stages = stages_of(config)
+    results = [plan(stage) for stage in stages]
+    show(results, [parts(result, stage) for result, stage in zip(results, stages)], as_json=config.json)
+    return 0 if all(result["fits"] for result in results) else 1
+
+
+def show(results: list[Result], texts: list[Iterator[TextTable | str]], *, as_json: bool) -> None:
+    """Print results as one JSON object, or their tables and lines."""
+    console = plain_console()
+    if as_json:
         console.print(json.dumps({"stages": results} if results[1:] else results[0], indent=1), soft_wrap=True)
-    for stage, result in zip(stages or [config], [] if config.json else results):
-        for part in comparison(result) if config.run else parts(result, stage):
+        return
+    for text in texts:
+        for part in text:
             console.print(part, soft_wrap=isinstance(part, str))
-    return 0 if config.run or all(result["fits"] for result in results) else 1
 
 
-def table(title: str, rows: list[Result]) -> TextTable:
-    """A table of records of equal keys, whose ends say what their values are."""
-    heads = [re.sub(r"(?<!per)_(bytes|s)$", "", key).replace("_", " ").replace(" per ", "/") for key in rows[0]]
-    return TextTable(heads, [[[cell(key, value) for key, value in row.items()] for row in rows]], title)
-
-
-def cell(key: str, value: Any) -> str:
-    """A value as text: bytes, shares, seconds, counts."""
-    if value is None or isinstance(value, str):
-        return printable(value or "--")
-    if key.endswith(("bytes", "share")):
-        return format_bytes(value) if key.endswith("bytes") else f"{value:.1%}"
-    return f"{value:,.0f}" if isinstance(value, int) or value >= 1000 else f"{value:.3g}"
-
-
-def parts(result: Result, config: PlanConfig) -> Iterable[TextTable | str]:
+def parts(result: Result, config: PlanConfig) -> Iterator[TextTable | str]:
     """A plan as tables and lines; the last line is the conclusion."""
-    device, host, chunk, kept = result["device"], result["host"], result["chunk"], result["kept"]
+    chunk, kept, host = result["chunk"], result["kept"], result["host"]
     yield (
         f"{printable(config.model.name)}, batch {format_count(result['batch'])}: {result['local_batch']} samples on "
         f"each of {config.nodes} x {config.gpus} x {config.hardware}, in chunks of {chunk['image']} images and "
         f"{chunk['text']} texts (graphs kept: {kept['image']} and {kept['text']}), {config.precision.name}, "
         f"{config.optim.name}, offload={result['offload']}, {config.launch.parallel}"
     )
-    phases = [{"phase": name} | phase for name, phase in device["phases"].items()]
-    yield table("memory of one GPU in a step, of torch's allocator", phases)
-    holders = host["process_bytes"] | {f"all {host['processes']} processes of a node": host["node_bytes"]}
-    yield table("memory of the host, by process", [{"what": k, "bytes": v} for k, v in holders.items() if v])
-    if estimates := list(enumerate(result["estimates"], 1)):
-        hidden = ("what", "network_share", "sent_bytes", "share" if config.hardware == "cpu" else "")
-        rows = [{"by": f"({i})"} | {k: v for k, v in each.items() if k not in hidden} for i, each in estimates]
-        yield table("seconds of a step, at a share of the GPU's peak", rows)
-        yield from (f"({i}) {printable(each['what'])}" for i, each in estimates)
+    phases = []
+    for name, sizes in result["device"]["phases"].items():
+        phases.append([name, *(format_bytes(sizes[f"{what}_bytes"]) for what in ("before", "extra", "peak"))])
+    title = "memory of one GPU in a step, of torch's allocator"
+    yield TextTable(["phase", "before", "extra", "peak"], [phases], title)
+    holders = [[what, format_bytes(size)] for what, size in host["process_bytes"].items() if size]
+    holders.append([f"all {host['processes']} processes of a node", format_bytes(host["node_bytes"])])
+    yield TextTable(["what", "bytes"], [holders], "memory of the host, by process")
+    if time := result["time"]:
+        spent = ", ".join(f"{name.removesuffix('_s')} {time[name]:.3g}" for name in list(time)[2:-2])
+        yield (
+            f"a step takes about {time['step_s']:.3g} s ({spent}), {time['samples_per_s']:,.0f} samples/s, at "
+            f"{time['share']:.1%} of the peak: {printable(time['what'])}"
+        )
     yield from result["notes"]
     yield result["conclusion"]
 
 
-def comparison(result: Result) -> Iterable[TextTable | str]:
+def comparison(result: Result) -> Iterator[TextTable | str]:
     """Predicted and measured figures side by side."""
+    rows = []
+    for name, entry in result["compared"].items():
+        cells = [name]
+        for key, value in list(entry.items())[:3]:
+            is_size = key.endswith("_bytes") and value is not None
+            cells.append(format_bytes(value) if is_size else "--" if value is None else f"{value:.3g}")
+        rows.append(cells)
     title = f"{result['run']}: {result['hardware']}, medians of {result['steps']} steps"
-    entries = [(name, list(entry.items())[:3]) for name, entry in result["compared"].items()]
-    rows = [{"what": name} | {k.partition("_")[0]: cell(k, v) for k, v in entry} for name, entry in entries]
-    yield table(title, rows)
+    yield TextTable(["what", "predicted", "measured", "ratio"], [rows], title)
     yield from result["notes"]

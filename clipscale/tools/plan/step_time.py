@@ -3,14 +3,12 @@
 b: samples of one rank, P: ranks, D: feature width.
 """
 
-import csv
 import json
 import math
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from clipscale.common.hardware import HARDWARE, Hardware
+from clipscale.common.hardware import Hardware
 from clipscale.config.tools import PlanConfig
 from clipscale.data.loader.captions import GRAIN
 from clipscale.loss.objectives import OBJECTIVES
@@ -21,92 +19,76 @@ from clipscale.tools.plan.dry_run import TOWERS, DeepDryRun, DryRun
 
 UNKNOWN = Hardware((), 0, 0, 1e-12, 1e-12, math.inf)
 """A CPU, whose peak no table has: the arithmetic gives operations instead of seconds, which a measurement divides."""
-Estimate = dict[str, Any]
 
 
 class StepTime:
-    """The time of a run's step on any number of GPUs. The ring's transfers overlap the loss's arithmetic."""
+    """The time of a run's step. The ring's transfers overlap the loss's arithmetic."""
 
     def __init__(self, config: PlanConfig, gpu: Hardware | None, run: DeepDryRun, kept: list[float]) -> None:
         """`kept`: share of each tower's chunks whose graphs are kept."""
         base = run.base
-        self.config, self.gpu = config, gpu or UNKNOWN
-        image_trains, text_trains = base.state.trains
-        image = PassFlops(0, 0) if base.state.stored else image_flops(config.model, image_trains)
-        text = text_flops(config.model, text_trains, caption_width(config, base))
-        self.forward = (image.forward, text.forward * base.captions)
-        backward = (image.backward, text.backward * base.captions)
-        # A frozen trunk has no second pass.
-        towers = zip(TOWERS, base.state.cache.towers)
-        self.trained = [tower.trained and name not in base.state.trunks for name, tower in towers]
-        again = 2 if config.model.grad_checkpointing else 1  # checkpointing costs a forward pass more
-        self.replay = 0.0
-        for tower, trained in enumerate(self.trained):
-            if trained:
-                self.replay += self.forward[tower] * (again - kept[tower]) + backward[tower]
+        self.config = config
+        self.gpu = gpu or UNKNOWN
         self.width = base.width
         self.captions = base.captions
         self.gradients = run.trained_bytes
+        image_trains, text_trains = base.state.trains
+        image = PassFlops(0, 0) if base.state.stored else image_flops(config.model, image_trains)
+        text = text_flops(config.model, text_trains, caption_width(config, base))
+        again = 2 if config.model.grad_checkpointing else 1
+        self.encode = image.forward + text.forward * self.captions
+        """FLOPs of a sample's first pass."""
+        self.replay = 0.0
+        self.trained = 0
+        """Towers that train."""
+        towers = zip(TOWERS, base.state.cache.towers, (image, text), (1, self.captions), kept)
+        for name, tower, flops, inputs, share in towers:
+            if tower.trained and name not in base.state.trunks:  # a frozen trunk has no second pass
+                self.trained += 1
+                self.replay += inputs * (flops.forward * (again - share) + flops.backward)
 
-    def step(self, share: float = 1.0, gpus: int = 0, nodes: int = 0) -> dict[str, Any]:
-        """Seconds of a step by part and in all, at a share of the peak, on `gpus` of each of `nodes` (0: as set)."""
-        config, gpus, nodes = self.config, gpus or self.config.gpus, nodes or self.config.nodes
-        ranks, rate = gpus * nodes, share * self.gpu.peak(self.config.precision.name)
-        batch, link = config.batch // ranks, 1e9 * (ASSUMED.network if nodes > 1 else self.gpu.link)
-        pairs = batch * config.batch * self.captions * (ranks if config.loss.exchange == "replicated" else 1)
-        sweeps = OBJECTIVES[config.loss.objective].sweeps if any(self.trained) else 1
-        columns = batch * self.captions * (ranks - 1) * self.width
-        ring = (sweeps * ASSUMED.lap + ASSUMED.gradient) * columns
-        sums = 2 * (ranks - 1) / ranks * self.gradients  # of the gradients over ranks
+    def step(self, share: float) -> dict[str, float]:
+        """Seconds of a step by part and in all, at a share of the peak."""
+        config, captions = self.config, self.captions
+        ranks = config.gpus * config.nodes
+        batch = config.batch // ranks
+        rate = share * self.gpu.peak(config.precision.name)
+        link = 1e9 * (ASSUMED.network if config.nodes > 1 else self.gpu.link)
+        pairs = batch * config.batch * captions * (ranks if config.loss.exchange == "replicated" else 1)
+        sweeps = OBJECTIVES[config.loss.objective].sweeps if self.trained else 1
+        ring = (sweeps * ASSUMED.lap + ASSUMED.gradient) * batch * captions * (ranks - 1) * self.width
         seconds = {
-            "encode_s": batch * sum(self.forward) / rate,
-            "loss_s": (sweeps + sum(self.trained)) * 2 * pairs * self.width / rate,
+            "encode_s": batch * self.encode / rate,
+            "loss_s": (sweeps + self.trained) * 2 * pairs * self.width / rate,
             "ring_s": ring / link,
             "replay_s": batch * self.replay / rate,
-            "gradients_s": sums / link,
+            "gradients_s": 2 * (ranks - 1) / ranks * self.gradients / link,
         }
-        hidden = min(seconds["loss_s"], seconds["ring_s"])
-        step, steps = sum(seconds.values()) - hidden, (config.samples or ASSUMED.epoch) / config.batch
-        network = (seconds["ring_s"] + seconds["gradients_s"] - hidden) / step
-        more = {"step_s": step, "samples_per_s": config.batch / step, "hours": steps * step / 3600}
-        return seconds | more | {"network_share": network, "sent_bytes": steps * (ring + sums)}
+        step = sum(seconds.values()) - min(seconds["loss_s"], seconds["ring_s"])
+        return seconds | {"step_s": step, "samples_per_s": config.batch / step}
 
-    def estimates(self) -> list[Estimate]:
-        """The times that are known of, the best evidence first: `what`, `share` of the peak, and those of `step`."""
-        known = self.measured()
+    def known(self) -> tuple[str, float] | None:
+        """The best evidence of the share of the peak that such a step reaches, and the share."""
+        if measured := self.measured():
+            return measured
         if self.config.utilisation:
-            known.append(("utilisation=", self.config.utilisation))
-        elif self.gpu is not UNKNOWN:
-            known += [*self.published(), ("what the arithmetic allows", 1.0)]
-        return [{"what": what, "share": share} | self.step(share) for what, share in known]
+            return "utilisation=", self.config.utilisation
+        return None if self.gpu is UNKNOWN else ("the median of published runs", ASSUMED.published_share)
 
-    def measured(self) -> list[tuple[str, float]]:
+    def measured(self) -> tuple[str, float] | None:
         """The newest measurement on such a machine among the runs here, of the same model before any other."""
-        found = []
+        measured = []
         for path in Path("runs").glob("*/plan.json"):
             with suppress(OSError, ValueError, KeyError, TypeError):  # a run that goes on, or has failed
                 plan = json.loads(path.read_text(encoding="utf-8"))
-                estimate = f"measured in {path.parent}, {plan['model']}", float(plan["compared"]["step"]["share"])
+                share = float(plan["compared"]["step"]["share"])
                 if plan["hardware"] == self.config.hardware:
-                    found.append((plan["model"] == self.config.model.name, path.stat().st_mtime, estimate))
-        return [max(found)[2]] if found else []
-
-    def published(self) -> list[tuple[str, float]]:
-        """The published run nearest in model, GPU and number of GPUs, and the slowest with its model."""
-        with Path(__file__).with_name("published_runs.csv").open(encoding="utf-8") as file:
-            runs = list(csv.DictReader(file))
-
-        def distance(run: dict[str, str]) -> float:
-            peak = next(entry.half for name, entry in HARDWARE.items() if name.startswith(run["gpu"] + "-"))
-            model, gpus = sum(self.forward) / 1e9 / float(run["gflops"]), self.config.gpus * self.config.nodes
-            ratios = (model or 1, self.gpu.half / peak, (gpus / int(run["gpus"])) ** 0.1)
-            return sum(abs(math.log(ratio)) for ratio in ratios)
-
-        nearest = min(runs, key=distance)
-        slowest = min((run for run in runs if run["model"] == nearest["model"]), key=lambda run: float(run["share"]))
-        words = "{model}, {per_gpu} samples on each of {gpus} x {gpu}, {samples_per_s_per_gpu} samples/s each; {source}"
-        titles = {"nearest": nearest, "slowest of this model": slowest}
-        return [(f"published, {what}: {words.format(**run)}", float(run["share"])) for what, run in titles.items()]
+                    same = plan["model"] == self.config.model.name
+                    measured.append((same, path.stat().st_mtime, f"measured in {path.parent}, {plan['model']}", share))
+        if not measured:
+            return None
+        *_, what, share = max(measured)
+        return what, share
 
 
 def caption_width(config: PlanConfig, run: DryRun) -> int:

@@ -1,6 +1,5 @@
 """`clipscale plan`: the conclusion, remedies, time, published methods, JSON, and a run beside its plan."""
 
-import csv
 import json
 import os
 import sys
@@ -12,10 +11,8 @@ import pytest
 from clipscale.cli import compose
 from clipscale.cli.main import main
 from clipscale.common.errors import UserError
-from clipscale.config.sections import ModelConfig
 from clipscale.log.metrics import read_metrics
-from clipscale.models.flops import image_flops, text_flops
-from clipscale.tools.plan import of_run, step_time
+from clipscale.tools.plan import of_run
 from clipscale.tools.plan.planner import changed, plan, predicted
 from tests.conftest import TINIEST, TINY
 from tests.support.forks import forks
@@ -40,7 +37,7 @@ def test_a_large_batch_of_a_small_model_fits(capsys: pytest.CaptureFixture[str])
     assert err.startswith("dry run of tiny on 8 x A800-80G") and err.count("\n") == 1
     assert "tiny, batch 1M: 131072 samples on each of 1 x 8 x A800-80G, in chunks of 1024 images and 1024 texts" in out
     assert out.splitlines()[-1].startswith("fits: ")
-    for word in ("encode", "replay", "shuffle windows", "published, nearest: ViT-B-32", "what the arithmetic allows"):
+    for word in ("encode", "replay", "shuffle windows", "a step takes about", "the median of published runs"):
         assert word in out, word
 
 
@@ -55,7 +52,7 @@ def test_host_memory_that_nobody_limits_is_said_to_be_unchecked(capsys: pytest.C
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "remedy"),
+    ("setting", "remedy"),
     [
         ("batch=128k hardware=h100-80g gpus=8 cache.chunk=256 loss=clip host_memory=1000G", "loss.backend"),
         ("batch=256k hardware=v100-16g cache.chunk=256k precision=fp32", "cache.chunk"),
@@ -64,14 +61,13 @@ def test_host_memory_that_nobody_limits_is_said_to_be_unchecked(capsys: pytest.C
         ("batch=512k hardware=cpu cache.chunk=64 host_memory=5G", "offload"),
     ],
 )
-def test_every_remedy_that_is_named_makes_the_run_fit(words: str, remedy: str) -> None:
-    config = settings(*TINIEST, *words.split())
+def test_every_remedy_that_is_named_makes_the_run_fit(setting: str, remedy: str) -> None:
+    config = settings(*TINIEST, *setting.split())
     result = plan(config)
-    remedies = [found["settings"] for found in result["remedies"]]
-    assert not result["fits"] and any(found.startswith(remedy) for found in remedies), remedies
-    for found in remedies:
-        assert found in result["conclusion"]
-        assert predicted(changed(config, found))["fits"], found
+    assert not result["fits"] and any(words.startswith(remedy) for words in result["remedies"]), result["remedies"]
+    for words in result["remedies"]:
+        assert words in result["conclusion"]
+        assert predicted(changed(config, words))["fits"], words
 
 
 def test_an_automatic_chunk_is_assumed_and_kept_graphs_are_planned_for_several_ranks() -> None:
@@ -82,7 +78,7 @@ def test_an_automatic_chunk_is_assumed_and_kept_graphs_are_planned_for_several_r
     assert result["loss_bytes"] == result["device"]["phases"]["loss"]["extra_bytes"] > 0
     assert result["peak_bytes"] == max(phase["peak_bytes"] for phase in result["device"]["phases"].values())
     assert result["host_bytes"] == result["host"]["node_bytes"]
-    assert result["step_range_s"][0] < result["step_s"] == result["time"]["step_s"] <= result["step_range_s"][1]
+    assert result["least_step_s"] < result["step_s"] == result["time"]["step_s"]
 
 
 @pytest.mark.slow
@@ -96,19 +92,6 @@ def test_the_largest_batch_and_its_fastest_settings() -> None:
     double = 2 * changed(config, words).batch
     for offload in ("none", "host", "encoded"):
         assert not predicted(changed(config, f"{words} offload={offload} batch={double}"), search=False)["fits"]
-
-
-def test_published_runs_reached_the_stated_shares() -> None:
-    """3.2 to 29.9 % of an A100, median 13.0 % (Cherti et al., arXiv 2212.07143); Inf-CL's 37 % with its second pass."""
-    runs = list(csv.DictReader(Path(step_time.__file__).with_name("published_runs.csv").open()))
-    for run in runs:
-        passes = 4 if run["gpu"] == "a800" else 3
-        share = passes * float(run["gflops"]) * 1e9 * float(run["samples_per_s_per_gpu"]) / 312e12
-        assert float(run["share"]) == pytest.approx(share, rel=0.01), run
-    model = ModelConfig(name=runs[0]["model"])
-    assert float(runs[0]["gflops"]) == round((image_flops(model).forward + text_flops(model).forward) / 1e9, 1)
-    shares = sorted(float(run["share"]) for run in runs if run["gpu"] == "a100")
-    assert (len(shares), shares[0], shares[14], shares[-1]) == (29, 0.0324, 0.1302, 0.2994)
 
 
 def test_a_run_is_planned_before_it_starts_and_compared_when_asked(
