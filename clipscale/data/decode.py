@@ -6,7 +6,7 @@ C = 3: channels, H, W: the picture's pixels, S: side of the model's input in pix
 import io
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -60,6 +60,20 @@ def captions_of(members: dict[str, bytes], key: str) -> list[str]:
     if not (texts := [stripped for text in texts if (stripped := text.strip("\ufeff\x00 \t\r\n"))]):
         raise BrokenSampleError("empty_caption")
     return texts
+
+
+def first_caption(members: dict[str, bytes], sources: Iterable[str]) -> str:
+    """The first text of the first source that has one; what `clipscale embed` takes, and training with its features.
+
+    Raises BrokenSampleError with the first source's reason if none has a text.
+    """
+    errors: list[BrokenSampleError] = []
+    for source in sources:
+        try:
+            return captions_of(members, source)[0]
+        except BrokenSampleError as error:
+            errors.append(error)
+    raise errors[0]
 
 
 def image_bytes(members: dict[str, bytes], types: Sequence[str] = IMAGE_TYPES) -> bytes:

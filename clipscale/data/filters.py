@@ -10,7 +10,7 @@ from typing import Any
 
 from clipscale.config.data import DataConfig
 from clipscale.data.conditions import CAPTION, SIZES, Condition, caption_sources, conditions
-from clipscale.data.decode import Picture, captions_of, image_bytes, json_fields
+from clipscale.data.decode import Picture, captions_of, first_caption, image_bytes, json_fields
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError, RawSample
 from clipscale.data.shards.addresses import hash64
@@ -41,26 +41,24 @@ class Selection:
 
         Raises BrokenSampleError with the first source's reason if none has a text.
         """
-        texts, errors = list[tuple[str, float]](), list[BrokenSampleError]()
-        for source, weight in self.captions:
-            try:
-                found = captions_of(members, source)
-                texts += [(text, weight / len(found)) for text in found]
-            except BrokenSampleError as error:
-                errors.append(error)
-        if not texts:
-            raise errors[0]
+        sources = [source for source, _ in self.captions]
         if self.first:
-            return [texts[0][0]]
-        pool = [(text, weight) for text, weight in texts if weight] or [(texts[0][0], 1.0)]
-        drawn, left = list[str](), list[tuple[str, float]]()
+            return [first_caption(members, sources)]
+        pool: list[tuple[str, float]] = []
+        for source, weight in self.captions:
+            if weight:
+                with suppress(BrokenSampleError):
+                    texts = captions_of(members, source)
+                    pool += [(text, weight / len(texts)) for text in texts]
+        if not pool:
+            pool = [(first_caption(members, sources), 1.0)]
+        drawn: list[str] = []
+        left: list[tuple[str, float]] = []
         for _ in range(self.count):
             left = left or pool.copy()
-            i, at = -1, rng.uniform() * sum(weight for _, weight in left)
-            while at >= 0 and i < len(left) - 1:
-                i += 1
-                at -= left[i][1]
-            drawn.append(left.pop(i)[0])
+            at = rng.uniform() * sum(weight for _, weight in left)
+            text, _ = left.pop(_place(left, at))
+            drawn.append(text)
         return drawn
 
     def key(self, sample: RawSample, captions: Sequence[str], place: str) -> int:
@@ -88,6 +86,15 @@ class Selection:
                 if fields is None:
                     fields = json_fields(sample.members.get("json", b"{}"))
                 condition.require(fields.get(condition.name))
+
+
+def _place(weighted: list[tuple[str, float]], at: float) -> int:
+    """The text in whose stretch of the added weights a point lies."""
+    for place, (_, weight) in enumerate(weighted):
+        at -= weight
+        if at < 0:
+            return place
+    return len(weighted) - 1
 
 
 def selection(config: DataConfig, *, first: bool = False) -> Selection:

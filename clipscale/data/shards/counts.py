@@ -25,7 +25,7 @@ SCAN_AT_MOST = 256
 
 def recorded_counts(urls: Sequence[str], subset: Subset | None = None) -> list[int | None]:
     """Samples per shard by an index, `sizes.json` (webdataset) or `NNNNN_stats.json` (img2dataset); None: unknown."""
-    entries, stale = index.current(urls, subset)
+    entries, stale = index.current(urls, subset.name if subset else "")
     if stale:
         what = f"the index of {len(stale)} of {len(urls)} shards is out of date (first: {stale[0]})"
         log.warning(f"{what}: they have changed; counting them without it, run `clipscale data index` again")
@@ -71,13 +71,14 @@ def _json(path: Path) -> dict[str, Any]:
 def scan_counts(urls: Sequence[str], subset: Subset | None = None) -> list[int]:
     """Samples per local shard from its tar headers, or of a subset; an index in the user's cache remembers them. A
     damaged shard counts the samples before the damage."""
-    entries: dict[str, index.Entry] = {}
+    name = subset.name if subset else ""
+    scan = subset.scan if subset else index.scan_shard
     try:
-        dict(index.update_indexes(urls, beside=False, subset=subset))
-        entries, _ = index.current(urls, subset)
+        dict(index.update_indexes(urls, beside=False, subset=name, scan=scan))
+        entries, _ = index.current(urls, name)
     except UserError as error:
         log.warning("counts are not remembered: %s", error)
-        entries = {url: subset.scan(url) if subset else index.scan_shard(url) for url in urls}
+        entries = {url: scan(url) for url in urls}
     _warn_of_damage(entries, len(urls))
     return [entries[url].samples if url in entries else 0 for url in urls]
 

@@ -17,19 +17,16 @@ from dataclasses import astuple, dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from clipscale.common.errors import UserError
-from clipscale.data.sample import key_and_extension
 from clipscale.data.shards.addresses import SourceError, digest, is_local, leaf_of, scheme_of, user_cache
+from clipscale.data.shards.archive import Archive
 from clipscale.data.shards.remote import State
 from clipscale.data.shards.store import Opened, Store
-from clipscale.data.shards.tar import BLOCK, DAMAGE, next_member, padded, skip, unpacked
-
-if TYPE_CHECKING:
-    from clipscale.data.shards.subset import Subset
+from clipscale.data.shards.tar import BLOCK, DAMAGE, unpacked
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -66,14 +63,15 @@ def folder_of(url: str) -> str:
     return str(Path(url).absolute().parent) if is_local(url) else url.rsplit("/", 1)[0]
 
 
-def index_paths(folder: str, subset: "Subset | None" = None) -> list[Path]:
-    """Where a folder's index, or a subset's, may be: beside local shards, preferably, or in the user's cache."""
-    suffix = f"-{subset.name}.sqlite" if subset else ".sqlite"
+def index_paths(folder: str, subset: str = "") -> list[Path]:
+    """Where a folder's index, or that of the subset of this name, may be: beside local shards, preferably, or in the
+    user's cache."""
+    suffix = f"-{subset}.sqlite" if subset else ".sqlite"
     beside = [Path(folder) / FILE.replace(".sqlite", suffix)] if is_local(folder) else []
     return [*beside, user_cache() / "index" / f"{digest(folder)}{suffix}"]
 
 
-def writable_path(folder: str, subset: "Subset | None" = None) -> Path:
+def writable_path(folder: str, subset: str = "") -> Path:
     """Where to write a folder's index: beside its shards, or in the user's cache if it is remote or read-only."""
     return index_paths(folder, subset)[0 if os.access(folder, os.W_OK) else -1]
 
@@ -90,7 +88,7 @@ def query(path: Path, question: str, values: Sequence[Any] = ()) -> list[tuple[A
         return []
 
 
-def current(urls: Sequence[str], subset: "Subset | None" = None) -> tuple[dict[str, Entry], list[str]]:
+def current(urls: Sequence[str], subset: str = "") -> tuple[dict[str, Entry], list[str]]:
     """The entries that still hold, and the shards that have changed since theirs were made.
 
     Remote shards are assumed unchanged, since asking takes a request each; `sample_offsets` compares them when they are
@@ -119,7 +117,7 @@ def current(urls: Sequence[str], subset: "Subset | None" = None) -> tuple[dict[s
     return {url: entry for url, entry in matches.items() if entry}, [url for url, entry in matches.items() if not entry]
 
 
-def sample_offsets(url: str, opened: Opened, subset: "Subset | None" = None) -> np.ndarray | None:
+def sample_offsets(url: str, opened: Opened, subset: str = "") -> np.ndarray | None:
     """Where an opened shard's samples begin, (samples + 1,) int64; None if no index has an entry of its state."""
     stale = False
     question = "SELECT size, version, offsets FROM shards WHERE name = ?"
@@ -160,20 +158,17 @@ def scan_shard(url: str) -> Entry:
     """The index entry of a shard, from its headers, grouped into samples as `read_shard` does. The entry notes damage.
     Raises OSError or SourceError if the shard cannot be opened."""
     opened = Store().open(url)
-    offsets, reason, detail, can_seek = list[int](), None, "", False
+    offsets: list[int] = []
+    reason = None
+    detail = ""
+    can_seek = False
     with closing(opened.stream) as source:
         try:
-            archive, can_seek = unpacked(source)
-            start, key = 0, None
-            while (header := next_member(archive)) is not None:
-                name, length, taken = header
-                if (named := key_and_extension(name)) and named[0] != key:
-                    key = named[0]
-                    offsets.append(start)
-                skip(archive, padded(length), can_seek)
-                start += taken + padded(length)
-            offsets.append(start)
-            if archive.tell() <= start:  # no block of zeros: where contents are skipped, the only sign of a cut
+            stream, can_seek = unpacked(source)
+            archive = Archive(stream, can_seek)
+            offsets.extend(archive.at for _ in archive.samples())
+            offsets.append(archive.at)
+            if stream.tell() <= archive.at:  # no block of zeros: where contents are skipped, the only sign of a cut
                 raise tarfile.ReadError("ends without the zeros that end an archive: it may have been cut off")
         except (*DAMAGE, SourceError) as error:
             reason = getattr(error, "reason", "truncated_shard" if offsets else "unreadable_shard")
@@ -188,9 +183,16 @@ Outcome = Entry | str | None
 
 
 def update_indexes(
-    urls: Sequence[str], *, beside: bool = True, workers: int = 1, subset: "Subset | None" = None
+    urls: Sequence[str],
+    *,
+    beside: bool = True,
+    workers: int = 1,
+    subset: str = "",
+    scan: Callable[[str], Entry] | None = None,
 ) -> Iterator[tuple[str, Outcome]]:
     """Bring the indexes of these shards' folders up to date, at `writable_path` (`beside`) or in the user's cache.
+
+    `scan` makes an entry (None: `scan_shard`).
 
     Yields each shard when it is done. Skips those whose entry still holds. Entries are written one by one, so a killed
     run can go on. Raises UserError.
@@ -204,8 +206,8 @@ def update_indexes(
         states: dict[str, State] = {name: (size, version) for name, size, version in rows}
         old = [states.get(leaf_of(url)) for url in shards]
         with _writing(path) as base:
-            scan = partial(_scan_changed, subset.scan if subset else scan_shard)
-            for url, outcome in zip(shards, map_shards(scan, workers, shards, old)):
+            scan_changed = partial(_scan_changed, scan or scan_shard)
+            for url, outcome in zip(shards, map_shards(scan_changed, workers, shards, old)):
                 if isinstance(outcome, Entry):
                     packed = None if outcome.offsets is None else pack(outcome.offsets)
                     values = *astuple(replace(outcome, offsets=None))[:-1], packed

@@ -9,18 +9,15 @@ import os
 import random
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import Protocol
 from urllib.parse import quote
 
 from clipscale.common.errors import UserError
 from clipscale.data.shards.addresses import SourceError, scheme_of
-
-if TYPE_CHECKING:
-    from clipscale.data.shards.store import Store
 
 RETRIES = 8
 """Requests that may fail, one after another, before the shard is given up: about a minute."""
@@ -52,6 +49,14 @@ class TransientError(SourceError):
     """A request failed in a way that may pass. `reason` names its counter."""
 
 
+class Reader(Protocol):
+    """For whom objects are read: a Store."""
+
+    tick: Callable[[], None]
+
+    def count(self, event: str) -> None: ...
+
+
 def begin(url: str, start: int, stop: int) -> Request:
     """Begin a request for bytes start..stop of an object."""
     from fsspec.asyn import get_loop
@@ -59,20 +64,20 @@ def begin(url: str, start: int, stop: int) -> Request:
     return asyncio.run_coroutine_threadsafe(_request(url, start, stop), get_loop())
 
 
-def fetch(store: "Store", url: str, start: int, stop: int, request: Request | None = None) -> tuple[bytes, State]:
+def fetch(reader: Reader, url: str, start: int, stop: int, request: Request | None = None) -> tuple[bytes, State]:
     """Bytes start..stop of an object, or as many of them as came at once, and its state. `request` is the first
-    attempt, if it has begun. Failures are counted in the store. Raises SourceError, `unreachable_shard` after RETRIES +
-    1 of them.
+    attempt, if it has begun. Failures are counted by the reader. Raises SourceError, `unreachable_shard` after
+    RETRIES + 1 of them.
     """
     failures = 0
     while True:
         request = request or begin(url, start, stop)
         try:
             while not wait([request], TICK_S).done:
-                store.tick()
+                reader.tick()
             return request.result()
         except TransientError as error:
-            store.count(error.reason)
+            reader.count(error.reason)
             failures += 1
             if failures > RETRIES:
                 message = f"{failures} requests failed, the last: {error}"
@@ -87,12 +92,13 @@ def fetch(store: "Store", url: str, start: int, stop: int, request: Request | No
 class RemoteFile:
     """An object as a seekable file. While one block is read, the next one is on its way. Raises SourceError."""
 
-    def __init__(self, url: str, store: "Store") -> None:
-        self._url, self._store = url, store
+    def __init__(self, url: str, reader: Reader) -> None:
+        self._url = url
+        self._reader = reader
         self._at = self._start = 0
         self._ahead: Request | None = None
         """The request for the block behind the present one."""
-        self._block, (self.size, self.version) = fetch(store, url, 0, FIRST_BLOCK)
+        self._block, (self.size, self.version) = fetch(reader, url, 0, FIRST_BLOCK)
 
     def seekable(self) -> bool:
         return True
@@ -132,7 +138,7 @@ class RemoteFile:
         request, self._ahead = self._ahead, None
         self._block, self._start = b"", self._at
         stop = min(self._at + (LARGEST_BLOCK if sequential else FIRST_BLOCK), self.size)
-        self._block, state = fetch(self._store, self._url, self._at, stop, request)
+        self._block, state = fetch(self._reader, self._url, self._at, stop, request)
         if state != (self.size, self.version):
             raise SourceError("changed_shard", "it changed on the server while it was read")
         end = self._start + len(self._block)

@@ -5,13 +5,12 @@ scanned for its samples; an index of the subset, beside that of the shards' fold
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
-from copy import copy
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,9 +19,9 @@ from clipscale.data.decode import json_fields
 from clipscale.data.sample import BrokenSampleError, RawSample, limits
 from clipscale.data.shards import index
 from clipscale.data.shards.addresses import SourceError, digest, leaf_of
-from clipscale.data.shards.reader import ReadProblem, read_shard
+from clipscale.data.shards.samples import ReadProblem, read_samples
 from clipscale.data.shards.store import Opened, Store
-from clipscale.data.shards.tar import BLOCK
+from clipscale.data.shards.tar import BLOCK, DAMAGE
 
 PAIR = np.dtype("u8,u8")
 """The halves of a uid of 32 hexadecimal digits, or of a key's hash."""
@@ -55,18 +54,21 @@ class Subset(NamedTuple):
 
         Raises OSError or SourceError if the shard cannot be read.
         """
-        problem, store = ReadProblem(), Store()
+        problem = ReadProblem()
+        store = Store()
         size, version = store.state(url)
-        raws = read_shard(url, problem, kinds=limits((), ("json",) * self.by_uid), store=store)
+        kinds = limits((), ["json"] if self.by_uid else [])
+        raws = read_samples(url, problem, lambda _: True, kinds, store, indexed=False)
         numbers = np.array([raw.index for raw in raws if self.has(raw)], np.int64)
         if problem.reason not in (None, "truncated_shard", "unreadable_shard"):
             raise SourceError(problem.reason, problem.detail)
-        about = len(numbers), problem.reason, problem.detail
-        return index.Entry(leaf_of(url), size or 0, version, *about, numbers * BLOCK)
+        return index.Entry(
+            leaf_of(url), size or 0, version, len(numbers), problem.reason, problem.detail, numbers * BLOCK
+        )
 
     def numbers(self, url: str, store: Store) -> dict[int, int]:
         """A sample's number in the shard -> its number among those of the subset. Raises OSError or SourceError."""
-        offsets = index.sample_offsets(url, Opened(None, *store.state(url)), self)
+        offsets = index.sample_offsets(url, Opened(None, *store.state(url)), self.name)
         if offsets is None:  # not remembered: another start would find counts, and take another order
             offsets = self.scan(url).offsets
             assert offsets is not None
@@ -86,15 +88,31 @@ def subset_of(path: str | None) -> Subset | None:
 
 
 def read_subset(
-    url: str, problem: ReadProblem, want: Callable[[int], bool], store: Store, **options: Any
+    subset: Subset,
+    url: str,
+    problem: ReadProblem,
+    want: Callable[[int], bool],
+    kinds: Mapping[str, int] | None,
+    store: Store,
+    *,
+    indexed: bool,
 ) -> Iterator[RawSample]:
-    """What `read_shard` would give for a shard that holds only the samples of `data.only_keys`."""
-    whole, subset = copy(store), subset_of(store.config.only_keys)
-    whole.config = replace(store.config, only_keys=None)
-    assert subset is not None
-    numbers = subset.numbers(url, whole)
-    wanted = lambda number: number in numbers and want(numbers[number])  # noqa: E731
-    for raw in read_shard(url, problem, wanted, store=whole, **options):
+    """What `read_samples` would give for a shard that holds only the samples of the subset."""
+    try:
+        numbers = subset.numbers(url, store)
+    except SourceError as error:
+        problem.reason = error.reason
+        problem.detail = f"{url}: {error}"
+        return
+    except DAMAGE as error:
+        problem.reason = "unreadable_shard"
+        problem.detail = f"{url}: {error}"
+        return
+
+    def wanted(number: int) -> bool:
+        return number in numbers and want(numbers[number])
+
+    for raw in read_samples(url, problem, wanted, kinds, store, indexed=indexed):
         if raw.index in numbers:
             yield replace(raw, index=numbers[raw.index])
 

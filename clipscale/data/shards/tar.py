@@ -36,43 +36,54 @@ def next_member(stream: Any, most: int = LARGEST_MEMBER) -> tuple[str, int, int]
 
     Raises tarfile.TarError for damage, and for a member of more than `most` bytes.
     """
-    long_name: str | None = None
-    long_size: int | None = None
+    extended: dict[str, str] = {}  # fields for the next plain header
     taken = 0
-    while True:
-        block = stream.read(BLOCK)
-        if not block or block.count(0) == BLOCK:
-            return None
-        if len(block) < BLOCK:
-            raise tarfile.ReadError("ends within a header")
-        if _number(block[148:156]) != sum(block) - sum(block[148:156]) + 256:
-            raise tarfile.ReadError("bad checksum in a header")
-        size, kind = _number(block[124:136]), block[156:157]
+    while (block := _header(stream)) is not None:
+        size = _number(block[124:136])
+        kind = block[156:157]
         taken += BLOCK
-        if kind in b"LxK":  # a long name or extended fields for the next header
-            content = read_exactly(stream, size, LARGEST_HEADER)
+        if kind in b"LxK":
+            extended |= _extended(kind, read_exactly(stream, size, LARGEST_HEADER))
             read_exactly(stream, -size % BLOCK)
             taken += padded(size)
-            if kind == b"L":
-                long_name = _text(content)
-            elif kind == b"x":
-                fields = _pax(content)
-                long_name = fields.get("path", long_name)
-                long_size = int(fields["size"]) if "size" in fields else None
             continue
-        if (name := long_name) is None:
-            name = _text(block[:100])
-            if block[257:263] == b"ustar\0" and block[345]:
-                name = f"{_text(block[345:500])}/{name}"
-        size = size if long_size is None else long_size
+        name = extended.get("path", _name(block))
+        size = int(extended.get("size", size))
         if kind in b"0\x007" and not name.endswith("/"):
             if not 0 <= size <= most:
                 raise tarfile.ReadError(f"member {name!r} claims {size} bytes")
             return name, size, taken
-        long_name = long_size = None
+        extended = {}
         if kind not in b"123456":  # links, devices and folders have no content, whatever their size field says
             skip(stream, padded(size), False)
             taken += padded(size)
+    return None
+
+
+def _header(stream: Any) -> bytes | None:
+    """The next header; None at the archive's end."""
+    block: bytes = stream.read(BLOCK)
+    if not block or block.count(0) == BLOCK:
+        return None
+    if len(block) < BLOCK:
+        raise tarfile.ReadError("ends within a header")
+    if _number(block[148:156]) != sum(block) - sum(block[148:156]) + 256:
+        raise tarfile.ReadError("bad checksum in a header")
+    return block
+
+
+def _extended(kind: bytes, content: bytes) -> dict[str, str]:
+    """The fields of an extended header, or a long name as its `path`. The target of a link (`K`) is of no use."""
+    if kind == b"x":
+        return _pax(content)
+    return {"path": _text(content)} if kind == b"L" else {}
+
+
+def _name(block: bytes) -> str:
+    name = _text(block[:100])
+    if block[257:263] == b"ustar\0" and block[345]:
+        name = f"{_text(block[345:500])}/{name}"
+    return name
 
 
 def padded(size: int) -> int:

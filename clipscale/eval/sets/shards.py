@@ -4,17 +4,14 @@ import io
 import os
 import tarfile
 from collections.abc import Iterator
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
 from clipscale.common.errors import UserError
 from clipscale.data.features import npy_header
-from clipscale.data.sample import MAX_IMAGE_BYTES, MAX_TEXT_BYTES, key_and_extension
-from clipscale.data.shards.tar import BLOCK, next_member, read_exactly
+from clipscale.data.sample import MAX_IMAGE_BYTES, MAX_TEXT_BYTES
+from clipscale.data.shards.archive import Archive
 from clipscale.eval.classification import ClassificationSet
 from clipscale.eval.retrieval import RetrievalSet
 from clipscale.eval.sets import prompts
@@ -94,35 +91,26 @@ def _samples(shard: Path) -> Iterator[tuple[str, ImageRef, dict[str, bytes]]]:
     """
     try:
         with shard.open("rb") as tar:
-            named = ((*split, size) for name, size in _members(tar) if (split := key_and_extension(name)))
-            for key, members in groupby(named, key=itemgetter(0)):
-                image, texts = None, dict[str, bytes]()
-                for _, extension, size in members:
-                    if extension in IMAGE_SUFFIXES:
-                        image = ImageRef(shard, tar.tell(), size)
-                    elif extension in ("cls", "txt", "npy"):
-                        texts[extension] = read_exactly(tar, size, MAX_TEXT_BYTES)
+            archive = Archive(tar, can_seek=True, most=MAX_IMAGE_BYTES)
+            for key, members in archive.samples():
+                image: ImageRef | None = None
+                texts: dict[str, bytes] = {}
+                for member in members:
+                    if member.extension in IMAGE_SUFFIXES:
+                        image = ImageRef(shard, tar.tell(), member.size)
+                    elif member.extension in ("cls", "txt", "npy"):
+                        texts[member.extension] = archive.read(member, MAX_TEXT_BYTES)
                 if image is not None:
                     yield key, image, texts
                 elif texts:
                     raise UserError(f"eval.sets: sample {key} of {shard} has no jpg, png or webp; fetch the set again")
+            size = tar.seek(0, os.SEEK_END)
+            if not size:
+                raise tarfile.ReadError("empty")
+            if archive.at > size:
+                raise tarfile.ReadError("ends within a member")
     except (tarfile.TarError, ValueError) as error:
         raise UserError(f"eval.sets: cannot read {shard} ({error}); fetch it again") from error
-
-
-def _members(tar: BinaryIO) -> Iterator[tuple[str, int]]:
-    """Name and size of each file in a shard, with `tar` at its content. Raises tarfile.TarError."""
-    end = tar.seek(0, os.SEEK_END)
-    tar.seek(0)
-    while (header := next_member(tar, MAX_IMAGE_BYTES)) is not None:
-        name, size, _ = header
-        following = tar.tell() + size + -size % BLOCK
-        if following > end:
-            raise tarfile.ReadError("ends within a member")
-        yield name, size
-        tar.seek(following)
-    if not end:
-        raise tarfile.ReadError("empty")
 
 
 def _label(key: str, shard: Path, text: bytes | None) -> int:

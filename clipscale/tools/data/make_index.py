@@ -34,8 +34,10 @@ def main(sources: Sequence[str], settings: IndexSettings) -> int:
     """Index the shards, and print their samples and bytes. Status 1 where one is damaged or cannot be read."""
     urls = [url for url in expanded(sources) if scheme_of(url) != "pipe"]  # which has no index
     subset = subset_of(settings.only_keys)
-    outcomes = dict(progress(index.update_indexes(urls, workers=cores(), subset=subset), len(urls)))
-    entries, _ = index.current(urls, subset)
+    name = subset.name if subset else ""
+    scan = subset.scan if subset else None
+    outcomes = dict(progress(index.update_indexes(urls, workers=cores(), subset=name, scan=scan), len(urls)))
+    entries, _ = index.current(urls, name)
     counts = [entry.samples for entry in entries.values()] or [0]
     size = format_bytes(sum(entry.size for entry in entries.values()))
     read = sum(isinstance(outcome, index.Entry) for outcome in outcomes.values())
@@ -44,6 +46,6 @@ def main(sources: Sequence[str], settings: IndexSettings) -> int:
     damage += [f"{e.reason} after {e.samples} samples: {e.detail}" for e in entries.values() if e.reason]
     for line in damage:
         say(line)
-    for place in sorted({str(index.writable_path(index.folder_of(url), subset)) for url in urls}):
+    for place in sorted({str(index.writable_path(index.folder_of(url), name)) for url in urls}):
         say(f"  {place}")
     return 1 if damage else 0

@@ -16,7 +16,7 @@ from torch import Tensor
 from clipscale.config.data import DataConfig
 from clipscale.config.tools import IMAGE, TEXT, EmbedConfig
 from clipscale.data.conditions import caption_sources
-from clipscale.data.decode import TrainTransform, captions_of, image_bytes
+from clipscale.data.decode import TrainTransform, first_caption, image_bytes
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError, RawSample
 from clipscale.models.towers import ClipModel
@@ -100,9 +100,8 @@ class FeatureEncoder:
 
     def caption(self, raw: RawSample) -> str | None:
         """The first of the sample's texts that can be used; None if there is none."""
-        for member in self.captions:
-            with suppress(BrokenSampleError):
-                return captions_of(raw.members, member)[0]
+        with suppress(BrokenSampleError):
+            return first_caption(raw.members, self.captions)
         return None
 
 
