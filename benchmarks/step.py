@@ -31,7 +31,7 @@ from clipscale import GradCache, contrastive_loss
 from clipscale.common.errors import UserError
 from clipscale.common.units import format_count, nearest, parse_count
 from clipscale.config.presets import conf_dir
-from clipscale.config.sections import ModelConfig, PrecisionConfig, TowerConfig
+from clipscale.config.sections import ModelConfig, TowerConfig
 from clipscale.data.loader.captions import SortedCaptions
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.models.flops import Flops
@@ -86,7 +86,7 @@ class Step:
             ModelConfig(**values),
             image=TowerConfig(train="none" if self.kind == "frozen" else "all"),
         )
-        self.precision = Precision(PrecisionConfig(name=precision), self.device)
+        self.precision = Precision(precision, self.device)
         torch.manual_seed(0)
         with self.device:  # drawing a large model's weights on a CPU takes longer than timing it
             self.model = build_model(self.config, lean=self.kind != "unlean").to(self.device)

@@ -226,7 +226,7 @@ class Run:
                 config.eval,
                 self.world,
                 autocast=state.precision.autocast,
-                file=ResultsFile(self.folder, self.step, {"precision": config.precision.name}),
+                file=ResultsFile(self.folder, self.step, {"precision": config.precision}),
                 before_batch=self.stop.check,
                 progress=self.records.log.progress if self.records.log else lambda *_: None,
             )

@@ -13,7 +13,7 @@ import torch
 
 from clipscale import checkpoint
 from clipscale.config.data import DataConfig
-from clipscale.config.sections import CacheConfig, OptimConfig, PrecisionConfig, ScheduleConfig
+from clipscale.config.sections import CacheConfig, OptimConfig, ScheduleConfig
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.step.grad_cache import GradCache
@@ -150,7 +150,7 @@ def test_kept_graphs_and_found_chunks_do_not_change_the_curve(demo: Path, plain:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_follows_the_curve(demo: Path, plain: list[float], tmp_path: Path, precision: str) -> None:
-    found = run(demo, tmp_path / "run", precision=PrecisionConfig(precision))
+    found = run(demo, tmp_path / "run", precision=precision)
     assert found == pytest.approx(plain, rel=0.1), f"{precision}: {found}"
 
 
@@ -160,7 +160,7 @@ def test_an_overflow_leaves_the_step_out_and_lowers_the_loss_scale(
     """From a loss scale of 2^40, where gradients in fp16 are infinite; half of it after each step that is left out."""
     first = 2.0**40
     monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=first))
-    data = {"precision": PrecisionConfig("fp16"), "schedule": ScheduleConfig(warmup="0"), "samples": 64 * 40}
+    data = {"precision": "fp16", "schedule": ScheduleConfig(warmup="0"), "samples": 64 * 40}
     run(demo, tmp_path / "run", optim=OptimConfig(lr=1e-3), **data)
     lines = records(tmp_path / "run")
     skipped = [line["step"] for line in lines if line["skipped"]]

@@ -21,7 +21,6 @@ from clipscale.config.sections import (
     LaunchConfig,
     ModelConfig,
     OptimConfig,
-    PrecisionConfig,
     ScheduleConfig,
 )
 from clipscale.config.train import TrainConfig
@@ -150,7 +149,7 @@ def test_a_run_goes_on_with_another_number_of_processes(
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_half_precision_follows_the_same_curve(demo: Path, finished: Path, tmp_path: Path, precision: str) -> None:
-    train(settings(demo, tmp_path / "run", precision=PrecisionConfig(name=precision)))
+    train(settings(demo, tmp_path / "run", precision=precision))
     assert curve(tmp_path / "run") == pytest.approx(curve(finished), abs=0.15)
 
 
@@ -162,7 +161,7 @@ def diverging(demo: Path, run: Path, precision: str = "fp32", **optim: Any) -> T
         samples=256,
         optim=OptimConfig(lr=1e30, weight_decay=0.0, **optim),
         schedule=ScheduleConfig(name="constant", warmup="0"),
-        precision=PrecisionConfig(precision),
+        precision=precision,
         checkpoint=CheckpointConfig(every="1"),
     )
 

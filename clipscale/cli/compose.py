@@ -110,7 +110,6 @@ def settings(name: str, words: Sequence[str], config_dir: str | None = None) -> 
     if config_dir and not Path(config_dir).is_dir():
         raise UserError(f"--config-dir {config_dir}: there is no such folder; it holds experiment/NAME.yaml")
     ConfigStore.instance().store(name="settings", node=asdict(verb.settings()))
-    file = name if (conf_dir() / f"{name}.yaml").exists() else "settings"
     names = {*group_options(), *(setting.name for setting in settings_of(verb.settings))}
     for key in (word.partition("=")[0] for word in words):
         if key in MEANT and key not in names:
@@ -119,7 +118,7 @@ def settings(name: str, words: Sequence[str], config_dir: str | None = None) -> 
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
             words = [*beside_experiment(words, config_dir), *words, *path]
-            tree: Any = OmegaConf.to_container(compose(file, words), resolve=True)
+            tree: Any = OmegaConf.to_container(compose(verb.conf or "settings", words), resolve=True)
     except (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
         raise explain(error, verb) from error
     typed_keys = {word.partition("=")[0].partition(".")[0] for word in words}

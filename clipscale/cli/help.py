@@ -50,7 +50,7 @@ def show_verb(name: str) -> None:
     if sections := nested(verb.settings):
         print(f"\nSections: `clipscale {name} --help SECTION` lists their keys")
         columns((f"{section}.", summary(declared)) for section, declared in sections.items())
-    if choices := default_choices(name):
+    if choices := default_choices(verb.conf):
         print("\nGroups: named sets of values, from conf/ (* the default)")
         options = group_options()
         columns((f"{g}=", ", ".join(o + "*" * (o == choices[g]) for o in options[g])) for g in choices)
@@ -60,7 +60,7 @@ def show_verb(name: str) -> None:
 
 def show_section(name: str, section: str) -> None:
     """All keys of a section, and the presets of the group of that name."""
-    sections, choices = nested(VERBS[name].settings), default_choices(name)
+    sections, choices = nested(VERBS[name].settings), default_choices(VERBS[name].conf)
     if section not in {**sections, **choices}:
         raise UserError(f"{name} --help {section}: no such section{nearest(section, {**sections, **choices})}")
     print(f"{section}: {summary(sections[section]) if section in sections else 'whole sets of settings'}")

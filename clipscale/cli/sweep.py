@@ -9,6 +9,7 @@ import re
 import zlib
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,11 @@ def main(name: str, line: Namespace) -> int:
     if local.under_torchrun():
         raise UserError("-m under torchrun would start the whole sweep in every rank; leave torchrun out")
     combinations = compose.combinations(line.words, line.config_dir)
-    configs = [config for _, config in combinations]
+    run = combinations[0][1].run
     now = Path("runs") / f"{datetime.now():sweep-%Y%m%d-%H%M%S}"
-    folder = run_folder(configs[0].run) if configs[0].run else unused(now)
-    for words, config in combinations:
-        config.run = str(folder / folder_name(words))
+    folder = run_folder(run) if run else unused(now)
+    configs = [replace(config, run=str(folder / folder_name(words))) for words, config in combinations]
+    for config in configs:
         cli_train.check(config)
     os.environ.setdefault("WANDB_RUN_GROUP", folder.name)  # wandb shows the runs as one group
     results: list[dict[str, Any]] = []

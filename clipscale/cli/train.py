@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from clipscale.config.train import TrainConfig
+from clipscale.config.train import TrainConfig, settled
 from clipscale.launch import local
 
 
@@ -24,6 +24,7 @@ def main(config: TrainConfig, *, isolated: bool = False) -> dict[str, Any]:
     `isolated`: in processes of its own, also if it is one. Raises as `launch.local.run` does, and UserError for a run
     that cannot fit.
     """
+    config = settled(config)
     if config.plan and not local.under_torchrun():
         from clipscale.tools.plan.of_run import before
 

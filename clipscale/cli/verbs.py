@@ -29,6 +29,8 @@ class Verb:
     """The last lines of the help."""
     check: Callable[[Any], object] = lambda settings: None
     """Raises UserError for wrong settings, before `main` is imported."""
+    conf: str = ""
+    """The file of conf/ with the verb's presets, NAME.yaml; empty: none."""
 
 
 VERBS = {
@@ -47,6 +49,7 @@ torchrun --nproc-per-node 8 -m clipscale train run=b32 batch=64k data=/data/laio
         notes="""\
 -m runs every combination of the comma-separated values. --cfg job prints the settings instead of training.
 --config-dir DIR adds your own presets, such as DIR/experiment/mine.yaml.""",
+        conf="train",
     ),
     "eval": Verb(
         tools.EvalRunConfig,
@@ -58,6 +61,7 @@ clipscale eval run=b32 checkpoint=all log=tensorboard                         # 
 clipscale eval model.weights=/models/clip-vit-base-patch32 'eval.sets=[/data/imagenet1k]'""",
         often="model.weights eval.sets eval.root",
         check=tools.check_eval,
+        conf="eval",
     ),
     "embed": Verb(
         tools.EmbedConfig,
@@ -68,6 +72,7 @@ clipscale embed model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/mine ou
         often="model.weights data.train launch.procs",
         notes="data=SHARDS is short for data.train=SHARDS.",
         check=tools.check_embed,
+        conf="embed",
     ),
     "explore": Verb(
         tools.ExploreConfig,
@@ -78,6 +83,7 @@ clipscale explore run=b32 against=b16 data=[/data/laion-b32,/data/laion-b16]""",
         often="model.weights data.train",
         notes="data= takes folders of `clipscale embed`.",
         check=tools.check_explore,
+        conf="explore",
     ),
     "plan": Verb(
         tools.PlanConfig,
@@ -88,7 +94,8 @@ clipscale plan experiment=infcl-vit-l14 batch=1M hardware=h100-80g gpus=8 nodes=
 clipscale plan run=b16                                                        # against what that run measured""",
         often="cache.chunk",
         notes="The settings are those of `clipscale train`, without data. Exit status 1: the run does not fit.",
-        check=tools.target_gpu,
+        check=lambda settings: tools.target_gpu(tools.on_machine(settings)),
+        conf="train",
     ),
     "data demo": Verb(
         tools.DemoSettings, "clipscale.tools.data.demo:main", "clipscale data demo root=/tmp/demo samples=5000"

@@ -11,7 +11,7 @@ FEATURES = "npy"
 """The member that `data.image_features=true` stands for."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class AugmentConfig:
     """Random resized crop, flip and colours of training images (torchvision's conventions)."""
 
@@ -34,7 +34,7 @@ class AugmentConfig:
             raise UserError(f"data.augment.jitter: its last, the hue, is {self.jitter[3]:g}; give 0.5 or less")
 
 
-@dataclass
+@dataclass(frozen=True)
 class DataConfig:
     """Where the training samples come from, and how they are read."""
 

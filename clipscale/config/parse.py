@@ -62,7 +62,8 @@ def accepted(setting: Setting, value: Any) -> Any:
         return None
     key, result = setting.name, converted(setting, value)
     if setting.choices is not None and result not in setting.choices:
-        raise UserError(f"{key}={result}: choose {one_of(setting.choices)}{nearest(str(result), setting.choices)}")
+        meant = MEANT.get(f"{key}={result}", str(result))
+        raise UserError(f"{key}={result}: choose {one_of(setting.choices)}{nearest(meant, setting.choices)}")
     for name, bound in setting.bounds.items():
         holds, words = BOUNDS[name]
         if not all(holds(number, bound) for number in (result if setting.kind is tuple else [result])):  # nor is NaN

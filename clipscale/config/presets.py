@@ -18,10 +18,11 @@ def group_options() -> dict[str, list[str]]:
     return {path.name: sorted(file.stem for file in path.glob("*.yaml")) for path in folders}
 
 
-def default_choices(verb: str) -> dict[str, str | None]:
-    """Group -> the preset that a verb takes unless another is given."""
-    file = conf_dir() / f"{verb}.yaml"
-    entries = yaml.safe_load(file.read_text(encoding="utf-8"))["defaults"] if file.exists() else []
+def default_choices(conf: str) -> dict[str, str | None]:
+    """Group -> the preset that conf/NAME.yaml begins with; none for an empty name."""
+    if not conf:
+        return {}
+    entries = yaml.safe_load((conf_dir() / f"{conf}.yaml").read_text(encoding="utf-8"))["defaults"]
     return {group: choice for entry in entries if isinstance(entry, dict) for group, choice in entry.items()}
 
 

@@ -12,6 +12,10 @@ from clipscale.loss.objectives import OBJECTIVES
 
 DEVICES = ("auto", "cpu", "cuda")
 DEVICE_HELP = "`auto` (CUDA if there is a GPU), `cpu` or `cuda`."
+PRECISIONS = ("fp32", "bf16", "fp16")
+PRECISION_HELP = (
+    "Of the encoders: `fp32` (TF32 on GPUs), or autocast to `bf16` or `fp16`, in which frozen towers are stored."
+)
 EXCHANGES = ("auto", "none", "replicated", "local", "gather", "ring")
 BACKENDS = ("auto", "dense", "tiled", "triton")
 SHARED = ("ignore", "mask", "positive")
@@ -26,7 +30,7 @@ SUITES = ("none", "imagenet", "infcl-table3", "vtab", "datacomp", "retrieval")
 SUITE_HELP = "A suite of published sets, each looked for in the folder `eval.root`."
 
 
-@dataclass
+@dataclass(frozen=True)
 class CheckpointConfig:
     """When checkpoints are written and how many are kept. A run always ends with one."""
 
@@ -51,7 +55,7 @@ class CheckpointConfig:
             raise UserError(f"checkpoint.every={self.every}: give minutes (30m), hours (2h) or steps (500)")
 
 
-@dataclass
+@dataclass(frozen=True)
 class LaunchConfig:
     """How many worker processes `train` and `eval` start on this machine when they are not run under torchrun."""
 
@@ -65,7 +69,7 @@ class LaunchConfig:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class OptimConfig:
     """The optimizer, by timm's name."""
 
@@ -87,26 +91,17 @@ class OptimConfig:
     options: dict[str, Any] = setting({}, "Further keyword arguments of timm's factory.")
 
 
-@dataclass
+@dataclass(frozen=True)
 class ScheduleConfig:
     """The learning rate over the run."""
 
     name: str = setting("cosine", "`cosine`, or `constant` with a cooldown.", choices=("cosine", "constant"))
-    warmup: str = setting("2000", "Linear warm-up: steps (`2000`), a share of the run (`5%`) or epochs (`0.5ep`).")
+    warmup: str = setting("5%", "Linear warm-up: steps (`2000`), a share of the run (`5%`) or epochs (`0.5ep`).")
     cooldown: str = setting("0", "Linear cooldown at the end of a constant schedule, in the same forms.")
     final: float = setting(0.0, "Learning rate at the end, as a share of the peak.")
 
 
-@dataclass
-class PrecisionConfig:
-    """Precision of the encoders' arithmetic and weights."""
-
-    name: str = setting(
-        "fp32", "`bf16`, `fp16`: autocast. Frozen towers are stored in it.", choices=("fp32", "bf16", "fp16")
-    )
-
-
-@dataclass
+@dataclass(frozen=True)
 class CacheConfig:
     """How the local batch is split into chunks."""
 
@@ -137,7 +132,7 @@ class CacheConfig:
         parse_memory("cache.keep", self.keep)
 
 
-@dataclass
+@dataclass(frozen=True)
 class LossConfig:
     """Which contrastive loss, and how it is computed. The fields are keyword arguments of `contrastive_loss`."""
 
@@ -157,7 +152,7 @@ class LossConfig:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class DistillConfig:
     """Distillation from teachers' features, which `clipscale embed teacher=NAME` writes into the shards."""
 
@@ -165,8 +160,16 @@ class DistillConfig:
     scales: list[float] | None = setting(None, "Each teacher's logit scale; null: as `embed` has written it.")
     weights: tuple[float, float] = setting((0.0, 1.0), "Of the contrastive loss, and of the distillation.", least=0)
 
+    def check(self) -> None:
+        """Raises UserError for teachers that are named twice, scales that are not theirs, and weights of 0."""
+        teachers, scales = self.teachers, self.scales
+        if teachers and scales is not None and (len(scales) != len(teachers) or min(scales) <= 0):
+            raise UserError(f"distill.scales={scales}: give one above 0 for each of {len(teachers)} teachers")
+        if len({*teachers}) < len(teachers) or not any(self.weights):
+            raise UserError(f"distill: teachers={teachers} must differ, and weights={self.weights} not all be 0")
 
-@dataclass
+
+@dataclass(frozen=True)
 class SinkConfig:
     """Where results go, in addition to the run's folder, and what is shown meanwhile."""
 
@@ -181,14 +184,14 @@ class SinkConfig:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class LogConfig(SinkConfig):
     """Where metrics go, in addition to `metrics.jsonl`, which is always written."""
 
     every: int = setting(1, "Steps between console lines, and between measurements of the largest update.", least=1)
 
 
-@dataclass
+@dataclass(frozen=True)
 class TowerConfig:
     """One tower's own weights, and how it is trained."""
 
@@ -224,7 +227,7 @@ class Preprocess:
     interpolation: str = setting("bicubic", "", choices=("bicubic", "bilinear"))
 
 
-@dataclass
+@dataclass(frozen=True)
 class ModelConfig:
     """Which encoders are trained, and which parts are frozen."""
 
@@ -276,7 +279,7 @@ class ModelConfig:
         _ = self.pixels
 
 
-@dataclass
+@dataclass(frozen=True)
 class EvalConfig:
     """What is evaluated and when."""
 
@@ -287,6 +290,11 @@ class EvalConfig:
     suite: str = setting("none", SUITE_HELP, choices=SUITES)
     root: str | None = setting(None, "The folder with the sets of `eval.suite`.")
     weights: str = setting("trained", WEIGHTS_HELP, choices=WEIGHTS)
+
+    def check(self) -> None:
+        """Raises UserError for evaluations of nothing."""
+        if self.every and not self.wanted:
+            raise UserError(f"eval.every={self.every}: nothing to evaluate; give eval.sets=[FOLDER,...]")
 
     @property
     def wanted(self) -> bool:

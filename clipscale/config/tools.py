@@ -1,7 +1,7 @@
 """The settings of every verb except `train`."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from clipscale.common.errors import UserError
@@ -13,7 +13,7 @@ from clipscale.config.setting import setting
 from clipscale.config.train import TrainConfig, check_sigmoid, shared
 
 
-@dataclass
+@dataclass(frozen=True)
 class ReportSettings:
     """`clipscale report RUN...`: a page about runs, with charts to look into; or a picture of them for a paper."""
 
@@ -24,7 +24,7 @@ class ReportSettings:
     port: int = setting(8766, "Port of the live page; 0: a free one.", least=0, most=65535)
 
 
-@dataclass
+@dataclass(frozen=True)
 class RunModel:
     """The model of a run."""
 
@@ -32,16 +32,16 @@ class RunModel:
     checkpoint: str = setting("latest", "`latest`, a step's number, a checkpoint's path, or (eval) `all`: every one.")
 
 
-@dataclass
+@dataclass(frozen=True)
 class AnyModel(RunModel):
     """The model of a run, or of any `model.weights`."""
 
     device: str = setting("auto", sections.DEVICE_HELP, choices=sections.DEVICES)
     model: sections.ModelConfig = field(default_factory=lambda: sections.ModelConfig(name=""))
-    precision: sections.PrecisionConfig = field(default_factory=sections.PrecisionConfig)
+    precision: str = setting("fp32", sections.PRECISION_HELP, choices=sections.PRECISIONS)
 
 
-@dataclass
+@dataclass(frozen=True)
 class EvalRunConfig(AnyModel):
     """`clipscale eval`: zero-shot and retrieval results of a run (also in RUN/eval/), or of any `model.weights`."""
 
@@ -51,7 +51,7 @@ class EvalRunConfig(AnyModel):
     launch: sections.LaunchConfig = field(default_factory=sections.LaunchConfig)
 
 
-@dataclass
+@dataclass(frozen=True)
 class ExportSettings(RunModel):
     """`clipscale export`: a run's weights as a folder for open_clip (`local-dir:FOLDER`) or transformers."""
 
@@ -67,12 +67,12 @@ class ExportSettings(RunModel):
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class DoctorSettings:
     """`clipscale doctor`: test what training needs on this machine; exit status 1 if something does not work."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class DemoSettings:
     """`clipscale data demo`: render a small set to try things on."""
 
@@ -80,14 +80,14 @@ class DemoSettings:
     samples: int = setting(20_000, "Training pairs to render.")
 
 
-@dataclass
+@dataclass(frozen=True)
 class IndexSettings:
     """`clipscale data index SHARD...`: write an index of counts, offsets and sizes beside the shards; print counts."""
 
     only_keys: str | None = setting(None, "Index the subset for `data.only_keys`, instead of all samples.")
 
 
-@dataclass
+@dataclass(frozen=True)
 class CheckSettings:
     """`clipscale data check SHARD...`: read and decode everything, and print what is broken."""
 
@@ -97,7 +97,7 @@ class CheckSettings:
 IMAGE, TEXT = "image", "text"
 
 
-@dataclass
+@dataclass(frozen=True)
 class EmbedConfig(AnyModel):
     """`clipscale embed`: features of the pictures and texts in `data.train`, by a run or any `model.weights`."""
 
@@ -128,7 +128,7 @@ class EmbedConfig(AnyModel):
         return (IMAGE, TEXT) if self.features == "both" else (self.features,)
 
 
-@dataclass
+@dataclass(frozen=True)
 class ExploreConfig(AnyModel):
     """`clipscale explore`: a local page that searches what `embed` has written, with one model or two."""
 
@@ -138,7 +138,7 @@ class ExploreConfig(AnyModel):
     data: DataConfig = field(default_factory=DataConfig)
 
 
-@dataclass
+@dataclass(frozen=True)
 class PlanConfig(TrainConfig):
     """`clipscale plan`: predict memory and time of a run from the settings of `train`; or compare with `run`."""
 
@@ -205,17 +205,25 @@ def check_embed(config: EmbedConfig) -> Path | None:
     return model_run(config) if config.run or not config.model.name else None
 
 
-def on_this_machine(config: PlanConfig) -> bool:
-    """Plan for this machine's GPUs, if the table has them, or with `fit` for its CPU. False: for neither."""
+def on_machine(config: PlanConfig) -> PlanConfig:
+    """The settings with the machine to plan for: this one's GPUs, or with `fit` its CPU, where they name none.
+
+    Raises UserError for GPUs that the table does not have.
+    """
+    if config.run or config.hardware:
+        return config
     import torch
 
     from clipscale.data.loader.memory import free_memory
 
     gpu = gpu_here()
-    config.hardware = (hardware_of(gpu) if gpu else "cpu" if config.fit else None) or ""
-    config.gpus, config.nodes = max(1, torch.cuda.device_count()), 1
-    config.host_memory = config.host_memory or free_memory()
-    return config.hardware != ""
+    name = "cpu" if config.fit else None
+    if gpu:
+        name = hardware_of(gpu)
+    if name is None:
+        raise UserError("hardware is not set; give the GPU, hardware=a100-80g, or run=NAME to compare with a run")
+    memory = config.host_memory or free_memory()
+    return replace(config, hardware=name, gpus=max(1, torch.cuda.device_count()), nodes=1, host_memory=memory)
 
 
 def target_gpu(config: PlanConfig) -> Hardware | None:
@@ -223,8 +231,6 @@ def target_gpu(config: PlanConfig) -> Hardware | None:
     if config.run:
         existing_run(config.run)
         return None
-    if not config.hardware and not on_this_machine(config):
-        raise UserError("hardware is not set; give the GPU, hardware=a100-80g, or run=NAME to compare with a run")
     gpu = None if config.hardware == "cpu" else hardware(config.hardware)
     check_sigmoid(config)
     shared(config.batch, config.gpus * config.nodes, f"gpus={config.gpus} x nodes={config.nodes}")

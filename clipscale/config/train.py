@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,17 @@ from clipscale.config.setting import flat, setting
 from clipscale.config.stages import stages_of, total_samples
 from clipscale.loss.objectives import OBJECTIVES
 
+EPOCHS = 32.0
+"""Length of a run whose settings give none."""
 
-@dataclass
+
+@dataclass(frozen=True)
 class TrainConfig:
     """`clipscale train`: train a model, or resume a run."""
 
     batch: int = setting(256, "Pairs per optimizer step, over all processes.", least=1)
     samples: int | None = setting(None, "Length of the run in pairs.", least=1)
-    epochs: float | None = setting(None, "Length of the run in epochs of the data, instead of `samples`.", above=0)
+    epochs: float | None = setting(None, "Length of the run in epochs of the data; 32 if no length is given.", above=0)
     stages: list[dict[str, Any]] = setting(
         [],
         "Parts of the run with their own samples, batch, image_size, context_length, text, patch_dropout, lr, warmup, "
@@ -52,7 +55,7 @@ class TrainConfig:
     cache: sections.CacheConfig = field(default_factory=sections.CacheConfig)
     optim: sections.OptimConfig = field(default_factory=sections.OptimConfig)
     schedule: sections.ScheduleConfig = field(default_factory=sections.ScheduleConfig)
-    precision: sections.PrecisionConfig = field(default_factory=sections.PrecisionConfig)
+    precision: str = setting("bf16", sections.PRECISION_HELP, choices=sections.PRECISIONS)
     eval: sections.EvalConfig = field(default_factory=sections.EvalConfig)
     log: sections.LogConfig = field(default_factory=sections.LogConfig)
     checkpoint: sections.CheckpointConfig = field(default_factory=sections.CheckpointConfig)
@@ -72,49 +75,56 @@ def check_sigmoid(config: TrainConfig) -> None:
         raise UserError(f"loss.objective={name} needs its scale and bias: take loss=siglip, or give model.init_bias")
 
 
-def check(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
-    """The configuration with its run folder named, ready for the workers. Raises UserError for the first mistake."""
-    config.samples = total_samples(config.stages, config.samples, config.epochs)
-    if (config.samples is None) == (config.epochs is None):
-        both = f"samples={config.samples} and epochs={config.epochs}"
-        raise UserError(f"{both}: give the length of the run with one of them")
-    if config.eval.every and not config.eval.wanted:
-        raise UserError(f"eval.every={config.eval.every}: nothing to evaluate; give eval.sets=[FOLDER,...]")
-    if config.eval.weights == "ema" and not config.ema:
-        raise UserError("eval.weights=ema: this run keeps no average; give ema=0.9999, or eval.weights=trained")
-    if not config.data.train:
-        raise UserError("data.train is not set; give shards, data.train='/data/{00000..00099}.tar', or take data=demo")
-    if config.loss.shared != "ignore" and config.data.same is None:
-        raise UserError(f"loss.shared={config.loss.shared}: say what samples share, data.same=caption|url|sha256|FIELD")
-    teachers, scales = config.distill.teachers, config.distill.scales
-    if teachers and scales is not None and (len(scales) != len(teachers) or min(scales) <= 0):
-        raise UserError(f"distill.scales={scales}: give one above 0 for each of {len(teachers)} teachers")
-    if len({*teachers}) < len(teachers) or not any(config.distill.weights):
-        raise UserError(f"distill: teachers={teachers} must differ, and weights={config.distill.weights} not all be 0")
-    if teachers and config.data.captions_per_step > 1:
-        raise UserError("distill.teachers: needs data.captions_per_step=1")
-    if config.data.captions_per_step > 1 and (config.data.same == "caption" or config.loss.shared == "mask"):
-        raise UserError("data.captions_per_step: with it, take loss.shared=positive and data.same=url or another field")
-    if config.resume not in ("auto", "none") and not Path(config.resume).expanduser().exists():
-        raise UserError(f"resume={config.resume}: there is no such file or run folder")
-    if config.model.lora:
-        about = f"model.lora={config.model.lora}"
-        if not config.model.weights:
-            raise UserError(f"{about}: the checkpoint holds adapters only; give what they adapt, model.weights=...")
-        if config.launch.parallel != "ddp":
-            parallel = f"launch.parallel={config.launch.parallel}"
-            raise UserError(f"{about}: not with {parallel}; adapters are small, take launch.parallel=ddp")
+def check(config: TrainConfig) -> None:
+    """Raise UserError for the first mistake that spans sections; what lies in one is checked by it."""
+    data, lora = config.data, config.model.lora
+    several = data.captions_per_step > 1
+    other = config.resume not in ("auto", "none")
+    mistakes = {
+        f"samples={config.samples} and epochs={config.epochs}: give the length of the run with one of them": (
+            config.samples is not None and config.epochs is not None
+        ),
+        "eval.weights=ema: this run keeps no average; give ema=0.9999, or eval.weights=trained": (
+            config.eval.weights == "ema" and not config.ema
+        ),
+        "data.train is not set; give shards, data.train='/data/{00000..00099}.tar', or take data=demo": not data.train,
+        f"loss.shared={config.loss.shared}: say what samples share, data.same=caption|url|sha256|FIELD": (
+            config.loss.shared != "ignore" and data.same is None
+        ),
+        "distill.teachers: needs data.captions_per_step=1": several and bool(config.distill.teachers),
+        "data.captions_per_step: with it, take loss.shared=positive and data.same=url or another field": (
+            several and (data.same == "caption" or config.loss.shared == "mask")
+        ),
+        f"resume={config.resume}: there is no such file or run folder": (
+            other and not Path(config.resume).expanduser().exists()
+        ),
+        f"model.lora={lora}: the checkpoint holds adapters only; give what they adapt, model.weights=...": (
+            lora > 0 and not config.model.weights
+        ),
+        f"model.lora={lora}: not with launch.parallel={config.launch.parallel}; adapters are small, take ddp": (
+            lora > 0 and config.launch.parallel != "ddp"
+        ),
+    }
+    for mistake, made in mistakes.items():
+        if made:
+            raise UserError(mistake)
+    total_samples(config.stages, config.samples, config.epochs)
     procs = config.launch.procs
     for stage in stages_of(config):
         shared(stage.batch, procs or 1, f"launch.procs={procs} processes")
         check_sigmoid(stage)
-    if config.run:
-        config.run = str(run_folder(config.run))
-    else:  # time, model, batch
+
+
+def settled(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
+    """The configuration with the run's folder and its length, where the settings leave them open."""
+    samples = total_samples(config.stages, config.samples, config.epochs)
+    epochs = EPOCHS if samples is None and config.epochs is None else config.epochs
+    folder = run_folder(config.run)
+    if not config.run:
+        time = f"{now or datetime.now():%Y%m%d-%H%M%S}"
         model = re.sub(r"[^A-Za-z0-9.-]+", "-", config.model.name).lower()
-        name = f"{now or datetime.now():%Y%m%d-%H%M%S}-{model}-{format_count(config.batch)}"
-        config.run = str(unused(Path("runs") / name))
-    return config
+        folder = unused(Path("runs") / f"{time}-{model}-{format_count(config.batch)}")
+    return replace(config, samples=samples, epochs=epochs, run=str(folder))
 
 
 def warnings(config: TrainConfig) -> list[str]:

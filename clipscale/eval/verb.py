@@ -1,6 +1,7 @@
 """The verb `clipscale eval`: evaluates a run's checkpoints, or any weights. Every process does its share."""
 
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def main(config: EvalRunConfig) -> Results:
     own, and without a root the run's."""
     folder = check_eval(config)
     if not config.eval.wanted or (config.eval.suite != "none" and config.eval.root is None):
-        _complete(config.eval, folder / "config.yaml")
+        config = replace(config, eval=completed(config.eval, folder / "config.yaml"))
     return local.run(config, f"{__name__}:work")
 
 
@@ -50,7 +51,7 @@ def work(config: EvalRunConfig) -> Results:
             for path in paths:
                 load = partial(load_any, run, path, config.eval.weights, config.model, world.on_main)
                 model, settings, step = world.on_all(load)
-                facts: dict[str, Any] = {"precision": config.precision.name}
+                facts: dict[str, Any] = {"precision": config.precision}
                 if run:
                     facts["checkpoint"] = Path(path).name
                 else:
@@ -80,12 +81,13 @@ def _print(config: EvalConfig, results: Results, title: str) -> None:
         plain_console().print(suite_table(config.suite, chosen_sets(config), results, title))
 
 
-def _complete(config: EvalConfig, settings: Path) -> None:
-    """Set what is not given of `sets`, `suite` and `root` as in the run's settings. UserError without any set."""
+def completed(config: EvalConfig, settings: Path) -> EvalConfig:
+    """The settings, with the run's own `sets`, `suite` and `root` where none are given. UserError without any set."""
     saved = yaml.safe_load(settings.read_text(encoding="utf-8")).get("eval", {}) if settings.is_file() else {}
     if not config.wanted:
-        config.sets, config.suite = restored(saved.get("sets", [])), saved.get("suite", "none")
+        config = replace(config, sets=restored(saved.get("sets", [])), suite=saved.get("suite", "none"))
     if config.root is None:
-        config.root = restored(saved.get("root"))
+        config = replace(config, root=restored(saved.get("root")))
     if not config.wanted:
         raise UserError("eval.sets is empty, here and in the settings of a run; give eval.sets=[FOLDER,...]")
+    return config

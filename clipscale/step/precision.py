@@ -6,8 +6,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from clipscale.config.sections import PrecisionConfig
-
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Type of autocast."""
 LEAST_LOSS_SCALE = 1.0
@@ -15,12 +13,12 @@ LEAST_LOSS_SCALE = 1.0
 
 
 class Precision:
-    """Autocast and the gradient scaler. Weights, their gradients and the optimizer are float32."""
+    """Autocast and the gradient scaler of a `precision`. Weights, their gradients and the optimizer are float32."""
 
-    def __init__(self, config: PrecisionConfig, device: torch.device) -> None:
-        self.dtype = DTYPES[config.name]
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.dtype = DTYPES[name]
         self.device = device
-        self.scaler = torch.amp.GradScaler(device.type) if config.name == "fp16" else None
+        self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
         if device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = True
             torch.backends.cudnn.allow_tf32 = True

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from clipscale.cli import compose
 from clipscale.cli.verbs import VERBS
 from clipscale.common.errors import UserError
 from clipscale.config.parse import typed
@@ -84,6 +85,7 @@ def test_every_setting_has_help_and_accepts_its_default(verb: str) -> None:
     silent += [name for name, section in nested(declared).items() if not summary(section)]
     assert not silent, f"without help: {silent}"
     assert typed(declared, asdict(declared())) == declared()
+    assert compose.settings(verb, []) == declared(), "conf/ has no other defaults"
 
 
 def test_only_the_command_line_knows_hydra() -> None:

@@ -13,7 +13,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.presets import about, group_options
 from clipscale.config.setting import flat
 from clipscale.config.tools import PlanConfig
-from clipscale.config.train import TrainConfig, check
+from clipscale.config.train import TrainConfig, check, settled
 from clipscale.models.towers import build_model
 from clipscale.step.optim import build_optimizer
 from clipscale.tools.plan.planner import predicted
@@ -24,7 +24,9 @@ OPTIONS = group_options()
 def composed(*overrides: str) -> TrainConfig:
     """The settings of `clipscale train` with these words."""
     _, words = compose.overrides("train", [*overrides, "data.train=x.tar"])
-    return check(compose.settings("train", words))
+    config = compose.settings("train", words)
+    check(config)
+    return settled(config)
 
 
 @pytest.mark.parametrize("name", OPTIONS["experiment"])
@@ -59,7 +61,7 @@ def test_an_optimizer_of_the_group_takes_a_step(name: str) -> None:
     assert all(not torch.equal(p, q) for p, q in zip(model.parameters(), before))
 
 
-GROUPS = ("data", "loss", "schedule", "precision", "log")
+GROUPS = ("data", "loss", "schedule", "log")
 
 
 @pytest.mark.parametrize("word", [f"{group}={name}" for group in GROUPS for name in OPTIONS[group]])
@@ -102,14 +104,14 @@ PUBLISHED: dict[str, tuple[Any, ...]] = {
 ADAMW = {"optim.name": "adamw", "optim.eps": 1e-6, "optim.clip_norm": None, "data.augment.scale": (0.9, 1.0)}
 ADAFACTOR = {"optim.name": "adafactorbv", "optim.eps": None, "optim.clip_norm": 1.0}
 CLIPPED = ADAFACTOR | {"optim.options.clipping_threshold": 1.0, "data.augment.scale": (0.08, 1.0)}
-CROPS = ADAMW | {"data.augment.scale": (0.4, 1.0), "precision.name": "bf16"}
+CROPS = ADAMW | {"data.augment.scale": (0.4, 1.0), "precision": "bf16"}
 PRETRAINED = {"samples": 6 * 400_000_000}
 TUNED = {"samples": 131_072_000, "batch": 8_192, "lr": 2.56e-5, "warmup": "3072", "optimizer": "restart"}
 LONGER = {"batch": 7_168, "lr": 2.24e-5, "warmup": "3571"}
 FURTHER: dict[str, dict[str, Any]] = dict.fromkeys(PUBLISHED, ADAMW) | {
-    "openclip-vit-b32-laion400m": ADAMW | {"epochs": 32, "precision.name": "fp16"},
-    "laion2b-l14": ADAMW | {"model.preprocess.mean": [0.5] * 3, "precision.name": "fp32"},
-    "metaclip2-h14": ADAMW | {"precision.name": "bf16"},
+    "openclip-vit-b32-laion400m": ADAMW | {"epochs": 32, "precision": "fp16"},
+    "laion2b-l14": ADAMW | {"model.preprocess.mean": [0.5] * 3, "precision": "fp32"},
+    "metaclip2-h14": ADAMW | {"precision": "bf16"},
     "clipa-b16": CROPS | {"model.context_length": 16, "stages": [PRETRAINED | {"image_size": 112}, TUNED]},
     "clipa-l16": CROPS
     | {"data.augment.jitter": (0.32, 0.32, 0.32, 0.08), "data.augment.greyscale": 0.2, "model.context_length": None}
@@ -125,7 +127,7 @@ FURTHER: dict[str, dict[str, Any]] = dict.fromkeys(PUBLISHED, ADAMW) | {
     | {"data.augment.scale": (0.08, 1.0)},
     "siglip-b16": ADAFACTOR
     | {"loss.objective": "sigmoid", "model.context_length": 16, "model.init_scale": 10.0, "model.init_bias": -10.0},
-    "infcl-vit-b32": ADAMW | {"optim.eps": 1e-8, "data.augment.scale": (0.08, 1.0), "precision.name": "fp16"},
+    "infcl-vit-b32": ADAMW | {"optim.eps": 1e-8, "data.augment.scale": (0.08, 1.0), "precision": "fp16"},
     "infcl-vit-b16-lit": CLIPPED | {"model.image.train": "none", "model.architecture.vision_cfg.timm_proj": "linear"},
     "infcl-vit-l14": CLIPPED | {"model.image.train": "all", "model.architecture": {}},
 }

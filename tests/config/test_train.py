@@ -14,7 +14,7 @@ from clipscale.config.sections import (
     OptimConfig,
     TowerConfig,
 )
-from clipscale.config.train import TrainConfig, changes_since, check, to_yaml, warnings
+from clipscale.config.train import TrainConfig, changes_since, settled, to_yaml, warnings
 
 
 def config(**changes: Any) -> TrainConfig:
@@ -31,13 +31,13 @@ def test_a_locked_tower_of_random_weights_gives_a_warning() -> None:
 
 def test_a_run_is_named_after_the_time_the_model_and_the_batch() -> None:
     now = datetime(2030, 1, 2, 3, 4, 5)
-    assert check(config(batch=2**20), now=now).run == "runs/20300102-030405-vit-b-32-1M"
-    assert check(config(run="mine"), now=now).run == "runs/mine"
-    assert check(config(run="/scratch/mine"), now=now).run == "/scratch/mine"
+    assert settled(config(batch=2**20), now=now).run == "runs/20300102-030405-vit-b-32-1M"
+    assert settled(config(run="mine"), now=now).run == "runs/mine"
+    assert settled(config(run="/scratch/mine"), now=now).run == "/scratch/mine"
 
 
 def test_the_written_configuration_reads_back_as_itself() -> None:
-    original = check(config(run="mine", optim=OptimConfig(options={"foreach": True})))
+    original = settled(config(run="mine", optim=OptimConfig(options={"foreach": True})))
     values = yaml.safe_load(to_yaml(original))
     back = typed(TrainConfig, values)
     assert to_yaml(back) == to_yaml(original)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -121,7 +122,7 @@ def test_one_worker_is_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert local.run(config, f"{__name__}:this_process") == {"pid": os.getpid()}
     monkeypatch.setattr(local, "start", lambda config, main, count: {"count": count})
     assert local.run(config, isolated=True) == {"count": 1}
-    config.launch.procs = 3
+    config = replace(config, launch=LaunchConfig(procs=3))
     with pytest.raises(UserError, match=r"^batch=256 cannot be shared evenly by 3 processes; choose a multiple of 3"):
         local.run(config)
 

@@ -20,7 +20,7 @@ from clipscale.config.sections import (
     ScheduleConfig,
     TowerConfig,
 )
-from clipscale.config.train import TrainConfig, check
+from clipscale.config.train import TrainConfig, settled
 from clipscale.data.loader.stream import DataConfig
 from clipscale.distributed.world import World
 from clipscale.train import Run, train
@@ -171,7 +171,7 @@ def test_a_later_stages_text_is_refused_at_the_start(
 def test_stages_on_the_command_line() -> None:
     def given(text: str) -> TrainConfig:
         _, words = compose.overrides("train", [f"stages={text}", "data.train=x.tar", "model=tiny"])
-        return check(compose.settings("train", words))
+        return settled(compose.settings("train", words))
 
     config = given("[{samples:2k,batch:64,lr:1e-3,warmup:10,optimizer:restart},{samples:1k,text:block}]")
     assert config.stages[0] == {"samples": 2048, "batch": 64, "lr": 1e-3, "warmup": "10", "optimizer": "restart"}

@@ -21,7 +21,6 @@ from clipscale.config.sections import (
     LossConfig,
     ModelConfig,
     OptimConfig,
-    PrecisionConfig,
 )
 from clipscale.config.train import TrainConfig
 from clipscale.data.features import encoded_row
@@ -59,7 +58,7 @@ def config_of(shard: str, run: Path, shared: str = "mask", k: int = 1, **given: 
     model = ModelConfig(name="test", architecture=ARCHITECTURE, init_bias=-2.0)
     given = {"optim": OptimConfig(lr=1e-3), "cache": CacheConfig(chunk=["5", "5"]), **given}
     loss = LossConfig(objective, shared=shared)
-    return small(shard, run, data=data, model=model, loss=loss, precision=PrecisionConfig(), **given)
+    return small(shard, run, data=data, model=model, loss=loss, precision="fp32", **given)
 
 
 def whole(tensor: Tensor) -> Tensor:

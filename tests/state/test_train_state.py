@@ -14,7 +14,6 @@ from clipscale.config.sections import (
     CheckpointConfig,
     LaunchConfig,
     OptimConfig,
-    PrecisionConfig,
 )
 from clipscale.distributed.world import World
 from clipscale.models.towers import build_model
@@ -45,7 +44,7 @@ def test_an_update_clips_the_unscaled_gradient_and_bounds_the_logit_scale(
 ) -> None:
     monkeypatch.setattr("clipscale.state.train_state.MAX_LOGIT_SCALE", 3.0)
     optim = OptimConfig(lr=1e-3, clip_norm=0.25)
-    config = small(shards, tmp_path / "run", optim=optim, precision=PrecisionConfig(precision))
+    config = small(shards, tmp_path / "run", optim=optim, precision=precision)
     run = Run(config, World(0, 1, torch.device("cpu")))
     run.train_step()
     run.stream.close()
@@ -55,7 +54,7 @@ def test_an_update_clips_the_unscaled_gradient_and_bounds_the_logit_scale(
 
 
 def test_a_sharded_run_writes_whole_tensors_that_one_process_reads(shards: str, tmp_path: Path) -> None:
-    fsdp, given = LaunchConfig(parallel="zero3"), {"precision": PrecisionConfig(), "ema": 0.9}
+    fsdp, given = LaunchConfig(parallel="zero3"), {"precision": "fp32", "ema": 0.9}
     run_ranks(on_a_rank, 2, small(shards, tmp_path / "run", samples=24, launch=fsdp, **given))
     train(small(shards, tmp_path / "one", samples=24, **given))
     found, wanted = (checkpoint.load(checkpoint.path_of(tmp_path / run, 2)) for run in ("run", "one"))
@@ -75,9 +74,7 @@ def test_a_run_normalises_as_its_weights_were_trained_and_goes_on_so(
 
     def run(name: str, resume: str = "auto", **changes: Any) -> list[float]:
         every = CheckpointConfig(every="1", keep=0)
-        config = small(
-            shards, tmp_path / name, samples=24, precision=PrecisionConfig(), checkpoint=every, resume=resume
-        )
+        config = small(shards, tmp_path / name, samples=24, precision="fp32", checkpoint=every, resume=resume)
         train(replace(config, model=replace(config.model, **changes)))
         return [r["loss"] for r in records(tmp_path / name)]
 
@@ -96,7 +93,7 @@ def test_a_run_normalises_as_its_weights_were_trained_and_goes_on_so(
 
 
 def test_captions_are_sorted(shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = small(shards, tmp_path / "given", precision=PrecisionConfig())
+    whole = small(shards, tmp_path / "given", precision="fp32")
     context = whole.model.architecture["text_cfg"]["context_length"]
     with monkeypatch.context() as unsorted:
         unsorted.setattr("clipscale.step.captions.padding", lambda *_: "not here")

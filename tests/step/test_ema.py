@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from clipscale.config.sections import EvalConfig, PrecisionConfig
+from clipscale.config.sections import EvalConfig
 from clipscale.distributed.world import World
 from clipscale.step.ema import WeightAverage
 from clipscale.train import Run
@@ -37,7 +37,7 @@ def test_a_step_that_the_scaler_skips_is_not_averaged(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scale: float, averaged: int
 ) -> None:
     monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=scale))
-    config = small(shards, tmp_path / "run", ema=0.9, precision=PrecisionConfig("fp16"))
+    config = small(shards, tmp_path / "run", ema=0.9, precision="fp16")
     run = Run(config, World(0, 1, torch.device("cpu")))
     run.train_step()
     run.stream.close()

@@ -10,7 +10,7 @@ import torch
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
-from clipscale.config.sections import CacheConfig, ModelConfig, PrecisionConfig, TowerConfig
+from clipscale.config.sections import CacheConfig, ModelConfig, TowerConfig
 from clipscale.config.train import TrainConfig
 from clipscale.distributed.world import World
 from clipscale.launch.stopping import SignalError
@@ -24,7 +24,7 @@ def test_a_frozen_image_tower_gives_the_same_bits_from_half_the_memory() -> None
     torch.manual_seed(0)
     whole = build_model(ModelConfig(name="test", architecture=ARCHITECTURE, image=TowerConfig(train="none")))
     half = copy.deepcopy(whole)
-    precision = Precision(PrecisionConfig(name="bf16"), torch.device("cpu"))
+    precision = Precision("bf16", torch.device("cpu"))
     precision.store(half.image)
     precision.store(half.text)
     pixels = torch.randint(0, 256, (5, 3, 30, 30), dtype=torch.uint8)
@@ -41,7 +41,7 @@ RESNET = ARCHITECTURE | {"vision_cfg": {"image_size": 32, "layers": [1, 1, 1, 1]
 def resnet(shards: str, run: Path, batch_norm: str, chunk: int | None) -> TrainConfig:
     model = ModelConfig(name="rn", architecture=RESNET, batch_norm=batch_norm)
     cache = CacheConfig(chunk=[str(chunk), "6"]) if chunk else CacheConfig()
-    return small(shards, run, model=model, cache=cache, precision=PrecisionConfig(), samples=24)
+    return small(shards, run, model=model, cache=cache, precision="fp32", samples=24)
 
 
 @pytest.mark.parametrize(("batch_norm", "chunk", "moves"), [("sync", None, True), ("frozen", 4, False)])

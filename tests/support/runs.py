@@ -11,10 +11,9 @@ from clipscale.config.sections import (
     LogConfig,
     ModelConfig,
     OptimConfig,
-    PrecisionConfig,
     ScheduleConfig,
 )
-from clipscale.config.train import TrainConfig, check
+from clipscale.config.train import TrainConfig, check, settled
 from clipscale.data.loader.stream import DataConfig
 from clipscale.tools.data.demo import paths
 from clipscale.train import train
@@ -24,8 +23,6 @@ ARCHITECTURE = {
     "vision_cfg": {"image_size": 30, "layers": 1, "width": 32, "head_width": 16, "patch_size": 10},
     "text_cfg": {"context_length": 24, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1},
 }
-
-BF16 = PrecisionConfig(name="bf16")
 
 
 def settings(demo: Path, run: Path, **changes: Any) -> TrainConfig:
@@ -46,10 +43,13 @@ def settings(demo: Path, run: Path, **changes: Any) -> TrainConfig:
         schedule=ScheduleConfig(warmup="2"),
         log=LogConfig(every=5),
         launch=LaunchConfig(),
+        precision="fp32",
         plan=False,
     )
     config = replace(base, **changes)
-    return check(replace(config, data=replace(config.data, shuffle=8)))
+    config = replace(config, data=replace(config.data, shuffle=8))
+    check(config)
+    return settled(config)
 
 
 def small(shards: str, run: Path, **changes: Any) -> TrainConfig:
@@ -63,7 +63,7 @@ def small(shards: str, run: Path, **changes: Any) -> TrainConfig:
             "samples": 48,
             "cache": CacheConfig(chunk=["4", "6"]),
             "optim": OptimConfig(lr=1e-3, clip_norm=0.5),
-            "precision": BF16,
+            "precision": "bf16",
         }
         | changes,
     )

@@ -23,7 +23,7 @@ FORMATS = {"open_clip": (open_clip.write, "open_clip"), "hf": (hugging_face.writ
 
 
 SHOWN = ("batch", "samples", "epochs", "loss.objective", "optim.name", "optim.lr", "schedule.name", "schedule.warmup",
-         "precision.name", "seed")  # fmt: skip
+         "precision", "seed")  # fmt: skip
 """Settings of the run in the card, as far as they are set."""
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from clipscale.common.terminal import printable
 from clipscale.common.units import format_bytes, format_count
 from clipscale.config.stages import stages_of
-from clipscale.config.tools import PlanConfig, existing_run
+from clipscale.config.tools import PlanConfig, existing_run, on_machine
 from clipscale.log.table import TextTable, plain_console
 from clipscale.tools.plan.of_run import compare
 from clipscale.tools.plan.planner import plan
@@ -21,6 +21,7 @@ def main(config: PlanConfig) -> int:
         result = compare(existing_run(config.run))
         show([result], [comparison(result)], as_json=config.json)
         return 0
+    config = on_machine(config)
     stages = stages_of(config)
     results = [plan(stage) for stage in stages]
     show(results, [parts(result, stage) for result, stage in zip(results, stages)], as_json=config.json)
@@ -44,7 +45,7 @@ def parts(result: Result, config: PlanConfig) -> Iterator[TextTable | str]:
     yield (
         f"{printable(config.model.name)}, batch {format_count(result['batch'])}: {result['local_batch']} samples on "
         f"each of {config.nodes} x {config.gpus} x {config.hardware}, in chunks of {chunk['image']} images and "
-        f"{chunk['text']} texts (graphs kept: {kept['image']} and {kept['text']}), {config.precision.name}, "
+        f"{chunk['text']} texts (graphs kept: {kept['image']} and {kept['text']}), {config.precision}, "
         f"{config.optim.name}, offload={result['offload']}, {config.launch.parallel}"
     )
     phases = []

@@ -52,7 +52,7 @@ class StepTime:
         config, captions = self.config, self.captions
         ranks = config.gpus * config.nodes
         batch = config.batch // ranks
-        rate = share * self.gpu.peak(config.precision.name)
+        rate = share * self.gpu.peak(config.precision)
         link = 1e9 * (ASSUMED.network if config.nodes > 1 else self.gpu.link)
         pairs = batch * config.batch * captions * (ranks if config.loss.exchange == "replicated" else 1)
         sweeps = OBJECTIVES[config.loss.objective].sweeps if self.trained else 1

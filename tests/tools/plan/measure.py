@@ -43,7 +43,7 @@ def settings(batch: int = 64, chunk: int = 16, **changed: Any) -> TrainConfig:
         "batch": batch,
         "model": {"name": "small", "architecture": ARCHITECTURE},
         "cache": {"chunk": str(chunk)},
-        "precision": {"name": "fp32"},
+        "precision": "fp32",
     }
     for key, value in changed.items():
         *path, leaf = key.split("__")

@@ -1,6 +1,7 @@
 """Predicted memory equals measured memory, in every phase of real steps on the CPU."""
 
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -49,14 +50,14 @@ CASES: dict[str, dict[str, Any]] = {
     "float32": {},
     "frozen": {"model__image__train": "none", "optim__name": "lion"},
     "sigmoid": {"loss__objective": "sigmoid", "model__init_bias": -10, "optim__name": "muon"},
-    "bf16": {"precision__name": "bf16", "chunk": 32},
+    "bf16": {"precision": "bf16", "chunk": 32},
     "checkpointing": CHECKPOINTING | {"batch": 192},
     "resident": {"offload": "none", "model__patch_dropout": 0.5, "optim__name": "adafactorbv"},
     "many chunks": {"batch": 320, "chunk": 32, "optim__name": "lamb", "optim__clip_norm": 1.0},
-    "fp16": {"precision__name": "fp16", "loss__backend": "dense"},
-    "bf16, dense, checkpointing": {"precision__name": "bf16", "loss__backend": "dense", "batch": 128} | CHECKPOINTING,
+    "fp16": {"precision": "fp16", "loss__backend": "dense"},
+    "bf16, dense, checkpointing": {"precision": "bf16", "loss__backend": "dense", "batch": 128} | CHECKPOINTING,
     "large chunk": {"batch": 2048, "chunk": 512},
-    "ViT-B/32": {"model__name": "ViT-B-32", "model__architecture": {}, "chunk": 32, "precision__name": "bf16"},
+    "ViT-B/32": {"model__name": "ViT-B-32", "model__architecture": {}, "chunk": 32, "precision": "bf16"},
 }
 
 
@@ -72,7 +73,7 @@ def test_kept_graphs(share: float, kept: int) -> None:
     config = settings(batch=96)
     with dry_run(config, 1, None) as run:
         graphs = [run.graph(tower, 16) for tower in (0, 1)]
-    config.cache.keep = str(int(share * 6 * sum(graphs)))
+    config = replace(config, cache=replace(config.cache, keep=str(int(share * 6 * sum(graphs)))))
     step = predicted(config)
     assert_agree(step, measured(config), growth=False)
     assert sum(step.kept) >= kept
@@ -97,7 +98,7 @@ def test_two_ranks(parallel: str) -> None:
         {},
         pytest.param({"optim__name": "muon", "ema": 0.99}, marks=pytest.mark.slow),
         pytest.param({"launch__parallel": "zero3"}, marks=pytest.mark.slow),
-        pytest.param({"precision__name": "fp32", "model__grad_checkpointing": True}, marks=pytest.mark.slow),
+        pytest.param({"precision": "fp32", "model__grad_checkpointing": True}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -105,7 +106,7 @@ def test_a_deep_model_is_predicted_from_shallow_ones(changed: dict[str, Any], mo
     """As if all of its blocks were run."""
     deep = deepcopy(ARCHITECTURE)
     deep["vision_cfg"]["layers"], deep["text_cfg"]["layers"] = 9, 6
-    config = settings(**{"model__architecture": deep, "precision__name": "bf16"} | changed)
+    config = settings(**{"model__architecture": deep, "precision": "bf16"} | changed)
     steps, graphs, weights = [], [], []
     for fewest in (dry_run_module.FEWEST, 100):
         monkeypatch.setattr(dry_run_module, "FEWEST", fewest)
@@ -122,7 +123,7 @@ def test_a_deep_model_is_predicted_from_shallow_ones(changed: dict[str, Any], mo
 @pytest.mark.slow
 def test_more_chunks_follow_a_straight_line() -> None:
     """The extrapolation from two chunks equals a dry run of twelve."""
-    with dry_run(settings(offload="none", precision__name="bf16"), 1, 90) as run:
+    with dry_run(settings(offload="none", precision="bf16"), 1, 90) as run:
         step = MemoryModel(run).at(12 * 16, (16, 16), resident=True)
         direct = run.step((16, 16), 12 * 16, resident=True)
     step.peak.pop("loss")
@@ -143,7 +144,7 @@ def test_checkpointing_on_a_gpu_takes_less_memory_in_the_second_pass(precision: 
     """Recomputed layer norms are float32 under autocast, as in the first pass; else torch refuses to go backward."""
     steps = []
     for checkpointing in (False, True):
-        config = settings(model__grad_checkpointing=checkpointing, precision__name=precision)
+        config = settings(model__grad_checkpointing=checkpointing, precision=precision)
         with dry_run(config, 1, 90) as run:
             steps.append(run.step((16, 16), 64, resident=False))
     plain, checkpointed = steps

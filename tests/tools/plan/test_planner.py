@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ def test_the_largest_batch_and_its_fastest_settings() -> None:
     config = settings(*TINIEST, "hardware=v100-16g", "host_memory=20G", "fit=true")
     words = plan(config)["fit"]
     assert {word.partition("=")[0] for word in words.split()} >= {"batch", "offload", "cache.chunk", "cache.keep"}
-    config.fit = False
+    config = replace(config, fit=False)
     assert predicted(changed(config, words), search=False)["fits"]
     double = 2 * changed(config, words).batch
     for offload in ("none", "host", "encoded"):
