@@ -7,7 +7,7 @@ import itertools
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -110,10 +110,13 @@ def settings(name: str, words: Sequence[str], config_dir: str | None = None) -> 
     if config_dir and not Path(config_dir).is_dir():
         raise UserError(f"--config-dir {config_dir}: there is no such folder; it holds experiment/NAME.yaml")
     ConfigStore.instance().store(name="settings", node=asdict(verb.settings()))
-    names = {*group_options(), *(setting.name for setting in settings_of(verb.settings))}
+    names = {setting.name for setting in settings_of(verb.settings)}
+    trains = {setting.name for setting in settings_of(TrainConfig)}
     for key in (word.partition("=")[0] for word in words):
         if key in MEANT and key not in names:
-            raise UserError(misnamed(key, names))
+            raise UserError(misnamed(key, {*names, *group_options()}))
+        if any_of(trains, key) and not any_of(names, key):
+            raise UserError(f"{key}: {name} does not use it; `clipscale {name} --help` lists what it uses")
     path = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
@@ -121,9 +124,23 @@ def settings(name: str, words: Sequence[str], config_dir: str | None = None) -> 
             tree: Any = OmegaConf.to_container(compose(verb.conf or "settings", words), resolve=True)
     except (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
         raise explain(error, verb) from error
-    typed_keys = {word.partition("=")[0].partition(".")[0] for word in words}
-    known = {part.name for part in fields(verb.settings)} | typed_keys  # data=demo has sets of eval for other verbs
-    return typed(verb.settings, {key: value for key, value in tree.items() if key in known})
+    return typed(verb.settings, without(tree, trains - names))  # of presets, such as those of training in data=demo
+
+
+def any_of(names: Iterable[str], key: str) -> bool:
+    """Whether a key is among the names, or a section or group of them."""
+    return any(name == key or name.startswith(f"{key}.") for name in names)
+
+
+def without(tree: dict[str, Any], keys: Collection[str], prefix: str = "") -> dict[str, Any]:
+    """Nested values without those of the dotted `keys`, and without sections that hold nothing else."""
+    kept = {}
+    for name, value in tree.items():
+        key = prefix + name
+        inner = without(value, keys, f"{key}.") if isinstance(value, dict) else value
+        if key not in keys and not (value and inner == {}):
+            kept[name] = inner
+    return kept
 
 
 def beside_experiment(words: Sequence[str], config_dir: str | None) -> list[str]:

@@ -7,9 +7,14 @@ from typing import Any
 from clipscale.cli import train
 from clipscale.common.errors import UserError
 from clipscale.common.units import nearest
-from clipscale.config import tools
-from clipscale.config.tools import existing_run
+from clipscale.config.eval import EvalRunConfig, check_eval, existing_run
 from clipscale.config.train import TrainConfig
+from clipscale.tools.data import settings as data
+from clipscale.tools.embed import settings as embed
+from clipscale.tools.explore import settings as explore
+from clipscale.tools.export.settings import ExportSettings
+from clipscale.tools.plan import settings as plan
+from clipscale.tools.report.settings import ReportSettings
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,11 @@ class Verb:
     """The file of conf/ with the verb's presets, NAME.yaml; empty: none."""
 
 
+@dataclass(frozen=True)
+class DoctorSettings:
+    """`clipscale doctor`: test what training needs on this machine; exit status 1 if something does not work."""
+
+
 VERBS = {
     "train": Verb(
         TrainConfig,
@@ -52,7 +62,7 @@ torchrun --nproc-per-node 8 -m clipscale train run=b32 batch=64k data=/data/laio
         conf="train",
     ),
     "eval": Verb(
-        tools.EvalRunConfig,
+        EvalRunConfig,
         "clipscale.eval.verb:main",
         """\
 clipscale eval run=demo
@@ -60,33 +70,33 @@ clipscale eval run=b32 'eval.sets=[/data/imagenet1k,/data/mscoco_captions]' prec
 clipscale eval run=b32 checkpoint=all log=tensorboard                         # curves over all checkpoints
 clipscale eval model.weights=/models/clip-vit-base-patch32 'eval.sets=[/data/imagenet1k]'""",
         often="model.weights eval.sets eval.root",
-        check=tools.check_eval,
+        check=check_eval,
         conf="eval",
     ),
     "embed": Verb(
-        tools.EmbedConfig,
+        embed.EmbedConfig,
         "clipscale.tools.embed.run:main",
         """\
 clipscale embed run=b32 data='/data/laion/*.tar' out=/data/b32
 clipscale embed model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/mine out=/data/b32 features=image""",
         often="model.weights data.train launch.procs",
         notes="data=SHARDS is short for data.train=SHARDS.",
-        check=tools.check_embed,
+        check=embed.check_embed,
         conf="embed",
     ),
     "explore": Verb(
-        tools.ExploreConfig,
+        explore.ExploreConfig,
         "clipscale.tools.explore.verb:main",
         """\
 clipscale explore run=b32 data=/data/laion-b32
 clipscale explore run=b32 against=b16 data=[/data/laion-b32,/data/laion-b16]""",
         often="model.weights data.train",
         notes="data= takes folders of `clipscale embed`.",
-        check=tools.check_explore,
+        check=explore.check_explore,
         conf="explore",
     ),
     "plan": Verb(
-        tools.PlanConfig,
+        plan.PlanConfig,
         "clipscale.tools.plan.show:main",
         """\
 clipscale plan model=vit-l14 batch=4M hardware=a800-80g gpus=8
@@ -94,26 +104,26 @@ clipscale plan experiment=infcl-vit-l14 batch=1M hardware=h100-80g gpus=8 nodes=
 clipscale plan run=b16                                                        # against what that run measured""",
         often="cache.chunk",
         notes="The settings are those of `clipscale train`, without data. Exit status 1: the run does not fit.",
-        check=lambda settings: tools.target_gpu(tools.on_machine(settings)),
+        check=lambda settings: plan.target_gpu(plan.on_machine(settings)),
         conf="train",
     ),
     "data demo": Verb(
-        tools.DemoSettings, "clipscale.tools.data.demo:main", "clipscale data demo root=/tmp/demo samples=5000"
+        data.DemoSettings, "clipscale.tools.data.demo:main", "clipscale data demo root=/tmp/demo samples=5000"
     ),
     "data index": Verb(
-        tools.IndexSettings,
+        data.IndexSettings,
         "clipscale.tools.data.make_index:main",
         "clipscale data index '/data/laion/{00000..41455}.tar'\nclipscale data index @shards.txt",
         words="SHARD...",
     ),
     "data check": Verb(
-        tools.CheckSettings,
+        data.CheckSettings,
         "clipscale.tools.data.check:main",
         "clipscale data check '/data/laion/{00000..00099}.tar' 'data.captions=[json:caption]'",
         words="SHARD...",
     ),
     "report": Verb(
-        tools.ReportSettings,
+        ReportSettings,
         "clipscale.tools.report.page:main",
         """\
 clipscale report demo
@@ -123,7 +133,7 @@ clipscale report b32 live=true                                                # 
         words="RUN...",
     ),
     "export": Verb(
-        tools.ExportSettings,
+        ExportSettings,
         "clipscale.tools.export.verb:main",
         """\
 clipscale export run=b32
@@ -132,7 +142,7 @@ clipscale export run=b32 checkpoint=20000 dtype=float16 out=/models/b32
 clipscale export run=tuned 'average=[laion2b_s34b_b79k]' shares=[0.5,0.5]      # WiSE-FT""",
         check=lambda settings: existing_run(settings.run),
     ),
-    "doctor": Verb(tools.DoctorSettings, "clipscale.tools.doctor:main", "clipscale doctor"),
+    "doctor": Verb(DoctorSettings, "clipscale.tools.doctor:main", "clipscale doctor"),
 }
 """Every verb; a name may be two words."""
 

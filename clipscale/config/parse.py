@@ -46,7 +46,9 @@ def typed(declared: type[T], values: dict[str, Any], prefix: str = "") -> T:
         return built
 
     def staged(number: int, values: Any) -> dict[str, Any]:
-        keys = {key: settings[name] for key, name in SETTINGS.items()}
+        bases = reversed(declared.__mro__[:-1])  # a stage may change what `plan` takes from nowhere else
+        every = {setting.name: setting for base in bases for setting in settings_of(base)}
+        keys = {key: every[name] for key, name in SETTINGS.items()}
         keys["optimizer"] = Setting("", str, "continue", "", choices=("continue", "restart"))
         if not isinstance(values, dict) or values.keys() - keys:
             raise UserError(f"stages: {number}. is {as_typed(values)}; give it some of {', '.join(keys)}")

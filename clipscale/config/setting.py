@@ -52,17 +52,28 @@ class Setting:
 def settings_of(declared: type, prefix: str = "", values: Any = None) -> tuple[Setting, ...]:
     """All settings of a dataclass in the order of declaration, nested sections flattened to dotted names.
 
-    `values`: the object whose values are the defaults; None: those of the dataclass.
+    `values`: the object whose values are the defaults; None: those of the dataclass. A dataclass that uses a section in
+    part has a dictionary ONLY: section ("" for itself) -> the names of what it uses.
     """
     settings: list[Setting] = []
-    inside, values = nested(declared), declared() if values is None else values
+    inside = nested(declared)
+    values = declared() if values is None else values
+    only: Mapping[str, str] = getattr(declared, "ONLY", {})
     for part in fields(declared):
         name, value = prefix + part.name, getattr(values, part.name)
         if part.name in inside:
-            settings += settings_of(inside[part.name], name + ".", value)
-        else:
+            used = tuple(f"{name}.{each}" for each in only.get(part.name, "").split())
+            inner = settings_of(inside[part.name], name + ".", value)
+            settings += [setting for setting in inner if not used or setting.name in used]
+        elif "" not in only or part.name in only[""].split():
             settings.append(Setting(name, part.type, value, **part.metadata))
     return tuple(settings)
+
+
+def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """The dotted keys of nested values that differ."""
+    before, after = dict(flat(old)), dict(flat(new))
+    return [key for key in {**before, **after} if before.get(key) != after.get(key)]
 
 
 def nested(declared: type) -> dict[str, type]:

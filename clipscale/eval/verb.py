@@ -11,9 +11,9 @@ import yaml
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import say
+from clipscale.config.eval import EvalRunConfig, check_eval
 from clipscale.config.secrets import restored
 from clipscale.config.sections import EvalConfig, SinkConfig
-from clipscale.config.tools import EvalRunConfig, check_eval
 from clipscale.distributed.world import join, leave
 from clipscale.eval.run import Results, ResultsFile, check, evaluate
 from clipscale.eval.suites import chosen_sets, suite_table

@@ -12,19 +12,32 @@ import tempfile
 import uuid
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from clipscale.common import terminal
 from clipscale.common.errors import LOST, StoppedError, UserError
 from clipscale.common.hardware import cores
 from clipscale.common.signals import blocked
-from clipscale.config.tools import EmbedConfig, EvalRunConfig
+from clipscale.config.sections import LaunchConfig
 from clipscale.config.train import TrainConfig, check, shared, warnings
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-Launched = TrainConfig | EvalRunConfig | EmbedConfig
+
+class Launched(Protocol):
+    """The settings of a verb that runs in several processes."""
+
+    @property
+    def run(self) -> str: ...
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def launch(self) -> LaunchConfig: ...
+
+
 TRAIN = "clipscale.train:train"
 """What the workers of a training run call."""
 SHUTDOWN_S = 150
@@ -108,7 +121,8 @@ def start(config: Launched, main: str, count: int) -> dict[str, Any]:
     """Start `count` workers and wait for their end. Raises as `run` does."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
+    from torch.distributed.launcher.api import elastic_launch
 
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # the exceptions below say it once
@@ -116,7 +130,7 @@ def start(config: Launched, main: str, count: int) -> dict[str, Any]:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // count)))
     handlers = {number: signal.getsignal(number) for number in HANDLED}  # torch sets its own
     with tempfile.TemporaryDirectory(prefix="clipscale-") as folder:
-        elastic = LaunchConfig(
+        elastic = ElasticConfig(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=count,

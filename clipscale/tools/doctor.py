@@ -18,7 +18,7 @@ from PIL import Image
 from clipscale.common.errors import first_line
 from clipscale.common.hardware import cores
 from clipscale.common.units import format_bytes
-from clipscale.config.tools import DoctorSettings, EvalRunConfig
+from clipscale.config.eval import EvalRunConfig
 from clipscale.data.decode import TrainTransform
 from clipscale.data.loader.memory import free_memory
 from clipscale.data.order import CounterRNG
@@ -40,7 +40,7 @@ Finding = tuple[str, str]
 """`ok`, `note` (it works, but deserves a look) or `problem`, and a message."""
 
 
-def main(settings: DoctorSettings) -> int:
+def main(_: object = None) -> int:
     """Print all findings; 1 if there is a problem."""
     rows = []
     for check in CHECKS:

@@ -3,7 +3,7 @@ Hydra.
 """
 
 import ast
-from dataclasses import asdict, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,10 @@ import pytest
 from clipscale.cli import compose
 from clipscale.cli.verbs import VERBS
 from clipscale.common.errors import UserError
+from clipscale.config.eval import existing_run
 from clipscale.config.parse import typed
 from clipscale.config.presets import PACKAGE
 from clipscale.config.setting import nested, settings_of, summary
-from clipscale.config.tools import existing_run
 from clipscale.config.train import TrainConfig
 
 
@@ -84,7 +84,6 @@ def test_every_setting_has_help_and_accepts_its_default(verb: str) -> None:
     silent = [setting.name for setting in settings_of(declared) if not setting.help]
     silent += [name for name, section in nested(declared).items() if not summary(section)]
     assert not silent, f"without help: {silent}"
-    assert typed(declared, asdict(declared())) == declared()
     assert compose.settings(verb, []) == declared(), "conf/ has no other defaults"
 
 

@@ -11,7 +11,6 @@ import pytest
 from clipscale.common.errors import UserError
 from clipscale.config.data import AugmentConfig, DataConfig
 from clipscale.config.sections import DistillConfig, EvalConfig, ModelConfig, TowerConfig
-from clipscale.config.tools import EmbedConfig
 from clipscale.config.train import TrainConfig
 from clipscale.data.features import StoredFeatures, encoded_row, stored_teachers
 from clipscale.data.order import CounterRNG
@@ -20,6 +19,7 @@ from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.models.towers import load_model
 from clipscale.tools.data.demo import paths
 from clipscale.tools.embed.run import main
+from clipscale.tools.embed.settings import EmbedConfig
 from clipscale.train import train
 from tests.data.files import sample, write_tar
 from tests.support.runs import ARCHITECTURE, curve, settings

@@ -9,10 +9,11 @@ import pytest
 import torch
 from PIL import Image
 
+from clipscale.config.eval import EvalRunConfig
 from clipscale.config.sections import EvalConfig
-from clipscale.config.tools import EvalRunConfig, ExportSettings
 from clipscale.eval.verb import main
 from clipscale.models.towers import build_model
+from clipscale.tools.export.settings import ExportSettings
 from clipscale.tools.export.verb import main as export
 from tests.eval.sets import write_shards
 from tests.eval.test_verb import TINY, save

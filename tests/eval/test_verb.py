@@ -8,8 +8,8 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from clipscale.common.errors import UserError
+from clipscale.config.eval import EvalRunConfig
 from clipscale.config.sections import EvalConfig, LaunchConfig, ModelConfig, SinkConfig
-from clipscale.config.tools import EvalRunConfig
 from clipscale.eval.run import evaluate
 from clipscale.eval.verb import main
 from clipscale.log.records import read_evaluations

@@ -10,10 +10,10 @@ from torch import nn
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
 from clipscale.config.sections import CheckpointConfig, ModelConfig, TowerConfig
-from clipscale.config.tools import ExportSettings
 from clipscale.models import lora
 from clipscale.models.towers import build_model, load_model
 from clipscale.models.weights import without_weights
+from clipscale.tools.export.settings import ExportSettings
 from clipscale.tools.export.verb import main as export
 from clipscale.train import train
 from tests.support.checkpoints import save

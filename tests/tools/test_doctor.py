@@ -5,7 +5,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from clipscale.config.tools import DoctorSettings
 from clipscale.tools import doctor
 from clipscale.tools.doctor import main
 
@@ -18,7 +17,7 @@ def test_a_machine_that_works_has_no_problems(
     if not processes:
         checks = tuple(check for check in doctor.CHECKS if check is not doctor.processes)
         monkeypatch.setattr(doctor, "CHECKS", checks)
-    assert main(DoctorSettings()) == 0
+    assert main() == 0
     out = capsys.readouterr().out
     ring = ["2 processes on a ring"] if processes and not torch.cuda.is_available() else []
     for words in ("torch", "the gradient on", "of host memory are free", "pictures of 512", *ring):
@@ -39,7 +38,7 @@ def test_a_wrong_gradient_and_a_check_that_fails_are_problems_and_the_others_go_
     monkeypatch.setattr(doctor, "CHECKS", (broken, doctor.loss, doctor.decoding))
     for factor in (1.001, float("nan")):
         monkeypatch.setattr(doctor, "contrastive_loss", times(factor))
-        assert main(DoctorSettings()) == 1
+        assert main() == 1
         out = capsys.readouterr().out
         assert "RuntimeError: no such thing" in out and "and more" not in out
         assert "that is not rounding" in out and "pictures of" in out

@@ -8,7 +8,6 @@ from functools import partial
 from clipscale.common.hardware import cores
 from clipscale.common.units import format_bytes
 from clipscale.config.data import DataConfig
-from clipscale.config.tools import CheckSettings
 from clipscale.data.decode import IMAGE_TYPES, Picture, image_bytes
 from clipscale.data.filters import Selection, selection
 from clipscale.data.order import CounterRNG
@@ -19,6 +18,7 @@ from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from clipscale.log.table import TextTable, plain_console
 from clipscale.tools.data.make_index import expanded, progress
+from clipscale.tools.data.settings import CheckSettings
 
 
 @dataclass

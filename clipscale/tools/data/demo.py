@@ -20,9 +20,9 @@ from typing import Any
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores
 from clipscale.common.terminal import say
-from clipscale.config.tools import DemoSettings
 from clipscale.data.shards.addresses import user_cache
 from clipscale.tools.data import scenes
+from clipscale.tools.data.settings import DemoSettings
 
 Sample = dict[str, str | bytes]
 """A sample as webdataset's writer takes it: `__key__`, and bytes by extension."""

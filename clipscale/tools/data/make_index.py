@@ -10,10 +10,10 @@ from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores
 from clipscale.common.terminal import say
 from clipscale.common.units import format_bytes
-from clipscale.config.tools import IndexSettings
 from clipscale.data.shards import index, listing
 from clipscale.data.shards.addresses import scheme_of
 from clipscale.data.shards.subset import subset_of
+from clipscale.tools.data.settings import IndexSettings
 
 T = TypeVar("T")
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from clipscale.config.data import DataConfig
-from clipscale.config.tools import IMAGE, TEXT, EmbedConfig
 from clipscale.data.conditions import caption_sources
 from clipscale.data.decode import TrainTransform, first_caption, image_bytes
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError, RawSample
 from clipscale.models.towers import ClipModel
 from clipscale.step.precision import Precision
+from clipscale.tools.embed.settings import IMAGE, TEXT, EmbedConfig
 
 T = TypeVar("T")
 THREADS = 4

@@ -24,7 +24,6 @@ from clipscale.common.terminal import say
 from clipscale.config.data import FEATURES
 from clipscale.config.secrets import hidden
 from clipscale.config.sections import ModelConfig
-from clipscale.config.tools import IMAGE, TEXT, EmbedConfig, check_embed
 from clipscale.data.decode import IMAGE_TYPES
 from clipscale.data.features import NOTE, encoded_row, notes_beside
 from clipscale.data.sample import limits
@@ -39,6 +38,7 @@ from clipscale.launch import local
 from clipscale.models.towers import ClipModel, load_any
 from clipscale.tools.embed.arrays import SHARDS, array_path
 from clipscale.tools.embed.encode import FeatureEncoder, Group, caption_members
+from clipscale.tools.embed.settings import IMAGE, TEXT, EmbedConfig, check_embed
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
+from clipscale.config.eval import existing_run
 from clipscale.config.sections import ModelConfig
-from clipscale.config.tools import ExploreConfig, existing_run
 from clipscale.data.decode import IMAGE_TYPES, broken_pictures, image_bytes, open_picture
 from clipscale.data.sample import BrokenSampleError, limits
 from clipscale.data.shards.addresses import is_local
@@ -30,6 +30,7 @@ from clipscale.distributed.world import join
 from clipscale.models.towers import load_any
 from clipscale.step.precision import Precision
 from clipscale.tools.embed.arrays import EmbeddedSet
+from clipscale.tools.explore.settings import ExploreConfig
 
 TILE = 1 << 14
 """Rows compared at once: 32 MiB of 512 float32 numbers."""

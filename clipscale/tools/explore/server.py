@@ -17,8 +17,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from clipscale.config.tools import IMAGE, TEXT
 from clipscale.data.sample import BrokenSampleError
+from clipscale.tools.embed.settings import IMAGE, TEXT
 from clipscale.tools.explore.search import Pictures, SearchModel
 
 PAGE = {"": "text/html", "page.css": "text/css", "page.js": "text/javascript"}

@@ -6,9 +6,9 @@ from pathlib import Path
 from clipscale.common.errors import UserError
 from clipscale.common.units import run_folder
 from clipscale.config.sections import ModelConfig
-from clipscale.config.tools import ExploreConfig, check_explore
 from clipscale.tools.embed.arrays import EmbeddedSet
 from clipscale.tools.explore.search import Pictures, SearchModel
+from clipscale.tools.explore.settings import ExploreConfig, check_explore
 
 
 def main(config: ExploreConfig) -> None:

@@ -10,13 +10,14 @@ import yaml
 from clipscale import __version__
 from clipscale.common import files
 from clipscale.common.terminal import say
+from clipscale.config.eval import existing_run
 from clipscale.config.sections import WEIGHTS, ModelConfig
-from clipscale.config.tools import ExportSettings, existing_run
 from clipscale.log.records import read_evaluations
 from clipscale.log.table import TextTable, result_tables
 from clipscale.models.towers import ClipModel, load_model
 from clipscale.tools.export import hugging_face, open_clip
 from clipscale.tools.export.average import average
+from clipscale.tools.export.settings import ExportSettings
 
 FORMATS = {"open_clip": (open_clip.write, "open_clip"), "hf": (hugging_face.write, "transformers")}
 """By the setting `to`: what writes the folder, and the library that loads it, by its name on Hugging Face."""

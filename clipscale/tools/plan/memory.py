@@ -9,13 +9,13 @@ from functools import cache
 from typing import Any
 
 from clipscale.common.units import parse_memory
-from clipscale.config.tools import PlanConfig
 from clipscale.data.loader.host_batch import Layout, Offload
 from clipscale.data.loader.stream import worker_count
 from clipscale.data.order import default_streams, streams_of
 from clipscale.step.kept_graphs import MARGIN
 from clipscale.tools.plan import ASSUMED
 from clipscale.tools.plan.dry_run import DeepDryRun, DryRun, StepMemory
+from clipscale.tools.plan.settings import PlanConfig
 
 Chunks = tuple[int | None, int | None]
 """Chunk sizes of the image and the text tower; None: the whole local batch (batch normalisation, stored features)."""

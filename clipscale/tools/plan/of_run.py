@@ -17,11 +17,11 @@ from clipscale.common.units import format_bytes
 from clipscale.config.parse import typed
 from clipscale.config.secrets import restored
 from clipscale.config.stages import stages_of
-from clipscale.config.tools import PlanConfig
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.memory import free_memory
 from clipscale.log.metrics import read_metrics
 from clipscale.tools.plan.planner import plan, shares
+from clipscale.tools.plan.settings import PlanConfig
 
 FILE = "plan.json"
 """In a run's folder: its plan beside what it has measured."""

@@ -15,11 +15,11 @@ from clipscale.common.units import format_bytes
 from clipscale.config import stages
 from clipscale.config.parse import accepted
 from clipscale.config.setting import settings_of
-from clipscale.config.tools import PlanConfig, target_gpu
 from clipscale.step.chunk_sizes import CPU_CHUNK, batch_norm_chunk, sizes_of_settings
 from clipscale.tools.plan import ASSUMED
 from clipscale.tools.plan.dry_run import PHASES, TOWERS, DeepDryRun, StepMemory, dry_run
 from clipscale.tools.plan.memory import Chunks, MemoryModel, host_memory, keep_bytes, outside_torch
+from clipscale.tools.plan.settings import PlanConfig, target_gpu
 from clipscale.tools.plan.step_time import StepTime, caption_width
 
 SETTINGS = {setting.name: setting for setting in settings_of(PlanConfig)}

@@ -6,11 +6,12 @@ from typing import Any
 
 from clipscale.common.terminal import printable
 from clipscale.common.units import format_bytes, format_count
+from clipscale.config.eval import existing_run
 from clipscale.config.stages import stages_of
-from clipscale.config.tools import PlanConfig, existing_run, on_machine
 from clipscale.log.table import TextTable, plain_console
 from clipscale.tools.plan.of_run import compare
 from clipscale.tools.plan.planner import plan
+from clipscale.tools.plan.settings import PlanConfig, on_machine
 
 Result = dict[str, Any]
 

@@ -9,13 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from clipscale.common.hardware import Hardware
-from clipscale.config.tools import PlanConfig
 from clipscale.data.loader.captions import GRAIN
 from clipscale.loss.objectives import OBJECTIVES
 from clipscale.models.families import family_of
 from clipscale.models.flops import PassFlops, image_flops, text_flops
 from clipscale.tools.plan import ASSUMED
 from clipscale.tools.plan.dry_run import TOWERS, DeepDryRun, DryRun
+from clipscale.tools.plan.settings import PlanConfig
 
 UNKNOWN = Hardware((), 0, 0, 1e-12, 1e-12, math.inf)
 """A CPU, whose peak no table has: the arithmetic gives operations instead of seconds, which a measurement divides."""

@@ -13,10 +13,10 @@ from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import printable, say
 from clipscale.common.units import one_of
-from clipscale.config.tools import ReportSettings
 from clipscale.log.records import Record
 from clipscale.log.table import FIGURES, result_tables
 from clipscale.tools.report.runs import Run, read_runs
+from clipscale.tools.report.settings import ReportSettings
 
 AXES = ("step", "samples", "hours", "y")
 """The columns of a curve."""

@@ -11,8 +11,8 @@ from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import printable
 from clipscale.common.units import run_folder
+from clipscale.config.eval import existing_run
 from clipscale.config.setting import flat
-from clipscale.config.tools import existing_run
 from clipscale.log.records import Record, read_evaluations, read_metrics
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from clipscale.common.errors import UserError
-from clipscale.config.tools import IndexSettings
 from clipscale.data.shards import index, subset
 from clipscale.tools.data.make_index import main as make_index
+from clipscale.tools.data.settings import IndexSettings
 from tests.data.files import Members, picture, write_tar
 from tests.data.streams import contents, open_stream, positions
 

@@ -14,11 +14,11 @@ from clipscale.cli.main import main as cli
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.config.sections import LaunchConfig
-from clipscale.config.tools import EmbedConfig
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.tools.embed.encode import FeatureEncoder
 from clipscale.tools.embed.run import main
+from clipscale.tools.embed.settings import EmbedConfig
 from tests.data.files import picture, sample, write_shards, write_tar
 from tests.eval.test_verb import TINY
 from tests.support.checkpoints import save

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from clipscale.config.data import DataConfig
-from clipscale.config.tools import ExploreConfig
 from clipscale.models.towers import build_model
 from clipscale.tools.explore import verb
+from clipscale.tools.explore.settings import ExploreConfig
 from tests.data.files import picture, write_tar
 from tests.eval.test_verb import TINY
 from tests.support.checkpoints import save

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig
-from clipscale.config.tools import ExportSettings
 from clipscale.models.towers import build_model
 from clipscale.models.weights import described
+from clipscale.tools.export.settings import ExportSettings
 from clipscale.tools.export.verb import main
 from tests.support.checkpoints import save
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig
-from clipscale.config.tools import ExportSettings
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import described
 from clipscale.tools.export.hugging_face import write_tokenizer
+from clipscale.tools.export.settings import ExportSettings
 from clipscale.tools.export.verb import main
 from tests.models.test_weights import SIGLIP, SMALL
 from tests.support.checkpoints import save

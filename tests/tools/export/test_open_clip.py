@@ -13,10 +13,10 @@ from safetensors import safe_open
 
 from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig
-from clipscale.config.tools import ExportSettings
 from clipscale.data.eval_transform import EvalTransform
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.tools.export.open_clip import check_same, description
+from clipscale.tools.export.settings import ExportSettings
 from clipscale.tools.export.verb import main
 from tests.support.checkpoints import save
 

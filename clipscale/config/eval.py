@@ -1,0 +1,83 @@
+"""The settings of `clipscale eval`, and what all verbs share that take a run or any weights."""
+
+import re
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from clipscale.common.errors import UserError
+from clipscale.common.units import run_folder
+from clipscale.config import sections
+from clipscale.config.setting import differing, setting
+
+MODEL = "name architecture weights image.weights text.weights image_size context_length preprocess"
+"""The settings of a model that does not train."""
+
+
+@dataclass(frozen=True)
+class RunModel:
+    """The model of a run."""
+
+    run: str = setting("", "NAME of the run's folder under runs/, or its path.")
+    checkpoint: str = setting("latest", "`latest`, a step's number, a checkpoint's path, or (eval) `all`: every one.")
+
+
+@dataclass(frozen=True)
+class AnyModel(RunModel):
+    """The model of a run, or of any `model.weights`."""
+
+    device: str = setting("auto", sections.DEVICE_HELP, choices=sections.DEVICES)
+    model: sections.ModelConfig = field(default_factory=lambda: sections.ModelConfig(name=""))
+    precision: str = setting("fp32", sections.PRECISION_HELP, choices=sections.PRECISIONS)
+
+
+@dataclass(frozen=True)
+class EvalRunConfig(AnyModel):
+    """`clipscale eval`: zero-shot and retrieval results of a run (also in RUN/eval/), or of any `model.weights`."""
+
+    ONLY: ClassVar = {
+        "model": MODEL,
+        "eval": "sets batch limit suite root weights",
+        "launch": "procs timeout_s",
+    }
+
+    out: str | None = setting(None, "Folder for the results of `model.weights`; null: runs/eval-NAME, after them.")
+    eval: sections.EvalConfig = field(default_factory=sections.EvalConfig)
+    log: sections.SinkConfig = field(default_factory=sections.SinkConfig)
+    launch: sections.LaunchConfig = field(default_factory=sections.LaunchConfig)
+
+
+def existing_run(run: str) -> Path:
+    """The folder of a run. Raises UserError if none is given, or there is none, or if it is a sweep."""
+    if not run:
+        raise UserError("run is not set; give run=NAME or run=PATH")
+    folder = run_folder(run)
+    if not folder.is_dir():
+        raise UserError(f"run={run}: there is no folder {folder}")
+    runs = sorted(path.parent for path in folder.glob("*/config.yaml"))
+    if runs and not (folder / "config.yaml").exists():
+        raise UserError(f"run={run}: a sweep of {len(runs)} runs; give one of them, as in run={runs[0]}")
+    return folder
+
+
+def model_run(config: AnyModel) -> Path | None:
+    """The folder of the run; None for weights of another source. Raises UserError if neither is given, or both."""
+    model = config.model
+    if config.run:
+        if others := differing(asdict(sections.ModelConfig(name="")), asdict(model)):
+            raise UserError(f"run={config.run} and model.{others[0]} are two models; give one of them")
+        return existing_run(config.run)
+    if not (model.weights or model.image.weights or model.text.weights):
+        raise UserError("run is not set; give run=NAME or run=PATH, or model=vit-b32 model.weights=laion2b_s34b_b79k")
+    return None
+
+
+def check_eval(config: EvalRunConfig) -> Path:
+    """The folder of the results. Raises UserError for a model that is not given, or given twice."""
+    folder = model_run(config)
+    if folder and config.out:
+        raise UserError(f"out={config.out}: the results of a run are in its folder; leave it out")
+    if folder:
+        return folder
+    name = re.sub(r"[^\w.-]+", "-", f"{config.model.name}-{config.model.weights}").strip("-.")
+    return Path(config.out).expanduser() if config.out else run_folder(f"eval-{name}")

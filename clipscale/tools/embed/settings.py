@@ -1,0 +1,62 @@
+"""The settings of `clipscale embed`."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from clipscale.common.errors import UserError
+from clipscale.config import sections
+from clipscale.config.data import DataConfig
+from clipscale.config.eval import MODEL, AnyModel, model_run
+from clipscale.config.setting import setting
+
+IMAGE, TEXT = "image", "text"
+
+
+@dataclass(frozen=True)
+class EmbedConfig(AnyModel):
+    """`clipscale embed`: features of the pictures and texts in `data.train`, by a run or any `model.weights`."""
+
+    ONLY: ClassVar = {
+        "model": MODEL,
+        "data": "train captions only_keys max_pixels allow_pipe",
+        "launch": "procs timeout_s",
+    }
+
+    weights: str = setting("trained", sections.WEIGHTS_HELP, choices=sections.WEIGHTS)
+    out: str = setting("", "Folder to write; complete files in it are kept.")
+    format: str = setting(
+        "npy",
+        "`npy`: arrays, and keys and captions as JSON lines; `webdataset`: shards with features for pictures.",
+        choices=("npy", "webdataset"),
+    )
+    features: str = setting("both", "Which features.", choices=(IMAGE, TEXT, "both"))
+    teacher: str = setting(
+        "", "Keep the pictures, and add both features as one member TEACHER.npy, for `distill.teachers`; empty: do not."
+    )
+    dtype: str = setting("float16", "Dtype of the features.", choices=("float16", "float32"))
+    transform: str = setting(
+        "eval",
+        "The pixels of evaluation, or of training without augmentation (the largest central square).",
+        choices=("eval", "train"),
+    )
+    batch: int = setting(256, "Pictures or texts encoded at once.", least=1)
+    data: DataConfig = field(default_factory=DataConfig)
+    launch: sections.LaunchConfig = field(default_factory=sections.LaunchConfig)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The features of a sample."""
+        return (IMAGE, TEXT) if self.features == "both" else (self.features,)
+
+
+def check_embed(config: EmbedConfig) -> Path | None:
+    """The folder of the run; None for another model, also one of random weights. Raises UserError."""
+    if not config.out:
+        raise UserError("out is not set; give the folder to write, out=DIR")
+    if config.teacher and not (config.format == "webdataset" and config.features == "both"):
+        raise UserError(f"teacher={config.teacher}: needs format=webdataset and features=both")
+    if config.teacher and not re.fullmatch(r"[a-z0-9_-]+", config.teacher):
+        raise UserError(f"teacher={config.teacher}: take lower-case letters, digits, _ and -")
+    return model_run(config) if config.run or not config.model.name else None

@@ -1,0 +1,32 @@
+"""The settings of `clipscale explore`."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from clipscale.common.errors import UserError
+from clipscale.config import sections
+from clipscale.config.data import DataConfig
+from clipscale.config.eval import MODEL, AnyModel, model_run
+from clipscale.config.setting import setting
+
+
+@dataclass(frozen=True)
+class ExploreConfig(AnyModel):
+    """`clipscale explore`: a local page that searches what `embed` has written, with one model or two."""
+
+    ONLY: ClassVar = {
+        "model": MODEL,
+        "data": "train max_pixels allow_pipe",
+    }
+
+    weights: str = setting("trained", sections.WEIGHTS_HELP, choices=sections.WEIGHTS)
+    against: str = setting("", "A second model, to compare: a run, or any value of `model.weights`. Empty: none.")
+    port: int = setting(8765, "Port of the page; 0: a free one.", least=0, most=65535)
+    data: DataConfig = field(default_factory=DataConfig)
+
+
+def check_explore(config: ExploreConfig) -> None:
+    """Raises UserError for one model that is not given, or given twice, or no data."""
+    model_run(config)
+    if not config.data.train:
+        raise UserError("data is not set; give a folder of `clipscale embed`: data=PATH")
