@@ -11,21 +11,23 @@ from torch import Tensor
 
 from clipscale.cli import compose
 from clipscale.config.train import check
-from clipscale.data.loader.host_batch import Targets
 from clipscale.state.train_state import TrainState
 from clipscale.train import train
 
 loss_of_batch = TrainState.loss
 
 
-def loss_of_chunks(state: TrainState, image_features: Tensor, text_features: Tensor, *, targets: Targets) -> Tensor:
+def loss_of_chunks(
+    state: TrainState, image_features: Tensor, text_features: Tensor, *, targets: dict[str, Tensor]
+) -> Tensor:
     """The mean over chunks of the loss of each image chunk with its own captions."""
     size = state.cache.towers[0].size
     value = image_features.new_zeros(())
     for start in range(0, len(image_features), size):
         images, texts = image_features[start : start + size], text_features[start : start + size]
         share = len(images) / len(image_features)
-        value = value + share * loss_of_batch(state, images, texts, targets=targets.part(start, start + len(images)))
+        part = {name: rows[start : start + size] for name, rows in targets.items()}
+        value = value + share * loss_of_batch(state, images, texts, targets=part)
     return value
 
 

@@ -25,8 +25,8 @@ from PIL import Image
 from webdataset import TarWriter
 
 from clipscale.config.data import DataConfig
+from clipscale.data.columns import columns_of
 from clipscale.data.decode import TrainTransform
-from clipscale.data.loader.offload import row_kind
 from clipscale.data.loader.stream import BatchShare, open_stream
 from clipscale.data.order import AUGMENT, CounterRNG
 
@@ -146,8 +146,8 @@ def our_batches(pattern: str, decode: str, settings: SimpleNamespace) -> Generat
 
     config = DataConfig(train=[pattern], workers=settings.workers, decode=decode, order="epochs")
     tokenizer = open_clip.get_tokenizer("ViT-B-32")
-    rows = row_kind(config, settings.image_size)
-    with open_stream(config, BatchShare(settings.batch), rows, tokenizer, 0) as stream:
+    columns = columns_of(config, settings.image_size)
+    with open_stream(config, BatchShare(settings.batch), columns, tokenizer, 0) as stream:
         while True:
             batch = stream.next_batch()
             batch.pixels(0, settings.batch), batch.tokens(0, settings.batch)

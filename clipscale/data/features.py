@@ -20,7 +20,7 @@ from clipscale.config.data import DataConfig
 from clipscale.config.sections import DistillConfig, ModelConfig
 from clipscale.data.conditions import caption_sources
 from clipscale.data.order import CounterRNG
-from clipscale.data.sample import BrokenSampleError, limits
+from clipscale.data.sample import BrokenSampleError, ChosenSample, limits
 from clipscale.data.shards.listing import list_shards
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
@@ -49,6 +49,10 @@ class StoredFeatures:
     def __call__(self, data: bytes, rng: CounterRNG, out: np.ndarray) -> None:
         """Write the features to `out`. Raises BrokenSampleError before anything is written."""
         np.copyto(out, self.array(data))
+
+    def of(self, sample: ChosenSample) -> np.ndarray:
+        """A teacher's features of a sample. Raises BrokenSampleError as `array`."""
+        return self.array(sample.raw.members.get(self.member))
 
     def array(self, data: bytes | None) -> np.ndarray:
         """The array of a .npy file. Its header is checked first: numpy would allocate whatever that claims.

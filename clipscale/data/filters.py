@@ -1,4 +1,4 @@
-"""Decides which samples are used, which of its texts are a sample's captions, and which samples are the same.
+"""Decides which samples are used, and which of its texts are a sample's captions.
 
 Both depend only on the sample and its own random numbers, so filtered epochs are as exact as unfiltered ones.
 """
@@ -13,7 +13,6 @@ from clipscale.data.conditions import CAPTION, SIZES, Condition, caption_sources
 from clipscale.data.decode import Picture, captions_of, first_caption, image_bytes, json_fields
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError, RawSample
-from clipscale.data.shards.addresses import hash64
 
 
 @dataclass(frozen=True)
@@ -25,14 +24,12 @@ class Selection:
     conditions: tuple[Condition, ...]
     count: int = 1
     """Captions of a sample."""
-    same: str | None = None
-    """What samples share: `caption`, or a field of the json."""
     first: bool = False
     """Whether a sample's first caption is taken, as `clipscale embed` does, and none is drawn."""
 
     def members(self) -> set[str]:
         """The extensions to read, apart from the picture's."""
-        fields = any(each.of_field for each in self.conditions) or self.same not in (None, "caption")
+        fields = any(each.of_field for each in self.conditions)
         return {source.partition(":")[0] for source, _ in self.captions} | ({"json"} if fields else set())
 
     def draw(self, members: dict[str, bytes], rng: CounterRNG) -> list[str]:
@@ -60,16 +57,6 @@ class Selection:
             text, _ = left.pop(_place(left, at))
             drawn.append(text)
         return drawn
-
-    def key(self, sample: RawSample, captions: Sequence[str], place: str) -> int:
-        """A signed 64-bit hash of what samples share. Captions are compared without regard to case and white space, a
-        field's text or number without white space around it. A sample without it has a key of its own, by its `place`.
-        """
-        value: Any = " ".join(captions[0].casefold().split()) if self.same == "caption" else None
-        with suppress(BrokenSampleError, KeyError):
-            value = value or json_fields(sample.members["json"]).get(str(self.same))
-        shared = isinstance(value, str | int | float) and str(value).strip() not in ("", "nan")
-        return hash64(f"same {str(value).strip()}" if shared else f"alone {place}") - (1 << 63)
 
     def check(self, sample: RawSample, captions: Sequence[str]) -> None:
         """Raise BrokenSampleError with the filter's reason for a sample that a filter drops."""
@@ -103,6 +90,5 @@ def selection(config: DataConfig, *, first: bool = False) -> Selection:
         caption_sources(config.captions),
         conditions(config.filter),
         config.captions_per_step,
-        config.same,
         first,
     )

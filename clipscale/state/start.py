@@ -14,9 +14,9 @@ from clipscale.common.rng import RandomState
 from clipscale.common.terminal import say
 from clipscale.config.stages import stages_of
 from clipscale.config.train import TrainConfig, shared
+from clipscale.data.columns import columns_of
 from clipscale.data.loader.host_batch import Offload
 from clipscale.data.loader.memory import free_memory
-from clipscale.data.loader.offload import row_kind
 from clipscale.data.loader.stream import BatchShare, TrainStream, merge_positions, open_stream
 from clipscale.distributed.world import World
 from clipscale.models.towers import architecture
@@ -140,10 +140,9 @@ def data_stream(state: TrainState, saved: dict[str, Any] | None) -> TrainStream:
     return open_stream(
         config.data,
         BatchShare(config.batch, world.rank, world.size),
-        row_kind(config.data, state.model.image_size, state.stored),
+        columns_of(config.data, state.model.image_size, state.stored, state.teachers),
         state.model.tokenizer,
         config.seed,
-        teachers=state.teachers,
         position=saved["position"] if saved else None,
         offload=Offload(backend, state.chunks["image"], world.device.type == "cuda"),
         free=free,

@@ -1,9 +1,10 @@
 """What a run trains: the model, the gradient cache around its towers, the optimizer, and an update of all."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ from clipscale import checkpoint
 from clipscale.common.errors import UserError
 from clipscale.config.sections import MAX_LOGIT_SCALE
 from clipscale.config.train import TrainConfig
+from clipscale.data.columns import KEYS
 from clipscale.data.features import StoredFeatures, stored_features, stored_teachers
-from clipscale.data.loader.host_batch import HostBatch, Targets
+from clipscale.data.loader.host_batch import HostBatch
 from clipscale.distributed.fsdp import replicate_state
 from clipscale.distributed.world import World, gradient_norm
 from clipscale.loss.api import contrastive_loss, distillation_loss
@@ -152,15 +154,20 @@ class TrainState:
         """The ranges of pixels that a step of `rows` samples reads, in order."""
         return iter(self.cache.towers[0].cut(rows)) if "image" in self.trunks else self.cache.ranges(0, rows)
 
-    def loss(self, image_features: Tensor, text_features: Tensor, *, targets: Targets = Targets()) -> Tensor:
-        """The global mean of the loss, on every rank. Gradients are shares: their sum over ranks is its gradient."""
+    def loss(
+        self, image_features: Tensor, text_features: Tensor, *, targets: Mapping[str, Tensor] = MappingProxyType({})
+    ) -> Tensor:
+        """The global mean of the loss, on every rank. Gradients are shares: their sum over ranks is its gradient.
+
+        `targets`: the columns that it takes (data/columns.py), by their names.
+        """
         config = self.config.loss
         bias = self.model.logit_bias if OBJECTIVES[config.objective].needs_bias else None
         captions = self.config.data.captions_per_step
         options: dict[str, Any] = {
             "logit_bias": bias,
             "captions": captions,
-            "keys": targets.keys,
+            "keys": targets.get(KEYS),
             "group": self.loss_group,
             "machine": self.machine,
             "check": False,
@@ -171,7 +178,8 @@ class TrainState:
             if not self.teachers:
                 return contrastive_loss(image_features, text_features, scale, **options)
             teachers = []
-            for rows, teacher in zip(map(unit_rows, targets.teachers), self.teachers, strict=True):
+            for teacher in self.teachers:
+                rows = unit_rows(targets[teacher.member])
                 teachers.append((rows[:, 0], rows[:, 1], teacher.scale))
             weights = self.config.distill.weights
             return distillation_loss(image_features, text_features, scale, teachers, weights, **options)

@@ -12,9 +12,9 @@ from typing import Any
 from unittest import mock
 
 from clipscale.config.data import DataConfig
+from clipscale.data.columns import KEYS, Column, columns_of, sample_id
 from clipscale.data.loader import stream as loader
-from clipscale.data.loader.host_batch import Arena, HostBatch, Offload, sample_id
-from clipscale.data.loader.offload import row_kind
+from clipscale.data.loader.host_batch import Arena, HostBatch, Offload
 from clipscale.data.loader.shard_reader import OrderedShards, ShardReader, StreamPosition
 from clipscale.data.loader.shard_stream import BatchFiller, Fill, Report, WorkerSpec
 from clipscale.data.loader.stream import BatchShare, TrainStream, merge_positions
@@ -30,11 +30,13 @@ def open_stream(
     seed, position = options.pop("seed", 0), options.pop("position", None)
     offload = Offload(**{name: options.pop(name) for name in ("backend", "chunk") if name in options})
     side = options.pop("side", SIDE)
+    more: tuple[Column, ...] = options.pop("columns", ())
     config = DataConfig(**{"train": [str(folder)], "workers": 0, "shuffle": 8, **options})
+    columns = columns_of(config, side)
     return loader.open_stream(
         config,
         BatchShare(batch, rank, world),
-        row_kind(config, side),
+        columns._replace(beside=(*columns.beside, *more)),
         tokenizer or Letters(),
         seed,
         position=position,
@@ -50,7 +52,7 @@ def contents(stream: TrainStream, steps: int) -> list[tuple[list[int], bytes, by
 def content(batch: HostBatch) -> tuple[list[int], bytes, bytes, bytes]:
     """Its ids, pixels, tokens, keys."""
     pixels, tokens = batch.pixels(0, len(batch)), batch.tokens(0, len(batch) * batch.captions)
-    keys = batch.targets(batch.ids().device).keys
+    keys = batch.targets(pixels.device).get(KEYS)
     arrays = (b"" if array is None else array.numpy().tobytes() for array in (pixels, tokens, keys))
     return batch.ids().tolist(), *arrays
 

@@ -117,26 +117,3 @@ def test_captions_are_drawn_without_replacement_and_then_again() -> None:
         assert drawn[:1] == selected.draw(sample.members, CounterRNG(i)), "the first does not depend on their number"
     first = Counter(selected.draw(sample.members, CounterRNG(i))[0] for i in range(4000))
     assert first["t"] / 4000 == pytest.approx(2 / 3, abs=0.03), "a list shares its source's weight"
-
-
-@pytest.mark.parametrize(
-    ("same", "one", "other", "equal"),
-    [
-        ("caption", raw(text="A  Cat\n"), raw(text="a cat"), True),
-        ("caption", raw(text="a cat"), raw(text="a cat."), False),
-        ("url", raw(url=" http://x/A "), raw(url="http://x/A"), True),
-        ("url", raw(url="http://x/A"), raw(url="http://x/a"), False),
-        ("label", raw(label=3), raw(label="3"), True),
-        ("url", raw(url=""), raw(url=""), False),
-        ("url", raw(url=float("nan")), raw(url=float("nan")), False),
-        ("url", raw(), raw(url="0 1"), False),
-    ],
-)
-def test_samples_with_the_same_value_have_the_same_key(
-    same: str, one: RawSample, other: RawSample, equal: bool
-) -> None:
-    selected = replace(chosen(), same=same)
-    keys = [selected.key(s, [s.members["txt"].decode()], place) for s, place in ((one, "0 0"), (other, "0 1"))]
-    assert (keys[0] == keys[1]) == equal
-    assert keys[0] == selected.key(one, [one.members["txt"].decode()], "0 0"), "the same sample twice in a batch"
-    assert all(-(2**63) <= key < 2**63 for key in keys)

@@ -79,7 +79,7 @@ def one_step(rank: int, world: int, config: TrainConfig) -> tuple[Any, ...]:
     assert all(kept) == (config.cache.keep != "none")
     gradients = {name: whole(p.grad) for name, p in run.state.model.named_parameters() if p.grad is not None}
     targets, n = batch.targets(cpu), len(batch)
-    rows = [batch.pixels(0, n), batch.tokens(0, n * batch.captions), targets.keys, *targets.teachers]
+    rows = [batch.pixels(0, n), batch.tokens(0, n * batch.captions), *targets.values()]
     rows = [tensor.clone() for tensor in rows]
     run.stream.close()
     return weights, gradients, run.loss, rows

@@ -18,23 +18,15 @@ import torch
 from torch import Tensor
 
 from clipscale.common.units import format_bytes
-from clipscale.data.features import StoredFeatures
-from clipscale.data.shards.addresses import hash64, unsigned
+from clipscale.data.columns import IDS, Columns
 
 log = logging.getLogger(__name__)
 
 PAGE = 4096
 BUFFERS = 3
 """Chunks in the buffers at once: the one computed on, the one being copied to the device, and the one being loaded."""
-TARGETS = ("keys", ".npy")
-"""How the names of a slot's arrays end that the loss takes: keys, and teachers' members."""
 RECIPE = 8
 """Numbers for an encoded picture: how many bytes it has, and the seven of its crop."""
-
-
-def sample_id(url: str, key: str) -> int:
-    """A 64-bit name of a sample. It does not depend on the shard's folder."""
-    return (hash64(f"{unsigned(url).rsplit('/', 1)[-1]}/{key}") ^ (1 << 63)) - (1 << 63)
 
 
 class Part(NamedTuple):
@@ -68,13 +60,10 @@ class Layout:
 
     slots: int  # local batches at once
     samples: int  # of the local batch
-    row: tuple[int, ...]  # shape of one image row: (C, S, S) pixels, or the features of a frozen tower
+    columns: Columns
+    captions: int  # of a sample
     context_length: int
-    dtype: str = "uint8"
     offload: Offload = HOST
-    captions: int = 1  # of a sample
-    keyed: bool = False  # whether samples have keys, for data.same
-    teachers: tuple[StoredFeatures, ...] = ()
 
     @property
     def backend(self) -> str:
@@ -82,16 +71,19 @@ class Layout:
 
     @property
     def row_bytes(self) -> int:
-        return math.prod(self.row) * np.dtype(self.dtype).itemsize
+        """Of an image row: pixels, or the features of a frozen tower."""
+        images = self.columns.images
+        return math.prod(images.shape) * np.dtype(images.dtype).itemsize
 
     def slot_parts(self) -> dict[str, Part]:
         """The arrays of one slot in shared memory. Encoded pictures use the beginning of their rows."""
-        tokens = Part((self.samples * self.captions, self.context_length), "int32")
-        numbers = ("ids", "keys") if self.keyed else ("ids",)
-        parts = {"tokens": tokens} | dict.fromkeys(numbers, Part((self.samples,), "int64"))
-        for teacher in self.teachers:
-            parts[teacher.member] = Part((self.samples, *teacher.shape), teacher.dtype)
-        parts["rows"] = Part((self.samples, *self.row), self.dtype)
+        images = self.columns.images
+        parts = {
+            "tokens": Part((self.samples * self.captions, self.context_length), "int32"),
+            "rows": Part((self.samples, *images.shape), images.dtype),
+        }
+        for column in self.columns.beside:
+            parts[column.name] = Part((self.samples, *column.shape), column.dtype)
         if self.backend == "encoded":
             parts["recipes"] = Part((self.samples, RECIPE), "int64")
         return parts
@@ -102,8 +94,9 @@ class Layout:
 
     def buffers_part(self) -> Part:
         """The buffers into which rows are loaded, one behind the other; none for `host`."""
+        images = self.columns.images
         buffers = 0 if self.backend == "host" else BUFFERS
-        return Part((buffers * self.buffer_rows, *self.row), self.dtype)
+        return Part((buffers * self.buffer_rows, *images.shape), images.dtype)
 
     def mapped_bytes(self) -> int:
         """Address space of it all."""
@@ -118,7 +111,7 @@ class Layout:
 
 
 class Slot(dict[str, np.ndarray]):
-    """One local batch: its arrays by name (see Layout.slot_parts). tokens (kN, T) int32, ids and keys (N,) int64."""
+    """One local batch: its arrays by name (see Layout.slot_parts), tokens (kN, T), of a column (N, ...)."""
 
     def __init__(self, number: int, parts: dict[str, np.ndarray]) -> None:
         super().__init__(parts)
@@ -205,38 +198,29 @@ def stored_rows(slot: Slot, start: int, stop: int) -> Tensor:
     return torch.from_numpy(slot["rows"][start:stop])
 
 
-class Targets(NamedTuple):
-    """What the loss of a batch takes beside the features: see `contrastive_loss`."""
-
-    keys: Tensor | None = None
-    """(N,) int64: equal for samples that `data.same` calls the same."""
-    teachers: tuple[Tensor, ...] = ()
-    """Of each teacher the features of pictures and captions, (N, 2, D), as they are stored."""
-
-    def part(self, start: int, stop: int) -> "Targets":
-        keys = None if self.keys is None else self.keys[start:stop]
-        return Targets(keys, tuple(rows[start:stop] for rows in self.teachers))
-
-
 class HostBatch:
     """One local batch, valid until the next is asked for. Access to rows blocks until they have arrived."""
 
     def __init__(
         self,
         slot: Slot,
+        columns: Columns,
         wait: Callable[[int], None],
         read: Callable[[Slot, int, int], Tensor] = stored_rows,
         expect: Callable[[Iterable[tuple[int, int]]], None] = lambda ranges: None,
     ) -> None:
         """`wait(stop)` blocks until rows 0..stop have arrived; `read(slot, start, stop)` gives image rows that have."""
-        self._slot, self._wait, self._read = slot, wait, read
+        self._slot = slot
+        self._columns = columns.beside
+        self._wait = wait
+        self._read = read
         self.captions = len(slot["tokens"]) // len(self)
         """Captions of a sample; caption j is of sample j // captions."""
         self.expect = expect
         """Names the ranges of pixels that will be asked for, in order, so that they can be loaded ahead."""
 
     def __len__(self) -> int:
-        return len(self._slot["ids"])
+        return len(self._slot[IDS])
 
     def pixels(self, start: int, stop: int) -> Tensor:
         """(stop - start, C, S, S) uint8, or stored features, in host memory.
@@ -252,14 +236,16 @@ class HostBatch:
         self._wait(-(-stop // self.captions))
         return torch.from_numpy(self._slot["tokens"][start:stop])
 
+    def column(self, name: str) -> Tensor:
+        """(N, ...): the values of a column; waits for all samples."""
+        self._wait(len(self))
+        return torch.from_numpy(self._slot[name])
+
     def ids(self) -> Tensor:
         """(N,) int64: `sample_id` of every sample; waits for all of them."""
-        self._wait(len(self))
-        return torch.from_numpy(self._slot["ids"])
+        return self.column(IDS)
 
-    def targets(self, device: torch.device) -> Targets:
-        """What the loss takes, on the device; waits for all samples."""
-        self._wait(len(self))
-        given = {name: torch.from_numpy(array) for name, array in self._slot.items() if name.endswith(TARGETS)}
-        tensors = {name: tensor.to(device, non_blocking=True) for name, tensor in given.items()}
-        return Targets(tensors.pop("keys", None), tuple(tensors.values()))
+    def targets(self, device: torch.device) -> dict[str, Tensor]:
+        """The columns that the loss takes, on the device, by their names; waits for all samples."""
+        names = [column.name for column in self._columns if column.for_loss]
+        return {name: self.column(name).to(device, non_blocking=True) for name in names}

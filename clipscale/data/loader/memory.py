@@ -1,7 +1,6 @@
 """Whether the memory of a rank's batches fits this machine."""
 
 import os
-from collections.abc import Sequence
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -33,9 +32,10 @@ def free_memory() -> int:
     return max(0, free)
 
 
-def picture_bytes(url: str, types: Sequence[str], layout: Layout, store: Store) -> float | None:
+def picture_bytes(url: str, layout: Layout, store: Store) -> float | None:
     """Mean bytes that are stored of a picture, estimated from a shard's first samples; None if there is no picture."""
-    with closing(read_shard(url, ReadProblem(), lambda index: index < PEEK, limits(types), store=store)) as raws:
+    kinds = limits(layout.columns.images.members)
+    with closing(read_shard(url, ReadProblem(), lambda index: index < PEEK, kinds, store=store)) as raws:
         pictures = (data for raw in islice(raws, PEEK) for data in islice(raw.members.values(), 1))
         sizes = [min(len(data), layout.row_bytes) for data in pictures]
     return sum(sizes) / len(sizes) if sizes else None

@@ -14,14 +14,14 @@ import numpy as np
 
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
+from clipscale.data.columns import Columns
 from clipscale.data.decode import image_bytes
-from clipscale.data.features import StoredFeatures
 from clipscale.data.filters import Selection
-from clipscale.data.loader.host_batch import Arena, sample_id
-from clipscale.data.loader.offload import RowKind, open_backend
+from clipscale.data.loader.host_batch import Arena
+from clipscale.data.loader.offload import open_backend
 from clipscale.data.loader.shard_reader import Item, OrderedShards, ShardReader, StreamPosition, Unreadable
 from clipscale.data.order import AUGMENT, CAPTION, TEXT, CounterRNG, Mixed, Segment, local_places
-from clipscale.data.sample import BrokenSampleError, RawSample, limits
+from clipscale.data.sample import BrokenSampleError, ChosenSample, RawSample, limits
 from clipscale.data.shards.remote import RETRIES
 from clipscale.data.shards.store import Store
 
@@ -40,10 +40,9 @@ class WorkerSpec:
 
     config: DataConfig
     shards: OrderedShards
-    rows: RowKind
+    columns: Columns
     tokenizer: Any  # captions -> tokens; with `data.text` other than truncate, models/tokenizer.py's
     selection: Selection
-    teachers: tuple[StoredFeatures, ...]
     streams: tuple[StreamPosition, ...]  # the worker's shard streams, and where each starts
     rank: int
     world: int
@@ -62,7 +61,7 @@ class Taken(NamedTuple):
 
     captions: list[str]
     values: dict[str, Any]
-    """What goes to its place in the slot's arrays, by their names."""
+    """Of each column, by their names."""
     rng: CounterRNG
     """Random numbers for `data.text`."""
 
@@ -72,15 +71,18 @@ class ShardStream:
 
     def __init__(self, spec: WorkerSpec, start: StreamPosition, store: Store) -> None:
         """`store` opens the shards, and counts what is skipped by its reason."""
-        self._spec, self._start, self._counts = spec, start, store.counts
-        texts = {*spec.selection.members(), *(teacher.member for teacher in spec.teachers)}
-        kinds = limits(spec.rows.members, texts, spec.config.max_bytes)
+        self._spec = spec
+        self._start = start
+        self._counts = store.counts
+        members = spec.selection.members().union(*(column.members for column in spec.columns.beside))
+        kinds = limits(spec.columns.images.members, members, spec.config.max_bytes)
         sources = spec.shards.sources()
         self._weighted = isinstance(spec.shards.order, Mixed)
         starts = [start]
         if self._weighted:
-            epochs_and_indexes = iter(start.sources or (0, 0) * len(sources))
-            starts = [StreamPosition(start.stream, *place) for place in zip(epochs_and_indexes, epochs_and_indexes)]
+            numbers = start.sources or (0, 0) * len(sources)
+            places = zip(numbers[::2], numbers[1::2], strict=True)
+            starts = [StreamPosition(start.stream, epoch, index) for epoch, index in places]
         self._readers = [
             ShardReader(source, place, kinds, store) for source, place in zip(sources, starts, strict=True)
         ]
@@ -101,7 +103,9 @@ class ShardStream:
         `put` raises BrokenSampleError before it writes anything. A weighted source's broken sample is replaced by the
         same source's next.
         """
-        spec, order, seed = self._spec, self._spec.shards.order, self._spec.shards.seed
+        spec = self._spec
+        order = spec.shards.order
+        seed = spec.shards.seed
         source = order.source(self._start.stream, self._given) if isinstance(order, Mixed) else 0
         while True:
             segment, item = next(self._readers[source].items)
@@ -113,17 +117,15 @@ class ShardStream:
                 place = segment.epoch, segment.shard, item.index
                 captions = spec.selection.draw(item.members, CounterRNG(seed, CAPTION, *place))
                 spec.selection.check(item, captions)
-                values: dict[str, Any] = {t.member: t.array(item.members.get(t.member)) for t in spec.teachers}
-                put(image_bytes(item.members, spec.rows.members), CounterRNG(seed, AUGMENT, *place))
+                chosen = ChosenSample(item, captions, f"{segment.shard} {item.index}")
+                values = {column.name: column.read(chosen) for column in spec.columns.beside}
+                put(image_bytes(item.members, spec.columns.images.members), CounterRNG(seed, AUGMENT, *place))
             except BrokenSampleError as error:
                 self._counts[error.reason] += 1
                 self._skipped(error, segment, item)
             else:
                 self._given += 1
                 self._forget_skipped()
-                values["ids"] = sample_id(item.url, item.key)
-                if spec.selection.same is not None:
-                    values["keys"] = spec.selection.key(item, captions, f"{segment.shard} {item.index}")
                 return Taken(captions, values, CounterRNG(seed, TEXT, *place))
 
     def close(self) -> None:
@@ -183,8 +185,10 @@ class BatchFiller:
 
     def __init__(self, spec: WorkerSpec, arena: Arena, tick: Callable[[], None]) -> None:
         self.counts: Counter[str] = Counter()
-        self.backend = open_backend(arena, spec.rows.transform)
-        self._spec, self._arena, self._tick = spec, arena, tick
+        self.backend = open_backend(arena)
+        self._spec = spec
+        self._arena = arena
+        self._tick = tick
         store = Store(spec.config, self.counts, tick)
         self.streams = [ShardStream(spec, start, store) for start in spec.streams]
 
@@ -194,7 +198,8 @@ class BatchFiller:
         Another rank's samples of a stream that both read are checked and left out, so that both skip the same broken
         ones. Raises UserError.
         """
-        slot, local = self._arena.slot(fill.step), range(self._spec.batch // self._spec.world)
+        slot = self._arena.slot(fill.step)
+        local = range(self._spec.batch // self._spec.world)
         pairs = zip(self.streams, self._spec.places())
         work = [(stream, int(place)) for stream, places in pairs for place in places]
         for start in range(0, len(work), self._spec.piece):
@@ -212,7 +217,8 @@ class BatchFiller:
                     stream.take(self.backend.check)
             if captions:
                 texts, draws = zip(*captions.values())
-                tokenizer, kind = self._spec.tokenizer, self._spec.config.text
+                tokenizer = self._spec.tokenizer
+                kind = self._spec.config.text
                 tokens = tokenizer(list(texts)) if kind == "truncate" else tokenizer.drawn(texts, kind, draws)
                 slot["tokens"][list(captions)] = np.asarray(tokens)
             yield self.report(fill.step, start + len(piece))

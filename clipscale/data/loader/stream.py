@@ -15,12 +15,11 @@ import numpy as np
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores_of_rank
 from clipscale.config.data import DataConfig
-from clipscale.data.features import StoredFeatures
+from clipscale.data.columns import Columns
 from clipscale.data.filters import selection
 from clipscale.data.loader.assembler import BatchAssembler
 from clipscale.data.loader.host_batch import HOST, Arena, HostBatch, Layout, Offload
 from clipscale.data.loader.memory import picture_bytes, stated_memory
-from clipscale.data.loader.offload import RowKind
 from clipscale.data.loader.prefetch import Prefetcher
 from clipscale.data.loader.shard_reader import OrderedShards, StreamPosition
 from clipscale.data.loader.shard_stream import WorkerSpec
@@ -61,10 +60,14 @@ class TrainStream:
         memory: str,
     ) -> None:
         """`prefetcher` gives image rows that do not lie in the slots. `memory`: a line that states the memory."""
-        self._shards, self._arena, self._assembler, self._prefetcher = shards, arena, assembler, prefetcher
+        self._shards = shards
+        self._arena = arena
+        self._assembler = assembler
+        self._prefetcher = prefetcher
         self.memory = memory
         self._positions = {position.stream: position for position in start}
-        self._step, self._given_back = -1, False
+        self._step = -1
+        self._given_back = False
         self.samples_per_epoch = shards.samples
         """Over all ranks; None where shards are drawn with replacement."""
         for step in range(len(arena.slots)):
@@ -89,9 +92,12 @@ class TrainStream:
 
     def next_batch(self) -> HostBatch:
         """The next local batch, at once; access to its rows blocks until they are there. The one before is invalid."""
-        assembler, prefetcher, slots = self._assembler, self._prefetcher, len(self._arena.slots)
-        before, self._step = self._step, self._step + 1
-        step, slot = self._step, self._arena.slot(self._step)
+        assembler = self._assembler
+        prefetcher = self._prefetcher
+        before = self._step
+        step = before + 1
+        self._step = step
+        slot = self._arena.slot(step)
         if before >= 0:
             self._positions = assembler.finish(before)
         if prefetcher:
@@ -99,14 +105,17 @@ class TrainStream:
         if before >= 0:  # give the slot of the batch before to the workers again
             assembler.forget(before)
             self._arena.empty(self._arena.slot(before))
-            assembler.begin(before + slots)
+            assembler.begin(before + len(self._arena.slots))
 
         def wait(stop: int) -> None:
             assembler.wait(step, stop)
             if prefetcher:
                 prefetcher.arrived(assembler.arrived(step))
 
-        return HostBatch(slot, wait, prefetcher.rows, prefetcher.expect) if prefetcher else HostBatch(slot, wait)
+        columns = self._arena.layout.columns
+        if prefetcher is None:
+            return HostBatch(slot, columns, wait)
+        return HostBatch(slot, columns, wait, prefetcher.rows, prefetcher.expect)
 
     def give_back(self) -> None:
         """Count the batch handed out last as not used: `position` is the one before it, and no other batch follows."""
@@ -139,11 +148,10 @@ class TrainStream:
 def open_stream(
     config: DataConfig,
     share: BatchShare,
-    rows: RowKind,
+    columns: Columns,
     tokenizer: Callable[[list[str]], Any],
     seed: int,
     *,
-    teachers: tuple[StoredFeatures, ...] = (),
     position: dict[str, Any] | None = None,
     offload: Offload = HOST,
     free: int | None = None,
@@ -153,53 +161,44 @@ def open_stream(
     `free` is the free memory before any process of this machine took its share (None: what is free now). Raises
     UserError for settings or shards that cannot work.
     """
-    chosen = selection(config, first=bool(teachers))
+    chosen = selection(config, first=any(column.of_first_caption for column in columns.beside))
     urls, source_of = list_shards(config)
     order = build_order(config, urls, source_of, share.batch, share.world, seed, position)
     shards = OrderedShards(tuple(urls), order, max(config.shuffle, 1), seed)
     start = start_positions(shards, position, share)
     workers = worker_count(config, len(start))
-    layout = Layout(
-        slots=config.buffers if workers else 1,
-        samples=share.batch // share.world,
-        row=rows.shape,
-        context_length=np.asarray(tokenizer(["a"])).shape[1],
-        dtype=rows.dtype,
-        offload=offload,
-        captions=config.captions_per_step,
-        keyed=config.same is not None,
-        teachers=teachers,
-    )
+    samples = share.batch // share.world
+    layout = layout_of(config, samples, columns, np.asarray(tokenizer(["a"])).shape[1], workers, offload)
     encoded = offload.backend == "encoded"
-    picture = picture_bytes(urls[0], rows.members, layout, Store(config)) if encoded else None
+    picture = picture_bytes(urls[0], layout, Store(config)) if encoded else None
     memory = stated_memory(layout, picture, free)
     arena = Arena(layout)
     if offload.gpu:
         arena.pin()
-    if workers > len(start):
+    if config.workers is not None and config.workers > workers:
         log.warning(
-            f"data.workers={workers}: this rank has only {len(start)} shard streams, so {len(start)} workers; take so "
+            f"data.workers={config.workers}: this rank has only {workers} shard streams, so {workers} workers; take so "
             "many, or raise data.shard_streams"
         )
-    count = max(1, min(workers, len(start)))
+    count = max(1, workers)
     specs = [
         WorkerSpec(
             config=config,
             shards=shards,
-            rows=rows,
+            columns=columns,
             tokenizer=tokenizer,
             selection=chosen,
-            teachers=teachers,
             streams=tuple(start[number::count]),  # so that all workers fill the batch from its first rows on
             rank=share.rank,
             world=share.world,
             batch=share.batch,
-            piece=max(PIECE, layout.samples // (count * PIECES)),
+            piece=max(PIECE, samples // (count * PIECES)),
         )
         for number in range(count)
     ]
     readers = Workers(specs, arena, config.timeout_s) if workers else InProcess(specs[0], arena)
-    assembler, prefetcher = BatchAssembler(specs, readers), None
+    assembler = BatchAssembler(specs, readers)
+    prefetcher = None
     if offload.backend != "host":
         # On the CPU the trainer may keep the tensors, since no copy to a device comes between.
         prefetcher = Prefetcher(arena.buffers, layout.buffer_rows, assembler.load, copy=not offload.gpu)
@@ -221,12 +220,26 @@ def start_positions(shards: OrderedShards, position: dict[str, Any] | None, shar
 
 
 def worker_count(config: DataConfig, streams: int) -> int:
-    """Loader processes of a rank that reads `streams` shard streams."""
+    """Loader processes of a rank that reads `streams` shard streams; 0: the training process does their work."""
     if config.workers is not None:
-        return config.workers
+        return min(config.workers, streams)
     # One core is left to the training process. Each worker takes host memory, and 16 of them decode over 2,000 pictures
     # a second.
-    return min(max(1, cores_of_rank() - 1), 16, max(1, streams))
+    return min(max(1, cores_of_rank() - 1), 16, streams)
+
+
+def layout_of(
+    config: DataConfig, samples: int, columns: Columns, context_length: int, workers: int, offload: Offload
+) -> Layout:
+    """What a rank stores whose batches have `samples` samples."""
+    return Layout(
+        slots=config.buffers if workers else 1,
+        samples=samples,
+        columns=columns,
+        captions=config.captions_per_step,
+        context_length=context_length,
+        offload=offload,
+    )
 
 
 def merge_positions(records: Sequence[dict[str, Any]]) -> dict[str, Any]:

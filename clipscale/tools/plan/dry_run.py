@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from clipscale.config.train import TrainConfig
+from clipscale.data.columns import columns_of
 from clipscale.data.features import StoredFeatures
-from clipscale.data.loader.host_batch import Targets
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import World
 from clipscale.models.flops import Trained, trained_of
@@ -186,8 +186,9 @@ class DryRun:
         self.state.precision.scaler = None  # it takes a few bytes, and its test of every gradient needs values
         model, stored = self.state.model, self.state.stored
         self.width, self.context_length = model.width, model.context_length
-        self.row = stored.shape if stored else (3, model.image_size, model.image_size)
-        self.row_type = getattr(torch, stored.dtype if stored else "uint8")
+        self.columns = columns_of(config.data, model.image_size, stored, self.state.teachers)
+        self.row = self.columns.images.shape
+        self.row_type = getattr(torch, self.columns.images.dtype)
         for p in self.state.trained:  # the optimizer makes its state in the first update
             p.grad = torch.empty_like(p)
         self.state.update(self.state.gradient_norm())
@@ -252,11 +253,13 @@ class DryRun:
             self.memory.before.setdefault(phase, self.tracker.live - self.others)
         self.stage = stage
 
-    def targets(self, batch: int) -> Targets:
+    def targets(self, batch: int) -> dict[str, Tensor]:
         """What the loss takes beside the features."""
-        keys = torch.empty(batch, dtype=torch.int64) if self.config.data.same is not None else None
-        rows = (torch.empty(batch, *teacher.shape, dtype=torch.float16) for teacher in self.state.teachers)
-        return Targets(keys, tuple(rows))
+        return {
+            column.name: torch.empty(batch, *column.shape, dtype=getattr(torch, column.dtype))
+            for column in self.columns.beside
+            if column.for_loss
+        }
 
     def loss(self, batch: int) -> int:
         """Bytes that the loss of `batch` samples of this rank and its gradients take, beyond the features."""

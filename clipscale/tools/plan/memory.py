@@ -9,8 +9,8 @@ from functools import cache
 from typing import Any
 
 from clipscale.common.units import parse_memory
-from clipscale.data.loader.host_batch import Layout, Offload
-from clipscale.data.loader.stream import worker_count
+from clipscale.data.loader.host_batch import Offload
+from clipscale.data.loader.stream import layout_of, worker_count
 from clipscale.data.order import default_streams, streams_of
 from clipscale.step.kept_graphs import MARGIN
 from clipscale.tools.plan import ASSUMED
@@ -109,21 +109,14 @@ def host_memory(config: PlanConfig, run: DryRun, batch: int, chunk: int | None, 
 
     `batch`: samples of one rank; `chunk`: of the image tower; `step`: what a step takes, on a CPU in the same memory.
     """
-    data, ranks, cpu = config.data, config.gpus * config.nodes, config.hardware == "cpu"
+    data = config.data
+    ranks = config.gpus * config.nodes
+    cpu = config.hardware == "cpu"
     streams = data.shard_streams or default_streams(config.batch, ranks, None)
     streams_of_rank = len(streams_of(streams, batch * ranks, 0, ranks))
-    workers = min(worker_count(data, streams_of_rank), streams_of_rank)
-    layout = Layout(
-        slots=data.buffers if workers else 1,
-        samples=batch,
-        row=run.row,
-        context_length=run.context_length,
-        dtype=str(run.row_type).removeprefix("torch."),
-        offload=Offload(config.offload if config.offload != "none" else "host", chunk or batch),
-        captions=run.captions,
-        keyed=data.same is not None,
-        teachers=run.state.teachers,
-    )
+    workers = worker_count(data, streams_of_rank)
+    offload = Offload(config.offload if config.offload != "none" else "host", chunk or batch)
+    layout = layout_of(data, batch, run.columns, run.context_length, workers, offload)
     pictures = 3 * config.eval.batch if config.eval.wanted else 0  # being decoded, waiting, and in a batch
     process = {
         "process": ASSUMED.process if cpu else ASSUMED.cuda_process,

@@ -14,7 +14,7 @@ from PIL import Image
 
 from clipscale.common.errors import UserError
 from clipscale.config.data import AugmentConfig
-from clipscale.data.loader.host_batch import sample_id
+from clipscale.data.columns import sample_id
 from clipscale.data.order import Epochs, stream_bounds
 from tests.data.files import Letters, Members, picture, sample, write_shards, write_tar
 from tests.data.streams import all_ids, contents, flat, ids, inline_workers, open_stream

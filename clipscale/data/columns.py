@@ -1,0 +1,130 @@
+"""What a batch stores of every sample: the image tower's input, and columns beside pictures and captions.
+
+C: channels, S: side in pixels, D: width of stored features.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from clipscale.config.data import DataConfig
+from clipscale.data.decode import IMAGE_TYPES, Colour, TrainTransform, json_fields
+from clipscale.data.features import StoredFeatures
+from clipscale.data.order import CounterRNG
+from clipscale.data.sample import BrokenSampleError, ChosenSample
+from clipscale.data.shards.addresses import hash64, unsigned
+
+IDS = "ids"
+"""The column of `sample_id`."""
+KEYS = "keys"
+"""The column of `data.same`: equal for samples that are the same."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A value beside every sample's picture and captions. Sent to workers by pickle."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    read: Callable[[ChosenSample], Any]
+    """The value of a sample. Raises BrokenSampleError to leave the sample out."""
+    members: tuple[str, ...] = ()
+    """Extensions of the members that it is read from, apart from the picture's and the captions'."""
+    for_loss: bool = False
+    """Whether the loss takes it."""
+    of_first_caption: bool = False
+    """Whether it was computed from the sample's first caption, which is the one to train on then."""
+
+
+class ImageColumn(NamedTuple):
+    """The image tower's input: pixels (C, S, S), or features (D,) of a frozen tower."""
+
+    transform: Callable[[bytes, CounterRNG, np.ndarray], None]
+    """Writes the input made of a member's bytes to an array; raises BrokenSampleError before anything is written."""
+    members: tuple[str, ...]
+    """Extensions; the first that a sample has goes to `transform`."""
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Columns(NamedTuple):
+    """All that is stored of a sample, apart from its tokens."""
+
+    images: ImageColumn
+    beside: tuple[Column, ...]
+
+
+def columns_of(
+    config: DataConfig, side: int, stored: StoredFeatures | None = None, teachers: Sequence[StoredFeatures] = ()
+) -> Columns:
+    """What the settings ask for. `side`: of the model's pictures; `stored`: the features in the place of pictures."""
+    beside = [Column(IDS, (), "int64", _id)]
+    if config.same is not None:
+        members = () if config.same == "caption" else ("json",)
+        beside.append(Column(KEYS, (), "int64", partial(_key, config.same), members, for_loss=True))
+    beside.extend(map(teacher_column, teachers))
+    return Columns(image_column(config, side, stored), tuple(beside))
+
+
+def image_column(config: DataConfig, side: int, stored: StoredFeatures | None = None) -> ImageColumn:
+    if stored:
+        return ImageColumn(stored, (stored.member,), stored.shape, stored.dtype)
+    return ImageColumn(train_transform(config, side), IMAGE_TYPES, (3, side, side), "uint8")
+
+
+def train_transform(config: DataConfig, side: int) -> TrainTransform:
+    augment = config.augment
+    return TrainTransform(
+        side,
+        (augment.scale[0], augment.scale[1]),
+        (augment.ratio[0], augment.ratio[1]),
+        augment.flip,
+        config.max_pixels,
+        fast=config.decode == "fast",
+        colour=Colour(augment.jitter, augment.greyscale) if any(augment.jitter) or augment.greyscale else None,
+    )
+
+
+def teacher_column(teacher: StoredFeatures) -> Column:
+    """A teacher's features of picture and caption, (2, D)."""
+    return Column(
+        teacher.member,
+        teacher.shape,
+        teacher.dtype,
+        teacher.of,
+        (teacher.member,),
+        for_loss=True,
+        of_first_caption=True,
+    )
+
+
+def _id(sample: ChosenSample) -> int:
+    return sample_id(sample.raw.url, sample.raw.key)
+
+
+def sample_id(url: str, key: str) -> int:
+    """A 64-bit name of a sample. It does not depend on the shard's folder."""
+    return (hash64(f"{unsigned(url).rsplit('/', 1)[-1]}/{key}") ^ (1 << 63)) - (1 << 63)
+
+
+def _key(same: str, sample: ChosenSample) -> int:
+    """A signed 64-bit hash of what samples share: the `caption`, or a field of the json.
+
+    Captions are compared without regard to case and white space, a field's text or number without white space around
+    it. A sample without it has a key of its own, by its place.
+    """
+    value: Any = None
+    if same == "caption":
+        value = " ".join(sample.captions[0].casefold().split())
+    elif "json" in sample.raw.members:
+        try:
+            value = json_fields(sample.raw.members["json"]).get(same)
+        except BrokenSampleError:
+            value = None
+    shared = isinstance(value, str | int | float) and str(value).strip() not in ("", "nan")
+    text = f"same {str(value).strip()}" if shared else f"alone {sample.place}"
+    return hash64(text) - (1 << 63)

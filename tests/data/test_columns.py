@@ -1,0 +1,85 @@
+"""Columns: a new one is a declaration; keys follow the field that samples share, captions their sample."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from clipscale.config.data import DataConfig
+from clipscale.data.columns import KEYS, Column, columns_of
+from clipscale.data.decode import json_fields
+from clipscale.data.sample import ChosenSample, RawSample
+from tests.data.files import SIDE, picture, write_tar
+from tests.data.streams import content, open_stream
+from tests.data.test_filters import raw
+
+
+def test_keys_follow_the_field_and_captions_their_sample(tmp_path: Path) -> None:
+    """Three samples in a row share a url, and have as many captions as their place among them."""
+    members = []
+    for i in range(30):
+        about = {"url": f"u{i // 3}", "captions": [f"{i:02d} {c}" for c in range(i % 3 + 1)]}
+        members += [(f"{i:02d}.png", picture(i)), (f"{i:02d}.json", json.dumps(about).encode())]
+    write_tar(tmp_path / "0.tar", members)
+    options = {"batch": 16, "shard_streams": 8, "same": "url", "captions": ["json:captions"]}
+    one, several = (open_stream(tmp_path, captions_per_step=k, **options) for k in (1, 2))
+    by_key: dict[int, set[int]] = {}
+    for _ in range(6):
+        (first, alone), (batch, both) = ((b, content(b)) for b in (one.next_batch(), several.next_batch()))
+        assert (alone[0], alone[1], alone[3]) == (both[0], both[1], both[3]), "their number changes nothing else"
+        assert first.tokens(0, 16).equal(batch.tokens(0, 32)[::2])
+        captions = [bytes(row.tolist()).decode().strip() for row in batch.tokens(0, 32)]
+        keys = batch.column(KEYS)
+        for key, here, there in zip(keys.tolist(), captions[::2], captions[1::2], strict=True):
+            assert here[:2] == there[:2], "of one sample"
+            assert (here == there) == (int(here[:2]) % 3 == 0), "drawn twice only where there is no other"
+            by_key.setdefault(key, set()).add(int(here[:2]) // 3)
+    assert len(by_key) == 10 and all(len(urls) == 1 for urls in by_key.values())
+
+
+def weight_of(sample: ChosenSample) -> list[float]:
+    fields = json_fields(sample.raw.members["json"])
+    return [fields["weight"], len(sample.captions[0])]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_column_is_one_declaration(tmp_path: Path, workers: int) -> None:
+    """Its values are in the batch, each at its sample's place, and go to the loss."""
+    members = []
+    for i in range(30):
+        about = json.dumps({"weight": i / 4}).encode()
+        members += [(f"{i:02d}.png", picture(i)), (f"{i:02d}.json", about), (f"{i:02d}.txt", str(i).encode())]
+    write_tar(tmp_path / "0.tar", members)
+    column = Column("weight", (2,), "float32", weight_of, members=("json",), for_loss=True)
+    with open_stream(tmp_path, batch=16, workers=workers, columns=(column,)) as stream:
+        batch = stream.next_batch()
+        numbers = [int(bytes(row.tolist()).decode()) for row in batch.tokens(0, 16)]
+        weights = batch.targets(batch.ids().device)["weight"]
+        assert weights.tolist() == [[i / 4, len(str(i))] for i in numbers] and len(set(numbers)) == 16
+
+
+@pytest.mark.parametrize(
+    ("same", "one", "other", "equal"),
+    [
+        ("caption", raw(text="A  Cat\n"), raw(text="a cat"), True),
+        ("caption", raw(text="a cat"), raw(text="a cat."), False),
+        ("url", raw(url=" http://x/A "), raw(url="http://x/A"), True),
+        ("url", raw(url="http://x/A"), raw(url="http://x/a"), False),
+        ("label", raw(label=3), raw(label="3"), True),
+        ("url", raw(url=""), raw(url=""), False),
+        ("url", raw(url=float("nan")), raw(url=float("nan")), False),
+        ("url", raw(), raw(url="0 1"), False),
+    ],
+)
+def test_samples_with_the_same_value_have_the_same_key(
+    same: str, one: RawSample, other: RawSample, equal: bool
+) -> None:
+    (column,) = (column for column in columns_of(DataConfig(same=same), SIDE).beside if column.name == KEYS)
+
+    def key(sample: RawSample, place: str) -> int:
+        return int(column.read(ChosenSample(sample, [sample.members["txt"].decode()], place)))
+
+    keys = [key(one, "0 0"), key(other, "0 1")]
+    assert (keys[0] == keys[1]) == equal
+    assert keys[0] == key(one, "0 0"), "the same sample twice in a batch"
+    assert all(-(2**63) <= key < 2**63 for key in keys)
