@@ -107,15 +107,19 @@ class Block:
         if self.rows.keys is None or self.rows.share is not None:
             return None
         same = self.same()
-        if self.diagonal() is not None:
-            same.diagonal(self.offset).fill_(False)
+        if self.diagonal() is not None and self.positive is not None:
+            same.diagonal(self.positive).fill_(False)
         return same if bool(same.any()) else None
 
-    @property
-    def offset(self) -> int:
-        """The diagonal of the positives, for Tensor.diagonal."""
-        assert self.positive is not None
-        return self.positive
+    def positives(self) -> tuple[Tensor, Tensor]:
+        """The rows and the columns, pair by pair, of the positives inside: equal keys if they have shares, or the
+        diagonal."""
+        if self.rows.share is not None:
+            rows, cols = self.same().nonzero(as_tuple=True)
+            return rows, cols
+        i, j = self.diagonal() or (slice(0, 0), slice(0, 0))
+        device = self.rows.features.device
+        return torch.arange(i.start, i.stop, device=device), torch.arange(j.start, j.stop, device=device)
 
     def diagonal(self) -> tuple[slice, slice] | None:
         """The rows and the columns, pair by pair, of the positives inside this block. None: there are none."""

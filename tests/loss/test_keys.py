@@ -14,7 +14,8 @@ from torch import Tensor
 
 from clipscale import contrastive_loss
 from clipscale.loss.objectives import OBJECTIVES
-from tests.loss.cases import assert_exact, features, keys, oracle, results
+from clipscale.loss.reference import dense_contrastive_loss
+from tests.loss.cases import Phi, assert_exact, errors, features, keys, oracle, results
 from tests.loss.workers import Workers, check, stacked, stacked_again
 
 EXCHANGES = ["replicated", "local", "gather", "ring"]
@@ -66,6 +67,46 @@ def test_keys_are_exact_on_ranks(ranks: Workers, objective: str, exchange: str) 
         check(ranks, world, u, v, 14.3, options, keys=(images.view(world, n), stacked_again(texts, world, n * k)))
 
 
+def keyed(sizes: tuple[int, int, int], kinds: int, seed: int, shared: str) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Features of n images with k captions each and of hard negatives, and the options for keys of so many kinds."""
+    n, extra, k = sizes
+    u, v = features(n, k * n + extra, 7, "aligned" if k == 1 else "random", seed)
+    texts = torch.randint(0, kinds, (len(v),), generator=torch.Generator().manual_seed(seed))
+    images = texts[:n].clone()
+    texts[: k * n] = images.repeat_interleave(k)
+    mode = "positive" if k > 1 and shared == "mask" else shared
+    return u, v, {"keys": (images, texts), "captions": k, "shared": mode}
+
+
+@pytest.mark.parametrize("shared", ["mask", "positive"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_modules_take_keys_and_captions(objective: str, shared: str) -> None:
+    torch.manual_seed(0)
+    options = {"objective": objective, "similarity": Phi(7).double()}
+    for captions in (1, 3):
+        u, v, given = keyed((6, 3, captions), 4, 0, shared)
+        options |= given
+        found = results(contrastive_loss, u, v, 5.0, tile=4, **options)
+        assert_exact(found, oracle(u, v, 5.0, **options), 5.0, 1e-10, (objective, given))
+
+
+@pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("captions", "shared"), [(1, "mask"), (1, "positive"), (3, "positive")])
+def test_half_precision_is_no_further_from_the_truth_than_twice_plain_torch(
+    objective: str, captions: int, shared: str
+) -> None:
+    """Also where 1 / captions is no bfloat16."""
+    u, v, options = keyed((90, 20, captions), 60, 0, shared)
+    u, v = u.bfloat16(), v.bfloat16()
+    options["objective"] = objective
+    for scale in (14.3, 100.0):
+        true = oracle(u, v, scale, **options)
+        plain = errors(results(dense_contrastive_loss, u, v, scale, **options), true, scale)
+        found = errors(results(contrastive_loss, u, v, scale, tile=32, **options), true, scale)
+        for name, x in found.items():
+            assert x <= 2 * plain[name] + 5e-6, f"{name} at scale {scale}: {x:.1e} against {plain[name]:.1e}"
+
+
 @settings(max_examples=40, derandomize=True, deadline=None)
 @given(
     sizes=st.tuples(st.integers(1, 9), st.integers(0, 4), st.integers(1, 3)),
@@ -79,14 +120,8 @@ def test_keys_are_exact_on_ranks(ranks: Workers, objective: str, exchange: str) 
 def test_any_keys_are_exact(
     sizes: tuple[int, int, int], kinds: int, seed: int, scale: float, options: dict[str, Any]
 ) -> None:
-    n, extra, k = sizes
-    u, v = features(n, k * n + extra, 7, "aligned" if k == 1 else "random", seed)
-    texts = torch.randint(0, kinds, (len(v),), generator=torch.Generator().manual_seed(seed))
-    images = texts[:n].clone()
-    texts[: k * n] = images.repeat_interleave(k)
-    if k > 1 and options["shared"] == "mask":
-        options["shared"] = "positive"
-    options |= {"keys": (images, texts), "captions": k}
+    u, v, given = keyed(sizes, kinds, seed, options["shared"])
+    options |= given
     found = results(contrastive_loss, u, v, scale, tile=4, **options)
     assert_exact(found, oracle(u, v, scale, **options), scale, 1e-10, (sizes, kinds, options))
 

@@ -16,21 +16,13 @@ class SigmoidTile(ObjectiveTile):
     """There is no log-sum-exp: the rows' targets collect the value, negated."""
 
     def backward(self, scores: Tensor, tile: Block, bound: float, spare: Tensor) -> Tensor:
-        same = None if tile.rows.share is None else tile.same()
+        positives = tile.positives()
         logits = scores.add_(tile.parameters.bias)
-        _negate_positives(logits, tile, same)  # -z (x + bias)
+        logits[positives] = -logits[positives]  # -z (x + bias)
         if tile.rows.target is not None:
             tile.rows.target -= torch.logaddexp(logits, logits.new_zeros(()), out=spare).sum(1)
         g = logits.sigmoid_()
-        _negate_positives(g, tile, same)  # sigmoid(y) - 1 is -sigmoid(-y), without the cancellation
+        g[positives] = -g[positives]  # sigmoid(y) - 1 is -sigmoid(-y), without the cancellation
         if tile.parameters.bias_grad is not None:
             tile.parameters.bias_grad += g.sum()
         return g
-
-
-def _negate_positives(x: Tensor, tile: Block, same: Tensor | None) -> None:
-    """Change the sign of x (n, m), in place, where `same`, or without that on the diagonal of the pairs."""
-    if same is not None:
-        x.copy_(torch.where(same, -x, x))
-    elif tile.diagonal() is not None:
-        x.diagonal(tile.offset).neg_()

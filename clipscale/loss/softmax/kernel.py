@@ -19,7 +19,7 @@ from torch import Tensor
 
 from clipscale.loss.block import Block, RowBlock
 from clipscale.loss.similarity import row_products
-from clipscale.loss.softmax.tile import diagonal_weights
+from clipscale.loss.softmax.tile import positive_weights
 from clipscale.loss.triton.backend import TritonBackend, programs
 from clipscale.loss.triton.tiles import (
     LOG2E,
@@ -217,7 +217,7 @@ class TritonSoftmax(TritonBackend):
         if diagonal is not None:
             i, j = diagonal
             assert block.rows.target is not None
-            weight = diagonal_weights(block, diagonal)
+            weight = positive_weights(block, i, j)
             products = row_products(features[i], block.cols.features[j], self.machine.parts)
             block.rows.target[i] += weight * (scale * products)
 

@@ -8,8 +8,6 @@ Letters: n rows (images) and m columns (texts) of the tile; r and c the log-sum-
 weights.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -21,6 +19,9 @@ from clipscale.loss.tile import ObjectiveTile
 MARGIN = 60.0
 SMALLEST_SUM = 1e-25  # somewhat above e^-60: a smaller sum may have lost terms to underflow
 
+Direction = tuple[Tensor, Tensor, int]
+"""The weights and the log-sum-exps of a side, and the dimension of the scores that it sums over."""
+
 
 class SoftmaxTile(ObjectiveTile):
     """A side without weights takes no part."""
@@ -29,16 +30,15 @@ class SoftmaxTile(ObjectiveTile):
         x = scores
         sides = directions(tile)
         reference = _reference(bound)
-        pulled = positives(x, tile)
-        if pulled is not None and tile.rows.target is not None:
-            rows, own_scores, weights = pulled
-            tile.rows.target[rows] += (weights * own_scores).sum(1)
+        i, j = tile.positives()
+        if tile.rows.target is not None:
+            tile.rows.target.index_put_((i,), positive_weights(tile, i, j) * x[i, j], accumulate=True)
         exponentials = torch.sub(x, reference, out=spare).exp_() if reference else torch.exp(x, out=spare)
-        for side in sides:
-            total = exponentials.sum(side.dim)
+        for _, lse, dim in sides:
+            total = exponentials.sum(dim)
             underflow = reference > 0 and bool(total.min() < SMALLEST_SUM)
-            lse = _logsumexp(x, side.dim) if underflow else total.double().log_().add_(reference)
-            side.lse.copy_(torch.logaddexp(side.lse, lse))
+            there = _logsumexp(x, dim) if underflow else total.double().log_().add_(reference)
+            lse.copy_(torch.logaddexp(lse, there))
 
     def backward(self, scores: Tensor, tile: Block, bound: float, spare: Tensor) -> Tensor:
         x = scores
@@ -48,30 +48,15 @@ class SoftmaxTile(ObjectiveTile):
             if reference:
                 x.sub_(reference)
             x.exp_()
-            factors = [side.across((side.weight * (reference - side.lse).exp()).to(x.dtype)) for side in sides]
+            factors = [(weight * (reference - lse).exp()).to(x.dtype).unsqueeze(dim) for weight, lse, dim in sides]
             x.mul_(torch.add(*factors, out=spare) if len(factors) == 2 else factors[0])
         else:
-            terms = [_weighted_probabilities(x, side) for side in sides]
+            terms = [_weighted_probabilities(x, *side) for side in sides]
             torch.add(*terms, out=x) if len(terms) == 2 else x.copy_(terms[0])
         # In the tile, not as a correction afterwards: a p - a cancels to nothing where the positive has all the mass.
-        pulled = positives(x, tile)
-        if pulled is not None:
-            _, probabilities, weights = pulled
-            probabilities.sub_(weights.to(x.dtype))
+        i, j = tile.positives()
+        x[i, j] -= positive_weights(tile, i, j).to(x.dtype)
         return x
-
-
-@dataclass
-class Direction:
-    """One side of a softmax, and the dimension that it sums over."""
-
-    weight: Tensor
-    lse: Tensor
-    dim: int
-
-    def across(self, x: Tensor) -> Tensor:
-        """One number a row (column), shaped to broadcast over the columns (rows)."""
-        return x.unsqueeze(self.dim)
 
 
 def directions(block: Block) -> list[Direction]:
@@ -79,28 +64,17 @@ def directions(block: Block) -> list[Direction]:
     sides = []
     for side, dim in ((block.rows, 1), (block.cols, 0)):
         if side.weight is not None and side.lse is not None:
-            sides.append(Direction(side.weight, side.lse[:, 0], dim))
+            sides.append((side.weight, side.lse[:, 0], dim))
     return sides
 
 
-def positives(x: Tensor, tile: Block) -> tuple[slice, Tensor, Tensor] | None:
-    """The rows with positives, their numbers in x (a view) and their weights (float64): on the diagonal (n, 1), or
-    (n, m) by the sides' shares. None: the tile has no positives."""
-    rows, cols = tile.rows, tile.cols
-    if rows.share is not None and cols.share is not None:
-        same = tile.same()
-        weights = rows.share.double()[:, None] + cols.share.double()[None, :]
-        return (slice(None), x, weights.masked_fill_(~same, 0)) if bool(same.any()) else None
-    diagonal = tile.diagonal()
-    if diagonal is None:
-        return None
-    return diagonal[0], x.diagonal(tile.offset)[:, None], diagonal_weights(tile, diagonal)[:, None]
-
-
-def diagonal_weights(block: Block, diagonal: tuple[slice, slice]) -> Tensor:
-    """a_i + b_j of the pairs on the diagonal, float64."""
-    sides = zip((block.rows, block.cols), diagonal)
-    weights = [side.weight[index].double() for side, index in sides if side.weight is not None]
+def positive_weights(block: Block, rows: Tensor | slice, cols: Tensor | slice) -> Tensor:
+    """What the positives at these rows and columns, pair by pair, weigh in both directions, float64."""
+    weights = []
+    for side, index in ((block.rows, rows), (block.cols, cols)):
+        each = side.weight if side.share is None else side.share
+        if each is not None:
+            weights.append(each[index].double())
     return sum(weights[1:], weights[0])
 
 
@@ -111,7 +85,7 @@ def _reference(bound: float) -> float:
 
 def _is_near(reference: float, sides: list[Direction]) -> bool:
     """Whether e^(t - r) and e^(t - c) are finite, and what underflows in e^(x - t) is nothing beside them."""
-    return all(reference - float(side.lse.min()) <= MARGIN for side in sides)
+    return all(reference - float(lse.min()) <= MARGIN for _, lse, _ in sides)
 
 
 def _logsumexp(x: Tensor, dim: int) -> Tensor:
@@ -120,8 +94,8 @@ def _logsumexp(x: Tensor, dim: int) -> Tensor:
     return (x - largest).exp_().sum(dim).double().log_().add_(largest.squeeze(dim))
 
 
-def _weighted_probabilities(x: Tensor, side: Direction) -> Tensor:
+def _weighted_probabilities(x: Tensor, weight: Tensor, lse: Tensor, dim: int) -> Tensor:
     """weight * e^(x - lse). The weight corrects what the log-sum-exp loses when it is rounded to the type of x."""
-    lse = side.lse.to(x.dtype)
-    weight = (side.weight * (lse - side.lse).exp()).to(x.dtype)
-    return (x - side.across(lse)).exp_().mul_(side.across(weight))
+    rounded = lse.to(x.dtype)
+    corrected = (weight * (rounded - lse).exp()).to(x.dtype)
+    return (x - rounded.unsqueeze(dim)).exp_().mul_(corrected.unsqueeze(dim))

@@ -30,12 +30,7 @@ class TritonBackend:
         self.machine = machine
 
     def forward(self, block: Block) -> None:
-        """See TorchBackend."""
-        raise NotImplementedError
-
-    def backward(self, block: Block) -> None:
-        """See TorchBackend."""
-        raise NotImplementedError
+        """See TorchBackend: nothing, where there are no log-sum-exps."""
 
     def launch(self, kernel: Any, panel: Block, store: Tensor | None = None, **arguments: Any) -> None:
         """Run a program of the kernel for each tile of the panel, with the operands and the keys beside `arguments`.

@@ -31,7 +31,8 @@ from clipscale.loss.objectives import OBJECTIVES  # noqa: E402
 from clipscale.loss.reference import dense_contrastive_loss  # noqa: E402
 from clipscale.loss.softmax.kernel import TritonSoftmax  # noqa: E402
 from tests.loss.cases import assert_exact, errors, features, keys, oracle, results  # noqa: E402
-from tests.loss.workers import Workers, check, stacked  # noqa: E402
+from tests.loss.test_keys import keyed, near  # noqa: E402
+from tests.loss.workers import Workers, check, stacked, stacked_again  # noqa: E402
 from tests.support.ranks import workers  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -64,6 +65,43 @@ def test_float32_is_exact(objective: str, shared: str) -> None:
         options: dict[str, Any] = {"objective": objective, "shared": shared, "keys": keys(n, m)}
         found = [x.cpu() for x in triton(u.float(), v.float(), scale, **options)]
         assert_exact(found, oracle(u, v, scale, **options), scale, 1e-5, (n, m, width, kind))
+
+
+@settings(max_examples=15, derandomize=True, deadline=None)
+@given(
+    sizes=st.tuples(st.integers(1, 40), st.integers(0, 20), st.integers(1, 3)),
+    kinds=st.integers(1, 40),
+    seed=st.integers(0, 99),
+    scale=st.sampled_from([1.0, 14.3, 100.0]),
+    objective=st.sampled_from(sorted(OBJECTIVES)),
+    shared=st.sampled_from(["mask", "positive"]),
+)
+def test_any_keys_and_captions_are_exact(
+    sizes: tuple[int, int, int], kinds: int, seed: int, scale: float, objective: str, shared: str
+) -> None:
+    u, v, options = keyed(sizes, kinds, seed, shared)
+    options["objective"] = objective
+    found = [x.cpu() for x in triton(u.float(), v.float(), scale, **options)]
+    true = oracle(u.float(), v.float(), scale, **options)
+    assert_exact(found, true, scale, 1e-5, (sizes, kinds, scale, options))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_row_may_be_left_out_but_for_its_own_pair(objective: str) -> None:
+    """Every key is the same: nothing but the pairs is left of a softmax, and hard negatives are in no sum."""
+    u, v = features(20, 45, 24)
+    options: dict[str, Any] = {"objective": objective, "keys": (torch.zeros(20).long(), torch.zeros(45).long())}
+    for scale in (1.0, 100.0):
+        found = [x.cpu() for x in triton(u.float(), v.float(), scale, **options)]
+        assert_exact(found, oracle(u, v, scale, **options), scale, 1e-5, (scale, objective))
+        assert objective == "sigmoid" or abs(float(found[0])) < 1e-5
+
+
+@pytest.mark.parametrize("far", [0.9, -0.2])
+def test_where_nearly_all_of_a_sum_is_left_out_the_rest_is_exact(far: float) -> None:
+    u, v, same = near(far)
+    found = [x.cpu() for x in triton(u.float(), v.float(), 100.0, keys=same)]
+    assert_exact(found, oracle(u.float(), v.float(), 100.0, keys=(same, same)), 100.0, 1e-5, far)
 
 
 @pytest.mark.parametrize("kind", ["equal", "low", "far row", "extreme"])
@@ -265,3 +303,7 @@ def test_on_ranks_it_is_exact(forked: Workers, objective: str, exchange: str) ->
     u, v = stacked(2, 18, 20, 24)
     options = {"objective": objective, "exchange": exchange, "backend": "triton"}
     check(forked, 2, u.float(), v.float(), 14.3, options, bar=1e-5)
+    for shared in ("mask", "positive"):
+        images, texts = keys(36, 40)
+        pairs = images.view(2, 18), stacked_again(texts, 2, 18)
+        check(forked, 2, u.float(), v.float(), 14.3, options | {"shared": shared}, bar=1e-5, keys=pairs)
