@@ -239,9 +239,9 @@ class Run:
 
     def save_due(self) -> bool:
         """Whether this step ends with a checkpoint: by steps, by time, and at the end. All ranks agree."""
-        c = self.config.checkpoint
-        due = self.step == self.total or (c.steps > 0 and self.step % c.steps == 0)
-        late = self.world.main and c.seconds > 0 and time.monotonic() - self.saved_at > c.seconds
+        steps, seconds = self.config.checkpoint.interval
+        due = self.step == self.total or (steps > 0 and self.step % steps == 0)
+        late = self.world.main and seconds > 0 and time.monotonic() - self.saved_at > seconds
         return bool(self.world.highest(int(late))[0]) or due
 
     def save(self, *, last: bool) -> None:

@@ -5,15 +5,14 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-from clipscale.cli.help import COUNTS, declared_settings
+from clipscale.cli.help import COUNTS, shown
 from clipscale.cli.verbs import VERBS
-from clipscale.common.units import one_of
-from clipscale.config.parse import as_typed
 from clipscale.config.presets import about, default_choices, group_options
-from clipscale.config.setting import Setting, nested, summary
+from clipscale.config.setting import Setting, nested, settings_of, summary
+from clipscale.config.train import TrainConfig
 
 LIMITS = {"least": "at least", "above": "more than", "below": "less than", "most": "at most"}
-SHARED = {setting.name for setting in declared_settings("train")}
+SHARED = {setting.name for setting in settings_of(TrainConfig)}
 """Settings that have their row on the page of `train`."""
 
 
@@ -31,7 +30,7 @@ def verbs() -> str:
         "What `clipscale train` has too is in [Settings](settings.md). `clipscale VERB --help` shows all.",
     ]
     for name, verb in VERBS.items():
-        own = [setting for setting in declared_settings(name) if setting.name not in SHARED]
+        own = [setting for setting in settings_of(verb.settings) if setting.name not in SHARED]
         usage = " ".join(word for word in ("clipscale", name, verb.words, "[KEY=VALUE ...]") if word)
         parts += [f"## {name}", f"{sentence(summary(verb.settings))} `{usage}`"]
         parts += [f"```sh\n{verb.examples}\n```", *([" ".join(verb.notes.split())] if verb.notes else [])]
@@ -41,7 +40,7 @@ def verbs() -> str:
 
 def settings() -> str:
     """All settings of `train`, section by section."""
-    declared = declared_settings("train")
+    declared = settings_of(TrainConfig)
     sections = {
         "": "Keys without a section.",
         **{name: summary(of) for name, of in nested(VERBS["train"].settings).items()},
@@ -68,12 +67,10 @@ def table(declared: Iterable[Setting]) -> str:
     """A row for each setting: key, default, what it does and accepts."""
     rows = ["| key | default | |", "|---|---|---|"]
     for setting in declared:
-        explained = all(f"`{choice}`" in setting.help for choice in setting.choices or ())
         bounds = ", ".join(f"{LIMITS[name]} {bound:g}" for name, bound in setting.bounds.items())
-        choices = "" if explained else f"Choose {one_of(setting.choices or ())}."
-        parts = [setting.help, choices, f"({bounds})" if bounds else ""]
-        default = "" if setting.default in (None, "", [], {}) else f"`{as_typed(setting.default)}`"
-        rows.append(f"| `{setting.name}` | {default} | {cell(' '.join(part for part in parts if part))} |")
+        default = f"`{shown(setting.default)}`".replace("``", "")
+        meaning = f"{setting.meaning} ({bounds})" if bounds else setting.meaning
+        rows.append(f"| `{setting.name}` | {default} | {cell(meaning)} |")
     return "\n".join(rows)
 
 

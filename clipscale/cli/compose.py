@@ -55,7 +55,8 @@ def overrides(name: str, words: Iterable[str], *, sweep: bool = False) -> tuple[
     """
     declared = {setting.name: setting for setting in settings_of(VERBS[name].settings)}
     dictionaries = tuple(f"{key}." for key, setting in declared.items() if setting.kind is dict)
-    plain, given = [], {}
+    plain: list[str] = []
+    given: dict[str, str] = {}
     for word in words:
         key, equals, value = word.partition("=")
         if VERBS[name].words and not (equals and re.fullmatch(r"[a-z_.]+", key)):
@@ -69,14 +70,15 @@ def overrides(name: str, words: Iterable[str], *, sweep: bool = False) -> tuple[
             value = quoted_values(value, sweep=sweep)
         if value.endswith(","):
             raise UserError(f"{word}: nothing follows the comma; leave it out")
-        override = f"{'++' * key.startswith(dictionaries)}{key}"
+        override = key
+        if key.startswith(dictionaries):
+            override = f"++{key}"  # a new key
         if override in given:
             raise UserError(f"{key} is given twice; quote a value with braces, which the shell splits: {key}='...'")
         given[override] = value
-    lengths = {"samples", "epochs"}
-    if lengths <= declared.keys() and (len(lengths & given.keys()) == 1 or given.get("stages", "[]") != "[]"):
-        for key in sorted(lengths):
-            given.setdefault(key, "null")
+    if given.keys() & {"samples", "epochs", "stages"} and "epochs" in declared:  # an experiment's own counts less
+        given.setdefault("samples", "null")
+        given.setdefault("epochs", "null")
     return plain, [f"{key}={value}" for key, value in given.items()]
 
 
@@ -84,7 +86,9 @@ def example(word: str, names: Collection[str]) -> str:
     """What was probably meant by a word without an equals sign."""
     if word.endswith((".yaml", ".yml")):
         return "; settings of a file: --config-dir DIR experiment=NAME takes DIR/experiment/NAME.yaml"
-    return f", {word}=..." if word in names else f", as in run={word}" if "run" in names and word.isalnum() else ""
+    if word in names:
+        return f", {word}=..."
+    return f", as in run={word}" if "run" in names and word.isalnum() else ""
 
 
 def is_source(text: str) -> bool:

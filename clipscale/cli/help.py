@@ -3,10 +3,11 @@
 import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from clipscale.cli.verbs import VERBS, split_verb
 from clipscale.common.errors import UserError
-from clipscale.common.units import nearest, one_of
+from clipscale.common.units import nearest
 from clipscale.config.parse import as_typed
 from clipscale.config.presets import about, default_choices, group_options
 from clipscale.config.setting import Setting, nested, settings_of, summary
@@ -42,50 +43,49 @@ def show_verbs(names: Iterable[str]) -> None:
 def show_verb(name: str) -> None:
     """The keys of a verb; of those inside sections only what is often set."""
     verb = VERBS[name]
-    print(f"clipscale {name}: {summary(verb.settings)}\n")
-    print("Usage:", *(word for word in (f"clipscale {name}", verb.words, "[KEY=VALUE ...]") if word), end="\n\n")
-    declared = declared_settings(name)
-    often = [setting for key in verb.often.split() for setting in declared if setting.name == key]
-    describe([*(setting for setting in declared if "." not in setting.name), *often])
-    if sections := nested(verb.settings):
+    usage = f"clipscale {name} {verb.words} [KEY=VALUE ...]".replace("  ", " ")
+    print(f"clipscale {name}: {summary(verb.settings)}\n\nUsage: {usage}\n")
+    declared = {setting.name: setting for setting in settings_of(verb.settings)}
+    often = verb.often.split()
+    describe([*(setting for key, setting in declared.items() if "." not in key), *(declared[key] for key in often)])
+    if sections := used_sections(name):
         print(f"\nSections: `clipscale {name} --help SECTION` lists their keys")
-        columns((f"{section}.", summary(declared)) for section, declared in sections.items())
-    if choices := default_choices(verb.conf):
+        columns((f"{section}.", summary(of)) for section, of in sections.items())
+    if chosen := default_choices(verb.conf):
         print("\nGroups: named sets of values, from conf/ (* the default)")
         options = group_options()
-        columns((f"{g}=", ", ".join(o + "*" * (o == choices[g]) for o in options[g])) for g in choices)
+        marked = {group: [f"{o}*" if o == choice else o for o in options[group]] for group, choice in chosen.items()}
+        columns((f"{group}=", ", ".join(names)) for group, names in marked.items())
     print("\nExamples\n" + textwrap.indent(verb.examples, "  "))
     print(f"\n{COUNTS}\n{verb.notes}".rstrip())
 
 
+def used_sections(name: str) -> dict[str, type]:
+    """The sections of which a verb uses anything."""
+    used = {setting.name.partition(".")[0] for setting in settings_of(VERBS[name].settings)}
+    return {section: of for section, of in nested(VERBS[name].settings).items() if section in used}
+
+
 def show_section(name: str, section: str) -> None:
     """All keys of a section, and the presets of the group of that name."""
-    sections, choices = nested(VERBS[name].settings), default_choices(VERBS[name].conf)
-    if section not in {**sections, **choices}:
-        raise UserError(f"{name} --help {section}: no such section{nearest(section, {**sections, **choices})}")
+    sections = used_sections(name)
+    groups = default_choices(VERBS[name].conf)
+    if section not in {**sections, **groups}:
+        raise UserError(f"{name} --help {section}: no such section{nearest(section, {**sections, **groups})}")
     print(f"{section}: {summary(sections[section]) if section in sections else 'whole sets of settings'}")
-    describe([setting for setting in declared_settings(name) if setting.name.startswith(section + ".")])
-    options = group_options()[section] if section in choices else []
-    columns((f"{section}={option}", about(section, option)) for option in options)
-
-
-def declared_settings(name: str) -> Sequence[Setting]:
-    """The settings of a verb, with the defaults that conf/ gives them."""
-    from clipscale.cli import compose  # imports Hydra
-
-    return settings_of(VERBS[name].settings, values=compose.settings(name, []))
+    describe(setting for setting in settings_of(VERBS[name].settings) if setting.name.startswith(section + "."))
+    if section in groups:
+        columns((f"{section}={option}", about(section, option)) for option in group_options()[section])
 
 
 def describe(declared: Iterable[Setting]) -> None:
     """Keys with their defaults, help and choices."""
-    rows = []
-    for setting in declared:
-        explained = all(f"`{choice}`" in setting.help for choice in setting.choices or ())
-        meaning = setting.help if explained else f"{setting.help} Choose {one_of(setting.choices or ())}."
-        rows.append(
-            (setting.name, as_typed(setting.default) if setting.default not in (None, "", [], {}) else "", meaning)
-        )
-    columns(rows)
+    columns((setting.name, shown(setting.default), setting.meaning) for setting in declared)
+
+
+def shown(default: Any) -> str:
+    """A default as one types it; nothing for none."""
+    return "" if default in (None, "", [], {}) else as_typed(default)
 
 
 def columns(rows: Iterable[Sequence[str]]) -> None:

@@ -39,20 +39,17 @@ class CheckpointConfig:
     keep_every: int = setting(0, "Checkpoints at multiples of so many steps stay for good; 0: none.", least=0)
 
     @property
-    def steps(self) -> int:
-        """Steps between checkpoints; 0: none by steps."""
-        return 0 if self.every[-1:] in UNITS else parse_count(self.every)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds between checkpoints; 0: none by time."""
-        unit = UNITS.get(self.every[-1:], 0)
-        return float(self.every[:-1]) * unit if unit else 0.0
+    def interval(self) -> tuple[int, float]:
+        """Steps and seconds between checkpoints; 0: none by these. Raises UserError."""
+        parts = re.fullmatch(r"(\d+)([mh]?)", self.every)
+        if not parts:
+            raise UserError(f"checkpoint.every={self.every}: give minutes (30m), hours (2h) or steps (500)")
+        count, unit = int(parts[1]), parts[2]
+        return (0, float(UNITS[unit] * count)) if unit else (count, 0.0)
 
     def check(self) -> None:
         """Raises UserError for another form of `every`."""
-        if not re.fullmatch(r"\d+(\.\d+)?[mh]|\d+k?", self.every):
-            raise UserError(f"checkpoint.every={self.every}: give minutes (30m), hours (2h) or steps (500)")
+        _ = self.interval
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from types import NoneType
 from typing import Any, get_args, get_origin
 
+from clipscale.common.units import one_of
+
 
 def setting(default: Any, help: str, *, choices: Collection[str] | None = None, **bounds: float) -> Any:
     """A dataclass field: its default, one or two sentences of help, and what it accepts.
@@ -39,6 +41,12 @@ class Setting:
         return NoneType in get_args(self.type)
 
     @property
+    def meaning(self) -> str:
+        """The help, with choices that it does not explain."""
+        explained = all(f"`{choice}`" in self.help for choice in self.choices or ())
+        return self.help if explained else f"{self.help} Choose {one_of(self.choices or ())}."
+
+    @property
     def required(self) -> Any:
         """The type without `| None`."""
         return get_args(self.type)[0] if self.optional else self.type
@@ -49,24 +57,23 @@ class Setting:
         return get_origin(self.required) or self.required
 
 
-def settings_of(declared: type, prefix: str = "", values: Any = None) -> tuple[Setting, ...]:
+def settings_of(declared: type, prefix: str = "") -> tuple[Setting, ...]:
     """All settings of a dataclass in the order of declaration, nested sections flattened to dotted names.
 
-    `values`: the object whose values are the defaults; None: those of the dataclass. A dataclass that uses a section in
-    part has a dictionary ONLY: section ("" for itself) -> the names of what it uses.
+    A dataclass that uses a section in part has a dictionary ONLY: section ("" for itself) -> the names of what it uses.
     """
     settings: list[Setting] = []
     inside = nested(declared)
-    values = declared() if values is None else values
+    defaults = declared()
     only: Mapping[str, str] = getattr(declared, "ONLY", {})
     for part in fields(declared):
-        name, value = prefix + part.name, getattr(values, part.name)
+        name = prefix + part.name
         if part.name in inside:
             used = tuple(f"{name}.{each}" for each in only.get(part.name, "").split())
-            inner = settings_of(inside[part.name], name + ".", value)
+            inner = settings_of(inside[part.name], name + ".")
             settings += [setting for setting in inner if not used or setting.name in used]
         elif "" not in only or part.name in only[""].split():
-            settings.append(Setting(name, part.type, value, **part.metadata))
+            settings.append(Setting(name, part.type, getattr(defaults, part.name), **part.metadata))
     return tuple(settings)
 
 

@@ -1,21 +1,17 @@
 """Reads the settings that choose samples and captions: conditions (`similarity>=0.3`) and caption sources."""
 
 import math
-import operator
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from operator import ge, gt, le, lt
 from typing import Any
 
 from clipscale.common.errors import UserError
 from clipscale.data.sample import BrokenSampleError
 
-_COMPARE: dict[str, Callable[[Any, Any], bool]] = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    ">": operator.gt,
-    "<": operator.lt,
-}
+_COMPARE: dict[str, Callable[[float, float], bool]] = {">=": ge, "<=": le, ">": gt, "<": lt}
 _CONDITION = re.compile(r"^\s*([\w .:-]+?)\s*(>=|<=|!=|==|=|>|<)\s*(.*?)\s*$")
 CAPTION = "caption"
 """Its length in characters can be a condition."""
@@ -44,33 +40,25 @@ class Condition:
 
     def require(self, value: Any) -> None:
         """Raise BrokenSampleError `filter_NAME` for a value that does not meet it, and `filter_no_NAME` for none, or
-        none that is a number where one is needed."""
+        none that is a number where one is needed. Texts are compared without regard to case."""
         try:
-            if value is None or (isinstance(value, float) and math.isnan(value)):
+            if value is None or value != value:  # NaN
                 raise ValueError("missing")
-            holds = self.holds(value)
+            if self.sign in _COMPARE:
+                holds = _COMPARE[self.sign](float(value), float(self.values[0]))
+            else:
+                among = any(_equal(value, text) for text in self.values)
+                holds = among == (self.sign == "=")
         except (ValueError, TypeError, OverflowError) as error:
             raise BrokenSampleError(f"filter_no_{self.name}") from error
         if not holds:
             raise BrokenSampleError(f"filter_{self.name}", str(value)[:100])
 
-    def holds(self, value: Any) -> bool:
-        """Whether a value meets the condition. Numbers are compared as numbers, texts without regard to case.
-
-        Raises ValueError or TypeError for a value that must be a number and is none.
-        """
-        if self.sign in ("=", "!="):
-            among = any(_equal(value, text) for text in self.values)
-            return among == (self.sign == "=")
-        return _COMPARE[self.sign](float(value), float(self.values[0]))
-
 
 def _equal(value: Any, text: str) -> bool:
     if isinstance(value, int | float) and not isinstance(value, bool):
-        try:
+        with suppress(ValueError):
             return float(value) == float(text)
-        except ValueError:
-            return False
     return str(value).casefold() == text.casefold()
 
 
@@ -98,12 +86,16 @@ def condition(text: str) -> Condition:
 
 def caption_sources(texts: Sequence[str]) -> tuple[tuple[str, float], ...]:
     """Parse caption sources with their weights: `txt`, `json:caption=0.5`. Raises UserError."""
-    pairs = [text.partition("=") for text in texts]
-    try:
-        sources = tuple((name.strip(), float(weight or 1)) for name, _, weight in pairs)
-    except ValueError as error:
-        raise UserError(f"data.captions={list(texts)}: write sources with weights, as in [txt=1,json:alt=3]") from error
-    weights = [weight for _, weight in sources]
-    if not all(name and 0 <= weight < math.inf for name, weight in sources) or not sum(weights):
-        raise UserError(f"data.captions={list(texts)}: weights must be non-negative and not all zero")
-    return sources
+    sources = []
+    for text in texts:
+        name, _, weight = text.partition("=")
+        try:
+            share = float(weight or 1)
+        except ValueError:
+            share = math.nan
+        if not name.strip() or not 0 <= share < math.inf:
+            raise UserError(f"data.captions={text}: write sources with weights from 0 on, as in [txt=1,json:alt=3]")
+        sources.append((name.strip(), share))
+    if not any(share for _, share in sources):
+        raise UserError(f"data.captions={list(texts)}: weights must not all be zero")
+    return tuple(sources)

@@ -55,7 +55,7 @@ def test_every_row_has_its_test() -> None:
 def test_a_command_runs_only_where_the_command_line_allows_it(tmp_path: Path, capsys: Cap, source: str) -> None:
     pipe = f"pipe:touch {tmp_path}/ran; cat {archive(tmp_path / 'a.tar', [('a.png', picture()), ('a.txt', b'a')])}"
     (tmp_path / "list").write_text(pipe)
-    assert main(["data", "check", source.format(pipe=pipe, list=tmp_path / "list"), "data.workers=1"]) == 2
+    assert main(["data", "check", source.format(pipe=pipe, list=tmp_path / "list")]) == 2
     assert "'pipe:touch" in capsys.readouterr().err and not (tmp_path / "ran").exists()
 
 
@@ -79,7 +79,7 @@ def test_names_and_links_in_an_archive_are_no_paths(tmp_path: Path, capsys: Cap)
             touched.append(str(given[0]))
 
     with heard(listen):
-        assert main(["data", "check", shard, "data.workers=1"]) == 1
+        assert main(["data", "check", shard]) == 1
     out = capsys.readouterr().out
     assert re.search(r"samples +3", out) and re.search(r"usable +2", out) and re.search(r"no_image +1", out), out
     assert set(touched) <= {shard}
