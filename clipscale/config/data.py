@@ -70,11 +70,6 @@ class DataConfig:
     same: str | None = setting(
         None, "What samples share, for `loss.shared`: `caption`, or a field of the json (`url`, `sha256`, ...)."
     )
-    text: str = setting(
-        "truncate",
-        "Of a caption too long for the context: its first tokens (`truncate`), a random `block`, or `random` ones.",
-        choices=("truncate", "block", "random"),
-    )
     only_keys: str | None = setting(
         None,
         "A subset of the samples: DataComp's uids (`FILE.npy`, dtype `u8,u8`, sorted), or a text of keys, one a line.",

@@ -8,7 +8,7 @@ from clipscale.common.errors import UserError
 T = TypeVar("T")
 SETTINGS = {
     "samples": "samples", "batch": "batch", "image_size": "model.image_size", "context_length": "model.context_length",
-    "text": "data.text", "patch_dropout": "model.patch_dropout", "lr": "optim.lr", "warmup": "schedule.warmup",
+    "patch_dropout": "model.patch_dropout", "lr": "optim.lr", "warmup": "schedule.warmup",
     "final": "schedule.final", "loss": "loss.objective",
 }  # fmt: skip
 """A key of a stage -> the setting that it changes. Another key is `optimizer`: `continue` or `restart`."""

@@ -1,21 +1,17 @@
 """open_clip's tokenizers, for captions of any length."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
 
 import open_clip
-import torch
 from open_clip.tokenizer import DEFAULT_CONTEXT_LENGTH, HFTokenizer, SimpleTokenizer
 from torch import Tensor
 
 from clipscale.common.errors import UserError, first_line
-from clipscale.data.order import CounterRNG
 
 CHARS_PER_TOKEN = 32
 """Characters that are kept for each token of the context. No token of CLIP's vocabulary stands for more."""
-LONGEST = 256
-"""Tokens of a caption among which some are drawn."""
 
 
 class Tokenizer:
@@ -37,24 +33,12 @@ class Tokenizer:
         return self._load()
 
     def __call__(self, texts: list[str]) -> Tensor:
-        return self.inner([self.cut(text, self.length) for text in texts], self.length)
+        return self.inner([self.cut(text) for text in texts], self.length)
 
-    def drawn(self, texts: Sequence[str], kind: str, draws: Sequence[CounterRNG]) -> Tensor:
-        """The tokens of captions by CLIP's tokenizer; of those too long a random `block`, or `random` ones in order."""
-        rows, most = torch.zeros(len(texts), self.length, dtype=torch.int64), self.length - 2
-        for row, text, rng in zip(rows, texts, draws, strict=True):
-            tokens = self.inner.encode(self.cut(text, max(self.length, LONGEST)))
-            places = range(len(tokens))
-            if len(tokens) > most and kind == "block":
-                places = places[rng.integer(len(tokens) - most + 1) :][:most]
-            chosen = sorted(sorted(places, key=lambda _: rng.uniform())[:most])
-            whole = [self.inner.sot_token_id, *(tokens[i] for i in chosen), self.inner.eot_token_id]
-            row[: len(whole)] = torch.tensor(whole)
-        return rows
-
-    def cut(self, text: str, length: int) -> str:
+    def cut(self, text: str) -> str:
         """Runs of spaces are one to tokenizers. JSON can hold lone surrogates."""
-        most, text = CHARS_PER_TOKEN * length, text.encode("utf-8", "replace").decode()
+        most = CHARS_PER_TOKEN * self.length
+        text = text.encode("utf-8", "replace").decode()
         return text if len(text) <= most else " ".join(text.split())[:most]
 
 

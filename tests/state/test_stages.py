@@ -29,7 +29,7 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import curve, records, small
 
 STAGES = [
-    {"samples": 38, "batch": 12, "image_size": 20, "context_length": 5, "text": "random",
+    {"samples": 38, "batch": 12, "image_size": 20, "context_length": 5,
      "patch_dropout": 0.3, "lr": 2e-3},
     {"samples": 24, "batch": 6, "lr": 1e-4, "warmup": "2", "loss": "softmax_image"},
 ]  # fmt: skip
@@ -159,21 +159,12 @@ def test_stages_that_cannot_be_are_refused_at_the_start(
         train(staged(shards, tmp_path / "run", [STAGES[0], {"samples": 20} | second], **changes))
 
 
-def test_a_later_stages_text_is_refused_at_the_start(
-    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("open_clip.tokenizer._tokenizer", lambda texts, length: torch.ones(len(texts), length).long())
-    with pytest.raises(UserError, match=r"data\.text=block: only for CLIP's own tokenizer"):
-        train(staged(shards, tmp_path / "run", [{"samples": 12}, {"samples": 12, "text": "block"}]))
-    assert not (tmp_path / "run/metrics.jsonl").exists()
-
-
 def test_stages_on_the_command_line() -> None:
     def given(text: str) -> TrainConfig:
         _, words = compose.overrides("train", [f"stages={text}", "data.train=x.tar", "model=tiny"])
         return settled(compose.settings("train", words))
 
-    config = given("[{samples:2k,batch:64,lr:1e-3,warmup:10,optimizer:restart},{samples:1k,text:block}]")
+    config = given("[{samples:2k,batch:64,lr:1e-3,warmup:10,optimizer:restart},{samples:1k,final:0.5}]")
     assert config.stages[0] == {"samples": 2048, "batch": 64, "lr": 1e-3, "warmup": "10", "optimizer": "restart"}
     assert (config.samples, config.epochs) == (3072, None)
     for text, message in {

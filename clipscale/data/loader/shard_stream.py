@@ -20,7 +20,7 @@ from clipscale.data.filters import Selection
 from clipscale.data.loader.host_batch import Arena
 from clipscale.data.loader.offload import open_backend
 from clipscale.data.loader.shard_reader import Item, OrderedShards, ShardReader, StreamPosition, Unreadable
-from clipscale.data.order import AUGMENT, CAPTION, TEXT, CounterRNG, Mixed, Segment, local_places
+from clipscale.data.order import AUGMENT, CAPTION, CounterRNG, Mixed, Segment, local_places
 from clipscale.data.sample import BrokenSampleError, ChosenSample, RawSample, limits
 from clipscale.data.shards.remote import RETRIES
 from clipscale.data.shards.store import Store
@@ -41,7 +41,7 @@ class WorkerSpec:
     config: DataConfig
     shards: OrderedShards
     columns: Columns
-    tokenizer: Any  # captions -> tokens; with `data.text` other than truncate, models/tokenizer.py's
+    tokenizer: Any  # captions -> tokens
     selection: Selection
     streams: tuple[StreamPosition, ...]  # the worker's shard streams, and where each starts
     rank: int
@@ -62,8 +62,6 @@ class Taken(NamedTuple):
     captions: list[str]
     values: dict[str, Any]
     """Of each column, by their names."""
-    rng: CounterRNG
-    """Random numbers for `data.text`."""
 
 
 class ShardStream:
@@ -126,7 +124,7 @@ class ShardStream:
             else:
                 self._given += 1
                 self._forget_skipped()
-                return Taken(captions, values, CounterRNG(seed, TEXT, *place))
+                return Taken(captions, values)
 
     def close(self) -> None:
         for reader in self._readers:
@@ -204,22 +202,18 @@ class BatchFiller:
         work = [(stream, int(place)) for stream, places in pairs for place in places]
         for start in range(0, len(work), self._spec.piece):
             piece = work[start : start + self._spec.piece]
-            captions: dict[int, tuple[str, CounterRNG]] = {}  # by their row of the tokens
+            captions: dict[int, str] = {}  # by their row of the tokens
             for stream, place in piece:
                 self._tick()
                 if place in local:
                     taken = stream.take(partial(self.backend.put, slot, place))
-                    drawn = [(caption, taken.rng) for caption in taken.captions]
-                    captions.update(enumerate(drawn, place * len(drawn)))
+                    captions.update(enumerate(taken.captions, place * len(taken.captions)))
                     for name, value in taken.values.items():
                         slot[name][place] = value
                 else:
                     stream.take(self.backend.check)
             if captions:
-                texts, draws = zip(*captions.values())
-                tokenizer = self._spec.tokenizer
-                kind = self._spec.config.text
-                tokens = tokenizer(list(texts)) if kind == "truncate" else tokenizer.drawn(texts, kind, draws)
+                tokens = self._spec.tokenizer(list(captions.values()))
                 slot["tokens"][list(captions)] = np.asarray(tokens)
             yield self.report(fill.step, start + len(piece))
         yield replace(self.report(fill.step), positions=tuple(stream.position for stream in self.streams))
