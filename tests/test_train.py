@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import time
 import traceback
 from collections.abc import Callable
@@ -61,7 +62,10 @@ def test_a_run_learns_and_leaves_its_record(finished: Path) -> None:
     evaluations = ("eval/step_00000005.json", "eval/step_00000010.json")
     for name in ("config.yaml", "env.json", *evaluations):
         assert (finished / name).stat().st_size > 0, name
-    assert [p.name for p in checkpoint.checkpoints_of(finished)] == ["step_00000010"]
+    (last,) = checkpoint.checkpoints_of(finished)
+    assert last.name == "step_00000010"
+    for key in checkpoint.read_values(last):
+        assert re.search(rf"^    .*\b{key}\b.*   ", checkpoint.__doc__, re.M), f"the format does not name {key}"
 
 
 def train_in_process(demo: Path, run: Path) -> None:

@@ -4,7 +4,6 @@ import logging
 import re
 import shutil
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from clipscale.common.errors import UserError
@@ -44,10 +43,12 @@ def checkpoints_of(run: Path) -> list[Path]:
     return sorted((path for path in paths if re.fullmatch(r"step_\d+", path.name)), key=step_of)
 
 
-def outdated(steps: Sequence[int], step: int, keep: int, keep_every: int) -> list[int]:
-    """The steps up to `step` that go: all but the newest `keep` (0: all) and multiples of `keep_every`."""
-    temporary = [s for s in steps if s <= step and not (keep_every and s % keep_every == 0)]
-    return temporary[:-keep] if keep else []
+def outdated(run: Path, step: int, keep: int, keep_every: int) -> list[Path]:
+    """The checkpoints up to `step` that go: all but the newest `keep` (0: all) and multiples of `keep_every`."""
+    if not keep:
+        return []
+    earlier = [path for path in checkpoints_of(run) if step_of(path) <= step]
+    return [path for path in earlier if not keep_every or step_of(path) % keep_every][:-keep]
 
 
 def remove(checkpoint: Path) -> None:

@@ -1,12 +1,4 @@
-"""Reads checkpoints, and verifies them before. A checkpoint is a folder:
-
-    step_00001000/__0_0.distcp, ...   tensors, one file for each rank that wrote (torch.distributed.checkpoint)
-    step_00001000/.metadata           which tensor is where
-    step_00001000/meta.json           everything else: step, settings of the model, position in the data, random states,
-                                      chunk sizes; and the size and the CRC-32 of each file above
-
-A state is a tree of dictionaries. Its tensors are stored by the keys on the way to them: model/logit_scale.
-"""
+"""Reads checkpoints, and verifies them before. Their format and content: `checkpoint/__init__.py`."""
 
 import base64
 import json
@@ -15,6 +7,7 @@ import zlib
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -115,29 +108,28 @@ def read_values(path: Path) -> State:
 
 def sum_of(file: Path) -> tuple[int, int]:
     """Size and CRC-32 of a file. Raises OSError."""
-    size = checksum = 0
+    size = 0
+    checksum = 0
     with file.open("rb", buffering=0) as stream:
         while block := stream.read(BLOCK):
-            size, checksum = size + len(block), zlib.crc32(block, checksum)
+            size += len(block)
+            checksum = zlib.crc32(block, checksum)
     return size, checksum
 
 
 def verify(path: Path, rank: int = 0, world: int = 1) -> None:
     """Compare a rank's share of a checkpoint's files with their checksums. Raises UserError for a damaged one."""
 
-    def check(name: str, size: int, checksum: int) -> None:
-        present = (path / name).stat().st_size
-        if present != size:
-            raise ValueError(f"{name} has {present} bytes instead of {size}")
-        if sum_of(path / name)[1] != checksum:
-            raise ValueError(f"checksum of {name} differs")
-
-    shares = list(read_meta(path)["files"].items())[rank::world]
+    sums = read_meta(path)["files"]
+    names = list(sums)[rank::world]
     try:
         with ThreadPoolExecutor(cores()) as threads:
-            list(threads.map(lambda share: check(share[0], *share[1]), shares))
-    except (OSError, ValueError) as error:
+            present = list(threads.map(lambda name: sum_of(path / name), names))
+    except OSError as error:
         raise damaged(path, error) from error
+    for name, present_sum in zip(names, present):
+        if list(present_sum) != sums[name]:
+            raise damaged(path, ValueError(f"size or checksum of {name} differs"))
 
 
 # ---- loading ----
@@ -148,7 +140,7 @@ def load(
     *,
     verified: bool = False,
     parts: Collection[str] | None = None,
-    like: Mapping[str, Tensor] | None = None,
+    like: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> State:
     """A checkpoint's state on the CPU. Executes no pickled code but that of torch's own `.metadata`.
 
@@ -166,13 +158,15 @@ def load(
     reader = dcp.FileSystemReader(path)
     tensors: dict[str, Any] = {}
     for name, stored in reader.read_metadata().state_dict_metadata.items():
-        if parts is None or name.split(SEPARATOR)[0] in parts:
+        keys = name.split(SEPARATOR)
+        if parts is None or keys[0] in parts:
             assert isinstance(stored, TensorStorageMetadata)
-            parameter = next((like[key] for key in name.split(SEPARATOR) if key in like), None) if like else None
+            parameter = next((like[key] for key in keys if key in like), None)
+            dtype = stored.properties.dtype
             if isinstance(parameter, DTensor) and parameter.shape == stored.size:
-                tensors[name] = torch.empty_like(parameter, dtype=stored.properties.dtype, requires_grad=False)
+                tensors[name] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
             else:
-                tensors[name] = torch.empty(stored.size, dtype=stored.properties.dtype)
+                tensors[name] = torch.empty(stored.size, dtype=dtype)
     if tensors:
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         dcp.load(tensors, storage_reader=reader, no_dist=True)

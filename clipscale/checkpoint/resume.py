@@ -27,17 +27,20 @@ def to_resume(run: Path, resume: str, world: World) -> Path | None:
     Raises UserError for a path without a checkpoint, and if every checkpoint is damaged.
     """
     candidates = world.on_all(lambda: candidates_of(run, resume))
-    if len(set(map(tuple, world.gather(candidates)))) > 1:
+    if any(others != candidates for others in world.gather(candidates)):
         raise UserError(f"run={run}: the processes see different checkpoints; put the folder on storage that all share")
-    bad: dict[Path, str] = {}
+    damaged: dict[Path, str] = {}
     for candidate in candidates:
-        problems = [problem for problem in world.gather(problem_of(candidate, world)) if problem]
-        if not problems:
-            world.on_main(partial(set_damaged_aside, bad, candidate, rename=resume == "auto"))
+        try:
+            world.on_all(partial(verify, candidate, world.rank, world.size))
+        except UserError as error:
+            damaged[candidate] = str(error)
+        else:
+            world.on_main(partial(set_damaged_aside, damaged, candidate, rename=resume == "auto"))
             return candidate
-        bad[candidate] = problems[0]
-    if bad:
-        raise UserError(f"resume={resume}: {next(iter(bad.values()))}; no other can be read, begin another run=NAME")
+    if damaged:
+        newest = damaged[candidates[0]]
+        raise UserError(f"resume={resume}: {newest}; no other can be read, begin another run=NAME")
     return None
 
 
@@ -58,20 +61,11 @@ def candidates_of(run: Path, resume: str) -> list[Path]:
     return candidates
 
 
-def problem_of(path: Path, world: World) -> str:
-    """Why a checkpoint cannot be used, as far as this rank's share shows; empty where it can."""
-    try:
-        verify(path, world.rank, world.size)
-    except UserError as error:
-        return str(error)
-    return ""
-
-
-def set_damaged_aside(bad: dict[Path, str], used: Path, *, rename: bool) -> None:
+def set_damaged_aside(damaged: dict[Path, str], used: Path, *, rename: bool) -> None:
     """Report the damaged checkpoints, and `rename` them, so that the run can save the same steps again."""
-    for path, reason in bad.items():
-        now = f"; it is now {folder.renamed(path, '.damaged').name}" if rename else ""
-        log.warning("%s%s; the run goes on from %s", reason, now, used.name)
+    for path, reason in damaged.items():
+        renamed = f"; it is now {folder.renamed(path, '.damaged').name}" if rename else ""
+        log.warning("%s%s; the run goes on from %s", reason, renamed, used.name)
 
 
 def check_fits(
@@ -87,15 +81,15 @@ def check_fits(
             raise UserError(f"run={run} already holds checkpoints; go on with resume=auto, or choose another run=NAME")
         return
     model = saved["model_config"]
-    for setting, theirs, ours in (
+    for setting, trained, now in (
         ("batch", saved["batch"], config.batch),
         ("model.name", model["name"], config.model.name),
         ("model.architecture", model["architecture"], config.model.architecture),
         ("model.lora", model.get("lora", 0), config.model.lora),
         ("optim.name", saved["optimizer_name"], config.optim.name),
     ):
-        if theirs != ours:
-            raise UserError(f"{setting}={ours!r}: the checkpoint was trained with {theirs!r}; take it, or another run")
+        if trained != now:
+            raise UserError(f"{setting}={now!r}: the checkpoint was trained with {trained!r}; take it, or another run")
     if saved["samples"] != samples_before(saved["step"]):
         raise UserError(
             f"resume: the checkpoint has seen {saved['samples']} samples in {saved['step']} steps, which these "

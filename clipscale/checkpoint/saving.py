@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -60,39 +60,38 @@ class Saver:
         owners = shares({n: t.nbytes for n, t in tensors.items() if not isinstance(t, DTensor)}, self.world.size)
         rank = self.world.rank
         several = self.world.size > 1
+        text = values_text(values | {"step": step})
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # also in the thread that writes
         result = dcp.async_save(
             {name: tensor for name, tensor in tensors.items() if owners.get(name, rank) == rank},
-            storage_writer=Writer(
-                self._temporary(step), values_text(values | {"step": step}), partial(self._complete, step)
-            ),
+            storage_writer=Writer(self._temporary(step), text, partial(self._complete, step)),
             process_group=self.world.background if several else None,
             async_stager=self._stager,
             no_dist=not several,
         )
         assert isinstance(result, Future)
-        self._pending, self.last_step = (step, result), step
+        self._pending = step, result
+        self.last_step = step
         if last:
             self.wait()
 
     def wait(self) -> None:
         """Wait until the checkpoint that is being written is complete. Raises UnwritableError where it could not be."""
-        pending, self._pending = self._pending, None
-        if pending is None:
+        if self._pending is None:
             return
-        step, result = pending
+        step, result = self._pending
+        self._pending = None
         try:
             result.result()
         except CheckpointException as error:
             if self.world.main:
                 folder.discard(self._temporary(step))
-            complete = [path.name for path in folder.checkpoints_of(self.run) if folder.step_of(path) != step]
-            rest = f"the newest complete one is {complete[-1]}" if complete else "there is no earlier one"
             reasons = [cause.strerror or cause for cause, _ in error.failures.values() if isinstance(cause, OSError)]
             if not reasons:
                 raise
+            path = folder.path_of(self.run, step)
             raise UnwritableError(
-                f"checkpoint {folder.path_of(self.run, step)} could not be written ({reasons[0]}); {rest}"
+                f"checkpoint {path} could not be written ({reasons[0]}); earlier ones stay"
             ) from error
 
     def close(self) -> None:
@@ -118,14 +117,14 @@ class Saver:
             folder.remove(path)
         self._temporary(step).replace(path)
         sync_folder(path.parent)
-        keep = self.config.keep, self.config.keep_every
-        for old in folder.outdated([folder.step_of(other) for other in folder.checkpoints_of(self.run)], step, *keep):
-            folder.remove(folder.path_of(self.run, old))
+        for old in folder.outdated(self.run, step, self.config.keep, self.config.keep_every):
+            folder.remove(old)
 
 
 def shares(sizes: Mapping[str, int], world: int) -> dict[str, int]:
     """The rank that writes each tensor, by their bytes: the largest first, to the rank that has least so far."""
-    loads, owners = [0] * world, {}
+    loads = [0] * world
+    owners = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         owners[name] = loads.index(min(loads))
         loads[owners[name]] += sizes[name]
@@ -156,11 +155,11 @@ class Writer(dcp.FileSystemWriter):
             while cause and not isinstance(cause, OSError):
                 cause = cause.__context__
             raise cause or error from error
-        sums = {name: sum_of(Path(self.path) / name) for name in {r.storage_data.relative_path for r in results}}
+        sum_of_file = cache(lambda name: sum_of(Path(self.path) / name))
         future: TorchFuture[list[WriteResult]] = TorchFuture()
         future.set_result(
             [
-                Written(r.index, r.size_in_bytes, r.storage_data, file=sums[r.storage_data.relative_path])
+                Written(r.index, r.size_in_bytes, r.storage_data, sum_of_file(r.storage_data.relative_path))
                 for r in results
             ]
         )
