@@ -235,7 +235,7 @@ class ModelConfig:
     weights: str | None = setting(
         None,
         "Weights to start from: one of open_clip's tags for `name`, hf-hub:ORG/NAME (only these use the network), a "
-        "run, a folder of open_clip or Hugging Face (CLIP, SigLIP), or a file.",
+        "run, a folder of open_clip or Hugging Face (CLIP), or a file.",
     )
     image: TowerConfig = field(default_factory=TowerConfig)
     text: TowerConfig = field(default_factory=TowerConfig)
@@ -245,7 +245,7 @@ class ModelConfig:
     image_size: int | None = setting(None, "Side in pixels, a multiple of the patch; null: the model's own.", least=1)
     context_length: int | None = setting(
         None,
-        "Tokens of a caption; loaded weights are stretched to more as in Long-CLIP; null: the model's own.",
+        "Tokens of a caption; position embeddings are interpolated; null: the model's own.",
         least=2,
     )
     grad_checkpointing: bool = setting(False, "Recompute each block's activations in the backward pass.")

@@ -47,7 +47,7 @@ class Family:
 
 
 def _cuts_captions(encoder: TextTransformer) -> bool:
-    causal = encoder.attn_mask is not None and encoder.cls_emb is None
+    causal = isinstance(encoder, LeanText) and encoder.attn_mask is not None
     return causal and encoder.pool_type in ("first", "argmax", "eos")
 
 

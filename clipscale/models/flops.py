@@ -12,8 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from clipscale.common.hardware import HARDWARE, hardware_of
 from clipscale.config.sections import ModelConfig
-from clipscale.models.lean import takes_short_captions
-from clipscale.models.towers import ClipModel, adapt, architecture, encoders_of
+from clipscale.models.towers import ClipModel, architecture, encoders_of
 
 
 class PassFlops(NamedTuple):
@@ -45,45 +44,39 @@ NOTHING = Trained()
 
 def image_flops(config: ModelConfig, trained: Trained = NOTHING) -> PassFlops:
     """Of one image. `config`: the model's settings. A backward pass computes what `trained` needs, layer by layer."""
-    return _image_flops(_architecture_of(config), trained)
+    encoder = _encoders_of(config).visual
+    size = encoder.image_size
+    height, width = size if isinstance(size, tuple) else (size, size)
+    # Of a tower that trains whole, the pixels' gradient counts too: three forward passes in all, as usual.
+    pixels = torch.empty(1, 3, height, width, device="meta", requires_grad=trained.whole)
+    return _count(encoder, pixels, trained)
 
 
 def text_flops(config: ModelConfig, trained: Trained = NOTHING, length: int | None = None) -> PassFlops:
     """As `image_flops`, of one caption of `length` tokens; None: the whole context."""
-    return _text_flops(_architecture_of(config), trained, length)
+    encoders = _encoders_of(config)
+    context = encoders.context_length
+    tokens = torch.zeros(1, length or context, dtype=torch.long, device="meta")
+    mask = getattr(encoders.text, "attn_mask", None)
+    if mask is None or length in (None, context):
+        return _count(encoders.text, tokens, trained)
+    encoders.text.attn_mask = mask[:length, :length]
+    flops = _count(encoders.text, tokens, trained)
+    encoders.text.attn_mask = mask
+    return flops
 
 
-def _architecture_of(config: ModelConfig) -> str:
-    return json.dumps([config.name, config.architecture, config.image_size, config.context_length])
+def _encoders_of(config: ModelConfig) -> Any:
+    return _encoders(json.dumps([config.name, config.architecture, config.image_size, config.context_length]))
 
 
 @cache
 def _encoders(model: str) -> Any:
-    """open_clip's encoders without values. `model`: by `_architecture_of`."""
-    name, description, side, context = json.loads(model)
-    config = ModelConfig(name=name, architecture=description, image_size=side, context_length=context)
+    """open_clip's encoders without values."""
+    name, description, image_size, context = json.loads(model)
+    config = ModelConfig(name=name, architecture=description, image_size=image_size, context_length=context)
     with torch.device("meta"):
-        description = architecture(config)
-        encoders = encoders_of(description).eval()
-        adapt(encoders, config, description)
-    encoders.text = takes_short_captions(encoders.text)
-    return encoders
-
-
-@cache
-def _image_flops(model: str, trained: Trained) -> PassFlops:
-    encoder = _encoders(model).visual
-    size = encoder.image_size
-    height, width = size if isinstance(size, tuple) else (size, size)
-    # Of a tower that trains whole, the pixels' gradient counts too: three forward passes in all, as usual.
-    return _count(encoder, torch.empty(1, 3, height, width, device="meta", requires_grad=trained.whole), trained)
-
-
-@cache
-def _text_flops(model: str, trained: Trained, length: int | None) -> PassFlops:
-    encoders = _encoders(model)
-    tokens = torch.zeros(1, length or encoders.context_length, dtype=torch.long, device="meta")
-    return _count(encoders.text, tokens, trained)
+        return encoders_of(architecture(config), image_size).eval()
 
 
 def _count(encoder: nn.Module, inputs: Tensor, trained: Trained) -> PassFlops:
@@ -134,19 +127,18 @@ class Flops:
     ) -> None:
         """`model`: built by `config`; its parameters say what trains. With `stored_images` the image tower does not
         run, because its features are read. `captions`: of a sample."""
-        self.config, self.captions = config, captions
-        self.trained_text = trained_of(model.text.encoder)
+        self.captions = captions
         self.image = 0 if stored_images else sum(image_flops(config, trained_of(model.image.encoder)))
+        trained = trained_of(model.text.encoder)
+        self.text = cache(lambda width: sum(text_flops(config, trained, width)))
         gpu = hardware_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self.peak = HARDWARE[gpu].peak("bf16") if gpu else None
 
     def per_sample(self, widths: Mapping[int, int] | None = None) -> float:
         """FLOPs; `widths`: a batch's captions by the tokens at which they are computed; None: the whole context."""
         if not widths:
-            return self.image + self.captions * sum(text_flops(self.config, self.trained_text))
-        text = 0
-        for width, count in widths.items():
-            text += count * sum(text_flops(self.config, self.trained_text, width))
+            return self.image + self.captions * self.text(None)
+        text = sum(count * self.text(width) for width, count in widths.items())
         return self.image + self.captions * text / sum(widths.values())
 
     def utilisation(self, samples_per_s: float, widths: Mapping[int, int] | None = None) -> float | None:

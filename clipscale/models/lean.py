@@ -32,9 +32,11 @@ def lean(encoder: nn.Module) -> nn.Module:
     """The encoder with the shorter forward pass, over the same parameters; one that it does not suit as it is."""
     kind: type[LeanVision] | type[LeanText]
     if type(encoder) is VisionTransformer:
-        suits, kind = encoder.attn_pool is None, LeanVision
+        kind = LeanVision
+        suits = encoder.attn_pool is None
     elif type(encoder) is TextTransformer:
-        suits, kind = encoder.cls_emb is None and not encoder.use_pad_mask, LeanText
+        kind = LeanText
+        suits = encoder.cls_emb is None and not encoder.use_pad_mask
     else:
         return encoder
     blocks: Any = encoder.transformer.resblocks  # type: ignore[union-attr]
@@ -48,11 +50,6 @@ def lean(encoder: nn.Module) -> nn.Module:
             if type(child) is LayerNorm:
                 setattr(module, name, LeanNorm(child))
     return kind(encoder)
-
-
-def takes_short_captions(encoder: nn.Module) -> nn.Module:
-    """open_clip's text transformer, with its own forward pass, for captions shorter than the context too."""
-    return ShortText(encoder) if type(encoder) is TextTransformer else encoder
 
 
 class Successor:
@@ -73,7 +70,8 @@ class LeanBlock(Successor, ResidualAttentionBlock):
         if position is None:
             attended = self.attend(y, causal)
         else:
-            x, attended = token(x, position), self.attend_from(y, position, causal)
+            attended = self.attend_from(y, position, causal)
+            x = token(x, position)
         x = x + self.ls_1(self.out_proj(attended))
         return x + self.ls_2(self.mlp(self.ln_2(x)))
 
@@ -142,25 +140,22 @@ class LeanText(Successor, TextTransformer):
 
     def position(self, text: Tensor) -> Position | None:
         """The token whose output is the feature; None: all of them are."""
-        if self.pool_type in ("argmax", "eos"):
-            return (text if self.pool_type == "argmax" else (text == self.eos_id).int()).argmax(dim=-1)
+        if self.pool_type == "argmax":
+            return text.argmax(dim=-1)
+        if self.pool_type == "eos":
+            return (text == self.eos_id).int().argmax(dim=-1)
         return {"first": 0, "last": -1}.get(self.pool_type)
-
-
-class ShortText(Successor, TextTransformer):
-    """open_clip's forward pass for captions shorter than the context: the causal mask is cut to their length."""
-
-    def _embeds(self, text: Tensor) -> tuple[Tensor, Tensor | None]:
-        x, mask = super()._embeds(text)
-        return x, mask if mask is None else mask[..., : x.shape[1], : x.shape[1]]
 
 
 def run(transformer: Transformer, x: Tensor, causal: bool, position: Position | None) -> Tensor:
     """All blocks; the last one for `position` alone, if that is given."""
     last = transformer.resblocks[-1]
     for block in transformer.resblocks:
-        arguments: tuple[Any, ...] = (x, causal, position if block is last else None)
-        x = checkpoint(block, *arguments, use_reentrant=False) if transformer.grad_checkpointing else block(*arguments)
+        pooled = position if block is last else None
+        if transformer.grad_checkpointing:
+            x = checkpoint(block, x, causal, pooled, use_reentrant=False)
+        else:
+            x = block(x, causal, pooled)
     return x
 
 

@@ -11,14 +11,12 @@ from copy import deepcopy
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import open_clip
 import torch
 import torch.nn.functional as F
 from open_clip.model import CustomTextCLIP
-from timm.layers import GELUTanh
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -32,9 +30,8 @@ from clipscale.data.eval_transform import EvalTransform
 from clipscale.models import lora
 from clipscale.models.families import family_of
 from clipscale.models.groups import lock, rate_factors
-from clipscale.models.lean import takes_short_captions
 from clipscale.models.tokenizer import Tokenizer, tokenizer_of
-from clipscale.models.weights import Source, described, resized, without_weights
+from clipscale.models.weights import described, interpolated, without_weights
 from clipscale.models.weights import load as load_weights
 
 
@@ -67,11 +64,13 @@ class Tower(nn.Module):
 
     def digest(self, *, frozen: bool = False) -> str:
         """A digest of the weights, names and values, on any device; of the `frozen` ones alone."""
-        found, state = hashlib.blake2b(digest_size=16), self.state_dict()
-        for name in sorted({name for name, p in self.named_parameters() if not p.requires_grad} if frozen else state):
-            found.update(name.encode())
-            found.update(state[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        return found.hexdigest()
+        digest = hashlib.blake2b(digest_size=16)
+        state = self.state_dict()
+        names = [name for name, p in self.named_parameters() if not p.requires_grad] if frozen else list(state)
+        for name in sorted(names):
+            digest.update(name.encode())
+            digest.update(state[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
 
 
 class ImageTower(Tower):
@@ -140,9 +139,11 @@ class ClipModel(nn.Module):
 
     def rate_factors(self, config: ModelConfig) -> dict[str, float]:
         """Factors of the learning rate by parameter; 1 for those that are missing. Raises UserError."""
-        towers = (("image", self.image, config.image), ("text", self.text, config.text))
-        factors = {name: rate_factors(tower.encoder, name, settings) for name, tower, settings in towers}
-        return {f"{tower}.encoder.{name}": f for tower, own in factors.items() for name, f in own.items()}
+        factors = {}
+        for part, tower, settings in (("image", self.image, config.image), ("text", self.text, config.text)):
+            for name, factor in rate_factors(tower.encoder, part, settings).items():
+                factors[f"{part}.encoder.{name}"] = factor
+        return factors
 
     def train(self, mode: bool = True) -> "ClipModel":
         """As in torch, but frozen towers and frozen batch normalisation stay in evaluation mode."""
@@ -195,28 +196,22 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
     return description
 
 
-def encoders_of(description: dict[str, Any]) -> CustomTextCLIP:
-    """open_clip's model by its description, on torch's default device. Raises UserError where it cannot be built."""
+def encoders_of(description: dict[str, Any], image_size: int | None = None) -> CustomTextCLIP:
+    """open_clip's model by its description, on torch's default device; a tower of timm for pictures of `image_size`.
+
+    Raises UserError where it cannot be built.
+    """
     try:
-        return CustomTextCLIP(**description)
+        encoders = CustomTextCLIP(**description)
     except Exception as error:  # open_clip and timm check little of what they are given
         needs_transformers = description["text_cfg"].get("hf_model_name") and find_spec("transformers") is None
         lacks = "; pip install 'clipscale[hf]'" if needs_transformers else ""
-        about = f"model.architecture does not describe an open_clip model ({first_line(error)})"
-        raise UserError(about + lacks) from error
-
-
-def adapt(encoders: CustomTextCLIP, config: ModelConfig, description: dict[str, Any]) -> None:
-    """Give timm's tower the `image_size` of the settings and the `act_kwargs` that open_clip's description has."""
-    trunk = getattr(encoders.visual, "trunk", None)
-    if trunk is None:
-        return
-    if config.image_size and hasattr(trunk, "set_input_size"):
-        trunk.set_input_size(img_size=(config.image_size, config.image_size))
-    if options := description["vision_cfg"].get("act_kwargs"):
-        for module in trunk.modules():
-            if isinstance(getattr(module, "act", None), nn.GELU | GELUTanh):
-                module.act = nn.GELU(**options)
+        reason = first_line(error)
+        raise UserError(f"model.architecture does not describe an open_clip model ({reason}){lacks}") from error
+    trunk: Any = getattr(encoders.visual, "trunk", None)
+    if image_size and hasattr(trunk, "set_input_size"):
+        trunk.set_input_size(img_size=(image_size, image_size))
+    return encoders
 
 
 def _check_patches(side: int, vision: dict[str, Any]) -> None:
@@ -241,20 +236,18 @@ def build_model(config: ModelConfig, *, lean: bool = True) -> ClipModel:
         description["init_logit_scale"] = math.log(config.init_scale)
     if config.init_bias is not None:
         description["init_logit_bias"] = config.init_bias
-    encoders = encoders_of(description)
-    adapt(encoders, config, description)
+    encoders = encoders_of(description, config.image_size)
     load_weights(encoders, config, quick_gelu=bool(description.get("quick_gelu")))
     if config.grad_checkpointing:
         encoders.set_grad_checkpointing(True)
     if lean:
         encoders.visual = family_of(encoders.visual).shorter(encoders.visual)
         encoders.text = family_of(encoders.text).shorter(encoders.text)
-    encoders.text = takes_short_captions(encoders.text)
     model = ClipModel(encoders, description["embed_dim"], config, tokenizer_of(config.name, description["text_cfg"]))
     for name, tower, settings in (("image", model.image, config.image), ("text", model.text, config.text)):
         unlocked = settings.groups
         if config.lora and settings.train != "none":
-            unlocked = unlocked or 0
+            unlocked = 0 if unlocked is None else unlocked
             lora.add(tower.encoder, name, config.lora, unlocked)
         if unlocked is not None:
             lock(tower.encoder, name, unlocked)
@@ -285,15 +278,14 @@ def load_model(run: Path, which: str = "latest", weights: str = "trained") -> tu
 def fit_positions(weights: dict[str, Any], model: ClipModel) -> list[str]:
     """Interpolate position embeddings among a run's weights for the model's patches and tokens; returns their names."""
     ours: dict[str, Any] = dict(model.named_parameters())
-    names = [name for name in weights if weights[name].shape != ours.get(name, weights[name]).shape]
-    theirs = {name.replace("image.encoder.", "visual.").replace("text.encoder.", "text."): name for name in names}
-    shapes = {there: ours[name] for there, name in theirs.items()}
-    encoders: Any = SimpleNamespace(visual=model.image.encoder, text=model.text.encoder, state_dict=lambda: shapes)
-    held = {there: weights[name] for there, name in theirs.items()}
-    fitting = resized(held, encoders, Source("stages", Path(), stretch=False))
-    for there, name in theirs.items():
-        value, p = fitting[there], ours[name]
-        weights[name] = distribute_tensor(value, p.device_mesh, p.placements) if isinstance(p, DTensor) else value
+    names = [name for name, value in weights.items() if name in ours and value.shape != ours[name].shape]
+    for name in names:
+        parameter = ours[name]
+        tower = model.image if name.startswith("image.") else model.text
+        value = interpolated(weights[name], parameter.shape, tower.encoder)
+        if isinstance(parameter, DTensor):
+            value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+        weights[name] = value
     return names
 
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import open_clip
 import torch
+import torch.nn.functional as F
 from open_clip.convert import convert_state_dict
 from open_clip.factory import load_state_dict
-from open_clip.model import CustomTextCLIP, convert_to_custom_text_state_dict, resize_pos_embed, resize_text_pos_embed
+from open_clip.model import CustomTextCLIP, convert_to_custom_text_state_dict
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
@@ -33,8 +34,6 @@ HUB = "hf-hub:"
 OPEN_CLIP, CONFIG = "open_clip_config.json", "config.json"
 _FILES = ("open_clip_model.safetensors", "model.safetensors", "open_clip_pytorch_model.bin", "pytorch_model.bin")
 """Weights in a folder, the first that there is."""
-KEPT = 20
-"""Text positions that stay where a context is stretched."""
 _BARE = re.compile(r"(^|\.)(head|proj|pooler|cls|lm_head|fc|classifier|embeddings\.position_ids)(\.|$)")
 """Weights around a tower of another task: its classifier is left out, and our projection keeps its initial values."""
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -53,27 +52,26 @@ class Source:
     pixels: dict[str, Any] = field(default_factory=dict)
     """The settings of the model by which its pictures were prepared; empty: not known."""
     quick_gelu: bool | None = None
-    stretch: bool = True
-    """Whether a longer context is made as in Long-CLIP, or all positions are interpolated."""
 
 
 def find(value: str, name: str, setting: str = "model.weights") -> Source:
     """The weights that a setting names; `name` is the architecture, among whose tags it may be. Raises UserError."""
-    about, path = f"{setting}={value!r}", Path(value).expanduser()
+    origin = f"{setting}={value!r}"
+    path = Path(value).expanduser()
     if path.is_dir():
-        return _in_folder(path, about)
+        return _in_folder(path, origin)
     if path.is_file():
-        return Source(about, path)
+        return Source(origin, path)
     if (run_folder(value) / "checkpoints").is_dir():
-        return _in_folder(run_folder(value), about)
+        return _in_folder(run_folder(value), origin)
     try:
         if value.startswith(HUB):
-            return _in_folder(_from_hub(value.removeprefix(HUB)), about)
-        return _of_tag(value, name.replace("/", "-"), about)
+            return _in_folder(_from_hub(value.removeprefix(HUB)), origin)
+        return _of_tag(value, name.replace("/", "-"), origin)
     except UserError:
         raise
     except Exception as error:  # open_clip and the hub client raise what their downloaders do
-        raise UserError(f"{about} cannot be fetched ({first_line(error)}); download it elsewhere, give it") from error
+        raise UserError(f"{origin} cannot be fetched ({first_line(error)}); download it elsewhere, give it") from error
 
 
 def described(config: ModelConfig, saved: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -99,7 +97,8 @@ def described(config: ModelConfig, saved: Mapping[str, Any] | None = None) -> Mo
 
 def without_weights(config: ModelConfig) -> ModelConfig:
     """The settings of the same model that loads nothing."""
-    image, text = (replace(tower, weights=None) for tower in (config.image, config.text))
+    image = replace(config.image, weights=None)
+    text = replace(config.text, weights=None)
     return replace(config, weights=None, image=image, text=text)
 
 
@@ -111,49 +110,59 @@ def load(encoders: CustomTextCLIP, config: ModelConfig, *, quick_gelu: bool) -> 
             right = config.name.removesuffix("-quickgelu") + ("-quickgelu" if source.quick_gelu else "")
             raise UserError(f"{source.setting} was trained with another activation; take model.name={right}")
         fill(encoders, converted(read(source), encoders, source), source)
-    for tower, part, weights in (("image", "visual.", config.image.weights), ("text", "text.", config.text.weights)):
+    for setting, part, weights in (("image", "visual.", config.image.weights), ("text", "text.", config.text.weights)):
         if weights:
-            source = find(weights, config.name, f"model.{tower}.weights")
+            source = find(weights, config.name, f"model.{setting}.weights")
             fill(encoders, of_tower(read(source), encoders, part, source), source, part)
 
 
 # -- where they are ----------------------------------------------------------------------------------------------------
 
 
-def _in_folder(folder: Path, about: str) -> Source:
+def _in_folder(folder: Path, origin: str) -> Source:
     if (folder / "checkpoints").is_dir():
         folder = checkpoint.locate(folder, "latest")
     if (folder / META).is_file():
-        config = typed(ModelConfig, checkpoint.read_values(folder)["model_config"])
-        if config.lora:
-            raise UserError(f"{about}: a checkpoint of adapters alone; give the folder of `clipscale export run=...`")
-        description = config.architecture or open_clip.get_model_config(config.name.replace("/", "-"))
-        if config.context_length:
-            description["text_cfg"]["context_length"] = config.context_length
-        return Source(about, folder, description, config.preprocess)
+        return _in_checkpoint(folder, origin)
     path = next((folder / name for name in _FILES if (folder / name).is_file()), None)
     if path is None:
-        raise UserError(f"{about}: the folder holds no weights ({', '.join(_FILES)}); give one that does, or a file")
+        raise UserError(f"{origin}: the folder holds no weights ({', '.join(_FILES)}); give one that does, or a file")
     try:
-        if (folder / OPEN_CLIP).is_file():
-            content = json.loads((folder / OPEN_CLIP).read_text(encoding="utf-8"))
-            check_names(content["model_cfg"])
-            description = huggingface.with_own_tokenizer(content["model_cfg"], folder)
-            return Source(about, path, description, pixels_of_open_clip(content.get("preprocess_cfg") or {}))
-        if not (folder / CONFIG).is_file():
-            return Source(about, path)
-        content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        if "architecture" in content:  # a tower of timm
-            prepared = {k: v for k, v in (content.get("pretrained_cfg") or content).items() if k in ("mean", "std")}
-            return Source(about, path, pixels=checked_pixels(prepared))
-        kind = content.get("model_type")
-        if kind not in huggingface.KINDS:  # a tower of transformers
-            return Source(about, path, pixels=pixels_of_transformers(folder, ""))
-        description = huggingface.description(content, str(folder.resolve()))
-        prepared = pixels_of_transformers(folder, kind) | huggingface.resolution(description)
-        return Source(about, path, description, prepared, bool(description.get("quick_gelu")))
+        return _beside(folder, Source(origin, path))
     except Exception as error:  # a value of another type fails wherever it is used
-        raise UserError(f"{about}: its configuration cannot be used ({one_line(error)}); give {path}") from error
+        raise UserError(f"{origin}: its configuration cannot be used ({one_line(error)}); give {path}") from error
+
+
+def _in_checkpoint(folder: Path, origin: str) -> Source:
+    config = typed(ModelConfig, checkpoint.read_values(folder)["model_config"])
+    if config.lora:
+        raise UserError(f"{origin}: a checkpoint of adapters alone; give the folder of `clipscale export run=...`")
+    description = config.architecture or open_clip.get_model_config(config.name.replace("/", "-"))
+    if config.context_length:
+        description["text_cfg"]["context_length"] = config.context_length
+    return Source(origin, folder, description, config.preprocess)
+
+
+def _beside(folder: Path, source: Source) -> Source:
+    """The weights with what open_clip's, timm's or transformers' configuration beside them says."""
+    if (folder / OPEN_CLIP).is_file():
+        content = json.loads((folder / OPEN_CLIP).read_text(encoding="utf-8"))
+        check_names(content["model_cfg"])
+        description = huggingface.with_own_tokenizer(content["model_cfg"], folder)
+        return replace(source, description=description, pixels=checked_pixels(content.get("preprocess_cfg") or {}))
+    if not (folder / CONFIG).is_file():
+        return source
+    content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    if "architecture" in content:  # a tower of timm
+        prepared = content.get("pretrained_cfg") or content
+        return replace(
+            source, pixels=checked_pixels({key: prepared[key] for key in ("mean", "std") if key in prepared})
+        )
+    source = replace(source, pixels=pixels_of_transformers(folder))
+    if content.get("model_type") != huggingface.KIND:  # a tower alone
+        return source
+    description = huggingface.description(content, str(folder.resolve()))
+    return replace(source, description=description, quick_gelu=description["quick_gelu"])
 
 
 def check_names(description: dict[str, Any]) -> None:
@@ -175,38 +184,26 @@ def _from_hub(name: str) -> Path:
     return folder
 
 
-def _of_tag(tag: str, name: str, about: str) -> Source:
+def _of_tag(tag: str, name: str, origin: str) -> Source:
     tags = open_clip.list_pretrained_tags_by_model(name)
     if tag not in tags:
         known = f"; the tags of {name} are {', '.join(tags)}" if tags else ""
         near = nearest(tag, tags)
-        raise UserError(f"{about} is no file, no folder, no run and no tag of model.name={name}{near}{known}")
+        raise UserError(f"{origin} is no file, no folder, no run and no tag of model.name={name}{near}{known}")
     pretrained = open_clip.get_pretrained_cfg(name, tag)
     path = Path(open_clip.download_pretrained(pretrained))
-    return Source(about, path, pixels=pixels_of_open_clip(pretrained), quick_gelu=pretrained.get("quick_gelu", False))
+    return Source(origin, path, pixels=checked_pixels(pretrained), quick_gelu=pretrained.get("quick_gelu", False))
 
 
 # -- how their pictures are prepared -----------------------------------------------------------------------------------
 
 
-def pixels_of_open_clip(preprocess: dict[str, Any]) -> dict[str, Any]:
-    """open_clip's description as settings. Raises UserError for values that they cannot have."""
-    return checked_pixels(preprocess)
-
-
-def pixels_of_transformers(folder: Path, kind: str) -> dict[str, Any]:
-    """transformers' in a folder, as settings. `kind`: clip or siglip; "": a tower alone, of mean and deviation."""
+def pixels_of_transformers(folder: Path) -> dict[str, Any]:
+    """Mean and deviation by transformers' description in a folder, as settings. Raises UserError."""
     file = folder / "preprocessor_config.json"
     processor = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     processor = processor.get("image_processor", processor)
-    values: dict[str, Any] = {}
-    if kind:
-        interpolation = "bilinear" if processor.get("resample") == 2 else "bicubic"
-        values = {"resize_mode": "squash" if kind == "siglip" else "shortest", "interpolation": interpolation}
-    for name, key in (("image_mean", "mean"), ("image_std", "std")):
-        if name in processor or kind == "siglip":
-            values[key] = tuple(processor.get(name) or (0.5, 0.5, 0.5))
-    return checked_pixels(values)
+    return checked_pixels({key: processor[f"image_{key}"] for key in ("mean", "std") if f"image_{key}" in processor})
 
 
 def checked_pixels(values: dict[str, Any]) -> dict[str, Any]:
@@ -228,8 +225,7 @@ def read(source: Source) -> dict[str, Tensor]:
     path = source.path
     if path.is_dir():
         state = checkpoint.load(path, parts=("model",))["model"]
-        towers = {"image.encoder.": "visual.", "text.encoder.": "text."}
-        return {re.sub(r"^(image|text)\.encoder\.", lambda m: towers[m[0]], name): x for name, x in state.items()}
+        return {re.sub(r"^text\.encoder", "text", re.sub(r"^image\.encoder", "visual", n)): x for n, x in state.items()}
     try:
         state = load_state_dict(str(path), weights_only=True)
     except Exception as error:  # torch, safetensors, zipfile and pickle have their own
@@ -257,7 +253,11 @@ def of_tower(state: dict[str, Tensor], encoders: CustomTextCLIP, part: str, sour
     if any(name.startswith(("visual.", "text.", "vision_model.", "text_model.")) for name in state):
         return {name: value for name, value in converted(state, encoders, source).items() if name.startswith(part)}
     tower = encoders.visual if part == "visual." else encoders.text
-    inner = "trunk." if hasattr(tower, "trunk") else "transformer." if hasattr(tower, "config") else ""
+    inner = ""
+    if hasattr(tower, "trunk"):
+        inner = "trunk."
+    elif hasattr(tower, "config"):
+        inner = "transformer."
     ours = tower.state_dict()
     named = {part + (name if name in ours else inner + name): value for name, value in state.items()}
     return resized(named, encoders, source)
@@ -265,38 +265,31 @@ def of_tower(state: dict[str, Tensor], encoders: CustomTextCLIP, part: str, sour
 
 def resized(state: dict[str, Tensor], encoders: CustomTextCLIP, source: Source) -> dict[str, Tensor]:
     """The weights with position embeddings for another number of patches or tokens interpolated, with a notice."""
-    names = ("visual.positional_embedding", "visual.trunk.pos_embed", "text.positional_embedding")
-    before, ours = {name: state[name].shape for name in names if name in state}, encoders.state_dict()
-    for name, shape in before.items():
-        if name not in ours or shape == ours[name].shape or shape[-1] != ours[name].shape[-1]:
-            continue
-        if name.startswith("text.") and source.stretch and KEPT < shape[0] < len(ours[name]):
-            state[name] = stretched(state[name], len(ours[name]))
-        elif name.startswith("text."):
-            resize_text_pos_embed(state, encoders)
-        elif "trunk" not in name:
-            resize_pos_embed(state, encoders)
-        else:
-            trunk: Any = encoders.visual.trunk
-            prefix = 0 if getattr(trunk, "no_embed_class", False) else trunk.num_prefix_tokens
-            grid = list(trunk.patch_embed.grid_size)
-            state[name] = resample_abs_pos_embed(state[name], grid, num_prefix_tokens=prefix)
-        now = state[name].shape[-2]
-        log.warning("%s: %s resized from %s to %s positions", source.setting, name, shape[-2], now)
+    ours = encoders.state_dict()
+    for name in ("visual.positional_embedding", "visual.trunk.pos_embed", "text.positional_embedding"):
+        before = state.get(name)
+        if before is not None and name in ours and before.shape != ours[name].shape:
+            encoder = encoders.text if name.startswith("text.") else encoders.visual
+            state[name] = interpolated(before, ours[name].shape, encoder)
+            lengths = before.shape[-2], ours[name].shape[-2]
+            log.warning("%s: %s resized from %s to %s positions", source.setting, name, *lengths)
     return state
 
 
-def stretched(positions: Tensor, length: int) -> Tensor:
-    """Position embeddings (T, W) for a longer context (length, W), as in Long-CLIP (arXiv 2403.15378).
+def interpolated(positions: Tensor, shape: torch.Size, encoder: nn.Module) -> Tensor:
+    """Position embeddings of patches (bicubic) or tokens (linear) in another number, as by open_clip and timm.
 
-    The first 20, which most captions fill, stay. Those after them are interpolated linearly: position 20 + j lies at
-    20 + j (T - 20) / (length - 20) of the old ones, beyond the last on the line through the last two. 77 become 248.
+    positions: (..., T, W). shape: of the result; the same width. Other positions are returned as they are.
     """
-    old = len(positions)
-    place = KEPT + torch.arange(length - KEPT, device=positions.device) * ((old - KEPT) / (length - KEPT))
-    left = place.long().clamp(max=old - 2)
-    share = (place - left)[:, None].to(positions.dtype)
-    return torch.cat([positions[:KEPT], positions[left].lerp(positions[left + 1], share)])
+    if positions.ndim != len(shape) or positions.shape[-1] != shape[-1]:
+        return positions
+    grid: Any = getattr(getattr(encoder, "trunk", None), "patch_embed", encoder)
+    if not hasattr(grid, "grid_size"):
+        return F.interpolate(positions.T[None], size=shape[0], mode="linear")[0].T
+    height, width = grid.grid_size
+    rows = positions.reshape(1, *positions.shape[-2:])
+    rows = resample_abs_pos_embed(rows, [height, width], num_prefix_tokens=shape[-2] - height * width)
+    return rows.reshape(shape)
 
 
 # -- filling -----------------------------------------------------------------------------------------------------------
@@ -313,11 +306,17 @@ def fill(encoders: nn.Module, state: dict[str, Tensor], source: Source, part: st
     except RuntimeError as error:  # lists the weights of another shape
         raise UserError(f"{source.setting} does not fit this architecture: {one_line(error)}") from error
     problems = []
-    for what, names in (("missing", [name for name in missing if name.startswith(part)]), ("left over", left_over)):
-        spare = [name for name in names if name == "logit_bias" or (part and _BARE.search(name.removeprefix(part)))]
-        if spare:
-            log.warning("%s: %s: %s", source.setting, what, ", ".join(spare))
-        if wrong := sorted(set(names) - set(spare)):
-            problems.append(f"{len(wrong)} {what}, such as {wrong[0]}")
+    missing = [name for name in missing if name.startswith(part)]
+    for what, names in (("missing", missing), ("left over", left_over)):
+        wrong = [name for name in names if not _may_differ(name, part)]
+        if wrong:
+            problems.append(f"{len(wrong)} {what}, such as {min(wrong)}")
+        elif names:
+            log.warning("%s: %s: %s", source.setting, what, ", ".join(names))
     if problems:
         raise UserError(f"{source.setting} does not fit this architecture ({'; '.join(problems)}); give another model=")
+
+
+def _may_differ(name: str, part: str) -> bool:
+    """Whether a weight of a model, or of its tower `part`, may be missing or left over."""
+    return name == "logit_bias" or bool(part and _BARE.search(name.removeprefix(part)))

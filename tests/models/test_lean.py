@@ -9,7 +9,7 @@ import torch
 from open_clip.model import CustomTextCLIP
 from torch import Tensor, nn
 
-from clipscale.models.lean import LeanText, LeanVision, lean, takes_short_captions
+from clipscale.models.lean import LeanText, LeanVision, lean
 
 SIDE, WORDS, VOCABULARY = 12, 9, 60
 SMALL: dict[str, Any] = {
@@ -110,12 +110,8 @@ def test_patch_dropout_and_checkpointing_draw_and_compute_the_same() -> None:
         assert_same(getattr(theirs, tower), getattr(ours, tower), rows, 1e-12)
 
 
-@pytest.mark.parametrize("shorter", [True, False])
-def test_a_cut_caption_has_the_feature_of_the_whole_one(shorter: bool) -> None:
+def test_a_cut_caption_has_the_feature_of_the_whole_one() -> None:
     theirs, ours = both(SMALL)
-    if not shorter:
-        ours = deepcopy(theirs)
-        ours.text = takes_short_captions(ours.text)
     tokens = inputs()[1][3:4]
     cut = tokens[:, : int(tokens.argmax()) + 1]
     assert cut.shape[1] < WORDS

@@ -13,13 +13,10 @@ import timm
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from timm.models import register_model
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig, TowerConfig
-from clipscale.models import huggingface
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import described, find
 from clipscale.tools.export.open_clip import description
@@ -180,30 +177,20 @@ def test_positions_are_resized_with_a_notice_for_another_resolution(
     assert features(ours, PIXELS.repeat(1, 1, 2, 2)[:, :, :48, :48])[0].isfinite().all()
 
 
-def test_a_context_is_stretched_as_in_long_clip(tmp_path: Path) -> None:
-    """Long-CLIP's loop: 20 positions stay, between two of the others come three, and three after the last."""
-    text = SMALL["text_cfg"] | {"context_length": 77}
-    theirs = random_model(1, architecture=SMALL | {"text_cfg": text})
-    save_file(state_of(theirs), tmp_path / "clip.safetensors")
-    longer = config(architecture=SMALL | {"text_cfg": text}, weights=str(tmp_path / "clip.safetensors"))
-    ours = build_model(replace(longer, context_length=248))
+def test_a_longer_context_has_interpolated_positions_and_is_exported(tmp_path: Path) -> None:
+    theirs = random_model(1)
+    start = config(weights=str(custom(tmp_path, theirs)), context_length=30)
+    ours = build_model(start)
     old = theirs.text.encoder.positional_embedding.detach()
-    rows = [old[i] for i in range(20)]
-    for i in range(20, 77):
-        step = old[min(i + 1, 76)] - old[min(i, 75)]
-        rows += [old[i] + j / 4 * step for j in range(4)]
-    assert torch.allclose(ours.text.encoder.positional_embedding, torch.stack(rows), atol=1e-7)
-    tokens = ours.tokenizer(["word " * 200, "a red ring"])
-    assert tokens.shape == (2, 248) and tokens[0].count_nonzero() == 202
-    trained = replace(longer, context_length=248)
-    assert description(ours, trained)["model_cfg"]["text_cfg"]["context_length"] == 248, "the export's"
-    save(tmp_path / "run", 1, {"model": ours.state_dict(), "model_config": asdict(trained)}, keep=1)
+    wanted = F.interpolate(old.T[None], size=30, mode="linear")[0].T
+    assert torch.equal(ours.text.encoder.positional_embedding, wanted)
+    assert ours.tokenizer(["word " * 20, "a red ring"]).shape == (2, 30)
+    assert description(ours, start)["model_cfg"]["text_cfg"]["context_length"] == 30
+    save(tmp_path / "run", 1, {"model": ours.state_dict(), "model_config": asdict(start)}, keep=1)
     again = build_model(described(ModelConfig(name="", weights=str(tmp_path / "run"))))
     assert torch.equal(again.text.encoder.positional_embedding, ours.text.encoder.positional_embedding)
-    theirs.eval(), ours.eval()
-    assert torch.allclose(ours.text(tokens[1:]), theirs.text(tokens[1:, :77]), atol=1e-6), "short captions stay"
     with pytest.raises(UserError, match=r"model.context_length=99: a text tower of transformers has its own"):
-        build_model(replace(longer, architecture=SMALL | {"text_cfg": {"hf_model_name": "x"}}, context_length=99))
+        build_model(replace(start, architecture=SMALL | {"text_cfg": {"hf_model_name": "x"}}, context_length=99))
 
 
 def test_weights_that_do_not_fit_are_named_and_refused(tmp_path: Path) -> None:
@@ -257,29 +244,11 @@ def test_a_tag_says_how_its_weights_were_trained(monkeypatch: pytest.MonkeyPatch
 # -- Hugging Face ------------------------------------------------------------------------------------------------------
 
 
-@register_model
-def vit_clipscale_siglip_test(**kwargs: Any) -> VisionTransformer:
-    """A tower of SigLIP's kind, so small that tests are quick."""
-    for name in ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"):
-        kwargs.pop(name, None)
-    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
-    return VisionTransformer(**sizes, class_token=False, act_layer="gelu_tanh", **kwargs)
-
-
-TIMM = {"timm_model_name": "vit_clipscale_siglip_test", "timm_pool": "map", "timm_proj": "none"}
-SIGLIP_TEXT = {"no_causal_mask": True, "proj_bias": True, "pool_type": "last", "norm_kwargs": {"eps": 1e-6}}
-SIGLIP = {
-    "embed_dim": 32,
-    "vision_cfg": {"image_size": 32} | TIMM,
-    "text_cfg": SMALL["text_cfg"] | SIGLIP_TEXT | {"act_kwargs": {"approximate": "tanh"}},
-    "init_logit_bias": -10,
-}
-
-
-def test_a_model_of_another_kind_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="its model_type is 'blip'"):
-        huggingface.description({"model_type": "blip"}, "folder")
+def test_a_configuration_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="its configuration cannot be used"):
+        find(str(tmp_path), "ViT-B-32")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "clip", "text_config": {"hidden_act": "relu"}}))
+    with pytest.raises(UserError, match=r"its activations are \['quick_gelu', 'relu'\]"):
         find(str(tmp_path), "ViT-B-32")

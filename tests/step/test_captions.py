@@ -17,20 +17,19 @@ CPU = torch.device("cpu")
 CONTEXT = 40
 
 
-def tower(lean: bool = True, **text: Any) -> TextTower:
+def tower(**text: Any) -> TextTower:
     torch.manual_seed(0)
     described = SMALL | {"text_cfg": SMALL["text_cfg"] | {"context_length": CONTEXT} | text}
-    return build_model(ModelConfig(name="small", architecture=described), lean=lean).text
+    return build_model(ModelConfig(name="small", architecture=described)).text
 
 
 def tokenizer(texts: list[str]) -> Tensor:
     return open_clip.SimpleTokenizer(context_length=CONTEXT)(texts)
 
 
-@pytest.mark.parametrize("lean", [True, False])
 @pytest.mark.parametrize("text", [{}, {"pool_type": "first"}, {"pool_type": "eos", "eos_id": 49407}], ids=str)
-def test_causal_towers_are_cut(text: dict[str, Any], lean: bool) -> None:
-    causal = tower(lean, **text)
+def test_causal_towers_are_cut(text: dict[str, Any]) -> None:
+    causal = tower(**text)
     assert padding(causal, tokenizer, CPU) == 0
     assert family_of(causal.encoder).cuts_captions(causal.encoder)
     assert causal.training, "its mode is as before"

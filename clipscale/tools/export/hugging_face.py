@@ -1,4 +1,4 @@
-"""A folder that transformers loads: CLIPModel for open_clip's own towers, SiglipModel for SigLIP's of timm."""
+"""A folder that transformers loads: CLIPModel for open_clip's own towers."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,6 @@ from clipscale.models.huggingface import configuration, from_open_clip
 from clipscale.models.towers import ClipModel, architecture
 from clipscale.tools.export.open_clip import save_tokenizer, save_weights, weights
 
-CLASSES = {"clip": "CLIPModel", "siglip": "SiglipModel"}
 START, END = "<|startoftext|>", "<|endoftext|>"
 
 
@@ -25,28 +24,27 @@ def write(model: ClipModel, config: ModelConfig, out: Path, dtype: torch.dtype, 
     """
     state = weights(model, dtype)
     try:
-        description = configuration(architecture(config), model.image.encoder, logit_bias=model.logit_bias is not None)
-        kind = description["model_type"]
-        renamed = from_open_clip(state, kind)
+        description = configuration(architecture(config), logit_bias=model.logit_bias is not None)
+        renamed = from_open_clip(state)
     except (KeyError, ValueError) as error:
         raise UserError(
-            f"to=hf: model.name={config.name}: transformers has no such CLIP or SigLIP ({error}); take to=open_clip"
+            f"to=hf: model.name={config.name}: transformers has no such CLIP ({error}); take to=open_clip"
         ) from error
     save_weights(renamed, out / "model.safetensors", note)
-    description |= {"architectures": [CLASSES[kind]], "dtype": str(dtype).removeprefix("torch.")}
+    description |= {"architectures": ["CLIPModel"], "dtype": str(dtype).removeprefix("torch.")}
     files.write_json(out / "config.json", description)
-    files.write_json(out / "preprocessor_config.json", preprocessing(model, config, kind))
+    files.write_json(out / "preprocessor_config.json", preprocessing(model, config))
     if not save_tokenizer(model, out):
         write_tokenizer(out, model.context_length)
-    return f"transformers.{CLASSES[kind]}.from_pretrained('{{}}')"
+    return "transformers.CLIPModel.from_pretrained('{}')"
 
 
-def preprocessing(model: ClipModel, config: ModelConfig, kind: str) -> dict[str, Any]:
+def preprocessing(model: ClipModel, config: ModelConfig) -> dict[str, Any]:
     """transformers' description of how pictures become pixels."""
     side = {"height": model.image_size, "width": model.image_size}
     central = config.pixels.resize_mode == "shortest"
     return {
-        "image_processor_type": "CLIPImageProcessor" if kind == "clip" else "SiglipImageProcessor",
+        "image_processor_type": "CLIPImageProcessor",
         "do_convert_rgb": True,
         "do_resize": True,
         "size": {"shortest_edge": model.image_size} if central else side,

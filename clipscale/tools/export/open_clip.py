@@ -15,7 +15,6 @@ from torch import Tensor
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig
-from clipscale.models.huggingface import gelu_of
 from clipscale.models.towers import ClipModel, architecture, encoders_of
 
 
@@ -82,8 +81,5 @@ def check_same(model: ClipModel, details: dict[str, Any], config: ModelConfig) -
         if shapes[name] != list(value.shape):
             raise UserError(
                 f"{builds} with a {name} of {shapes[name]}, and model.image_size={config.image_size} has made it "
-                f"{list(value.shape)}; for SigLIP, take to=hf"
+                f"{list(value.shape)}; train at the tower's own size"
             )
-    acts = details["vision_cfg"].get("act_kwargs") and hasattr(image_tower, "trunk")
-    if acts and gelu_of(image_tower.trunk) != gelu_of(reference.trunk):
-        raise UserError(f"{builds} with another GELU than Hugging Face, where these weights come from; take to=hf")
