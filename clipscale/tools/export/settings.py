@@ -12,7 +12,7 @@ from clipscale.config.setting import setting
 class ExportSettings(RunModel):
     """`clipscale export`: a run's weights as a folder for open_clip (`local-dir:FOLDER`) or transformers."""
 
-    to: str = setting("open_clip", "`open_clip`, or `hf`: transformers' CLIP or SigLIP.", choices=("open_clip", "hf"))
+    to: str = setting("open_clip", "`open_clip`, or `hf`: transformers' CLIP.", choices=("open_clip", "hf"))
     weights: str = setting("trained", sections.WEIGHTS_HELP, choices=sections.WEIGHTS)
     average: list[str] = setting(
         [], "Averaged with the run: runs, checkpoints' paths, or values of `model.weights` (WiSE-FT, model soups)."
