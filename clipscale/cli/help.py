@@ -84,7 +84,9 @@ def describe(declared: Iterable[Setting]) -> None:
 
 
 def shown(default: Any) -> str:
-    """A default as one types it; nothing for none."""
+    """A default as one types it; nothing for none. A single value stands for a list."""
+    if isinstance(default, list) and len(default) == 1:
+        return as_typed(default[0])
     return "" if default in (None, "", [], {}) else as_typed(default)
 
 

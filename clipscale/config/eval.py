@@ -65,7 +65,7 @@ def model_run(config: AnyModel) -> Path | None:
     model = config.model
     if config.run:
         if others := differing(asdict(sections.ModelConfig(name="")), asdict(model)):
-            raise UserError(f"run={config.run} and model.{others[0]} are two models; give one of them")
+            raise UserError(f"run={config.run} and model.{next(iter(others))} are two models; give one of them")
         return existing_run(config.run)
     if not (model.weights or model.image.weights or model.text.weights):
         raise UserError("run is not set; give run=NAME or run=PATH, or model=vit-b32 model.weights=laion2b_s34b_b79k")

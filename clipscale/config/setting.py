@@ -77,10 +77,11 @@ def settings_of(declared: type, prefix: str = "") -> tuple[Setting, ...]:
     return tuple(settings)
 
 
-def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """The dotted keys of nested values that differ."""
+def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The dotted keys of nested values that differ, with both values."""
     before, after = dict(flat(old)), dict(flat(new))
-    return [key for key in {**before, **after} if before.get(key) != after.get(key)]
+    pairs = {key: (before.get(key), after.get(key)) for key in {**before, **after}}
+    return {key: (one, other) for key, (one, other) in pairs.items() if one != other}
 
 
 def nested(declared: type) -> dict[str, type]:

@@ -14,7 +14,7 @@ from clipscale.common.units import format_count, run_folder, unused
 from clipscale.config import sections
 from clipscale.config.data import DataConfig
 from clipscale.config.secrets import hidden
-from clipscale.config.setting import differing, flat, setting
+from clipscale.config.setting import differing, setting
 from clipscale.config.stages import stages_of, total_samples
 from clipscale.loss.objectives import OBJECTIVES
 
@@ -142,10 +142,8 @@ def changes_since(file: Path, config: TrainConfig) -> list[str]:
     """Settings that differ from those in a run's `config.yaml`, as `key old -> new`; except `run` and `resume`."""
     if not file.is_file():
         return []
-    old, new = (yaml.safe_load(text) for text in (file.read_text(encoding="utf-8"), to_yaml(config)))
-    before, after = dict(flat(old)), dict(flat(new))
-    keys = [key for key in differing(old, new) if key not in ("run", "resume")]
-    return [f"{key} {before.get(key)} -> {after.get(key)}" for key in keys]
+    changes = differing(yaml.safe_load(file.read_text(encoding="utf-8")), yaml.safe_load(to_yaml(config)))
+    return [f"{key} {old} -> {new}" for key, (old, new) in changes.items() if key not in ("run", "resume")]
 
 
 def to_yaml(config: Any) -> str:

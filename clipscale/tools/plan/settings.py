@@ -66,7 +66,7 @@ def target_gpu(config: PlanConfig) -> Hardware | None:
     if config.run:
         existing_run(config.run)
         if others := differing(asdict(PlanConfig(run=config.run, json=config.json)), asdict(config)):
-            raise UserError(f"run={config.run}: a run is planned with its own settings; leave out {others[0]}")
+            raise UserError(f"run={config.run}: a run is planned with its own settings; leave out {next(iter(others))}")
         return None
     gpu = None if config.hardware == "cpu" else hardware(config.hardware)
     check_sigmoid(config)
