@@ -63,9 +63,8 @@ def ids(stream: TrainStream, steps: int) -> list[list[int]]:
 
 def processes_of(stream: TrainStream) -> list[Any]:
     """The stream's worker processes."""
-    workers = stream._assembler.workers
-    assert isinstance(workers, Workers)
-    return workers._processes
+    assert isinstance(stream.workers, Workers)
+    return stream.workers.processes
 
 
 def flat(batches: Iterable[list[int]]) -> list[int]:

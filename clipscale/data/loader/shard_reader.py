@@ -1,6 +1,7 @@
 """Reads the samples of one shard stream in their order: window after window, each in a random order."""
 
 from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import count, islice
 
@@ -100,6 +101,11 @@ class Windows:
             return self.begin + self._window > self.segment.start
         return sample - self.begin in self._wanted
 
+    @property
+    def is_part(self) -> bool:
+        """Whether some of the window's samples belong to the segment, and others, which are known, do not."""
+        return self.segment.count is not None and 0 < len(self.places) < self.size
+
     def advance(self) -> bool:
         """Go on with the next window; False after the segment's last."""
         self.begin, self.number = self.begin + self.size, self.number + 1
@@ -109,12 +115,25 @@ class Windows:
         return True
 
 
+def _damage(windows: Windows, problem: ReadProblem, url: str) -> list[Item]:
+    """At the end of a shard of unknown count: what stands for the samples that cannot be read."""
+    if problem.reason and windows.begin >= windows.segment.start:
+        return [Unreadable(problem.reason, problem.detail)]
+    if windows.begin == 0 and not problem.reason and windows.segment.start == 0:
+        return [Unreadable("empty_shard", url)]
+    return []
+
+
 class ShardReader:
     """Reads a shard stream, or a source's part of it. `epoch` and `index`: its position, in items given out."""
 
     def __init__(self, shards: OrderedShards, start: StreamPosition, kinds: Mapping[str, int], store: Store) -> None:
-        self._shards, self._stream, self._kinds, self._store = shards, start.stream, kinds, store
-        self.epoch, self.index = start.epoch, start.index
+        self._shards = shards
+        self._stream = start.stream
+        self._kinds = kinds
+        self._store = store
+        self.epoch = start.epoch
+        self.index = start.index
         # The items of the window that is given out, with their epoch, the next one last.
         self._ready: list[tuple[int, Segment, Item]] = []
         self._ready_bytes = 0
@@ -127,55 +146,63 @@ class ShardReader:
     def _items(self) -> Generator[tuple[Segment, Item], None, None]:
         """Give out a window while the next is read: an item for every sample read, so requests are spread evenly.
 
-        Together they hold about WINDOW_BYTES at most. Samples beyond the shard's count are not part of the order, but
-        counted.
+        Together they hold about WINDOW_BYTES at most.
         """
-        store = self._store
         for epoch, segment in self._segments():
-            url = self._shards.urls[segment.shard]
-            windows, problem, more = Windows(segment, self._shards.window, self._shards.seed), ReadProblem(), True
-            reader = self._open(url, problem, windows)
-            try:
-                while more:
-                    raws: list[RawSample] = []
-                    extent = reading = 0  # bytes of the window in the shard, and in memory
-                    for raw in islice(reader, windows.size):
-                        store.tick()
-                        raws.append(raw)
-                        extent, reading = extent + raw.extent, reading + held_bytes(raw)
-                        while self._ready:
-                            yield self._next_ready()
-                            if self._ready_bytes + reading <= WINDOW_BYTES:
-                                break
-                        if extent > WINDOW_BYTES:
-                            break
-                    closed = extent > WINDOW_BYTES and len(raws) < windows.size
-                    if closed and segment.count is not None and 0 < len(windows.places) < windows.size:
-                        # The window is smaller than assumed, so other samples of it are needed: it is read again.
-                        windows.resize(len(raws))
-                        reader.close()
-                        reader = self._open(url, problem, windows)
-                        for _ in islice(reader, windows.begin):
-                            store.tick()
-                        continue
-                    ended = segment.count is None and len(raws) < windows.size and not closed
-                    if closed or ended:
-                        windows.resize(len(raws))
-                    lost = Unreadable(problem.reason or "missing_from_shard", problem.detail or url)
-                    items: list[Item] = [raws[place] if place < len(raws) else lost for place in windows.places]
-                    more = windows.advance() and not ended
-                    if ended and windows.begin == 0 and not problem.reason:
-                        problem = ReadProblem("empty_shard", url)
-                    if ended and problem.reason and windows.begin >= segment.start:
-                        items.append(Unreadable(problem.reason, problem.detail))
+            with closing(self._windows(segment)) as windows:
+                for window in windows:
                     while self._ready:
                         yield self._next_ready()
-                    self._ready = [(epoch, segment, item) for item in reversed(items)]
-                    self._ready_bytes = sum(map(held_bytes, items))
-                if segment.count is not None and segment.stop == segment.count and (surplus := sum(1 for _ in reader)):
-                    store.counts["not_in_count"] += surplus
-            finally:
-                reader.close()
+                        if isinstance(window, int) and self._ready_bytes + window <= WINDOW_BYTES:
+                            break
+                    if not isinstance(window, int):
+                        self._ready = [(epoch, segment, item) for item in reversed(window)]
+                        self._ready_bytes = sum(map(held_bytes, window))
+
+    def _windows(self, segment: Segment) -> Generator[int | list[Item], None, None]:
+        """Each window of a segment as its items in their order. Before that, after each of its samples, the bytes that
+        it holds so far.
+
+        Samples beyond the shard's count are not part of the order, but counted.
+        """
+        url = self._shards.urls[segment.shard]
+        windows = Windows(segment, self._shards.window, self._shards.seed)
+        problem = ReadProblem()
+        reader = self._open(url, problem, windows)
+        try:
+            more = True
+            while more:
+                raws: list[RawSample] = []
+                extent = held = 0  # bytes of the window in the shard, and in memory
+                for raw in islice(reader, windows.size):
+                    self._store.tick()
+                    raws.append(raw)
+                    extent += raw.extent
+                    held += held_bytes(raw)
+                    yield held
+                    if extent > WINDOW_BYTES:
+                        break
+                closed = extent > WINDOW_BYTES and len(raws) < windows.size
+                if closed and windows.is_part:  # of a smaller window other samples are needed: it is read again
+                    windows.resize(len(raws))
+                    reader.close()
+                    reader = self._open(url, problem, windows)
+                    for _ in islice(reader, windows.begin):
+                        self._store.tick()
+                    continue
+                ended = segment.count is None and len(raws) < windows.size and not closed
+                if closed or ended:
+                    windows.resize(len(raws))
+                lost = Unreadable(problem.reason or "missing_from_shard", problem.detail or url)
+                items: list[Item] = [raws[place] if place < len(raws) else lost for place in windows.places]
+                more = windows.advance() and not ended
+                if ended:
+                    items += _damage(windows, problem, url)
+                yield items
+            if segment.count is not None and segment.stop == segment.count and (surplus := sum(1 for _ in reader)):
+                self._store.counts["not_in_count"] += surplus
+        finally:
+            reader.close()
 
     def _next_ready(self) -> tuple[Segment, Item]:
         epoch, segment, item = self._ready.pop()

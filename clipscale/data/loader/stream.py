@@ -74,6 +74,10 @@ class TrainStream:
             assembler.begin(step)
 
     @property
+    def workers(self) -> Workers | InProcess:
+        return self._assembler.workers
+
+    @property
     def broken(self) -> Counter[str]:
         """Reason -> samples skipped so far on this rank."""
         return Counter({name: n for name, n in self._assembler.counts.items() if not name.startswith(EVENT)})
@@ -135,7 +139,7 @@ class TrainStream:
 
     def close(self) -> None:
         """End the workers and release the memory."""
-        self._assembler.workers.close()
+        self.workers.close()
         self._arena.close()
 
     def __enter__(self) -> "TrainStream":

@@ -139,13 +139,14 @@ class Workers:
     """The worker processes of one rank, as the training process sees them. The death of one ends the run."""
 
     def __init__(self, specs: Sequence[WorkerSpec], arena: Arena, timeout_s: float) -> None:
-        self._rank, self._timeout_s = specs[0].rank, timeout_s
+        self._rank = specs[0].rank
+        self.timeout_s = timeout_s
         warm_up(type(getattr(specs[0].tokenizer, "inner", specs[0].tokenizer)).__module__)
         self._connections: list[Connection] = []
-        self._processes: list[Any] = []
+        self.processes: list[Any] = []
         # Also runs when the program ends without `close`, before multiprocessing sends its children a signal that is
         # blocked in them, and waits.
-        self.close = Finalize(self, _end, (self._connections, self._processes), exitpriority=10)
+        self.close = Finalize(self, _end, (self._connections, self.processes), exitpriority=10)
         """End the processes."""
         self._loading: set[tuple[int, Load]] = set()  # with the worker's number
         context = multiprocessing.get_context("forkserver")
@@ -157,17 +158,17 @@ class Workers:
             process.start()
             theirs.close()
             self._connections.append(ours)
-            self._processes.append(process)
+            self.processes.append(process)
         self._last = [time.monotonic()] * len(specs)  # when each worker's last message came
 
     def fill(self, fill: Fill) -> None:
         """Let every worker fill its part of a batch."""
-        for number in range(len(self._processes)):
+        for number in range(len(self.processes)):
             self._send(number, fill)
 
     def load(self, slot: int, start: int, stop: int, at: int) -> Callable[[], list[int]]:
         """Let each worker load a part of rows start..stop. The function returned names those that have not done it."""
-        count = len(self._processes)
+        count = len(self.processes)
         bounds = pairwise(start + (stop - start) * number // count for number in range(count + 1))
         loads = {(number, Load(slot, a, b, at + a - start)) for number, (a, b) in enumerate(bounds)}
         self._loading |= loads
@@ -193,13 +194,13 @@ class Workers:
                 return messages
             # Only a worker that is waited for can be late, and only since the wait began.
             silent = {n: time.monotonic() - max(self._last[n], begun) for n in needed}
-            if late := [n for n, seconds in silent.items() if seconds > self._timeout_s]:
-                names = ", ".join(f"{n} (process {self._processes[n].pid})" for n in late)
+            if late := [n for n, seconds in silent.items() if seconds > self.timeout_s]:
+                names = ", ".join(f"{n} (process {self.processes[n].pid})" for n in late)
                 raise UserError(
-                    f"data.timeout_s={self._timeout_s:g}: data worker {names} of rank {self._rank} has been silent "
+                    f"data.timeout_s={self.timeout_s:g}: data worker {names} of rank {self._rank} has been silent "
                     "for that long; the storage may be stuck; raise the time-out or look at the process"
                 )
-            wait(self._connections, timeout=min(self._timeout_s - max(silent.values()), 1.0))
+            wait(self._connections, timeout=min(self.timeout_s - max(silent.values()), 1.0))
 
     def _drain(self, number: int, connection: Connection) -> Iterator[Report | Load]:
         while True:
@@ -217,7 +218,7 @@ class Workers:
             yield message
 
     def _death(self, number: int) -> UserError:
-        process = self._processes[number]
+        process = self.processes[number]
         process.join(5)
         code = process.exitcode
         killed = code is not None and code < 0

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from clipscale.common.errors import UserError
+from clipscale.data.loader.workers import Workers
 from tests.data.files import Letters, write_shards
 from tests.data.streams import contents, open_stream, processes_of
 
@@ -45,7 +46,8 @@ def test_a_silent_worker_is_named(tmp_path: Path) -> None:
     write_shards(tmp_path, [50])
     with open_stream(tmp_path, batch=4, workers=1, tokenizer=Acting(stick), timeout_s=30.0) as stream:
         stream.next_batch().pixels(0, 4)
-        stream._assembler.workers._timeout_s = 1.0  # not from the start: importing torch can take as long
+        assert isinstance(stream.workers, Workers)
+        stream.workers.timeout_s = 1.0  # not from the start: importing torch can take as long
         pid = processes_of(stream)[0].pid
         with pytest.raises(UserError, match=rf"timeout_s=1.*worker 0 \(process {pid}\) of rank 0"):
             stream.next_batch().pixels(0, 4)
