@@ -71,45 +71,46 @@ class ContrastiveLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: LossCall, image_features: Tensor, text_features: Tensor, *numbers: Tensor) -> Tensor:
-        scale, bias, *_ = numbers
+    def forward(ctx: Any, call: LossCall, *inputs: Tensor) -> Tensor:
+        images, texts, scale, bias, *_ = inputs
         ctx.call, ctx.grads = call, None
-        ctx.count = len(image_features) * call.exchange.size
-        ctx.random = None if call.similarity.homogeneous else RandomState.now(image_features.device)
-        with _arithmetic(call, image_features.device):
-            rows, cols = call.exchange.spread(*call.local_blocks(image_features, text_features))
+        ctx.count = len(images) * call.exchange.size
+        ctx.random = None if call.similarity.homogeneous else RandomState.now(images.device)
+        with _arithmetic(call, images.device):
+            rows, cols = call.exchange.spread(*call.local_blocks(images, texts))
             rows.target = scale.new_zeros(len(rows), dtype=torch.float64)
             if call.objective.log_sum_exps:
                 collect(call, rows, cols, Parameters(scale, bias))
             if call.objective.pairwise:
                 needed = [call.trains and needs for needs in ctx.needs_input_grad[1:]]
-                inputs = image_features, text_features, *numbers
                 grads = gradients(call, rows, cols, inputs, needed, scale.new_tensor(1 / ctx.count))
                 ctx.grads = grads if any(needed) else None
-            total = call.exchange.total(local_value(call, rows, cols, len(image_features)))
+            total = call.exchange.total(local_value(call.exchange, rows, cols))
 
-        rows.target = None
-        ctx.names = (len(numbers), [*rows.present()], [*cols.present()])
-        sides = [*rows.present().values(), *cols.present().values()]
-        ctx.save_for_backward(image_features, text_features, *numbers, *sides)
         if call.check and not math.isfinite(total):
-            raise ValueError(_reason(float(total), dict(zip(INPUTS, (image_features, text_features, scale, bias)))))
+            raise ValueError(_reason(float(total), inputs))
+        rows.target = None
+        row_tensors, col_tensors = rows.present(), cols.present()
+        ctx.names = list(row_tensors), list(col_tensors)
+        ctx.save_for_backward(*inputs, *row_tensors.values(), *col_tensors.values())
         return (total / ctx.count).to(scale.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        call, (number_count, row_names, col_names) = ctx.call, ctx.names
-        inputs = ctx.saved_tensors[: 2 + number_count]
+        call = ctx.call
+        needed = ctx.needs_input_grad[1:]
+        saved = ctx.saved_tensors
+        inputs, sides = saved[: len(needed)], saved[len(needed) :]
         grads, ctx.grads = ctx.grads, None
         if grads is not None:
             grads = [None if x is None else x.mul_(grad_output) for x in grads]
         else:
-            sides = ctx.saved_tensors[2 + number_count :]
+            row_names, col_names = ctx.names
             rows = RowBlock(**dict(zip(row_names, sides)))
             cols = RowBlock(**dict(zip(col_names, sides[len(row_names) :])))
             with _arithmetic(call, inputs[0].device), _replayed(ctx.random):
-                grads = gradients(call, rows, cols, inputs, ctx.needs_input_grad[1:], grad_output / ctx.count)
+                grads = gradients(call, rows, cols, inputs, needed, grad_output / ctx.count)
         return None, *(None if x is None else x.to(like.dtype) for x, like in zip(grads, inputs))
 
 
@@ -130,18 +131,14 @@ def collect(call: LossCall, rows: RowBlock, cols: RowBlock, parameters: Paramete
             side.lse.masked_fill_(side.lse == -torch.inf, 0)  # a hard negative whose pairs are all left out
 
 
-def local_value(call: LossCall, rows: RowBlock, cols: RowBlock, images: int) -> Tensor:
-    """This rank's part of the sum of weighted log-sum-exps less targets, 0-d. images: of this rank."""
-    exchange = call.exchange
+def local_value(exchange: Single, rows: RowBlock, cols: RowBlock) -> Tensor:
+    """This rank's part of the sum of weighted log-sum-exps less targets, 0-d."""
     assert rows.target is not None
-    per_row = -rows.target
-    for side in (rows, cols):
+    value = -exchange.local_rows(rows.target).sum()
+    for side, local in ((rows, exchange.local_rows), (cols, exchange.local_cols)):
         if side.lse is not None and side.weight is not None:
-            per_row += (side.weight * side.lse[:, 0])[: len(rows)]
-    local = exchange.local_rows(per_row).sum()
-    if cols.lse is not None and cols.weight is not None and call.inputs.captions > 1:
-        local += exchange.local_cols(cols.weight * cols.lse[:, 0])[images:].sum()
-    return local
+            value += local(side.weight * side.lse[:, 0]).sum()
+    return value
 
 
 def gradients(
@@ -244,10 +241,9 @@ def _replayed(state: RandomState | None) -> Iterator[None]:
         yield
 
 
-def _reason(value: float, given: dict[str, Tensor]) -> str:
+def _reason(value: float, inputs: Sequence[Tensor]) -> str:
     """Why the loss is not finite."""
-    reasons = [
-        f"{name} has {count} non-finite numbers" for name, x in given.items() if (count := int((~x.isfinite()).sum()))
-    ]
+    counts = {name: int((~x.isfinite()).sum()) for name, x in zip(INPUTS, inputs)}
+    reasons = [f"{name} has {count} non-finite numbers" for name, count in counts.items() if count]
     unknown = "this rank's inputs are finite; another rank's are not, or the scores overflow"
     return f"the contrastive loss is {value}: {'; '.join(reasons) or unknown}"

@@ -3,7 +3,7 @@
 Letters: n rows (images), m columns (texts), D feature width.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -31,7 +31,7 @@ class RowBlock:
 
     def present(self) -> dict[str, Tensor]:
         """The tensors that are not None, by name."""
-        return {f.name: x for f in fields(self) if (x := getattr(self, f.name)) is not None}
+        return {name: x for name, x in vars(self).items() if x is not None}
 
     def __getitem__(self, index: slice | Tensor) -> "RowBlock":
         """These rows of every tensor. A slice gives views: writing to them writes to this block."""
@@ -107,7 +107,7 @@ class Block:
         if self.rows.keys is None or self.rows.share is not None:
             return None
         same = self.same()
-        if self.diagonal() is not None and self.positive is not None:
+        if self.positive is not None:
             same.diagonal(self.positive).fill_(False)
         return same if bool(same.any()) else None
 

@@ -9,7 +9,6 @@ Letters: P ranks; n rows (images) and m columns (texts) of one rank, the same on
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -24,24 +23,24 @@ Visit = Callable[[RowBlock, int | None], None]  # computes the rows against thes
 Hop = tuple[int, int]  # (rank to send to, rank to receive from)
 
 
+@dataclass
 class Transfer:
     """An exchange of tensors between neighbours that is under way."""
 
-    def __init__(self, works: list[dist.Work], sent: list[Tensor], received: list[Tensor]) -> None:
-        self._works, self._sent, self._received = works, sent, received  # sent tensors live until they have been sent
+    works: list[dist.Work]
+    sent: list[Tensor]  # which live until they have been sent
+    received: list[Tensor]
 
     def wait(self) -> list[Tensor]:
         """The received tensors, once both directions are done."""
         with record_function(WAIT):
-            for work in self._works:
+            for work in self.works:
                 work.wait()
-        return self._received
+        return self.received
 
 
 class Communicator:
-    """The transfers of a process group. Counts the bytes that this process sends around the ring."""
-
-    bytes_sent: ClassVar[int] = 0
+    """The transfers of a process group."""
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | DeviceMesh | None) -> "Communicator | None":
@@ -64,7 +63,6 @@ class Communicator:
         received = [torch.empty_like(x) for x in tensors]
         sends = [dist.P2POp(dist.isend, x, dest, self.group, tag) for x in tensors]
         receives = [dist.P2POp(dist.irecv, x, src, self.group, tag) for x in received]
-        Communicator.bytes_sent += sum(x.nbytes for x in tensors)
         return Transfer(dist.batch_isend_irecv(sends + receives), tensors, received)
 
     def gather(self, x: Tensor) -> Tensor:
@@ -96,17 +94,18 @@ class Communicator:
         """Raise ValueError if another rank has a problem, or if the ranks differ in one of the named facts. Otherwise
         the others would wait for a rank that raises, or that brings another batch size."""
         mine = torch.tensor([problem is not None, *facts], dtype=torch.int64, device=device)
-        gathered = self.gather(mine).view(self.size, -1).tolist()
+        failed, *gathered = self.gather(mine).view(self.size, -1).T.tolist()
         if problem is not None:
             return
-        if faulty := [str(rank) for rank, (failed, *_) in enumerate(gathered) if failed]:
+        faulty = [str(rank) for rank, has_failed in enumerate(failed) if has_failed]
+        if faulty:
             raise ValueError(
                 f"contrastive_loss was refused on rank {', '.join(faulty)} of the group; the error there has the reason"
             )
-        for name, values in zip(names, list(zip(*gathered))[1:]):
+        for name, values in zip(names, gathered):
             if len(set(values)) > 1:
                 raise ValueError(
-                    f"contrastive_loss needs the same {name} on all ranks, but rank by rank it is {list(values)}"
+                    f"contrastive_loss needs the same {name} on all ranks, but rank by rank it is {values}"
                 )
 
 
@@ -193,8 +192,8 @@ class Replicated(Grouped):
         self._n, self._m = n, m = len(rows), len(cols)
         rows, cols = self.gathered(rows), self.gathered(cols)
         if m > n:  # the positives of all ranks first, then the hard negatives of all ranks
-            index = torch.arange(self.size * m, device=cols.features.device).view(self.size, m)
-            cols = cols[torch.cat([index[:, :n].flatten(), index[:, n:].flatten()])]
+            is_extra = torch.arange(self.size * m, device=cols.features.device) % m >= n
+            cols = cols[is_extra.sort(stable=True).indices]
         return rows, cols
 
     def local_rows(self, x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from clipscale.loss.similarity import product
 from clipscale.loss.triton.tuning import INTERPRETER, Tiles, tiles_for
 
 T = TypeVar("T")
@@ -28,9 +29,9 @@ class Machine:
         """The tiles or panels of a block that are computed; a dry run needs the first, for its buffers."""
         return parts
 
-    def tiles(self, device: torch.device, dtype: torch.dtype) -> Tiles:
+    def tiles(self, features: Tensor) -> Tiles:
         """Of the Triton kernels."""
-        return tiles_for(_capability(device), dtype) if device.type == "cuda" else INTERPRETER
+        return tiles_for(_capability(features.device), features.dtype) if features.is_cuda else INTERPRETER
 
     def has_descriptors(self, x: Tensor) -> bool:
         """Whether kernels load and store by tensor descriptors (TMA, from Hopper on). float32 products would spill."""
@@ -43,12 +44,10 @@ class Machine:
 
     def add_product(self, out: Tensor, a: Tensor, b: Tensor, factor: float) -> None:
         """out (float32) += factor * a b by the GEMM library, accumulated in float32."""
-        if a.dtype == torch.float32 or a.device.type == "cpu":
-            out.addmm_(a.float(), b.float(), alpha=factor)
-        elif _addmm_widens(a.device, a.dtype):
+        if a.is_cuda and a.dtype != torch.float32 and _addmm_widens(a.device, a.dtype):
             torch.addmm(out, a, b, out_dtype=torch.float32, alpha=factor, out=out)
         else:
-            out.add_(torch.mm(a, b, out_dtype=torch.float32), alpha=factor)
+            product(a, b, out, factor, beta=1)
 
 
 @cache

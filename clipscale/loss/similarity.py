@@ -6,7 +6,6 @@ gradient that adds to the `grad` of rows, columns and parameters.
 Letters: n rows (images), m columns (texts) of a tile; D feature width.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,6 +17,7 @@ from clipscale.loss.block import Block, RowBlock, widened
 
 Vjp = Callable[[Tensor], None]
 GPU_TILE, CPU_TILE = (4096, 8192), (1024, 2048)  # rows and columns of the dot product's tiles
+MODULE_TILE = 128, 128  # of a module's, which may hold some thousand numbers for each pair
 
 
 class Dot:
@@ -60,7 +60,6 @@ class Deep:
     """
 
     homogeneous = False
-    largest_tile = 2**14  # pairs: Phi may hold some thousand numbers for each
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self.module = module
@@ -69,8 +68,7 @@ class Deep:
         self._autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
 
     def tile_shape(self, on_gpu: bool) -> tuple[int, int]:
-        side = math.isqrt(self.largest_tile)
-        return side, side
+        return MODULE_TILE
 
     def bound(self, block: Block) -> float | None:
         """Unknown before the scores are."""

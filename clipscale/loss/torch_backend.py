@@ -19,17 +19,13 @@ class TorchBackend:
 
     def __init__(self, objective: ObjectiveTile, similarity: Similarity, machine: Machine, dense: bool) -> None:
         self.objective, self.similarity, self.machine, self.dense = objective, similarity, machine, dense
-        self._buffers: list[Tensor] = []
 
     def forward(self, block: Block) -> None:
         """Merge the block into the log-sum-exps of its rows and columns and into its rows' targets, in place."""
         bound = self.similarity.bound(block)
-        for tile in self._tiles(block):
-            out, spare = self._scratch(tile)
+        for tile, out, spare in self._tiles(block):
             scores = self.similarity.scores(tile, out)
-            tile_bound = _leave_out(scores, tile, bound)
-            self.objective.forward(scores, tile, tile_bound, spare)
-        self._buffers = []
+            self.objective.forward(scores, tile, _leave_out(scores, tile, bound), spare)
 
     def backward(self, block: Block) -> None:
         """Add the block's part to every gradient that is not None, in place, given both complete log-sum-exps.
@@ -37,27 +33,21 @@ class TorchBackend:
         Also to the rows' targets, where the value has terms of single pairs.
         """
         bound = self.similarity.bound(block)
-        for tile in self._tiles(block):
-            out, spare = self._scratch(tile)
+        for tile, out, spare in self._tiles(block):
             scores, vjp = self.similarity.vjp(tile, out)
-            tile_bound = _leave_out(scores, tile, bound)
-            vjp(self.objective.backward(scores, tile, tile_bound, spare))
-        self._buffers = []
+            vjp(self.objective.backward(scores, tile, _leave_out(scores, tile, bound), spare))
 
-    def _tiles(self, block: Block) -> Iterator[Block]:
+    def _tiles(self, block: Block) -> Iterator[tuple[Block, Tensor, Tensor]]:
+        """Each tile, and two tensors of its shape to write to."""
         n, m = height, width = len(block.rows), len(block.cols)
         if not self.dense:
-            on_gpu = self.machine.is_gpu(block.rows.features.device)
-            height, width = self.similarity.tile_shape(on_gpu)
-        corners = ((row, col) for row in range(0, n, height) for col in range(0, m, width))
-        return self.machine.parts(block.tile(row, height, col, width) for row, col in corners)
-
-    def _scratch(self, tile: Block) -> tuple[Tensor, Tensor]:
-        """Two tensors of the tile's shape. The first tile of a block is the largest and allocates them."""
-        n, m = len(tile.rows), len(tile.cols)
-        if not self._buffers:
-            self._buffers = [tile.parameters.scale.new_empty(n * m) for _ in range(2)]
-        return self._buffers[0][: n * m].view(n, m), self._buffers[1][: n * m].view(n, m)
+            height, width = self.similarity.tile_shape(self.machine.is_gpu(block.rows.features.device))
+        tiles = (block.tile(row, height, col, width) for row in range(0, n, height) for col in range(0, m, width))
+        buffers = block.parameters.scale.new_empty(2, min(n, height) * min(m, width))
+        for tile in self.machine.parts(tiles):
+            shape = len(tile.rows), len(tile.cols)
+            out, spare = buffers[:, : shape[0] * shape[1]].unflatten(1, shape)
+            yield tile, out, spare
 
 
 def _leave_out(scores: Tensor, tile: Block, bound: float | None) -> float:

@@ -38,15 +38,14 @@ class DistillationTile(SoftmaxTile):
 
     def _teachers(self, tile: Block, like: Tensor) -> Iterator[tuple[Tensor, Block, float]]:
         """Each teacher's scores (n, m), the tile as it sees it, without positives, and a bound of |scores|."""
-        start = 0
-        for number, (width, scale) in enumerate(self.teachers, 1):
+        widths = [width for width, _ in self.teachers]
+        for number, (_, scale) in enumerate(self.teachers, 1):
             sides, features = [], []
             for side in (tile.rows, tile.cols):
                 assert side.teachers is not None
-                features.append(side.teachers[:, start : start + width])
+                features.append(side.teachers.split(widths, 1)[number - 1])
                 weight = None if side.weight is None else side.weight / len(self.teachers)
                 lse = None if side.lse is None else side.lse[:, number : number + 1]
                 sides.append(replace(side, lse=lse, weight=weight))
             y = product(features[0], features[1].T, torch.empty_like(like), scale)
             yield y, Block(sides[0], sides[1], tile.parameters, None), float(y.abs().max())
-            start += width

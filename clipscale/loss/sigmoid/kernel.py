@@ -64,7 +64,9 @@ def sigmoid_kernel(
     rows = tile_row * BM + tl.arange(0, BM)
     WIDTH: tl.constexpr = BN // 4
     parts = quarters(dots)
-    value, total, product = tl.zeros((BM,), tl.float32), tl.zeros((BM,), tl.float32), tl.zeros((BM,), tl.float32)
+    value = tl.zeros((BM,), tl.float32)
+    total = value
+    product = value
     for part in tl.static_range(4):
         first_col = tile_col * BN + part * WIDTH
         cols = first_col + tl.arange(0, WIDTH)
@@ -95,9 +97,9 @@ class TritonSigmoid(TritonBackend):
         the rows' gradient, scale * G' U to the columns', sum_ij G_ij to the bias's and sum_ij G_ij <u_i, v_j> to the
         scale's."""
         parameters, target = block.parameters, block.rows.target
-        t = self.machine.tiles(block.rows.features.device, block.rows.features.dtype)
+        t = self.machine.tiles(block.rows.features)
         for panel, store in self.gradient_panels(block):
-            sums = store.new_empty(3, programs(panel, t.rows, t.cols), dtype=torch.float32)
+            sums = store.new_empty(3, programs(panel, t), dtype=torch.float32)
             self.launch(sigmoid_kernel, panel, store, bias=parameters.bias, sums=sums)
             value, bias_grad, scale_grad = sums.sum(1, dtype=torch.float64).unbind()
             if target is not None:

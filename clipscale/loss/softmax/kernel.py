@@ -104,7 +104,7 @@ def lse_kernel(
 
 @triton.jit(do_not_specialize=["size", "lines"])
 def merge_kernel(parts, scale, lse, size, lines, BLOCK: tl.constexpr):
-    """lse (size,) float64, in nats: joined in order with each line of lse_kernel's `parts` (2, lines, size).
+    """lse (size,) float64, in nats: each line of lse_kernel's `parts` (2, lines, size), joined in order.
 
     float64, since float32 would round a value near 100 by 4e-6, and with it every probability of that row.
     """
@@ -123,12 +123,8 @@ def merge_kernel(parts, scale, lse, size, lines, BLOCK: tl.constexpr):
         tops += size
         sums += size
     _, nat = log2_factor(scale)
-    there = tl.where(total == 0, NOTHING, (top.to(tl.float64) + tl.log2(total)) / nat)
-    before = tl.load(lse + at, mask=inside, other=NOTHING)
-    larger = tl.maximum(before, there, propagate_nan=tl.PropagateNan.ALL)
-    smaller = tl.minimum(before, there, propagate_nan=tl.PropagateNan.ALL)
-    apart = tl.where(larger == NOTHING, NOTHING, smaller - larger)
-    tl.store(lse + at, larger + tl.log(1 + tl.exp(apart)), mask=inside)
+    joined = tl.where(total == 0, NOTHING, (top.to(tl.float64) + tl.log2(total)) / nat)
+    tl.store(lse + at, joined, mask=inside)
 
 
 @triton.jit
@@ -191,7 +187,7 @@ class TritonSoftmax(TritonBackend):
     def forward(self, block: Block) -> None:
         """Log-sum-exps by the kernels, targets by the library; of several positives by the kernel."""
         features, scale = block.rows.features, block.parameters.scale
-        t = self.machine.tiles(features.device, features.dtype)
+        t = self.machine.tiles(features)
         # Four numbers of four bytes a tile row and a tile column.
         for panel in self.panels(block, self.machine.partial_bytes // 8 * t.rows * t.cols // (t.rows + t.cols)):
             n, m = len(panel.rows), len(panel.cols)
@@ -199,7 +195,7 @@ class TritonSoftmax(TritonBackend):
             col_parts = torch.empty(2, triton.cdiv(n, t.rows), m, device=features.device)
             targets = None
             if panel.rows.share is not None:
-                targets = torch.empty(programs(panel, t.rows, t.cols), device=features.device)
+                targets = torch.empty(programs(panel, t), device=features.device)
             self.launch(
                 lse_kernel, panel, row_parts=row_parts, col_parts=col_parts, targets=targets,
                 row_share=panel.rows.share, col_share=panel.cols.share,
@@ -210,9 +206,11 @@ class TritonSoftmax(TritonBackend):
                 if side.lse is not None:
                     _, lines, size = parts.shape
                     count = triton.cdiv(size, MERGED)
+                    lse = torch.empty_like(side.lse)
                     self.machine.launch(
-                        merge_kernel, count, features.device, parts, scale, side.lse, size, lines, BLOCK=MERGED
+                        merge_kernel, count, features.device, parts, scale, lse, size, lines, BLOCK=MERGED
                     )
+                    torch.logaddexp(side.lse, lse, out=side.lse)
         diagonal = None if block.rows.share is not None else block.diagonal()
         if diagonal is not None:
             i, j = diagonal
@@ -223,9 +221,9 @@ class TritonSoftmax(TritonBackend):
 
     def backward(self, block: Block) -> None:
         """Add scale G V to the rows' gradient, scale G' U to the columns', sum_ij G_ij <u_i, v_j> to the scale's."""
-        t = self.machine.tiles(block.rows.features.device, block.rows.features.dtype)
+        t = self.machine.tiles(block.rows.features)
         for panel, store in self.gradient_panels(block):
-            products = store.new_empty(programs(panel, t.rows, t.cols), dtype=torch.float32)
+            products = store.new_empty(programs(panel, t), dtype=torch.float32)
             row_lse, row_weight = _lse_and_weight(panel.rows)
             col_lse, col_weight = _lse_and_weight(panel.cols)
             self.launch(

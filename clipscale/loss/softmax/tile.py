@@ -44,7 +44,9 @@ class SoftmaxTile(ObjectiveTile):
         x = scores
         sides = directions(tile)
         reference = _reference(bound)
-        if _is_near(reference, sides):  # one exponential an element
+        # One exponential an element suffices where e^(t - r) and e^(t - c) are finite, and what underflows in e^(x - t)
+        # is nothing beside them.
+        if all(reference - float(lse.min()) <= MARGIN for _, lse, _ in sides):
             if reference:
                 x.sub_(reference)
             x.exp_()
@@ -81,11 +83,6 @@ def positive_weights(block: Block, rows: Tensor | slice, cols: Tensor | slice) -
 def _reference(bound: float) -> float:
     """t, given a bound of |x|: e^(x - t) never overflows. t = 0 costs and loses nothing, and is chosen where it can."""
     return max(0.0, bound - MARGIN)
-
-
-def _is_near(reference: float, sides: list[Direction]) -> bool:
-    """Whether e^(t - r) and e^(t - c) are finite, and what underflows in e^(x - t) is nothing beside them."""
-    return all(reference - float(lse.min()) <= MARGIN for _, lse, _ in sides)
 
 
 def _logsumexp(x: Tensor, dim: int) -> Tensor:

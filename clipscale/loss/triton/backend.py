@@ -20,6 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from clipscale.loss.block import Block
 from clipscale.loss.machine import Machine
 from clipscale.loss.triton.tiles import UNIT
+from clipscale.loss.triton.tuning import Tiles
 
 
 class TritonBackend:
@@ -38,7 +39,7 @@ class TritonBackend:
         `store` is where the kernel stores a panel.
         """
         u, v = panel.rows.features, panel.cols.features
-        t = self.machine.tiles(u.device, u.dtype)
+        t = self.machine.tiles(u)
         if u.dtype == torch.bfloat16 and u.device.type == "cpu":
             u, v = u.float(), v.float()  # the interpreter multiplies bfloat16 by its bits
         tma = self.machine.has_descriptors(u)
@@ -55,7 +56,7 @@ class TritonBackend:
         if store is not None:
             arguments |= {"panel": described(store, t.rows, t.cols // 4), "stride_panel": store.stride(0)}
         self.machine.launch(
-            kernel, programs(panel, t.rows, t.cols), u.device,
+            kernel, programs(panel, t), u.device,
             described(u, t.rows, t.depth), described(v, t.cols, t.depth), panel.parameters.scale,
             len(u), len(v), u.shape[1], u.stride(0), v.stride(0),
             **arguments, TMA=tma, BM=t.rows, BN=t.cols, BK=t.depth, num_warps=t.warps, num_stages=t.stages,
@@ -64,18 +65,19 @@ class TritonBackend:
 
     def panels(self, block: Block, area: int) -> Iterator[Block]:
         """The block in about equal panels of whole tiles, of at most about `area`, as square as the block allows."""
-        t = self.machine.tiles(block.rows.features.device, block.rows.features.dtype)
+        t = self.machine.tiles(block.rows.features)
         n, m = len(block.rows), len(block.cols)
         height = _even(n, min(n, max(math.isqrt(area), area // m, 1)), t.rows)
         width = _even(m, min(m, max(area // height, 1)), t.cols)
-        corners = ((i, j) for i in range(0, n, height) for j in range(0, m, width))
-        return self.machine.parts(block.tile(i, height, j, width) for i, j in corners)
+        return self.machine.parts(
+            block.tile(row, height, col, width) for row in range(0, n, height) for col in range(0, m, width)
+        )
 
     def gradient_panels(self, block: Block) -> Iterator[tuple[Block, Tensor]]:
         """Panels with memory for score gradients; what the caller stores there joins the feature gradients."""
         features, store = block.rows.features, None
         factor = block.parameters.scale_number / UNIT.value  # the panel holds UNIT * G
-        t = self.machine.tiles(features.device, features.dtype)
+        t = self.machine.tiles(features)
         for panel in self.panels(block, self.machine.panel_bytes // features.itemsize):
             n, m = len(panel.rows), len(panel.cols)
             if store is None:  # the first panel is the largest
@@ -88,9 +90,9 @@ class TritonBackend:
                 self.machine.add_product(panel.cols.grad, g_nm.T, panel.rows.features, factor)
 
 
-def programs(panel: Block, rows: int, cols: int) -> int:
+def programs(panel: Block, tiles: Tiles) -> int:
     """The number of tiles."""
-    return triton.cdiv(len(panel.rows), rows) * triton.cdiv(len(panel.cols), cols)
+    return triton.cdiv(len(panel.rows), tiles.rows) * triton.cdiv(len(panel.cols), tiles.cols)
 
 
 def _even(size: int, most: int, tile: int) -> int:

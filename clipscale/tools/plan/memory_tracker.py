@@ -111,8 +111,8 @@ class DryMachine(Machine):
     def parts(self, parts: Iterator[T]) -> Iterator[T]:
         return itertools.islice(parts, 1)
 
-    def tiles(self, device: torch.device, dtype: torch.dtype) -> Tiles:
-        return tiles_for(self.capability, dtype) if self.capability else INTERPRETER
+    def tiles(self, features: Tensor) -> Tiles:
+        return tiles_for(self.capability, features.dtype) if self.capability else INTERPRETER
 
     def launch(self, *arguments: Any, **constants: Any) -> None:
         pass

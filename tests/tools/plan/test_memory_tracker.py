@@ -62,7 +62,7 @@ class WithoutKernels(Machine):
 
 
 class DryInterpreter(DryMachine):
-    def tiles(self, device: torch.device, dtype: torch.dtype) -> Tiles:
+    def tiles(self, features: torch.Tensor) -> Tiles:
         return INTERPRETER
 
 
