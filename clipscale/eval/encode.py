@@ -107,7 +107,8 @@ class Encoder:
                 broken["unreadable_file"] += 1
             return None
 
-        device, batches = self.world.device, spans(len(eval_set), self.batch, self.world)
+        device = self.world.device
+        batches = spans(len(eval_set), self.batch, self.world)
         blank = torch.zeros(3, transform.side, transform.side, dtype=torch.uint8)
         with ThreadPoolExecutor(self.threads) as pool:
             waiting = [pool.submit(pixels_of, i) for i in batches[0]]

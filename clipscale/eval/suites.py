@@ -47,18 +47,19 @@ def suite_sets(suite: str, root: str | None) -> list[EvalSet]:
         raise UserError(f"eval.suite={suite} needs eval.root=DIR, the folder with its sets")
     folder = Path(root).expanduser().absolute()
     entries = [known_sets()[name] for name in table()["suites"][suite]["sets"]]
-    places = {known.name: place for known in entries if (place := known.find(folder))}
-    if not places:
+    places = {known.name: known.find(folder) for known in entries}
+    present = {name: place for name, place in places.items() if place is not None}
+    if not present:
         raise UserError(
             f"eval.root={root} holds none of the {len(entries)} sets of eval.suite={suite}; {entries[0].name} is "
             f"looked for as {', '.join(entries[0].candidates)} and comes from {entries[0].source}"
         )
     for known in entries:
-        if known.name not in places and os.environ.get("RANK", "0") == "0":
+        if known.name not in present and os.environ.get("RANK", "0") == "0":
             names = ", ".join(known.candidates)
             missing = f"{known.name} is missing in {root} (as {names}); it comes from {known.source}"
             log.warning("eval.suite=%s: %s", suite, missing)
-    return [_known_set(known, places[known.name]) for known in entries if known.name in places]
+    return [_known_set(known, present[known.name]) for known in entries if known.name in present]
 
 
 def suite_table(

@@ -45,5 +45,6 @@ def lock(encoder: nn.Module, tower: str, unlocked: int) -> None:
         raise UserError(
             f"model.{tower}.train={unlocked}: the tower has {len(groups)} groups; choose 1 to that, all or none"
         )
-    for name in (name for group in groups[: len(groups) - unlocked] for name in group):
-        encoder.get_parameter(name).requires_grad_(".lora_" in name)
+    for group in groups[: len(groups) - unlocked]:
+        for name in group:
+            encoder.get_parameter(name).requires_grad_(".lora_" in name)

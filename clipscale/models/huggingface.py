@@ -20,8 +20,8 @@ _BLOCK = {
 }
 
 
-def _blocks(ours: str, theirs: str) -> dict[str, str]:
-    return {f"{ours}.resblocks.#.{name}": f"{theirs}.encoder.layers.#.{other}" for name, other in _BLOCK.items()}
+def _blocks(tower: str, hf_tower: str) -> dict[str, str]:
+    return {f"{tower}.resblocks.#.{name}": f"{hf_tower}.encoder.layers.#.{hf_name}" for name, hf_name in _BLOCK.items()}
 
 
 _NAMES = {
@@ -63,7 +63,7 @@ def to_open_clip(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
     Weights whose names are not known keep them, so that a comparison of names lists them.
     """
-    names = {theirs: ours for ours, theirs in _NAMES.items()}
+    names = {hf_name: name for name, hf_name in _NAMES.items()}
     renamed: dict[str, Tensor] = {}
     projections: dict[str, dict[str, Tensor]] = {}
     for name, value in state.items():
@@ -118,10 +118,10 @@ def description(config: dict[str, Any], folder: str) -> dict[str, Any]:
     """open_clip's description of a model from its config.json. Raises ValueError for what open_clip cannot build."""
     vision = _VISION_DEFAULTS | (config.get("vision_config") or {})
     text = _TEXT_DEFAULTS | (config.get("text_config") or {})
-    vision_cfg = {ours: vision[theirs] for ours, theirs in _VISION_SIZES.items()}
+    vision_cfg = {size: vision[hf_size] for size, hf_size in _VISION_SIZES.items()}
     vision_cfg["head_width"] = vision["hidden_size"] // vision["num_attention_heads"]
     vision_cfg["mlp_ratio"] = vision["intermediate_size"] / vision["hidden_size"]
-    text_cfg = {ours: text[theirs] for ours, theirs in _TEXT_SIZES.items()}
+    text_cfg = {size: text[hf_size] for size, hf_size in _TEXT_SIZES.items()}
     text_cfg["mlp_ratio"] = text["intermediate_size"] / text["hidden_size"]
     if text["vocab_size"] != _TEXT_DEFAULTS["vocab_size"]:  # CLIP's own vocabulary needs no files
         text_cfg["hf_tokenizer_name"] = folder
@@ -145,7 +145,8 @@ def with_own_tokenizer(description: dict[str, Any], folder: Path) -> dict[str, A
 
 def configuration(description: dict[str, Any], *, logit_bias: bool) -> dict[str, Any]:
     """A model's config.json by open_clip's description. Raises ValueError for what is not part of CLIP."""
-    vision, text = description["vision_cfg"], description["text_cfg"]
+    vision = description["vision_cfg"]
+    text = description["text_cfg"]
     foreign = {*vision, *text} - _KEYS
     if logit_bias:
         foreign.add("a logit bias")
@@ -157,10 +158,10 @@ def configuration(description: dict[str, Any], *, logit_bias: bool) -> dict[str,
         "projection_dim": description["embed_dim"],
         "hidden_act": "quick_gelu" if description.get("quick_gelu") else "gelu",
     }
-    vision_config = common | {theirs: vision[ours] for ours, theirs in _VISION_SIZES.items()}
+    vision_config = common | {hf_size: vision[size] for size, hf_size in _VISION_SIZES.items()}
     vision_config["intermediate_size"] = int(vision["width"] * vision.get("mlp_ratio", 4.0))
     vision_config["num_attention_heads"] = vision["width"] // vision.get("head_width", 64)
-    text_config = common | {theirs: text[ours] for ours, theirs in _TEXT_SIZES.items()}
+    text_config = common | {hf_size: text[size] for size, hf_size in _TEXT_SIZES.items()}
     text_config["intermediate_size"] = int(text["width"] * text.get("mlp_ratio", 4.0))
     text_config |= {"bos_token_id": 49406, "eos_token_id": 49407, "pad_token_id": 49407}
     towers = {"vision_config": vision_config, "text_config": text_config}

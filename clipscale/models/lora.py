@@ -30,22 +30,22 @@ class LoraBlock(LeanBlock):
 def add(encoder: nn.Module, tower: str, rank: int, unlocked: int) -> None:
     """Put adapters into the blocks of an encoder but the last `unlocked` layer groups. Its features stay, bit for bit.
     `tower`: `image` or `text`, for messages. Raises UserError for a tower without such blocks, and without peft."""
-    about = f"model.lora={rank}"
     if not family_of(encoder).adapters(encoder):
         raise UserError(
-            f"{about}: the {tower} tower is no transformer of open_clip, no ViT of timm and no "
+            f"model.lora={rank}: the {tower} tower is no transformer of open_clip, no ViT of timm and no "
             f"text tower of transformers; set model.{tower}.train=none, or model.lora=0"
         )
     try:
         import peft
     except ImportError as error:
-        raise UserError(f"{about} needs peft; pip install 'clipscale[lora]'") from error
+        raise UserError(f"model.lora={rank} needs peft; pip install 'clipscale[lora]'") from error
     groups = layer_groups(encoder, tower)
-    names = {name.rpartition(".")[0] for group in groups[1 : len(groups) - max(1, unlocked)] for name in group}
+    adapted_groups = groups[1 : len(groups) - max(1, unlocked)]
+    names = {name.rpartition(".")[0] for group in adapted_groups for name in group}
     modules = {name: encoder.get_submodule(name) for name in names}
-    inner = tuple(name + "." for name, module in modules.items() if isinstance(module, nn.MultiheadAttention))
-    kinds = nn.Linear | nn.MultiheadAttention
-    targets = sorted(n for n, module in modules.items() if isinstance(module, kinds) and not n.startswith(inner))
+    attentions = tuple(f"{name}." for name, module in modules.items() if isinstance(module, nn.MultiheadAttention))
+    layers = [name for name, module in modules.items() if isinstance(module, nn.Linear | nn.MultiheadAttention)]
+    targets = sorted(name for name in layers if not name.startswith(attentions))
     trained = [p for p in encoder.parameters() if p.requires_grad]
     rule = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules="|".join(map(re.escape, targets)))
     peft.inject_adapter_in_model(rule, encoder)

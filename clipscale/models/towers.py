@@ -220,8 +220,9 @@ def _check_patches(side: int, vision: dict[str, Any]) -> None:
     patch = int(of_timm[1]) if of_timm else vision.get("patch_size", 1)
     if side % patch:
         near = max(1, round(side / patch)) * patch
-        about = f"model.image_size={side}: the patches are {patch} pixels wide"
-        raise UserError(f"{about}; give a multiple, such as {near}")
+        raise UserError(
+            f"model.image_size={side}: the patches are {patch} pixels wide; give a multiple, such as {near}"
+        )
 
 
 def build_model(config: ModelConfig, *, lean: bool = True) -> ClipModel:

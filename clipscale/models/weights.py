@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from open_clip.convert import convert_state_dict
 from open_clip.factory import load_state_dict
 from open_clip.model import CustomTextCLIP, convert_to_custom_text_state_dict
+from open_clip.transformer import TextTransformer
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
@@ -188,8 +189,8 @@ def _of_tag(tag: str, name: str, origin: str) -> Source:
     tags = open_clip.list_pretrained_tags_by_model(name)
     if tag not in tags:
         known = f"; the tags of {name} are {', '.join(tags)}" if tags else ""
-        near = nearest(tag, tags)
-        raise UserError(f"{origin} is no file, no folder, no run and no tag of model.name={name}{near}{known}")
+        meant = nearest(tag, tags)
+        raise UserError(f"{origin} is no file, no folder, no run and no tag of model.name={name}{meant}{known}")
     pretrained = open_clip.get_pretrained_cfg(name, tag)
     path = Path(open_clip.download_pretrained(pretrained))
     return Source(origin, path, pixels=checked_pixels(pretrained), quick_gelu=pretrained.get("quick_gelu", False))
@@ -283,9 +284,11 @@ def interpolated(positions: Tensor, shape: torch.Size, encoder: nn.Module) -> Te
     """
     if positions.ndim != len(shape) or positions.shape[-1] != shape[-1]:
         return positions
+    if isinstance(encoder, TextTransformer):
+        return F.interpolate(positions.T[None], size=shape[0], mode="linear")[0].T
     grid: Any = getattr(getattr(encoder, "trunk", None), "patch_embed", encoder)
     if not hasattr(grid, "grid_size"):
-        return F.interpolate(positions.T[None], size=shape[0], mode="linear")[0].T
+        return positions
     height, width = grid.grid_size
     rows = positions.reshape(1, *positions.shape[-2:])
     rows = resample_abs_pos_embed(rows, [height, width], num_prefix_tokens=shape[-2] - height * width)

@@ -56,7 +56,8 @@ def _classnames(root: Path, folders: Sequence[str], *, numbers: bool) -> list[st
     """The class names of a set of folders, by label. Raises UserError where nothing says what the folders mean."""
     if not (root / CLASSNAMES).is_file() and all(map(_WNID.fullmatch, folders)):
         return _names_of_wnids(root, folders)
-    if names := prompts.classnames(root, numbers=numbers):
+    names = prompts.classnames(root, numbers=numbers)
+    if names:
         return names
     if len(folders) < 2:
         raise UserError(f"eval.sets: {root} has no class folders but {', '.join(folders)}; give the one with them")
