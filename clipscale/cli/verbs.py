@@ -128,7 +128,6 @@ clipscale plan run=b16                                                        # 
         """\
 clipscale report demo
 clipscale report b32 b16 expected=openclip-b32-2b out=both.html
-clipscale report sizes out=sizes.pdf                                          # all runs of a sweep, for a paper
 clipscale report b32 live=true                                                # while it trains""",
         words="RUN...",
     ),

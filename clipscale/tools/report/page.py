@@ -1,4 +1,4 @@
-"""`clipscale report`: a page about runs that works offline, and their charts as a picture for papers."""
+"""`clipscale report`: a page about runs that works offline."""
 
 import os
 import re
@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
+from plotly.offline import get_plotlyjs
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
@@ -25,7 +26,7 @@ POINTS = 3000
 
 
 def main(words: list[str], settings: ReportSettings) -> None:
-    """Write the page or the picture and print its path, or serve the page. Raises UserError."""
+    """Write the page and print its path, or serve it. Raises UserError."""
     names = [*settings.run, *words]
     if not names:
         raise UserError("run is not set; give run=NAME, or several: clipscale report NAME...")
@@ -43,19 +44,13 @@ def write_report(names: Sequence[str | Path], out: str | None = None, expected: 
     above = os.path.commonpath([run.folder.resolve().parent for run in runs]) if runs[1:] else runs[0].folder
     path = Path(out).expanduser() if out else Path(above, "report.html")
     with files.reported("report", path, "give a place that can be written, out=FILE"):
-        if path.suffix in (".png", ".pdf"):
-            draw(runs, path)
-        else:
-            from plotly.offline import get_plotlyjs  # here, as training starts sooner without
-
-            files.write_text(path, page(runs, expected))
-            files.write_text(path.with_name("plotly.min.js"), get_plotlyjs())
+        files.write_text(path, page(runs, expected))
+        files.write_text(path.with_name("plotly.min.js"), get_plotlyjs())
     return path
 
 
 def serve(render: Callable[[], str], port: int) -> None:
     """Serve the page, rendered anew for each request, to this machine's browsers until Ctrl-C."""
-    from plotly.offline import get_plotlyjs
 
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -178,31 +173,3 @@ def means(table: np.ndarray, parts: int) -> np.ndarray:
     """The means of so many equal parts, without gaps."""
     finite = table[np.isfinite(table[:, 3])]
     return np.array([part.mean(0) for part in np.array_split(finite, parts) if len(part)]).reshape(-1, 4)
-
-
-def draw(runs: Sequence[Run], path: Path) -> None:
-    """Write the charts over the samples, two in a row, as PNG or PDF: means, and what is lowest and highest, pale."""
-    import matplotlib  # here: training starts a third of a second sooner
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
-
-    charts = charts_of(runs)
-    lines = dict(zip(FIGURES["dashes"], ("-", "--", ":", "-.", (0, (8, 3)))))
-    with matplotlib.rc_context({"pdf.fonttype": 42, "font.size": 7}):  # 42: fonts as publishers want them
-        figure = Figure(figsize=(7, 0.85 * len(charts) + 0.15 * len(runs) + 1), layout="constrained")
-        for place, chart in enumerate(charts):
-            axes = figure.add_subplot(-(-len(charts) // 2), 2, place + 1)
-            for number, run in enumerate(runs):
-                colour = FIGURES["colours"][number % len(FIGURES["colours"])][0]
-                dash = FIGURES["dashes"][number % len(FIGURES["dashes"])]
-                table = points(run, chart)
-                line = {"color": colour, "linewidth": 1}
-                name = run.name.replace("$", r"\$")
-                axes.plot(*means(table, 60)[:, [1, 3]].T, linestyle=lines[dash], label=name, **line)
-                axes.plot(*thinned(table, 300)[:, [1, 3]].T, alpha=0.25, **line)
-            unit = f" ({chart['unit']})" if "unit" in chart else ""
-            axes.set_title(chart["title"] + unit, loc="left", parse_math=False, fontsize=7)
-            axes.set(xlabel="samples", yscale="log" if chart.get("log") else "linear")
-            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
-        figure.savefig(path, dpi=200)

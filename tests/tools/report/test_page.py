@@ -110,17 +110,14 @@ def test_peaks_survive_thinning() -> None:
 
 
 @pytest.mark.parametrize("losses", [[5.0], [None, 3.0, None, -1.0, 0.0]], ids=len)
-@pytest.mark.parametrize(("kind", "start"), [("html", b"<!doctype html>"), ("png", b"\x89PNG"), ("pdf", b"%PDF")])
 def test_any_length_of_run_and_odd_values(
-    tmp_path: Path, losses: list[float | None], kind: str, start: bytes, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, losses: list[float | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run = make_run(Path("$a_b$"), losses, mem_peak_bytes=None, grad_norm=math.inf)
-    written = write_report([run], f"out.{kind}").read_bytes()
-    assert start in written[:40]
-    if kind == "html":
-        data = json.loads(written.split(b'<script id="data" type="application/json">')[1].split(b"</script>")[0])
-        assert data["charts"][0]["runs"][0]["points"]["y"] == losses
+    written = write_report([run], "out.html").read_bytes()
+    data = json.loads(written.split(b'<script id="data" type="application/json">')[1].split(b"</script>")[0])
+    assert data["charts"][0]["runs"][0]["points"]["y"] == losses
 
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,7 +125,7 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, answer in (
         ([f"run=[{run},{tmp_path}/gone]"], "there is no folder"),
         ([str(run), "expected=openclip-b33"], "choose openclip-b32-2b, "),
-        ([str(tmp_path / "runs"), "out=/proc/gone/a.png"], "out=FILE"),
+        ([str(tmp_path / "runs"), "out=/proc/gone/a.html"], "out=FILE"),
     ):
         assert main(["report", *words]) == 2
         error = capsys.readouterr().err

@@ -1,0 +1,60 @@
+"""The host memory that is copied to the GPU is page-locked while the batches live, and a refusal is a warning."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from clipscale.config.data import DataConfig
+from clipscale.data.columns import columns_of
+from clipscale.data.loader.host_batch import Arena, Layout, Offload
+
+
+class Runtime:
+    """In the place of CUDA's runtime: what is locked, from its address to its bytes."""
+
+    def __init__(self, answer: int = 0) -> None:
+        self.answer = answer
+        self.locked: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802 (CUDA's name)
+        if not self.answer:
+            self.locked[address] = size
+        return self.answer
+
+    def cudaHostUnregister(self, address: int) -> None:  # noqa: N802 (CUDA's name)
+        del self.locked[address]
+
+
+def arena(backend: str) -> Arena:
+    return Arena(Layout(2, 8, columns_of(DataConfig(), 16), 1, 4, Offload(backend, chunk=4)))
+
+
+def address(array: np.ndarray) -> int:
+    return int(array.ctypes.data)
+
+
+@pytest.mark.parametrize("backend", ["host", "encoded"])
+def test_what_is_copied_to_the_gpu_is_locked_until_the_end(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    memory = arena(backend)
+    memory.pin()
+    ((start, size),) = runtime.locked.items()
+    copied = [slot["rows"] for slot in memory.slots] if backend == "host" else [memory.buffers]
+    assert memory.pinned
+    for rows in copied:
+        assert start <= address(rows) and address(rows) + rows.nbytes <= start + size
+    memory.close()
+    assert not memory.pinned and not runtime.locked
+
+
+def test_a_refusal_is_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(answer=2))
+    memory = arena("host")
+    with caplog.at_level(logging.WARNING):
+        memory.pin()
+    assert not memory.pinned
+    assert "could not be page-locked (CUDA error 2)" in caplog.text
+    memory.close()
