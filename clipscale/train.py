@@ -13,10 +13,11 @@ from pathlib import Path
 from signal import Signals
 from typing import Any
 
+import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipscale import checkpoint
-from clipscale.common.errors import StoppedError
+from clipscale.common.errors import StoppedError, UserError, first_line
 from clipscale.common.phases import Phases, Readback
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import say
@@ -34,7 +35,7 @@ from clipscale.log.metrics import MetricLog
 from clipscale.log.step_record import StepRecords
 from clipscale.log.table import print_results
 from clipscale.models.flops import Flops
-from clipscale.state.start import begin
+from clipscale.state.start import begin, resolve
 from clipscale.step.optim import Schedule, largest_rms
 
 
@@ -51,7 +52,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
         while True:
             run = Run(config, world)
             results = run.go()
-            if run.stage.last:
+            if run.resolved.stage.last:
                 return results
             del run
             gc.collect()  # before the next stage's model is built
@@ -65,31 +66,46 @@ class Run:
     """One process's part of a run, or of its stage: all it holds, and its loop."""
 
     def __init__(self, config: TrainConfig, world: World) -> None:
-        self.whole, self.world, self.folder = config, world, Path(config.run)
         check_sets(config.eval, world)
-        self.stage, self.state, self.stream, self.step, self.loss = begin(config, world, self.folder)
-        config = self.config = self.stage.config
-        epoch = self.stream.samples_per_epoch
-        samples, first, batch = self.stage.samples(epoch), self.stage.first, config.batch
-        self.total = first + samples // batch
-        self.schedule = Schedule.build(config.schedule, config.optim.lr, batch, samples, epoch, first)
-        stored, captions = self.state.stored is not None, config.data.captions_per_step
-        flops = Flops(config.model, self.state.model, world.device, stored_images=stored, captions=captions)
-        self.records = StepRecords(self.open_log() if world.main else None, world.size, flops, self.stream)
-        self.saver = checkpoint.Saver(self.folder, world, config.checkpoint)
+        self.world = world
+        self.resolved = resolve(config, world)
+        self.config = self.resolved.config
+        self.step = self.resolved.step
+        self.loss = self.resolved.loss
+        begun = begin(self.resolved, world)
+        self.state = begun.state
+        self.stream = begun.stream
+        self.schedule = self.plan_schedule()
+        self.total = self.schedule.first + self.schedule.total
+        self.records = StepRecords(self.open_log() if world.main else None, world.size, self.flops(), self.stream)
+        self.saver = checkpoint.Saver(self.resolved.folder, world, self.config.checkpoint)
         if config.resume in ("auto", "none"):  # the step is another run's otherwise
             self.saver.last_step = self.step
         self.saved_at = time.monotonic()
         self.stop = Stop(world)
-        self.chunks = 0  # of this step, that are begun
+        self.chunks = 0
+        """Chunks of this step that are begun."""
         self.state.cache.before_chunk = self.between_chunks
+
+    def plan_schedule(self) -> Schedule:
+        """The learning rates of this stage's steps."""
+        config, stage = self.config, self.resolved.stage
+        epoch = self.stream.samples_per_epoch
+        samples = stage.samples(epoch)
+        return Schedule.build(config.schedule, config.optim.lr, config.batch, samples, epoch, stage.first)
+
+    def flops(self) -> Flops:
+        """Of a sample."""
+        stored = self.state.stored is not None
+        captions = self.config.data.captions_per_step
+        return Flops(self.config.model, self.state.model, self.world.device, stored_images=stored, captions=captions)
 
     def open_log(self) -> MetricLog:
         """The log of this start, on rank 0, and what the user should know of it."""
-        config, step = self.whole if self.whole.stages else self.state.config, self.step
+        config, step, folder = self.resolved.written, self.step, self.resolved.folder
         if step:
-            checkpoint.set_aside(self.folder, step)
-            changes = changes_since(self.folder / "config.yaml", config)
+            checkpoint.set_aside(folder, step)
+            changes = changes_since(folder / "config.yaml", config)
             changed = "; changed: " + ", ".join(changes) if changes else ""
             say(f"run={config.run}: going on after step {step} of {self.total}{changed}")
         if step >= self.total:
@@ -98,7 +114,7 @@ class Run:
             covered = f"covers all {self.schedule.total} steps of the run; give a share, as in schedule.warmup=5%"
             say(f"warning: schedule.warmup={config.schedule.warmup} {covered}", error=True)
         log = MetricLog(
-            self.folder,
+            folder,
             config.log,
             resolved_config=to_yaml(config),
             resume_step=step,
@@ -135,9 +151,10 @@ class Run:
                 self.saver.close()
                 self.records.close()
         if self.world.main:
-            print_results(results, f"{self.folder.name}, step {self.step}")
-            say(f"done: {self.folder} (step {self.step}, loss {self.loss:.4f}); clipscale report {config.run} shows it")
-        return {"run": str(self.folder), "step": self.step, "loss": self.loss, "eval": results}
+            folder = self.resolved.folder
+            print_results(results, f"{folder.name}, step {self.step}")
+            say(f"done: {folder} (step {self.step}, loss {self.loss:.4f}); clipscale report {config.run} shows it")
+        return {"run": str(self.resolved.folder), "step": self.step, "loss": self.loss, "eval": results}
 
     def train_step(self) -> None:
         """One exact optimizer step over the global batch."""
@@ -149,20 +166,20 @@ class Run:
         self.chunks = 0
         batch = self.stream.next_batch()  # its samples may still be arriving
         images, texts = self.inputs(batch)
-        with phases("encode"):
+        with self.phase(phases, "encode"):
             features = cache.encode(state.past_trunk("image", images), state.past_trunk("text", texts))
-        with phases("loss"):
+        with self.phase(phases, "loss"):
             value = state.loss(*features, targets=batch.targets(self.world.device))
             cache.backward(value)
             del features
-        with phases("replay"):
+        with self.phase(phases, "replay"):
             cache.replay()
-        with phases("optim"):
+        with self.phase(phases, "optim"):
             norm = state.gradient_norm()
             self.loss, grad_norm = Readback(value, norm).read()  # the only place where the host waits for the device
             finite = math.isfinite(self.loss) and math.isfinite(grad_norm)
             if not finite:
-                state.refuse_divergence(self.step, self.loss, grad_norm, batch, self.folder)
+                state.refuse_divergence(self.step, self.loss, grad_norm, batch, self.resolved.folder)
             if finite or state.precision.scaler:  # after an overflow the scaler skips the step and lowers its scale
                 state.update(norm)
             logged = finite and (self.step + 1) % self.config.log.every == 0
@@ -170,7 +187,7 @@ class Run:
         state.keep.after_step(phases)
         record = {
             "step": self.step + 1,
-            "samples": self.stage.seen(self.step + 1),
+            "samples": self.resolved.stage.seen(self.step + 1),
             "batch": size,
             "loss": self.loss,
             "lr": lr,
@@ -179,6 +196,19 @@ class Run:
             "update_rms_tensor": names,
         }
         self.records.add(record, phases, [state.model.logit_scale.exp(), *rms], state.captions.widths(texts))
+
+    @contextmanager
+    def phase(self, phases: Phases, name: str) -> Iterator[None]:
+        """Around a part of a step. Raises UserError where the device has too little memory for it."""
+        try:
+            with phases(name):
+                yield
+        except torch.OutOfMemoryError as error:
+            image, text = (tower.size for tower in self.state.cache.towers)
+            raise UserError(
+                f"step {self.step + 1}: out of memory in {name}, in chunks of {image} images and {text} captions "
+                f"({first_line(error)}); clipscale plan run={self.config.run} fit=true finds settings that fit"
+            ) from error
 
     def inputs(self, batch: HostBatch) -> tuple[ChunkLoader, Any]:
         """The towers' inputs."""
@@ -226,7 +256,7 @@ class Run:
                 config.eval,
                 self.world,
                 autocast=state.precision.autocast,
-                file=ResultsFile(self.folder, self.step, {"precision": config.precision}),
+                file=ResultsFile(self.resolved.folder, self.step, {"precision": config.precision}),
                 before_batch=self.stop.check,
                 progress=self.records.log.progress if self.records.log else lambda *_: None,
             )
@@ -255,7 +285,7 @@ class Run:
             "random": self.world.gather({"cpu": now.cpu, "cuda": now.cuda}),
             "position": merge_positions(self.world.gather(self.stream.position())),
             "batch": self.config.batch,
-            "samples": self.stage.seen(self.step),
+            "samples": self.resolved.stage.seen(self.step),
             "loss": self.loss,
         }
         self.saver.save(self.step, state, last=last)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from clipscale import checkpoint
+from clipscale.cli.main import main
 from clipscale.common.errors import UserError
 from clipscale.config.sections import (
     CacheConfig,
@@ -29,11 +30,12 @@ from clipscale.data.loader.stream import DataConfig
 from clipscale.launch import local
 from clipscale.launch.run_lock import RunLock
 from clipscale.models.towers import build_model
+from clipscale.step.grad_cache import GradCache
 from clipscale.tools.data.demo import paths
 from clipscale.train import train
 from tests.support.forks import forks
 from tests.support.ranks import run_ranks
-from tests.support.runs import ARCHITECTURE, curve, on_a_rank, records, settings
+from tests.support.runs import ARCHITECTURE, curve, on_a_rank, records, settings, small
 
 FIELDS = {
     "step", "samples", "loss", "logit_scale", "lr", "grad_norm", "time", "samples_per_s", "samples_per_s_wall",
@@ -200,3 +202,22 @@ def test_steps_that_are_not_finite_can_be_skipped(demo: Path, tmp_path: Path) ->
     assert len(skipped) == 4 and skipped[-1] and not skipped[0]
     weights = checkpoint.load(checkpoint.checkpoints_of(tmp_path / "run")[-1])["model"].values()
     assert all(bool(weight.isfinite().all()) for weight in weights), "a step that is skipped changes nothing"
+
+
+def test_out_of_memory_names_the_phase_the_chunks_and_what_to_run(
+    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command that it names finds settings."""
+
+    def too_large(cache: GradCache) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")
+
+    expected = "out of memory in replay, in chunks of 4 images and 6 captions"
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=expected) as raised:
+        patch.setattr(GradCache, "replay", too_large)
+        train(small(shards, tmp_path / "run"))
+    line = str(raised.value)
+    assert line.startswith("step 1: ") and "\n" not in line
+    command = re.search("clipscale (plan .* fit=true)", line)
+    assert command and main(command[1].split()) == 0
+    assert "the largest and fastest that fits: batch=" in capsys.readouterr().out

@@ -20,7 +20,7 @@ class StepRecords:
 
     def __init__(self, log: MetricLog | None, ranks: int, flops: Flops, stream: TrainStream) -> None:
         """`log` takes each complete record; None: this rank logs none."""
-        self.log, self._ranks, self._flops, self._stream = log, ranks, flops, stream
+        self.log, self._ranks, self.flops, self._stream = log, ranks, flops, stream
         self._measured_at = time.monotonic()
         self._unfinished: tuple[Record, Phases, Readback, Mapping[int, int]] | None = None
 
@@ -72,5 +72,5 @@ class StepRecords:
             "samples_per_s_per_gpu": rate / self._ranks,
             "data_wait_frac": waited_s / phases.total,
             **phases.record(),
-            "mfu": self._flops.utilisation(rate / self._ranks, widths),
+            "mfu": self.flops.utilisation(rate / self._ranks, widths),
         }

@@ -1,10 +1,10 @@
-"""How a run begins: its model, optimizer and data, from a checkpoint or anew."""
+"""How a run begins: its settings are resolved; then its model, optimizer and data are built."""
 
 import math
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -21,18 +21,23 @@ from clipscale.data.loader.stream import BatchShare, TrainStream, merge_position
 from clipscale.distributed.world import World
 from clipscale.models.towers import architecture
 from clipscale.models.weights import described
-from clipscale.state.train_state import TrainState
+from clipscale.state.train_state import TrainState, parts_of
 from clipscale.step.chunk_sizes import sizes_of_settings
 from clipscale.step.optim import known_optimizer
 
 
-class Stage(NamedTuple):
+@dataclass(frozen=True)
+class Stage:
     """A part of a run, or all of it."""
 
     config: TrainConfig
-    first: int  # step of the run
-    earlier: int  # samples of the run before it
+    first: int
+    """Its first step, counted from 0."""
+    earlier: int
+    """Samples of the run before it."""
     last: bool
+    optimizer: str
+    """What becomes of the optimizer at its beginning: `continue` or `restart`."""
 
     def seen(self, step: int) -> int:
         """Samples of the run before a step."""
@@ -51,57 +56,121 @@ class Stage(NamedTuple):
         return samples
 
 
-def begin(config: TrainConfig, world: World, folder: Path) -> tuple[Stage, TrainState, TrainStream, int, float]:
-    """The stage of the run; its model, optimizer and data stream; the steps that are done, and the loss of the last.
+@dataclass(frozen=True)
+class Resolved:
+    """A run, resolved before anything is built: everything after reads its settings here."""
 
-    A stage begins with the checkpoint at the end of the one before. The order of sources:
+    config: TrainConfig
+    """The settings of this stage, with the pictures and the architecture that the weights describe."""
+    stages: tuple[Stage, ...]
+    stage: Stage
+    checkpoint: Path | None
+    """What the run goes on from; None: it begins."""
+    saved: dict[str, Any] | None
+    """The values of the checkpoint, without tensors."""
+    written: TrainConfig
+    """The settings as config.yaml keeps them, of all stages."""
+
+    @property
+    def step(self) -> int:
+        """The steps that are done."""
+        return self.saved["step"] if self.saved else 0
+
+    @property
+    def loss(self) -> float:
+        """The last step's; NaN: there is none."""
+        return self.saved["loss"] if self.saved else math.nan
+
+    @property
+    def begins_stage(self) -> bool:
+        """Whether the checkpoint is the end of the stage before."""
+        return self.stage.first > 0 and self.step == self.stage.first
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.run)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What a run has built at its start."""
+
+    state: TrainState
+    stream: TrainStream
+
+
+def resolve(config: TrainConfig, world: World) -> Resolved:
+    """Settle a run: its stages, its checkpoint, its stage, and what the weights describe. Raises UserError.
+
+    Its weights come from the first of these that there is:
 
     1. `resume=auto`, the default: the newest readable checkpoint in the run's own folder.
     2. `resume=PATH`: that checkpoint, or the newest one of that run folder.
-    3. Without a checkpoint, or with `resume=none`: the initial weights `model.weights` and those of the towers.
-    4. Without these: random weights, by `seed`.
+    3. The initial weights `model.weights` and those of the towers.
+    4. Random weights, by `seed`.
     """
-    stages = planned(config, world)
-    # Started again, by torchrun after a failure or by Slurm from its queue: the run goes on from its own checkpoint.
-    restarted = any(int(os.environ.get(f"{by}_RESTART_COUNT", "0")) for by in ("TORCHELASTIC", "SLURM"))
-    path = checkpoint.to_resume(folder, "auto", world) if restarted else None
-    path = path or checkpoint.to_resume(folder, config.resume, world)  # 1 and 2
+    stages = resolved_stages(config, world)
+    path = checkpoint_of(config, world)
     saved = checkpoint.read_values(path) if path else None
     step = saved["step"] if saved else 0
-    number = sum(stage.first <= step for stage in stages) - 1
+    number = max(i for i, stage in enumerate(stages) if stage.first <= step)
     stage = stages[number]
-    config, begins = stage.config, number > 0 and step == stage.first
-    of_checkpoint = stages[number - begins]
-    checkpoint.check_fits(saved, folder, of_checkpoint.config, of_checkpoint.seen)
-    model = world.on_main(lambda: described(config.model, saved))  # the pixels of 1, 2 or 3
+    begins = number > 0 and step == stage.first
+    trained = stages[number - 1] if begins else stage
+    checkpoint.check_fits(saved, Path(config.run), trained.config, trained.seen)
+    model = world.on_main(lambda: described(stage.config.model, saved))
     if begins:
-        model = replace(model, image_size=config.model.image_size, context_length=config.model.context_length)
-    optimizer = config.stages[number].get("optimizer", "continue") if begins else ""
-    state = TrainState(replace(config, model=model), world, path, optimizer)  # 3 and 4, then the checkpoint's weights
-    if world.main and model != config.model:
-        say(f"pixels are normalised as for the weights: mean {[*model.pixels.mean]}, deviation {[*model.pixels.std]}")
-    if world.main and state.captions.note:
-        say(state.captions.note)
-    stream = data_stream(state, saved)
+        sizes = stage.config.model
+        model = replace(model, image_size=sizes.image_size, context_length=sizes.context_length)
+    settings = replace(stage.config, model=model)
+    written = config if config.stages else settings
+    return Resolved(settings, tuple(stages), stage, path, saved, written)
+
+
+def checkpoint_of(config: TrainConfig, world: World) -> Path | None:
+    """The checkpoint that a run goes on from. Started again, by torchrun after a failure or by Slurm from its queue, it
+    goes on from its own."""
+    folder = Path(config.run)
+    restarts = [int(os.environ.get(f"{launcher}_RESTART_COUNT", "0")) for launcher in ("TORCHELASTIC", "SLURM")]
+    own = checkpoint.to_resume(folder, "auto", world) if any(restarts) else None
+    return own or checkpoint.to_resume(folder, config.resume, world)
+
+
+def begin(run: Resolved, world: World) -> Begun:
+    """The model and the optimizer, the data at its place, and this rank's random numbers. Raises UserError."""
+    parts = parts_of(run.config, world)
+    optimizer = run.stage.optimizer if run.begins_stage else ""
+    state = TrainState(run.config, world, parts, run.checkpoint, optimizer)
+    if world.main and run.config.model.pixels != run.stage.config.model.pixels:
+        pixels = run.config.model.pixels
+        say(f"pixels are normalised as for the weights: mean {[*pixels.mean]}, deviation {[*pixels.std]}")
+    if world.main and parts.captions.note:
+        say(parts.captions.note)
+    stream = data_stream(run, state, world)
     streams = merge_positions(world.gather(stream.position()))["streams"]  # refuses shards that differ between ranks
-    batches = {stage.config.batch for stage in stages}
-    if len(batches) > 1 and (fitting := math.gcd(streams, *batches)) < streams:
-        found = f"batches of {sorted(batches)} are not all multiples of the {streams} shard streams of the data"
-        raise UserError(f"stages: {found}; choose others, or set data.shard_streams={fitting}")
-    restore_random(saved, config.seed, world)
-    return stage, state, stream, step, saved["loss"] if saved else math.nan
+    batches = {stage.config.batch for stage in run.stages}
+    fitting = math.gcd(streams, *batches)
+    if len(batches) > 1 and fitting < streams:
+        mixed = f"batches of {sorted(batches)} are not all multiples of the {streams} shard streams of the data"
+        raise UserError(f"stages: {mixed}; choose others, or set data.shard_streams={fitting}")
+    restore_random(run, world)
+    return Begun(state, stream)
 
 
-def planned(config: TrainConfig, world: World) -> list[Stage]:
+def resolved_stages(config: TrainConfig, world: World) -> list[Stage]:
     """The stages of a run, or the run itself. Raises UserError for one that cannot be."""
-    stages, step, samples, settings = [], 0, 0, stages_of(config)
-    for number, part in enumerate(settings, 1):
+    stages: list[Stage] = []
+    step = samples = 0
+    settings = stages_of(config)
+    for number, part in enumerate(settings):
         check_machine(part, world)
-        stages.append(Stage(part, step, samples, last=number == len(settings)))
+        optimizer = config.stages[number].get("optimizer", "continue") if config.stages else "continue"
+        stage = Stage(part, step, samples, number == len(settings) - 1, optimizer)
+        stages.append(stage)
         if config.stages:
             architecture(part.model)
-            step += stages[-1].samples(None) // part.batch
-            samples = stages[-1].seen(step)
+            step += stage.samples(None) // part.batch
+            samples = stage.seen(step)
     return stages
 
 
@@ -115,20 +184,20 @@ def check_machine(config: TrainConfig, world: World) -> None:
         raise UserError("loss.backend=triton needs a GPU, and the device is the CPU; take loss.backend=tiled, or auto")
 
 
-def restore_random(saved: dict[str, Any] | None, seed: int, world: World) -> None:
+def restore_random(run: Resolved, world: World) -> None:
     """The random state of this rank.
 
     Over another number of ranks than the checkpoint's it is seeded anew, differently at each step.
     """
-    torch.manual_seed(seed + 1 + world.rank + (saved["step"] * world.size if saved else 0))
-    if saved and len(saved["random"]) == world.size:
-        state = saved["random"][world.rank]  # of a run on a CPU it has none for a GPU
+    torch.manual_seed(run.config.seed + 1 + world.rank + run.step * world.size)
+    if run.saved and len(run.saved["random"]) == world.size:
+        state = run.saved["random"][world.rank]  # of a run on a CPU it has none for a GPU
         RandomState(state["cpu"], state["cuda"] if world.device.type == "cuda" else None).restore()
 
 
-def data_stream(state: TrainState, saved: dict[str, Any] | None) -> TrainStream:
-    """The data, from its start or from a checkpoint's position. Raises UserError."""
-    config, world = state.config, state.world
+def data_stream(run: Resolved, state: TrainState, world: World) -> TrainStream:
+    """The data, from its start or from the checkpoint's position. Raises UserError."""
+    config = run.config
     if state.stored and config.offload == "encoded":
         raise UserError("offload=encoded is for pictures; with data.image_features take offload=host")
     backend = config.offload if config.offload != "none" else "host"
@@ -140,7 +209,7 @@ def data_stream(state: TrainState, saved: dict[str, Any] | None) -> TrainStream:
         columns_of(config.data, state.model.image_size, state.stored, state.teachers),
         state.model.tokenizer,
         config.seed,
-        position=saved["position"] if saved else None,
+        position=run.saved["position"] if run.saved else None,
         offload=Offload(backend, state.chunks["image"], world.device.type == "cuda"),
         free=free,
     )

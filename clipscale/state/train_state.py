@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -41,35 +41,51 @@ from clipscale.step.precision import Precision
 from clipscale.step.trunk import TrunkFeatures
 
 
-class TrainState:
-    """A run's model on one rank, from its initial weights or a checkpoint, and what turns a batch into new weights."""
+@dataclass(frozen=True)
+class Parts:
+    """What a run's state is built from, as far as weights, data and machine have a say in it. A dry run has its own."""
 
-    frozen: list[str] | None = None
-    """Digests of the weights that adapters adapt, which checkpoints leave out; None: without adapters."""
+    model: ClipModel
+    captions: CaptionRule
+    stored: StoredFeatures | None = None
+    """Reads the image tower's features where shards hold them instead of pictures."""
+    teachers: tuple[StoredFeatures, ...] = ()
+    """Read the features of `distill.teachers`."""
+    chunks: dict[str, Any] | None = None
+    """Samples per chunk of the `image` and `text` tower; None: as the settings say, or found by trial."""
+    machine: Machine | None = None
+    """What the loss runs on; None: this machine."""
     loss_group: dist.ProcessGroup | None = None
     """The ranks whose samples meet in the loss; None: all."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        world: World,
-        saved: Path | None = None,
-        stage: str = "",
-        machine: Machine | None = None,
-    ) -> None:
-        """`saved`: the checkpoint to go on from. `stage`: it ends another; `continue` or `restart` the optimizer.
 
-        `machine`: what the loss runs on; None: this machine.
-        """
-        self.config, self.world, self.machine = config, world, machine
-        torch.manual_seed(config.seed)
+def parts_of(config: TrainConfig, world: World) -> Parts:
+    """The parts of a run on this machine. Raises UserError."""
+    torch.manual_seed(config.seed)
+    model = build_model(config.model).to(world.device)
+    stored = stored_features(config.data, config.model, model)
+    teachers = stored_teachers(config.data, config.distill)
+    return Parts(model, CaptionRule(config, world, model), stored, teachers)
+
+
+class TrainState:
+    """A run's model on one rank, from its initial weights or a checkpoint, and what turns a batch into new weights."""
+
+    def __init__(
+        self, config: TrainConfig, world: World, parts: Parts, saved: Path | None = None, stage: str = ""
+    ) -> None:
+        """`saved`: the checkpoint to go on from. `stage`: it ends another; `continue` or `restart` the optimizer."""
+        self.config, self.world, self.parts = config, world, parts
+        self.model, self.captions = parts.model, parts.captions
+        self.stored, self.teachers = parts.stored, parts.teachers
         self.precision = Precision(config.precision, world.device)
-        self.model = self.build_model()
-        self.stored, self.teachers = self.stored_features(), self.stored_teachers()
+        self.frozen: list[str] | None = None
+        """Digests of the weights that adapters adapt, which checkpoints leave out; None: without adapters."""
+        if config.model.lora:
+            self.frozen = [tower.digest(frozen=True) for tower in (self.model.image, self.model.text)]
         projecting = [name for name in ("image", "text") if getattr(self.model, name).trains_only_its_projection()]
         self.trunks = projecting if config.launch.parallel == "ddp" else []  # FSDP2 shards whole towers
         """The towers whose trunk runs once a step."""
-        self.captions = self.caption_rule()
         towers = self.towers
         for tower in towers.values():
             self.precision.store(tower)
@@ -77,11 +93,14 @@ class TrainState:
             # A function with more variants than this falls back to eager, whose random numbers differ from the compiled
             # ones.
             torch._dynamo.config.recompile_limit = 64
-            self.model.image.compile()
-            self.model.text.compile(dynamic=None if self.captions.pad is None else True)
+            for name, tower in (("image", self.model.image), ("text", self.model.text)):
+                several_lengths = name == "text" and self.captions.pad is not None
+                called = tower.encoder if name in self.trunks else tower  # a frozen trunk runs without its projection
+                called.compile(dynamic=True if several_lengths else None)
         parallel = config.launch.parallel
         encoders = [world.wrap(tower, parallel, self.precision.dtype) for tower in towers.values()]
-        self.chunks = self.chunk_sizes(checkpoint.read_values(saved)["chunks"] if saved and not stage else {})
+        earlier = checkpoint.read_values(saved)["chunks"] if saved and not stage else {}
+        self.chunks = parts.chunks or self.chunk_sizes(earlier)
         self.cache = GradCache(
             encoders,
             self.loss,
@@ -99,27 +118,6 @@ class TrainState:
             self.load(checkpoint.load(saved, verified=True, like=like), stage)
         if self.stored:
             self.model.image.cpu()  # only evaluations use it
-
-    # ---- build: a dry run (clipscale.tools.plan) replaces these ----
-
-    def build_model(self) -> ClipModel:
-        """The model of the settings, on this rank's device."""
-        model = build_model(self.config.model).to(self.world.device)
-        if self.config.model.lora:
-            self.frozen = [tower.digest(frozen=True) for tower in (model.image, model.text)]
-        return model
-
-    def stored_features(self) -> StoredFeatures | None:
-        """Reads the image tower's features where shards hold them instead of pictures."""
-        return stored_features(self.config.data, self.config.model, self.model)
-
-    def stored_teachers(self) -> tuple[StoredFeatures, ...]:
-        """Read the features of `distill.teachers`."""
-        return stored_teachers(self.config.data, self.config.distill)
-
-    def caption_rule(self) -> CaptionRule:
-        """Whether captions are sorted by length."""
-        return CaptionRule(self.config, self.world, self.model)
 
     def chunk_sizes(self, earlier: dict[str, Any]) -> dict[str, Any]:
         """Samples per chunk of the `image` and `text` tower, and their `device`; `earlier`: the checkpoint's."""
@@ -168,8 +166,8 @@ class TrainState:
             "logit_bias": bias,
             "captions": captions,
             "keys": targets.get(KEYS),
-            "group": self.loss_group,
-            "machine": self.machine,
+            "group": self.parts.loss_group,
+            "machine": self.parts.machine,
             "check": False,
             **vars(config),
         }

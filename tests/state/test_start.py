@@ -12,7 +12,7 @@ from clipscale.config.sections import CacheConfig, CheckpointConfig, ModelConfig
 from clipscale.data.loader.stream import DataConfig
 from clipscale.distributed.world import World
 from clipscale.train import Run, train
-from tests.support.runs import ARCHITECTURE, curve, settings
+from tests.support.runs import ARCHITECTURE, curve, settings, small
 
 
 def test_a_refused_start_takes_nothing_away(demo: Path, finished: Path, tmp_path: Path) -> None:
@@ -74,3 +74,17 @@ def test_ranks_that_see_different_shards_do_not_start(
     monkeypatch.setattr(World, "gather", with_peer)
     with pytest.raises(UserError, match="the processes see different shards"):
         Run(settings(demo, tmp_path / "run"), World(0, 1, torch.device("cpu")))
+
+
+def test_flops_are_those_of_the_model_that_runs(shards: str, tmp_path: Path) -> None:
+    """A checkpoint says the sizes that the settings leave open."""
+    larger = ModelConfig(name="test", architecture=ARCHITECTURE, image_size=60)
+    train(small(shards, tmp_path / "larger", samples=12, model=larger))
+    checkpoint = str(tmp_path / "larger/checkpoints/step_00000001")
+    rates = []
+    for name, model in (("given", larger), ("left open", replace(larger, image_size=None))):
+        config = small(shards, tmp_path / name, samples=24, model=model, resume=checkpoint)
+        run = Run(config, World(0, 1, torch.device("cpu")))
+        rates.append(run.records.flops.per_sample())
+        run.stream.close()
+    assert rates[0] == rates[1]

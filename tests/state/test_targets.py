@@ -27,7 +27,7 @@ from clipscale.data.features import encoded_row
 from clipscale.distributed.world import World
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.models.towers import build_model, unit_rows
-from clipscale.state.train_state import TrainState
+from clipscale.state import train_state
 from clipscale.train import Run, train
 from tests.data.files import picture, write_tar
 from tests.loss.cases import dense_distillation_loss
@@ -67,8 +67,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 def one_step(rank: int, world: int, config: TrainConfig) -> tuple[Any, ...]:
     """Weights before a float64 step, its gradients and value, and this rank's pixels, tokens, keys and teachers."""
-    build, cpu = TrainState.build_model, torch.device("cpu")
-    with mock.patch.object(TrainState, "build_model", lambda state: build(state).double()):
+    cpu = torch.device("cpu")
+    with mock.patch.object(train_state, "build_model", lambda config: build_model(config).double()):
         run = Run(config, World(rank, world, cpu))
     for _ in range(1 + (config.cache.keep != "none")):  # the first step measures graphs
         weights = {name: whole(value) for name, value in run.state.model.state_dict().items()}

@@ -2,6 +2,7 @@
 trace.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,16 @@ from clipscale import checkpoint
 from clipscale.config.sections import (
     CheckpointConfig,
     LaunchConfig,
+    ModelConfig,
     OptimConfig,
+    TowerConfig,
 )
 from clipscale.distributed.world import World
 from clipscale.models.towers import build_model
 from clipscale.train import Run, train
 from tests.models.test_weights import open_clip_folder
 from tests.support.ranks import run_ranks
-from tests.support.runs import on_a_rank, records, small
+from tests.support.runs import ARCHITECTURE, on_a_rank, records, small
 
 
 @pytest.mark.parametrize("name", ["adafactorbv", pytest.param("muon", marks=pytest.mark.slow)])
@@ -103,3 +106,25 @@ def test_captions_are_sorted(shards: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert {r["caption_tokens"] for r in given} == {context}
     assert all(r["caption_tokens"] < context for r in found)
     assert [r["loss"] for r in found] == pytest.approx([r["loss"] for r in given], rel=1e-5)
+
+
+def test_a_frozen_trunk_is_compiled(shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step calls both encoders by what the compiler has made of them."""
+    calls: list[Any] = []
+
+    def compiled(call: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        def counted(*inputs: Any) -> Any:
+            calls.append(call.__self__)  # type: ignore[attr-defined]
+            return call(*inputs)
+
+        return counted
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    projection = TowerConfig(train="1")
+    model = ModelConfig(name="test", architecture=ARCHITECTURE, compile=True, image=projection, text=TowerConfig())
+    run = Run(small(shards, tmp_path / "run", model=model), World(0, 1, torch.device("cpu")))
+    assert run.state.trunks == ["image"]
+    calls.clear()
+    run.train_step()
+    run.stream.close()
+    assert {id(module) for module in calls} == {id(run.state.model.image.encoder), id(run.state.model.text)}

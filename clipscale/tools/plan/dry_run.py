@@ -18,15 +18,16 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from clipscale.config.sections import ModelConfig
 from clipscale.config.train import TrainConfig
 from clipscale.data.columns import columns_of
 from clipscale.data.features import StoredFeatures
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import World
-from clipscale.models.flops import Trained, trained_of
-from clipscale.models.towers import ClipModel, build_model
+from clipscale.models.flops import trained_of
+from clipscale.models.towers import build_model
 from clipscale.models.weights import without_weights
-from clipscale.state.train_state import TrainState
+from clipscale.state.train_state import Parts, TrainState
 from clipscale.step.captions import CaptionRule
 from clipscale.step.grad_cache import Chunked
 from clipscale.step.pass_contexts import gradient_sync
@@ -117,42 +118,38 @@ class DdpBuckets(nn.Module):
             p.grad = self.views[p]  # type: ignore[index]
 
 
-class DryRunState(TrainState):
-    """The trainer's state without pretrained weights and data; chunk sizes are set before each step."""
+class DryModel:
+    """A model without values, of which so many of each tower's alike blocks stay."""
 
-    def __init__(self, config: TrainConfig, world: World, machine: DryMachine, blocks: dict[str, int]) -> None:
-        """`blocks`: so many of each tower's alike blocks stay."""
-        self.blocks = blocks
-        self.trains: list[Trained] = []
-        """What trains of each tower, of its full depth."""
-        self.depths: dict[str, int] = {}
-        """The number of alike blocks of towers that are shortened."""
-        super().__init__(config, world, machine=machine)
-
-    def build_model(self) -> ClipModel:
+    def __init__(self, config: ModelConfig, blocks: dict[str, int]) -> None:
         with unset_fake_temporarily(), torch.device("meta"):  # peft moves its layers, which fake tensors refuse
-            model = build_model(without_weights(self.config.model))
-        self.trains = [trained_of(tower.encoder) for tower in (model.image, model.text)]
-        for name, blocks in self.blocks.items():
-            self.depths[name] = shorten(getattr(model, name), blocks)
-        place(model)
-        for module in model.modules():  # on GPUs batch normalisation is synchronised, which takes as much memory
-            if self.world.size > 1 and isinstance(module, nn.modules.batchnorm._BatchNorm):
+            self.model = build_model(without_weights(config))
+        self.trains = [trained_of(tower.encoder) for tower in (self.model.image, self.model.text)]
+        """What trains of each tower, of its full depth."""
+        self.depths = {name: shorten(getattr(self.model, name), count) for name, count in blocks.items()}
+        """The number of alike blocks of each tower that is shortened; of others 0."""
+        place(self.model)
+
+    def parts(self, config: TrainConfig, world: World, capability: int | None) -> Parts:
+        """Of a run that reads nothing. Chunk sizes are set before each step."""
+        width = self.model.width
+        for module in self.model.modules():  # on GPUs batch normalisation is synchronised, which takes as much memory
+            if world.size > 1 and isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.eval()
-        return model
-
-    def stored_features(self) -> StoredFeatures | None:
-        member = self.config.data.stored_member
-        return StoredFeatures(member, (self.model.width,), "float16") if member else None
-
-    def stored_teachers(self) -> tuple[StoredFeatures, ...]:
-        return tuple(StoredFeatures(name, (2, self.model.width), "float16") for name in self.config.distill.teachers)
-
-    def caption_rule(self) -> CaptionRule:  # chunks of sorted captions hold as many tokens
-        return CaptionRule(self.config, self.world, self.model, sort=False)
-
-    def chunk_sizes(self, earlier: dict[str, Any]) -> dict[str, Any]:
-        return {"image": 1, "text": 1}
+        member = config.data.stored_member
+        loss_group = None
+        if world.size > LAPS and config.loss.exchange in ("auto", "ring"):
+            group = dist.new_group(list(range(LAPS)))
+            loss_group = group if isinstance(group, dist.ProcessGroup) else None
+        return Parts(
+            self.model,
+            CaptionRule(config, world, self.model, sort=False),  # chunks of sorted captions hold as many tokens
+            stored=StoredFeatures(member, (width,), "float16") if member else None,
+            teachers=tuple(StoredFeatures(name, (2, width), "float16") for name in config.distill.teachers),
+            chunks={"image": 1, "text": 1},
+            machine=DryMachine(capability),
+            loss_group=loss_group,
+        )
 
 
 class DryRun:
@@ -175,14 +172,12 @@ class DryRun:
         self.stage = ""
         self.others = 0
         """Live bytes of other dry runs, which this one does not count."""
-        self.state = DryRunState(config, DryRunWorld(0, ranks, CPU), DryMachine(capability), blocks)
+        world = DryRunWorld(0, ranks, CPU)
+        self.dry_model = DryModel(config.model, blocks)
+        self.state = TrainState(config, world, self.dry_model.parts(config, world, capability))
         if capability and type(self.state.optimizer).__module__.startswith("torch.optim"):
             for group in self.state.optimizer.param_groups:  # torch's own choice on CUDA
                 group["foreach"] = True if group.get("foreach", False) is None else group.get("foreach", False)
-        if ranks > LAPS and config.loss.exchange in ("auto", "ring"):
-            lap = dist.new_group(list(range(LAPS)))
-            assert isinstance(lap, dist.ProcessGroup)
-            self.state.loss_group = lap
         self.state.precision.scaler = None  # it takes a few bytes, and its test of every gradient needs values
         model, stored = self.state.model, self.state.stored
         self.width, self.context_length = model.width, model.context_length
@@ -319,7 +314,7 @@ class DeepDryRun:
         self.deeper: dict[str, DryRun] = {}
         self.missing: dict[str, int] = {}
         """Blocks of each tower that the base lacks."""
-        for tower, depth in self.base.state.depths.items():
+        for tower, depth in self.base.dry_model.depths.items():
             if depth > FEWEST:
                 self.deeper[tower] = DryRun(config, ranks, tracker, capability, fewest | {tower: FEWEST + 1})
                 self.missing[tower] = depth - FEWEST

@@ -42,7 +42,7 @@ def before(config: TrainConfig, processes: int) -> None:
         return
     machine = PlanConfig(hardware=hardware, gpus=processes, host_memory=free_memory())
     try:
-        result = largest_stage(config, machine)
+        result = largest_stage([of_training(stage, machine) for stage in stages_of(config)])
     except UserError:
         raise
     except Exception as error:
@@ -56,9 +56,9 @@ def before(config: TrainConfig, processes: int) -> None:
         say(f"plan: a step takes about {time['step_s']:.3g} s, by {time['what']}")
 
 
-def largest_stage(config: TrainConfig, machine: PlanConfig) -> Result:
+def largest_stage(configs: list[PlanConfig]) -> Result:
     """The plan of the stage that needs most."""
-    plans = [plan(of_training(stage, machine), search=False) for stage in stages_of(config)]
+    plans = [plan(config, search=False) for config in configs]
     return max(plans, key=lambda result: max(shares(result).values()))
 
 
@@ -68,8 +68,8 @@ def of_training(trained: TrainConfig, machine: PlanConfig) -> PlanConfig:
     return replace(machine, **values | {"run": ""})
 
 
-def planned(folder: Path) -> Result:
-    """The plan of a run's own settings on the machine that it ran on, of its stages the one that needs most."""
+def configs_of(folder: Path) -> list[PlanConfig]:
+    """The settings of a run's stages, on the machine that it ran on. Raises UserError."""
     with files.reported("the run's", folder / "config.yaml", "restore it"):
         config = typed(TrainConfig, restored(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))))
     with files.reported("the run's", folder / "env.json", "restore it"):
@@ -79,7 +79,8 @@ def planned(folder: Path) -> Result:
         raise UserError(f"run={folder.name}: it ran on {machine['gpus'][0]}, which plan does not know")
     processes = machine["processes"]
     node = min(processes, len(machine["gpus"]) or processes)
-    return largest_stage(config, PlanConfig(hardware=hardware, gpus=node, nodes=processes // node))
+    target = PlanConfig(hardware=hardware, gpus=node, nodes=processes // node)
+    return [of_training(stage, target) for stage in stages_of(config)]
 
 
 def compare(folder: Path) -> Result:
@@ -92,7 +93,7 @@ def compare(folder: Path) -> Result:
     if not records:
         raise UserError(f"run={folder.name}: metrics.jsonl holds no step yet")
     records = [record for record in records if record["step"] >= FIRST] or records
-    result = planned(folder)
+    result = largest_stage(configs_of(folder))
     phases, process = result["device"]["phases"], result["host"]["process_bytes"]
     host = process["process"] + process["batch"] + process["evaluation"]
     if result["hardware"] == "cpu":  # resident right after the optimizer's step, whose memory malloc still holds

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from clipscale.common.terminal import printable
@@ -9,7 +10,7 @@ from clipscale.common.units import format_bytes, format_count
 from clipscale.config.eval import existing_run
 from clipscale.config.stages import stages_of
 from clipscale.log.table import TextTable, plain_console
-from clipscale.tools.plan.of_run import compare
+from clipscale.tools.plan.of_run import compare, configs_of
 from clipscale.tools.plan.planner import plan
 from clipscale.tools.plan.settings import PlanConfig, on_machine
 
@@ -18,12 +19,14 @@ Result = dict[str, Any]
 
 def main(config: PlanConfig) -> int:
     """Plan, or with `run` compare, and print; returns the exit status: 1 if the run does not fit. Raises UserError."""
-    if config.run:
+    if config.run and not config.fit:
         result = compare(existing_run(config.run))
         show([result], [comparison(result)], as_json=config.json)
         return 0
     config = on_machine(config)
     stages = stages_of(config)
+    if config.run:
+        stages = [replace(stage, fit=True) for stage in configs_of(existing_run(config.run))]
     results = [plan(stage) for stage in stages]
     show(results, [parts(result, stage) for result, stage in zip(results, stages)], as_json=config.json)
     return 0 if all(result["fits"] for result in results) else 1

@@ -32,7 +32,7 @@ class StepTime:
         self.width = base.width
         self.captions = base.captions
         self.gradients = run.trained_bytes
-        image_trains, text_trains = base.state.trains
+        image_trains, text_trains = base.dry_model.trains
         image = PassFlops(0, 0) if base.state.stored else image_flops(config.model, image_trains)
         text = text_flops(config.model, text_trains, caption_width(config, base))
         again = 2 if config.model.grad_checkpointing else 1

@@ -12,8 +12,9 @@ from clipscale.config.parse import typed
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import World
-from clipscale.models.towers import ClipModel
-from clipscale.state.train_state import TrainState
+from clipscale.models.towers import build_model
+from clipscale.state.train_state import Parts, TrainState
+from clipscale.step.captions import CaptionRule
 from clipscale.tools.plan.dry_run import CPU, PHASES, StepMemory
 
 ARCHITECTURE = {
@@ -24,17 +25,15 @@ ARCHITECTURE = {
 """A small vocabulary, so that activations and not the embedding make the peaks."""
 
 
-class MeasuredState(TrainState):
+def measured_state(config: TrainConfig, world: World) -> TrainState:
     """The trainer's state, with a tokenizer that keeps to the model's vocabulary: CLIP's has 49408 tokens.
 
     The trial whether captions may be cut feeds its tokens to the text tower. Modulo 1000, the end is the largest (407).
     """
-
-    def build_model(self) -> ClipModel:
-        model = super().build_model()
-        whole, vocabulary = model.tokenizer, model.text.encoder.vocab_size
-        model.tokenizer = lambda captions: whole(captions) % vocabulary
-        return model
+    model = build_model(config.model)
+    whole, vocabulary = model.tokenizer, model.text.encoder.vocab_size
+    model.tokenizer = lambda captions: whole(captions) % vocabulary
+    return TrainState(config, world, Parts(model, CaptionRule(config, world, model)))
 
 
 def settings(batch: int = 64, chunk: int = 16, **changed: Any) -> TrainConfig:
@@ -60,7 +59,7 @@ def measured(config: TrainConfig, world: World | None = None) -> StepMemory:
     gc.collect()  # garbage of earlier tests must not be freed during the measurement
     gc.freeze()  # for good: a full collection of all modules takes a quarter of a second
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        state = MeasuredState(config, world)
+        state = measured_state(config, world)
         assert state.captions.pad == 0, state.captions.note
         state.cache.keep_bytes = 0 if config.cache.keep == "none" else float(config.cache.keep)
         for _ in range(3):
