@@ -66,14 +66,18 @@ def format_bytes(count: float) -> str:
 
 def split(text: str) -> list[str]:
     """Split at commas outside braces, brackets and quotes."""
-    parts, depth, quote = [""], 0, ""
+    parts = [""]
+    depth = 0
+    quote = ""
     for character in text:
         if quote:
             quote = "" if character == quote else quote
         elif character in "'\"":
             quote = character
-        else:
-            depth += (character in "{[(") - (character in "}])")
+        elif character in "{[(":
+            depth += 1
+        elif character in "}])":
+            depth -= 1
         if character == "," and depth == 0 and not quote:
             parts.append("")
         else:

@@ -105,16 +105,16 @@ def scalar(kind: type, key: str, value: Any) -> Any:
             number = float(value)
             if kind is float or number.is_integer():
                 return kind(value)
-    wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "one text"}
-    raise UserError(f"{key}={as_typed(value)}: give {wanted[kind]}")
+    forms = {bool: "true or false", int: "a whole number", float: "a number", str: "one text"}
+    raise UserError(f"{key}={as_typed(value)}: give {forms[kind]}")
 
 
 def misnamed(key: str, names: Iterable[str]) -> str:
     """The message for a key that is not among `names`: it is a section of them, or unknown."""
     names = list(names)
     if inside := [name for name in names if name.startswith(key + ".")]:
-        more = ", ..." * (len(inside) > 3)
-        return f"{key} is a section of settings; give one of its keys: {', '.join(inside[:3])}{more}"
+        rest = ", ..." if len(inside) > 3 else ""
+        return f"{key} is a section of settings; give one of its keys: {', '.join(inside[:3])}{rest}"
     meant = MEANT.get(key.replace("-", "_"), key)
     likely = f"; did you mean '{meant}'?" if meant.partition("=")[0] in names else nearest(key, names)
     return f"unknown key '{key}'{likely or '; --help lists the keys'}"

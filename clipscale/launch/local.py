@@ -186,7 +186,9 @@ def first_failure(error: "ChildFailedError", folder: Path) -> UserError | Worker
         message, details = message["message"], message["extraInfo"]["py_callstack"]
     elif failure.exitcode < 0:
         name = failure.signal_name()
-        message = f"killed by {name}" + "; the machine may be out of memory" * (name == "SIGKILL")
+        message = f"killed by {name}"
+        if name == "SIGKILL":
+            message += "; the machine may be out of memory"
     else:
         message = f"ended with status {failure.exitcode}"
     return WorkerError(f"worker {rank} failed: {message.strip().splitlines()[0]}", details)

@@ -99,11 +99,11 @@ class Layout:
         return Part((buffers * self.buffer_rows, *images.shape), images.dtype)
 
     def mapped_bytes(self) -> int:
-        """Address space of it all."""
+        """Address space of all slots and buffers."""
         return self.slots * sum(part.size for part in self.slot_parts().values()) + self.buffers_part().size
 
     def memory_bytes(self, picture: float | None = None) -> int:
-        """Host memory of it all, with encoded pictures of this mean size (None: unknown, as large as their pixels)."""
+        """Host memory of slots and buffers. `picture`: mean bytes of encoded ones; None: unknown, as their pixels."""
         unused = 0.0
         if self.backend == "encoded" and picture is not None:
             unused = max(0.0, self.row_bytes - picture - PAGE)  # on average half a page at either end

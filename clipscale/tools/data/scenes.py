@@ -125,8 +125,12 @@ def caption(scene: Scene, rng: Random) -> str:
     frames = ("{}", "{}", "{}", "a picture of {}", "an image of {}", there, "a drawing of {}", "this shows {}")
     text = rng.choice(frames).format(text)
     if rng.random() < 0.15:
-        dark = "dark" if scene.shade < 0.4 else "light" if scene.shade > 0.6 else "grey"
-        text += f" on a {dark} background"
+        shade = "grey"
+        if scene.shade < 0.4:
+            shade = "dark"
+        elif scene.shade > 0.6:
+            shade = "light"
+        text += f" on a {shade} background"
     if rng.random() < 0.3:
         text = text[0].upper() + text[1:]
     return text + ("." if rng.random() < 0.4 else "")
@@ -138,7 +142,9 @@ def _word(rng: Random, word: str) -> str:
 
 
 def _size(thing: Thing) -> str:
-    return "small" if thing.radius < 0.18 else "large" if thing.radius > 0.29 else ""
+    if thing.radius < 0.18:
+        return "small"
+    return "large" if thing.radius > 0.29 else ""
 
 
 def _phrase(rng: Random, thing: Thing, size: bool = False) -> str:
