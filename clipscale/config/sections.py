@@ -8,7 +8,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.units import parse_count, parse_memory
 from clipscale.config.parse import typed
 from clipscale.config.setting import setting
-from clipscale.loss.objectives import OBJECTIVES
+from clipscale.loss.objectives import BACKENDS, EXCHANGES, OBJECTIVES, SHARED
 
 DEVICES = ("auto", "cpu", "cuda")
 DEVICE_HELP = "`auto` (CUDA if there is a GPU), `cpu` or `cuda`."
@@ -16,9 +16,6 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 PRECISION_HELP = (
     "Of the encoders: `fp32` (TF32 on GPUs), or autocast to `bf16` or `fp16`, in which frozen towers are stored."
 )
-EXCHANGES = ("auto", "none", "replicated", "local", "gather", "ring")
-BACKENDS = ("auto", "dense", "tiled", "triton")
-SHARED = ("ignore", "mask", "positive")
 WEIGHTS = ("trained", "ema")
 WEIGHTS_HELP = "The weights as they are (`trained`), or their moving average (`ema`), which a run with `ema` keeps."
 MAX_LOGIT_SCALE = 100.0

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from clipscale.config.sections import BACKENDS, EXCHANGES, SHARED
 from clipscale.loss.autograd import Backend, ContrastiveLoss, LossCall
 from clipscale.loss.distillation import Distillation
 from clipscale.loss.exchange import Communicator, Gather, Replicated, Ring, Single
@@ -23,7 +22,7 @@ from clipscale.loss.inputs import FACTS, Arguments, Inputs, LossOptions, Pair, T
 from clipscale.loss.keys import with_shares
 from clipscale.loss.machine import Machine
 from clipscale.loss.objective import Objective
-from clipscale.loss.objectives import OBJECTIVES
+from clipscale.loss.objectives import BACKENDS, EXCHANGES, OBJECTIVES, SHARED
 from clipscale.loss.similarity import Deep, Dot, Similarity
 from clipscale.loss.torch_backend import TorchBackend
 from clipscale.loss.triton.tuning import WIDTH_STEP

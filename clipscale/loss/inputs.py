@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from clipscale.config.sections import EXCHANGES, SHARED
 from clipscale.loss.block import sum_dtype
 from clipscale.loss.machine import Machine
+from clipscale.loss.objectives import EXCHANGES, SHARED
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # from wide to narrow
 FACTS = (

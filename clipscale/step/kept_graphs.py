@@ -37,10 +37,16 @@ class KeptGraphs:
     def begin(self, rows: int, chunks: int, budget: float) -> None:
         """A step of `rows` samples begins, of which `chunks` have a second pass; `budget`: bytes for this tower."""
         if rows != self._rows:
-            self._rows, self.bytes_each = rows, 0
+            self._rows = rows
+            self.bytes_each = 0
         self._measured = [] if chunks and 0 < budget < math.inf and not self.bytes_each else None
-        fitting = chunks if budget == math.inf else int(budget // self.bytes_each) if self.bytes_each else 0
-        self.outputs, self.count = [], min(chunks, fitting)
+        fitting = 0
+        if budget == math.inf:
+            fitting = chunks
+        elif self.bytes_each:
+            fitting = int(budget // self.bytes_each)
+        self.outputs = []
+        self.count = min(chunks, fitting)
 
     def first_pass(self, i: int, encode: Callable[[], Tensor]) -> Tensor:
         """The output of chunk i, without its graph; this is kept, or measured and dropped."""

@@ -169,7 +169,8 @@ def largest_rms(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[lis
 
     The same on every rank. Nothing waits for the device.
     """
-    found, names = [], []
+    largest: list[Tensor] = []
+    names: list[str] = []
     name_of = {id(p): name for name, p in model.named_parameters()}
     for group in optimizer.param_groups if isinstance(optimizer, torch.optim.AdamW | StableAdamW) else ():
         if not (used := [p for p in group["params"] if p.grad is not None]):
@@ -181,9 +182,9 @@ def largest_rms(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[lis
             rms = rms.square()
             dist.all_reduce(rms, group=used[0].device_mesh.get_group())
             rms = rms.sqrt()
-        found.append(rms)
+        largest.append(rms)
         names += [name_of[id(p)] for p in used]
-    return list(torch.cat(found).max(0)) if found else [], names
+    return list(torch.cat(largest).max(0)) if largest else [], names
 
 
 @dataclass(frozen=True)

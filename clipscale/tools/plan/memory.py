@@ -91,7 +91,9 @@ class MemoryModel:
         # The forward pass of a kept chunk leaves its graph behind, so none of its memory is freed when it ends.
         for stage, size in (("encode image", held[0]), ("encode text", sum(held))):
             peak[stage] = max(peak[stage], step.before["encode"] + size)
-        before = {phase: size + sum(held) * (phase in ("loss", "replay")) for phase, size in step.before.items()}
+        before = dict(step.before)
+        for phase in ("loss", "replay"):
+            before[phase] += sum(held)
         return StepMemory(before, peak, (image, text))
 
 

@@ -42,7 +42,9 @@ class MemoryTracker(TorchDispatchMode):
             return NotImplemented  # its local tensors come here later and are counted then
         if self._without_values and func is torch.ops.aten._local_scalar_dense.default:
             dtype = args[0].dtype
-            return 1.0 if dtype.is_floating_point else False if dtype == torch.bool else 0
+            if dtype == torch.bool:
+                return False
+            return 1.0 if dtype.is_floating_point else 0
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):

@@ -95,7 +95,7 @@ class Prediction:
         """
 
         def chunks(size: int) -> Chunks:
-            image, text = (size if given == 0 else given for given in sizes)
+            image, text = (size if setting == 0 else setting for setting in sizes)
             return image, text
 
         def fits(size: int) -> bool:
@@ -270,6 +270,8 @@ def conclusion(result: Result) -> str:
         return f"does not fit: {sizes}, {node}; try {advice or 'fit=true, larger GPUs or more nodes'}"
     if "fit" in result:
         return f"the largest and fastest that fits: {result['fit']}; {sizes}, {node}"
-    more = f"; batch={result['largest_batch']} is the largest that does" if "largest_batch" in result else ""
+    largest = f"; batch={result['largest_batch']} is the largest that does" if "largest_batch" in result else ""
+    if most:
+        return f"fits: {sizes}, {node}{largest}"
     unchecked = "which are needed and not checked: give what a node has, as in host_memory=128G"
-    return f"fits: {sizes}, {node}{more}" if most else f"fits the GPUs: {sizes}{more}; {node}, {unchecked}"
+    return f"fits the GPUs: {sizes}{largest}; {node}, {unchecked}"

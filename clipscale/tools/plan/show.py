@@ -76,8 +76,10 @@ def comparison(result: Result) -> Iterator[TextTable | str]:
     for name, entry in result["compared"].items():
         cells = [name]
         for key, value in list(entry.items())[:3]:
-            is_size = key.endswith("_bytes") and value is not None
-            cells.append(format_bytes(value) if is_size else "--" if value is None else f"{value:.3g}")
+            if value is None:
+                cells.append("--")
+            else:
+                cells.append(format_bytes(value) if key.endswith("_bytes") else f"{value:.3g}")
         rows.append(cells)
     title = f"{result['run']}: {result['hardware']}, medians of {result['steps']} steps"
     yield TextTable(["what", "predicted", "measured", "ratio"], [rows], title)
