@@ -11,7 +11,7 @@ plain` compares seconds a sample with plain's at the same batch, or else at its 
     open_clip                its accumulation over chunks
     frozen-                  with a frozen image tower (plain, cache, keep)
     compiled-                both towers under torch.compile
-    unsorted-, unlean-       cache: captions as wide as the context; open_clip's own forward passes
+    unsorted-, unlean-       cache: captions as wide as the context; and with open_clip's own forward passes
 """
 
 import math
@@ -154,7 +154,7 @@ class Step:
     def cached(self, batch: int, meter: Callable[[str], None]) -> None:
         images, texts = (partial(self.rows, host) for host in self.pool)
         load = ChunkLoader(images, batch, self.device, resident=False)
-        if self.kind == "unsorted":
+        if self.kind in ("unsorted", "unlean"):
             captions = ChunkLoader(texts, batch, self.device, resident=False)
         else:  # sorted within the time, as in training
             captions = SortedCaptions(texts, batch, self.device, pad=0, resident=False)
