@@ -96,9 +96,8 @@ class Run:
 
     def flops(self) -> Flops:
         """Of a sample."""
-        stored = self.state.stored is not None
         captions = self.config.data.captions_per_step
-        return Flops(self.config.model, self.state.model, self.world.device, stored_images=stored, captions=captions)
+        return Flops(self.config.model, self.state.model, self.world.device, captions)
 
     def open_log(self) -> MetricLog:
         """The log of this start, on rank 0, and what the user should know of it."""
@@ -249,7 +248,6 @@ class Run:
         """Zero-shot and retrieval metrics of the model as it is now, also written to RUN/eval/step_N.json."""
         state, config = self.state, self.config
         self.records.finish()
-        state.model.image.to(self.world.device)
         with state.average.in_place() if state.average and config.eval.weights == "ema" else nullcontext():
             results = evaluate(
                 state.model,
@@ -261,8 +259,6 @@ class Run:
                 progress=self.records.log.progress if self.records.log else lambda *_: None,
             )
         reshard(state.model)
-        if state.stored:
-            state.model.image.cpu()
         if self.records.log:
             self.records.log.eval(self.step, results)
         return dict(results)

@@ -7,9 +7,6 @@ from clipscale.config.setting import setting
 from clipscale.data.conditions import caption_sources, conditions
 from clipscale.data.sample import MAX_IMAGE_BYTES
 
-FEATURES = "npy"
-"""The member that `data.image_features=true` stands for."""
-
 
 @dataclass(frozen=True)
 class AugmentConfig:
@@ -57,9 +54,6 @@ class DataConfig:
     )
     shuffle: int = setting(256, "Samples in each shard stream's shuffle window, undecoded; 0: shard order.", least=0)
     buffers: int = setting(2, "Local batches in host memory; with 1, none is read during a step.", least=1)
-    image_features: str | None = setting(
-        None, "Features of `clipscale embed format=webdataset` instead of images: `true`, or the name of their member."
-    )
     captions: list[str] = setting(
         ["txt"],
         "Where the caption is: `txt`, or `json:FIELD`; with weights, one is drawn per sample: `[txt=1,json:alt=3]`.",
@@ -98,9 +92,3 @@ class DataConfig:
         """Raises UserError for captions and conditions that cannot be read."""
         caption_sources(self.captions)
         conditions(self.filter)
-
-    @property
-    def stored_member(self) -> str | None:
-        """The member of each sample that holds features instead of an image; None if images are read."""
-        value = self.image_features or "false"
-        return {"false": None, "true": FEATURES}.get(value.lower(), value)

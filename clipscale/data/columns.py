@@ -1,19 +1,13 @@
-"""What a batch stores of every sample: the image tower's input, and columns beside pictures and captions.
-
-C: channels, S: side in pixels, D: width of stored features.
-"""
+"""What a batch stores of every sample: its pixels, and columns beside pictures and captions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from clipscale.config.data import DataConfig
-from clipscale.data.decode import IMAGE_TYPES, Colour, TrainTransform, json_fields
-from clipscale.data.features import StoredFeatures
-from clipscale.data.order import CounterRNG
+from clipscale.data.decode import TrainTransform, colour_changes, json_fields
+from clipscale.data.features import TeacherFeatures
 from clipscale.data.sample import BrokenSampleError, ChosenSample
 from clipscale.data.shards.addresses import hash64, unsigned
 
@@ -40,56 +34,35 @@ class Column:
     """Whether it was computed from the sample's first caption, which is the one to train on then."""
 
 
-class ImageColumn(NamedTuple):
-    """The image tower's input: pixels (C, S, S), or features (D,) of a frozen tower."""
-
-    transform: Callable[[bytes, CounterRNG, np.ndarray], None]
-    """Writes the input made of a member's bytes to an array; raises BrokenSampleError before anything is written."""
-    members: tuple[str, ...]
-    """Extensions; the first that a sample has goes to `transform`."""
-    shape: tuple[int, ...]
-    dtype: str
-
-
 class Columns(NamedTuple):
     """All that is stored of a sample, apart from its tokens."""
 
-    images: ImageColumn
+    images: TrainTransform
+    """Makes a picture's pixels."""
     beside: tuple[Column, ...]
 
 
-def columns_of(
-    config: DataConfig, side: int, stored: StoredFeatures | None = None, teachers: Sequence[StoredFeatures] = ()
-) -> Columns:
-    """What the settings ask for. `side`: of the model's pictures; `stored`: the features in the place of pictures."""
+def columns_of(config: DataConfig, side: int, teachers: Sequence[TeacherFeatures] = ()) -> Columns:
+    """What the settings ask for. `side`: of the model's pictures."""
     beside = [Column(IDS, (), "int64", _id)]
     if config.same is not None:
         members = () if config.same == "caption" else ("json",)
         beside.append(Column(KEYS, (), "int64", partial(_key, config.same), members, for_loss=True))
     beside.extend(map(teacher_column, teachers))
-    return Columns(image_column(config, side, stored), tuple(beside))
-
-
-def image_column(config: DataConfig, side: int, stored: StoredFeatures | None = None) -> ImageColumn:
-    if stored:
-        return ImageColumn(stored, (stored.member,), stored.shape, stored.dtype)
-    return ImageColumn(train_transform(config, side), IMAGE_TYPES, (3, side, side), "uint8")
-
-
-def train_transform(config: DataConfig, side: int) -> TrainTransform:
     augment = config.augment
-    return TrainTransform(
+    images = TrainTransform(
         side,
         (augment.scale[0], augment.scale[1]),
         (augment.ratio[0], augment.ratio[1]),
         augment.flip,
         config.max_pixels,
         fast=config.decode == "fast",
-        colour=Colour(augment.jitter, augment.greyscale) if any(augment.jitter) or augment.greyscale else None,
+        colour=colour_changes(augment.jitter, augment.greyscale),
     )
+    return Columns(images, tuple(beside))
 
 
-def teacher_column(teacher: StoredFeatures) -> Column:
+def teacher_column(teacher: TeacherFeatures) -> Column:
     """A teacher's features of picture and caption, (2, D)."""
     return Column(
         teacher.member,

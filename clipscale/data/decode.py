@@ -6,10 +6,10 @@ C = 3: channels, H, W: the picture's pixels, S: side of the model's input in pix
 import io
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import simplejpeg
@@ -17,6 +17,9 @@ from PIL import Image
 
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError
+
+if TYPE_CHECKING:  # `data check` decodes pictures without torch
+    from torch import Tensor
 
 IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "avif", "gif", "bmp", "tif", "tiff")
 Image.init()
@@ -76,9 +79,9 @@ def first_caption(members: dict[str, bytes], sources: Iterable[str]) -> str:
     raise errors[0]
 
 
-def image_bytes(members: dict[str, bytes], types: Sequence[str] = IMAGE_TYPES) -> bytes:
-    """The first member of a sample that `types` names. Raises BrokenSampleError: `no_image`, `empty_image`."""
-    for name in types:
+def image_bytes(members: dict[str, bytes]) -> bytes:
+    """The first picture of a sample, by IMAGE_TYPES. Raises BrokenSampleError: `no_image`, `empty_image`."""
+    for name in IMAGE_TYPES:
         if name in members:
             if not members[name]:
                 raise BrokenSampleError("empty_image")
@@ -201,31 +204,15 @@ JITTERED = 0.8
 """Share of the pictures whose colours `data.augment.jitter` changes, as in the papers that use it."""
 
 
-@dataclass(frozen=True)
-class Colour:
-    """torchvision's ColorJitter of a share of the pictures, then greyscale of another (SimCLR, arXiv 2002.05709).
+def colour_changes(strengths: tuple[float, float, float, float], grey: float) -> "Callable[[Tensor], Tensor] | None":
+    """torchvision's ColorJitter of the share JITTERED, then greyscale of the share `grey` (SimCLR, arXiv 2002.05709);
+    None: no changes."""
+    if not any(strengths) and not grey:
+        return None
+    from torchvision import transforms  # here: only runs with colour changes load it
 
-    In a random order, brightness, contrast and saturation are multiplied by factors uniform in 1 +- their strength and
-    not below 0, and the hue is shifted by at most its strength.
-    """
-
-    strengths: tuple[float, float, float, float]
-    grey: float  # probability
-
-    def __call__(self, pixels: np.ndarray, rng: CounterRNG) -> np.ndarray:
-        """Change (C, S, S) uint8 pixels."""
-        import torch
-        from torchvision.transforms import functional as F  # here: only runs with colour changes load it
-
-        image = torch.from_numpy(np.ascontiguousarray(pixels))
-        if any(self.strengths) and rng.uniform() < JITTERED:
-            changes = (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation, F.adjust_hue)
-            for _, change, strength in sorted((rng.uniform(), i, s) for i, s in enumerate(self.strengths) if s):
-                low, high = (-strength, strength) if change == 3 else (max(0.0, 1 - strength), 1 + strength)
-                image = changes[change](image, rng.uniform(low, high))
-        if rng.uniform() < self.grey:
-            image = F.rgb_to_grayscale(image, num_output_channels=3)
-        return image.numpy()
+    jitter = transforms.RandomApply([transforms.ColorJitter(*strengths)], JITTERED)
+    return transforms.Compose([jitter, transforms.RandomGrayscale(grey)])
 
 
 class Crop(NamedTuple):
@@ -239,7 +226,7 @@ class Crop(NamedTuple):
     """The picture is decoded at 1/`reduce` of its size."""
     flipped: bool
     colour: int
-    """Key of the random numbers for its colours; 0 leaves them unchanged."""
+    """Seed of torch's random numbers for its colours."""
 
 
 @dataclass(frozen=True)
@@ -255,7 +242,8 @@ class TrainTransform:
     flip: float
     max_pixels: int
     fast: bool = False
-    colour: Colour | None = None
+    colour: "Callable[[Tensor], Tensor] | None" = None
+    """Changes the colours of (C, S, S) uint8, by torch's random numbers."""
 
     def __call__(self, data: bytes, rng: CounterRNG, out: np.ndarray) -> None:
         """Write the pixels to `out`, (C, S, S) uint8. Raises BrokenSampleError before anything is written."""
@@ -271,7 +259,12 @@ class TrainTransform:
         # Edges between two pixels of the reduced picture would shift its contents.
         left, top, right, bottom = (reduce * (edge // reduce) for edge in box)
         flipped = self.flip > 0 and rng.uniform() < self.flip
-        return Crop(left, top, right, bottom, reduce, flipped, 1 + rng.integer(2**62) if self.colour else 0)
+        return Crop(left, top, right, bottom, reduce, flipped, rng.integer(2**62) if self.colour else 0)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(C, S, S), of the pixels."""
+        return 3, self.side, self.side
 
     def render(self, decoded: np.ndarray, picture: Picture, crop: Crop, out: np.ndarray) -> None:
         """Cut the crop out of the picture (H, W, C), resize, colour and mirror it, into `out`, (C, S, S) uint8.
@@ -286,7 +279,9 @@ class TrainTransform:
         image, size = torch.from_numpy(cut).permute(2, 0, 1), (self.side, self.side)
         if image.shape[1:] != size:
             image = torch.nn.functional.interpolate(image[None], size=size, mode="bicubic", antialias=True)[0]
+        if self.colour:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(crop.colour)
+                image = self.colour(image)
         pixels = image.numpy()
-        if self.colour and crop.colour:
-            pixels = self.colour(pixels, CounterRNG(crop.colour))
         np.copyto(out, pixels[:, :, ::-1] if crop.flipped else pixels)

@@ -121,14 +121,11 @@ class Flops:
         config: ModelConfig,
         model: ClipModel,
         device: torch.device,
-        *,
-        stored_images: bool = False,
         captions: int = 1,
     ) -> None:
-        """`model`: built by `config`; its parameters say what trains. With `stored_images` the image tower does not
-        run, because its features are read. `captions`: of a sample."""
+        """`model`: built by `config`; its parameters say what trains. `captions`: of a sample."""
         self.captions = captions
-        self.image = 0 if stored_images else sum(image_flops(config, trained_of(model.image.encoder)))
+        self.image = sum(image_flops(config, trained_of(model.image.encoder)))
         trained = trained_of(model.text.encoder)
         self.text = cache(lambda width: sum(text_flops(config, trained, width)))
         gpu = hardware_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None

@@ -96,12 +96,11 @@ class TextTower(Tower):
 
 
 class Projection(nn.Module):
-    """The end of a tower, sharing its parameters: rows (N, W) of the trunk or (N, D), stored -> unit rows (N, D)."""
+    """The end of a tower, sharing its parameters: rows (N, W) of the trunk -> unit rows (N, D)."""
 
-    def __init__(self, tower: Tower | None = None) -> None:
-        """None: of stored features, which are its output."""
+    def __init__(self, tower: Tower) -> None:
         super().__init__()
-        self.map = getattr(tower.encoder, tower.projection) if tower else nn.Identity()
+        self.map = getattr(tower.encoder, tower.projection)
 
     def forward(self, rows: Tensor) -> Tensor:
         return unit_rows(rows @ self.map if isinstance(self.map, nn.Parameter) else self.map(rows))

@@ -198,15 +198,13 @@ def restore_random(run: Resolved, world: World) -> None:
 def data_stream(run: Resolved, state: TrainState, world: World) -> TrainStream:
     """The data, from its start or from the checkpoint's position. Raises UserError."""
     config = run.config
-    if state.stored and config.offload == "encoded":
-        raise UserError("offload=encoded is for pictures; with data.image_features take offload=host")
     backend = config.offload if config.offload != "none" else "host"
     free = free_memory()
     world.gather(None)  # all ranks have looked before the first takes its share
     return open_stream(
         config.data,
         BatchShare(config.batch, world.rank, world.size),
-        columns_of(config.data, state.model.image_size, state.stored, state.teachers),
+        columns_of(config.data, state.model.image_size, state.teachers),
         state.model.tokenizer,
         config.seed,
         position=run.saved["position"] if run.saved else None,

@@ -23,7 +23,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.sections import MAX_LOGIT_SCALE
 from clipscale.config.train import TrainConfig
 from clipscale.data.columns import KEYS
-from clipscale.data.features import StoredFeatures, stored_features, stored_teachers
+from clipscale.data.features import TeacherFeatures, stored_teachers
 from clipscale.data.loader.host_batch import HostBatch
 from clipscale.distributed.fsdp import replicate_state
 from clipscale.distributed.world import World, gradient_norm
@@ -47,9 +47,7 @@ class Parts:
 
     model: ClipModel
     captions: CaptionRule
-    stored: StoredFeatures | None = None
-    """Reads the image tower's features where shards hold them instead of pictures."""
-    teachers: tuple[StoredFeatures, ...] = ()
+    teachers: tuple[TeacherFeatures, ...] = ()
     """Read the features of `distill.teachers`."""
     chunks: dict[str, Any] | None = None
     """Samples per chunk of the `image` and `text` tower; None: as the settings say, or found by trial."""
@@ -63,9 +61,7 @@ def parts_of(config: TrainConfig, world: World) -> Parts:
     """The parts of a run on this machine. Raises UserError."""
     torch.manual_seed(config.seed)
     model = build_model(config.model).to(world.device)
-    stored = stored_features(config.data, config.model, model)
-    teachers = stored_teachers(config.data, config.distill)
-    return Parts(model, CaptionRule(config, world, model), stored, teachers)
+    return Parts(model, CaptionRule(config, world, model), stored_teachers(config.data, config.distill))
 
 
 class TrainState:
@@ -77,7 +73,7 @@ class TrainState:
         """`saved`: the checkpoint to go on from. `stage`: it ends another; `continue` or `restart` the optimizer."""
         self.config, self.world, self.parts = config, world, parts
         self.model, self.captions = parts.model, parts.captions
-        self.stored, self.teachers = parts.stored, parts.teachers
+        self.teachers = parts.teachers
         self.precision = Precision(config.precision, world.device)
         self.frozen: list[str] | None = None
         """Digests of the weights that adapters adapt, which checkpoints leave out; None: without adapters."""
@@ -116,8 +112,6 @@ class TrainState:
         if saved is not None:
             like = dict(self.model.named_parameters())
             self.load(checkpoint.load(saved, verified=True, like=like), stage)
-        if self.stored:
-            self.model.image.cpu()  # only evaluations use it
 
     def chunk_sizes(self, earlier: dict[str, Any]) -> dict[str, Any]:
         """Samples per chunk of the `image` and `text` tower, and their `device`; `earlier`: the checkpoint's."""
@@ -129,17 +123,16 @@ class TrainState:
         def tokens(n: int) -> Tensor:
             return torch.randint(1, 100, (n, length), device=device)
 
-        towers = {"image": None if self.stored else (self.model.image, pixels), "text": (self.model.text, tokens)}
+        towers = {"image": (self.model.image, pixels), "text": (self.model.text, tokens)}
         with self.precision.autocast():
             local_batch, captions = self.config.batch // self.world.size, self.config.data.captions_per_step
             return agreed_chunk_sizes(self.config.cache, towers, local_batch, self.world, earlier, captions)
 
     @property
     def towers(self) -> dict[str, nn.Module]:
-        """The encoders of training: of a tower with a frozen trunk its projection; none of stored features."""
+        """The encoders of training: of a tower with a frozen trunk its projection."""
         towers: dict[str, nn.Module] = {"image": self.model.image, "text": self.model.text}
-        towers |= {name: Projection(towers[name]) for name in self.trunks}  # type: ignore[arg-type]
-        return towers | ({"image": Projection()} if self.stored else {})
+        return towers | {name: Projection(towers[name]) for name in self.trunks}  # type: ignore[arg-type]
 
     # ---- step ----
 

@@ -52,7 +52,7 @@ def batch_norm_chunk(tower: nn.Module, name: str, size: int | None, local_batch:
 
 def agreed_chunk_sizes(
     config: CacheConfig,
-    towers: Mapping[str, tuple[nn.Module, Callable[[int], Tensor]] | None],
+    towers: Mapping[str, tuple[nn.Module, Callable[[int], Tensor]]],
     local_batch: int,
     world: World,
     earlier: Mapping[str, Any],
@@ -61,8 +61,7 @@ def agreed_chunk_sizes(
     """Samples per chunk by tower, with the `device` that they hold for, the same on all ranks.
 
     They come from the settings; else from the checkpoint (`earlier`), if that is of the same kind of device, because
-    random numbers are drawn chunk by chunk; else from a measurement of the tower with inputs of its sampler. None in
-    place of a tower: its input is not cut.
+    random numbers are drawn chunk by chunk; else from a measurement of the tower with inputs of its sampler.
     """
     settings = sizes_of_settings(config, local_batch, captions)
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
@@ -70,9 +69,6 @@ def agreed_chunk_sizes(
     sizes: dict[str, Any] = {"device": device}
     for name, encoder in towers.items():
         rows = captions * local_batch if name == "text" else local_batch
-        if encoder is None:
-            sizes[name] = rows
-            continue
         tower, sample = encoder
         size = batch_norm_chunk(tower, name, settings[name], rows) or settings[name]
         if size is None and earlier.get("device") == device:

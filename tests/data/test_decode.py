@@ -1,6 +1,7 @@
 """Decoding gives the pixels of open_clip's transforms, and every unusable sample has a reason."""
 
 import io
+from dataclasses import replace
 
 import numpy as np
 import open_clip
@@ -10,9 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
-from torchvision.transforms import ColorJitter, Grayscale
 
-from clipscale.data.decode import BrokenSampleError, Colour, Picture, TrainTransform, captions_of
+from clipscale.data.decode import BrokenSampleError, Picture, TrainTransform, captions_of, colour_changes
 from clipscale.data.eval_transform import EvalTransform
 from clipscale.data.order import CounterRNG
 from tests.data.files import photograph, picture
@@ -179,31 +179,19 @@ def test_fast_pixels_are_near_the_exact_ones(side: int, orientation: int) -> Non
 
 
 def test_colours_change_at_their_rates_after_the_crop_is_drawn() -> None:
-    pixels = np.random.default_rng(0).integers(0, 256, (3, 8, 8), np.uint8)
-    changed = [Colour((0.32, 0.32, 0.32, 0.08), 0.25)(pixels, CounterRNG(i)) for i in range(400)]
+    data, out = encode(scene(64, 64)), np.empty((3, 32, 32), np.uint8)
+    plain = TrainTransform(32, (1.0, 1.0), (1.0, 1.0), 0.0, MOST)
+    plain(data, CounterRNG(0), out)
+    pixels, changed = out.copy(), []
+    colours = replace(plain, colour=colour_changes((0.32, 0.32, 0.32, 0.08), 0.25))
+    state = torch.random.get_rng_state()
+    for i in range(400):
+        colours(data, CounterRNG(i), out)
+        changed.append(out.copy())
+    assert torch.equal(torch.random.get_rng_state(), state), "the training process may decode"
     grey = sum(bool((x[0] == x[1]).all() and (x[0] == x[2]).all()) for x in changed)
     same = sum(np.array_equal(x, pixels) for x in changed)
     assert 70 < grey < 130 and 40 < same < 85, (grey, same)
-    data, out = encode(scene(64, 64)), np.empty((2, 3, 32, 32), np.uint8)
-    for row, colour in zip(out, (None, Colour((0.0,) * 4, 0.0))):  # type: ignore[arg-type]
-        TrainTransform(32, (0.5, 1.0), (0.75, 4 / 3), 0.5, MOST, colour=colour)(data, CounterRNG(5), row)
-    assert np.array_equal(*out)
-
-
-def test_colours_are_torchvisions_in_the_same_order_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    strengths, low = (0.6, 0.5, 1.5, 0.5), (0.4, 0.5, 0.0, -0.5)
-    image = torch.from_numpy(np.asarray(scene(64, 64)).transpose(2, 0, 1).copy())
-    for seed in range(30):
-        rng, factors = CounterRNG(seed), [0.0] * 4
-        if rng.uniform() < 0.8:
-            order = [step for _, step in sorted((rng.uniform(), step) for step in range(4))]
-            for step in order:
-                factors[step] = rng.uniform(low[step], 0.5 if step == 3 else 1 + strengths[step])
-            drawn = (torch.tensor(order), *factors)
-            monkeypatch.setattr(ColorJitter, "get_params", lambda *_, drawn=drawn: drawn)
-            wanted = ColorJitter(0.1, 0.1, 0.1, 0.1)(image).numpy()
-        else:
-            wanted = image.numpy()
-        assert np.array_equal(Colour(strengths, 0.0)(image.numpy(), CounterRNG(seed)), wanted), seed
-    grey = Colour((0.0,) * 4, 1.0)(image.numpy(), CounterRNG(0))  # type: ignore[arg-type]
-    assert np.array_equal(grey, Grayscale(3)(image).numpy())
+    colours(data, CounterRNG(399), out)
+    assert np.array_equal(out, changed[-1]), "they depend on the sample's random numbers alone"
+    assert colour_changes((0.0, 0.0, 0.0, 0.0), 0.0) is None

@@ -23,7 +23,7 @@ from clipscale.config.sections import (
     OptimConfig,
 )
 from clipscale.config.train import TrainConfig
-from clipscale.data.features import encoded_row
+from clipscale.data.features import encoded_array
 from clipscale.distributed.world import World
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.models.towers import build_model, unit_rows
@@ -46,8 +46,11 @@ def shard(tmp_path_factory: pytest.TempPathFactory) -> str:
         about = {"url": f"u{i // 3}", "captions": captions}
         members += [(f"{i:02d}.png", picture(i, (30, 30))), (f"{i:02d}.json", json.dumps(about).encode())]
         for name, width, dtype in (("a", 7, np.float32), ("b", 40, np.float16)):
-            members.append((f"{i:02d}.{name}.npy", encoded_row(random.normal(size=(2, width)).astype(dtype))))
-    return str(write_tar(tmp_path_factory.mktemp("targets") / "0.tar", members))
+            members.append((f"{i:02d}.{name}.npy", encoded_array(random.normal(size=(2, width)).astype(dtype))))
+    folder = tmp_path_factory.mktemp("targets")
+    note = {"a": {"width": 7, "dtype": "float32"}, "b": {"width": 40, "dtype": "float16"}}
+    (folder / "features.json").write_text(json.dumps(note))
+    return str(write_tar(folder / "0.tar", members))
 
 
 def config_of(shard: str, run: Path, shared: str = "mask", k: int = 1, **given: Any) -> TrainConfig:

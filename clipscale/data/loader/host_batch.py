@@ -71,16 +71,14 @@ class Layout:
 
     @property
     def row_bytes(self) -> int:
-        """Of an image row: pixels, or the features of a frozen tower."""
-        images = self.columns.images
-        return math.prod(images.shape) * np.dtype(images.dtype).itemsize
+        """Of a picture's pixels."""
+        return math.prod(self.columns.images.shape)
 
     def slot_parts(self) -> dict[str, Part]:
         """The arrays of one slot in shared memory. Encoded pictures use the beginning of their rows."""
-        images = self.columns.images
         parts = {
             "tokens": Part((self.samples * self.captions, self.context_length), "int32"),
-            "rows": Part((self.samples, *images.shape), images.dtype),
+            "rows": Part((self.samples, *self.columns.images.shape), "uint8"),
         }
         for column in self.columns.beside:
             parts[column.name] = Part((self.samples, *column.shape), column.dtype)
@@ -94,9 +92,8 @@ class Layout:
 
     def buffers_part(self) -> Part:
         """The buffers into which rows are loaded, one behind the other; none for `host`."""
-        images = self.columns.images
         buffers = 0 if self.backend == "host" else BUFFERS
-        return Part((buffers * self.buffer_rows, *images.shape), images.dtype)
+        return Part((buffers * self.buffer_rows, *self.columns.images.shape), "uint8")
 
     def mapped_bytes(self) -> int:
         """Address space of all slots and buffers."""
@@ -223,7 +220,7 @@ class HostBatch:
         return len(self._slot[IDS])
 
     def pixels(self, start: int, stop: int) -> Tensor:
-        """(stop - start, C, S, S) uint8, or stored features, in host memory.
+        """(stop - start, C, S, S) uint8, in host memory.
 
         With device=cuda and offload=encoded, valid until the call after the next. Raises UserError if the
         workers cannot go on.

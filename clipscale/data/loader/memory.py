@@ -9,12 +9,12 @@ import psutil
 
 from clipscale.common.errors import UserError
 from clipscale.common.units import format_bytes
-from clipscale.data.features import PEEK
 from clipscale.data.loader.host_batch import Layout
-from clipscale.data.sample import limits
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 
+PEEK = 64
+"""Samples whose extent is looked at."""
 REMEDIES = {
     "host": "offload=encoded (the pictures' own bytes), data.buffers=1, a smaller batch or more machines",
     "encoded": "data.buffers=1, a smaller batch or more machines",
@@ -33,11 +33,9 @@ def free_memory() -> int:
 
 
 def picture_bytes(url: str, layout: Layout, store: Store) -> float | None:
-    """Mean bytes that are stored of a picture, estimated from a shard's first samples; None if there is no picture."""
-    kinds = limits(layout.columns.images.members)
-    with closing(read_shard(url, ReadProblem(), lambda index: index < PEEK, kinds, store=store)) as raws:
-        pictures = (data for raw in islice(raws, PEEK) for data in islice(raw.members.values(), 1))
-        sizes = [min(len(data), layout.row_bytes) for data in pictures]
+    """Mean bytes stored of a picture, at most, by the extents of a shard's first samples; None if it has none."""
+    with closing(read_shard(url, ReadProblem(), lambda _: False, store=store)) as raws:
+        sizes = [min(raw.extent, layout.row_bytes) for raw in islice(raws, PEEK)]
     return sum(sizes) / len(sizes) if sizes else None
 
 

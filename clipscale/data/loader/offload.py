@@ -6,7 +6,7 @@ crop that was drawn, and decodes them chunk by chunk, again for each pass: the s
 
 import numpy as np
 
-from clipscale.data.decode import Crop, Picture, TrainTransform
+from clipscale.data.decode import Crop, Picture
 from clipscale.data.loader.host_batch import Arena, Slot
 from clipscale.data.order import CounterRNG
 
@@ -22,9 +22,8 @@ class PixelBackend:
     """Stores pixels (`host`)."""
 
     def __init__(self, arena: Arena) -> None:
-        images = arena.layout.columns.images
-        self._transform = images.transform
-        self._row = np.empty(images.shape, images.dtype)
+        self._transform = arena.layout.columns.images
+        self._row = np.empty(self._transform.shape, np.uint8)
 
     def put(self, slot: Slot, place: int, data: bytes, rng: CounterRNG) -> None:
         """Store a sample. Raises BrokenSampleError before anything is written."""
@@ -45,14 +44,9 @@ class EncodedBackend(PixelBackend):
     stored as pixels, with 0 for the number of bytes.
     """
 
-    def __init__(self, arena: Arena) -> None:
-        super().__init__(arena)
-        assert isinstance(self._transform, TrainTransform)
-        self._crops = self._transform
-
     def put(self, slot: Slot, place: int, data: bytes, rng: CounterRNG) -> None:
-        picture = Picture(data, self._crops.max_pixels)
-        crop = self._crops.crop(picture, rng)
+        picture = Picture(data, self._transform.max_pixels)
+        crop = self._transform.crop(picture, rng)
         # Decoded here already, so that a broken picture is skipped as with the other backends.
         decoded = picture.decode(crop.reduce)
         row = slot["rows"][place]
@@ -60,7 +54,7 @@ class EncodedBackend(PixelBackend):
         if size < row.nbytes:
             row.reshape(-1)[:size] = np.frombuffer(data, np.uint8)
         else:
-            self._crops.render(decoded, picture, crop, row)
+            self._transform.render(decoded, picture, crop, row)
             size = 0
         slot["recipes"][place] = (size, *crop)
 
@@ -69,8 +63,8 @@ class EncodedBackend(PixelBackend):
         recipes = slot["recipes"][start : start + len(out)]
         for pixels, row, (size, *numbers) in zip(out, rows, recipes.tolist()):
             if size:
-                picture = Picture(row.reshape(-1)[:size].tobytes(), self._crops.max_pixels)
+                picture = Picture(row.reshape(-1)[:size].tobytes(), self._transform.max_pixels)
                 crop = Crop(*numbers)
-                self._crops.render(picture.decode(crop.reduce), picture, crop, pixels)
+                self._transform.render(picture.decode(crop.reduce), picture, crop, pixels)
             else:
                 np.copyto(pixels, row)

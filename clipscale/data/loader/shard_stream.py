@@ -15,7 +15,7 @@ import numpy as np
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.data.columns import Columns
-from clipscale.data.decode import image_bytes
+from clipscale.data.decode import IMAGE_TYPES, image_bytes
 from clipscale.data.filters import Selection
 from clipscale.data.loader.host_batch import Arena
 from clipscale.data.loader.offload import open_backend
@@ -73,7 +73,7 @@ class ShardStream:
         self._start = start
         self._counts = store.counts
         members = spec.selection.members().union(*(column.members for column in spec.columns.beside))
-        kinds = limits(spec.columns.images.members, members, spec.config.max_bytes)
+        kinds = limits(IMAGE_TYPES, members, spec.config.max_bytes)
         sources = spec.shards.sources()
         self._weighted = isinstance(spec.shards.order, Mixed)
         starts = [start]
@@ -117,7 +117,7 @@ class ShardStream:
                 spec.selection.check(item, captions)
                 chosen = ChosenSample(item, captions, f"{segment.shard} {item.index}")
                 values = {column.name: column.read(chosen) for column in spec.columns.beside}
-                put(image_bytes(item.members, spec.columns.images.members), CounterRNG(seed, AUGMENT, *place))
+                put(image_bytes(item.members), CounterRNG(seed, AUGMENT, *place))
             except BrokenSampleError as error:
                 self._counts[error.reason] += 1
                 self._skipped(error, segment, item)
@@ -156,7 +156,7 @@ class ShardStream:
             reasons = ", ".join(f"{reason} {n}" for reason, n in self._reasons.most_common())
             raise UserError(
                 f"data.train: no usable sample among the last {self._reasons.total()} of one shard stream ({reasons}; "
-                f"the last: {example}); look at the shards, and at data.captions, data.filter and data.image_features"
+                f"the last: {example}); look at the shards, and at data.captions and data.filter"
             )
 
 

@@ -1,8 +1,7 @@
 """The verb `clipscale embed`. Each shard becomes files of its own in `out`.
 
     npy          NAME.image.npy and NAME.text.npy, (samples, D), and NAME.jsonl with the key and caption of each row
-    webdataset   NAME.tar with all members but pictures, and KEY.npy and KEY.text.npy, for `data.image_features`;
-                 with `teacher` all members, and KEY.TEACHER.npy, (2, D), for `distill.teachers`
+    webdataset   NAME.tar with all members, and KEY.TEACHER.npy, (2, D), for `distill.teachers`
 
 features.json says what the features are, and SHARDS where each file's samples come from.
 Rank r of P takes every P-th shard. D: feature width.
@@ -11,7 +10,6 @@ Rank r of P takes every P-th shard. D: feature width.
 import json
 import logging
 from collections.abc import Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +19,10 @@ import torch
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import say
-from clipscale.config.data import FEATURES
 from clipscale.config.secrets import hidden
 from clipscale.config.sections import ModelConfig
 from clipscale.data.decode import IMAGE_TYPES
-from clipscale.data.features import NOTE, encoded_row, notes_beside
+from clipscale.data.features import NOTE, encoded_array, notes_beside
 from clipscale.data.sample import limits
 from clipscale.data.shards.addresses import SourceError, is_local, leaf_of, unsigned
 from clipscale.data.shards.index import scan_shard
@@ -38,12 +35,10 @@ from clipscale.launch import local
 from clipscale.models.towers import ClipModel, load_any
 from clipscale.tools.embed.arrays import SHARDS, array_path
 from clipscale.tools.embed.encode import FeatureEncoder, Group, caption_members
-from clipscale.tools.embed.settings import IMAGE, TEXT, EmbedConfig, check_embed
+from clipscale.tools.embed.settings import TEXT, EmbedConfig, check_embed
 
 log = logging.getLogger(__name__)
 
-MEMBERS = {IMAGE: FEATURES, TEXT: f"text.{FEATURES}"}
-"""A shard's members with features."""
 DAMAGED = ("truncated_shard", "unreadable_shard")
 """Reasons that lie in the shard itself, and stay. The others lie in the network or the server."""
 
@@ -76,8 +71,7 @@ def work(config: EmbedConfig) -> dict[str, Any]:
         remedy = ""
         if config.format == "webdataset":
             write_counts(out, {name: entry["samples"] for name, entry in listed.items()})
-            use = f"distill.teachers=[{config.teacher}]" if config.teacher else "data.image_features=true"
-            remedy = f"; train with data.train={out} {use}"
+            remedy = f"; train with data.train={out} distill.teachers=[{config.teacher}]"
         say(f"features of {samples} samples: {out}{remedy}")
     if unread := len(sources) - len(entries):
         raise UserError(f"out={out}: {unread} of {len(sources)} shards could not be fetched; start again to fetch them")
@@ -93,7 +87,6 @@ def features_note(config: EmbedConfig, model: ClipModel, settings: ModelConfig) 
         "weights": model.image.digest(),
         "width": model.width,
         "dtype": config.dtype,
-        "member": f"{config.teacher}.{FEATURES}" if config.teacher else FEATURES,
         "kinds": list(config.kinds),
         "image_size": model.image_size,
         "mean": list(model.pixels.mean),
@@ -133,8 +126,8 @@ def prepared(config: EmbedConfig, out: Path, note: dict[str, Any]) -> dict[str, 
             what = f"{name}: {str(earlier.get(name))[:80]}, not {str(note.get(name))[:80]}"
             raise UserError(f"out={out}: holds features of another kind ({what}); choose another folder")
     out.mkdir(parents=True, exist_ok=True)
-    of_sources = notes_beside(next(iter(shards.values()))) if config.teacher else {}  # of other teachers
-    files.write_json(out / NOTE, of_sources | {kind: note})
+    earlier_teachers = notes_beside(next(iter(shards.values())), Store(config.data)) if config.teacher else {}
+    files.write_json(out / NOTE, earlier_teachers | {kind: note})
     return shards
 
 
@@ -160,8 +153,11 @@ def embed_shard(encoder: FeatureEncoder, url: str, path: Path) -> dict[str, Any]
     kinds = encoder.config.kinds
     if not path.is_file():
         try:
-            write = partial(write_tar, teacher=encoder.config.teacher) if as_tar else write_npy
-            write(path, shard_groups(encoder, url, all_members=as_tar), kinds)
+            groups = shard_groups(encoder, url, all_members=as_tar)
+            if as_tar:
+                write_tar(path, groups, encoder.config.teacher)
+            else:
+                write_npy(path, groups, kinds)
         except SourceError:
             return None
     samples = scan_shard(str(path)).samples if as_tar else len(np.load(array_path(path, kinds[0]), mmap_mode="r"))
@@ -203,14 +199,13 @@ def write_npy(path: Path, groups: Iterable[Group], kinds: Iterable[str]) -> None
     files.write_text(path, "".join(lines))
 
 
-def write_tar(path: Path, groups: Iterable[Group], kinds: Iterable[str], teacher: str = "") -> None:
-    """A sample without features keeps its place, of a `teacher` without either of them."""
-    names = [f"{teacher}.{FEATURES}"] if teacher else [MEMBERS[kind] for kind in kinds]
-    left_out = {"", *names} if teacher else {"", *IMAGE_TYPES, *MEMBERS.values()}  # "" cannot be written
+def write_tar(path: Path, groups: Iterable[Group], teacher: str) -> None:
+    """A sample without a picture's or a text's features keeps its place, without both."""
+    member = f"{teacher}.npy"
     with shard_writer(path) as writer:
         for group in groups:
             for raw, features in zip(group.raws, group.rows):
-                members = {name: data for name, data in raw.members.items() if name not in left_out}
-                arrays = zip(names, features[None] if teacher else features, strict=True)
-                members |= {name: encoded_row(array) for name, array in arrays if not np.isnan(array).any()}
+                members = {name: data for name, data in raw.members.items() if name not in ("", member)}  # "": no name
+                if not np.isnan(features).any():
+                    members[member] = encoded_array(features)
                 writer.write({**(members or {"missing": b""}), "__key__": raw.key})

@@ -28,7 +28,7 @@ class EmbedConfig(AnyModel):
     out: str = setting("", "Folder to write; complete files in it are kept.")
     format: str = setting(
         "npy",
-        "`npy`: arrays, and keys and captions as JSON lines; `webdataset`: shards with features for pictures.",
+        "`npy`: arrays, and keys and captions as JSON lines; `webdataset`: shards with the features of a `teacher`.",
         choices=("npy", "webdataset"),
     )
     features: str = setting("both", "Which features.", choices=(IMAGE, TEXT, "both"))
@@ -55,8 +55,11 @@ def check_embed(config: EmbedConfig) -> Path | None:
     """The folder of the run; None for another model, also one of random weights. Raises UserError."""
     if not config.out:
         raise UserError("out is not set; give the folder to write, out=DIR")
-    if config.teacher and not (config.format == "webdataset" and config.features == "both"):
-        raise UserError(f"teacher={config.teacher}: needs format=webdataset and features=both")
+    if (config.format == "webdataset") != bool(config.teacher):
+        both = f"format={config.format} teacher={config.teacher}"
+        raise UserError(f"{both}: format=webdataset and teacher=NAME go together")
+    if config.teacher and config.features != "both":
+        raise UserError(f"teacher={config.teacher}: needs features=both, not features={config.features}")
     if config.teacher and not re.fullmatch(r"[a-z0-9_-]+", config.teacher):
         raise UserError(f"teacher={config.teacher}: take lower-case letters, digits, _ and -")
     return model_run(config) if config.run or not config.model.name else None

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from clipscale.config.sections import ModelConfig
 from clipscale.config.train import TrainConfig
 from clipscale.data.columns import columns_of
-from clipscale.data.features import StoredFeatures
+from clipscale.data.features import TeacherFeatures
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import World
 from clipscale.models.flops import trained_of
@@ -136,7 +136,6 @@ class DryModel:
         for module in self.model.modules():  # on GPUs batch normalisation is synchronised, which takes as much memory
             if world.size > 1 and isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.eval()
-        member = config.data.stored_member
         loss_group = None
         if world.size > LAPS and config.loss.exchange in ("auto", "ring"):
             group = dist.new_group(list(range(LAPS)))
@@ -144,8 +143,7 @@ class DryModel:
         return Parts(
             self.model,
             CaptionRule(config, world, self.model, sort=False),  # chunks of sorted captions hold as many tokens
-            stored=StoredFeatures(member, (width,), "float16") if member else None,
-            teachers=tuple(StoredFeatures(name, (2, width), "float16") for name in config.distill.teachers),
+            teachers=tuple(TeacherFeatures(name, width, "float16") for name in config.distill.teachers),
             chunks={"image": 1, "text": 1},
             machine=DryMachine(capability),
             loss_group=loss_group,
@@ -179,11 +177,10 @@ class DryRun:
             for group in self.state.optimizer.param_groups:  # torch's own choice on CUDA
                 group["foreach"] = True if group.get("foreach", False) is None else group.get("foreach", False)
         self.state.precision.scaler = None  # it takes a few bytes, and its test of every gradient needs values
-        model, stored = self.state.model, self.state.stored
+        model = self.state.model
         self.width, self.context_length = model.width, model.context_length
-        self.columns = columns_of(config.data, model.image_size, stored, self.state.teachers)
+        self.columns = columns_of(config.data, model.image_size, self.state.teachers)
         self.row = self.columns.images.shape
-        self.row_type = getattr(torch, self.columns.images.dtype)
         for p in self.state.trained:  # the optimizer makes its state in the first update
             p.grad = torch.empty_like(p)
         self.state.update(self.state.gradient_norm())
@@ -199,7 +196,7 @@ class DryRun:
     def waiting_bytes(self, batch: int) -> int:
         """The inputs of both towers, of so many samples."""
         tokens = self.captions * self.context_length * torch.int32.itemsize
-        return batch * (math.prod(self.row) * self.row_type.itemsize + tokens)
+        return batch * (math.prod(self.row) + tokens)
 
     def step(self, chunks: tuple[int, int], batch: int, *, resident: bool) -> StepMemory:
         """One optimizer step over `batch` samples of this rank, with chunks of the given sizes for the two towers.
@@ -286,7 +283,7 @@ class StagedRows(ChunkLoader):
     """A tower's rows, made on demand. Asking for them begins that tower's stage of a step."""
 
     def __init__(self, run: DryRun, tower: int, rows: int, resident: bool) -> None:
-        shape, dtype = (run.row, run.row_type) if tower == 0 else ((run.context_length,), torch.int32)
+        shape, dtype = (run.row, torch.uint8) if tower == 0 else ((run.context_length,), torch.int32)
 
         def read(start: int, stop: int) -> Tensor:
             return torch.empty(stop - start, *shape, dtype=dtype)

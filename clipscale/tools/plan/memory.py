@@ -18,7 +18,7 @@ from clipscale.tools.plan.dry_run import DeepDryRun, DryRun, StepMemory
 from clipscale.tools.plan.settings import PlanConfig
 
 Chunks = tuple[int | None, int | None]
-"""Chunk sizes of the image and the text tower; None: the whole local batch (batch normalisation, stored features)."""
+"""Chunk sizes of the image and the text tower; None: the whole local batch (batch normalisation)."""
 
 
 class MemoryModel:

@@ -84,7 +84,7 @@ class Prediction:
         rows = self.model.sizes(self.local, (None, None))
         sizes: list[int | None] = []
         for name, tower, most in zip(TOWERS, (state.model.image, state.model.text), rows):
-            whole = batch_norm_chunk(tower, name, settings[name], most) or (state.stored and name == "image")
+            whole = batch_norm_chunk(tower, name, settings[name], most)
             sizes.append(None if whole else settings[name] or 0)
         return self.largest_chunks(sizes) if 0 in sizes else (sizes[0], sizes[1])
 

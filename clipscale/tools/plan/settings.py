@@ -17,7 +17,7 @@ class PlanConfig(TrainConfig):
     ONLY: ClassVar = {
         "": "batch samples epochs stages run ema offload precision "
         "hardware gpus nodes host_memory utilisation fit json",
-        "data": "workers shard_streams shuffle buffers image_features captions_per_step same",
+        "data": "workers shard_streams shuffle buffers captions_per_step same",
         "distill": "teachers",
         "optim": "name betas eps clip_norm options",
         "schedule": "-",

@@ -12,7 +12,7 @@ from clipscale.common.hardware import Hardware
 from clipscale.data.loader.captions import GRAIN
 from clipscale.loss.objectives import OBJECTIVES
 from clipscale.models.families import family_of
-from clipscale.models.flops import PassFlops, image_flops, text_flops
+from clipscale.models.flops import image_flops, text_flops
 from clipscale.tools.plan import ASSUMED
 from clipscale.tools.plan.dry_run import TOWERS, DeepDryRun, DryRun
 from clipscale.tools.plan.settings import PlanConfig
@@ -33,7 +33,7 @@ class StepTime:
         self.captions = base.captions
         self.gradients = run.trained_bytes
         image_trains, text_trains = base.dry_model.trains
-        image = PassFlops(0, 0) if base.state.stored else image_flops(config.model, image_trains)
+        image = image_flops(config.model, image_trains)
         text = text_flops(config.model, text_trains, caption_width(config, base))
         again = 2 if config.model.grad_checkpointing else 1
         self.encode = image.forward + text.forward * self.captions

@@ -24,6 +24,7 @@ from tests.eval.test_verb import TINY
 from tests.support.checkpoints import save
 from tests.support.ranks import run_ranks
 
+SHARDS = {"format": "webdataset", "teacher": "t"}
 Rows = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
@@ -56,8 +57,7 @@ def of_npy(folder: Path) -> Rows:
 
 def of_shards(folder: Path) -> Rows:
     raws = [raw for file in folder.glob("*.tar") for raw in read_shard(str(file), ReadProblem())]
-    arrays = {raw.key: [np.load(io.BytesIO(raw.members[name])) for name in ("npy", "text.npy")] for raw in raws}
-    return {key: (image, text) for key, (image, text) in arrays.items()}
+    return {raw.key: tuple(np.load(io.BytesIO(raw.members["t.npy"]))) for raw in raws}
 
 
 def by_the_model(model: ClipModel, data: bytes, caption: str) -> tuple[np.ndarray, np.ndarray]:
@@ -67,12 +67,14 @@ def by_the_model(model: ClipModel, data: bytes, caption: str) -> tuple[np.ndarra
         return image.numpy(), model.text(model.tokenizer([caption]))[0].numpy()
 
 
-@pytest.mark.parametrize(("form", "read"), [("npy", of_npy), ("webdataset", of_shards)])
-def test_features_are_the_models_own_under_the_samples_keys(run: str, tmp_path: Path, form: str, read: Any) -> None:
+@pytest.mark.parametrize(("form", "read"), [({}, of_npy), (SHARDS, of_shards)])
+def test_features_are_the_models_own_under_the_samples_keys(
+    run: str, tmp_path: Path, form: dict[str, str], read: Any
+) -> None:
     torch.manual_seed(3)
     model = build_model(TINY).eval()
     write_shards(tmp_path / "in", [5, 6])
-    rows = read(embed(run, tmp_path / "in", tmp_path / "out", format=form))
+    rows = read(embed(run, tmp_path / "in", tmp_path / "out", **form))
     assert len(rows) == 11
     for key, (image, text) in rows.items():
         theirs = by_the_model(model, picture(int(key[-4:]) % 7), f"caption {key}")
@@ -93,12 +95,12 @@ def test_a_sample_without_a_usable_picture_or_text_keeps_its_row(
     assert "4 samples, 2 of them without a usable picture or text" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("form", ["npy", "webdataset"])
+@pytest.mark.parametrize("form", [{}, SHARDS])
 def test_an_interrupted_embedding_goes_on_and_gives_the_same_bytes(
-    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: dict[str, str]
 ) -> None:
     write_shards(tmp_path / "in", [9, 10])
-    whole = contents(embed(run, tmp_path / "in", tmp_path / "whole", format=form))
+    whole = contents(embed(run, tmp_path / "in", tmp_path / "whole", **form))
     encode, passes = FeatureEncoder.encode, []
 
     def interrupted(self: FeatureEncoder, inputs: Any, tower: Any) -> np.ndarray:
@@ -109,9 +111,9 @@ def test_an_interrupted_embedding_goes_on_and_gives_the_same_bytes(
 
     monkeypatch.setattr(FeatureEncoder, "encode", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        embed(run, tmp_path / "in", tmp_path / "out", format=form)
+        embed(run, tmp_path / "in", tmp_path / "out", **form)
     passes.clear()
-    assert contents(embed(run, tmp_path / "in", tmp_path / "out", format=form)) == whole
+    assert contents(embed(run, tmp_path / "in", tmp_path / "out", **form)) == whole
     assert sum(passes) == 2 * 10, "the first shard is complete"
 
 
