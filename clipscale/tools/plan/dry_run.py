@@ -3,6 +3,7 @@
 b: samples of one rank, c: samples of a chunk, P: ranks, D: feature width. All sizes in bytes.
 """
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
 
 from clipscale.config.sections import ModelConfig
 from clipscale.config.train import TrainConfig
@@ -24,8 +26,7 @@ from clipscale.data.columns import columns_of
 from clipscale.data.features import TeacherFeatures
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import World
-from clipscale.models.flops import trained_of
-from clipscale.models.towers import build_model
+from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import without_weights
 from clipscale.state.train_state import Parts, TrainState
 from clipscale.step.captions import CaptionRule
@@ -118,38 +119,6 @@ class DdpBuckets(nn.Module):
             p.grad = self.views[p]  # type: ignore[index]
 
 
-class DryModel:
-    """A model without values, of which so many of each tower's alike blocks stay."""
-
-    def __init__(self, config: ModelConfig, blocks: dict[str, int]) -> None:
-        with unset_fake_temporarily(), torch.device("meta"):  # peft moves its layers, which fake tensors refuse
-            self.model = build_model(without_weights(config))
-        self.trains = [trained_of(tower.encoder) for tower in (self.model.image, self.model.text)]
-        """What trains of each tower, of its full depth."""
-        self.depths = {name: shorten(getattr(self.model, name), count) for name, count in blocks.items()}
-        """The number of alike blocks of each tower that is shortened; of others 0."""
-        place(self.model)
-
-    def parts(self, config: TrainConfig, world: World, capability: int | None) -> Parts:
-        """Of a run that reads nothing. Chunk sizes are set before each step."""
-        width = self.model.width
-        for module in self.model.modules():  # on GPUs batch normalisation is synchronised, which takes as much memory
-            if world.size > 1 and isinstance(module, nn.modules.batchnorm._BatchNorm):
-                module.eval()
-        loss_group = None
-        if world.size > LAPS and config.loss.exchange in ("auto", "ring"):
-            group = dist.new_group(list(range(LAPS)))
-            loss_group = group if isinstance(group, dist.ProcessGroup) else None
-        return Parts(
-            self.model,
-            CaptionRule(config, world, self.model, sort=False),  # chunks of sorted captions hold as many tokens
-            teachers=tuple(TeacherFeatures(name, width, "float16") for name in config.distill.teachers),
-            chunks={"image": 1, "text": 1},
-            machine=DryMachine(capability),
-            loss_group=loss_group,
-        )
-
-
 class DryRun:
     """Runs steps of a training configuration without memory."""
 
@@ -159,10 +128,11 @@ class DryRun:
         ranks: int,
         tracker: MemoryTracker,
         capability: int | None,
-        blocks: dict[str, int],
+        model: ClipModel,
     ) -> None:
-        """`blocks`: so many of each tower's alike blocks stay. `capability`: of the GPU; None: a CPU."""
+        """`capability`: of the GPU; None: a CPU. `model`: on the meta device; it gets tensors of the dry run."""
         before = tracker.live
+        place(model)
         self.config, self.ranks, self.tracker = config, ranks, tracker
         self.captions = config.data.captions_per_step
         self.memory = StepMemory({}, {})
@@ -171,13 +141,11 @@ class DryRun:
         self.others = 0
         """Live bytes of other dry runs, which this one does not count."""
         world = DryRunWorld(0, ranks, CPU)
-        self.dry_model = DryModel(config.model, blocks)
-        self.state = TrainState(config, world, self.dry_model.parts(config, world, capability))
+        self.state = TrainState(config, world, parts(config, model, world, capability))
         if capability and type(self.state.optimizer).__module__.startswith("torch.optim"):
             for group in self.state.optimizer.param_groups:  # torch's own choice on CUDA
                 group["foreach"] = True if group.get("foreach", False) is None else group.get("foreach", False)
         self.state.precision.scaler = None  # it takes a few bytes, and its test of every gradient needs values
-        model = self.state.model
         self.width, self.context_length = model.width, model.context_length
         self.columns = columns_of(config.data, model.image_size, self.state.teachers)
         self.row = self.columns.images.shape
@@ -270,12 +238,10 @@ class DryRun:
             return 0
         rows = self.inputs(tower, size, resident=False).chunk(0, size)
         before = self.tracker.live
-        with gradient_sync(cached.encoder, False):
-            with cached.autocast():
-                out = cached.encoder(rows)
+        with gradient_sync(cached.encoder, False), cached.autocast():
+            out = cached.encoder(rows)
             held = self.tracker.live - before
-            out.backward(torch.empty_like(out))
-        self.state.optimizer.zero_grad()
+        del out
         return held
 
 
@@ -304,17 +270,31 @@ class DeepDryRun:
     towers, and with one more in either. Towers that train in part keep their depth.
     """
 
-    def __init__(self, config: TrainConfig, ranks: int, tracker: MemoryTracker, capability: int | None) -> None:
-        fewest = {tower: FEWEST for tower in TOWERS if getattr(config.model, tower).train in ("all", "none")}
-        self.base = DryRun(config, ranks, tracker, capability, fewest)
-        self.base_step = cache(self.base.step)
-        self.deeper: dict[str, DryRun] = {}
+    def __init__(
+        self, config: TrainConfig, model: ClipModel, ranks: int, tracker: MemoryTracker, capability: int | None
+    ) -> None:
+        """`model`: of the settings, on the meta device; it loses blocks."""
         self.missing: dict[str, int] = {}
-        """Blocks of each tower that the base lacks."""
-        for tower, depth in self.base.dry_model.depths.items():
-            if depth > FEWEST:
-                self.deeper[tower] = DryRun(config, ranks, tracker, capability, fewest | {tower: FEWEST + 1})
+        """Blocks of each tower that the base lacks; only of deep towers that train whole or not at all."""
+        for tower in TOWERS:
+            depth = len(alike_blocks(getattr(model, tower)))
+            if depth > FEWEST + 1 and getattr(config.model, tower).train in ("all", "none"):
                 self.missing[tower] = depth - FEWEST
+        for tower in self.missing:
+            shorten(getattr(model, tower), FEWEST + 1)
+
+        def run(deep: str) -> DryRun:
+            """With FEWEST blocks in each deep tower, and one more in the tower `deep`."""
+            with _disable_current_modes():
+                copied = copy.deepcopy(model)
+            for tower in self.missing:
+                if tower != deep:
+                    shorten(getattr(copied, tower), FEWEST)
+            return DryRun(config, ranks, tracker, capability, copied)
+
+        self.base = run("")
+        self.base_step = cache(self.base.step)
+        self.deeper = {tower: run(tower) for tower in self.missing}
 
     def step(self, chunks: tuple[int, int], batch: int, *, resident: bool) -> StepMemory:
         """As `DryRun.step`."""
@@ -344,15 +324,17 @@ class DeepDryRun:
         return base + sum(self.missing[tower] * (measure(run) - base) for tower, run in self.deeper.items())
 
 
-def shorten(tower: nn.Module, blocks: int) -> int:
-    """Take blocks out of the middle of a tower's longest list of alike ones, and return how many there were."""
+def alike_blocks(tower: nn.Module) -> nn.ModuleList | nn.Sequential:
+    """A tower's longest list of blocks of one kind."""
     stacks = [module for module in tower.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
     alike = [stack for stack in stacks if len({type(block) for block in stack}) == 1]
-    longest = max(alike, key=len, default=nn.ModuleList())
-    depth = len(longest)
-    if depth > blocks + 1:
-        del longest[blocks - 1 : depth - 1]
-    return depth if depth > blocks + 1 else 0
+    return max(alike, key=len, default=nn.ModuleList())
+
+
+def shorten(tower: nn.Module, blocks: int) -> None:
+    """Leave so many of a tower's alike blocks: the first ones, and the last."""
+    stack = alike_blocks(tower)
+    del stack[blocks - 1 : len(stack) - 1]
 
 
 def place(model: nn.Module) -> None:
@@ -369,9 +351,37 @@ def place(model: nn.Module) -> None:
                     tensors[name] = placed[tensor]  # type: ignore[assignment]
 
 
+def model_without_values(config: ModelConfig) -> ClipModel:
+    """The model of these settings on the meta device."""
+    with torch.device("meta"):
+        return build_model(without_weights(config))
+
+
+def parts(config: TrainConfig, model: ClipModel, world: World, capability: int | None) -> Parts:
+    """Of a run that reads nothing. Chunk sizes are set before each step."""
+    for module in model.modules():  # on GPUs batch normalisation is synchronised, which takes as much memory
+        if world.size > 1 and isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.eval()
+    loss_group = None
+    if world.size > LAPS and config.loss.exchange in ("auto", "ring"):
+        group = dist.new_group(list(range(LAPS)))
+        loss_group = group if isinstance(group, dist.ProcessGroup) else None
+    return Parts(
+        model,
+        CaptionRule(config, world, model, sort=False),  # chunks of sorted captions hold as many tokens
+        teachers=tuple(TeacherFeatures(name, model.width, "float16") for name in config.distill.teachers),
+        chunks={"image": 1, "text": 1},
+        machine=DryMachine(capability),
+        loss_group=loss_group,
+    )
+
+
 @contextmanager
-def dry_run(config: TrainConfig, ranks: int, capability: int | None) -> Iterator[DeepDryRun]:
-    """A dry run on one of `ranks` GPUs of a compute capability, or (None) in one of `ranks` CPU processes."""
+def dry_run(config: TrainConfig, model: ClipModel, ranks: int, capability: int | None) -> Iterator[DeepDryRun]:
+    """A dry run on one of `ranks` GPUs of a compute capability, or (None) in one of `ranks` CPU processes.
+
+    `model`: by `model_without_values`.
+    """
     with ExitStack() as stack:
         if ranks > 1:
             dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
@@ -379,4 +389,4 @@ def dry_run(config: TrainConfig, ranks: int, capability: int | None) -> Iterator
         tracker = stack.enter_context(without_memory())
         if capability:
             stack.enter_context(cuda_autocast())
-        yield DeepDryRun(config, ranks, tracker, capability)
+        yield DeepDryRun(config, model, ranks, tracker, capability)

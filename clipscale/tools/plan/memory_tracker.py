@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from clipscale.loss.machine import Machine, T
 from clipscale.loss.triton.tuning import INTERPRETER, Tiles, tiles_for
 from clipscale.tools.plan import ASSUMED
+from clipscale.tools.plan.known_results import KnownResults
 
 ROUND = 512
 """torch's CUDA allocator hands out multiples of this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
@@ -27,25 +28,29 @@ class MemoryTracker(TorchDispatchMode):
     its last tensor, or the graph that saved it, is gone. What a kernel takes while it runs is not seen.
     """
 
-    def __init__(self, *, without_values: bool = False) -> None:
-        """`without_values`: tensors have no values; reading a float gives 1.0, an integer 0, a condition false."""
+    def __init__(self, known: KnownResults | None = None) -> None:
+        """`known`: of tensors that have no values; reading a float gives 1.0, an integer 0, a condition false."""
         super().__init__()
         self.live = self.peak = 0
-        self._without_values = without_values
+        self._known = known
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing here is compiled, and the check takes time at each operation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
             return args[0].fake_device  # a short cut: three quarters of all calls ask for the device
         if DTensor in types:
             return NotImplemented  # its local tensors come here later and are counted then
-        if self._without_values and func is torch.ops.aten._local_scalar_dense.default:
+        if self._known and func is torch.ops.aten._local_scalar_dense.default:
             dtype = args[0].dtype
             if dtype == torch.bool:
                 return False
             return 1.0 if dtype.is_floating_point else 0
-        out = func(*args, **(kwargs or {}))
+        out = self._known.run(func, args, kwargs or {}) if self._known else func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
                 self._count(leaf.untyped_storage())
@@ -94,7 +99,7 @@ class MemoryTracker(TorchDispatchMode):
 @contextmanager
 def without_memory() -> Iterator[MemoryTracker]:
     """Inside, tensors have shapes and dtypes but no values, and the tracker counts the memory that they would take."""
-    with FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker(without_values=True) as tracker:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, MemoryTracker(KnownResults(mode)) as tracker:
         yield tracker
 
 

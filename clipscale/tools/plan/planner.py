@@ -15,12 +15,13 @@ from clipscale.common.units import format_bytes
 from clipscale.config import stages
 from clipscale.config.parse import accepted
 from clipscale.config.setting import settings_of
+from clipscale.models.flops import PassFlops
 from clipscale.step.chunk_sizes import CPU_CHUNK, batch_norm_chunk, sizes_of_settings
 from clipscale.tools.plan import ASSUMED
-from clipscale.tools.plan.dry_run import PHASES, TOWERS, DeepDryRun, StepMemory, dry_run
+from clipscale.tools.plan.dry_run import PHASES, TOWERS, DeepDryRun, StepMemory, dry_run, model_without_values
 from clipscale.tools.plan.memory import Chunks, MemoryModel, host_memory, keep_bytes, outside_torch
 from clipscale.tools.plan.settings import PlanConfig, target_gpu
-from clipscale.tools.plan.step_time import StepTime, caption_width
+from clipscale.tools.plan.step_time import StepTime, caption_width, pass_flops
 
 SETTINGS = {setting.name: setting for setting in settings_of(PlanConfig)}
 OFFLOADS = ("none", "host", "encoded")
@@ -61,9 +62,16 @@ class Target:
 class Prediction:
     """One step of a run on a machine."""
 
-    def __init__(self, config: PlanConfig, target: Target, run: DeepDryRun, model: MemoryModel) -> None:
-        """`run` and `model` are of these settings but for batch, chunks, kept graphs, offload and the host's."""
-        self.config, self.target, self.run, self.model = config, target, run, model
+    def __init__(
+        self,
+        config: PlanConfig,
+        target: Target,
+        run: DeepDryRun,
+        model: MemoryModel,
+        flops: tuple[PassFlops, PassFlops],
+    ) -> None:
+        """What follows `target` is of these settings but for batch, chunks, kept graphs, offload and the host's."""
+        self.config, self.target, self.run, self.model, self.flops = config, target, run, model, flops
         self.local = config.batch // target.ranks
         self.resident = config.offload == "none"
         self.chunks = self.chunk_sizes()
@@ -126,7 +134,7 @@ class Prediction:
     def time(self) -> StepTime:
         counts = self.model.counts(self.local, self.chunks)
         kept = [graphs / count for graphs, count in zip(self.step.kept, counts)]
-        return StepTime(self.config, self.target.gpu, self.run, kept)
+        return StepTime(self.config, self.target.gpu, self.run, self.flops, kept)
 
     def result(self) -> Result:
         """The object of docs/plan.md, without remedies and a largest batch."""
@@ -188,9 +196,11 @@ def predictions(config: PlanConfig) -> Iterator[Callable[[PlanConfig], Predictio
     # Refused before the dry run.
     sizes_of_settings(config.cache, config.batch // target.ranks, config.data.captions_per_step)
     say(f"dry run of {config.model.name} on {target.ranks} x {config.hardware}", error=True)
-    with dry_run(config, target.ranks, target.gpu.capability if target.gpu else None) as run:
-        model = MemoryModel(run, caption_width(config, run.base) / run.base.context_length)
-        yield lambda settings: Prediction(settings, target, run, model)
+    model = model_without_values(config.model)
+    flops = pass_flops(config.model, model)
+    with dry_run(config, model, target.ranks, target.gpu.capability if target.gpu else None) as run:
+        memory = MemoryModel(run, caption_width(model) / model.context_length)
+        yield lambda settings: Prediction(settings, target, run, memory, flops)
 
 
 def predicted(config: PlanConfig, *, search: bool = True) -> Result:

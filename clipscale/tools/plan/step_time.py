@@ -9,12 +9,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from clipscale.common.hardware import Hardware
+from clipscale.config.sections import ModelConfig
 from clipscale.data.loader.captions import GRAIN
 from clipscale.loss.objectives import OBJECTIVES
 from clipscale.models.families import family_of
-from clipscale.models.flops import image_flops, text_flops
+from clipscale.models.flops import PassFlops, image_flops, text_flops, trained_of
+from clipscale.models.towers import ClipModel
 from clipscale.tools.plan import ASSUMED
-from clipscale.tools.plan.dry_run import TOWERS, DeepDryRun, DryRun
+from clipscale.tools.plan.dry_run import TOWERS, DeepDryRun
 from clipscale.tools.plan.settings import PlanConfig
 
 UNKNOWN = Hardware((), 0, 0, 1e-12, 1e-12, math.inf)
@@ -24,17 +26,22 @@ UNKNOWN = Hardware((), 0, 0, 1e-12, 1e-12, math.inf)
 class StepTime:
     """The time of a run's step. The ring's transfers overlap the loss's arithmetic."""
 
-    def __init__(self, config: PlanConfig, gpu: Hardware | None, run: DeepDryRun, kept: list[float]) -> None:
-        """`kept`: share of each tower's chunks whose graphs are kept."""
+    def __init__(
+        self,
+        config: PlanConfig,
+        gpu: Hardware | None,
+        run: DeepDryRun,
+        flops: tuple[PassFlops, PassFlops],
+        kept: list[float],
+    ) -> None:
+        """`flops`: by `pass_flops`. `kept`: share of each tower's chunks whose graphs are kept."""
         base = run.base
         self.config = config
         self.gpu = gpu or UNKNOWN
         self.width = base.width
         self.captions = base.captions
         self.gradients = run.trained_bytes
-        image_trains, text_trains = base.dry_model.trains
-        image = image_flops(config.model, image_trains)
-        text = text_flops(config.model, text_trains, caption_width(config, base))
+        image, text = flops
         again = 2 if config.model.grad_checkpointing else 1
         self.encode = image.forward + text.forward * self.captions
         """FLOPs of a sample's first pass."""
@@ -42,10 +49,10 @@ class StepTime:
         self.trained = 0
         """Towers that train."""
         towers = zip(TOWERS, base.state.cache.towers, (image, text), (1, self.captions), kept)
-        for name, tower, flops, inputs, share in towers:
+        for name, tower, passes, inputs, share in towers:
             if tower.trained and name not in base.state.trunks:  # a frozen trunk has no second pass
                 self.trained += 1
-                self.replay += inputs * (flops.forward * (again - share) + flops.backward)
+                self.replay += inputs * (passes.forward * (again - share) + passes.backward)
 
     def step(self, share: float) -> dict[str, float]:
         """Seconds of a step by part and in all, at a share of the peak."""
@@ -91,9 +98,15 @@ class StepTime:
         return what, share
 
 
-def caption_width(config: PlanConfig, run: DryRun) -> int:
+def pass_flops(config: ModelConfig, model: ClipModel) -> tuple[PassFlops, PassFlops]:
+    """FLOPs of a picture and of an average caption. `model`: built by `config`."""
+    image, text = trained_of(model.image.encoder), trained_of(model.text.encoder)
+    return image_flops(config, image), text_flops(config, text, caption_width(model))
+
+
+def caption_width(model: ClipModel) -> int:
     """Tokens at which the text tower computes a caption, on average: the whole context, or fewer of sorted captions."""
-    encoder = run.state.model.text.encoder
+    encoder = model.text.encoder
     if not family_of(encoder).cuts_captions(encoder):
-        return run.context_length
-    return min(run.context_length, round(ASSUMED.caption_tokens + GRAIN / 2))
+        return model.context_length
+    return min(model.context_length, round(ASSUMED.caption_tokens + GRAIN / 2))

@@ -8,7 +8,7 @@ import pytest
 
 from clipscale.config.train import TrainConfig
 from clipscale.tools.plan import dry_run as dry_run_module
-from clipscale.tools.plan.dry_run import PHASES, StepMemory, dry_run
+from clipscale.tools.plan.dry_run import PHASES, StepMemory, dry_run, model_without_values
 from clipscale.tools.plan.memory import MemoryModel
 from tests.support.ranks import run_ranks
 from tests.tools.plan.measure import ARCHITECTURE, measured, measured_on_a_rank, settings
@@ -22,7 +22,7 @@ SMALL = 256 * 1024
 def predicted(config: TrainConfig, ranks: int = 1) -> StepMemory:
     chunk = int(config.cache.chunk[0])
     keep = 0 if config.cache.keep == "none" else float(config.cache.keep)
-    with dry_run(config, ranks, None) as run:
+    with dry_run(config, model_without_values(config.model), ranks, None) as run:
         return MemoryModel(run).at(config.batch // ranks, (chunk, chunk), keep, resident=config.offload == "none")
 
 
@@ -71,7 +71,7 @@ def test_every_phase_takes_the_predicted_memory(name: str) -> None:
 def test_kept_graphs(share: float, kept: int) -> None:
     """Of a share of all graphs' bytes. Growth is too large where a kept chunk finds no gradients yet."""
     config = settings(batch=96)
-    with dry_run(config, 1, None) as run:
+    with dry_run(config, model_without_values(config.model), 1, None) as run:
         graphs = [run.graph(tower, 16) for tower in (0, 1)]
     config = replace(config, cache=replace(config.cache, keep=str(int(share * 6 * sum(graphs)))))
     step = predicted(config)
@@ -110,7 +110,7 @@ def test_a_deep_model_is_predicted_from_shallow_ones(changed: dict[str, Any], mo
     steps, graphs, weights = [], [], []
     for fewest in (dry_run_module.FEWEST, 100):
         monkeypatch.setattr(dry_run_module, "FEWEST", fewest)
-        with dry_run(config, 4, 90) as run:
+        with dry_run(config, model_without_values(config.model), 4, 90) as run:
             steps.append(MemoryModel(run).at(200, (16, 16), keep=1e6))
             graphs.append([run.graph(tower, 16) for tower in (0, 1)])
             weights.append((run.trained_bytes, run.static))
@@ -123,7 +123,8 @@ def test_a_deep_model_is_predicted_from_shallow_ones(changed: dict[str, Any], mo
 @pytest.mark.slow
 def test_more_chunks_follow_a_straight_line() -> None:
     """The extrapolation from two chunks equals a dry run of twelve."""
-    with dry_run(settings(offload="none", precision="bf16"), 1, 90) as run:
+    config = settings(offload="none", precision="bf16")
+    with dry_run(config, model_without_values(config.model), 1, 90) as run:
         step = MemoryModel(run).at(12 * 16, (16, 16), resident=True)
         direct = run.step((16, 16), 12 * 16, resident=True)
     step.peak.pop("loss")
@@ -133,7 +134,8 @@ def test_more_chunks_follow_a_straight_line() -> None:
 
 
 def test_a_frozen_tower_has_no_second_pass_and_no_graph() -> None:
-    with dry_run(settings(model__image__train="none"), 1, 90) as run:
+    config = settings(model__image__train="none")
+    with dry_run(config, model_without_values(config.model), 1, 90) as run:
         memory = MemoryModel(run).at(1024, (16, 16), keep=1e12)
     assert "replay image" not in memory.peak
     assert memory.kept == (0, 64)
@@ -145,7 +147,7 @@ def test_checkpointing_on_a_gpu_takes_less_memory_in_the_second_pass(precision: 
     steps = []
     for checkpointing in (False, True):
         config = settings(model__grad_checkpointing=checkpointing, precision=precision)
-        with dry_run(config, 1, 90) as run:
+        with dry_run(config, model_without_values(config.model), 1, 90) as run:
             steps.append(run.step((16, 16), 64, resident=False))
     plain, checkpointed = steps
     assert checkpointed.peak["replay image"] < plain.peak["replay image"]

@@ -78,3 +78,16 @@ def test_the_triton_backend_takes_the_buffers_of_a_real_run(
     with without_memory() as memory:
         predicted = peak_of_loss(memory, *shape, objective, DryInterpreter(90))
     assert predicted == pytest.approx(measured, rel=0.01), f"predicted {predicted} bytes, measured {measured}"
+
+
+def test_a_known_result_has_memory_of_its_own() -> None:
+    with without_memory() as tracker:
+        x = torch.empty(1000)
+        sums = [x + 1 for _ in range(3)]
+        assert tracker.live == 4 * 4096
+        halves = [each for _ in range(2) for each in x.split(500)]
+        x += 1
+        assert tracker.live == 4 * 4096  # neither views nor updates take memory
+    assert [s.shape for s in sums] == [(1000,)] * 3
+    assert [half.storage_offset() for half in halves] == [0, 500, 0, 500]
+    assert all(half.device.type == "cpu" for half in halves)

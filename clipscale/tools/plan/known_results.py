@@ -1,0 +1,90 @@
+"""Remembers what operations on tensors without memory return, because FakeTensorMode alone takes several times longer.
+
+A result depends on the shapes of the arguments alone.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.utils._pytree import tree_any
+
+
+class Form(NamedTuple):
+    """All that a tensor without memory has."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device | None
+    """None: of a tensor that has values."""
+
+
+class KnownResults:
+    """Runs operations on tensors without memory: each one of the same arguments only once in FakeTensorMode."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.mode = mode
+        self.known: dict[Any, Any] = {}
+
+    def run(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What `func` returns."""
+        effect = effect_of(func)
+        if effect == "view" and isinstance(args[0], FakeTensor):
+            with in_kernel_invocation_manager(self.mode):
+                views = func(*args, **kwargs)
+            return each(views, Tensor, lambda view: FakeTensor(self.mode, view, args[0].fake_device))
+        if effect == "update" and tree_any(lambda leaf: isinstance(leaf, FakeTensor), args[0]):
+            return args[0] if func._schema.returns else None
+        if effect != "new":
+            return func(*args, **kwargs)
+        key = func, described(args), described([*kwargs.items()])
+        if key not in self.known:
+            result = func(*args, **kwargs)
+            if tree_any(lambda leaf: not isinstance(leaf, FakeTensor), result):
+                return result
+            self.known[key] = each(result, FakeTensor, form_of)
+            return result
+        return each(self.known[key], Form, self.tensor)
+
+    def tensor(self, form: Form) -> FakeTensor:
+        """A new tensor of a form."""
+        with torch._C._DisableTorchDispatch():
+            memory = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="meta")
+        return FakeTensor(self.mode, memory, form.device)
+
+
+def each(results: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """What `change` makes of a result, or of each one of a list."""
+    return change(results) if isinstance(results, kind) else type(results)(change(result) for result in results)
+
+
+def form_of(tensor: Tensor) -> Form:
+    return Form(tensor.shape, tensor.stride(), tensor.dtype, getattr(tensor, "fake_device", None))
+
+
+def described(value: Any) -> Any:
+    """An argument as far as results depend on it."""
+    if isinstance(value, Tensor):
+        return form_of(value)
+    if isinstance(value, list | tuple):
+        return tuple(described(part) for part in value)
+    return type(value), value
+
+
+@cache
+def effect_of(func: OpOverload) -> str:
+    """What an operation does: a `view` of its first argument, an `update` of its values, `new` tensors, or else."""
+    schema = func._schema
+    if func.is_view or func is torch.ops.aten._unsafe_view.default:
+        return "view"
+    if func.namespace != "aten" or torch.Tag.inplace_view in func.tags:
+        return "else"
+    if schema.is_mutable:
+        return "update" if schema.name.endswith("_") and len(schema.returns) < 2 else "else"
+    aliases = any(part.alias_info for part in (*schema.arguments, *schema.returns))
+    return "else" if aliases else "new"
