@@ -5,7 +5,7 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,8 @@ def workers(world: int, context: Any = None) -> Iterator[Workers]:
             yield Workers([ours for ours, _ in ends])
         finally:
             for ours, _ in ends:
+                with suppress(OSError):  # of a rank that has failed
+                    ours.send_bytes(b"")  # a fork holds copies of other ranks' ends, so closing them ends nothing
                 ours.close()
             for process in processes:
                 process.join(10)
@@ -87,6 +89,8 @@ def _serve(pipe: Connection, store: Path, rank: int, world: int) -> None:
         try:
             order = pipe.recv_bytes()
         except EOFError:
+            break
+        if not order:
             break
         function, ranks, args = torch.load(io.BytesIO(order), weights_only=False)
         if ranks not in groups:
