@@ -87,11 +87,9 @@ clipscale embed model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/mine ou
     "explore": Verb(
         explore.ExploreConfig,
         "clipscale.tools.explore.verb:main",
-        """\
-clipscale explore run=b32 data=/data/laion-b32
-clipscale explore run=b32 against=b16 data=[/data/laion-b32,/data/laion-b16]""",
+        "clipscale explore run=b32 data=/data/laion-b32",
         often="model.weights data.train",
-        notes="data= takes folders of `clipscale embed`.",
+        notes="data= takes a folder of `clipscale embed`.",
         check=explore.check_explore,
         conf="explore",
     ),

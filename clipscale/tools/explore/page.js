@@ -2,7 +2,7 @@
 // Texts of the set reach the page as text nodes alone, never as markup.
 
 const id = (name) => document.getElementById(name);
-let models = [];
+let model = null;
 let asked = null; // the picture that is looked at: a file, or a sample's {part, row}
 let key = null; // the server's name for it
 let latest = 0; // number of the last question; answers to earlier ones are dropped
@@ -43,34 +43,13 @@ async function ask(path, body, show) {
     if (mine !== latest) return;
     show(result);
     const seconds = ((performance.now() - start) / 1000).toFixed(2);
-    say(`${models[0].samples.toLocaleString("en")} samples compared in ${seconds} s${common(result)}`);
+    say(`${model.samples.toLocaleString("en")} samples compared in ${seconds} s`);
   } catch (error) {
     if (mine === latest) say(error.message === "Failed to fetch" ? "clipscale explore has ended" : error.message, true);
   }
 }
 
-const name = (row) => `${row.part}/${row.row}`;
-
-function common(result) {
-  const [first, second] = result.answers.map((one) => new Set((one.pictures || one.images || []).map(name)));
-  if (!second) return "";
-  return `; ${[...first].filter((one) => second.has(one)).length} of ${first.size} pictures result by both`;
-}
-
-// One column for each model.
-function columns(place, answers, fill) {
-  place.classList.toggle("two", answers.length > 1);
-  place.replaceChildren(
-    ...answers.map((one, number) => {
-      const column = make("div", { className: number ? "b" : "a" });
-      if (answers.length > 1) column.append(make("h3", { textContent: models[number].title }));
-      column.append(fill(one, number));
-      return column;
-    }),
-  );
-}
-
-function grid(rows, others) {
+function grid(rows) {
   if (!rows.length) return make("p", { className: "none", textContent: "No picture has features." });
   const list = make("div", { className: "grid" });
   rows.forEach((row, number) => {
@@ -78,38 +57,27 @@ function grid(rows, others) {
       src: `small/${encodeURIComponent(row.part)}/${row.row}`, alt: row.caption || row.key, loading: "lazy",
     });
     picture.onerror = () => picture.replaceWith(make("span", { className: "missing", textContent: "not readable" }));
-    const place = others ? others.findIndex((other) => name(other) === name(row)) : -1;
-    const also = !others ? "" : place < 0 ? "here only" : place === number ? "same place" : `there ${place + 1}`;
     const card = make(
       "button", { className: "card", type: "button", title: `${row.caption}\n${row.part}, ${row.key}` }, picture,
       make("div", {},
         make("div", { className: "line" },
           make("span", { textContent: `${number + 1}` }),
-          make("span", { textContent: also, className: others && place < 0 ? "only" : "" }),
           make("span", { className: "score", textContent: row.score === undefined ? "" : row.score.toFixed(3) })),
         make("p", { textContent: row.caption || row.key })),
     );
-    card.dataset.name = name(row);
     card.onclick = () => look({ part: row.part, row: row.row }, row.caption || row.key, picture.src);
-    card.onmouseenter = () => light(card.dataset.name, true);
-    card.onmouseleave = () => light(card.dataset.name, false);
     list.append(card);
   });
   return list;
 }
 
-// The same picture in the other column.
-function light(wanted, on) {
-  for (const card of document.querySelectorAll(".card")) card.classList.toggle("lit", on && card.dataset.name === wanted);
-}
-
-function pictures(title, answers) {
-  id("result").hidden = false;
+function pictures(title, rows) {
+  id("found").hidden = false;
   id("what").textContent = title;
-  columns(id("pictures"), answers, (one, number) => grid(one, answers.length > 1 ? answers[1 - number] : null));
+  id("pictures").replaceChildren(grid(rows));
 }
 
-// Without a question, some of the set.
+// Without a question: samples of the set.
 async function start() {
   const mine = ++latest;
   asked = null;
@@ -119,7 +87,7 @@ async function start() {
     if (mine !== latest) return;
     say("");
     id("hint").hidden = false;
-    pictures("Some of the set", [result.samples]);
+    pictures("Samples of the set", result.images);
   } catch (error) {
     if (mine === latest) say(error.message, true);
   }
@@ -131,7 +99,7 @@ function search(text) {
   asked = null;
   history.replaceState(null, "", `#${encodeURIComponent(text)}`);
   ask("search", { text, count: Number(id("count").value) }, (result) =>
-    pictures(`Pictures for “${text}”`, result.answers.map((one) => one.pictures)));
+    pictures(`Pictures for “${text}”`, result.images));
 }
 
 function look(picture, about, source) {
@@ -146,8 +114,8 @@ function look(picture, about, source) {
     id("query").hidden = false;
     id("asked").src = source;
     id("about").textContent = about;
-    columns(id("captions"), result.answers, (one) => captions(one.texts));
-    pictures("Pictures like it", result.answers.map((one) => one.images));
+    id("captions").replaceChildren(captions(result.texts));
+    pictures("Pictures like it", result.images);
     window.scrollTo({ top: 0, behavior: "smooth" });
     classify();
   });
@@ -162,28 +130,28 @@ function captions(rows) {
       make("span", { textContent: row.caption || row.key }), make("b", { textContent: row.score.toFixed(3) }))));
 }
 
-const labels = () => id("labels").value.split(/[,\n]/).map((one) => one.trim()).filter(Boolean);
+const labels = () => id("labels").value.split(/[,\n]/).map((label) => label.trim()).filter(Boolean);
 
 async function classify() {
   const mine = ++latestLabels;
   const picture = key;
-  const wanted = () => mine === latestLabels && picture === key;
+  const current = () => mine === latestLabels && picture === key;
   id("classes").replaceChildren();
   if (!key || !labels().length) return;
   localStorage.setItem("labels", id("labels").value);
   localStorage.setItem("template", id("template").value);
   try {
     const result = await answer("classes", { picture, labels: [...new Set(labels())], template: id("template").value });
-    if (!wanted()) return;
-    columns(id("classes"), result.answers, (one) =>
-      make("ol", { className: "rows" }, ...one.sort((a, b) => b.share - a.share).slice(0, 12).map((row) => {
+    if (!current()) return;
+    id("classes").replaceChildren(
+      make("ol", { className: "rows" }, ...result.classes.sort((a, b) => b.share - a.share).slice(0, 12).map((row) => {
         const bar = make("i");
         bar.style.width = `${100 * row.share}%`;
         return make("li", { title: `similarity ${row.score.toFixed(3)}` }, bar,
           make("span", { textContent: row.label }), make("b", { textContent: `${(100 * row.share).toFixed(1)} %` }));
       })));
   } catch (error) {
-    if (!wanted()) return;
+    if (!current()) return;
     if (error.status === 404 && asked) look(asked, id("about").textContent, id("asked").src);
     else say(error.message, true);
   }
@@ -198,10 +166,8 @@ function open(file) {
 }
 
 async function begin() {
-  models = await (await fetch("models")).json();
-  id("models").replaceChildren(...models.map((model, number) =>
-    make("li", { className: number ? "model b" : "model" }, `${model.title} `,
-      make("small", { textContent: `${model.samples.toLocaleString("en")} samples` }))));
+  model = await (await fetch("model")).json();
+  id("model").append(`${model.title} `, make("small", { textContent: `${model.samples.toLocaleString("en")} samples` }));
   id("labels").value = localStorage.getItem("labels") || "";
   id("template").value = localStorage.getItem("template") || id("template").value;
   let text = "";
@@ -216,7 +182,7 @@ id("file").onchange = (event) => { open(event.target.files[0]); event.target.val
 id("choose").onkeydown = (event) => { if (event.key === "Enter" || event.key === " ") id("file").click(); };
 id("classify").onsubmit = (event) => { event.preventDefault(); classify(); };
 document.onpaste = (event) => {
-  const file = [...event.clipboardData.files].find((one) => one.type.startsWith("image/"));
+  const file = [...event.clipboardData.files].find((item) => item.type.startsWith("image/"));
   if (file) open(file);
 };
 document.ondragover = (event) => { event.preventDefault(); id("drop").hidden = false; };

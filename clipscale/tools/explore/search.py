@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.config.eval import existing_run
-from clipscale.config.sections import ModelConfig
 from clipscale.data.decode import IMAGE_TYPES, broken_pictures, image_bytes, open_picture
 from clipscale.data.sample import BrokenSampleError, limits
 from clipscale.data.shards.addresses import is_local
@@ -61,26 +60,24 @@ def nearest(parts: Iterable[np.ndarray], query_D: Tensor, count: int) -> list[tu
 class SearchModel:
     """A model and its set. Queries come from several threads, and the model takes one at a time."""
 
-    def __init__(
-        self, config: ExploreConfig, run: str, checkpoint: str, model: ModelConfig, sets: list[EmbeddedSet]
-    ) -> None:
-        """The model of a run, or of weights from elsewhere. Raises UserError if none of the sets has its features."""
+    def __init__(self, config: ExploreConfig, embedded: EmbeddedSet) -> None:
+        """The model that the settings name. Raises UserError if the set has features of another one."""
         world = join(config.device)
-        folder = existing_run(run) if run else None
-        self.model, _, step = load_any(folder, checkpoint, config.weights, model, world.on_main)
-        self.title = f"{folder.name}, step {step}" if folder else str(model.weights)
+        folder = existing_run(config.run) if config.run else None
+        self.model, _, step = load_any(folder, config.checkpoint, config.weights, config.model, world.on_main)
+        self.title = f"{folder.name}, step {step}" if folder else str(config.model.weights)
         self.transform = replace(self.model.eval_transform(), max_pixels=config.data.max_pixels)
-        digests = {"weights": self.model.image.digest(), "text": self.model.text.digest()}
-        expected = digests | {
+        expected = {
+            "weights": self.model.image.digest(),
+            "text": self.model.text.digest(),
             "image_size": self.model.image_size,
             "resize": self.model.pixels.resize_mode,
-            "transform": "eval",
         }
-        fitting = [embedded for embedded in sets if expected.items() <= (expected | embedded.note).items()]
-        if not fitting:
-            raise UserError(f"data: no folder has features of {self.title}; embed the set with that model")
-        self.embedded = fitting[0]
-        self.device, self.lock = world.device, threading.RLock()
+        if any(embedded.note.get(name, value) != value for name, value in expected.items()):
+            raise UserError(f"data={embedded.folder}: has no features of {self.title}; embed the set with that model")
+        self.embedded = embedded
+        self.device = world.device
+        self.lock = threading.RLock()
         self.precision = Precision(config.precision, world.device)
         for tower in (self.model.image, self.model.text):
             tower.to(world.device)
@@ -111,11 +108,12 @@ class SearchModel:
 
 
 class Pictures:
-    """The pictures of embedded sets, by the name of their part and their row."""
+    """The pictures of an embedded set, by the name of their part and their row."""
 
     def __init__(self, sources: Mapping[str, str], data: DataConfig) -> None:
         """`sources`: the shard of each part."""
-        self.sources, self.data = sources, data
+        self.sources = sources
+        self.data = data
         self.decoding = threading.Semaphore(2)  # a large picture takes 268 MB
         self.small = lru_cache(2048)(self._small)  # about 20 kB each
         self.index = lru_cache(None)(lambda url: scan_counts([url]) if is_local(url) else None)
@@ -124,7 +122,8 @@ class Pictures:
         """A picture's bytes. Raises BrokenSampleError, also for no such sample and an unreadable shard."""
         problem = ReadProblem()
         members = limits(IMAGE_TYPES, (), self.data.max_bytes)
-        if url := self.sources.get(part, ""):
+        url = self.sources.get(part)
+        if url:
             self.index(url)
             store = Store(self.data)
             for raw in read_shard(url, problem, lambda number: number == row, members, store=store, indexed=True):

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,11 +32,11 @@ HEADERS = {
 }
 
 
-def application(models: Sequence[SearchModel], pictures: Pictures) -> Starlette:
+def application(model: SearchModel, pictures: Pictures) -> Starlette:
     """The page and its answers."""
-    page = Page(models, pictures)
+    page = Page(model, pictures)
     routes = [Route(f"/{name}", partial(file, name or "page.html", kind)) for name, kind in PAGE.items()]
-    routes += [Route("/models", page.describe_models), Route("/small/{part}/{row:int}", page.small)]
+    routes += [Route("/model", page.describe), Route("/small/{part}/{row:int}", page.small)]
     for question in (page.overview, page.search, page.picture, page.sample, page.classes):
         routes.append(Route(f"/{question.__name__}", question, methods=["POST"]))
     hosts = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
@@ -61,37 +60,38 @@ def answer(value: Any, status: int = 200) -> Response:
 
 
 class Page:
-    """What the page asks for. Models and files work in threads."""
+    """What the page asks for. The model and files work in threads."""
 
-    def __init__(self, models: Sequence[SearchModel], pictures: Pictures) -> None:
-        self.models, self.pictures = models, pictures
-        self.queries: dict[str, list[torch.Tensor]] = {}
+    def __init__(self, model: SearchModel, pictures: Pictures) -> None:
+        self.model = model
+        self.pictures = pictures
+        self.queries: dict[str, torch.Tensor] = {}
+        """The features of pictures that were asked for, by their digests."""
 
-    async def describe_models(self, request: Request) -> Response:
-        """The models, and what their sets hold."""
-        return answer([{"title": model.title, "samples": len(model.embedded)} for model in self.models])
+    async def describe(self, request: Request) -> Response:
+        """The model, and what its set holds."""
+        return answer({"title": self.model.title, "samples": len(self.model.embedded)})
 
     async def small(self, request: Request) -> Response:
-        """A picture of a set, for the page."""
+        """A picture of the set, for the page."""
         picture = await run_in_threadpool(self.pictures.small, **request.path_params)
         return Response(picture, headers=HEADERS, media_type="image/jpeg")
 
     async def overview(self, request: Request) -> Response:
-        """Samples at even distances in the first model's set."""
-        embedded = self.models[0].embedded
+        """Samples at even distances in the set."""
+        embedded = self.model.embedded
         (count,) = await asked(request, count=int)
         shown = min(count, len(embedded))
-        return answer({"samples": [embedded.sample(n * len(embedded) // shown) for n in range(shown)]})
+        return answer({"images": [embedded.sample(n * len(embedded) // shown) for n in range(shown)]})
 
     async def search(self, request: Request) -> Response:
-        """The pictures nearest to a text, by each model."""
+        """The pictures nearest to a text."""
         text, count = await asked(request, text=str, count=int)
-        return await self.by_model(
-            lambda model, _: {"pictures": model.matches(model.encode_texts([text])[0], IMAGE, count)}
-        )
+        features = await run_in_threadpool(self.model.encode_texts, [text])
+        return answer({"images": await run_in_threadpool(self.model.matches, features[0], IMAGE, count)})
 
     async def picture(self, request: Request) -> Response:
-        """The captions and pictures nearest to a picture that the request holds, by each model."""
+        """The captions and pictures nearest to a picture that the request holds."""
         data = await body_of(request, self.pictures.data.max_bytes)
         return await self.near(data, min(int(request.query_params.get("count", "24")), MOST_RESULTS))
 
@@ -101,35 +101,25 @@ class Page:
         return await self.near(await run_in_threadpool(self.pictures.encoded, part, row), count)
 
     async def near(self, data: bytes, count: int) -> Response:
-        features = await run_in_threadpool(lambda: [model.encode_image(data) for model in self.models])
+        features = await run_in_threadpool(self.model.encode_image, data)
         key = hashlib.blake2b(data, digest_size=16).hexdigest()
         self.queries[key] = features
         if len(self.queries) > 256:  # they stay, so that labels can be changed without sending the picture again
             del self.queries[next(iter(self.queries))]
-
-        def work(model: SearchModel, number: int) -> Any:
-            return {kind + "s": model.matches(features[number], kind, count) for kind in (TEXT, IMAGE)}
-
-        return await self.by_model(work, picture=key)
+        rows = {
+            kind + "s": await run_in_threadpool(self.model.matches, features, kind, count) for kind in (TEXT, IMAGE)
+        }
+        return answer({"picture": key, **rows})
 
     async def classes(self, request: Request) -> Response:
-        """The probabilities of labels for a picture that was asked for before, by each model."""
+        """The probabilities of labels for a picture that was asked for before."""
         picture, labels, template = await asked(request, picture=str, labels=list, template=str)
         if picture not in self.queries:
             raise HTTPException(404, "this picture is no longer kept; give it again")
         prompts = [template.replace("{}", str(label)) for label in labels]
-        features = self.queries[picture]
-
-        def work(model: SearchModel, number: int) -> Any:
-            shares = model.classes(features[number], prompts)
-            return [{"label": label, "share": share, "score": score} for label, (share, score) in zip(labels, shares)]
-
-        return await self.by_model(work)
-
-    async def by_model(self, work: Callable[[SearchModel, int], Any], **fields: Any) -> Response:
-        """One answer of each model, one after another."""
-        answers = [await run_in_threadpool(work, model, number) for number, model in enumerate(self.models)]
-        return answer({"answers": answers, **fields})
+        shares = await run_in_threadpool(self.model.classes, self.queries[picture], prompts)
+        rows = [{"label": label, "share": share, "score": score} for label, (share, score) in zip(labels, shares)]
+        return answer({"classes": rows})
 
 
 async def body_of(request: Request, most: int) -> bytes:

@@ -12,7 +12,7 @@ from clipscale.config.setting import setting
 
 @dataclass(frozen=True)
 class ExploreConfig(AnyModel):
-    """`clipscale explore`: a local page that searches what `embed` has written, with one model or two."""
+    """`clipscale explore`: a local page that searches what `embed` has written."""
 
     ONLY: ClassVar = {
         "model": MODEL,
@@ -20,13 +20,13 @@ class ExploreConfig(AnyModel):
     }
 
     weights: str = setting("trained", sections.WEIGHTS_HELP, choices=sections.WEIGHTS)
-    against: str = setting("", "A second model, to compare: a run, or any value of `model.weights`. Empty: none.")
     port: int = setting(8765, "Port of the page; 0: a free one.", least=0, most=65535)
     data: DataConfig = field(default_factory=DataConfig)
 
 
 def check_explore(config: ExploreConfig) -> None:
-    """Raises UserError for one model that is not given, or given twice, or no data."""
+    """Raises UserError for a model that is not given, or given twice, and for no folder or several."""
     model_run(config)
-    if not config.data.train:
-        raise UserError("data is not set; give a folder of `clipscale embed`: data=PATH")
+    folders = config.data.train or []
+    if len(folders) != 1:
+        raise UserError(f"data.train={folders}: give one folder of `clipscale embed`, data=PATH")

@@ -1,4 +1,4 @@
-"""Two runs, an embedded set of each, and the page's client."""
+"""Two runs, an embedded set of the first, and the page's client."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +19,7 @@ from tests.tools.embed.test_embed import embed
 
 @pytest.fixture(scope="session")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs `a` and `b`, shards of 7 and 5 different pictures, and the features `of-a` and `of-b`."""
+    """Runs `a` and `b`, shards of 7 and 5 different pictures, and the features `of-a`."""
     root = tmp_path_factory.mktemp("explore")
     (root / "shards").mkdir()
     for shard, size in enumerate((7, 5)):
@@ -33,7 +33,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         torch.manual_seed(seed)
         state = {"model": build_model(TINY).state_dict(), "model_config": asdict(TINY)}
         save(root / name, 7, state, keep=0)
-        embed(str(root / name), root / "shards", root / f"of-{name}")
+    embed(str(root / "a"), root / "shards", root / "of-a")
     return root
 
 

@@ -48,31 +48,31 @@ def names(rows: list[dict[str, Any]]) -> list[tuple[str, int]]:
 
 
 def test_a_text_finds_the_pictures_whose_features_are_nearest(page: Any, place: Path) -> None:
-    (model,), _ = verb.prepared(config(place, "of-a"))
+    model, _ = verb.prepared(config(place, "of-a"))
     features = np.concatenate([np.load(place / f"of-a/0000{shard}.image.npy") for shard in (0, 1)])
     scores = features @ model.encode_texts(["two cats"])[0].numpy()
-    (answer,) = page.post("/search", json={"text": "two cats", "count": 5}).json()["answers"]
+    answer = page.post("/search", json={"text": "two cats", "count": 5}).json()
     places = [("00000", i) for i in range(7)] + [("00001", i) for i in range(5)]
-    assert names(answer["pictures"]) == [places[n] for n in np.argsort(-scores)[:5]]
-    first = answer["pictures"][0]
+    assert names(answer["images"]) == [places[n] for n in np.argsort(-scores)[:5]]
+    first = answer["images"][0]
     assert first["caption"] == f"<b>{first['key']}</b> & a ring"
     assert first["score"] == pytest.approx(scores.max(), abs=1e-6)
 
 
 def test_a_picture_is_nearest_to_itself_and_labels_share_its_probability(page: Any) -> None:
     answer = page.post("/picture?count=3", content=picture(12, (40, 30))).json()
-    assert names(answer["answers"][0]["images"])[0] == ("00001", 2)
+    assert names(answer["images"])[0] == ("00001", 2)
     sample = page.post("/sample", json={"part": "00001", "row": 2, "count": 3}).json()
     assert sample == answer, "the same picture by its place"
     question = {"picture": answer["picture"], "labels": ["a ring", "a cat", "a dog"], "template": "a photo of {}"}
-    (shares,) = page.post("/classes", json=question).json()["answers"]
+    shares = page.post("/classes", json=question).json()["classes"]
     assert [row["label"] for row in shares] == question["labels"]
     assert sum(row["share"] for row in shares) == pytest.approx(1)
 
 
-def test_the_page_shows_small_pictures_and_some_of_the_set(page: Any) -> None:
-    assert page.get("/models").json() == [{"title": "a, step 7", "samples": 12}]
-    assert len(page.post("/overview", json={"count": 5}).json()["samples"]) == 5
+def test_the_page_shows_small_pictures_and_samples_of_the_set(page: Any) -> None:
+    assert page.get("/model").json() == {"title": "a, step 7", "samples": 12}
+    assert len(page.post("/overview", json={"count": 5}).json()["images"]) == 5
     image = Image.open(io.BytesIO(page.get("/small/00000/3").content))
     assert (image.format, image.size) == ("JPEG", (40, 30))
     for path in ("/", "/page.css", "/page.js"):
@@ -87,16 +87,11 @@ def test_a_subset_is_embedded_alone_and_shows_its_own_pictures(place: Path, tmp_
     assert [pictures.encoded(part, 0) for part in ("00000", "00001")] == [picture(n, (40, 30)) for n in (3, 14)]
 
 
-def test_two_models_answer_side_by_side_each_by_its_own_features(place: Path) -> None:
-    both = client(config(place, "of-a", "of-b", against=str(place / "b")))
-    alone = client(config(place, "of-b", run=str(place / "b")))
-    question = {"text": "two cats", "count": 5}
-    assert (
-        both.post("/search", json=question).json()["answers"][1]
-        == alone.post("/search", json=question).json()["answers"][0]
-    )
-    with pytest.raises(UserError, match=r"data: no folder has features of b, step 7; embed the set with that model"):
-        verb.prepared(config(place, "of-a", against=str(place / "b")))
+def test_a_folder_with_features_of_another_model_is_refused(place: Path) -> None:
+    with pytest.raises(UserError, match=r"of-a: has no features of b, step 7; embed the set with that model"):
+        verb.prepared(config(place, "of-a", run=str(place / "b")))
+    with pytest.raises(UserError, match="give one folder of `clipscale embed`"):
+        verb.main(config(place, "of-a", "of-b"))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +107,7 @@ def test_two_models_answer_side_by_side_each_by_its_own_features(place: Path) ->
 )
 def test_requests_under_other_hosts_are_refused(page: Any, host: str, status: int) -> None:
     for answer in (
-        page.get("/models", headers={"host": host}),
+        page.get("/model", headers={"host": host}),
         page.post("/overview", json={"count": 1}, headers={"host": host}),
     ):
         assert answer.status_code == status
