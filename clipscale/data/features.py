@@ -96,7 +96,7 @@ def stored_teachers(data: DataConfig, config: DistillConfig) -> tuple[TeacherFea
             scale = config.scales[number] if config.scales else note["scale"]
             teachers.append(TeacherFeatures(f"{name}.npy", int(note["width"]), str(note["dtype"]), float(scale)))
         except (KeyError, TypeError, ValueError) as error:
-            remedy = f"write them with `clipscale embed format=webdataset teacher={name}`"
+            remedy = f"write them with `clipscale embed teacher={name}`"
             raise UserError(f"distill.teachers={name}: no {NOTE} beside {url} has its features; {remedy}") from error
         if note.get("captions", captions) != captions:
             seen = f"data.captions={note['captions']}"

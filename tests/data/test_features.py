@@ -54,7 +54,7 @@ def test_teachers_are_written_beside_the_pictures_and_read_with_them(tmp_path: P
     folder = str(tmp_path / "0.tar")
     for name in ("a", "b"):
         out, data = str(tmp_path / name), DataConfig(train=[folder])
-        folder = main(EmbedConfig(out=out, data=data, format="webdataset", teacher=name, **options))["out"]
+        folder = main(EmbedConfig(out=out, data=data, teacher=name, **options))["out"]
     data, config = DataConfig(train=[folder], workers=0), DistillConfig(["a", "b"])
     readers = stored_teachers(data, config)
     scale = model.logit_scale.exp().item()

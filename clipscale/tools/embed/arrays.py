@@ -1,4 +1,4 @@
-"""The arrays of `clipscale embed format=npy`: where they are, and the set that they make, for `explore`.
+"""The arrays of `clipscale embed`: where they are, and the set that they make, for `explore`.
 
 D: feature width.
 """
@@ -26,7 +26,7 @@ def array_path(path: Path, kind: str) -> Path:
 
 
 class EmbeddedSet:
-    """The folder of `clipscale embed format=npy`. Raises UserError for another folder."""
+    """A folder of arrays by `clipscale embed`. Raises UserError for another folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -34,7 +34,7 @@ class EmbeddedSet:
             self.note: dict[str, Any] = json.loads((folder / NOTE).read_text())["features"]
             shards = json.loads((folder / SHARDS).read_text())
         if any(name.endswith(".tar") for name in shards):
-            raise UserError(f"data={folder}: it holds shards; embed with format=npy")
+            raise UserError(f"data={folder}: it holds a teacher's shards; embed without teacher=")
         self.sources: dict[str, str] = {Path(name).stem: entry["source"] for name, entry in shards.items()}
         """The shard that has the pictures of each part."""
         self.paths = [folder / name for name in shards]

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from clipscale.config.data import DataConfig
 from clipscale.data.conditions import caption_sources
-from clipscale.data.decode import TrainTransform, first_caption, image_bytes
-from clipscale.data.order import CounterRNG
+from clipscale.data.decode import first_caption, image_bytes
 from clipscale.data.sample import BrokenSampleError, RawSample
 from clipscale.models.towers import ClipModel
 from clipscale.step.precision import Precision
@@ -43,15 +42,15 @@ class FeatureEncoder:
     """Computes unit features on one device."""
 
     def __init__(self, config: EmbedConfig, model: ClipModel, device: torch.device) -> None:
-        self.config, self.model, self.device = config, model, device
+        self.config = config
+        self.model = model
+        self.device = device
         self.precision = Precision(config.precision, device)
         for kind, tower in ((IMAGE, model.image), (TEXT, model.text)):
             if kind in config.kinds:
                 tower.to(device)
         self.captions = caption_members(config.data)
-        max_pixels = config.data.max_pixels
-        self.train_transform = TrainTransform(model.image_size, (1.0, 1.0), (1.0, 1.0), 0.0, max_pixels)
-        self.eval_transform = replace(model.eval_transform(), max_pixels=max_pixels)
+        self.transform = replace(model.eval_transform(), max_pixels=config.data.max_pixels)
 
     def groups(self, raws: Iterable[RawSample]) -> Iterator[Group]:
         """All samples in their order. Threads decode the next group meanwhile."""
@@ -90,12 +89,7 @@ class FeatureEncoder:
     def pixels(self, raw: RawSample) -> np.ndarray | None:
         """(C, S, S) uint8; None for a picture that cannot be used."""
         with suppress(BrokenSampleError):
-            data = image_bytes(raw.members)
-            if self.config.transform == "eval":
-                return self.eval_transform(data)
-            out = np.empty((3, self.model.image_size, self.model.image_size), np.uint8)
-            self.train_transform(data, CounterRNG(0), out)
-            return out
+            return self.transform(image_bytes(raw.members))
         return None
 
     def caption(self, raw: RawSample) -> str | None:

@@ -1,7 +1,7 @@
 """The verb `clipscale embed`. Each shard becomes files of its own in `out`.
 
-    npy          NAME.image.npy and NAME.text.npy, (samples, D), and NAME.jsonl with the key and caption of each row
-    webdataset   NAME.tar with all members, and KEY.TEACHER.npy, (2, D), for `distill.teachers`
+    arrays       NAME.image.npy and NAME.text.npy, (samples, D), and NAME.jsonl with the key and caption of each row
+    of a teacher NAME.tar with all members, and KEY.TEACHER.npy, (2, D), for `distill.teachers`
 
 features.json says what the features are, and SHARDS where each file's samples come from.
 Rank r of P takes every P-th shard. D: feature width.
@@ -69,7 +69,7 @@ def work(config: EmbedConfig) -> dict[str, Any]:
         listed = dict(sorted((read(out / SHARDS) | entries).items()))
         files.write_json(out / SHARDS, listed)
         remedy = ""
-        if config.format == "webdataset":
+        if config.teacher:
             write_counts(out, {name: entry["samples"] for name, entry in listed.items()})
             remedy = f"; train with data.train={out} distill.teachers=[{config.teacher}]"
         say(f"features of {samples} samples: {out}{remedy}")
@@ -91,7 +91,6 @@ def features_note(config: EmbedConfig, model: ClipModel, settings: ModelConfig) 
         "image_size": model.image_size,
         "mean": list(model.pixels.mean),
         "std": list(model.pixels.std),
-        "transform": config.transform,
         "resize": model.pixels.resize_mode,
         "interpolation": model.pixels.interpolation,
     }
@@ -112,7 +111,7 @@ def prepared(config: EmbedConfig, out: Path, note: dict[str, Any]) -> dict[str, 
     shards: dict[str, str] = {}
     sources = {name: entry["source"] for name, entry in read(out / SHARDS).items()}
     for url in list_shards(config.data)[0]:
-        name = name_of(url) + (".tar" if config.format == "webdataset" else ".jsonl")
+        name = name_of(url) + (".tar" if config.teacher else ".jsonl")
         if (other := sources.setdefault(name, address(url))) != address(url):
             raise UserError(f"out={out}: {name} is of {other} and of {address(url)}; choose an out=DIR for each source")
         if is_local(url) and Path(url).expanduser().parent.resolve() == out.resolve():

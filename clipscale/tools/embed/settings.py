@@ -26,21 +26,11 @@ class EmbedConfig(AnyModel):
 
     weights: str = setting("trained", sections.WEIGHTS_HELP, choices=sections.WEIGHTS)
     out: str = setting("", "Folder to write; complete files in it are kept.")
-    format: str = setting(
-        "npy",
-        "`npy`: arrays, and keys and captions as JSON lines; `webdataset`: shards with the features of a `teacher`.",
-        choices=("npy", "webdataset"),
-    )
     features: str = setting("both", "Which features.", choices=(IMAGE, TEXT, "both"))
     teacher: str = setting(
-        "", "Keep the pictures, and add both features as one member TEACHER.npy, for `distill.teachers`; empty: do not."
+        "", "Write shards with both features as a further member TEACHER.npy, for `distill.teachers`; empty: arrays."
     )
     dtype: str = setting("float16", "Dtype of the features.", choices=("float16", "float32"))
-    transform: str = setting(
-        "eval",
-        "The pixels of evaluation, or of training without augmentation (the largest central square).",
-        choices=("eval", "train"),
-    )
     batch: int = setting(256, "Pictures or texts encoded at once.", least=1)
     data: DataConfig = field(default_factory=DataConfig)
     launch: sections.LaunchConfig = field(default_factory=sections.LaunchConfig)
@@ -55,9 +45,6 @@ def check_embed(config: EmbedConfig) -> Path | None:
     """The folder of the run; None for another model, also one of random weights. Raises UserError."""
     if not config.out:
         raise UserError("out is not set; give the folder to write, out=DIR")
-    if (config.format == "webdataset") != bool(config.teacher):
-        both = f"format={config.format} teacher={config.teacher}"
-        raise UserError(f"{both}: format=webdataset and teacher=NAME go together")
     if config.teacher and config.features != "both":
         raise UserError(f"teacher={config.teacher}: needs features=both, not features={config.features}")
     if config.teacher and not re.fullmatch(r"[a-z0-9_-]+", config.teacher):
