@@ -1,27 +1,21 @@
-"""`clipscale doctor` tries what training needs: devices, the loss, a ring of processes, memory, decoding.
+"""`clipscale doctor` tries what training needs: devices, memory, and the loss by a ring of processes.
 
-Its ring of processes imports this module, so it imports no models, whose libraries load slowly.
+These processes import this module, so it imports no models, whose libraries load slowly.
 """
 
-import io
 import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 
 from clipscale.common.errors import first_line
-from clipscale.common.hardware import cores
 from clipscale.common.units import format_bytes
 from clipscale.config.eval import EvalRunConfig
-from clipscale.data.decode import TrainTransform
 from clipscale.data.loader.memory import free_memory
-from clipscale.data.order import CounterRNG
 from clipscale.distributed.world import World, join, leave
 from clipscale.launch import local
 from clipscale.log.environment import environment
@@ -35,7 +29,6 @@ ALLOWED = 1e-4
 """Largest relative error of a float32 gradient that rounding explains."""
 TIMEOUT_S = 120.0
 """For the processes to connect and to compute one loss together."""
-SIDE = 512
 Finding = tuple[str, str]
 """`ok`, `note` (it works, but deserves a look) or `problem`, and a message."""
 
@@ -48,7 +41,7 @@ def main(_: object = None) -> int:
             rows += [(level, check.__name__, message) for level, message in check()]
         except Exception as error:  # a check that fails is a problem, and the others go on
             rows.append(("problem", check.__name__, f"{type(error).__name__}: {first_line(error)}"))
-    plain_console().print(TextTable(("", "", ""), [rows], left=("",)))
+    plain_console().print(TextTable(("", "", ""), rows, left=("",)))
     return int(any(level == "problem" for level, *_ in rows))
 
 
@@ -74,44 +67,32 @@ def devices() -> Iterator[Finding]:
 
 
 def loss() -> Iterator[Finding]:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    yield judged(f"the gradient on {device.type}", loss_error(World(0, 1, device)))
-
-
-def processes() -> Iterator[Finding]:
     """One process for each GPU (two on a CPU) compute one loss around a ring."""
     count = torch.cuda.device_count() or 2
-    if count > 1:
-        started = time.monotonic()
-        config = EvalRunConfig()
-        config = replace(config, launch=replace(config.launch, procs=count, timeout_s=TIMEOUT_S))
-        error = local.start(config, "clipscale.tools.doctor:ring", count)["error"]
-        took = f"{time.monotonic() - started:.0f} s with their start"
-        yield judged(f"{count} processes on a ring, {took}; their gradient", error)
-
-
-def decoding() -> Iterator[Finding]:
-    """Decode a noisy picture, which takes about as long as a photograph, for half a second on one core."""
-    file = io.BytesIO()
-    Image.effect_noise((SIDE, SIDE), 60).convert("RGB").save(file, "JPEG", quality=80)
-    transform = TrainTransform(224, (0.9, 1.0), (3 / 4, 4 / 3), 0.0, SIDE**2)
-    out = np.empty((3, 224, 224), np.uint8)
-    count = 0
-    started = time.perf_counter()
-    while (seconds := time.perf_counter() - started) < 0.5 or count < 10:
-        transform(file.getvalue(), CounterRNG(count), out)
-        count += 1
-    yield "ok", f"{count / seconds:.0f} pictures of {SIDE} pixels a second on one core; {cores()} cores"
-
-
-CHECKS = (devices, loss, processes, decoding)
-
-
-def judged(gradient: str, error: float) -> Finding:
-    message = f"{gradient} differs from float64's by {error:.0e}"
+    started = time.monotonic()
+    config = EvalRunConfig()
+    config = replace(config, launch=replace(config.launch, procs=count, timeout_s=TIMEOUT_S))
+    error = local.start(config, "clipscale.tools.doctor:ring", count)["error"]
+    seconds = time.monotonic() - started
+    message = (
+        f"{count} processes, {seconds:.0f} s with their start; their gradient differs from float64's by {error:.0e}"
+    )
     if error <= ALLOWED:  # false for NaN too
-        return "ok", message
-    return "problem", f"{message}: that is not rounding"
+        yield "ok", message
+    else:
+        yield "problem", f"{message}: that is not rounding"
+
+
+CHECKS = (devices, loss)
+
+
+def ring(config: EvalRunConfig) -> dict[str, float]:
+    """One of the processes that `loss` starts."""
+    world = join("auto", timeout_s=config.launch.timeout_s)
+    try:
+        return {"error": max(world.gather(loss_error(world)))}
+    finally:
+        leave()
 
 
 def loss_error(world: World) -> float:
@@ -120,18 +101,9 @@ def loss_error(world: World) -> float:
     shape = (2, PAIRS * world.size, WIDTH)
     whole = F.normalize(torch.randn(shape, generator=generator, dtype=torch.float64), dim=-1).requires_grad_()
     dense_contrastive_loss(whole[0], whole[1], SCALE).backward()
-    mine = slice(PAIRS * world.rank, PAIRS * (world.rank + 1))
-    features = whole.detach()[:, mine].float().to(world.device).requires_grad_()
+    rows = slice(PAIRS * world.rank, PAIRS * (world.rank + 1))
+    features = whole.detach()[:, rows].float().to(world.device).requires_grad_()
     contrastive_loss(features[0], features[1], torch.tensor(SCALE, device=world.device)).backward()
     assert whole.grad is not None and features.grad is not None
-    difference = (features.grad.double().cpu() - whole.grad[:, mine]).abs().max() / whole.grad.abs().max()
+    difference = (features.grad.double().cpu() - whole.grad[:, rows]).abs().max() / whole.grad.abs().max()
     return difference.item() if difference.isfinite() else float("inf")
-
-
-def ring(config: EvalRunConfig) -> dict[str, float]:
-    """One of the processes that `processes` starts."""
-    world = join("auto", timeout_s=config.launch.timeout_s)
-    try:
-        return {"error": max(world.gather(loss_error(world)))}
-    finally:
-        leave()
