@@ -165,7 +165,7 @@ class DistillConfig:
 
 @dataclass(frozen=True)
 class SinkConfig:
-    """Where results go, in addition to the run's folder, and what is shown meanwhile."""
+    """Where results go, in addition to the run's folder."""
 
     wandb: str = setting(
         "disabled",
@@ -173,9 +173,6 @@ class SinkConfig:
         choices=("disabled", "offline", "online"),
     )
     tensorboard: bool = setting(False, "Write event files to RUN/tensorboard.")
-    progress: bool = setting(
-        True, "Show how far the run and long steps are: on a terminal in one line, else long steps once a minute."
-    )
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def work(config: EvalRunConfig) -> Results:
                     world,
                     precision.autocast,
                     file=ResultsFile(folder, step, facts),
-                    progress=Progress(plain_console(), config.log.progress) if world.main else lambda *_: None,
+                    progress=Progress(say) if world.main else lambda *_: None,
                 )
                 if world.main:
                     _print(config.eval, results, folder.name if step is None else f"{folder.name}, step {step}")

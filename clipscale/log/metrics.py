@@ -6,7 +6,7 @@ The console, wandb and TensorBoard are sinks. A sink that fails does not stop th
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,6 +24,8 @@ from clipscale.log.warnings import FIRST, WINDOW, warnings_of
 
 PAUSE_S = 10.0
 """Seconds between console lines, at least."""
+PROGRESS_S = 60.0
+"""Seconds between lines about the progress of one step or evaluation."""
 
 
 class MetricLog:
@@ -53,7 +55,7 @@ class MetricLog:
         self.settings = yaml.safe_load(resolved_config)
         # No highlighting and no wrapping: they put control codes and line breaks into lines that are meant for grep.
         self.console = console or Console(highlight=False, soft_wrap=True, emoji=False)
-        self.progress = Progress(self.console, config.progress)
+        self.progress = Progress(self.message)
         self._unprinted = ""
         self._printed_at = -math.inf
         self._recent: list[Record] = []
@@ -83,20 +85,16 @@ class MetricLog:
         peak = record.get("mem_peak_bytes")
         shown = record | {"total": self.total}  # lines have fields that the record lacks
         if peak and self._gpu_bytes:
-            shown |= {"mem_peak_gib": peak / 2**30, "mem_peak_frac": peak / self._gpu_bytes}
+            shown["mem_peak_frac"] = peak / self._gpu_bytes
         if self.total and self._times:
             pace = (now - self._times[0]) / len(self._times)
             shown["left"] = timedelta(seconds=round(pace * (self.total - record["step"])))
         self._times = [*self._times[1 - WINDOW :], now]
-        line = console_line(shown)
-        due = now - self._printed_at >= PAUSE_S
-        if due and record["step"] % self.config.every == 0:
-            self.message(line)
-            line = ""
+        self._unprinted = console_line(shown)
+        if now - self._printed_at >= PAUSE_S and record["step"] % self.config.every == 0:
+            self.message(self._unprinted)
+            self._unprinted = ""
             self._printed_at = now
-        elif self.config.progress and self.console.is_terminal:
-            self.progress.line(console_line(shown, "progress"))
-        self._unprinted = line
         if record["step"] > FIRST:
             self._recent = [*self._recent[1 - WINDOW :], record]
             warnings = warnings_of(self._recent, self.settings)
@@ -123,9 +121,8 @@ class MetricLog:
         self._sinks.eval(step, results)
 
     def message(self, text: str) -> None:
-        """Print a line on the console, over what a terminal has there."""
-        width = self.console.width - 1 if self.console.is_terminal else 0
-        self.console.print(printable(text).ljust(width), markup=False)
+        """Print a line on the console."""
+        self.console.print(printable(text), markup=False)
 
     def close(self) -> None:
         """Flush and close every sink."""
@@ -137,41 +134,27 @@ class MetricLog:
 
 
 class Progress:
-    """How far a step or an evaluation is: on a terminal one line, which is overwritten; elsewhere a line a minute.
+    """How far a long step or evaluation is: a line every PROGRESS_S seconds."""
 
-    Short work shows nothing.
-    """
-
-    def __init__(self, console: Console, enabled: bool = True) -> None:
-        self.console = console
-        self.enabled = enabled
-        self._what = ""
+    def __init__(self, message: Callable[[str], None]) -> None:
+        """`message` prints a line."""
+        self.message = message
         self._began = 0.0
         self._shown = 0.0
 
     def __call__(self, what: str, done: int, total: int) -> None:
         """`done` of `total` parts of the work called `what`, which begins with 0 parts. `total` may be an estimate."""
         now = time.monotonic()
-        terminal = self.console.is_terminal
-        if done == 0 or what != self._what:
-            self._what = what
+        if done == 0:
             self._began = now
             self._shown = now
-        elif done == total and terminal and self._shown > self._began:
-            self.line("")
-        elif done < total and self.enabled and now - self._shown >= (0.5 if terminal else 60):
+        elif done < total and now - self._shown >= PROGRESS_S:
             left = timedelta(seconds=round((now - self._began) * (total / done - 1)))
-            self.line(f"{what}: {done} of {total}, {done / total:.0%}, {left} left")
+            self.message(f"{what}: {done} of {total}, {done / total:.0%}, {left} left")
             self._shown = now
 
-    def line(self, text: str) -> None:
-        """Print a line, which the next one overwrites on a terminal."""
-        width, terminal = self.console.width - 1, self.console.is_terminal
-        text = text[:width].ljust(width) if terminal else text
-        self.console.print(text, end="\r" if terminal else "\n", markup=False)
 
-
-def console_line(record: Record, line: str = "console") -> str:
-    """`step=120 samples=30720 loss=2.1034 ...`, for grep and awk: the fields that figures.yaml has for such a line."""
-    formats = FIGURES[line].items()
+def console_line(record: Record) -> str:
+    """`step=120 samples=30720 loss=2.1034 ...`, for grep and awk: the fields that figures.yaml has for the console."""
+    formats = FIGURES["console"].items()
     return " ".join(form.format(record[name]) for name, form in formats if record.get(name) is not None)

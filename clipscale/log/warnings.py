@@ -11,8 +11,7 @@ WINDOW, FIRST = 50, 10
 """Steps that are looked at, and the first ones, which start kernels, compilers and workers."""
 SPIKES_FROM = 2.3
 """The RMS of g / sqrt(v) from which AdamW's loss spikes some steps later (Wortsman et al. 2023, arXiv 2304.13013)."""
-PHASES = ("encode_s", "loss_s", "replay_s", "optim_s")
-NEEDED = {"batch", "loss", "lr", "logit_scale", "data_wait_frac", "step_s", *PHASES}
+NEEDED = {"batch", "loss", "lr", "logit_scale", "data_wait_frac"}
 
 
 def warnings_of(records: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> dict[str, str]:
@@ -25,16 +24,6 @@ def warnings_of(records: Sequence[Mapping[str, Any]], settings: Mapping[str, Any
     full = len(records) == WINDOW
     if len(records) <= FIRST or NEEDED - last.keys():
         return {}
-
-    def usual(name: str) -> float:
-        return float(last["batch"] * median(r[name] / r["batch"] for r in records))
-
-    normal = usual("step_s")
-    if last["step_s"] > max(3 * normal, normal + 1):
-        cause = "waiting for data: a slow disk or network, or few data.workers"
-        if last["data_wait_frac"] < 0.5:
-            cause = f"{max(PHASES, key=lambda name: last[name] - usual(name))}: other work, a slow rank, throttling"
-        warnings["slow"] = f"the step took {last['step_s']:.1f} s instead of {normal:.1f} s, most of it {cause}"
     losses = [r["loss"] for r in records if math.isfinite(r["loss"])] or [last["loss"]]
     middle = median(losses)
     if last["loss"] > middle + max(0.1 * abs(middle), 10 * median(abs(loss - middle) for loss in losses)):

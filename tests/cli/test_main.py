@@ -115,7 +115,7 @@ def test_train_eval_plan_and_report_work_one_after_another(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs"]
 
     colours = f"eval.sets={classification_set(tmp_path / 'colours')}"
-    status, out, err = cli("eval", "run=first", colours, "device=cpu", "log.progress=false")
+    status, out, err = cli("eval", "run=first", colours, "device=cpu")
     assert status == 0, err
     assert "colours" in out
     assert (tmp_path / "runs/first/eval").is_dir()

@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import re
 import resource
 import subprocess
 import time
@@ -96,34 +95,22 @@ def test_console_lines_are_greppable_whole_and_plain(tmp_path: Path) -> None:
     assert back["loss"] is None and back["grad_norm"] is None and back["step_s"] == 0.5
 
 
-@pytest.mark.parametrize(("terminal", "progress"), [(True, True), (True, False), (False, True)])
-def test_lines_say_how_far_the_run_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool, progress: bool
-) -> None:
+def test_lines_say_how_far_the_run_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of four seconds; a line of every other one, but not within ten seconds, and of the last."""
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     monkeypatch.setattr("clipscale.log.metrics.environment", lambda world: {"gpu_bytes": [2**36]})
-    console = Console(file=io.StringIO(), width=200, highlight=False, soft_wrap=True, force_terminal=terminal)
-    config = LogConfig(every=2, progress=progress)
+    console = Console(file=io.StringIO(), width=200, highlight=False, soft_wrap=True)
+    config = LogConfig(every=2)
     with closing(MetricLog(tmp_path, config, resolved_config=SETTINGS, total=2000, console=console)) as log:
         for step in range(1, 10):
             clock[0] += 4
-            log.step(record(step, mem_peak_bytes=2**35, mfu=0.31, samples_per_s_per_gpu=55, data_wait_frac=0.02))
-    shown = printed(log).replace("\r\n", "\n")
-    lines = re.findall(r"step=.*", shown)
+            log.step(record(step, mem_peak_bytes=2**35))
+    lines = printed(log).splitlines()
     assert [line.split()[0] for line in lines] == ["step=2", "step=6", "step=9"]
-    assert " total=2000 " in lines[1] and lines[1].rstrip().endswith("mem_peak_frac=0.500 broken=0 left=2:12:56")
-    overwritten = re.findall(r"([^\r\n]*)\r", shown)
-    assert [len(line) for line in overwritten] == (7 * [199] if terminal and progress else [])
-    if overwritten:
-        assert overwritten[-2].startswith(
-            "step 8 of 2,000, 2:12:48 left, 2,048 samples, loss 0.6250, rate 1.00e-03, 440/s "
-        )
-        assert overwritten[0].rstrip().endswith(" (55 a GPU), MFU 31%, 32.0 GiB (50%), waiting 2%")
+    assert " total=2000 " in lines[1] and lines[1].endswith("mem_peak_frac=0.500 broken=0 left=2:12:56")
 
 
-PARTS = {"step_s": 1.0, "encode_s": 0.4, "loss_s": 0.1, "replay_s": 0.4, "optim_s": 0.1}
 RMS = {"update_rms": 7.0, "update_rms_tensor": "visual.conv1.weight"}
 
 
@@ -131,9 +118,6 @@ RMS = {"update_rms": 7.0, "update_rms_tensor": "visual.conv1.weight"}
     ("everywhere", "last", "kind", "cause"),
     [
         ({}, {}, None, ""),
-        ({}, {"step_s": 9.0, "loss_s": 8.1}, "slow", "most of it loss_s"),
-        ({}, {"step_s": 9.0, "encode_s": 8.4, "data_wait_frac": 0.9}, "slow", "data.workers"),
-        ({}, {"batch": 8 * 256, "step_s": 8.0, "encode_s": 3.2, "replay_s": 3.2}, None, ""),
         ({}, {"loss": 4.0}, "spike", "optim.lr"),
         (RMS, {"loss": 4.0}, "spike", "visual.conv1.weight"),
         (RMS, {"loss": math.nan}, None, ""),
@@ -144,17 +128,17 @@ RMS = {"update_rms": 7.0, "update_rms_tensor": "visual.conv1.weight"}
     ],
 )
 def test_what_records_let_one_suspect(everywhere: dict, last: dict, kind: str | None, cause: str) -> None:
-    plain = {"batch": 256, "loss": 3.0, "lr": 1e-3, "logit_scale": 40.0, "data_wait_frac": 0.01, **PARTS, **everywhere}
+    plain = {"batch": 256, "loss": 3.0, "lr": 1e-3, "logit_scale": 40.0, "data_wait_frac": 0.01, **everywhere}
     records = [plain | {"step": step, "loss": plain["loss"] + 0.01 * (step % 3)} for step in range(251, 301)]
-    found = warnings_of([*records[:-1], records[-1] | last], {})
-    assert list(found) == ([kind] if kind else []) and cause in "".join(found.values()), found
+    warnings = warnings_of([*records[:-1], records[-1] | last], {})
+    assert list(warnings) == ([kind] if kind else []) and cause in "".join(warnings.values()), warnings
     assert not warnings_of([*records[:5], records[-1] | last], {}), "a few steps tell nothing"
 
 
 def test_a_warning_is_given_once(tmp_path: Path) -> None:
     with closing(open_log(tmp_path)) as log:
         for step in range(1, 200):
-            log.step(record(step, loss=1.0, logit_scale=100.0, data_wait_frac=0.0, **PARTS))
+            log.step(record(step, loss=1.0, logit_scale=100.0, data_wait_frac=0.0))
     assert [line.split(": ")[1] for line in printed(log).splitlines() if "warning" in line] == ["step 60"]
 
 
@@ -229,20 +213,15 @@ def test_wandb_offline_needs_no_network_and_goes_on_with_its_run(
     assert not any(b"a-token" in file.read_bytes() for file in runs), "the address of the folder's git remote"
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_long_work_shows_how_far_it_is(tmp_path: Path, terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_work_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten parts of 25 seconds, and ten of a millisecond."""
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    console = Console(file=io.StringIO(), width=60, highlight=False, soft_wrap=True, force_terminal=terminal)
-    with closing(MetricLog(tmp_path, LogConfig(), resolved_config=SETTINGS, console=console)) as log:
+    with closing(open_log(tmp_path)) as log:
         for what, seconds in (("step 1", 0.001), ("step 2", 25.0)):
             for done in range(11):
                 log.progress(what, done, 10)
                 clock[0] += seconds
-    lines = [line.strip() for line in printed(log).split("\r" if terminal else "\n")]
-    assert "step 2: 3 of 10, 30%, 0:02:55 left" in lines
-    assert [line for line in lines if line] == [
-        f"step 2: {done} of 10, {10 * done}%, {timedelta(seconds=250 - 25 * done)} left"
-        for done in (range(1, 10) if terminal else (3, 6, 9))
+    assert printed(log).splitlines() == [
+        f"step 2: {done} of 10, {10 * done}%, {timedelta(seconds=250 - 25 * done)} left" for done in (3, 6, 9)
     ]
