@@ -80,5 +80,5 @@ def show(results: Sequence[dict[str, Any]], folder: Path) -> None:
         for r in results
     ]
     heads = ("run", "steps", "loss", "outcome")
-    plain_console().print(TextTable(heads, [rows], f"{folder}: {len(results)} runs", left=("outcome",)))
+    plain_console().print(TextTable(heads, rows, f"{folder}: {len(results)} runs", left=("outcome",)))
     print_results({f"{r['name']}, {name}": metrics for r in results for name, metrics in r.get("eval", {}).items()})

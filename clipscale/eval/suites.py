@@ -76,7 +76,7 @@ def suite_table(
             values.append(of_set.get(set_name, {}).get(metric or "main", math.nan))
         mean = sum(values) / len(values)
         cells.append("-" if math.isnan(mean) else f"{100 * mean:.2f}")
-    return TextTable([suite, *columns], [[[name, *cells]]])
+    return TextTable([suite, *columns], [[name, *cells]])
 
 
 def _known_set(known: KnownSet, place: Path) -> EvalSet:

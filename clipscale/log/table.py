@@ -28,8 +28,8 @@ class TextTable:
 
     heads: Sequence[str]
     """Empty strings: no header line."""
-    groups: Sequence[Sequence[Sequence[str]]]
-    """Rows, in groups that are set apart on the console. A row may end early."""
+    rows: Sequence[Sequence[str]]
+    """A row may end early."""
     title: str = ""
     left: Container[str] = ()
     """Heads of further text columns. Like the first column they are flush left; figures are flush right."""
@@ -42,7 +42,7 @@ class TextTable:
             yield Text(printable(self.title))
         titled = any(self.heads)
         table = Table(box=SIMPLE_HEAD if titled else None, show_header=titled, pad_edge=False, padding=(0, 1, 0, 0))
-        names = max((len(row[0]) for group in self.groups for row in group), default=0)
+        names = max((len(row[0]) for row in self.rows), default=0)
         for column, head in enumerate(self.heads):
             table.add_column(
                 Text(printable(head)),
@@ -50,14 +50,12 @@ class TextTable:
                 no_wrap=column == 0 and names <= NAME_WIDTH,
                 overflow="fold",
             )
-        for group in self.groups:
-            for row in group:
-                table.add_row(*(Text(printable(cell)) for cell in row))
-            table.add_section()
+        for row in self.rows:
+            table.add_row(*(Text(printable(cell)) for cell in row))
         yield table
 
     def markdown(self) -> str:
-        rows = [[*row, *[""] * (len(self.heads) - len(row))] for group in self.groups for row in group]
+        rows = [[*row, *[""] * (len(self.heads) - len(row))] for row in self.rows]
         rules = ["---" if self.is_text(column) else "--:" for column in range(len(self.heads))]
         return "\n".join("| " + " | ".join(cells) + " |" for cells in (self.heads, rules, *rows))
 
@@ -82,7 +80,7 @@ def result_tables(results: Results, title: str = "") -> list[TextTable]:
         shown = [c for c in columns if c != "broken" or any(results[name][c] for name in names)]
         rows = [[name, *(_cell(column, results[name][column]) for column in shown)] for name in names]
         heads = ["set", *(TITLES.get(column, column) for column in shown)]
-        tables.append(TextTable(heads, [rows], "" if tables else title))
+        tables.append(TextTable(heads, rows, "" if tables else title))
     return tables
 
 

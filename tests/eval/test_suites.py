@@ -54,7 +54,7 @@ def test_the_columns_of_infcls_table_are_means_of_the_results(tmp_path: Path) ->
     columns = ["ImageNet Validation", "v2", "ObjectNet", "OOD", "MSCOCO R@1 I→T", "T→I"]
     assert shown.heads == ["infcl-table3", *columns]
     ood = f"{100 * (3 / 6 + 2 / 6) / 2:.2f}"
-    assert shown.groups == [[["b16", "100.00", "83.33", "66.67", ood, "100.00", "100.00"]]]
+    assert shown.rows == [["b16", "100.00", "83.33", "66.67", ood, "100.00", "100.00"]]
     record = json.loads((tmp_path / "run/eval/step_00000001.json").read_text())
     assert record["results"]["imagenet-a"]["main"] == 3 / 6 and record["measured"]["imagenet-a"]["main"] == ["top1"]
 
@@ -70,7 +70,7 @@ def test_missing_sets_are_named_with_their_source_and_the_others_evaluated(
     assert len(caplog.messages) == 4
     assert any("objectnet is missing" in m and "wds_objectnet" in m for m in caplog.messages), caplog.messages
     results = {"imagenet1k": {"main": 0.5}, "imagenet-a": {"main": 0.25}}
-    row = suite_table("infcl-table3", sets, results, "b16").groups[0][0]
+    row = suite_table("infcl-table3", sets, results, "b16").rows[0]
     assert row == ["b16", "50.00", "-", "-", "-", "-", "-"], "no mean of a part of the out-of-distribution sets"
 
 

@@ -28,5 +28,5 @@ def test_nine_columns_fit_a_plain_terminal_and_markup_is_printed_as_it_is() -> N
     print_results({"flickr30k-test": shares | {"images": 31000, "captions": 155000, "broken": 0}}, "t", console)
     text = file.getvalue()
     assert "flickr30k-test" in text and "155,000" in text and text.count("100.0") == 6, text
-    console.print(TextTable(["name", "count"], [[("[bold]x[/bold]", "1")], [("short row",)]], title="a [title]"))
+    console.print(TextTable(["name", "count"], [("[bold]x[/bold]", "1"), ("short row",)], title="a [title]"))
     assert "a [title]" in file.getvalue() and "[bold]x[/bold]      1" in file.getvalue()

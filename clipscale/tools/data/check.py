@@ -53,7 +53,7 @@ def main(sources: Sequence[str], settings: CheckSettings) -> int:
     rows.append(("usable", str(findings.samples - findings.broken.total()), ""))
     rows += [(reason, str(count), findings.examples[reason]) for reason, count in findings.broken.most_common()]
     rows += [("damaged shard", url, why) for url, why in sorted(findings.damaged.items())]
-    plain_console().print(TextTable(("", "", ""), [rows], left=("",)))
+    plain_console().print(TextTable(("", "", ""), rows, left=("",)))
     failed = findings.damaged or any(not reason.startswith("filter_") for reason in findings.broken)
     return 1 if failed else 0
 

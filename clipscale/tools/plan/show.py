@@ -56,10 +56,10 @@ def parts(result: Result, config: PlanConfig) -> Iterator[TextTable | str]:
     for name, sizes in result["device"]["phases"].items():
         phases.append([name, *(format_bytes(sizes[f"{what}_bytes"]) for what in ("before", "extra", "peak"))])
     title = "memory of one GPU in a step, of torch's allocator"
-    yield TextTable(["phase", "before", "extra", "peak"], [phases], title)
+    yield TextTable(["phase", "before", "extra", "peak"], phases, title)
     holders = [[what, format_bytes(size)] for what, size in host["process_bytes"].items() if size]
     holders.append([f"all {host['processes']} processes of a node", format_bytes(host["node_bytes"])])
-    yield TextTable(["what", "bytes"], [holders], "memory of the host, by process")
+    yield TextTable(["what", "bytes"], holders, "memory of the host, by process")
     if time := result["time"]:
         spent = ", ".join(f"{name.removesuffix('_s')} {time[name]:.3g}" for name in list(time)[2:-2])
         yield (
@@ -82,5 +82,5 @@ def comparison(result: Result) -> Iterator[TextTable | str]:
                 cells.append(format_bytes(value) if key.endswith("_bytes") else f"{value:.3g}")
         rows.append(cells)
     title = f"{result['run']}: {result['hardware']}, medians of {result['steps']} steps"
-    yield TextTable(["what", "predicted", "measured", "ratio"], [rows], title)
+    yield TextTable(["what", "predicted", "measured", "ratio"], rows, title)
     yield from result["notes"]

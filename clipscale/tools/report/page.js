@@ -57,39 +57,26 @@ function lines(chart) {
   return [traces, { hovermode: many ? "closest" : "x unified", title: axes[axis], range }];
 }
 
-function columns(bars) {
-  const traces = [];
-  for (const run of shown()) {
-    bars.runs[run].forEach((values, predicted) => {
-      if (!Object.keys(values).length) return;
-      const pattern = predicted ? { shape: "/", fgcolor: look(run).color, bgcolor: "rgba(0,0,0,0)", size: 6 } : undefined;
-      const name = escaped(data.names[run]) + (predicted ? ", predicted" : "");
-      traces.push({ type: "bar", x: Object.values(bars.fields), y: Object.values(bars.fields).map((label) => values[label]), name, marker: { color: look(run).color, pattern, line: { color: look(run).color, width: predicted ? 1 : 0 } }, hovertemplate: `%{y:.4~g} ${bars.unit}<extra>${name}</extra>` });
-    });
-  }
-  return [traces, { hovermode: "closest", title: "" }];
-}
-
 function draw(figure) {
   const chart = data.charts[figure.dataset.chart];
-  const [traces, { hovermode, title, range }] = chart ? lines(chart) : columns(data.bars[figure.dataset.bars]);
-  const log = figure.querySelector(".log")?.getAttribute("aria-pressed") === "true";
+  const [traces, { hovermode, title, range }] = lines(chart);
+  const log = figure.querySelector(".log").getAttribute("aria-pressed") === "true";
   const ink = style(document.body);
   const line = getComputedStyle(document.querySelector("header")).borderBottomColor;
   const axis = { gridcolor: line, linecolor: line, zerolinecolor: line, automargin: true };
   const soft = style(document.querySelector("h1 span"));
   const largest = Math.max(...traces.flatMap((trace) => trace.y.filter((y) => y !== null && y !== undefined)), 0);
   const layout = {
-    hovermode, showlegend: false, barmode: "group", dragmode: touch.matches ? false : "zoom",
+    hovermode, showlegend: false, dragmode: touch.matches ? false : "zoom",
     uirevision: `${id("axis").value} ${log}`, height: 270, margin: { l: 8, r: 10, t: touch.matches ? 30 : 8, b: 8 },
     modebar: { bgcolor: "rgba(0,0,0,0)", color: soft, activecolor: ink },
     font: { color: ink, size: 12, family: getComputedStyle(document.body).fontFamily },
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     hoverlabel: { bgcolor: getComputedStyle(figure).backgroundColor, font: { color: ink }, namelength: -1 },
     xaxis: { ...axis, title: { text: title, standoff: 4 }, range, exponentformat: "B", nticks: 6, tickangle: 0 },
-    yaxis: { ...axis, type: log ? "log" : "linear", rangemode: chart?.zero || !chart ? "tozero" : "normal", exponentformat: largest < 0.01 ? "power" : "B", nticks: 6 },
+    yaxis: { ...axis, type: log ? "log" : "linear", rangemode: chart.zero ? "tozero" : "normal", exponentformat: largest < 0.01 ? "power" : "B", nticks: 6 },
   };
-  const config = { responsive: true, displaylogo: false, modeBarButtons: [[...(touch.matches ? [] : ["toImage", "zoom2d", "pan2d"]), "zoomIn2d", "zoomOut2d", "resetScale2d"]], displayModeBar: touch.matches || "hover", toImageButtonOptions: { filename: (chart || data.bars[figure.dataset.bars]).title } };
+  const config = { responsive: true, displaylogo: false, modeBarButtons: [[...(touch.matches ? [] : ["toImage", "zoom2d", "pan2d"]), "zoomIn2d", "zoomOut2d", "resetScale2d"]], displayModeBar: touch.matches || "hover", toImageButtonOptions: { filename: chart.title } };
   return Plotly.react(figure.querySelector(".plot"), traces, layout, config);
 }
 

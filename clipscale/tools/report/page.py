@@ -79,7 +79,7 @@ def page(runs: Sequence[Run], expected: str = "", *, live: bool = False) -> str:
     here = Path(__file__).parent
     templates = Environment(loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     templates.filters["printable"] = printable
-    templates.policies["json.dumps_kwargs"] = {"allow_nan": False}  # and the order of the bars stays
+    templates.policies["json.dumps_kwargs"] = {"allow_nan": False}
     keys = sorted({key for run in runs for key in run.settings if key != "run"})
     named = "{1}" if len(runs) == 1 else "{0}, {1}"
     newest: Record = {}
@@ -90,15 +90,21 @@ def page(runs: Sequence[Run], expected: str = "", *, live: bool = False) -> str:
     return templates.get_template("page.html").render(
         runs=runs,
         data=curves(runs, expected) | {"live": live},
-        typical=lambda run, key: medians(run.records, {"fields": {key: key}}).get(key),
+        typical=typical,
         results=result_tables(newest),
         settings={key: [run.settings.get(key, "") for run in runs] for key in keys},
         **{kind: Markup((here / f"page.{kind}").read_text(encoding="utf-8")) for kind in ("css", "js")},
     )
 
 
+def typical(run: Run, key: str) -> float | None:
+    """The median of a field, where the run's records have it."""
+    values = [record[key] for record in run.records if record.get(key) is not None]
+    return median(values) if values else None
+
+
 def curves(runs: Sequence[Run], expected: str) -> Record:
-    """What the page's script draws: `charts`, with the columns of each run's curve, and `bars`."""
+    """What the page's script draws: `charts`, with the columns of each run's curve."""
     parts = max(100, POINTS // len(runs) // 2)
 
     def columns(table: np.ndarray) -> Record:  # with seven digits; null is a gap
@@ -109,13 +115,12 @@ def curves(runs: Sequence[Run], expected: str) -> Record:
     for chart in charts:
         tables = [points(run, chart) for run in runs]
         chart["runs"] = [{"points": columns(thinned(t, parts)), "means": columns(means(t, parts))} for t in tables]
-    shown = []
-    for bar in FIGURES["bars"]:
-        heights = [[medians(run.records, bar), medians([run.predicted], bar)] for run in runs]
-        if any(measured for measured, _ in heights):
-            shown.append(bar | {"runs": heights})
-    look = {key: FIGURES[key] for key in ("colours", "dashes")}
-    return look | {"charts": charts, "bars": shown, "names": [run.name for run in runs]}
+    return {
+        "colours": FIGURES["colours"],
+        "dashes": FIGURES["dashes"],
+        "charts": charts,
+        "names": [run.name for run in runs],
+    }
 
 
 def charts_of(runs: Sequence[Run], expected: str = "") -> list[Record]:
@@ -134,12 +139,6 @@ def charts_of(runs: Sequence[Run], expected: str = "") -> list[Record]:
         if expected and metric == "top1" and re.match(r"imagenet[-_]?(1k|val)?( \(|$)", name, re.IGNORECASE):
             charts[-1]["published"] = FIGURES["published"][expected]
     return charts
-
-
-def medians(records: Sequence[Record], bars: Record) -> dict[str, float]:
-    """Label of a bar -> the median of its field, where records have it."""
-    columns = {label: [r[key] for r in records if r.get(key) is not None] for key, label in bars["fields"].items()}
-    return {label: median(values) / bars.get("per", 1) for label, values in columns.items() if values}
 
 
 def points(run: Run, chart: Record) -> np.ndarray:

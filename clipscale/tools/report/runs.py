@@ -19,7 +19,7 @@ from clipscale.log.records import Record, read_evaluations, read_metrics
 @dataclass
 class Run:
     """A run's folder. `rows` are the records of its steps, with `hours` of work, and one for each evaluation with
-    `eval/SET/METRIC`; `predicted` is what `plan` has of the records' fields.
+    `eval/SET/METRIC`.
     """
 
     name: str
@@ -29,7 +29,6 @@ class Run:
     rows: list[Record]
     settings: dict[str, str]
     environment: Record
-    predicted: Record
 
 
 def read_runs(names: Sequence[str | Path]) -> list[Run]:
@@ -63,12 +62,8 @@ def _read(folder: Path) -> Run:
         rows.append(row)
     config = _content(folder / "config.yaml")
     environment = _content(folder / "env.json")
-    plan = _content(folder / "plan.json")
     settings = {name: str(value) for name, value in flat(config)}
-    # What was predicted, by the names of the records.
-    predicted = {f"mem_{n}_bytes": p["extra_bytes"] for n, p in plan.get("device", {}).get("phases", {}).items()}
-    predicted |= {"mem_peak_bytes": plan["peak_bytes"]} | (plan["time"] or {}) if predicted else {}
-    return Run(folder.resolve().name, folder, records, evaluations, rows, settings, environment, predicted)
+    return Run(folder.resolve().name, folder, records, evaluations, rows, settings, environment)
 
 
 def _content(path: Path) -> Record:

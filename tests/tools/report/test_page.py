@@ -20,7 +20,6 @@ from clipscale.tools.report.page import means, thinned, write_report
 from tests.support.browser import CHROMIUM, Page, browser
 
 HOSTILE = "<img src=x onerror=alert(1)> costs $5"
-PHASES = ("encode", "loss", "replay", "optim")
 
 
 def make_run(run: Path, losses: list[float | None], batch: int = 256, **extra: float | None) -> Path:
@@ -33,14 +32,16 @@ def make_run(run: Path, losses: list[float | None], batch: int = 256, **extra: f
 
 def whole_run(run: Path, number: int = 0) -> Path:
     """A run that has something for every chart, and evaluations."""
-    parts = {f"mem_{name}_bytes": 2.0**30 for name in (*PHASES, "peak")} | {f"{name}_s": 0.5 for name in PHASES}
-    names = ("logit_scale", "lr", "grad_norm", "data_wait_frac", "mfu", "noise_scale", "host_rss_bytes", "update_rms")
+    names = ("logit_scale", "lr", "grad_norm", "data_wait_frac", "mfu", "host_rss_bytes", "update_rms")
     rates = {"samples_per_s": 400.0, "samples_per_s_wall": 300.0}
     make_run(
-        run, [5 / n + number for n in range(1, 31)], 256 + number % 3, **parts, **dict.fromkeys(names, 1.5), **rates
+        run,
+        [5 / n + number for n in range(1, 31)],
+        256 + number % 3,
+        mem_peak_bytes=2.0**30,
+        **dict.fromkeys(names, 1.5),
+        **rates,
     )
-    plan = {"device": {"phases": {name: {"extra_bytes": 2**30} for name in PHASES}}, "peak_bytes": 2**31, "time": parts}
-    (run / "plan.json").write_text(json.dumps(plan))
     for step, top1 in ((10, 0.2), (30, 0.875), (60, 0.999)):  # the last is left by an interrupted run that got further
         (run / "eval").mkdir(exist_ok=True)
         results = {"imagenet1k": {"top1": top1, "images": 10, "broken": 0}}
@@ -63,9 +64,9 @@ def test_every_chart_is_drawn_and_nothing_is_cut(page: Page, tmp_path: Path, cou
     for width, dark in ((390, False), (1280, True)):
         page.show(html.as_uri(), width, dark=dark)
         page.value("document.querySelectorAll('details').forEach((one) => (one.open = true))")
-        marks = "f.querySelectorAll('.scatterlayer path.js-line, .barlayer .point path').length"
+        marks = "f.querySelectorAll('.scatterlayer path.js-line').length"
         drawn = page.value(f"[...document.querySelectorAll('#charts figure')].map((f) => {marks})")
-        assert len(drawn) == 14 and min(drawn) >= count, drawn
+        assert len(drawn) == 12 and min(drawn) >= count, drawn
         assert page.value("document.documentElement.scrollWidth") <= page.value("innerWidth") == width
         cut = "one.getBoundingClientRect().right > innerWidth + 1 && !one.closest('.scroll, .plot')"
         assert page.value(f"[...document.querySelectorAll('main *')].filter((one) => {cut}).map((one) => one.id)") == []
