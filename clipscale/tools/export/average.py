@@ -28,18 +28,18 @@ def average(
     if len(shares) != len(others) + 1 or not math.isclose(sum(shares), 1, abs_tol=1e-6):
         raise UserError(f"shares={[*shares]}: give {len(others) + 1} that add up to 1: of the run, then of {[*others]}")
     state = model.state_dict()
+    largest = shares.index(max(shares))
     total: dict[str, Tensor] = {}
-    for k, share in sorted(enumerate(shares), key=lambda item: -item[1]):  # counts are those of the largest
+    for k, share in enumerate(shares):
         other = state if k == 0 else state_of(others[k - 1], config, weights)
         if {n: x.shape for n, x in other.items()} != {n: x.shape for n, x in state.items()}:
             raise UserError(f"average={others[k - 1]}: another architecture than the run's {config.name}")
-        if not share:
-            continue
         for name, value in other.items():
-            if name not in total:
-                total[name] = share * value.double() if value.is_floating_point() else value
-            elif value.is_floating_point():
-                total[name] = total[name] + share * value.double()
+            if value.is_floating_point() and share:
+                part = share * value.double()
+                total[name] = total[name] + part if name in total else part
+            elif k == largest:  # a count of batches
+                total[name] = value
     model.load_state_dict({name: value.to(state[name].dtype) for name, value in total.items()})
     return [*shares]
 

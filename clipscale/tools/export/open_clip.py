@@ -10,7 +10,7 @@ import torch
 from open_clip.constants import HF_CONFIG_NAME, HF_SAFE_WEIGHTS_NAME
 from open_clip.tokenizer import HFTokenizer
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
@@ -74,12 +74,13 @@ def check_same(model: ClipModel, details: dict[str, Any], config: ModelConfig) -
     """Raise UserError unless open_clip builds this image tower by its description: it has timm's towers as they are."""
     with torch.device("meta"):
         reference = encoders_of({key: value for key, value in details.items() if key != "custom_text"}).visual
-    image_tower = model.image.encoder
-    shapes = {name: list(value.shape) for name, value in reference.state_dict().items()}
-    builds = f"to=open_clip: open_clip builds {details['vision_cfg'].get('timm_model_name', config.name)}"
-    for name, value in image_tower.state_dict().items():
-        if shapes[name] != list(value.shape):
-            raise UserError(
-                f"{builds} with a {name} of {shapes[name]}, and model.image_size={config.image_size} has made it "
-                f"{list(value.shape)}; train at the tower's own size"
-            )
+    if shapes_of(reference) != shapes_of(model.image.encoder):
+        name = details["vision_cfg"].get("timm_model_name", config.name)
+        raise UserError(
+            f"to=open_clip: open_clip builds {name} at its own size, not at model.image_size={config.image_size}; "
+            "train at the tower's own size"
+        )
+
+
+def shapes_of(tower: nn.Module) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in tower.state_dict().items()}

@@ -1,7 +1,5 @@
 """The verb `clipscale export`, and the model card: how the model was trained and how well it scores."""
 
-import json
-from functools import reduce
 from pathlib import Path
 
 import torch
@@ -12,6 +10,7 @@ from clipscale.common import files
 from clipscale.common.terminal import say
 from clipscale.config.eval import existing_run
 from clipscale.config.sections import WEIGHTS, ModelConfig
+from clipscale.config.setting import flat
 from clipscale.log.records import read_evaluations
 from clipscale.log.table import TextTable, result_tables
 from clipscale.models.towers import ClipModel, load_model
@@ -21,8 +20,6 @@ from clipscale.tools.export.settings import ExportSettings
 
 FORMATS = {"open_clip": (open_clip.write, "open_clip"), "hf": (hugging_face.write, "transformers")}
 """By the setting `to`: what writes the folder, and the library that loads it, by its name on Hugging Face."""
-
-
 SHOWN = ("batch", "samples", "epochs", "loss.objective", "optim.name", "optim.lr", "schedule.name", "schedule.warmup",
          "precision", "seed")  # fmt: skip
 """Settings of the run in the card, as far as they are set."""
@@ -55,18 +52,15 @@ def main(settings: ExportSettings) -> Path:
 def card(run: Path, model: ClipModel, config: ModelConfig, note: dict[str, str], call: str, library: str) -> str:
     """The text of README.md. `call` loads the folder with `library`; `note` has the run, its step and which weights."""
     path = run / "config.yaml"
-    settings = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    settings = dict(flat(yaml.safe_load(path.read_text(encoding="utf-8")))) if path.is_file() else {}
     rows = [("model", config.name), ("parameters", f"{sum(p.numel() for p in model.parameters()):,}")]
     rows += [("image size", str(model.image_size)), ("feature width", str(model.width))]
     rows += [("step", note["step"]), ("weights", note["weights"])]
-    for name in SHOWN:
-        value = reduce(lambda node, part: node.get(part, {}), name.split("."), settings)
-        if value not in (None, {}):
-            rows.append((name, value if isinstance(value, str) else json.dumps(value)))
+    rows += [(name, str(settings[name])) for name in SHOWN if settings.get(name) is not None]
     head = {"library_name": library, "tags": ["clip", "zero-shot-image-classification"]}
     parts = [f"---\n{yaml.safe_dump(head).strip()}\n---", f"# {note['run']}, step {note['step']}"]
     parts.append(f"Trained and exported with clipscale {__version__}. Load it with\n\n    {call}")
-    parts.append("## Training\n\n" + TextTable(("setting", "value"), [rows], left=("value",)).markdown())
+    parts.append("## Training\n\n" + TextTable(("setting", "value"), rows, left=("value",)).markdown())
     records = read_evaluations(run) if note["weights"] in WEIGHTS else []  # those of an average are not known
     results = [record["results"] for record in records if str(record["step"]) == note["step"]]
     for result in results:
