@@ -28,7 +28,7 @@ Sample = dict[str, str | bytes]
 """A sample as webdataset's writer takes it: `__key__`, and bytes by extension."""
 
 RECIPE_VERSION = 2
-"""Goes up with every change of pictures, captions or layout. A cached set of an older version is rendered anew."""
+"""Goes up with every change of pictures, captions or layout."""
 SEED = 0
 SIDE = 30
 """Side of a picture in pixels."""
@@ -88,19 +88,16 @@ def render_demo(root: Path, train_samples: int = 20_000) -> bool:
     if train_samples < TRAIN_SHARDS:
         raise UserError(f"samples={train_samples}: the demo set needs at least {TRAIN_SHARDS}, one for each shard")
     note = root / "recipe.json"
-    if note.is_file():
-        if json.loads(note.read_text()) == recipe:
-            return False
-    elif root.exists() and (not root.is_dir() or any(root.iterdir())):
-        raise UserError(f"root={root}: exists and is not a demo set; choose an empty or new folder")
+    if note.is_file() and json.loads(note.read_text()) == recipe:
+        return False
+    if root.exists() and (not root.is_dir() or any(root.iterdir())):
+        raise UserError(f"root={root}: exists and is not this demo set; remove it, or choose a new folder")
     try:
         root.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{root.name}-", dir=root.parent) as temporary:
-            new, old = Path(temporary) / "new", Path(temporary) / "old"
+            new = Path(temporary) / "new"
             _write_all(new, train_samples)
             (new / "recipe.json").write_text(json.dumps(recipe) + "\n")
-            if root.exists():
-                root.rename(old)
             new.rename(root)
     except OSError as error:
         raise UserError(f"root={root}: cannot be written ({error.strerror}); choose another folder") from error

@@ -92,18 +92,21 @@ def test_retrieval_images_have_several_captions_that_fit_no_other(root: Path) ->
     assert max(plain.values()) == 1, f"{plain.most_common(3)} describe several images"
 
 
-def test_a_set_is_reused_replaced_or_refused(few: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_set_is_reused_and_other_folders_are_refused(
+    few: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     place = tmp_path / "set"
     assert demo.main(demo.DemoSettings(str(place), 64)) == place
     out = capsys.readouterr().out
     assert "written in" in out and f"64 pairs in {place}" in out
     assert not demo.render_demo(place, 64)
-    assert demo.render_demo(place, 80), "another recipe is rendered anew"
+    with pytest.raises(UserError, match="not this demo set"):
+        demo.render_demo(place, 80)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["set"], "nothing is left lying about"
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "thesis.tex").write_text("years of work")
-    with pytest.raises(UserError, match="not a demo set"):
+    with pytest.raises(UserError, match="not this demo set"):
         demo.render_demo(foreign, 64)
     with pytest.raises(UserError, match="at least 16"):
         demo.render_demo(tmp_path / "few", 3)
