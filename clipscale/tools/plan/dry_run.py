@@ -185,7 +185,7 @@ class DryRun:
         self.enter("loss")
         for tower, rows in zip(towers, features):
             rows.grad = torch.empty_like(rows) if tower.trained else None
-        del features
+        del features, rows
         self.enter("replay")
         state.cache.replay()
         self.enter("optim norm")
@@ -274,22 +274,25 @@ class DeepDryRun:
         self, config: TrainConfig, model: ClipModel, ranks: int, tracker: MemoryTracker, capability: int | None
     ) -> None:
         """`model`: of the settings, on the meta device; it loses blocks."""
+        fewest = FEWEST
+        if config.launch.parallel != "ddp":
+            fewest += 1  # FSDP2 gathers one block ahead
         self.missing: dict[str, int] = {}
         """Blocks of each tower that the base lacks; only of deep towers that train whole or not at all."""
         for tower in TOWERS:
             depth = len(alike_blocks(getattr(model, tower)))
-            if depth > FEWEST + 1 and getattr(config.model, tower).train in ("all", "none"):
-                self.missing[tower] = depth - FEWEST
+            if depth > fewest + 1 and getattr(config.model, tower).train in ("all", "none"):
+                self.missing[tower] = depth - fewest
         for tower in self.missing:
-            shorten(getattr(model, tower), FEWEST + 1)
+            shorten(getattr(model, tower), fewest + 1)
 
         def run(deep: str) -> DryRun:
-            """With FEWEST blocks in each deep tower, and one more in the tower `deep`."""
+            """With the fewest blocks in each deep tower, and one more in the tower `deep`."""
             with _disable_current_modes():
                 copied = copy.deepcopy(model)
             for tower in self.missing:
                 if tower != deep:
-                    shorten(getattr(copied, tower), FEWEST)
+                    shorten(getattr(copied, tower), fewest)
             return DryRun(config, ranks, tracker, capability, copied)
 
         self.base = run("")

@@ -57,7 +57,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fp16": {"precision": "fp16", "loss__backend": "dense"},
     "bf16, dense, checkpointing": {"precision": "bf16", "loss__backend": "dense", "batch": 128} | CHECKPOINTING,
     "large chunk": {"batch": 2048, "chunk": 512},
-    "ViT-B/32": {"model__name": "ViT-B-32", "model__architecture": {}, "chunk": 32, "precision": "bf16"},
+    "ViT-B/32": {"model__name": "ViT-B-32", "model__architecture": {}, "chunk": 32},
 }
 
 
@@ -115,7 +115,7 @@ def test_a_deep_model_is_predicted_from_shallow_ones(changed: dict[str, Any], mo
             graphs.append([run.graph(tower, 16) for tower in (0, 1)])
             weights.append((run.trained_bytes, run.static))
     assert steps[0].before == steps[1].before and steps[0].kept == steps[1].kept
-    assert steps[0].peak == pytest.approx(steps[1].peak, abs=1024)
+    assert steps[0].peak == pytest.approx(steps[1].peak, abs=4096)
     assert graphs[0] == graphs[1]
     assert weights[0] == weights[1]
 

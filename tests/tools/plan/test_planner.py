@@ -57,9 +57,9 @@ def test_host_memory_that_nobody_limits_is_said_to_be_unchecked(capsys: pytest.C
     [
         ("batch=128k hardware=h100-80g gpus=8 cache.chunk=256 loss=clip host_memory=1000G", "loss.backend"),
         ("batch=256k hardware=v100-16g cache.chunk=256k precision=fp32", "cache.chunk"),
-        ("batch=1M hardware=h100-80g cache.chunk=1k host_memory=5G", "offload"),
+        ("batch=1M hardware=h100-80g cache.chunk=1k host_memory=5G", "batch"),
         ("batch=1M hardware=v100-16g cache.chunk=256 cache.keep=20G precision=fp32", "cache.keep"),
-        ("batch=512k hardware=cpu cache.chunk=64 host_memory=5G", "offload"),
+        ("batch=512k hardware=cpu cache.chunk=64 host_memory=5G", "data.buffers"),
     ],
 )
 def test_every_remedy_that_is_named_makes_the_run_fit(setting: str, remedy: str) -> None:
