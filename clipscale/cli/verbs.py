@@ -78,7 +78,7 @@ clipscale eval model.weights=/models/clip-vit-base-patch32 'eval.sets=[/data/ima
         "clipscale.tools.embed.run:main",
         """\
 clipscale embed run=b32 data='/data/laion/*.tar' out=/data/b32
-clipscale embed model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/mine out=/data/b32 features=image""",
+clipscale embed model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/mine out=/data/b32""",
         often="model.weights data.train launch.procs",
         notes="data=SHARDS is short for data.train=SHARDS.",
         check=embed.check_embed,

@@ -44,13 +44,13 @@ class EmbeddedSet:
         return self.firsts[-1]
 
     def features(self, kind: str) -> Iterator[np.ndarray]:
-        """Of each part, (rows, D), mapped; none if the set was embedded without them."""
-        if kind in self.note["kinds"]:
-            yield from (np.load(array_path(path, kind), mmap_mode="r") for path in self.paths)
+        """Of each part, (rows, D), mapped."""
+        yield from (np.load(array_path(path, kind), mmap_mode="r") for path in self.paths)
 
     def sample(self, number: int) -> dict[str, Any]:
         """The row of that number, counted through all parts, as the page names and shows it."""
         place = bisect_right(self.firsts, number) - 1
-        path, row = self.paths[place], number - self.firsts[place]
+        path = self.paths[place]
+        row = number - self.firsts[place]
         entry = json.loads(linecache.getline(str(path), row + 1))
-        return {"part": path.stem, "row": row, "key": entry["key"], "caption": entry.get("caption", "")}
+        return {"part": path.stem, "row": row, "key": entry["key"], "caption": entry["caption"] or ""}

@@ -1,6 +1,6 @@
 """Computes the features of a shard's samples, in groups whose size does not depend on the number of processes.
 
-n: samples of a group, K: features of a sample (picture, text or both), D: feature width, C: channels, S: pixels a side.
+n: samples of a group, K: the two features of a sample, D: feature width, C: channels, S: pixels a side.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +19,7 @@ from clipscale.data.decode import first_caption, image_bytes
 from clipscale.data.sample import BrokenSampleError, RawSample
 from clipscale.models.towers import ClipModel
 from clipscale.step.precision import Precision
-from clipscale.tools.embed.settings import IMAGE, TEXT, EmbedConfig
+from clipscale.tools.embed.settings import EmbedConfig
 
 T = TypeVar("T")
 THREADS = 4
@@ -46,9 +46,8 @@ class FeatureEncoder:
         self.model = model
         self.device = device
         self.precision = Precision(config.precision, device)
-        for kind, tower in ((IMAGE, model.image), (TEXT, model.text)):
-            if kind in config.kinds:
-                tower.to(device)
+        model.image.to(device)
+        model.text.to(device)
         self.captions = caption_members(config.data)
         self.transform = replace(model.eval_transform(), max_pixels=config.data.max_pixels)
 
@@ -57,7 +56,7 @@ class FeatureEncoder:
         with ThreadPoolExecutor(THREADS) as pool:
             waiting: tuple[list[RawSample], list[Future[np.ndarray | None]]] | None = None
             for batch in batches(raws, self.config.batch):
-                pixels = [pool.submit(self.pixels, raw) for raw in batch] if IMAGE in self.config.kinds else []
+                pixels = [pool.submit(self.pixels, raw) for raw in batch]
                 if waiting:
                     yield self.group(*waiting)
                 waiting = batch, pixels
@@ -66,16 +65,11 @@ class FeatureEncoder:
 
     def group(self, raws: list[RawSample], pixels: Sequence[Future[np.ndarray | None]]) -> Group:
         model = self.model
-        features = []
         captions = [self.caption(raw) for raw in raws]
-        if IMAGE in self.config.kinds:
-            pictures = [future.result() for future in pixels]
-            features.append(
-                self.encode(pictures, lambda usable: model.image(torch.from_numpy(np.stack(usable)).to(self.device)))
-            )
-        if TEXT in self.config.kinds:
-            features.append(self.encode(captions, lambda usable: model.text(model.tokenizer(usable).to(self.device))))
-        return Group(raws, captions, np.stack(features, 1))
+        pictures = [future.result() for future in pixels]
+        image = self.encode(pictures, lambda usable: model.image(torch.from_numpy(np.stack(usable)).to(self.device)))
+        text = self.encode(captions, lambda usable: model.text(model.tokenizer(usable).to(self.device)))
+        return Group(raws, captions, np.stack([image, text], 1))
 
     def encode(self, inputs: Sequence[T | None], tower: Callable[[list[T]], Tensor]) -> np.ndarray:
         """A feature row for every input, (n, D); NaN for None."""

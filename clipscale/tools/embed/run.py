@@ -21,6 +21,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.terminal import say
 from clipscale.config.secrets import hidden
 from clipscale.config.sections import ModelConfig
+from clipscale.config.setting import differing
 from clipscale.data.decode import IMAGE_TYPES
 from clipscale.data.features import NOTE, encoded_array, notes_beside
 from clipscale.data.sample import limits
@@ -35,7 +36,7 @@ from clipscale.launch import local
 from clipscale.models.towers import ClipModel, load_any
 from clipscale.tools.embed.arrays import SHARDS, array_path
 from clipscale.tools.embed.encode import FeatureEncoder, Group, caption_members
-from clipscale.tools.embed.settings import TEXT, EmbedConfig, check_embed
+from clipscale.tools.embed.settings import IMAGE, KINDS, EmbedConfig, check_embed
 
 log = logging.getLogger(__name__)
 
@@ -73,31 +74,27 @@ def work(config: EmbedConfig) -> dict[str, Any]:
             write_counts(out, {name: entry["samples"] for name, entry in listed.items()})
             remedy = f"; train with data.train={out} distill.teachers=[{config.teacher}]"
         say(f"features of {samples} samples: {out}{remedy}")
-    if unread := len(sources) - len(entries):
+    unread = len(sources) - len(entries)
+    if unread:
         raise UserError(f"out={out}: {unread} of {len(sources)} shards could not be fetched; start again to fetch them")
     return {"out": str(out), "samples": samples}
 
 
 def features_note(config: EmbedConfig, model: ClipModel, settings: ModelConfig) -> dict[str, Any]:
     """What the features are: the weights that compute them, and how their inputs are made."""
-    if not (config.run or settings.weights or settings.image.weights or settings.text.weights):
-        log.warning("these are features of random weights; give model.weights=PATH")
     note = {
         "model": settings.name,
         "weights": model.image.digest(),
         "width": model.width,
         "dtype": config.dtype,
-        "kinds": list(config.kinds),
         "image_size": model.image_size,
         "mean": list(model.pixels.mean),
         "std": list(model.pixels.std),
         "resize": model.pixels.resize_mode,
         "interpolation": model.pixels.interpolation,
+        "text": model.text.digest(),
+        "captions": caption_members(config.data),
     }
-    if TEXT in config.kinds:
-        note |= {"text": model.text.digest(), "captions": caption_members(config.data)}
-    if config.data.only_keys:
-        note["only_keys"] = config.data.only_keys
     if config.teacher:
         note["scale"] = model.logit_scale.exp().item()
     return note
@@ -112,18 +109,18 @@ def prepared(config: EmbedConfig, out: Path, note: dict[str, Any]) -> dict[str, 
     sources = {name: entry["source"] for name, entry in read(out / SHARDS).items()}
     for url in list_shards(config.data)[0]:
         name = name_of(url) + (".tar" if config.teacher else ".jsonl")
-        if (other := sources.setdefault(name, address(url))) != address(url):
+        other = sources.setdefault(name, address(url))
+        if other != address(url):
             raise UserError(f"out={out}: {name} is of {other} and of {address(url)}; choose an out=DIR for each source")
         if is_local(url) and Path(url).expanduser().parent.resolve() == out.resolve():
             raise UserError(f"out={out}: data.train has shards there; choose another folder")
         shards[name] = url
-    held = read(out / NOTE)
+    notes = read(out / NOTE)
     kind = config.teacher or "features"
-    earlier = held.get(kind, {}) if held else note
-    for name in note.keys() | earlier.keys():
-        if earlier.get(name) != note.get(name):
-            what = f"{name}: {str(earlier.get(name))[:80]}, not {str(note.get(name))[:80]}"
-            raise UserError(f"out={out}: holds features of another kind ({what}); choose another folder")
+    earlier = notes.get(kind, {}) if notes else note
+    for name, (before, now) in differing(earlier, note).items():
+        what = f"{name}: {str(before)[:80]}, not {str(now)[:80]}"
+        raise UserError(f"out={out}: holds features of another kind ({what}); choose another folder")
     out.mkdir(parents=True, exist_ok=True)
     earlier_teachers = notes_beside(next(iter(shards.values())), Store(config.data)) if config.teacher else {}
     files.write_json(out / NOTE, earlier_teachers | {kind: note})
@@ -149,17 +146,16 @@ def embed_shard(encoder: FeatureEncoder, url: str, path: Path) -> dict[str, Any]
     A damaged shard is written as far as it can be read: it will not get better. None for one that could not be fetched.
     """
     as_tar = path.suffix == ".tar"
-    kinds = encoder.config.kinds
     if not path.is_file():
         try:
             groups = shard_groups(encoder, url, all_members=as_tar)
             if as_tar:
                 write_tar(path, groups, encoder.config.teacher)
             else:
-                write_npy(path, groups, kinds)
+                write_npy(path, groups)
         except SourceError:
             return None
-    samples = scan_shard(str(path)).samples if as_tar else len(np.load(array_path(path, kinds[0]), mmap_mode="r"))
+    samples = scan_shard(str(path)).samples if as_tar else len(np.load(array_path(path, IMAGE), mmap_mode="r"))
     return {"source": address(url), "samples": samples}
 
 
@@ -181,18 +177,15 @@ def shard_groups(encoder: FeatureEncoder, url: str, *, all_members: bool) -> Ite
     say(f"{url}: {samples} samples, {missing} of them without a usable picture or text")
 
 
-def write_npy(path: Path, groups: Iterable[Group], kinds: Iterable[str]) -> None:
+def write_npy(path: Path, groups: Iterable[Group]) -> None:
     """The arrays first: NAME.jsonl says that they are complete."""
     rows = []
     lines = []
     for group in groups:
         rows.append(group.rows)
         for raw, caption in zip(group.raws, group.captions):
-            line = {"key": raw.key}
-            if caption is not None:
-                line["caption"] = caption
-            lines.append(json.dumps(line) + "\n")
-    for number, kind in enumerate(kinds):
+            lines.append(json.dumps({"key": raw.key, "caption": caption}) + "\n")
+    for number, kind in enumerate(KINDS):
         with files.replacing(array_path(path, kind)) as file:
             np.save(file, np.concatenate([part[:, number] for part in rows]) if rows else np.empty((0, 0)))
     files.write_text(path, "".join(lines))

@@ -11,7 +11,8 @@ from clipscale.config.data import DataConfig
 from clipscale.config.eval import MODEL, AnyModel, model_run
 from clipscale.config.setting import setting
 
-IMAGE, TEXT = "image", "text"
+IMAGE, TEXT = KINDS = ("image", "text")
+"""The features of a sample, in the order of a row."""
 
 
 @dataclass(frozen=True)
@@ -20,13 +21,12 @@ class EmbedConfig(AnyModel):
 
     ONLY: ClassVar = {
         "model": MODEL,
-        "data": "train captions only_keys max_pixels allow_pipe",
+        "data": "train captions max_pixels allow_pipe",
         "launch": "procs timeout_s",
     }
 
     weights: str = setting("trained", sections.WEIGHTS_HELP, choices=sections.WEIGHTS)
     out: str = setting("", "Folder to write; complete files in it are kept.")
-    features: str = setting("both", "Which features.", choices=(IMAGE, TEXT, "both"))
     teacher: str = setting(
         "", "Write shards with both features as a further member TEACHER.npy, for `distill.teachers`; empty: arrays."
     )
@@ -35,18 +35,11 @@ class EmbedConfig(AnyModel):
     data: DataConfig = field(default_factory=DataConfig)
     launch: sections.LaunchConfig = field(default_factory=sections.LaunchConfig)
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """The features of a sample."""
-        return (IMAGE, TEXT) if self.features == "both" else (self.features,)
-
 
 def check_embed(config: EmbedConfig) -> Path | None:
-    """The folder of the run; None for another model, also one of random weights. Raises UserError."""
+    """The folder of the run; None for weights of another source. Raises UserError."""
     if not config.out:
         raise UserError("out is not set; give the folder to write, out=DIR")
-    if config.teacher and config.features != "both":
-        raise UserError(f"teacher={config.teacher}: needs features=both, not features={config.features}")
     if config.teacher and not re.fullmatch(r"[a-z0-9_-]+", config.teacher):
         raise UserError(f"teacher={config.teacher}: take lower-case letters, digits, _ and -")
-    return model_run(config) if config.run or not config.model.name else None
+    return model_run(config)

@@ -1,6 +1,5 @@
 """The verb `clipscale explore`: loads a model and its embedded set, and serves the page."""
 
-from dataclasses import replace
 from pathlib import Path
 
 from clipscale.common.errors import UserError
@@ -26,5 +25,4 @@ def prepared(config: ExploreConfig) -> tuple[SearchModel, Pictures]:
     """The model with its set, and the pictures of the set. Raises UserError for features of another model."""
     (folder,) = config.data.train or []
     model = SearchModel(config, EmbeddedSet(Path(folder).expanduser()))
-    listed = model.embedded.note.get("only_keys")  # rows are numbered as they were embedded
-    return model, Pictures(model.embedded.sources, replace(config.data, only_keys=listed))
+    return model, Pictures(model.embedded.sources, config.data)
