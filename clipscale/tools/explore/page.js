@@ -77,20 +77,14 @@ function pictures(title, rows) {
   id("pictures").replaceChildren(grid(rows));
 }
 
-// Without a question: samples of the set.
-async function start() {
-  const mine = ++latest;
+// Without a question: the hint alone.
+function start() {
+  latest += 1;
   asked = null;
   id("query").hidden = true;
-  try {
-    const result = await answer("overview", { count: Number(id("count").value) });
-    if (mine !== latest) return;
-    say("");
-    id("hint").hidden = false;
-    pictures("Samples of the set", result.images);
-  } catch (error) {
-    if (mine === latest) say(error.message, true);
-  }
+  id("found").hidden = true;
+  say("");
+  id("hint").hidden = false;
 }
 
 function search(text) {
@@ -141,10 +135,12 @@ async function classify() {
   localStorage.setItem("labels", id("labels").value);
   localStorage.setItem("template", id("template").value);
   try {
-    const result = await answer("classes", { picture, labels: [...new Set(labels())], template: id("template").value });
+    const names = [...new Set(labels())];
+    const result = await answer("classes", { picture, labels: names, template: id("template").value });
+    const classes = names.map((label, n) => ({ label, share: result.share[n], score: result.score[n] }));
     if (!current()) return;
     id("classes").replaceChildren(
-      make("ol", { className: "rows" }, ...result.classes.sort((a, b) => b.share - a.share).slice(0, 12).map((row) => {
+      make("ol", { className: "rows" }, ...classes.sort((a, b) => b.share - a.share).slice(0, 12).map((row) => {
         const bar = make("i");
         bar.style.width = `${100 * row.share}%`;
         return make("li", { title: `similarity ${row.score.toFixed(3)}` }, bar,

@@ -1,6 +1,6 @@
 """Exact search in what `clipscale embed` has written, with its model, and the pictures of its shards.
 
-D: feature width, n: rows of a tile.
+D: feature width.
 """
 
 import io
@@ -31,30 +31,21 @@ from clipscale.step.precision import Precision
 from clipscale.tools.embed.arrays import EmbeddedSet
 from clipscale.tools.explore.settings import ExploreConfig
 
-TILE = 1 << 14
-"""Rows compared at once: 32 MiB of 512 float32 numbers."""
+TILE = 1 << 12
+"""Rows compared at once: 8 MiB of 512 float32 numbers."""
 SIDE = 320  # pixels of the longer side of a picture on the page
 
 
 def nearest(parts: Iterable[np.ndarray], query_D: Tensor, count: int) -> list[tuple[int, float]]:
-    """The `count` rows with the largest dot products, and these, best first; of equal ones the first row.
+    """The `count` rows with the largest dot products, and these, best first. Rows of NaN are left out.
 
-    Rows of NaN are left out. parts: arrays (rows, D) of any float type; their rows are numbered through.
+    parts: arrays (rows, D) of any float type; their rows are numbered through.
     """
-    scores = query_D.new_empty(0)
-    rows = torch.empty(0, dtype=torch.int64, device=query_D.device)
-    first = 0
-    space = query_D.new_empty(TILE, len(query_D))  # allocating it for each tile takes longer than the product
-    for part in parts:
-        for start in range(0, len(part), TILE):
-            stored = torch.from_numpy(np.array(part[start : start + TILE]))
-            tile_nD = space[: len(stored)].copy_(stored)
-            scores = torch.cat([scores, (tile_nD @ query_D).nan_to_num(nan=-torch.inf)])
-            rows = torch.cat([rows, torch.arange(first + start, first + start + len(stored), device=query_D.device)])
-            best = scores.argsort(descending=True, stable=True)[:count]
-            scores, rows = scores[best], rows[best]
-        first += len(part)
-    return [(row, score) for row, score in zip(rows.tolist(), scores.tolist()) if score > -torch.inf]
+    tiles = [part[start : start + TILE] for part in parts for start in range(0, len(part), TILE)]
+    products = [torch.from_numpy(np.array(tile)).to(query_D) @ query_D for tile in tiles]
+    scores = torch.cat([query_D.new_empty(0), *products]).nan_to_num(nan=-torch.inf)
+    best = scores.topk(min(count, len(scores)))
+    return [(row, score) for row, score in zip(best.indices.tolist(), best.values.tolist()) if score > -torch.inf]
 
 
 class SearchModel:
@@ -95,11 +86,11 @@ class SearchModel:
         with self.lock, torch.no_grad(), self.precision.autocast():
             return F.normalize(tower(inputs.to(self.device)).float(), dim=-1)
 
-    def classes(self, picture_D: Tensor, prompts: list[str]) -> list[tuple[float, float]]:
-        """Probability (the softmax over the prompts, by the model's scale) and similarity of each for a picture."""
+    def classes(self, picture_D: Tensor, prompts: list[str]) -> dict[str, list[float]]:
+        """Of each prompt `share` (the softmax over all, by the model's scale) and `score` (its similarity)."""
         scores = self.encode_texts(prompts) @ picture_D
         shares = (scores * self.model.logit_scale.detach().to(self.device).float().exp()).softmax(0)
-        return list(zip(shares.tolist(), scores.tolist()))
+        return {"share": shares.tolist(), "score": scores.tolist()}
 
     def matches(self, query_D: Tensor, kind: str, count: int) -> list[dict[str, Any]]:
         """The samples whose feature of that kind is nearest to a query, with their similarity, best first."""

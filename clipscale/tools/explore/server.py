@@ -37,7 +37,7 @@ def application(model: SearchModel, pictures: Pictures) -> Starlette:
     page = Page(model, pictures)
     routes = [Route(f"/{name}", partial(file, name or "page.html", kind)) for name, kind in PAGE.items()]
     routes += [Route("/model", page.describe), Route("/small/{part}/{row:int}", page.small)]
-    for question in (page.overview, page.search, page.picture, page.sample, page.classes):
+    for question in (page.search, page.picture, page.sample, page.classes):
         routes.append(Route(f"/{question.__name__}", question, methods=["POST"]))
     hosts = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
     handlers = dict.fromkeys((HTTPException, BrokenSampleError), problem)
@@ -77,13 +77,6 @@ class Page:
         picture = await run_in_threadpool(self.pictures.small, **request.path_params)
         return Response(picture, headers=HEADERS, media_type="image/jpeg")
 
-    async def overview(self, request: Request) -> Response:
-        """Samples at even distances in the set."""
-        embedded = self.model.embedded
-        (count,) = await asked(request, count=int)
-        shown = min(count, len(embedded))
-        return answer({"images": [embedded.sample(n * len(embedded) // shown) for n in range(shown)]})
-
     async def search(self, request: Request) -> Response:
         """The pictures nearest to a text."""
         text, count = await asked(request, text=str, count=int)
@@ -117,9 +110,7 @@ class Page:
         if picture not in self.queries:
             raise HTTPException(404, "this picture is no longer kept; give it again")
         prompts = [template.replace("{}", str(label)) for label in labels]
-        shares = await run_in_threadpool(self.model.classes, self.queries[picture], prompts)
-        rows = [{"label": label, "share": share, "score": score} for label, (share, score) in zip(labels, shares)]
-        return answer({"classes": rows})
+        return answer(await run_in_threadpool(self.model.classes, self.queries[picture], prompts))
 
 
 async def body_of(request: Request, most: int) -> bytes:
