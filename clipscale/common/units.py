@@ -8,8 +8,9 @@ from pathlib import Path
 
 from clipscale.common.errors import UserError
 
-UNITS = {"": (1, 1), "k": (2**10, 10**3), "m": (2**20, 10**6), "g": (2**30, 10**9), "b": (10**9, 10**9)}
-"""Of a whole number, and of one with decimals."""
+BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "b": 10**9}
+DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
+"""Units of a number with decimals."""
 
 
 def run_folder(name: str) -> Path:
@@ -31,7 +32,8 @@ def parse_count(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(\.\d+)?)\s*([kmgb]?)\s*", text, re.IGNORECASE)
     if match is None:
         raise ValueError(f"{text!r} is not a count such as 100000, 768k, 12.8M or 13B")
-    value = Fraction(match[1]) * UNITS[match[3].lower()][match[2] is not None]
+    units = DECIMAL if match[2] else BINARY
+    value = Fraction(match[1]) * units[match[3].lower()]
     if value.denominator != 1:
         raise ValueError(f"{text!r} is not a whole number")
     return int(value)
@@ -90,15 +92,13 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
     Compares the last parts of dotted names first (`lr` and `optim.lrr` suggest `optim.lr`), then beginnings, then all.
     """
-    leaf = word.rpartition(".")[2]
-    leaves: dict[str, list[str]] = {}
-    for name in known:
-        leaves.setdefault(name.rpartition(".")[2], []).append(name)
-    names = [name for group in leaves.values() for name in group]
-    close = leaves.get(leaf) or [name for near in get_close_matches(leaf, leaves, cutoff=0.75) for name in leaves[near]]
-    close = close or [name for name in names if name.startswith(word)] or get_close_matches(word, names, cutoff=0.6)
-    # Names in the section that was typed come first.
-    close = sorted(close, key=lambda name: name.rpartition(".")[0] != word.rpartition(".")[0])
+    names = list(known)
+    leaves = {name: name.rpartition(".")[2] for name in names}
+    section, _, leaf = word.rpartition(".")
+    like = [leaf] if leaf in leaves.values() else get_close_matches(leaf, set(leaves.values()), cutoff=0.75)
+    close = [name for name in names if leaves[name] in like] or [name for name in names if name.startswith(word)]
+    close = close or get_close_matches(word, names, cutoff=0.6)
+    close = sorted(close, key=lambda name: name.rpartition(".")[0] != section)  # first those in the section
     return f"; did you mean {one_of(repr(name) for name in close[:3])}?" if close else ""
 
 

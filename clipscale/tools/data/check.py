@@ -23,7 +23,7 @@ from clipscale.tools.data.settings import CheckSettings
 
 @dataclass
 class Findings:
-    """What is wrong with a shard, or with several together."""
+    """What is wrong with a shard."""
 
     samples: int = 0
     bytes: int = 0
@@ -31,30 +31,24 @@ class Findings:
     """Reason -> samples."""
     examples: dict[str, str] = field(default_factory=dict)
     """Reason -> the first such sample, and what is wrong with it."""
-    damaged: dict[str, str] = field(default_factory=dict)
-    """Shard -> why it could not be read to its end."""
-
-    def add(self, other: "Findings") -> None:
-        self.samples += other.samples
-        self.bytes += other.bytes
-        self.broken.update(other.broken)
-        self.examples = other.examples | self.examples
-        self.damaged |= other.damaged
+    damage: str = ""
+    """Why it could not be read to its end."""
 
 
 def main(sources: Sequence[str], settings: CheckSettings) -> int:
     """Print the table. Status 1 where something is broken, apart from what the filters leave out. Raises UserError."""
     urls = expanded(sources, settings.data.allow_pipe)
-    findings = Findings()
     checked = index.map_shards(partial(check_shard, config=settings.data), cores(), urls)
-    for shard in progress(checked, len(urls)):
-        findings.add(shard)
-    rows = [("samples", str(findings.samples), format_bytes(findings.bytes))]
-    rows.append(("usable", str(findings.samples - findings.broken.total()), ""))
-    rows += [(reason, str(count), findings.examples[reason]) for reason, count in findings.broken.most_common()]
-    rows += [("damaged shard", url, why) for url, why in sorted(findings.damaged.items())]
-    plain_console().print(TextTable(("", "", ""), rows, left=("",)))
-    failed = findings.damaged or any(not reason.startswith("filter_") for reason in findings.broken)
+    shards = list(progress(checked, len(urls)))
+    samples = sum(shard.samples for shard in shards)
+    broken = sum((shard.broken for shard in shards), Counter[str]())
+    examples = {reason: text for shard in reversed(shards) for reason, text in shard.examples.items()}
+    damaged = [("damaged shard", url, shard.damage) for url, shard in zip(urls, shards) if shard.damage]
+    rows = [("samples", str(samples), format_bytes(sum(shard.bytes for shard in shards)))]
+    rows.append(("usable", str(samples - broken.total()), ""))
+    rows += [(reason, str(count), examples[reason]) for reason, count in broken.most_common()]
+    plain_console().print(TextTable(("", "", ""), rows + damaged, left=("",)))
+    failed = damaged or any(not reason.startswith("filter_") for reason in broken)
     return 1 if failed else 0
 
 
@@ -72,7 +66,7 @@ def check_shard(url: str, config: DataConfig) -> Findings:
             findings.broken[error.reason] += 1
             findings.examples.setdefault(error.reason, f"{leaf_of(url)}/{sample.key}: {error}"[:200])
     if problem.reason:
-        findings.damaged[url] = f"{problem.reason}: {problem.detail}".replace(f"{url}: ", "")
+        findings.damage = f"{problem.reason}: {problem.detail}".replace(f"{url}: ", "")
     return findings
 
 

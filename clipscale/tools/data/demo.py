@@ -65,9 +65,8 @@ def main(settings: DemoSettings) -> Path:
     begun = time.monotonic()
     fresh = render_demo(place.root, settings.samples)
     verb = f"written in {time.monotonic() - begun:.1f} s" if fresh else "already there"
-    say(f"demo set {verb}: {settings.samples} pairs in {place.train}, and the evaluation sets")
-    for name in TEST_SETS:
-        say(f"  {place.tests[name]}")
+    sets = ", ".join(map(str, place.tests.values()))
+    say(f"demo set {verb}: {settings.samples} pairs in {place.train}; evaluation sets {sets}")
     return place.root
 
 

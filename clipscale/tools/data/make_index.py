@@ -38,14 +38,11 @@ def main(sources: Sequence[str], settings: IndexSettings) -> int:
     scan = subset.scan if subset else None
     outcomes = dict(progress(index.update_indexes(urls, workers=cores(), subset=name, scan=scan), len(urls)))
     entries, _ = index.current(urls, name)
-    counts = [entry.samples for entry in entries.values()] or [0]
+    samples = sum(entry.samples for entry in entries.values())
     size = format_bytes(sum(entry.size for entry in entries.values()))
-    read = sum(isinstance(outcome, index.Entry) for outcome in outcomes.values())
-    say(f"{sum(counts)} samples in {len(entries)} shards of {min(counts)} to {max(counts)}, {size}; {read} read now")
+    say(f"{samples} samples in {len(entries)} shards, {size}")
     damage = [f"not indexed: {url}: {outcome}" for url, outcome in outcomes.items() if isinstance(outcome, str)]
     damage += [f"{e.reason} after {e.samples} samples: {e.detail}" for e in entries.values() if e.reason]
     for line in damage:
         say(line)
-    for place in sorted({str(index.writable_path(index.folder_of(url), name)) for url in urls}):
-        say(f"  {place}")
     return 1 if damage else 0

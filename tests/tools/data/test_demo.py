@@ -102,7 +102,7 @@ def test_a_set_is_reused_and_other_folders_are_refused(
     assert not demo.render_demo(place, 64)
     with pytest.raises(UserError, match="not this demo set"):
         demo.render_demo(place, 80)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["set"], "nothing is left lying about"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["set"], "no temporary folder is left"
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "thesis.tex").write_text("years of work")

@@ -24,7 +24,7 @@ def test_index_takes_brace_lists_globs_folders_and_lists(tmp_path: Path, capsys:
         [str(tmp_path / f"0000{i}.tar") for i in range(3)],
     ):
         assert main(["data", "index", *words]) == 0
-        assert "12 samples in 3 shards of 3 to 5, " in capsys.readouterr().out
+        assert "12 samples in 3 shards, " in capsys.readouterr().out
     assert (tmp_path / index.FILE).is_file()
 
 
@@ -44,5 +44,5 @@ def test_a_damaged_shard_is_named_and_the_status_is_one(tmp_path: Path, capsys: 
     good, bad = write_shards(tmp_path, [3, 4], sized=False)
     bad.write_bytes(bad.read_bytes()[:3000])
     assert main(["data", "index", str(good), str(bad)]) == 1
-    out = capsys.readouterr().out
-    assert f"truncated_shard after 1 samples: {bad}" in out and f"  {tmp_path}/clipscale-index.sqlite" in out
+    assert f"truncated_shard after 1 samples: {bad}" in capsys.readouterr().out
+    assert (tmp_path / "clipscale-index.sqlite").is_file()
