@@ -25,6 +25,7 @@ VARIABLES = ("NCCL_", "OMP_NUM", "CUDA_VISIBLE", "SLURM_JOB_ID")
 
 def environment(world: int = 1) -> dict[str, Any]:
     """A JSON-like record of this process's environment, without secrets."""
+    gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     record = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
@@ -35,8 +36,8 @@ def environment(world: int = 1) -> dict[str, Any]:
         "commit": _commit(),
         "processes": world,
         "cpus": cores(),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "gpu_bytes": [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())],
+        "gpus": [gpu.name for gpu in gpus],
+        "gpu_bytes": [gpu.total_memory for gpu in gpus],
         "cuda": torch.version.cuda,
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
     }

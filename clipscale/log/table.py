@@ -71,15 +71,16 @@ def plain_console() -> Console:
 def result_tables(results: Results, title: str = "") -> list[TextTable]:
     """One table for each group of evaluation sets that share their metrics; fractions in per cent."""
     groups: dict[tuple[str, ...], list[str]] = {}
-    for name, metrics in results.items():
-        order = sorted(metrics, key=lambda m: list(TITLES).index(m) if m in TITLES else len(TITLES))
-        groups.setdefault(tuple(order), []).append(name)
+    for name, result in results.items():
+        known = [metric for metric in TITLES if metric in result]
+        others = [metric for metric in result if metric not in TITLES]
+        groups.setdefault((*known, *others), []).append(name)
     tables: list[TextTable] = []
-    for columns, names in groups.items():
+    for metrics, names in groups.items():
         # Broken images are rare: a column of zeros is left out.
-        shown = [c for c in columns if c != "broken" or any(results[name][c] for name in names)]
-        rows = [[name, *(_cell(column, results[name][column]) for column in shown)] for name in names]
-        heads = ["set", *(TITLES.get(column, column) for column in shown)]
+        columns = [m for m in metrics if m != "broken" or any(results[name][m] for name in names)]
+        rows = [[name, *(_cell(column, results[name][column]) for column in columns)] for name in names]
+        heads = ["set", *(TITLES.get(column, column) for column in columns)]
         tables.append(TextTable(heads, rows, "" if tables else title))
     return tables
 

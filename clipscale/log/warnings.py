@@ -5,13 +5,10 @@ from collections.abc import Mapping, Sequence
 from statistics import mean, median
 from typing import Any
 
-from clipscale.config.sections import MAX_LOGIT_SCALE
-
 WINDOW, FIRST = 50, 10
 """Steps that are looked at, and the first ones, which start kernels, compilers and workers."""
 SPIKES_FROM = 2.3
 """The RMS of g / sqrt(v) from which AdamW's loss spikes some steps later (Wortsman et al. 2023, arXiv 2304.13013)."""
-NEEDED = {"batch", "loss", "lr", "logit_scale", "data_wait_frac"}
 
 
 def warnings_of(records: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> dict[str, str]:
@@ -22,7 +19,7 @@ def warnings_of(records: Sequence[Mapping[str, Any]], settings: Mapping[str, Any
     warnings: dict[str, str] = {}
     last = records[-1]
     full = len(records) == WINDOW
-    if len(records) <= FIRST or NEEDED - last.keys():
+    if len(records) <= FIRST:
         return {}
     losses = [r["loss"] for r in records if math.isfinite(r["loss"])] or [last["loss"]]
     middle = median(losses)
@@ -33,9 +30,6 @@ def warnings_of(records: Sequence[Mapping[str, Any]], settings: Mapping[str, Any
             outran = f"squared gradients outran their average at step {worst['step']} (RMS {worst['update_rms']:.1f})"
             cause = f"{worst['update_rms_tensor']}, whose {outran}; optim.name=stableadamw or a smaller beta2 helps"
         warnings["spike"] = f"the loss jumped from {middle:.3f} to {last['loss']:.3f}; likely cause: {cause}"
-    if full and min(r["logit_scale"] for r in records) > 0.9999 * MAX_LOGIT_SCALE:
-        why = "usual late in a long run; early, optim.lr is too high"
-        warnings["clamp"] = f"the logit scale stays at its limit of {MAX_LOGIT_SCALE:g}: {why}"
     share = mean(r["data_wait_frac"] for r in records) if full else 0
     if share > 0.2:
         warnings["starved"] = f"{share:.0%} of the time went by waiting for data: more data.workers, or a faster disk"
