@@ -57,13 +57,11 @@ def devices() -> Iterator[Finding]:
     for number in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(number)
         free, total = torch.cuda.mem_get_info(number)
-        remark = ""
+        summary = f"GPU {number}: {gpu.name}, {format_bytes(free)} of {format_bytes(total)} free"
         if gpu.major < 8:
-            remark += "; no bf16 arithmetic: use precision=fp16"
-        if free < 0.9 * total:
-            remark += "; another process is using it"
-        summary = f"GPU {number}: {gpu.name}, {format_bytes(free)} of {format_bytes(total)} free{remark}"
-        yield "note" if remark else "ok", summary
+            yield "note", f"{summary}; no bf16 arithmetic: use precision=fp16"
+        else:
+            yield "ok", summary
 
 
 def loss() -> Iterator[Finding]:

@@ -47,13 +47,10 @@ def average(
 def state_of(other: str, config: ModelConfig, weights: str) -> dict[str, Tensor]:
     """The weights of a run, a checkpoint, or any `model.weights`. Raises UserError."""
     path = Path(other).expanduser()
-    run = run_folder(other)
-    which = "latest"
-    if path.parent.name == "checkpoints":
-        run = path.parent.parent
-        which = str(path)
+    in_run = path.parent.name == "checkpoints"
+    run = path.parent.parent if in_run else run_folder(other)
     if (run / "checkpoints").is_dir():
-        model, other_config, _ = load_model(run, which, weights)
+        model, other_config, _ = load_model(run, str(path) if in_run else "latest", weights)
         pixels = other_config.pixels
     else:
         described = find(other, config.name, "average").pixels

@@ -1,11 +1,9 @@
 """A folder that open_clip loads: weights under its names, and its description of the model and of the pictures."""
 
-import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from open_clip.constants import HF_CONFIG_NAME, HF_SAFE_WEIGHTS_NAME
 from open_clip.tokenizer import HFTokenizer
@@ -60,11 +58,7 @@ def weights(model: ClipModel, dtype: torch.dtype) -> dict[str, Tensor]:
 def description(model: ClipModel, config: ModelConfig) -> dict[str, Any]:
     """open_clip's description of the model and of its preprocessing."""
     details = architecture(config) | {"custom_text": True}
-    vision = details["vision_cfg"]
-    vision.pop("patch_dropout", None)  # for training only
-    sized = re.sub(r"_\d+$", f"_{model.image_size}", vision.get("timm_model_name", ""))
-    if config.image_size and timm.is_model(sized):  # open_clip builds a tower of timm for its own size
-        vision["timm_model_name"] = sized
+    details["vision_cfg"].pop("patch_dropout", None)  # for training only
     if model.logit_bias is not None:  # makes open_clip create the bias; its saved value replaces this one
         details["init_logit_bias"] = 0.0
     return {"model_cfg": details, "preprocess_cfg": {"size": model.image_size} | asdict(config.pixels)}

@@ -53,8 +53,7 @@ def card(run: Path, model: ClipModel, config: ModelConfig, note: dict[str, str],
     """The text of README.md. `call` loads the folder with `library`; `note` has the run, its step and which weights."""
     path = run / "config.yaml"
     settings = dict(flat(yaml.safe_load(path.read_text(encoding="utf-8")))) if path.is_file() else {}
-    rows = [("model", config.name), ("parameters", f"{sum(p.numel() for p in model.parameters()):,}")]
-    rows += [("image size", str(model.image_size)), ("feature width", str(model.width))]
+    rows = [("model", config.name), ("image size", str(model.image_size))]
     rows += [("step", note["step"]), ("weights", note["weights"])]
     rows += [(name, str(settings[name])) for name in SHOWN if settings.get(name) is not None]
     head = {"library_name": library, "tags": ["clip", "zero-shot-image-classification"]}

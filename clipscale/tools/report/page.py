@@ -159,12 +159,10 @@ def thinned(table: np.ndarray, parts: int) -> np.ndarray:
     kept = {0, len(table) - 1}
     y = table[:, 3]
     for part in np.array_split(np.arange(len(table)), parts):
-        is_gap = np.isnan(y[part])
-        gaps = part[is_gap]
-        finite = part[~is_gap]
+        gaps = part[np.isnan(y[part])]
         kept.update(gaps[:1])
-        if len(finite):
-            kept.update((finite[y[finite].argmin()], finite[y[finite].argmax()]))
+        if len(gaps) < len(part):
+            kept.update((part[np.nanargmin(y[part])], part[np.nanargmax(y[part])]))
     return table[sorted(kept)]
 
 

@@ -40,15 +40,15 @@ def test_transformers_loads_what_was_exported_and_computes_the_same(tmp_path: Pa
         tmp_path / "run", ModelConfig("own", architecture, preprocess={"mean": [0.5, 0.4, 0.3]}, init_scale=20.0)
     )
     out = main(ExportSettings(run=str(tmp_path / "run"), to="hf"))
-    theirs = transformers.AutoModel.from_pretrained(out).eval()
+    reference = transformers.AutoModel.from_pretrained(out).eval()
     pixels = torch.randint(0, 256, (2, 3, 32, 32), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     tokens = model.tokenizer(TEXTS)
     with torch.no_grad():
         image, text = model.image(pixels), model.text(tokens)
     normalised = (pixels - model.image.mean) / model.image.std
-    assert torch.allclose(features(theirs.get_image_features, pixel_values=normalised), image, atol=1e-5)
-    assert torch.allclose(features(theirs.get_text_features, input_ids=tokens), text, atol=1e-5)
-    assert theirs.logit_scale.item() == pytest.approx(model.logit_scale.item())
+    assert torch.allclose(features(reference.get_image_features, pixel_values=normalised), image, atol=1e-5)
+    assert torch.allclose(features(reference.get_text_features, input_ids=tokens), text, atol=1e-5)
+    assert reference.logit_scale.item() == pytest.approx(model.logit_scale.item())
     if kind == "clip":
         processor = transformers.AutoImageProcessor.from_pretrained(out, use_fast=False)
         picture = Image.effect_noise((50, 40), 60).convert("RGB")
@@ -60,8 +60,8 @@ def test_transformers_loads_what_was_exported_and_computes_the_same(tmp_path: Pa
 
 def test_the_tokenizer_of_an_export_is_clips(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, 12)
-    theirs = transformers.CLIPTokenizer.from_pretrained(tmp_path)(TEXTS)["input_ids"]
-    for ours, tokens in zip(open_clip.SimpleTokenizer(context_length=12)(TEXTS).tolist(), theirs):
+    reference = transformers.CLIPTokenizer.from_pretrained(tmp_path)(TEXTS)["input_ids"]
+    for ours, tokens in zip(open_clip.SimpleTokenizer(context_length=12)(TEXTS).tolist(), reference):
         assert tokens == ours[: len(tokens)] and not any(ours[len(tokens) :]), f"{tokens} instead of {ours}"
 
 
@@ -89,19 +89,19 @@ def test_hugging_faces_model_comes_back(tmp_path: Path) -> None:
     common = {"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32}
     text = common | {"max_position_embeddings": 12, "vocab_size": 49408}
     sizes = {"vision_config": common | {"image_size": 32, "patch_size": 8}, "text_config": text, "projection_dim": 32}
-    theirs = transformers.CLIPModel(transformers.CLIPConfig(**sizes))
-    theirs.save_pretrained(tmp_path / "theirs")
-    config = ModelConfig(name="", weights=str(tmp_path / "theirs"))
+    reference = transformers.CLIPModel(transformers.CLIPConfig(**sizes))
+    reference.save_pretrained(tmp_path / "reference")
+    config = ModelConfig(name="", weights=str(tmp_path / "reference"))
     _, out = through_clipscale(tmp_path / "run", config, "hf")
     again = transformers.AutoModel.from_pretrained(out)
-    assert type(again) is type(theirs)
-    assert_same_weights(theirs, again)
+    assert type(again) is type(reference)
+    assert_same_weights(reference, again)
 
 
 def test_open_clips_model_comes_back(tmp_path: Path) -> None:
     torch.manual_seed(1)
-    theirs = open_clip.model.CustomTextCLIP(**SMALL)
-    torch.save(theirs.state_dict(), tmp_path / "theirs.pt")
-    config = ModelConfig("small", SMALL, weights=str(tmp_path / "theirs.pt"))
+    reference = open_clip.model.CustomTextCLIP(**SMALL)
+    torch.save(reference.state_dict(), tmp_path / "reference.pt")
+    config = ModelConfig("small", SMALL, weights=str(tmp_path / "reference.pt"))
     _, out = through_clipscale(tmp_path / "run", config, "open_clip")
-    assert_same_weights(theirs, open_clip.create_model_from_pretrained(f"local-dir:{out}")[0])
+    assert_same_weights(reference, open_clip.create_model_from_pretrained(f"local-dir:{out}")[0])
