@@ -12,7 +12,7 @@ SPIKES_FROM = 2.3
 
 
 def warnings_of(records: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> dict[str, str]:
-    """Kind -> a line, for what the newest of at most WINDOW records, which come after the FIRST, lets one suspect.
+    """Kind -> a line: what the newest record suggests beside the others: at most WINDOW, all after the FIRST.
 
     `settings`: the run's, nested.
     """

@@ -116,7 +116,7 @@ function look(picture, about, source) {
 }
 
 function captions(rows) {
-  if (!rows.length) return make("p", { className: "none", textContent: "The set was embedded without texts." });
+  if (!rows.length) return make("p", { className: "none", textContent: "No text has features." });
   const seen = new Set();
   const unlike = rows.filter((row) => !seen.has(row.caption) && seen.add(row.caption)).slice(0, 8);
   return make("ol", { className: "rows" }, ...unlike.map((row) =>
