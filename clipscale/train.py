@@ -178,7 +178,7 @@ class Run:
             self.loss, grad_norm = Readback(value, norm).read()  # the only place where the host waits for the device
             finite = math.isfinite(self.loss) and math.isfinite(grad_norm)
             if not finite:
-                state.refuse_divergence(self.step, self.loss, grad_norm, batch, self.resolved.folder)
+                state.refuse_divergence(self.step, self.loss, grad_norm)
             if finite or state.precision.scaler:  # after an overflow the scaler skips the step and lowers its scale
                 state.update(norm)
             logged = finite and (self.step + 1) % self.config.log.every == 0

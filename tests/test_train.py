@@ -29,7 +29,6 @@ from clipscale.config.train import TrainConfig
 from clipscale.data.loader.stream import DataConfig
 from clipscale.launch import local
 from clipscale.launch.run_lock import RunLock
-from clipscale.models.towers import build_model
 from clipscale.step.grad_cache import GradCache
 from clipscale.tools.data.demo import paths
 from clipscale.train import train
@@ -177,11 +176,6 @@ def test_a_diverging_run_stops_and_keeps_its_checkpoints(demo: Path, tmp_path: P
     with pytest.raises(UserError, match=r"training has diverged.*lower optim.lr"):
         train(config)
     assert checkpoint.checkpoints_of(tmp_path / "run"), "the step before the divergence must be there"
-    (left,) = (tmp_path / "run/diverged").iterdir()
-    state = torch.load(left, weights_only=True)
-    assert len(state["samples"].unique()) == 64, "the ids of the batch at which it happened"
-    assert not math.isfinite(state["loss"]) or not math.isfinite(state["grad_norm"])
-    assert state["model"].keys() == build_model(config.model).state_dict().keys()
 
 
 def test_half_precision_that_overflows_at_any_loss_scale_has_diverged(

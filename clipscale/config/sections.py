@@ -67,9 +67,7 @@ class LaunchConfig:
 class OptimConfig:
     """The optimizer, by timm's name."""
 
-    name: str = setting(
-        "adamw", "Any of timm's optimizers (adamw, adafactorbv, lion, lamb, muon, ...), or stableadamw."
-    )
+    name: str = setting("adamw", "Any of timm's optimizers: adamw, adafactorbv, lion, lamb, muon, ...")
     lr: float = setting(5e-4, "Peak of the schedule.", least=0)
     weight_decay: float = setting(0.2, "Of matrices; gains, biases and the logit scale are never decayed.", least=0)
     betas: tuple[float, float] = setting(
@@ -79,7 +77,7 @@ class OptimConfig:
     clip_norm: float | None = setting(None, "Largest global gradient norm; null or 0: no clipping.", least=0)
     on_divergence: str = setting(
         "stop",
-        "When the loss or gradient is not finite: `stop`, and save what is needed to debug it, or `skip` the step.",
+        "When the loss or gradient is not finite: `stop` before the weights change, or `skip` the step.",
         choices=("stop", "skip"),
     )
     options: dict[str, Any] = setting({}, "Further keyword arguments of timm's factory.")

@@ -28,7 +28,7 @@ def warnings_of(records: Sequence[Mapping[str, Any]], settings: Mapping[str, Any
         cause = "odd samples, or too high an optim.lr"
         if (worst.get("update_rms") or 0) > SPIKES_FROM:
             outran = f"squared gradients outran their average at step {worst['step']} (RMS {worst['update_rms']:.1f})"
-            cause = f"{worst['update_rms_tensor']}, whose {outran}; optim.name=stableadamw or a smaller beta2 helps"
+            cause = f"{worst['update_rms_tensor']}, whose {outran}; a smaller beta2 helps"
         warnings["spike"] = f"the loss jumped from {middle:.3f} to {last['loss']:.3f}; likely cause: {cause}"
     share = mean(r["data_wait_frac"] for r in records) if full else 0
     if share > 0.2:

@@ -24,7 +24,6 @@ from clipscale.config.sections import MAX_LOGIT_SCALE
 from clipscale.config.train import TrainConfig
 from clipscale.data.columns import KEYS
 from clipscale.data.features import TeacherFeatures, stored_teachers
-from clipscale.data.loader.host_batch import HostBatch
 from clipscale.distributed.fsdp import replicate_state
 from clipscale.distributed.world import World, gradient_norm
 from clipscale.loss.api import contrastive_loss, distillation_loss
@@ -206,22 +205,13 @@ class TrainState:
         if self.average and not skipped:
             self.average.update()
 
-    def refuse_divergence(self, step: int, loss: float, grad_norm: float, batch: HostBatch, run: Path) -> None:
-        """Raise UserError for a value that is not finite, unless a lower loss scale or a skipped step may help.
-
-        The weights, as yet unchanged, and the ids of the batch's samples are written to RUN/diverged/.
-        """
-        if self.precision.can_lower_loss_scale or self.config.optim.on_divergence != "stop":
+    def refuse_divergence(self, step: int, loss: float, grad_norm: float) -> None:
+        """Raise UserError for a value that is not finite, unless a lower loss scale or a skipped step may help."""
+        if self.precision.can_lower_loss_scale or self.config.optim.on_divergence == "skip":
             return
-        weights = get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        samples = torch.cat(self.world.gather(batch.ids().clone()))
-        path = run / "diverged" / f"step_{step:08d}.pt"
-        if self.world.main:
-            path.parent.mkdir(exist_ok=True)
-            torch.save({"step": step, "loss": loss, "grad_norm": grad_norm, "model": weights, "samples": samples}, path)
         raise UserError(
-            f"step {step}: loss={loss}, gradient norm={grad_norm}: training has diverged; earlier checkpoints are "
-            f"intact and {path} holds the weights; lower optim.lr, set optim.clip_norm, or use another precision"
+            f"step {step}: loss={loss}, gradient norm={grad_norm}: training has diverged; its checkpoints are intact; "
+            "lower optim.lr, set optim.clip_norm, or use another precision"
         )
 
     # ---- save and load ----

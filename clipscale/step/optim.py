@@ -1,4 +1,4 @@
-"""Optimizers (timm's factory, StableAdamW), parameter groups and learning-rate schedules."""
+"""Optimizers of timm's factory, parameter groups and learning-rate schedules."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +10,6 @@ import timm.optim
 import timm.optim.muon
 import torch
 import torch.distributed as dist
-from timm.optim._optim_factory import OptimInfo, default_registry
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -35,7 +34,7 @@ def known_optimizer(config: OptimConfig) -> None:
 def build_optimizer(
     model: nn.Module, config: OptimConfig, *, sharded: bool = False, scales: Mapping[str, float] | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer over the trainable parameters, timm's or StableAdamW; see `parameter_groups`.
+    """The optimizer over the trainable parameters; see `parameter_groups`.
 
     `sharded`: matrices and vectors are in shards, the scalars are not. `scales`: factors of the rate by parameter.
 
@@ -117,38 +116,6 @@ def parse_steps(text: str, setting: str, *, total: int, per_epoch: float | None)
         raise UserError(f"{setting}={text!r}: give steps (2000), a share (5%) or epochs (0.5ep)") from error
 
 
-class StableAdamW(torch.optim.Optimizer):
-    """AdamW whose rate for a tensor is divided by max(1, RMS_t) (Wortsman et al. 2023, arXiv 2304.13013, algorithm 2).
-
-    RMS_t = sqrt(mean(g^2 / max(v, eps^2))) is large where the average v of g^2 is out of date, as before loss spikes.
-    """
-
-    def __init__(
-        self, params: Any, lr: float, betas: tuple[float, float], eps: float = 1e-8, weight_decay: float = 0.0
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            first, second = group["betas"]
-            for p in (p for p in group["params"] if p.grad is not None):
-                state = self.state[p]
-                if not state:
-                    state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-                state["step"] += 1
-                m, v = state["exp_avg"], state["exp_avg_sq"]
-                m_share, v_share = (1 - beta ** float(state["step"]) for beta in (first, second))
-                m.lerp_(p.grad, 1 - first)
-                v.mul_(second).addcmul_(p.grad, p.grad, value=1 - second)
-                rate = group["lr"] / gradient_rms([p.grad], [v / v_share], group["eps"], [p.numel()])[0].clamp(min=1)
-                p.mul_(1 - rate * group["weight_decay"])
-                p.sub_(rate / m_share * m / ((v / v_share).sqrt() + group["eps"]))
-
-
-default_registry.register(OptimInfo("stableadamw", StableAdamW, "steady AdamW", has_betas=True, has_eps=True))
-
-
 def gradient_rms(gradients: list[Tensor], averages: list[Tensor], eps: float, sizes: list[int]) -> Tensor:
     """sqrt(mean(g^2 / max(v, eps^2))) of each gradient g and its average of squares v, 1-d; `averages` are written to.
 
@@ -172,7 +139,7 @@ def largest_rms(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[lis
     largest: list[Tensor] = []
     names: list[str] = []
     name_of = {id(p): name for name, p in model.named_parameters()}
-    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.AdamW | StableAdamW) else ():
+    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.AdamW) else ():
         if not (used := [p for p in group["params"] if p.grad is not None]):
             continue
         states, beta = [optimizer.state[p] for p in used], group["betas"][1]

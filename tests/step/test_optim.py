@@ -54,30 +54,22 @@ def test_adafactors_update_is_clipped_at_its_root_mean_square(clip: float | None
     assert update == pytest.approx(1.0) if clip == 1 else update > 1.2
 
 
-@pytest.mark.parametrize("name", ["adamw", "stableadamw"])
-def test_a_gradient_beyond_its_average_is_found_and_slows_stable_adamw_down(name: str) -> None:
+def test_a_gradient_beyond_its_average_is_found() -> None:
     """Gradients of 1 for long, then of 100 for one tensor: v = 10.999, RMS = 100 / sqrt(v) = 30.15."""
-    model, decay = small_model().double(), 0.1
-    config = OptimConfig(name=name, lr=1e-3, betas=(0.9, 0.999), weight_decay=decay, eps=1e-8)
+    model = small_model().double()
+    config = OptimConfig(lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
     optimizer, last = build_optimizer(model, config), model[2].weight
     for size in (1.0, 100.0):
         for p in model.parameters():
             p.grad = torch.full_like(p, size if p is last else 1.0)
-        before = model[0].weight.detach().clone(), last.detach().clone()
         optimizer.step()
         for state in optimizer.state.values() if size == 1 else ():
             for key, value in {"step": 1e6, "exp_avg": 1.0, "exp_avg_sq": 1.0}.items():
                 state[key].fill_(value)
-    found, names = largest_rms(optimizer, model)
-    assert names[int(found[1])] == "2.weight"
+    (rms, place), names = largest_rms(optimizer, model)
+    assert names[int(place)] == "2.weight"
     assert optimizer.state[last]["exp_avg_sq"].mean().item() == pytest.approx(10.999, abs=1e-9)
-    rms = 100 / math.sqrt(10.999)
-    assert found[0].item() == pytest.approx(rms) == pytest.approx(30.15, abs=5e-3)
-    for p, old, slower, update in (
-        (model[0].weight, before[0], 1, 1.0),
-        (last, before[1], rms if name == "stableadamw" else 1, (0.9 + 0.1 * 100) / math.sqrt(10.999)),
-    ):
-        torch.testing.assert_close(p.detach(), old - 1e-3 / slower * (update + decay * old), rtol=0, atol=1e-10)
+    assert rms.item() == pytest.approx(100 / math.sqrt(10.999)) == pytest.approx(30.15, abs=5e-3)
 
 
 def test_a_run_logs_the_largest_rms_and_its_tensor(shards: str, tmp_path: Path) -> None:
@@ -123,7 +115,6 @@ def test_muon_iterates_in_float32_on_a_cpu() -> None:
     [
         (OptimConfig(name="adamv"), "optim.name='adamv'.*did you mean .*adam"),
         (OptimConfig(options={"colour": 1}), "optim: adamw refuses its settings .*optim.betas, eps, lr and options"),
-        (OptimConfig(name="stableadamw", options={"colour": 1}), "optim: stableadamw refuses its settings"),
     ],
 )
 def test_unknown_optimizers_and_options_are_refused(config: OptimConfig, message: str) -> None:
