@@ -101,7 +101,7 @@ clipscale plan model=vit-l14 batch=4M hardware=a800-80g gpus=8
 clipscale plan experiment=infcl-vit-l14 batch=1M hardware=h100-80g gpus=8 nodes=4 host_memory=1024G json=true
 clipscale plan run=b16                                                        # against what that run measured""",
         often="cache.chunk",
-        notes="Those of `clipscale train` that memory and time depend on. Exit status 1: the run does not fit.",
+        notes="All settings of `clipscale train` are accepted. Exit status 1: the run does not fit.",
         check=lambda settings: plan.target_gpu(plan.on_machine(settings)),
         conf="train",
     ),

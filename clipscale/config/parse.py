@@ -46,9 +46,7 @@ def typed(declared: type[T], values: dict[str, Any], prefix: str = "") -> T:
         return built
 
     def staged(number: int, values: Any) -> dict[str, Any]:
-        bases = reversed(declared.__mro__[:-1])  # a stage may change what `plan` takes from nowhere else
-        every = {setting.name: setting for base in bases for setting in settings_of(base)}
-        keys = {key: every[name] for key, name in SETTINGS.items()}
+        keys = {key: settings[name] for key, name in SETTINGS.items()}
         keys["optimizer"] = Setting("", str, "continue", "", choices=("continue", "restart"))
         if not isinstance(values, dict) or values.keys() - keys:
             raise UserError(f"stages: {number}. is {as_typed(values)}; give it some of {', '.join(keys)}")
@@ -112,9 +110,9 @@ def scalar(kind: type, key: str, value: Any) -> Any:
 def misnamed(key: str, names: Iterable[str]) -> str:
     """The message for a key that is not among `names`: it is a section of them, or unknown."""
     names = list(names)
-    if inside := [name for name in names if name.startswith(key + ".")]:
-        rest = ", ..." if len(inside) > 3 else ""
-        return f"{key} is a section of settings; give one of its keys: {', '.join(inside[:3])}{rest}"
+    inside = [name for name in names if name.startswith(key + ".")]
+    if inside:
+        return f"{key} is a section of settings; give one of its keys: {', '.join(inside)}"
     meant = MEANT.get(key.replace("-", "_"), key)
     likely = f"; did you mean '{meant}'?" if meant.partition("=")[0] in names else nearest(key, names)
     return f"unknown key '{key}'{likely or '; --help lists the keys'}"
@@ -124,6 +122,8 @@ def as_typed(value: object) -> str:
     """A value as one types it on the command line."""
     if isinstance(value, list | tuple):
         return f"[{','.join(map(as_typed, value))}]"
+    if value is None:
+        return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    return "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)

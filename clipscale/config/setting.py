@@ -60,7 +60,7 @@ class Setting:
 def settings_of(declared: type, prefix: str = "") -> tuple[Setting, ...]:
     """All settings of a dataclass in the order of declaration, nested sections flattened to dotted names.
 
-    A dataclass that uses a section in part has a dictionary ONLY: section ("" for itself) -> the names of what it uses.
+    A dataclass that uses a section in part has a dictionary ONLY: section -> the names of what it uses.
     """
     settings: list[Setting] = []
     inside = nested(declared)
@@ -72,7 +72,7 @@ def settings_of(declared: type, prefix: str = "") -> tuple[Setting, ...]:
             used = tuple(f"{name}.{each}" for each in only.get(part.name, "").split())
             inner = settings_of(inside[part.name], name + ".")
             settings += [setting for setting in inner if not used or setting.name in used]
-        elif "" not in only or part.name in only[""].split():
+        else:
             settings.append(Setting(name, part.type, getattr(defaults, part.name), **part.metadata))
     return tuple(settings)
 
@@ -81,7 +81,7 @@ def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple
     """The dotted keys of nested values that differ, with both values."""
     before, after = dict(flat(old)), dict(flat(new))
     pairs = {key: (before.get(key), after.get(key)) for key in {**before, **after}}
-    return {key: (one, other) for key, (one, other) in pairs.items() if one != other}
+    return {key: (was, now) for key, (was, now) in pairs.items() if was != now}
 
 
 def nested(declared: type) -> dict[str, type]:

@@ -86,7 +86,6 @@ MISTAKES = [
     ("a preset of another verb", "embed run=a loss=clip", "loss", "embed --help"),
     ("evaluations in between", "eval run=a eval.every=5", "eval.every", "eval --help"),
     ("workers of a check", "data check a.tar data.workers=4", "data.workers", "data check --help"),
-    ("a rate of a plan", "plan hardware=h100-80g optim.lr=1e-3", "optim.lr", "plan --help"),
     ("shares of nothing", "export run=a shares=[0.5,0.5]", "shares=[0.5, 0.5]", "average="),
     ("a port of a file", "report a port=80", "port=80", "live=true"),
     ("a run's other model", "eval run=a model=vit-b16", "run=a", "model.name"),

@@ -1,7 +1,6 @@
 """The settings of `clipscale plan`, and the machine that it plans for."""
 
 from dataclasses import asdict, dataclass, replace
-from typing import ClassVar
 
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import Hardware, gpu_here, hardware, hardware_of
@@ -13,19 +12,6 @@ from clipscale.config.train import TrainConfig, check_sigmoid, shared
 @dataclass(frozen=True)
 class PlanConfig(TrainConfig):
     """`clipscale plan`: predict memory and time of a run from the settings of `train`; or compare with `run`."""
-
-    ONLY: ClassVar = {
-        "": "batch samples epochs stages run ema offload precision "
-        "hardware gpus nodes host_memory utilisation fit json",
-        "data": "workers shard_streams shuffle buffers captions_per_step same",
-        "distill": "teachers",
-        "optim": "name betas eps clip_norm options",
-        "schedule": "-",
-        "eval": "sets batch limit suite root",
-        "log": "-",
-        "checkpoint": "-",
-        "launch": "parallel",
-    }
 
     hardware: str = setting(
         "", "The GPU: a100-80g, h100-80g, ... (a wrong name lists all), or `cpu`; empty: this machine."

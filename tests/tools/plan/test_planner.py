@@ -43,7 +43,7 @@ def test_a_large_batch_of_a_small_model_fits(capsys: pytest.CaptureFixture[str])
 
 
 def test_host_memory_that_nobody_limits_is_said_to_be_unchecked(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["batch=1M", "hardware=h100-80g", "gpus=8", "cache.chunk=1k"]
+    words = ["batch=1M", "hardware=h100-80g", "gpus=8", "cache.chunk=1k", "optim.lr=1e-3"]
     assert main(["plan", *TINIEST, *words, "eval.sets=[somewhere]"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert (
