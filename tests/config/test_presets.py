@@ -139,10 +139,9 @@ def test_an_optimizers_preset_beside_an_experiment_brings_its_rate_and_decay(wor
     assert optim.items() <= asdict(composed(*words.split()).optim).items()
 
 
-def test_another_model_or_loss_beside_an_experiment_is_that_one_or_refused(tmp_path: Path) -> None:
-    """The experiment's own model under another's name would be neither."""
-    with pytest.raises(UserError, match="experiment=infcl-vit-b16-lit has its own"):
-        composed("experiment=infcl-vit-b16-lit", "model=vit-b32")
+def test_another_model_or_loss_beside_an_experiment_is_that_one(tmp_path: Path) -> None:
+    other = composed("experiment=infcl-vit-b16-lit", "model=vit-b32").model
+    assert (other.name, other.architecture, other.image.train) == ("ViT-B-32", {}, "none")
     locked = composed("experiment=infcl-vit-b16-lit", "loss=siglip").model
     assert (locked.name, locked.image.train, locked.init_bias) == ("LiT-B-16", "none", -10)
     (tmp_path / "experiment").mkdir()
