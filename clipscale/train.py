@@ -137,7 +137,7 @@ class Run:
                         results = self.evaluate()
                     if self.save_due():
                         self.save(last=self.step == self.total)
-                if config.eval.wanted:
+                if config.eval.has_sets:
                     results = self.evaluate()
             except SignalError as signal:  # on all ranks
                 if self.step != self.saver.last_step:

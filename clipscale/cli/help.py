@@ -9,7 +9,7 @@ from clipscale.cli.verbs import VERBS, split_verb
 from clipscale.common.errors import UserError
 from clipscale.common.units import nearest
 from clipscale.config.parse import as_typed
-from clipscale.config.presets import about, default_choices, group_options
+from clipscale.config.presets import default_choices, group_options, header
 from clipscale.config.setting import Setting, nested, settings_of, summary
 
 WIDTH = 120
@@ -48,7 +48,7 @@ def show_verb(name: str) -> None:
     declared = {setting.name: setting for setting in settings_of(verb.settings)}
     often = verb.often.split()
     describe([*(setting for key, setting in declared.items() if "." not in key), *(declared[key] for key in often)])
-    if sections := used_sections(name):
+    if sections := nested(verb.settings):
         print(f"\nSections: `clipscale {name} --help SECTION` lists their keys")
         columns((f"{section}.", summary(of)) for section, of in sections.items())
     if chosen := default_choices(verb.conf):
@@ -60,22 +60,16 @@ def show_verb(name: str) -> None:
     print(f"\n{COUNTS}\n{verb.notes}".rstrip())
 
 
-def used_sections(name: str) -> dict[str, type]:
-    """The sections of which a verb uses anything."""
-    used = {setting.name.partition(".")[0] for setting in settings_of(VERBS[name].settings)}
-    return {section: of for section, of in nested(VERBS[name].settings).items() if section in used}
-
-
 def show_section(name: str, section: str) -> None:
     """All keys of a section, and the presets of the group of that name."""
-    sections = used_sections(name)
+    sections = nested(VERBS[name].settings)
     groups = default_choices(VERBS[name].conf)
     if section not in {**sections, **groups}:
         raise UserError(f"{name} --help {section}: no such section{nearest(section, {**sections, **groups})}")
     print(f"{section}: {summary(sections[section]) if section in sections else 'whole sets of settings'}")
     describe(setting for setting in settings_of(VERBS[name].settings) if setting.name.startswith(section + "."))
     if section in groups:
-        columns((f"{section}={option}", about(section, option)) for option in group_options()[section])
+        columns((f"{section}={option}", header(section, option)) for option in group_options()[section])
 
 
 def describe(declared: Iterable[Setting]) -> None:

@@ -26,7 +26,8 @@ def default_choices(conf: str) -> dict[str, str | None]:
     return {group: choice for entry in entries if isinstance(entry, dict) for group, choice in entry.items()}
 
 
-def about(group: str, option: str) -> str:
+def header(group: str, option: str) -> str:
     """The first comment of a preset's file."""
     lines = (conf_dir() / group / f"{option}.yaml").read_text(encoding="utf-8").splitlines()
-    return next((line.removeprefix("# ") for line in lines if line.startswith("# ") and not line.startswith("# @")), "")
+    comments = [line.removeprefix("# ") for line in lines if line.startswith("# ")]
+    return next(comment for comment in comments if not comment.startswith("@"))

@@ -114,8 +114,10 @@ class CacheConfig:
         except ValueError:
             sizes = []
         if len(sizes) not in (1, 2) or 0 in sizes:
-            given = self.chunk[0] if len(self.chunk) == 1 else f"[{','.join(self.chunk)}]"
-            raise UserError(f"cache.chunk={given}: give samples per chunk (256), auto, or [IMAGES,TEXTS]")
+            text = ",".join(self.chunk)
+            if len(self.chunk) > 1:
+                text = f"[{text}]"
+            raise UserError(f"cache.chunk={text}: give samples per chunk (256), auto, or [IMAGES,TEXTS]")
         return sizes[0], sizes[-1]
 
     def check(self) -> None:
@@ -195,7 +197,9 @@ class TowerConfig:
     @property
     def groups(self) -> int | None:
         """The layer groups that train, counted from the last; None: all."""
-        return {"all": None, "none": 0}[self.train] if self.train in ("all", "none") else parse_count(self.train)
+        if self.train == "all":
+            return None
+        return 0 if self.train == "none" else parse_count(self.train)
 
     def check(self) -> None:
         """Raises UserError for another form of `train`."""
@@ -282,10 +286,10 @@ class EvalConfig:
 
     def check(self) -> None:
         """Raises UserError for evaluations of nothing."""
-        if self.every and not self.wanted:
+        if self.every and not self.has_sets:
             raise UserError(f"eval.every={self.every}: nothing to evaluate; give eval.sets=[FOLDER,...]")
 
     @property
-    def wanted(self) -> bool:
+    def has_sets(self) -> bool:
         """Whether there is anything to evaluate."""
         return bool(self.sets) or self.suite != "none"

@@ -16,11 +16,12 @@ SETTINGS = {
 
 def stages_of(config: T) -> list[T]:
     """The settings of each stage of a run (TrainConfig); without stages, those of the run."""
-    parts, stages = [], config.stages  # type: ignore[attr-defined]
-    for stage in stages:
+    parts = []
+    for stage in config.stages:  # type: ignore[attr-defined]
         part: Any = config
         for key, value in stage.items():
-            part = changed(part, SETTINGS[key], value) if key in SETTINGS else part
+            if key in SETTINGS:
+                part = changed(part, SETTINGS[key], value)
         parts.append(part)
     return parts or [config]
 
@@ -35,6 +36,8 @@ def total_samples(stages: list[dict[str, Any]], samples: int | None, epochs: flo
     """The samples of a run's stages; of the run, if it has none. Raises UserError for another sum."""
     lengths: list[Any] = [stage.get("samples") for stage in stages]
     if stages and (None in lengths or epochs is not None or samples not in (None, sum(lengths))):
-        found = f"{' + '.join(map(str, lengths))}, and the run has samples={samples} epochs={epochs}"
-        raise UserError(f"stages: their samples are {found}; give every stage its own, and leave out the run's")
+        raise UserError(
+            f"stages: their samples are {lengths}, and the run has samples={samples} epochs={epochs}; give every stage "
+            "its own, and leave out the run's"
+        )
     return sum(lengths) if stages else samples

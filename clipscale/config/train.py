@@ -129,13 +129,10 @@ def settled(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
 
 def warnings(config: TrainConfig) -> list[str]:
     """Warnings about settings that are allowed but probably not intended, a line each."""
-    lines = []
     random_image = not (config.model.weights or config.model.image.weights)
     if config.model.image.groups == 0 and random_image:
-        lines.append("model.image.train=none locks a tower of random weights; give model.image.weights=PATH")
-    if config.model.batch_norm == "frozen" and random_image:
-        lines.append("model.batch_norm=frozen keeps the running statistics of random weights; give model.weights=PATH")
-    return lines
+        return ["model.image.train=none locks a tower of random weights; give model.image.weights=PATH"]
+    return []
 
 
 def changes_since(file: Path, config: TrainConfig) -> list[str]:

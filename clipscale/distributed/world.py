@@ -108,16 +108,8 @@ class World:
 
     def on_main(self, work: Callable[[], T]) -> T:
         """The result of `work`, which rank 0 does while the others wait. Raises its UserError on every rank."""
-        result, failure = None, None
-        if self.main:
-            try:
-                result = work()
-            except UserError as error:
-                failure = str(error)
-        answer, failure = self.broadcast((result, failure))
-        if failure:
-            raise UserError(failure)
-        return answer
+        result: T = self.broadcast(self.on_all(lambda: work() if self.main else None))
+        return result
 
     def on_all(self, work: Callable[[], T]) -> T:
         """The result of `work`, which every rank does for itself. Raises the UserError of one rank on every rank."""
@@ -195,10 +187,12 @@ def join(device: str, timeout_s: float = TIMEOUT.total_seconds()) -> World:
 
     `timeout_s`: how long a rank waits for the others. Raises UserError if the requested device does not exist.
     """
-    size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda: torch sees no CUDA device here; use device=cpu or fix the driver")
-    chosen, timeout = torch.device("cpu"), timedelta(seconds=timeout_s)
+    chosen = torch.device("cpu")
+    timeout = timedelta(seconds=timeout_s)
     if device != "cpu" and torch.cuda.is_available():
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         if local_rank >= torch.cuda.device_count():

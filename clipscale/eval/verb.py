@@ -29,7 +29,7 @@ def main(config: EvalRunConfig) -> Results:
     """Evaluate, on `launch.procs` processes or as one of torchrun's. Raises UserError. Without sets it takes the run's
     own, and without a root the run's."""
     folder = check_eval(config)
-    if not config.eval.wanted or (config.eval.suite != "none" and config.eval.root is None):
+    if not config.eval.has_sets or (config.eval.suite != "none" and config.eval.root is None):
         config = replace(config, eval=completed(config.eval, folder / "config.yaml"))
     return local.run(config, f"{__name__}:work")
 
@@ -84,10 +84,10 @@ def _print(config: EvalConfig, results: Results, title: str) -> None:
 def completed(config: EvalConfig, settings: Path) -> EvalConfig:
     """The settings, with the run's own `sets`, `suite` and `root` where none are given. UserError without any set."""
     saved = yaml.safe_load(settings.read_text(encoding="utf-8")).get("eval", {}) if settings.is_file() else {}
-    if not config.wanted:
+    if not config.has_sets:
         config = replace(config, sets=restored(saved.get("sets", [])), suite=saved.get("suite", "none"))
     if config.root is None:
         config = replace(config, root=restored(saved.get("root")))
-    if not config.wanted:
+    if not config.has_sets:
         raise UserError("eval.sets is empty, here and in the settings of a run; give eval.sets=[FOLDER,...]")
     return config

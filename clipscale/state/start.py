@@ -132,8 +132,8 @@ def checkpoint_of(config: TrainConfig, world: World) -> Path | None:
     goes on from its own."""
     folder = Path(config.run)
     restarts = [int(os.environ.get(f"{launcher}_RESTART_COUNT", "0")) for launcher in ("TORCHELASTIC", "SLURM")]
-    own = checkpoint.to_resume(folder, "auto", world) if any(restarts) else None
-    return own or checkpoint.to_resume(folder, config.resume, world)
+    newest = checkpoint.to_resume(folder, "auto", world) if any(restarts) else None
+    return newest or checkpoint.to_resume(folder, config.resume, world)
 
 
 def begin(run: Resolved, world: World) -> Begun:

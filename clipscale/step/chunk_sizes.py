@@ -67,25 +67,23 @@ def agreed_chunk_sizes(
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     device = " and ".join(sorted(set(world.gather(name))))
     sizes: dict[str, Any] = {"device": device}
-    for name, encoder in towers.items():
+    for name, (tower, sample) in towers.items():
         rows = captions * local_batch if name == "text" else local_batch
-        tower, sample = encoder
         size = batch_norm_chunk(tower, name, settings[name], rows) or settings[name]
         if size is None and earlier.get("device") == device:
             size = earlier[name]
         if size is None:
-            fastest = find_chunk(tower, sample, rows, world.device, keep=config.keep != "none")
+            rate = lambda n, tower=tower, sample=sample: samples_per_second(tower, sample(n))  # noqa: E731
+            fastest = find_chunk(rate, rows, world.device, keep=config.keep != "none")
             size = min(world.gather(fastest))
         sizes[name] = size
     return sizes
 
 
-def find_chunk(
-    tower: nn.Module, sample: Callable[[int], Tensor], local_batch: int, device: torch.device, *, keep: bool
-) -> int:
+def find_chunk(rate: Callable[[int], float], local_batch: int, device: torch.device, *, keep: bool) -> int:
     """The fastest power of two that fits the device, forward and backward; with `keep`, the smallest nearly as fast.
 
-    `sample(n)` makes an input of n samples on the device. On a CPU nothing is measured.
+    `rate(n)`: samples per second in chunks of n. On a CPU nothing is measured.
     """
     if device.type == "cpu":
         return min(CPU_CHUNK, local_batch)
@@ -94,7 +92,7 @@ def find_chunk(
     with RandomState.now().preserved():
         while True:
             try:
-                rates[size] = samples_per_second(tower, sample(size))
+                rates[size] = rate(size)
             except torch.OutOfMemoryError:
                 break
             if size in (local_batch, LARGEST) or rates[size] < GOOD_ENOUGH * max(rates.values()):
@@ -104,9 +102,9 @@ def find_chunk(
     if not rates:
         raise UserError(f"cache.chunk=auto: not even {size} samples fit the device; set model.grad_checkpointing=true")
     # Beside the largest size that fits, there is no memory for the features, the loss and the other tower's gradients.
-    tried = {n: rate for n, rate in rates.items() if n < max(rates)} or rates
+    tried = {n: speed for n, speed in rates.items() if n < max(rates)} or rates
     least = (GOOD_ENOUGH if keep else 1) * max(tried.values())
-    return min(n for n, rate in tried.items() if rate >= least)
+    return min(n for n, speed in tried.items() if speed >= least)
 
 
 def samples_per_second(tower: nn.Module, inputs: Tensor) -> float:

@@ -1,6 +1,7 @@
 """Optimizers of timm's factory, parameter groups and learning-rate schedules."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -102,18 +103,13 @@ def parse_steps(text: str, setting: str, *, total: int, per_epoch: float | None)
         raise UserError(
             f"{setting}={text}: the number of samples an epoch is not known here; give steps or a percentage"
         )
-    try:
-        if text.endswith("%"):
-            steps = round(float(text[:-1]) / 100 * total)
-        elif text.endswith("ep"):
-            steps = round(float(text[:-2]) * (per_epoch or 0))
-        else:
-            steps = int(text)
-        if steps < 0:
-            raise ValueError(text)
-        return steps
-    except (ValueError, OverflowError) as error:
-        raise UserError(f"{setting}={text!r}: give steps (2000), a share (5%) or epochs (0.5ep)") from error
+    parts = re.fullmatch(r"(\d+)|(\d*\.?\d+)(%|ep)", text)
+    if not parts:
+        raise UserError(f"{setting}={text!r}: give steps (2000), a share (5%) or epochs (0.5ep)")
+    steps, count, unit = parts.groups()
+    if steps:
+        return int(steps)
+    return round(float(count) / 100 * total if unit == "%" else float(count) * (per_epoch or 0))
 
 
 def gradient_rms(gradients: list[Tensor], averages: list[Tensor], eps: float, sizes: list[int]) -> Tensor:
@@ -140,9 +136,11 @@ def largest_rms(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[lis
     names: list[str] = []
     name_of = {id(p): name for name, p in model.named_parameters()}
     for group in optimizer.param_groups if isinstance(optimizer, torch.optim.AdamW) else ():
-        if not (used := [p for p in group["params"] if p.grad is not None]):
+        used = [p for p in group["params"] if p.grad is not None]
+        if not used:
             continue
-        states, beta = [optimizer.state[p] for p in used], group["betas"][1]
+        states = [optimizer.state[p] for p in used]
+        beta = group["betas"][1]
         averages = [local(state["exp_avg_sq"]) / (1 - beta ** local(state["step"])) for state in states]
         rms = gradient_rms([local(p.grad) for p in used], averages, group["eps"], [p.numel() for p in used])
         if isinstance(used[0], DTensor):
@@ -172,11 +170,12 @@ class Schedule:
         config: ScheduleConfig, peak: float, batch: int, samples: int, epoch: int | None, first: int = 0
     ) -> "Schedule":
         """The schedule of so many samples; `epoch`: those of an epoch, None if not known. Raises UserError."""
-        total, per_epoch = max(1, samples // batch), None if epoch is None else epoch / batch
+        total = max(1, samples // batch)
+        per_epoch = None if epoch is None else epoch / batch
         warmup = parse_steps(config.warmup, "schedule.warmup", total=total, per_epoch=per_epoch)
         cooldown = parse_steps(config.cooldown, "schedule.cooldown", total=total, per_epoch=per_epoch)
-        ends = min(warmup, total), min(cooldown, total)
-        return Schedule(peak, total, *ends, config.final, config.name == "cosine", first)
+        cosine = config.name == "cosine"
+        return Schedule(peak, total, min(warmup, total), min(cooldown, total), config.final, cosine, first)
 
     def lr(self, step: int) -> float:
         """Learning rate of a step: linear warm-up, then a cosine, or a constant and a cooldown."""

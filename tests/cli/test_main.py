@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from clipscale.cli.help import used_sections
 from clipscale.cli.verbs import VERBS
 from clipscale.config.presets import group_options
-from clipscale.config.setting import settings_of
+from clipscale.config.setting import nested, settings_of
 from tests.cli.conftest import Cli, tiny
 from tests.conftest import TINY, Command
 from tests.eval.sets import classification_set
@@ -33,7 +32,7 @@ def test_help_lists_every_declared_key(cli: Cli, verb: str) -> None:
     status, out, _ = cli(*verb.split(), "--help")
     assert status == 0
     assert f"Usage: clipscale {verb}" in out and VERBS[verb].examples.splitlines()[0] in out
-    if sections := used_sections(verb):
+    if sections := nested(settings):
         out += cli(*verb.split(), *sections, "--help")[1]
     assert max(map(len, out.splitlines())) <= 130
     missing = [key.name for key in settings_of(settings) if f"\n  {key.name} " not in out]

@@ -12,7 +12,7 @@ import yaml
 from clipscale.cli import compose
 from clipscale.cli.verbs import VERBS
 from clipscale.common.errors import UserError
-from clipscale.config.presets import about, group_options
+from clipscale.config.presets import group_options, header
 from clipscale.config.setting import flat
 from clipscale.config.train import TrainConfig, check, settled
 from clipscale.models.towers import build_model
@@ -95,8 +95,9 @@ def test_a_recipe_is_the_published_one(name: str) -> None:
     published = {key: value for key, value in RECIPES[name].items() if key not in ("source", "accuracy")}
     config = composed(f"experiment={name}")
     assert planned(name).batch == config.batch
-    header, scores = about("experiment", name), " % and then ".join(map(str, RECIPES[name]["accuracy"]))
-    assert (f"{scores} % zero-shot on ImageNet" in header) if scores else "%" not in header
+    comment = header("experiment", name)
+    scores = " % and then ".join(map(str, RECIPES[name]["accuracy"]))
+    assert (f"{scores} % zero-shot on ImageNet" in comment) if scores else "%" not in comment
     values = dict(flat(json.loads(json.dumps(asdict(config)))))
     assert {key: values[key] for key in published} == published
 

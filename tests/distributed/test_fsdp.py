@@ -98,14 +98,14 @@ def measured(rank: int, ranks: int) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
+def cases() -> list[dict[str, Any]]:
     """The first rank's results of all cases."""
     return run_ranks(measured, 2)[0]
 
 
-def test_weights_are_gathered_once_in_a_step_and_gradients_summed_once(found: list[dict[str, Any]]) -> None:
+def test_weights_are_gathered_once_in_a_step_and_gradients_summed_once(cases: list[dict[str, Any]]) -> None:
     """FSDP2 by itself gathers three times for each chunk. docs/step.md has the formulas' numbers of larger towers."""
-    before, first, second, third, *_ = found
+    before, first, second, third, *_ = cases
     assert (before[GATHER], before[SUM]) == (3 * 2 * LAYERS * CHUNKS + 2 * CHUNKS, GROUPS)
     for now, sums in ((first, GROUPS), (second, CHUNKS * GROUPS)):
         assert (now[GATHER], now[SUM]) == (GROUPS, sums)
@@ -113,17 +113,17 @@ def test_weights_are_gathered_once_in_a_step_and_gradients_summed_once(found: li
     assert third[GATHER] == before[GATHER]
 
 
-def test_each_stage_holds_what_it_says(found: list[dict[str, Any]]) -> None:
+def test_each_stage_holds_what_it_says(cases: list[dict[str, Any]]) -> None:
     model = small_model(LAYERS)
     largest = max(sum(p.nbytes for p in tower.parameters()) for tower in (model.image, model.text))
-    assert [case["held"] for case in found[:4]] == [(0, largest), (largest, largest), (largest, 0), (0, 0)]
+    assert [case["held"] for case in cases[:4]] == [(0, largest), (largest, largest), (largest, 0), (0, 0)]
 
 
 def test_bf16_weights_are_gathered_in_bf16_with_the_features_and_gradients_of_autocast(
-    found: list[dict[str, Any]],
+    cases: list[dict[str, Any]],
 ) -> None:
     """Bit-equal features, since autocast rounds the same weights; gradients to the rounding of bf16."""
-    _, single, _, whole, first, third = found
+    _, single, _, whole, first, third = cases
     for plain, now in ((single, first), (whole, third)):
         assert now["same features"]
         assert now["bytes"] < 0.6 * plain["bytes"]
@@ -146,9 +146,9 @@ def test_repeated_blocks_inside_repeated_blocks_are_sharded() -> None:
     assert max(run_ranks(nested, 2)) < 1e-6
 
 
-def worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    assert found.keys() == wanted.keys()
-    return max(((found[name] - g).norm() / g.norm()).item() for name, g in wanted.items())
+def worst(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert actual.keys() == expected.keys()
+    return max(((actual[name] - g).norm() / g.norm()).item() for name, g in expected.items())
 
 
 REDUCED = {(parallel, keep): [2 + 2 * (keep > 0), 2, 2] for parallel in ("ddp", "zero1") for keep in (0, 3000)}

@@ -79,12 +79,12 @@ def test_one_stage_is_the_plain_run_bit_for_bit(shards: str, tmp_path: Path) -> 
 
 
 def test_stages_are_one_curve_and_one_order_of_samples(shards: str, undisturbed: Path, tmp_path: Path) -> None:
-    found = records(undisturbed)
-    assert [(r["step"], r["batch"], r["samples"]) for r in found] == [
+    steps = records(undisturbed)
+    assert [(r["step"], r["batch"], r["samples"]) for r in steps] == [
         (1, 12, 12), (2, 12, 24), (3, 12, 36), (4, 6, 42), (5, 6, 48), (6, 6, 54), (7, 6, 60)
     ]  # fmt: skip
     rates = [1e-3, 2e-3, 2e-3, 5e-5, 1e-4, 1e-4, 5e-5]  # each stage has its warm-up and its cosine
-    assert [r["lr"] for r in found] == pytest.approx(rates)
+    assert [r["lr"] for r in steps] == pytest.approx(rates)
     train(staged(shards, tmp_path / "plain", [], samples=60))
     ends = (checkpoint.path_of(undisturbed, 7), checkpoint.path_of(tmp_path / "plain", 5))
     ours, theirs = (checkpoint.read_values(end)["position"] for end in ends)
@@ -108,8 +108,8 @@ def test_a_resumed_run_has_the_optimizers_settings_that_are_given_now(
     begun = Run(replace(config, model=replace(config.model, image=half, text=half)), World(0, 1, torch.device("cpu")))
     begun.stream.close()
     begun.records.close()
-    found = [(group["weight_decay"], group["lr_scale"]) for group in begun.state.optimizer.param_groups]
-    assert found == [(0.3, 0.5), (0.3, 0.5), (0.0, 0.5), (0.0, 1.0)]
+    groups = [(group["weight_decay"], group["lr_scale"]) for group in begun.state.optimizer.param_groups]
+    assert groups == [(0.3, 0.5), (0.3, 0.5), (0.0, 0.5), (0.0, 1.0)]
 
 
 @pytest.mark.parametrize("optimizer", ["continue", "restart"])
@@ -144,8 +144,8 @@ def test_the_next_stage_begins_with_the_same_weights_and_resized_positions(
 @pytest.mark.parametrize(
     ("second", "changes", "message"),
     [
-        ({}, {"samples": 60}, r"stages: their samples are 38 \+ 20, and the run has samples=60"),
-        ({"samples": None}, {}, r"stages: their samples are 38 \+ None"),
+        ({}, {"samples": 60}, r"stages: their samples are \[38, 20\], and the run has samples=60"),
+        ({"samples": None}, {}, r"stages: their samples are \[38, None\]"),
         ({"image_size": 25}, {}, r"model\.image_size=25: the patches are 10 pixels wide"),
         ({"batch": 9}, {}, r"batches of \[9, 12\] are not all multiples .* data\.shard_streams=1"),
         ({"batch": 9}, {"launch": LaunchConfig(procs=2)}, r"batch=9 cannot be shared evenly"),

@@ -60,10 +60,10 @@ def test_a_sharded_run_writes_whole_tensors_that_one_process_reads(shards: str, 
     fsdp, given = LaunchConfig(parallel="zero3"), {"precision": "fp32", "ema": 0.9}
     run_ranks(on_a_rank, 2, small(shards, tmp_path / "run", samples=24, launch=fsdp, **given))
     train(small(shards, tmp_path / "one", samples=24, **given))
-    found, wanted = (checkpoint.load(checkpoint.path_of(tmp_path / run, 2)) for run in ("run", "one"))
+    shards_of_two, whole = (checkpoint.load(checkpoint.path_of(tmp_path / run, 2)) for run in ("run", "one"))
     for part in ("model", "ema"):
-        torch.testing.assert_close(found[part], wanted[part], rtol=1e-2, atol=1e-4)
-    torch.testing.assert_close(found["optimizer"]["state"], wanted["optimizer"]["state"], rtol=1e-2, atol=1e-4)
+        torch.testing.assert_close(shards_of_two[part], whole[part], rtol=1e-2, atol=1e-4)
+    torch.testing.assert_close(shards_of_two["optimizer"]["state"], whole["optimizer"]["state"], rtol=1e-2, atol=1e-4)
     train(small(shards, tmp_path / "run", **given))
     assert len(records(tmp_path / "run")) == 4
 
@@ -102,10 +102,11 @@ def test_captions_are_sorted(shards: str, tmp_path: Path, monkeypatch: pytest.Mo
         unsorted.setattr("clipscale.step.captions.padding", lambda *_: "not here")
         train(whole)
     train(replace(whole, run=str(tmp_path / "sorted")))
-    given, found = records(tmp_path / "given"), records(tmp_path / "sorted")
-    assert {r["caption_tokens"] for r in given} == {context}
-    assert all(r["caption_tokens"] < context for r in found)
-    assert [r["loss"] for r in found] == pytest.approx([r["loss"] for r in given], rel=1e-5)
+    unsorted_records = records(tmp_path / "given")
+    sorted_records = records(tmp_path / "sorted")
+    assert {r["caption_tokens"] for r in unsorted_records} == {context}
+    assert all(r["caption_tokens"] < context for r in sorted_records)
+    assert [r["loss"] for r in sorted_records] == pytest.approx([r["loss"] for r in unsorted_records], rel=1e-5)
 
 
 def test_a_frozen_trunk_is_compiled(shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,47 +6,44 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from clipscale.common.errors import UserError
 from clipscale.config.sections import CacheConfig
 from clipscale.distributed.world import World
-from clipscale.step import chunk_sizes
 from clipscale.step.chunk_sizes import agreed_chunk_sizes, find_chunk
 
 GPU = torch.device("cuda")
 RATES = {16: 50.0, 32: 80.0, 64: 96.0, 128: 100.0, 256: 99.0, 512: 90.0, 1024: 70.0}
 
 
-def measured(monkeypatch: pytest.MonkeyPatch, fits: int, rates: dict[int, float]) -> Callable[[bool], int]:
+def measured(fits: int, rates: dict[int, float]) -> Callable[[bool], int]:
     """`find_chunk` on a device that runs chunks at these samples a second, up to `fits` samples."""
 
-    def rate(tower: nn.Module, inputs: Tensor) -> float:
-        if len(inputs) > fits:
+    def rate(size: int) -> float:
+        if size > fits:
             raise torch.OutOfMemoryError
-        return rates[len(inputs)]
+        return rates[size]
 
-    monkeypatch.setattr(chunk_sizes, "samples_per_second", rate)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    return lambda keep: find_chunk(nn.Linear(1, 1), torch.empty, 4096, GPU, keep=keep)
+    return lambda keep: find_chunk(rate, 4096, GPU, keep=keep)
 
 
-def test_without_kept_graphs_the_fastest_chunk_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = measured(monkeypatch, fits=4096, rates=RATES)
+def test_without_kept_graphs_the_fastest_chunk_is_taken() -> None:
+    find = measured(fits=4096, rates=RATES)
     assert find(False) == 128
     assert find(True) == 64, "96 % of the speed, and memory for graphs"
 
 
-def test_the_largest_chunk_that_fits_leaves_no_memory_and_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_chunk_that_fits_leaves_no_memory_and_is_not_taken() -> None:
     rising = {16 * 2**i: 100.0 * 2**i for i in range(8)}
-    assert measured(monkeypatch, fits=256, rates=rising)(False) == 128
+    assert measured(fits=256, rates=rising)(False) == 128
     with pytest.raises(UserError, match="not even 16 samples fit"):
-        measured(monkeypatch, fits=8, rates=rising)(False)
+        measured(fits=8, rates=rising)(False)
 
 
 def test_a_resumed_run_has_the_chunks_of_its_checkpoint_on_the_same_kind_of_device() -> None:
     """Else random numbers would differ. On another device they may be too large."""
-    towers = {"image": (nn.Linear(1, 1), torch.empty), "text": None}
+    towers = dict.fromkeys(("image", "text"), (nn.Linear(1, 1), torch.empty))
     for device, image in (("cpu", 17), ("NVIDIA H200, 140 GiB", 100)):
         earlier = {"image": 17, "text": 100, "device": device}
         sizes = agreed_chunk_sizes(CacheConfig(), towers, 100, World(0, 1, torch.device("cpu")), earlier)

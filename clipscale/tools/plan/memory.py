@@ -119,7 +119,7 @@ def host_memory(config: PlanConfig, run: DryRun, batch: int, chunk: int | None, 
     workers = worker_count(data, streams_of_rank)
     offload = Offload(config.offload if config.offload != "none" else "host", chunk or batch)
     layout = layout_of(data, batch, run.columns, run.context_length, workers, offload)
-    pictures = 3 * config.eval.batch if config.eval.wanted else 0  # being decoded, waiting, and in a batch
+    pictures = 3 * config.eval.batch if config.eval.has_sets else 0  # being decoded, waiting, and in a batch
     process = {
         "process": ASSUMED.process if cpu else ASSUMED.cuda_process,
         "step": round(step) if cpu else 0,
