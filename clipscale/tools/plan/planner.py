@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,7 +137,7 @@ class Prediction:
         return StepTime(self.config, self.target.gpu, self.run, self.flops, kept)
 
     def result(self) -> Result:
-        """The object of docs/plan.md, without remedies and a largest batch."""
+        """The object of docs/plan.md, without a largest batch."""
         config, target, step = self.config, self.target, self.step
         time = self.time()
         estimate = None
@@ -180,9 +180,6 @@ def plan(config: PlanConfig, *, search: bool = True) -> Result:
     `search`: also look for the largest batch.
     """
     result = fitted(config) if config.fit else predicted(config, search=search)
-    if not result["fits"]:
-        say("it does not fit; planning it with other settings, one by one", error=True)
-        result["remedies"] = remedies(config, result)
     return result | {"conclusion": conclusion(result)}
 
 
@@ -204,7 +201,7 @@ def predictions(config: PlanConfig) -> Iterator[Callable[[PlanConfig], Predictio
 
 
 def predicted(config: PlanConfig, *, search: bool = True) -> Result:
-    """The plan of these settings, without remedies. Raises UserError for settings that do not go together."""
+    """The plan of these settings. Raises UserError for settings that do not go together."""
     with predictions(config) as predict:
         prediction = predict(config)
         result = prediction.result()
@@ -249,19 +246,6 @@ def fitted(config: PlanConfig) -> Result:
     return result | {"fit": f"{words} cache.keep={{keep}}".format(**result)}
 
 
-def remedies(config: PlanConfig, result: Result) -> list[str]:
-    """Settings with which a run fits: those of a short list that do, by a plan of each, and the largest batch."""
-    trials = [words for part, share in shares(result).items() if share > 1 for words in ASSUMED.remedies[part]]
-    if batch := result.get("largest_batch"):
-        trials.append(f"batch={batch}")
-    fitting = []
-    for words in trials:
-        with suppress(UserError):  # settings that do not go together
-            if predicted(changed(config, words), search=False)["fits"]:
-                fitting.append(words)
-    return fitting
-
-
 def shares(result: Result) -> dict[str, float]:
     """The shares of the GPU's and of the host's memory that a run takes. It fits up to 1."""
     device, host = result["device"], result["host"]
@@ -276,8 +260,11 @@ def conclusion(result: Result) -> str:
     sizes = f"{total} of {format_bytes(usable)} usable on each GPU" if usable else f"{total} in each process"
     node += (f" of {format_bytes(most)}" if most else "") + " of host memory on each node"
     if not result["fits"]:
-        advice = ", or ".join(result["remedies"])
-        return f"does not fit: {sizes}, {node}; try {advice or 'fit=true, larger GPUs or more nodes'}"
+        smaller = [words for part, share in shares(result).items() if share > 1 for words in ASSUMED.smaller[part]]
+        if batch := result.get("largest_batch"):
+            smaller.append(f"batch={batch}")
+        advice = f"try {', '.join(smaller)}; `clipscale plan` with fit=true finds the largest batch that fits"
+        return f"does not fit: {sizes}, {node}; {advice}"
     if "fit" in result:
         return f"the largest and fastest that fits: {result['fit']}; {sizes}, {node}"
     largest = f"; batch={result['largest_batch']} is the largest that does" if "largest_batch" in result else ""
