@@ -8,7 +8,6 @@ from typing import Any
 
 import yaml
 
-from clipscale.common.errors import UserError
 from clipscale.common.hardware import Hardware
 from clipscale.common.terminal import say
 from clipscale.common.units import format_bytes

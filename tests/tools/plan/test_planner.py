@@ -52,7 +52,7 @@ def test_host_memory_that_nobody_limits_is_said_to_be_unchecked(capsys: pytest.C
 
 
 def test_what_does_not_fit_names_the_largest_batch_and_what_takes_less() -> None:
-    config = settings(*TINIEST, *"batch=1M hardware=h100-80g cache.chunk=1k host_memory=5G".split())
+    config = settings(*TINIEST, "batch=1M", "hardware=h100-80g", "cache.chunk=1k", "host_memory=5G")
     result = plan(config)
     assert not result["fits"] and result["largest_batch"] < 2**20
     assert f"batch={result['largest_batch']};" in result["conclusion"] and "data.buffers=1" in result["conclusion"]
