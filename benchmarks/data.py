@@ -27,8 +27,8 @@ from webdataset import TarWriter
 from clipscale.config.data import DataConfig
 from clipscale.data.columns import columns_of
 from clipscale.data.decode import TrainTransform
-from clipscale.data.loader.stream import BatchShare, open_stream
-from clipscale.data.order import AUGMENT, CounterRNG
+from clipscale.data.loader.stream import open_stream
+from clipscale.data.order import AUGMENT, BatchShare, CounterRNG
 
 DEFAULTS = {
     "sizes": "256,384,512,1024",  # sides of the source pictures, in pixels

@@ -9,7 +9,7 @@ from clipscale.config.data import DataConfig
 from clipscale.data.decode import TrainTransform, colour_changes, json_fields
 from clipscale.data.features import TeacherFeatures
 from clipscale.data.sample import BrokenSampleError, ChosenSample
-from clipscale.data.shards.addresses import hash64, unsigned
+from clipscale.data.shards.addresses import hash64, leaf_of
 
 IDS = "ids"
 """The column of `sample_id`."""
@@ -81,7 +81,7 @@ def _id(sample: ChosenSample) -> int:
 
 def sample_id(url: str, key: str) -> int:
     """A 64-bit name of a sample. It does not depend on the shard's folder."""
-    return (hash64(f"{unsigned(url).rsplit('/', 1)[-1]}/{key}") ^ (1 << 63)) - (1 << 63)
+    return (hash64(f"{leaf_of(url)}/{key}") ^ (1 << 63)) - (1 << 63)
 
 
 def _key(same: str, sample: ChosenSample) -> int:

@@ -3,6 +3,7 @@
 Both depend only on the sample and its own random numbers, so filtered epochs are as exact as unfiltered ones.
 """
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -50,13 +51,11 @@ class Selection:
         if not pool:
             pool = [(first_caption(members, sources), 1.0)]
         drawn: list[str] = []
-        left: list[tuple[str, float]] = []
-        for _ in range(self.count):
-            left = left or pool.copy()
-            at = rng.uniform() * sum(weight for _, weight in left)
-            text, _ = left.pop(_place(left, at))
-            drawn.append(text)
-        return drawn
+        while len(drawn) < self.count:
+            # the smallest of exponential variates at rates of the weights: Efraimidis and Spirakis, 2006
+            ordered = sorted((-math.log(1 - rng.uniform()) / weight, text) for text, weight in pool)
+            drawn += [text for _, text in ordered]
+        return drawn[: self.count]
 
     def check(self, sample: RawSample, captions: Sequence[str]) -> None:
         """Raise BrokenSampleError with the filter's reason for a sample that a filter drops."""
@@ -73,15 +72,6 @@ class Selection:
                 if fields is None:
                     fields = json_fields(sample.members.get("json", b"{}"))
                 condition.require(fields.get(condition.name))
-
-
-def _place(weighted: list[tuple[str, float]], at: float) -> int:
-    """The text in whose stretch of the added weights a point lies."""
-    for place, (_, weight) in enumerate(weighted):
-        at -= weight
-        if at < 0:
-            return place
-    return len(weighted) - 1
 
 
 def selection(config: DataConfig, *, first: bool = False) -> Selection:

@@ -74,18 +74,30 @@ def stream_bounds(batch: int, streams: int) -> np.ndarray:
     return np.arange(streams + 1, dtype=np.int64) * batch // streams
 
 
-def streams_of(streams: int, batch: int, rank: int, world: int) -> range:
-    """The shard streams of the rank's part of the global batch. One that crosses a border belongs to both ranks."""
-    bounds, local = stream_bounds(batch, streams), batch // world
-    first = int(np.searchsorted(bounds, rank * local, side="right")) - 1
-    return range(first, int(np.searchsorted(bounds, (rank + 1) * local, side="left")))
+@dataclass(frozen=True)
+class BatchShare:
+    """The global batch, and a rank's share of it."""
 
+    batch: int  # over all ranks, a multiple of `world`
+    rank: int = 0
+    world: int = 1
 
-def local_places(stream: int, streams: int, batch: int, rank: int, world: int) -> range:
-    """The places that a stream fills, counted from the start of the rank's part of the global batch. Places below 0 or
-    from B/P on are another rank's."""
-    bounds, origin = stream_bounds(batch, streams), rank * (batch // world)
-    return range(int(bounds[stream]) - origin, int(bounds[stream + 1]) - origin)
+    @property
+    def samples(self) -> int:
+        """Samples of the rank."""
+        return self.batch // self.world
+
+    def streams(self, count: int) -> range:
+        """The shard streams of the rank, of so many. One that crosses a border between ranks belongs to both."""
+        bounds = stream_bounds(self.batch, count)
+        first = int(np.searchsorted(bounds, self.rank * self.samples, side="right")) - 1
+        return range(first, int(np.searchsorted(bounds, (self.rank + 1) * self.samples, side="left")))
+
+    def places(self, stream: int, count: int) -> range:
+        """The places that a stream fills, counted from the start of the rank's share. Places below 0 or from `samples`
+        on are another rank's."""
+        bounds = stream_bounds(self.batch, count) - self.rank * self.samples
+        return range(int(bounds[stream]), int(bounds[stream + 1]))
 
 
 def default_streams(batch: int, world: int, samples: int | None) -> int:
@@ -167,27 +179,25 @@ def _shard_order(counts: tuple[int, ...], seed: int, epoch: int) -> tuple[np.nda
 class Resampled:
     """Shards drawn with replacement. "Epoch" k of a stream is its k-th draw, of one shard."""
 
-    cumulative: tuple[float, ...]
-    """The running sum of the shards' weights."""
+    shards: tuple[int, ...]
+    """Those that are drawn, all alike: each is read to its end, so every sample comes equally often."""
     counts: tuple[int | None, ...]
     streams: int
     seed: int
 
     def segments(self, stream: int, epoch: int, skip: int = 0) -> Iterator[Segment]:
         """The one shard of draw `epoch`, after its first `skip` samples."""
-        where = CounterRNG(self.seed, DRAW, stream, epoch).uniform() * self.cumulative[-1]
-        shard = min(int(np.searchsorted(self.cumulative, where, side="right")), len(self.cumulative) - 1)
+        shard = self.shards[CounterRNG(self.seed, DRAW, stream, epoch).integer(len(self.shards))]
         yield Segment(shard, key(stream, epoch), skip, self.counts[shard], self.counts[shard])
 
     def description(self) -> list[object]:
         """As that of Epochs."""
-        return ["resampled", self.seed, [w / self.cumulative[-1] for w in self.cumulative]]
+        return ["resampled", self.seed, self.shards]
 
 
 @dataclass(frozen=True)
 class Mixed:
-    """Several sources, each with its share of the samples. Within a source, shards are drawn with replacement, all
-    alike: a drawn shard is read to its end, so every sample of a source comes equally often."""
+    """Several sources, each with its share of the samples, and resampled by itself."""
 
     weights: tuple[float, ...]
     """Of the sources. Not all are zero."""
@@ -207,10 +217,8 @@ class Mixed:
         return int(_mixed(self.weights, self.seed, stream, place // MIXED)[place % MIXED])
 
     def within(self, source: int) -> Resampled:
-        usable = [of == source and count != 0 for of, count in zip(self.source_of, self.counts)]
-        return Resampled(
-            tuple(np.cumsum(usable, dtype=float).tolist()), self.counts, self.streams, key(self.seed, source)
-        )
+        usable = [shard for shard, of in enumerate(self.source_of) if of == source and self.counts[shard] != 0]
+        return Resampled(tuple(usable), self.counts, self.streams, key(self.seed, source))
 
     def description(self) -> list[object]:
         """As that of Epochs."""

@@ -36,6 +36,15 @@ class RawSample:
     """Bytes from this sample's first header to the next sample's. The value does not
     depend on whether the sample is wanted or the shard has an index."""
 
+    @classmethod
+    def lost(cls, url: str, reason: str, detail: str) -> "RawSample":
+        """Stands at the place of a sample that cannot be read."""
+        return cls(url, "", -1, {}, reason, detail)
+
+    @property
+    def is_lost(self) -> bool:
+        return self.index < 0
+
     def accepts(self, name: str, extension: str, size: int, kinds: Mapping[str, int] | None) -> bool:
         """Whether to read this member; `kinds` is what `limits` returns, or None to read all.
 

@@ -17,7 +17,8 @@ from clipscale.config.train import TrainConfig, shared
 from clipscale.data.columns import columns_of
 from clipscale.data.loader.host_batch import Offload
 from clipscale.data.loader.memory import free_memory
-from clipscale.data.loader.stream import BatchShare, TrainStream, merge_positions, open_stream
+from clipscale.data.loader.stream import TrainStream, merge_positions, open_stream
+from clipscale.data.order import BatchShare
 from clipscale.distributed.world import World
 from clipscale.models.towers import architecture
 from clipscale.models.weights import described
@@ -49,7 +50,8 @@ class Stage:
         if samples is None:
             assert self.config.epochs is not None
             if epoch is None:
-                raise UserError(f"epochs={self.config.epochs}: the samples of an epoch are not known; give samples=N")
+                remedy = "run `clipscale data index`, or give samples=N"
+                raise UserError(f"epochs={self.config.epochs}: the samples of an epoch are not known; {remedy}")
             samples = round(self.config.epochs * epoch)
         if samples < self.config.batch:
             raise UserError(f"samples={samples} is less than one batch={self.config.batch}; nothing would be trained")

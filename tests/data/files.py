@@ -72,15 +72,12 @@ def write_tar(path: Path, members: Members) -> Path:
     return path
 
 
-def write_shards(folder: Path, sizes: Iterable[int], sized: bool = True) -> list[Path]:
-    """Write shards of good samples with these sizes and unique keys; `sized` records the counts in sizes.json."""
+def write_shards(folder: Path, sizes: Iterable[int]) -> list[Path]:
+    """Write shards of good samples with these sizes and unique keys."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths, counts = [], {}
+    paths = []
     for number, size in enumerate(sizes):
         path = folder / f"{number:05d}.tar"
         write_tar(path, [member for i in range(size) for member in sample(f"{number:05d}{i:04d}", seed=i % 7)])
         paths.append(path)
-        counts[path.name] = size
-    if sized:
-        (folder / "sizes.json").write_text(json.dumps(counts))
     return paths

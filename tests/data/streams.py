@@ -16,10 +16,10 @@ from clipscale.data.columns import KEYS, Column, columns_of, sample_id
 from clipscale.data.loader import stream as loader
 from clipscale.data.loader.host_batch import Arena, HostBatch, Offload
 from clipscale.data.loader.shard_reader import OrderedShards, ShardReader, StreamPosition
-from clipscale.data.loader.shard_stream import BatchFiller, Fill, Report, WorkerSpec
-from clipscale.data.loader.stream import BatchShare, TrainStream, merge_positions
+from clipscale.data.loader.shard_stream import BatchFiller, Report, WorkerSpec
+from clipscale.data.loader.stream import TrainStream, merge_positions
 from clipscale.data.loader.workers import Workers
-from clipscale.data.order import Segment
+from clipscale.data.order import BatchShare, Segment
 from clipscale.data.shards.store import Store
 from tests.data.files import SIDE, Letters
 
@@ -85,8 +85,9 @@ class Once:
 
     streams = 1
 
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment: Segment, seed: int) -> None:
         self.segment = segment
+        self.seed = seed
 
     def segments(self, stream: int, epoch: int, skip: int = 0) -> Iterator[Segment]:
         yield replace(self.segment, start=0, stop=1) if epoch else self.segment
@@ -103,7 +104,7 @@ def items_of(
     use: Callable[[Any], Any] = lambda item: item,
 ) -> list[Any]:
     """Every item of a shard's segment in its order, or what `use` makes of it."""
-    shards, items = OrderedShards((url,), Once(segment), window, seed), []  # type: ignore[arg-type]
+    shards, items = OrderedShards((url,), Once(segment, seed), window), []  # type: ignore[arg-type]
     reader = ShardReader(shards, StreamPosition(0, 0, 0), kinds, store or Store())
     for _, item in reader.items:
         if reader.epoch:
@@ -120,15 +121,15 @@ class Inline:
     def __init__(self, random: random.Random, specs: Sequence[WorkerSpec], arena: Arena, *_: object) -> None:
         self._random = random
         self.fillers = [BatchFiller(spec, arena, lambda: None) for spec in specs]
-        self._fills: list[deque[Fill]] = [deque() for _ in specs]
+        self._steps: list[deque[int]] = [deque() for _ in specs]
         self._at: list[Iterator[Report]] = [iter(()) for _ in specs]
 
     def __len__(self) -> int:
         return len(self.fillers)
 
-    def fill(self, fill: Fill) -> None:
-        for fills in self._fills:
-            fills.append(fill)
+    def fill(self, step: int) -> None:
+        for steps in self._steps:
+            steps.append(step)
 
     def receive(self, needed: Sequence[int]) -> list[tuple[int, Report]]:
         """Some reports, of workers that may be ahead of what is needed or behind it."""
@@ -136,11 +137,10 @@ class Inline:
         while needed and not found:
             number = self._random.randrange(len(self))
             report = next(self._at[number], None)
-            if report is None and self._fills[number]:
-                fill = self._fills[number].popleft()
-                self._at[number] = self.fillers[number].fill(fill)
+            if report is None and self._steps[number]:
+                self._at[number] = self.fillers[number].fill(self._steps[number].popleft())
                 report = next(self._at[number])
-            assert report or any(self._fills[n] or n != number for n in needed), "no worker has anything left to report"
+            assert report or any(self._steps[n] or n != number for n in needed), "no worker has anything left to report"
             found += [(number, report)] if report else []
         return found
 

@@ -76,7 +76,7 @@ def test_a_sources_samples_come_equally_often_whatever_its_shards_hold() -> None
 
 def test_the_fingerprint_tells_orders_apart() -> None:
     base = Epochs((3, 4), 8, 4, seed=1)
-    orders = base, Epochs((4, 3), 8, 4, seed=1), Epochs((3, 4), 8, 4, seed=2), Resampled((3.0, 7.0), (3, 4), 4, seed=1)
+    orders = base, Epochs((4, 3), 8, 4, seed=1), Epochs((3, 4), 8, 4, seed=2), Resampled((0, 1), (3, 4), 4, seed=1)
     prints = {fingerprint(order, ["a", "b"], 16) for order in orders}
     assert len(prints | {fingerprint(base, ["a", "c"], 16), fingerprint(base, ["a", "b"], 17)}) == 6
     alike = Epochs((3, 4), 16, 4, seed=1)

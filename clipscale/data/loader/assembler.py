@@ -9,7 +9,7 @@ import numpy as np
 
 from clipscale.data.loader.host_batch import Slot
 from clipscale.data.loader.shard_reader import StreamPosition
-from clipscale.data.loader.shard_stream import Fill, Report, WorkerSpec
+from clipscale.data.loader.shard_stream import Report, WorkerSpec
 from clipscale.data.loader.workers import InProcess, Workers
 
 
@@ -28,7 +28,7 @@ class BatchAssembler:
     def __init__(self, specs: Sequence[WorkerSpec], workers: Workers | InProcess) -> None:
         self.workers = workers
         self._places = [np.concatenate(spec.places()) for spec in specs]  # each worker's, in the order it fills them
-        self.size = specs[0].batch // specs[0].world
+        self.size = specs[0].share.samples
         """Local samples of a batch."""
         self._batches: dict[int, _Filling] = {}
         self.counts: Counter[str] = Counter()
@@ -38,7 +38,7 @@ class BatchAssembler:
     def begin(self, step: int) -> None:
         """Let the workers fill the batch, when they have filled those begun before."""
         self._batches[step] = _Filling([0] * len(self._places), set(range(len(self._places))))
-        self.workers.fill(Fill(step))
+        self.workers.fill(step)
 
     def wait(self, step: int, stop: int) -> None:
         """Block until rows 0..stop of the batch have arrived. Raises UserError if the workers cannot go on."""
@@ -77,7 +77,8 @@ class BatchAssembler:
 
     def waited_s(self) -> float:
         """Seconds that the training process has waited for samples since the last call."""
-        seconds, self._waited_s = self._waited_s, 0.0
+        seconds = self._waited_s
+        self._waited_s = 0.0
         return seconds
 
     def _receive(self, needed: Sequence[int]) -> None:

@@ -23,7 +23,7 @@ CHUNK_COST = 1 / 16
 def lengths(tokens: Tensor, pad: int) -> Tensor:
     """(N, T) -> (N,) int64: tokens up to the last that is no padding, in steps of GRAIN, at least one, at most T."""
     width = tokens.shape[1]
-    used = ((tokens != pad) * torch.arange(1, width + 1)).amax(dim=1)
+    used = torch.arange(1, width + 1).where(tokens != pad, 0).amax(dim=1)
     return (used + GRAIN - 1).div(GRAIN, rounding_mode="floor").clamp(min=1).mul(GRAIN).clamp(max=width)
 
 
@@ -49,7 +49,9 @@ class SortedCaptions(ChunkLoader):
         `most(chunks)` is the largest of all ranks' numbers of chunks; every rank calls it once.
         """
         super().__init__(self._cut, count, device, resident=resident)
-        self._tokens, self._pad, self._most = tokens, pad, most
+        self._tokens = tokens
+        self._pad = pad
+        self._most = most
         self._spans: list[tuple[int, int]] = []
 
     @cached_property

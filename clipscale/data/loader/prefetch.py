@@ -23,11 +23,14 @@ class Prefetcher:
 
     def __init__(self, buffers: np.ndarray, rows: int, load: Load, *, copy: bool = False) -> None:
         """`buffers`: (places, ...), written by `load`, each of `rows` places. `copy`: hand out copies to keep."""
-        self._places, self._capacity, self._load, self._copy = torch.from_numpy(buffers), rows, load, copy
+        self._places = torch.from_numpy(buffers)
+        self._capacity = rows
+        self._load = load
+        self._copy = copy
         count = len(buffers) // rows
         self._spans: list[Span | None] = [None] * count  # what each buffer holds, or will hold after this wait
         self._waits: list[Callable[[], None] | None] = [None] * count
-        self._given = 0  # the buffer that was handed out last
+        self._last = 0  # the buffer that was handed out last
         self._arrived = 0
 
     def open(self, slot: Slot) -> None:
@@ -35,7 +38,8 @@ class Prefetcher:
         for buffer in range(len(self._waits)):
             self._wait(buffer)
         self._spans = [None] * len(self._spans)
-        self._slot, self._arrived = slot, 0
+        self._slot = slot
+        self._arrived = 0
         self.expect(())
 
     def expect(self, ranges: Iterable[Span]) -> None:
@@ -56,12 +60,12 @@ class Prefetcher:
             self._next = next(self._ranges, None)
         else:
             self.expect(())
-        if self._spans[self._given] != span:
-            self._given = self._begin(self._given + 1, span)
-        self._wait(self._given)
+        if self._spans[self._last] != span:
+            self._last = self._begin(self._last + 1, span)
+        self._wait(self._last)
         if self._next and self._next[1] <= self._arrived and self._next != span:
-            self._begin(self._given + 1, self._next)
-        first = self._given * self._capacity
+            self._begin(self._last + 1, self._next)
+        first = self._last * self._capacity
         rows = self._places[first : first + stop - start]
         return rows.clone() if self._copy else rows
 
@@ -70,10 +74,12 @@ class Prefetcher:
         buffer %= len(self._spans)
         if self._spans[buffer] != span:
             self._wait(buffer)
-            self._spans[buffer], self._waits[buffer] = span, self._load(self._slot, *span, buffer * self._capacity)
+            self._spans[buffer] = span
+            self._waits[buffer] = self._load(self._slot, *span, buffer * self._capacity)
         return buffer
 
     def _wait(self, buffer: int) -> None:
-        wait, self._waits[buffer] = self._waits[buffer], None
+        wait = self._waits[buffer]
+        self._waits[buffer] = None
         if wait:
             wait()

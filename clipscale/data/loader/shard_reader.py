@@ -7,7 +7,7 @@ from itertools import count, islice
 
 from clipscale.data.order import WINDOW, Epochs, Mixed, Order, Segment, fingerprint, permutation
 from clipscale.data.sample import RawSample
-from clipscale.data.shards.addresses import unsigned
+from clipscale.data.shards.addresses import leaf_of
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 
@@ -24,7 +24,6 @@ class OrderedShards:
     urls: tuple[str, ...]
     order: Order
     window: int  # samples in a shuffle window
-    seed: int
 
     @property
     def samples(self) -> int | None:
@@ -33,13 +32,14 @@ class OrderedShards:
 
     def fingerprint(self) -> str:
         """A digest of everything that a position refers to. The shards' folder is not part of it."""
-        return fingerprint(self.order, [unsigned(url).rsplit("/", 1)[-1] for url in self.urls], self.window)
+        return fingerprint(self.order, [leaf_of(url) for url in self.urls], self.window)
 
     def sources(self) -> list["OrderedShards"]:
         """The weighted sources, each with its share of the window; without weights, all shards are one."""
         if not isinstance(self.order, Mixed):
             return [self]
-        order, total = self.order, sum(self.order.weights)
+        order = self.order
+        total = sum(order.weights)
         windows = [max(1, round(self.window * (weight / total))) for weight in order.weights]
         return [replace(self, order=order.within(source), window=window) for source, window in enumerate(windows)]
 
@@ -55,19 +55,8 @@ class StreamPosition:
     """With data.weights: `index` counts usable samples, and each source has an epoch and an index here."""
 
 
-@dataclass(frozen=True)
-class Unreadable:
-    """A place in the order whose sample cannot be read."""
-
-    reason: str
-    detail: str
-
-
-Item = RawSample | Unreadable
-
-
-def held_bytes(item: Item) -> int:
-    return item.extent if isinstance(item, RawSample) and item.members else 0
+def held_bytes(sample: RawSample) -> int:
+    return sample.extent if sample.members else 0
 
 
 class Windows:
@@ -77,7 +66,9 @@ class Windows:
     """
 
     def __init__(self, segment: Segment, window: int, seed: int) -> None:
-        self.segment, self._window, self._seed = segment, window, seed
+        self.segment = segment
+        self._window = window
+        self._seed = seed
         self.begin = self.number = 0  # the current window's first sample in the shard, and its number
         self.resize(self._usual_size())
 
@@ -93,13 +84,13 @@ class Windows:
         self.size = size
         self.places = order[max(segment.start - self.begin, 0) : last].tolist()
         """The window's samples that belong to the segment, in their order."""
-        self._wanted = set(self.places)
+        self._needed = set(self.places)
 
-    def wants(self, sample: int) -> bool:
+    def needs(self, sample: int) -> bool:
         """Whether a sample is needed. Without a count, the order is not known yet, but windows can be skipped."""
         if self.segment.count is None:
             return self.begin + self._window > self.segment.start
-        return sample - self.begin in self._wanted
+        return sample - self.begin in self._needed
 
     @property
     def is_part(self) -> bool:
@@ -108,19 +99,20 @@ class Windows:
 
     def advance(self) -> bool:
         """Go on with the next window; False after the segment's last."""
-        self.begin, self.number = self.begin + self.size, self.number + 1
+        self.begin += self.size
+        self.number += 1
         if self.segment.stop is not None and self.begin >= self.segment.stop:
             return False
         self.resize(self._usual_size())
         return True
 
 
-def _damage(windows: Windows, problem: ReadProblem, url: str) -> list[Item]:
+def _damage(windows: Windows, problem: ReadProblem, url: str) -> list[RawSample]:
     """At the end of a shard of unknown count: what stands for the samples that cannot be read."""
     if problem.reason and windows.begin >= windows.segment.start:
-        return [Unreadable(problem.reason, problem.detail)]
+        return [RawSample.lost(url, problem.reason, problem.detail)]
     if windows.begin == 0 and not problem.reason and windows.segment.start == 0:
-        return [Unreadable("empty_shard", url)]
+        return [RawSample.lost(url, "empty_shard", url)]
     return []
 
 
@@ -135,7 +127,7 @@ class ShardReader:
         self.epoch = start.epoch
         self.index = start.index
         # The items of the window that is given out, with their epoch, the next one last.
-        self._ready: list[tuple[int, Segment, Item]] = []
+        self._ready: list[tuple[int, Segment, RawSample]] = []
         self._ready_bytes = 0
         self.items = self._items()
         """Every item from the position on, with its segment."""
@@ -143,7 +135,7 @@ class ShardReader:
     def close(self) -> None:
         self.items.close()
 
-    def _items(self) -> Generator[tuple[Segment, Item], None, None]:
+    def _items(self) -> Generator[tuple[Segment, RawSample], None, None]:
         """Give out a window while the next is read: an item for every sample read, so requests are spread evenly.
 
         Together they hold about WINDOW_BYTES at most.
@@ -159,19 +151,17 @@ class ShardReader:
                         self._ready = [(epoch, segment, item) for item in reversed(window)]
                         self._ready_bytes = sum(map(held_bytes, window))
 
-    def _windows(self, segment: Segment) -> Generator[int | list[Item], None, None]:
+    def _windows(self, segment: Segment) -> Generator[int | list[RawSample], None, None]:
         """Each window of a segment as its items in their order. Before that, after each of its samples, the bytes that
         it holds so far.
-
-        Samples beyond the shard's count are not part of the order, but counted.
         """
         url = self._shards.urls[segment.shard]
-        windows = Windows(segment, self._shards.window, self._shards.seed)
+        windows = Windows(segment, self._shards.window, self._shards.order.seed)
         problem = ReadProblem()
         reader = self._open(url, problem, windows)
         try:
-            more = True
-            while more:
+            following = True
+            while following:
                 raws: list[RawSample] = []
                 extent = held = 0  # bytes of the window in the shard, and in memory
                 for raw in islice(reader, windows.size):
@@ -193,18 +183,16 @@ class ShardReader:
                 ended = segment.count is None and len(raws) < windows.size and not closed
                 if closed or ended:
                     windows.resize(len(raws))
-                lost = Unreadable(problem.reason or "missing_from_shard", problem.detail or url)
-                items: list[Item] = [raws[place] if place < len(raws) else lost for place in windows.places]
-                more = windows.advance() and not ended
+                lost = RawSample.lost(url, problem.reason or "missing_from_shard", problem.detail or url)
+                items = [raws[place] if place < len(raws) else lost for place in windows.places]
+                following = windows.advance() and not ended
                 if ended:
                     items += _damage(windows, problem, url)
                 yield items
-            if segment.count is not None and segment.stop == segment.count and (surplus := sum(1 for _ in reader)):
-                self._store.counts["not_in_count"] += surplus
         finally:
             reader.close()
 
-    def _next_ready(self) -> tuple[Segment, Item]:
+    def _next_ready(self) -> tuple[Segment, RawSample]:
         epoch, segment, item = self._ready.pop()
         self._ready_bytes -= held_bytes(item)
         if epoch != self.epoch:
@@ -213,10 +201,11 @@ class ShardReader:
         return segment, item
 
     def _open(self, url: str, problem: ReadProblem, windows: Windows) -> Generator[RawSample, None, None]:
-        return read_shard(url, problem, windows.wants, self._kinds, store=self._store, indexed=True)
+        return read_shard(url, problem, windows.needs, self._kinds, store=self._store, indexed=True)
 
     def _segments(self) -> Iterator[tuple[int, Segment]]:
-        skip, order = self.index, self._shards.order
+        skip = self.index
+        order = self._shards.order
         assert not isinstance(order, Mixed), "each source has a reader of its own"
         for epoch in count(self.epoch):
             yield from ((epoch, segment) for segment in order.segments(self._stream, epoch, skip))

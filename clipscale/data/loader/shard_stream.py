@@ -19,8 +19,8 @@ from clipscale.data.decode import IMAGE_TYPES, image_bytes
 from clipscale.data.filters import Selection
 from clipscale.data.loader.host_batch import Arena
 from clipscale.data.loader.offload import open_backend
-from clipscale.data.loader.shard_reader import Item, OrderedShards, ShardReader, StreamPosition, Unreadable
-from clipscale.data.order import AUGMENT, CAPTION, CounterRNG, Mixed, Segment, local_places
+from clipscale.data.loader.shard_reader import OrderedShards, ShardReader, StreamPosition
+from clipscale.data.order import AUGMENT, CAPTION, BatchShare, CounterRNG, Mixed, Segment
 from clipscale.data.sample import BrokenSampleError, ChosenSample, RawSample, limits
 from clipscale.data.shards.remote import RETRIES
 from clipscale.data.shards.store import Store
@@ -44,16 +44,13 @@ class WorkerSpec:
     tokenizer: Any  # captions -> tokens
     selection: Selection
     streams: tuple[StreamPosition, ...]  # the worker's shard streams, and where each starts
-    rank: int
-    world: int
-    batch: int  # samples of all ranks
+    share: BatchShare
     piece: int  # samples that the worker delivers at once
 
     def places(self) -> list[np.ndarray]:
         """The places of each stream in the local part of a batch; those outside are another rank's."""
         count = self.shards.order.streams
-        spans = (local_places(s.stream, count, self.batch, self.rank, self.world) for s in self.streams)
-        return [np.arange(span.start, span.stop) for span in spans]
+        return [np.array(self.share.places(start.stream, count)) for start in self.streams]
 
 
 class Taken(NamedTuple):
@@ -103,21 +100,18 @@ class ShardStream:
         """
         spec = self._spec
         order = spec.shards.order
-        seed = spec.shards.seed
         source = order.source(self._start.stream, self._given) if isinstance(order, Mixed) else 0
         while True:
             segment, item = next(self._readers[source].items)
             try:
-                if isinstance(item, Unreadable):
-                    raise BrokenSampleError(item.reason, item.detail)
                 if item.damage:
                     raise BrokenSampleError(item.damage, item.detail)
                 place = segment.epoch, segment.shard, item.index
-                captions = spec.selection.draw(item.members, CounterRNG(seed, CAPTION, *place))
+                captions = spec.selection.draw(item.members, CounterRNG(order.seed, CAPTION, *place))
                 spec.selection.check(item, captions)
                 chosen = ChosenSample(item, captions, f"{segment.shard} {item.index}")
                 values = {column.name: column.read(chosen) for column in spec.columns.beside}
-                put(image_bytes(item.members), CounterRNG(seed, AUGMENT, *place))
+                put(image_bytes(item.members), CounterRNG(order.seed, AUGMENT, *place))
             except BrokenSampleError as error:
                 self._counts[error.reason] += 1
                 self._skipped(error, segment, item)
@@ -136,15 +130,14 @@ class ShardStream:
         self._unreachable: set[tuple[int, int]] = set()
         self._read = 0
 
-    def _skipped(self, error: BrokenSampleError, segment: Segment, item: Item) -> None:
+    def _skipped(self, error: BrokenSampleError, segment: Segment, item: RawSample) -> None:
         """Raises UserError if the stream must give up."""
-        visit, example = (segment.epoch, segment.shard), str(error)
+        visit = segment.epoch, segment.shard
         self._reasons[error.reason] += 1
         self._visits.add(visit)
-        if isinstance(item, RawSample):
+        if not item.is_lost:
             self._read += 1
             self._unreachable.clear()
-            example = f"{item.url} {item.key}: {error}"
         elif error.reason == "unreachable_shard":
             self._unreachable.add(visit)
         if len(self._unreachable) >= MOST_UNREACHABLE:
@@ -156,15 +149,8 @@ class ShardStream:
             reasons = ", ".join(f"{reason} {n}" for reason, n in self._reasons.most_common())
             raise UserError(
                 f"data.train: no usable sample among the last {self._reasons.total()} of one shard stream ({reasons}; "
-                f"the last: {example}); look at the shards, and at data.captions and data.filter"
+                f"the last: {item.url} {item.key}: {error}); look at the shards, and at data.captions and data.filter"
             )
-
-
-@dataclass(frozen=True)
-class Fill:
-    """Asks a worker to fill its part of batch `step`."""
-
-    step: int
 
 
 @dataclass(frozen=True)
@@ -190,14 +176,14 @@ class BatchFiller:
         store = Store(spec.config, self.counts, tick)
         self.streams = [ShardStream(spec, start, store) for start in spec.streams]
 
-    def fill(self, fill: Fill) -> Iterator[Report]:
+    def fill(self, step: int) -> Iterator[Report]:
         """Fill this worker's places of a batch. Yields a report after every piece, and one with the positions.
 
         Another rank's samples of a stream that both read are checked and left out, so that both skip the same broken
         ones. Raises UserError.
         """
-        slot = self._arena.slot(fill.step)
-        local = range(self._spec.batch // self._spec.world)
+        slot = self._arena.slot(step)
+        local = range(self._spec.share.samples)
         pairs = zip(self.streams, self._spec.places())
         work = [(stream, int(place)) for stream, places in pairs for place in places]
         for start in range(0, len(work), self._spec.piece):
@@ -215,8 +201,8 @@ class BatchFiller:
             if captions:
                 tokens = self._spec.tokenizer(list(captions.values()))
                 slot["tokens"][list(captions)] = np.asarray(tokens)
-            yield self.report(fill.step, start + len(piece))
-        yield replace(self.report(fill.step), positions=tuple(stream.position for stream in self.streams))
+            yield self.report(step, start + len(piece))
+        yield replace(self.report(step), positions=tuple(stream.position for stream in self.streams))
 
     def report(self, step: int = -1, done: int = 0) -> Report:
         """What has happened since the last report."""

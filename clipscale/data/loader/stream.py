@@ -7,7 +7,6 @@ rows that wait elsewhere.
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from clipscale.data.loader.prefetch import Prefetcher
 from clipscale.data.loader.shard_reader import OrderedShards, StreamPosition
 from clipscale.data.loader.shard_stream import WorkerSpec
 from clipscale.data.loader.workers import InProcess, Workers
-from clipscale.data.order import streams_of
+from clipscale.data.order import BatchShare
 from clipscale.data.shards.addresses import EVENT
 from clipscale.data.shards.counts import build_order
 from clipscale.data.shards.listing import list_shards
@@ -36,15 +35,6 @@ PIECE, PIECES = 64, 64
 """Samples that a worker delivers at once: enough to tokenise together, few enough for the first chunk to start early.
 In large batches each worker delivers this many pieces; more reports could fill a pipe while nobody waits for
 samples."""
-
-
-@dataclass(frozen=True)
-class BatchShare:
-    """The batch, and this rank's share of it."""
-
-    batch: int  # over all ranks, a multiple of `world`
-    rank: int = 0
-    world: int = 1
 
 
 class TrainStream:
@@ -167,23 +157,17 @@ def open_stream(
     """
     chosen = selection(config, first=any(column.of_first_caption for column in columns.beside))
     urls, source_of = list_shards(config)
-    order = build_order(config, urls, source_of, share.batch, share.world, seed, position)
-    shards = OrderedShards(tuple(urls), order, max(config.shuffle, 1), seed)
+    order = build_order(config, urls, source_of, share, seed, position["streams"] if position else None)
+    shards = OrderedShards(tuple(urls), order, max(config.shuffle, 1))
     start = start_positions(shards, position, share)
     workers = worker_count(config, len(start))
-    samples = share.batch // share.world
-    layout = layout_of(config, samples, columns, np.asarray(tokenizer(["a"])).shape[1], workers, offload)
+    layout = layout_of(config, share.samples, columns, np.asarray(tokenizer(["a"])).shape[1], workers, offload)
     encoded = offload.backend == "encoded"
     picture = picture_bytes(urls[0], layout, Store(config)) if encoded else None
     memory = stated_memory(layout, picture, free)
     arena = Arena(layout)
     if offload.gpu:
         arena.pin()
-    if config.workers is not None and config.workers > workers:
-        log.warning(
-            f"data.workers={config.workers}: this rank has only {workers} shard streams, so {workers} workers; take so "
-            "many, or raise data.shard_streams"
-        )
     count = max(1, workers)
     specs = [
         WorkerSpec(
@@ -193,10 +177,8 @@ def open_stream(
             tokenizer=tokenizer,
             selection=chosen,
             streams=tuple(start[number::count]),  # so that all workers fill the batch from its first rows on
-            rank=share.rank,
-            world=share.world,
-            batch=share.batch,
-            piece=max(PIECE, samples // (count * PIECES)),
+            share=share,
+            piece=max(PIECE, share.samples // (count * PIECES)),
         )
         for number in range(count)
     ]
@@ -211,11 +193,11 @@ def open_stream(
 
 def start_positions(shards: OrderedShards, position: dict[str, Any] | None, share: BatchShare) -> list[StreamPosition]:
     """Where each of this rank's shard streams starts."""
-    streams = streams_of(shards.order.streams, share.batch, share.rank, share.world)
+    streams = share.streams(shards.order.streams)
     if position is None or position["order"] != shards.fingerprint():
         if position:
             log.warning(
-                "the shards, data.shuffle, data.order, data.weights or the seed differ from the checkpoint's: this "
+                "the shards, batch, data.shuffle, data.order, data.weights or seed differ from the checkpoint's: this "
                 "data is read from its first sample on"
             )
         return [StreamPosition(stream, 0, 0) for stream in streams]

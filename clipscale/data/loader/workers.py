@@ -22,7 +22,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.signals import blocked
 from clipscale.common.terminal import prepare
 from clipscale.data.loader.host_batch import Arena
-from clipscale.data.loader.shard_stream import BatchFiller, Fill, Report, WorkerSpec
+from clipscale.data.loader.shard_stream import BatchFiller, Report, WorkerSpec
 
 ALIVE_S = 2.0
 """A worker that reads but has nothing to deliver reports at most this often."""
@@ -44,15 +44,15 @@ class InProcess:
     def __init__(self, spec: WorkerSpec, arena: Arena) -> None:
         self.filler = BatchFiller(spec, arena, lambda: None)
         self._arena = arena
-        self._fills: deque[Fill] = deque()
+        self._steps: deque[int] = deque()
         self._reports = self._work()
 
     def _work(self) -> Generator[Report, None, None]:
         while True:
-            yield from self.filler.fill(self._fills.popleft())
+            yield from self.filler.fill(self._steps.popleft())
 
-    def fill(self, fill: Fill) -> None:
-        self._fills.append(fill)
+    def fill(self, step: int) -> None:
+        self._steps.append(step)
 
     def load(self, slot: int, start: int, stop: int, at: int) -> Callable[[], list[int]]:
         self.filler.backend.load(self._arena.slots[slot], start, self._arena.buffers[at : at + stop - start])
@@ -76,7 +76,7 @@ def work(connection: Connection, spec: WorkerSpec, arena: Arena) -> None:
     prepare()
     torch.set_num_threads(1)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # those of transformers would start a thread a core, too
-    fills: deque[Fill] = deque()
+    steps: deque[int] = deque()  # of the batches to fill
     last_tick = time.monotonic()
 
     def send(message: Report | Load) -> None:
@@ -87,8 +87,8 @@ def work(connection: Connection, spec: WorkerSpec, arena: Arena) -> None:
         """Wait for a message: a batch to fill later, or rows to load at once, since a pass waits for them."""
         with _ended_if_lost():
             message = connection.recv()
-        if isinstance(message, Fill):
-            fills.append(message)
+        if isinstance(message, int):
+            steps.append(message)
             return
         rows = arena.buffers[message.at : message.at + message.stop - message.start]
         filler.backend.load(arena.slots[message.slot], message.start, rows)
@@ -106,9 +106,9 @@ def work(connection: Connection, spec: WorkerSpec, arena: Arena) -> None:
     try:
         filler = BatchFiller(spec, arena, tick)
         while True:
-            while not fills:
+            while not steps:
                 handle_message()
-            for report in filler.fill(fills.popleft()):
+            for report in filler.fill(steps.popleft()):
                 send(report)
     except Exception as error:
         failure = RuntimeError(f"a data worker failed:\n{traceback.format_exc()}")
@@ -139,7 +139,7 @@ class Workers:
     """The worker processes of one rank, as the training process sees them. The death of one ends the run."""
 
     def __init__(self, specs: Sequence[WorkerSpec], arena: Arena, timeout_s: float) -> None:
-        self._rank = specs[0].rank
+        self._rank = specs[0].share.rank
         self.timeout_s = timeout_s
         warm_up(type(getattr(specs[0].tokenizer, "inner", specs[0].tokenizer)).__module__)
         self._connections: list[Connection] = []
@@ -151,20 +151,20 @@ class Workers:
         self._loading: set[tuple[int, Load]] = set()  # with the worker's number
         context = multiprocessing.get_context("forkserver")
         for number, spec in enumerate(specs):
-            ours, theirs = context.Pipe()
+            connection, of_worker = context.Pipe()
             process = context.Process(
-                target=work, args=(theirs, spec, arena), name=f"data-worker-{number}", daemon=True
+                target=work, args=(of_worker, spec, arena), name=f"data-worker-{number}", daemon=True
             )
             process.start()
-            theirs.close()
-            self._connections.append(ours)
+            of_worker.close()
+            self._connections.append(connection)
             self.processes.append(process)
         self._last = [time.monotonic()] * len(specs)  # when each worker's last message came
 
-    def fill(self, fill: Fill) -> None:
-        """Let every worker fill its part of a batch."""
+    def fill(self, step: int) -> None:
+        """Let every worker fill its part of batch `step`."""
         for number in range(len(self.processes)):
-            self._send(number, fill)
+            self._send(number, step)
 
     def load(self, slot: int, start: int, stop: int, at: int) -> Callable[[], list[int]]:
         """Let each worker load a part of rows start..stop. The function returned names those that have not done it."""
@@ -176,7 +176,7 @@ class Workers:
             self._send(number, load)
         return lambda: [number for number, _ in loads & self._loading]
 
-    def _send(self, number: int, message: Fill | Load) -> None:
+    def _send(self, number: int, message: int | Load) -> None:
         with suppress(ConnectionError):  # it has died: whoever waits for it reports that
             self._connections[number].send(message)
 

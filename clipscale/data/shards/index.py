@@ -13,16 +13,16 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from clipscale.common.errors import UserError
-from clipscale.data.shards.addresses import SourceError, digest, is_local, leaf_of, scheme_of, user_cache
+from clipscale.data.shards.addresses import SourceError, digest, is_local, leaf_of, user_cache
 from clipscale.data.shards.archive import Archive
 from clipscale.data.shards.remote import State
 from clipscale.data.shards.store import Opened, Store
@@ -58,22 +58,35 @@ class Entry:
     offsets: np.ndarray | None = None
     """(samples + 1,) byte offsets; None for packed shards, and in the entries that `current` returns."""
 
+    def row(self) -> tuple[Any, ...]:
+        """Its columns in the index."""
+        packed = None if self.offsets is None else pack(self.offsets)
+        return self.name, self.size, self.version, self.samples, self.reason, self.detail, packed
+
 
 def folder_of(url: str) -> str:
     return str(Path(url).absolute().parent) if is_local(url) else url.rsplit("/", 1)[0]
 
 
-def index_paths(folder: str, subset: str = "") -> list[Path]:
-    """Where a folder's index, or that of the subset of this name, may be: beside local shards, preferably, or in the
-    user's cache."""
-    suffix = f"-{subset}.sqlite" if subset else ".sqlite"
-    beside = [Path(folder) / FILE.replace(".sqlite", suffix)] if is_local(folder) else []
-    return [*beside, user_cache() / "index" / f"{digest(folder)}{suffix}"]
+class Part(Protocol):
+    """A part of the shards' samples that has an index of its own."""
+
+    @property
+    def name(self) -> str: ...
+
+    def scan(self, url: str) -> Entry: ...
 
 
-def writable_path(folder: str, subset: str = "") -> Path:
+def index_paths(folder: str, part: Part | None = None) -> list[Path]:
+    """Where a folder's index, or that of a part, may be: beside local shards, preferably, or in the user's cache."""
+    suffix = f"-{part.name}.sqlite" if part else ".sqlite"
+    cached = user_cache() / "index" / f"{digest(folder)}{suffix}"
+    return [Path(folder) / FILE.replace(".sqlite", suffix), cached] if is_local(folder) else [cached]
+
+
+def writable_path(folder: str, part: Part | None = None) -> Path:
     """Where to write a folder's index: beside its shards, or in the user's cache if it is remote or read-only."""
-    return index_paths(folder, subset)[0 if os.access(folder, os.W_OK) else -1]
+    return index_paths(folder, part)[0 if os.access(folder, os.W_OK) else -1]
 
 
 def query(path: Path, question: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
@@ -88,40 +101,47 @@ def query(path: Path, question: str, values: Sequence[Any] = ()) -> list[tuple[A
         return []
 
 
-def current(urls: Sequence[str], subset: str = "") -> tuple[dict[str, Entry], list[str]]:
+def current(urls: Sequence[str], part: Part | None = None) -> tuple[dict[str, Entry], list[str]]:
     """The entries that still hold, and the shards that have changed since theirs were made.
 
     Remote shards are assumed unchanged, since asking takes a request each; `sample_offsets` compares them when they are
     opened. An outdated index does not hide a newer one in the cache.
     """
-    folders: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for url in urls:
-        if scheme_of(url) != "pipe":
-            folders[folder_of(url)][leaf_of(url)].append(url)
-    entries: dict[str, list[Entry]] = defaultdict(list)
-    for folder, leaves in folders.items():
-        for path in index_paths(folder, subset):
-            for row in query(path, f"SELECT {_COLUMNS} FROM shards"):
-                for url in leaves.get(row[0], ()):
-                    entries[url].append(Entry(*row))
-
-    def matching(url: str) -> Entry | None:
-        try:
-            state = Store().state(url) if is_local(url) else None
-        except OSError:
-            return None
-        return next((entry for entry in entries[url] if state in (None, (entry.size, entry.version))), None)
-
+    recorded = {folder: _recorded(folder, part) for folder in {folder_of(url) for url in urls}}
+    known = {url: recorded[folder_of(url)].get(leaf_of(url)) for url in urls}
+    indexed = [(url, entries) for url, entries in known.items() if entries]
     with ThreadPoolExecutor(16) as pool:  # waits on the file system, seldom on the processor
-        matches = dict(zip(entries, pool.map(matching, entries)))
-    return {url: entry for url, entry in matches.items() if entry}, [url for url, entry in matches.items() if not entry]
+        matches = list(pool.map(_matching, indexed))
+    held = {url: entry for (url, _), entry in zip(indexed, matches) if entry}
+    return held, [url for url, _ in indexed if url not in held]
 
 
-def sample_offsets(url: str, opened: Opened, subset: str = "") -> np.ndarray | None:
+def _recorded(folder: str, part: Part | None) -> dict[str, list[Entry]]:
+    """A folder's entries by the shards' names."""
+    entries: dict[str, list[Entry]] = defaultdict(list)
+    for path in index_paths(folder, part):
+        for row in query(path, f"SELECT {_COLUMNS} FROM shards"):
+            entries[row[0]].append(Entry(*row))
+    return entries
+
+
+def _matching(indexed: tuple[str, list[Entry]]) -> Entry | None:
+    """The entry of a shard that holds for it now."""
+    url, entries = indexed
+    if not is_local(url):
+        return entries[0]
+    try:
+        state = Store().state(url)
+    except OSError:
+        return None
+    return next((entry for entry in entries if state == (entry.size, entry.version)), None)
+
+
+def sample_offsets(url: str, opened: Opened, part: Part | None = None) -> np.ndarray | None:
     """Where an opened shard's samples begin, (samples + 1,) int64; None if no index has an entry of its state."""
     stale = False
     question = "SELECT size, version, offsets FROM shards WHERE name = ?"
-    for path in index_paths(folder_of(url), subset):
+    for path in index_paths(folder_of(url), part):
         for size, version, packed in query(path, question, [leaf_of(url)]):
             if (size, version) == (opened.size, opened.version):
                 return None if packed is None else unpack(packed)
@@ -183,16 +203,9 @@ Outcome = Entry | str | None
 
 
 def update_indexes(
-    urls: Sequence[str],
-    *,
-    beside: bool = True,
-    workers: int = 1,
-    subset: str = "",
-    scan: Callable[[str], Entry] | None = None,
+    urls: Sequence[str], part: Part | None = None, *, beside: bool = True, workers: int = 1
 ) -> Iterator[tuple[str, Outcome]]:
     """Bring the indexes of these shards' folders up to date, at `writable_path` (`beside`) or in the user's cache.
-
-    `scan` makes an entry (None: `scan_shard`).
 
     Yields each shard when it is done. Skips those whose entry still holds. Entries are written one by one, so a killed
     run can go on. Raises UserError.
@@ -201,32 +214,35 @@ def update_indexes(
     for url in urls:
         folders[folder_of(url)].append(url)
     for folder, shards in folders.items():
-        path = writable_path(folder, subset) if beside else index_paths(folder, subset)[-1]
+        path = writable_path(folder, part) if beside else index_paths(folder, part)[-1]
         rows = query(path, "SELECT name, size, version FROM shards")
         states: dict[str, State] = {name: (size, version) for name, size, version in rows}
         old = [states.get(leaf_of(url)) for url in shards]
         with _writing(path) as base:
-            scan_changed = partial(_scan_changed, scan or scan_shard)
-            for url, outcome in zip(shards, map_shards(scan_changed, workers, shards, old)):
+            for url, outcome in zip(shards, map_shards(partial(_scan_changed, part), workers, shards, old)):
                 if isinstance(outcome, Entry):
-                    packed = None if outcome.offsets is None else pack(outcome.offsets)
-                    values = *astuple(replace(outcome, offsets=None))[:-1], packed
-                    base.execute("INSERT OR REPLACE INTO shards VALUES (?, ?, ?, ?, ?, ?, ?)", values)
+                    base.execute("INSERT OR REPLACE INTO shards VALUES (?, ?, ?, ?, ?, ?, ?)", outcome.row())
                 yield url, outcome
 
 
-def _scan_changed(scan: Callable[[str], Entry], url: str, old: State | None) -> Outcome:
+def scan(url: str, part: Part | None = None) -> Entry:
+    """The entry of a shard, or of a part of it. Raises OSError or SourceError if the shard cannot be read."""
+    return part.scan(url) if part else scan_shard(url)
+
+
+def _scan_changed(part: Part | None, url: str, old: State | None) -> Outcome:
     try:
-        return None if Store().state(url) == old else scan(url)
+        return None if Store().state(url) == old else scan(url, part)
     except (OSError, SourceError) as error:
         return str(error)
 
 
-def map_shards(work: Callable[..., T], workers: int, urls: Sequence[str], *more: Sequence[Any]) -> Iterator[T]:
-    """The result of `work` on each shard, in order; few shards take this process alone, since others start slowly."""
+def map_shards(work: Callable[..., T], workers: int, urls: Sequence[str], *others: Sequence[Any]) -> Iterator[T]:
+    """The result of `work` on each shard, in order; few shards take this process alone, since others start slowly.
+    `others`: its other arguments, of each shard."""
     if workers < 2 or len(urls) < FEW:
-        yield from map(work, urls, *more)
+        yield from map(work, urls, *others)
         return
     # spawn: the caller may hold threads and locks
     with ProcessPoolExecutor(min(workers, len(urls)), mp_context=get_context("spawn")) as pool:
-        yield from pool.map(work, urls, *more)
+        yield from pool.map(work, urls, *others)

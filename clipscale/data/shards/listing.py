@@ -105,14 +105,21 @@ def _braces(source: str, setting: str) -> list[str]:
         raise UserError(f"{setting}={source!r} cannot be expanded: {error}") from error
 
 
+def _check_address(url: str, allow_pipe: bool, setting: str) -> None:
+    """Raise UserError for an address that is not read."""
+    scheme = scheme_of(url)
+    if scheme == "pipe":
+        if not allow_pipe:
+            remedy = "set data.allow_pipe=true if you wrote it yourself"
+            raise UserError(f"{setting}={url!r}: `pipe:` runs a shell command; {remedy}")
+    elif scheme not in SCHEMES or "::" in url:
+        raise UserError(f"{setting}={url[:200]!r} is neither a path nor one of {', '.join(SCHEMES)}:")
+
+
 def _remote(url: str, allow_pipe: bool, setting: str) -> list[str]:
     """The objects that a pattern (`s3://bucket/*.tar`) or folder (`s3://bucket/set/`) names, or the address itself."""
+    _check_address(url, allow_pipe, setting)
     scheme = scheme_of(url)
-    if scheme == "pipe" and not allow_pipe:
-        remedy = "set data.allow_pipe=true if you wrote it yourself"
-        raise UserError(f"{setting}={url!r}: `pipe:` runs a shell command; {remedy}")
-    if scheme not in ("pipe", *SCHEMES):
-        raise UserError(f"{setting}={url!r}: there are {', '.join(SCHEMES)}: and local paths")
     if scheme in ("http", "https", "pipe"):
         return [url]
     from fsspec.core import get_filesystem_class, url_to_fs
@@ -137,6 +144,6 @@ def _from_list(path: Path, allow_pipe: bool, setting: str) -> list[str]:
         raise UserError(f"{setting}='@{path}' cannot be read ({error})") from error
     names = [line for line in lines if line and not line.startswith("#")]
     for name in names:
-        if scheme_of(name) not in ("", *SCHEMES, *["pipe"] * allow_pipe) or (not is_local(name) and "::" in name):
-            raise UserError(f"{setting}='@{path}': {name[:200]!r} is neither a path nor one of {', '.join(SCHEMES)}:")
+        if not is_local(name):
+            _check_address(name, allow_pipe, f"{setting}=@{path}")
     return names

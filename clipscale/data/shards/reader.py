@@ -1,12 +1,15 @@
 """Reads the raw samples of a shard that a run uses."""
 
 from collections.abc import Callable, Generator, Mapping
+from dataclasses import replace
 
 from clipscale.data.sample import RawSample
+from clipscale.data.shards.addresses import SourceError
 from clipscale.data.shards.samples import ReadProblem as ReadProblem
 from clipscale.data.shards.samples import read_samples
 from clipscale.data.shards.store import Store
-from clipscale.data.shards.subset import read_subset, subset_of
+from clipscale.data.shards.subset import subset_of
+from clipscale.data.shards.tar import DAMAGE
 
 
 def read_shard(
@@ -31,5 +34,16 @@ def read_shard(
     subset = subset_of(store.config.only_keys)
     if subset is None:
         yield from read_samples(url, problem, want, kinds, store, indexed=indexed)
-    else:
-        yield from read_subset(subset, url, problem, want, kinds, store, indexed=indexed)
+        return
+    try:
+        numbers = subset.numbers(url, store)
+    except (SourceError, *DAMAGE) as error:
+        problem.note(url, error, "unreadable_shard")
+        return
+
+    def in_subset(number: int) -> bool:
+        return number in numbers and want(numbers[number])
+
+    for raw in read_samples(url, problem, in_subset, kinds, store, indexed=indexed):
+        if raw.index in numbers:
+            yield replace(raw, index=numbers[raw.index])

@@ -5,6 +5,7 @@ repeated; an object that changes is given up, its versions never mix.
 """
 
 import asyncio
+import io
 import os
 import random
 import re
@@ -13,7 +14,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import quote
 
 from clipscale.common.errors import UserError
@@ -89,7 +90,7 @@ def fetch(reader: Reader, url: str, start: int, stop: int, request: Request | No
         time.sleep(random.uniform(0, min(0.25 * 2**failures, LONGEST_WAIT_S)))
 
 
-class RemoteFile:
+class RemoteFile(io.RawIOBase):
     """An object as a seekable file. While one block is read, the next one is on its way. Raises SourceError."""
 
     def __init__(self, url: str, reader: Reader) -> None:
@@ -100,32 +101,33 @@ class RemoteFile:
         """The request for the block behind the present one."""
         self._block, (self.size, self.version) = fetch(reader, url, 0, FIRST_BLOCK)
 
-    def seekable(self) -> bool:
+    def readable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._at
+    def seekable(self) -> bool:
+        return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self._at = max(0, offset + (0, self._at, self.size)[whence])
         return self._at
 
-    def peek(self, size: int) -> bytes:
-        data = self.read(size)
-        self._at -= len(data)
-        return data
-
-    def read(self, size: int = -1) -> bytes:
-        stop = self.size if size < 0 else min(self._at + size, self.size)
-        parts = []
-        while self._at < stop:
-            if not self._start <= self._at < self._start + len(self._block):
-                self._load()
-            parts.append(self._block[self._at - self._start : stop - self._start])
-            self._at += len(parts[-1])
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+    def readinto(self, buffer: Any) -> int:
+        """Write what follows of the present block, or of the next one at its end, and return the bytes written."""
+        if self._at >= self.size:
+            return 0
+        if not self._start <= self._at < self._start + len(self._block):
+            self._load()
+        first = self._at - self._start
+        part = self._block[first : first + len(buffer)]
+        buffer[: len(part)] = part
+        self._at += len(part)
+        return len(part)
 
     def close(self) -> None:
+        self._forget_ahead()
+        super().close()
+
+    def _forget_ahead(self) -> None:
         if self._ahead is not None:
             self._ahead.cancel()
             self._ahead = None
@@ -134,9 +136,11 @@ class RemoteFile:
         """Replace the block by the one that begins here, and request the next one if the reader goes straight on."""
         sequential = self._at == self._start + len(self._block)
         if not sequential:
-            self.close()
-        request, self._ahead = self._ahead, None
-        self._block, self._start = b"", self._at
+            self._forget_ahead()
+        request = self._ahead
+        self._ahead = None
+        self._block = b""
+        self._start = self._at
         stop = min(self._at + (LARGEST_BLOCK if sequential else FIRST_BLOCK), self.size)
         self._block, state = fetch(self._reader, self._url, self._at, stop, request)
         if state != (self.size, self.version):
@@ -204,8 +208,8 @@ async def _from_web(url: str, start: int, stop: int, headers: Mapping[str, str] 
     configured = conf.get("http", {}).get("client_kwargs", {})
     system = filesystem("http", client_kwargs={"trust_env": True, **configured}, encoded=True)  # True: HTTPS_PROXY
     session = await system.set_session()
-    wanted = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
-    options = {**system.kwargs, "headers": {**system.kwargs.get("headers", {}), **headers, **wanted}}
+    ranged = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+    options = {**system.kwargs, "headers": {**system.kwargs.get("headers", {}), **headers, **ranged}}
     timeout = aiohttp.ClientTimeout(sock_connect=WAIT_S, sock_read=WAIT_S)
     address = system.encode_url(quote(url, safe=_IN_ADDRESSES))
     async with session.get(address, timeout=timeout, auto_decompress=False, **options) as answer:
@@ -221,12 +225,12 @@ async def _from_web(url: str, start: int, stop: int, headers: Mapping[str, str] 
         if span is None or int(span[1]) != start:
             raise TransientError("wrong_range", answer.headers.get("Content-Range", "no Content-Range"))
         state = int(span[2]), answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
-        pieces, missing = list[bytes](), min(stop, state[0]) - start
+        data = bytearray()
+        size = min(stop, state[0]) - start
         with suppress(aiohttp.ClientError, TimeoutError):  # the next request goes on behind what came
-            while missing > 0 and (piece := await answer.content.read(missing)):
-                pieces.append(piece)
-                missing -= len(piece)
-    return b"".join(pieces), state
+            while len(data) < size and not answer.content.at_eof():
+                data += await answer.content.read(size - len(data))
+    return bytes(data), state
 
 
 @lru_cache(1 << 12)

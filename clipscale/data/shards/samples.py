@@ -23,13 +23,18 @@ class ReadProblem:
     reason: str | None = None
     detail: str = ""
 
+    def note(self, url: str, error: Exception, reason: str) -> None:
+        """`reason`: of an error that does not name its own."""
+        self.reason = getattr(error, "reason", reason)
+        self.detail = f"{url}: {getattr(error, 'strerror', None) or str(error) or type(error).__name__}"
+
 
 Want = Callable[[int], bool]
 Kinds = Mapping[str, int] | None
 
 
 def read_samples(
-    url: str, problem: ReadProblem, want: Want, kinds: Kinds, store: Store, *, indexed: bool
+    url: str, problem: ReadProblem, want: Want, kinds: Kinds, store: Store, *, indexed: bool = False
 ) -> Generator[RawSample, None, None]:
     """The samples of a shard, as `read_shard` gives those of a run."""
     archive: Archive | None = None
@@ -48,12 +53,8 @@ def read_samples(
                 raise tarfile.ReadError("ends within a member")
             while not source.seekable() and source.read(1 << 20):
                 pass  # a command's failure shows at its end
-    except SourceError as error:
-        problem.reason = error.reason
-        problem.detail = f"{url}: {error}"
-    except DAMAGE as error:
-        problem.reason = "truncated_shard" if archive and archive.begun else "unreadable_shard"
-        problem.detail = f"{url}: {getattr(error, 'strerror', None) or str(error) or type(error).__name__}"
+    except (SourceError, *DAMAGE) as error:
+        problem.note(url, error, "truncated_shard" if archive and archive.begun else "unreadable_shard")
 
 
 def _one_by_one(url: str, archive: Archive, want: Want, kinds: Kinds) -> Iterator[RawSample]:

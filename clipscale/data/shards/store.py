@@ -12,7 +12,7 @@ from clipscale.data.shards.addresses import EVENT, SourceError, is_local, scheme
 from clipscale.data.shards.remote import RemoteFile, State, fetch
 
 BUFFER = 1 << 17
-"""Bytes that are read of a local file or a command's output at once."""
+"""Bytes that are read of a shard at once."""
 
 
 class Opened(NamedTuple):
@@ -50,13 +50,13 @@ class Store:
                 raise SourceError("refused_pipe", "`pipe:` runs a shell command, which is not allowed")
             return Opened(Pipe(url[len("pipe:") :]), None, "")
         remote = RemoteFile(url, self)
-        return Opened(remote, remote.size, remote.version)
+        return Opened(io.BufferedReader(remote, BUFFER), remote.size, remote.version)
 
     def state(self, url: str) -> State:
         """Size and version of a shard now. Raises OSError or SourceError."""
         if is_local(url):
-            about = Path(url).stat()
-            return about.st_size, str(about.st_mtime_ns)
+            status = Path(url).stat()
+            return status.st_size, str(status.st_mtime_ns)
         return fetch(self, url, 0, 1)[1]
 
     def count(self, event: str) -> None:

@@ -5,8 +5,6 @@ scanned for its samples; an index of the subset, beside that of the shards' fold
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
@@ -21,7 +19,7 @@ from clipscale.data.shards import index
 from clipscale.data.shards.addresses import SourceError, digest, leaf_of
 from clipscale.data.shards.samples import ReadProblem, read_samples
 from clipscale.data.shards.store import Opened, Store
-from clipscale.data.shards.tar import BLOCK, DAMAGE
+from clipscale.data.shards.tar import BLOCK
 
 PAIR = np.dtype("u8,u8")
 """The halves of a uid of 32 hexadecimal digits, or of a key's hash."""
@@ -58,7 +56,7 @@ class Subset(NamedTuple):
         store = Store()
         size, version = store.state(url)
         kinds = limits((), ["json"] if self.by_uid else [])
-        raws = read_samples(url, problem, lambda _: True, kinds, store, indexed=False)
+        raws = read_samples(url, problem, lambda _: True, kinds, store)
         numbers = np.array([raw.index for raw in raws if self.has(raw)], np.int64)
         if problem.reason not in (None, "truncated_shard", "unreadable_shard"):
             raise SourceError(problem.reason, problem.detail)
@@ -68,7 +66,7 @@ class Subset(NamedTuple):
 
     def numbers(self, url: str, store: Store) -> dict[int, int]:
         """A sample's number in the shard -> its number among those of the subset. Raises OSError or SourceError."""
-        offsets = index.sample_offsets(url, Opened(None, *store.state(url)), self.name)
+        offsets = index.sample_offsets(url, Opened(None, *store.state(url)), self)
         if offsets is None:  # not remembered: another start would find counts, and take another order
             offsets = self.scan(url).offsets
             assert offsets is not None
@@ -81,40 +79,10 @@ def subset_of(path: str | None) -> Subset | None:
         return None
     file = Path(path).expanduser().absolute()
     try:
-        about = file.stat()
+        state = file.stat()
     except OSError as error:
         raise UserError(f"data.only_keys={path}: cannot be read ({error.strerror})") from error
-    return Subset(str(file), digest(f"{file} {about.st_size} {about.st_mtime_ns}"))
-
-
-def read_subset(
-    subset: Subset,
-    url: str,
-    problem: ReadProblem,
-    want: Callable[[int], bool],
-    kinds: Mapping[str, int] | None,
-    store: Store,
-    *,
-    indexed: bool,
-) -> Iterator[RawSample]:
-    """What `read_samples` would give for a shard that holds only the samples of the subset."""
-    try:
-        numbers = subset.numbers(url, store)
-    except SourceError as error:
-        problem.reason = error.reason
-        problem.detail = f"{url}: {error}"
-        return
-    except DAMAGE as error:
-        problem.reason = "unreadable_shard"
-        problem.detail = f"{url}: {error}"
-        return
-
-    def wanted(number: int) -> bool:
-        return number in numbers and want(numbers[number])
-
-    for raw in read_samples(url, problem, wanted, kinds, store, indexed=indexed):
-        if raw.index in numbers:
-            yield replace(raw, index=numbers[raw.index])
+    return Subset(str(file), digest(f"{file} {state.st_size} {state.st_mtime_ns}"))
 
 
 @lru_cache(maxsize=1)
@@ -131,8 +99,8 @@ def _pairs(subset: Subset) -> np.ndarray:
     if pairs.dtype != PAIR or pairs.ndim != 1:
         raise UserError(f"{what}: {pairs.dtype} {pairs.shape}, not rows of numpy's dtype('u8,u8')")
     for start in range(0, len(pairs), 1 << 20):  # the whole file may not fit into memory
-        high, low = (pairs[start : start + (1 << 20) + 1][half] for half in ("f0", "f1"))
-        if not ((high[:-1] < high[1:]) | ((high[:-1] == high[1:]) & (low[:-1] <= low[1:]))).all():
+        high = pairs["f0"][start : start + (1 << 20) + 1]
+        if (high[:-1] > high[1:]).any():
             raise UserError(f"{what}: its rows are not in order; sort and save them again with numpy")
     return pairs
 

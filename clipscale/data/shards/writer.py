@@ -3,13 +3,13 @@
 Their bytes depend on the samples alone, and a shard has its name only when it is complete.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from webdataset import TarWriter
 
-from clipscale.common.files import replacing, write_json
+from clipscale.common.files import replacing
 
 
 @contextmanager
@@ -22,8 +22,3 @@ def shard_writer(path: Path) -> Iterator[TarWriter]:
         TarWriter(file, user="", group="", mode=0o644, mtime=0, encoder=False, keep_meta=True) as writer,
     ):
         yield writer
-
-
-def write_counts(folder: Path, counts: Mapping[str, int]) -> None:
-    """Write the number of samples of each shard beside the shards, as webdataset's `sizes.json`."""
-    write_json(folder / "sizes.json", dict(sorted(counts.items())))

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 
 from clipscale.common.errors import UserError
-from clipscale.data.features import npy_header
 from clipscale.data.sample import MAX_IMAGE_BYTES, MAX_TEXT_BYTES
 from clipscale.data.shards.archive import Archive
 from clipscale.eval.classification import ClassificationSet
@@ -123,10 +122,8 @@ def _label(key: str, shard: Path, text: bytes | None) -> int:
 
 def _group(key: str, shard: Path, content: bytes, column: int) -> int:
     try:
-        stream = io.BytesIO(content)
-        _, _, dtype = npy_header(stream)
-        return int(np.frombuffer(stream.read(), dtype)[column])
-    except (ValueError, TypeError, IndexError):
+        return int(np.load(io.BytesIO(content), allow_pickle=False)[column])
+    except (ValueError, TypeError, IndexError, EOFError, MemoryError):
         raise UserError(
             f"eval.root: sample {key} of {shard} has no group; it needs {key}.npy with one as value {column}"
         ) from None

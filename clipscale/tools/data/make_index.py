@@ -34,10 +34,8 @@ def main(sources: Sequence[str], settings: IndexSettings) -> int:
     """Index the shards, and print their samples and bytes. Status 1 where one is damaged or cannot be read."""
     urls = [url for url in expanded(sources) if scheme_of(url) != "pipe"]  # which has no index
     subset = subset_of(settings.only_keys)
-    name = subset.name if subset else ""
-    scan = subset.scan if subset else None
-    outcomes = dict(progress(index.update_indexes(urls, workers=cores(), subset=name, scan=scan), len(urls)))
-    entries, _ = index.current(urls, name)
+    outcomes = dict(progress(index.update_indexes(urls, subset, workers=cores()), len(urls)))
+    entries, _ = index.current(urls, subset)
     samples = sum(entry.samples for entry in entries.values())
     size = format_bytes(sum(entry.size for entry in entries.values()))
     say(f"{samples} samples in {len(entries)} shards, {size}")

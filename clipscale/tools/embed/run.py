@@ -30,7 +30,7 @@ from clipscale.data.shards.index import scan_shard
 from clipscale.data.shards.listing import list_shards
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
-from clipscale.data.shards.writer import shard_writer, write_counts
+from clipscale.data.shards.writer import shard_writer
 from clipscale.distributed.world import join, leave
 from clipscale.launch import local
 from clipscale.models.towers import ClipModel, load_any
@@ -71,7 +71,6 @@ def work(config: EmbedConfig) -> dict[str, Any]:
         files.write_json(out / SHARDS, listed)
         remedy = ""
         if config.teacher:
-            write_counts(out, {name: entry["samples"] for name, entry in listed.items()})
             remedy = f"; train with data.train={out} distill.teachers=[{config.teacher}]"
         say(f"features of {samples} samples: {out}{remedy}")
     unread = len(sources) - len(entries)

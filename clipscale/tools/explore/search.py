@@ -22,7 +22,7 @@ from clipscale.config.eval import existing_run
 from clipscale.data.decode import IMAGE_TYPES, broken_pictures, image_bytes, open_picture
 from clipscale.data.sample import BrokenSampleError, limits
 from clipscale.data.shards.addresses import is_local
-from clipscale.data.shards.counts import scan_counts
+from clipscale.data.shards.counts import count_samples
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from clipscale.distributed.world import join
@@ -107,7 +107,7 @@ class Pictures:
         self.data = data
         self.decoding = threading.Semaphore(2)  # a large picture takes 268 MB
         self.small = lru_cache(2048)(self._small)  # about 20 kB each
-        self.index = lru_cache(None)(lambda url: scan_counts([url]) if is_local(url) else None)
+        self.index = lru_cache(None)(lambda url: count_samples([url]) if is_local(url) else None)
 
     def encoded(self, part: str, row: int) -> bytes:
         """A picture's bytes. Raises BrokenSampleError, also for no such sample and an unreadable shard."""

@@ -11,7 +11,7 @@ from typing import Any
 from clipscale.common.units import parse_memory
 from clipscale.data.loader.host_batch import Offload
 from clipscale.data.loader.stream import layout_of, worker_count
-from clipscale.data.order import default_streams, streams_of
+from clipscale.data.order import BatchShare, default_streams
 from clipscale.step.kept_graphs import MARGIN
 from clipscale.tools.plan import ASSUMED
 from clipscale.tools.plan.dry_run import DeepDryRun, DryRun, StepMemory
@@ -115,7 +115,7 @@ def host_memory(config: PlanConfig, run: DryRun, batch: int, chunk: int | None, 
     ranks = config.gpus * config.nodes
     cpu = config.hardware == "cpu"
     streams = data.shard_streams or default_streams(config.batch, ranks, None)
-    streams_of_rank = len(streams_of(streams, batch * ranks, 0, ranks))
+    streams_of_rank = len(BatchShare(batch * ranks, 0, ranks).streams(streams))
     workers = worker_count(data, streams_of_rank)
     offload = Offload(config.offload if config.offload != "none" else "host", chunk or batch)
     layout = layout_of(data, batch, run.columns, run.context_length, workers, offload)

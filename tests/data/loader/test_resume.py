@@ -25,7 +25,7 @@ def dirty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four shards, one of them with broken samples."""
     folder = tmp_path_factory.mktemp("dirty")
     members = [m for i in range(30) for m in ([(f"{i}.txt", b"x")] if i % 6 == 0 else sample(str(i), i % 7))]
-    write_shards(folder, [21, 13, 34], sized=False)
+    write_shards(folder, [21, 13, 34])
     write_tar(folder / "dirty.tar", members)
     return folder
 

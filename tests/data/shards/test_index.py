@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from clipscale.common.errors import UserError
 from clipscale.data.sample import RawSample, limits
 from clipscale.data.shards import index
-from clipscale.data.shards.counts import recorded_counts, scan_counts
+from clipscale.data.shards.counts import count_samples
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from tests.data.files import sample, write_shards, write_tar
@@ -55,7 +55,7 @@ def test_reading_by_offsets_gives_what_reading_on_gives(
 
 
 def test_only_changed_shards_are_scanned_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = write_shards(tmp_path, [3, 5], sized=False)
+    paths = write_shards(tmp_path, [3, 5])
     monkeypatch.setattr(index, "FEW", 2)
     assert make(paths, workers=2) == "rr"
     assert make([*paths, tmp_path / "none.tar"]) == "uuf"
@@ -67,17 +67,17 @@ def test_only_changed_shards_are_scanned_again(tmp_path: Path, monkeypatch: pyte
 def test_the_index_of_a_read_only_folder_is_in_the_cache(
     tmp_path: Path, user_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paths = write_shards(tmp_path, [3], sized=False)
+    paths = write_shards(tmp_path, [3])
     monkeypatch.setattr(index.os, "access", lambda *_: False)
     make(paths)
-    assert not (tmp_path / index.FILE).exists() and recorded_counts([str(paths[0])]) == [3]
+    assert not (tmp_path / index.FILE).exists() and count_samples([str(paths[0])], scan=False) == [3]
     assert user_cache in index.writable_path(str(tmp_path)).parents
 
 
 def test_a_damaged_index_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    paths = write_shards(tmp_path, [3], sized=False)
+    paths = write_shards(tmp_path, [3])
     (tmp_path / index.FILE).write_bytes(b"SQLite format 3\0" + b"x" * 5000)
-    assert recorded_counts([str(paths[0])]) == [None] and "cannot be read" in caplog.text
+    assert count_samples([str(paths[0])], scan=False) == [None] and "cannot be read" in caplog.text
     with pytest.raises(UserError, match=f"{index.FILE}: the index cannot be written .*remove it"):
         make(paths)
 
@@ -86,21 +86,21 @@ def test_a_stale_entry_is_named_and_does_not_hide_a_newer_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On a read-only folder with an outdated index, the cache holds the new update."""
-    paths = write_shards(tmp_path, [3, 5], sized=False)
+    paths = write_shards(tmp_path, [3, 5])
     urls = [str(path) for path in paths]
     make(paths)
     write_tar(paths[0], [*sample("a"), *sample("b")])
-    assert recorded_counts(urls) == [None, 5]
+    assert count_samples(urls, scan=False) == [None, 5]
     assert f"the index of 1 of 2 shards is out of date (first: {paths[0]})" in caplog.text
     assert [s.key for s in read(paths[0])[0]] == ["a", "b"]
     monkeypatch.setattr(index.os, "access", lambda *_: False)
-    assert scan_counts(urls[:1]) == [2]
-    assert recorded_counts(urls) == [2, 5] and index.current(urls)[1] == [], "counted at every start"
+    assert count_samples(urls[:1]) == [2]
+    assert count_samples(urls, scan=False) == [2, 5] and index.current(urls)[1] == [], "counted at every start"
     assert open_stream(tmp_path, batch=4).samples_per_epoch == 7
 
 
 def test_damage_costs_only_its_sample(tmp_path: Path) -> None:
-    path = write_shards(tmp_path, [10], sized=False)[0]
+    path = write_shards(tmp_path, [10])[0]
     make([path])
     about = path.stat()
     offsets = index.sample_offsets(str(path), Store().open(str(path)))

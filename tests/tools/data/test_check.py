@@ -20,7 +20,7 @@ def table(capsys: pytest.CaptureFixture[str]) -> dict[str, list[str]]:
 
 
 def test_a_sound_set_has_status_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_shards(tmp_path, [5, 4], sized=False)
+    write_shards(tmp_path, [5, 4])
     assert main(["data", "check", str(tmp_path)]) == 0
     rows = table(capsys)
     assert (rows["samples"][0], rows["usable"], len(rows)) == ("9", ["9"], 2)
@@ -42,7 +42,7 @@ def test_broken_samples_have_the_reasons_that_training_counts(
 
 
 def test_a_shard_that_cannot_be_read_to_its_end_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    whole, cut = write_shards(tmp_path, [8, 8], sized=False)
+    whole, cut = write_shards(tmp_path, [8, 8])
     cut.write_bytes(cut.read_bytes()[:4300])
     assert main(["data", "check", str(whole), str(cut)]) == 1
     out = "".join(capsys.readouterr().out.split())
@@ -50,7 +50,7 @@ def test_a_shard_that_cannot_be_read_to_its_end_is_named(tmp_path: Path, capsys:
 
 
 def test_filtered_samples_are_counted_and_not_broken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_shards(tmp_path, [6], sized=False)
+    write_shards(tmp_path, [6])
     words = ["data.filter=[side>=5,similarity>=0.3]"]
     assert main(["data", "check", str(tmp_path), *words]) == 0
     assert table(capsys)["filter_no_similarity"][0] == "6"

@@ -14,7 +14,7 @@ Captured = pytest.CaptureFixture[str]
 
 
 def test_index_takes_brace_lists_globs_folders_and_lists(tmp_path: Path, capsys: Captured) -> None:
-    write_shards(tmp_path, [3, 4, 5], sized=False)
+    write_shards(tmp_path, [3, 4, 5])
     (tmp_path / "list").write_text("".join(f"{tmp_path}/0000{i}.tar\n" for i in range(3)))
     for words in (
         [f"{tmp_path}/{{00000..00002}}.tar"],
@@ -30,7 +30,7 @@ def test_index_takes_brace_lists_globs_folders_and_lists(tmp_path: Path, capsys:
 
 def test_the_verbs_load_no_torch(tmp_path: Path) -> None:
     """Loading torch takes seconds. Tested in a new process, because this one may have loaded it."""
-    shards = [str(path) for path in write_shards(tmp_path, [3, 4], sized=False)]
+    shards = [str(path) for path in write_shards(tmp_path, [3, 4])]
     code = (
         "import sys; from clipscale.cli.main import main\n"
         f"done = [main(['data', tool, *{shards}]) for tool in ('index', 'check')]\n"
@@ -41,7 +41,7 @@ def test_the_verbs_load_no_torch(tmp_path: Path) -> None:
 
 
 def test_a_damaged_shard_is_named_and_the_status_is_one(tmp_path: Path, capsys: Captured) -> None:
-    good, bad = write_shards(tmp_path, [3, 4], sized=False)
+    good, bad = write_shards(tmp_path, [3, 4])
     bad.write_bytes(bad.read_bytes()[:3000])
     assert main(["data", "index", str(good), str(bad)]) == 1
     assert f"truncated_shard after 1 samples: {bad}" in capsys.readouterr().out
