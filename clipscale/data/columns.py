@@ -48,31 +48,21 @@ def columns_of(config: DataConfig, side: int, teachers: Sequence[TeacherFeatures
     if config.same is not None:
         members = () if config.same == "caption" else ("json",)
         beside.append(Column(KEYS, (), "int64", partial(_key, config.same), members, for_loss=True))
-    beside.extend(map(teacher_column, teachers))
+    for teacher in teachers:
+        name = teacher.member
+        column = Column(name, teacher.shape, teacher.dtype, teacher.of, (name,), for_loss=True, of_first_caption=True)
+        beside.append(column)
     augment = config.augment
     images = TrainTransform(
         side,
-        (augment.scale[0], augment.scale[1]),
-        (augment.ratio[0], augment.ratio[1]),
+        augment.scale,
+        augment.ratio,
         augment.flip,
         config.max_pixels,
         fast=config.decode == "fast",
         colour=colour_changes(augment.jitter, augment.greyscale),
     )
     return Columns(images, tuple(beside))
-
-
-def teacher_column(teacher: TeacherFeatures) -> Column:
-    """A teacher's features of picture and caption, (2, D)."""
-    return Column(
-        teacher.member,
-        teacher.shape,
-        teacher.dtype,
-        teacher.of,
-        (teacher.member,),
-        for_loss=True,
-        of_first_caption=True,
-    )
 
 
 def _id(sample: ChosenSample) -> int:

@@ -6,7 +6,7 @@ C = 3: channels, H, W: the picture's pixels, S: side of the model's input in pix
 import io
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -65,18 +65,15 @@ def captions_of(members: dict[str, bytes], key: str) -> list[str]:
     return texts
 
 
-def first_caption(members: dict[str, bytes], sources: Iterable[str]) -> str:
+def first_caption(members: dict[str, bytes], sources: Sequence[str]) -> str:
     """The first text of the first source that has one; what `clipscale embed` takes, and training with its features.
 
     Raises BrokenSampleError with the first source's reason if none has a text.
     """
-    errors: list[BrokenSampleError] = []
     for source in sources:
-        try:
+        with suppress(BrokenSampleError):
             return captions_of(members, source)[0]
-        except BrokenSampleError as error:
-            errors.append(error)
-    raise errors[0]
+    return captions_of(members, sources[0])[0]
 
 
 def image_bytes(members: dict[str, bytes]) -> bytes:

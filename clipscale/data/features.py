@@ -97,7 +97,7 @@ def notes_beside(url: str, store: Store) -> dict[str, Any]:
     """
     path = f"{folder_of(url)}/{NOTE}"
     try:
-        with closing(store.open(path).stream) as file:
+        with closing(store.open(path)[0]) as file:
             return dict(json.loads(file.read(MAX_TEXT_BYTES)))
     except (FileNotFoundError, SourceError):
         return {}

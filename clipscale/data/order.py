@@ -222,7 +222,7 @@ class Mixed:
 
     def description(self) -> list[object]:
         """As that of Epochs."""
-        return ["mixed", self.seed, [weight / sum(self.weights) for weight in self.weights], list(self.source_of)]
+        return ["weighted", self.seed, [weight / sum(self.weights) for weight in self.weights], list(self.source_of)]
 
 
 @lru_cache(maxsize=1024)

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+
 from clipscale.config.data import DataConfig
 from clipscale.data.columns import KEYS, Column, columns_of, sample_id
 from clipscale.data.loader import stream as loader
@@ -51,7 +53,8 @@ def contents(stream: TrainStream, steps: int) -> list[tuple[list[int], bytes, by
 
 def content(batch: HostBatch) -> tuple[list[int], bytes, bytes, bytes]:
     """Its ids, pixels, tokens, keys."""
-    pixels, tokens = batch.pixels(0, len(batch)), batch.tokens(0, len(batch) * batch.captions)
+    pixels = torch.cat([batch.pixels(row, row + 1).clone() for row in range(len(batch))])
+    tokens = batch.tokens(0, len(batch) * batch.captions)
     keys = batch.targets(pixels.device).get(KEYS)
     arrays = (b"" if array is None else array.numpy().tobytes() for array in (pixels, tokens, keys))
     return batch.ids().tolist(), *arrays

@@ -52,9 +52,7 @@ class Prefetcher:
 
     def rows(self, slot: Slot, start: int, stop: int) -> Tensor:
         """Rows start..stop, which must have arrived. Without `copy` the tensor holds until the call after the next."""
-        if stop - start > self._capacity:
-            pieces = range(start, stop, self._capacity)
-            return torch.cat([self.rows(slot, at, min(at + self._capacity, stop)).clone() for at in pieces])
+        assert stop - start <= self._capacity
         span = start, stop
         if self._next == span:
             self._next = next(self._ranges, None)

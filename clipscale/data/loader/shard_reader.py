@@ -51,12 +51,8 @@ class StreamPosition:
     stream: int
     epoch: int
     index: int
-    sources: tuple[int, ...] = ()
+    sources: tuple[tuple[int, int], ...] = ()
     """With data.weights: `index` counts usable samples, and each source has an epoch and an index here."""
-
-
-def held_bytes(sample: RawSample) -> int:
-    return sample.extent if sample.members else 0
 
 
 class Windows:
@@ -149,11 +145,11 @@ class ShardReader:
                             break
                     if not isinstance(window, int):
                         self._ready = [(epoch, segment, item) for item in reversed(window)]
-                        self._ready_bytes = sum(map(held_bytes, window))
+                        self._ready_bytes = sum(sample.extent for sample in window)
 
     def _windows(self, segment: Segment) -> Generator[int | list[RawSample], None, None]:
-        """Each window of a segment as its items in their order. Before that, after each of its samples, the bytes that
-        it holds so far.
+        """Each window of a segment as its items in their order. Before that, after each of its samples, the bytes
+        that it has so far.
         """
         url = self._shards.urls[segment.shard]
         windows = Windows(segment, self._shards.window, self._shards.order.seed)
@@ -163,13 +159,12 @@ class ShardReader:
             following = True
             while following:
                 raws: list[RawSample] = []
-                extent = held = 0  # bytes of the window in the shard, and in memory
+                extent = 0  # bytes of the window
                 for raw in islice(reader, windows.size):
                     self._store.tick()
                     raws.append(raw)
                     extent += raw.extent
-                    held += held_bytes(raw)
-                    yield held
+                    yield extent
                     if extent > WINDOW_BYTES:
                         break
                 closed = extent > WINDOW_BYTES and len(raws) < windows.size
@@ -194,7 +189,7 @@ class ShardReader:
 
     def _next_ready(self) -> tuple[Segment, RawSample]:
         epoch, segment, item = self._ready.pop()
-        self._ready_bytes -= held_bytes(item)
+        self._ready_bytes -= item.extent
         if epoch != self.epoch:
             self.epoch, self.index = epoch, 0
         self.index += 1

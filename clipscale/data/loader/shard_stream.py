@@ -75,22 +75,21 @@ class ShardStream:
         self._weighted = isinstance(spec.shards.order, Mixed)
         starts = [start]
         if self._weighted:
-            numbers = start.sources or (0, 0) * len(sources)
-            places = zip(numbers[::2], numbers[1::2], strict=True)
+            places = start.sources or [(0, 0)] * len(sources)
             starts = [StreamPosition(start.stream, epoch, index) for epoch, index in places]
         self._readers = [
             ShardReader(source, place, kinds, store) for source, place in zip(sources, starts, strict=True)
         ]
-        self._given = start.index  # usable samples
+        self._used = start.index  # usable samples
         self._forget_skipped()
 
     @property
     def position(self) -> StreamPosition:
         """Where the stream stands."""
-        places = [(reader.epoch, reader.index) for reader in self._readers]
-        if not self._weighted:
-            return StreamPosition(self._start.stream, *places[0])
-        return StreamPosition(self._start.stream, 0, self._given, tuple(n for place in places for n in place))
+        places = tuple((reader.epoch, reader.index) for reader in self._readers)
+        if self._weighted:
+            return StreamPosition(self._start.stream, 0, self._used, places)
+        return StreamPosition(self._start.stream, *places[0])
 
     def take(self, put: Callable[[bytes, CounterRNG], None]) -> Taken:
         """Give the next usable sample's picture to `put`; returns the rest of it. Raises UserError.
@@ -100,7 +99,7 @@ class ShardStream:
         """
         spec = self._spec
         order = spec.shards.order
-        source = order.source(self._start.stream, self._given) if isinstance(order, Mixed) else 0
+        source = order.source(self._start.stream, self._used) if isinstance(order, Mixed) else 0
         while True:
             segment, item = next(self._readers[source].items)
             try:
@@ -116,7 +115,7 @@ class ShardStream:
                 self._counts[error.reason] += 1
                 self._skipped(error, segment, item)
             else:
-                self._given += 1
+                self._used += 1
                 self._forget_skipped()
                 return Taken(captions, values)
 

@@ -4,10 +4,8 @@ Imports no reader, so every other module of this folder may import it.
 """
 
 import hashlib
-import os
 import re
 from pathlib import Path
-from typing import Any
 
 import platformdirs
 
@@ -22,9 +20,6 @@ class SourceError(Exception):
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(detail or reason)
         self.reason = reason
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.reason, str(self))
 
 
 def is_local(url: str) -> bool:
@@ -44,7 +39,7 @@ def unsigned(url: str) -> str:
 
 def leaf_of(url: str) -> str:
     """The last part of a path or address."""
-    return url.split("?", 1)[0].rsplit("/", 1)[-1] if not is_local(url) else os.path.basename(url)  # noqa: PTH119
+    return unsigned(url).rsplit("/", 1)[-1]
 
 
 def hash64(data: str | bytes) -> int:

@@ -25,7 +25,7 @@ from clipscale.common.errors import UserError
 from clipscale.data.shards.addresses import SourceError, digest, is_local, leaf_of, user_cache
 from clipscale.data.shards.archive import Archive
 from clipscale.data.shards.remote import State
-from clipscale.data.shards.store import Opened, Store
+from clipscale.data.shards.store import Store
 from clipscale.data.shards.tar import BLOCK, DAMAGE, unpacked
 
 log = logging.getLogger(__name__)
@@ -137,13 +137,13 @@ def _matching(indexed: tuple[str, list[Entry]]) -> Entry | None:
     return next((entry for entry in entries if state == (entry.size, entry.version)), None)
 
 
-def sample_offsets(url: str, opened: Opened, part: Part | None = None) -> np.ndarray | None:
+def sample_offsets(url: str, state: State, part: Part | None = None) -> np.ndarray | None:
     """Where an opened shard's samples begin, (samples + 1,) int64; None if no index has an entry of its state."""
     stale = False
     question = "SELECT size, version, offsets FROM shards WHERE name = ?"
     for path in index_paths(folder_of(url), part):
         for size, version, packed in query(path, question, [leaf_of(url)]):
-            if (size, version) == (opened.size, opened.version):
+            if (size, version) == state:
                 return None if packed is None else unpack(packed)
             stale = True
     if stale:
@@ -177,12 +177,12 @@ def _writing(path: Path) -> Iterator[sqlite3.Connection]:
 def scan_shard(url: str) -> Entry:
     """The index entry of a shard, from its headers, grouped into samples as `read_shard` does. The entry notes damage.
     Raises OSError or SourceError if the shard cannot be opened."""
-    opened = Store().open(url)
+    source, state = Store().open(url)
     offsets: list[int] = []
     reason = None
     detail = ""
     can_seek = False
-    with closing(opened.stream) as source:
+    with closing(source):
         try:
             stream, can_seek = unpacked(source)
             archive = Archive(stream, can_seek)
@@ -195,7 +195,7 @@ def scan_shard(url: str) -> Entry:
             detail = f"{url}: {error}"
     samples = max(0, len(offsets) - 1)
     known = np.array(offsets, dtype=np.int64) if samples and can_seek else None
-    return Entry(leaf_of(url), opened.size or 0, opened.version, samples, reason, detail, known)
+    return Entry(leaf_of(url), *state, samples, reason, detail, known)
 
 
 Outcome = Entry | str | None

@@ -29,14 +29,13 @@ def list_shards(config: DataConfig) -> tuple[list[str], list[int] | None]:
     """Every shard of every source, and the number of its source (None: no weights). Raises UserError."""
     if not config.train:
         raise UserError("data.train is not set; give shards, for example data.train='/data/{00000..00099}.tar'")
-    sources = [config.train] if isinstance(config.train, str) else list(config.train)
-    listed = [expand(source, config.allow_pipe) for source in sources]
+    listed = [expand(source, config.allow_pipe) for source in config.train]
     urls = [url for source in listed for url in source]
     if config.weights is None:
         return urls, None
     weights = list(config.weights)
-    if len(weights) != len(sources):
-        raise UserError(f"data.weights={weights}: {len(weights)} weights for {len(sources)} sources in data.train")
+    if len(weights) != len(listed):
+        raise UserError(f"data.weights={weights}: {len(weights)} weights for {len(listed)} sources in data.train")
     if min(weights) < 0 or sum(weights) <= 0:
         raise UserError(f"data.weights={weights}: must be non-negative and not all zero")
     return urls, [number for number, source in enumerate(listed) for _ in source]
@@ -86,16 +85,17 @@ def _local(source: str, setting: str) -> list[str]:
 
 def _existing(names: Sequence[str]) -> list[str]:
     """The addresses, and the paths that exist. Asking for each file alone is slow on network file systems."""
-    folders: dict[str, set[str]] = {}
+    folders = {os.path.dirname(name) for name in names if is_local(name)}  # noqa: PTH120 (as it is named)
+    present = {folder: _leaves(folder or ".") for folder in folders}
+    split = [(name, *os.path.split(name)) for name in names]
+    return [name for name, folder, leaf in split if not is_local(name) or leaf in present[folder]]
 
-    def exists(path: str) -> bool:
-        folder, name = os.path.split(path)
-        if folder not in folders:
-            there = Path(folder).is_dir()  # of "", the present folder
-            folders[folder] = set(os.listdir(folder or ".")) if there else set()  # noqa: PTH208 (names only, fast)
-        return name in folders[folder]
 
-    return [name for name in names if not is_local(name) or exists(name)]
+def _leaves(folder: str) -> set[str]:
+    try:
+        return set(os.listdir(folder))  # noqa: PTH208 (names only, fast)
+    except OSError:
+        return set()
 
 
 def _braces(source: str, setting: str) -> list[str]:

@@ -99,7 +99,8 @@ class RemoteFile(io.RawIOBase):
         self._at = self._start = 0
         self._ahead: Request | None = None
         """The request for the block behind the present one."""
-        self._block, (self.size, self.version) = fetch(reader, url, 0, FIRST_BLOCK)
+        self._block, self.state = fetch(reader, url, 0, FIRST_BLOCK)
+        self.size = self.state[0]
 
     def readable(self) -> bool:
         return True
@@ -143,7 +144,7 @@ class RemoteFile(io.RawIOBase):
         self._start = self._at
         stop = min(self._at + (LARGEST_BLOCK if sequential else FIRST_BLOCK), self.size)
         self._block, state = fetch(self._reader, self._url, self._at, stop, request)
-        if state != (self.size, self.version):
+        if state != self.state:
             raise SourceError("changed_shard", "it changed on the server while it was read")
         end = self._start + len(self._block)
         if sequential and end < self.size:

@@ -39,9 +39,9 @@ def read_samples(
     """The samples of a shard, as `read_shard` gives those of a run."""
     archive: Archive | None = None
     try:
-        opened = store.open(url)
-        with closing(opened.stream) as source:
-            offsets = index.sample_offsets(url, opened) if indexed and source.seekable() else None
+        source, state = store.open(url)
+        with closing(source):
+            offsets = index.sample_offsets(url, state) if indexed and source.seekable() else None
             if offsets is not None:
                 archive = Archive(source, can_seek=True)
                 yield from _by_offsets(url, archive, offsets, want, kinds)
@@ -49,7 +49,7 @@ def read_samples(
             stream, can_seek = unpacked(source)
             archive = Archive(stream, can_seek)
             yield from _one_by_one(url, archive, want, kinds)
-            if can_seek and opened.size is not None and archive.at > opened.size:
+            if can_seek and archive.at > state[0]:
                 raise tarfile.ReadError("ends within a member")
             while not source.seekable() and source.read(1 << 20):
                 pass  # a command's failure shows at its end

@@ -5,7 +5,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from clipscale.config.data import DataConfig
 from clipscale.data.shards.addresses import EVENT, SourceError, is_local, scheme_of
@@ -13,14 +13,6 @@ from clipscale.data.shards.remote import RemoteFile, State, fetch
 
 BUFFER = 1 << 17
 """Bytes that are read of a shard at once."""
-
-
-class Opened(NamedTuple):
-    """A shard's stream, which the caller closes, and the size and version of its content (None, "": unknown)."""
-
-    stream: Any
-    size: int | None
-    version: str
 
 
 class Store:
@@ -35,22 +27,25 @@ class Store:
         """`config` says whether commands may run (None: no). `counts` receives faults that cost no sample. `tick` is
         called during waits and may raise to end them.
         """
-        self.config, self.tick = config or DataConfig(), tick
+        self.config = config or DataConfig()
+        self.tick = tick
         self.counts = Counter() if counts is None else counts
 
-    def open(self, url: str) -> Opened:
-        """The shard's bytes, seekable except for `pipe:`, whose command runs only if the settings allow it.
+    def open(self, url: str) -> tuple[Any, State]:
+        """The shard's bytes, which the caller closes, and its state (for `pipe:` nothing).
+
+        They are seekable except for `pipe:`, whose command runs only if the settings allow it.
 
         Raises OSError for a local file, SourceError (`unreachable_shard`, `missing_shard`, ...) for a remote one.
         """
         if is_local(url):
-            return Opened(Path(url).open("rb", BUFFER), *self.state(url))
+            return Path(url).open("rb", BUFFER), self.state(url)
         if scheme_of(url) == "pipe":
             if not self.config.allow_pipe:
                 raise SourceError("refused_pipe", "`pipe:` runs a shell command, which is not allowed")
-            return Opened(Pipe(url[len("pipe:") :]), None, "")
+            return Pipe(url[len("pipe:") :]), (0, "")
         remote = RemoteFile(url, self)
-        return Opened(io.BufferedReader(remote, BUFFER), remote.size, remote.version)
+        return io.BufferedReader(remote, BUFFER), remote.state
 
     def state(self, url: str) -> State:
         """Size and version of a shard now. Raises OSError or SourceError."""

@@ -18,7 +18,7 @@ from clipscale.data.sample import BrokenSampleError, RawSample, limits
 from clipscale.data.shards import index
 from clipscale.data.shards.addresses import SourceError, digest, leaf_of
 from clipscale.data.shards.samples import ReadProblem, read_samples
-from clipscale.data.shards.store import Opened, Store
+from clipscale.data.shards.store import Store
 from clipscale.data.shards.tar import BLOCK
 
 PAIR = np.dtype("u8,u8")
@@ -54,19 +54,17 @@ class Subset(NamedTuple):
         """
         problem = ReadProblem()
         store = Store()
-        size, version = store.state(url)
+        state = store.state(url)
         kinds = limits((), ["json"] if self.by_uid else [])
         raws = read_samples(url, problem, lambda _: True, kinds, store)
         numbers = np.array([raw.index for raw in raws if self.has(raw)], np.int64)
         if problem.reason not in (None, "truncated_shard", "unreadable_shard"):
             raise SourceError(problem.reason, problem.detail)
-        return index.Entry(
-            leaf_of(url), size or 0, version, len(numbers), problem.reason, problem.detail, numbers * BLOCK
-        )
+        return index.Entry(leaf_of(url), *state, len(numbers), problem.reason, problem.detail, numbers * BLOCK)
 
     def numbers(self, url: str, store: Store) -> dict[int, int]:
         """A sample's number in the shard -> its number among those of the subset. Raises OSError or SourceError."""
-        offsets = index.sample_offsets(url, Opened(None, *store.state(url)), self)
+        offsets = index.sample_offsets(url, store.state(url), self)
         if offsets is None:  # not remembered: another start would find counts, and take another order
             offsets = self.scan(url).offsets
             assert offsets is not None

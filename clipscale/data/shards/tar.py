@@ -129,14 +129,13 @@ def read_exactly(stream: Any, size: int, most: int = LARGEST_MEMBER) -> bytes:
 def skip(stream: Any, size: int, can_seek: bool) -> None:
     """Skip `size` bytes, by reading them where the stream cannot seek. Raises tarfile.ReadError. Where the stream can
     seek, its end goes unnoticed."""
-    if can_seek and size < LEAST_SEEK:
-        stream.read(size)
-        return
-    if can_seek:
+    if can_seek and size >= LEAST_SEEK:
         stream.seek(size, os.SEEK_CUR)
         return
     while size > 0:
         got = len(stream.read(min(size, 1 << 20)))
+        if not got and can_seek:
+            return
         if not got:
             raise tarfile.ReadError("ends within a member")
         size -= got

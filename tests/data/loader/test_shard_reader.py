@@ -71,18 +71,17 @@ def test_with_an_index_a_resumed_stream_reads_nothing_twice(tmp_path: Path) -> N
         read_bytes = 0
 
         def open(self, url: str) -> Any:
-            opened, store = super().open(url), self
-            read = opened.stream.read
+            (stream, state), store = super().open(url), self
 
             class Counted:
                 def __getattr__(self, name: str) -> Any:
-                    return getattr(opened.stream, name)
+                    return getattr(stream, name)
 
                 def read(self, size: int = -1) -> bytes:
-                    store.read_bytes += len(data := read(size))
+                    store.read_bytes += len(data := stream.read(size))
                     return data
 
-            return opened._replace(stream=Counted())
+            return Counted(), state
 
     whole = items_of(Segment(0, 0, 0, 60, 60), str(path), window=16, kinds=limits(["png"]))
     store = CountingStore()

@@ -103,7 +103,7 @@ def test_damage_costs_only_its_sample(tmp_path: Path) -> None:
     path = write_shards(tmp_path, [10])[0]
     make([path])
     about = path.stat()
-    offsets = index.sample_offsets(str(path), Store().open(str(path)))
+    offsets = index.sample_offsets(str(path), Store().state(str(path)))
     assert offsets is not None
     data = bytearray(path.read_bytes())
     data[offsets[4] + 10] ^= 1

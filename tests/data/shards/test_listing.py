@@ -88,6 +88,6 @@ def test_an_allowed_command_is_read_to_its_end_and_ended_early(tmp_path: Path) -
     file, pipe, failing = found.values()
     assert pipe == file and failing[:2] == file[:2]
     command = f"pipe:echo $$ > {tmp_path}/pid; cat {path}; exec sleep 60"
-    with closing(Store(DataConfig(allow_pipe=True)).open(command).stream) as endless:
+    with closing(Store(DataConfig(allow_pipe=True)).open(command)[0]) as endless:
         assert endless.read(1000) == path.read_bytes()[:1000]
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))

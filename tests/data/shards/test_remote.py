@@ -42,7 +42,7 @@ def test_it_reads_what_is_in_the_file(tmp_path: Path, web: Web) -> None:
 
 def test_the_next_block_is_on_its_way_while_one_is_read(tmp_path: Path, web: Web) -> None:
     path = write_shards(tmp_path, [40])[0]
-    stream = Store().open(f"{web.url}/{path.name}").stream
+    stream = Store().open(f"{web.url}/{path.name}")[0]
     stream.read(4096 + 1)
     until = time.monotonic() + 10
     while len(web.requests) < 3:
