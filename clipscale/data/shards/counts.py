@@ -69,9 +69,8 @@ def build_order(
     unknown = len(urls) - len(known)
     if not unknown and not sum(known):
         listed = f" that data.only_keys={config.only_keys} lists" if config.only_keys else ""
-        raise UserError(
-            f"data.train={config.train}: the {len(urls)} shards hold no sample{listed}; `clipscale data check` shows what they hold"
-        )
+        what = f"the {len(urls)} shards hold no sample{listed}"
+        raise UserError(f"data.train={config.train}: {what}; `clipscale data check` shows what they hold")
     if epochs and not unknown:
         return Epochs(tuple(known), share.batch, _streams(config, share, sum(known), streams), seed)
     if epochs:
