@@ -134,7 +134,6 @@ clipscale report b32 live=true                                                # 
         "clipscale.tools.export.verb:main",
         """\
 clipscale export run=b32
-clipscale export run=b32 to=hf out=/models/b32-hf
 clipscale export run=b32 checkpoint=20000 dtype=float16 out=/models/b32
 clipscale export run=tuned 'average=[laion2b_s34b_b79k]' shares=[0.5,0.5]      # WiSE-FT""",
         check=lambda settings: existing_run(settings.run),

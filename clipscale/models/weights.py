@@ -1,4 +1,4 @@
-"""Finds and loads weights: open_clip's tags and files, Hugging Face's folders, clipscale's runs, single towers.
+"""Finds and loads weights: open_clip's tags, files and folders, clipscale's runs, single towers.
 
 Names are looked up on the network only where the setting itself is a tag or begins with hf-hub:. Files execute no code.
 """
@@ -27,7 +27,6 @@ from clipscale.common.errors import UserError, first_line, one_line
 from clipscale.common.units import nearest, run_folder
 from clipscale.config.parse import typed
 from clipscale.config.sections import ModelConfig, Preprocess
-from clipscale.models import huggingface
 
 log = logging.getLogger(__name__)
 
@@ -130,6 +129,8 @@ def _in_folder(folder: Path, origin: str) -> Source:
         raise UserError(f"{origin}: the folder holds no weights ({', '.join(_FILES)}); give one that does, or a file")
     try:
         return _beside(folder, Source(origin, path))
+    except UserError:
+        raise
     except Exception as error:  # a value of another type fails wherever it is used
         raise UserError(f"{origin}: its configuration cannot be used ({one_line(error)}); give {path}") from error
 
@@ -145,11 +146,11 @@ def _in_checkpoint(folder: Path, origin: str) -> Source:
 
 
 def _beside(folder: Path, source: Source) -> Source:
-    """The weights with what open_clip's, timm's or transformers' configuration beside them says."""
+    """The weights with what open_clip's or timm's configuration beside them says."""
     if (folder / OPEN_CLIP).is_file():
         content = json.loads((folder / OPEN_CLIP).read_text(encoding="utf-8"))
         check_names(content["model_cfg"])
-        description = huggingface.with_own_tokenizer(content["model_cfg"], folder)
+        description = with_own_tokenizer(content["model_cfg"], folder)
         return replace(source, description=description, pixels=checked_pixels(content.get("preprocess_cfg") or {}))
     if not (folder / CONFIG).is_file():
         return source
@@ -159,11 +160,22 @@ def _beside(folder: Path, source: Source) -> Source:
         return replace(
             source, pixels=checked_pixels({key: prepared[key] for key in ("mean", "std") if key in prepared})
         )
-    source = replace(source, pixels=pixels_of_transformers(folder))
-    if content.get("model_type") != huggingface.KIND:  # a tower alone
-        return source
-    description = huggingface.description(content, str(folder.resolve()))
-    return replace(source, description=description, quick_gelu=description["quick_gelu"])
+    if content.get("model_type") == "clip":
+        raise UserError(
+            f"{source.setting}: a CLIP model of transformers; docs/howto/hugging_face.py makes an open_clip folder"
+        )
+    return source
+
+
+def with_own_tokenizer(description: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """open_clip's description; its tokenizer is the folder that it came with, if the files are there, as in open_clip.
+
+    A description with a tower of transformers stays.
+    """
+    text = description["text_cfg"]
+    if "hf_tokenizer_name" in text and not text.get("hf_model_name") and (folder / "tokenizer_config.json").is_file():
+        return description | {"text_cfg": text | {"hf_tokenizer_name": str(folder.resolve())}}
+    return description
 
 
 def check_names(description: dict[str, Any]) -> None:
@@ -199,14 +211,6 @@ def _of_tag(tag: str, name: str, origin: str) -> Source:
 # -- how their pictures are prepared -----------------------------------------------------------------------------------
 
 
-def pixels_of_transformers(folder: Path) -> dict[str, Any]:
-    """Mean and deviation by transformers' description in a folder, as settings. Raises UserError."""
-    file = folder / "preprocessor_config.json"
-    processor = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    processor = processor.get("image_processor", processor)
-    return checked_pixels({key: processor[f"image_{key}"] for key in ("mean", "std") if f"image_{key}" in processor})
-
-
 def checked_pixels(values: dict[str, Any]) -> dict[str, Any]:
     """Of these values those of `model.preprocess`, with their types. Raises UserError."""
     names = {part.name for part in fields(Preprocess)}
@@ -236,9 +240,7 @@ def read(source: Source) -> dict[str, Tensor]:
 
 def converted(state: dict[str, Tensor], encoders: CustomTextCLIP, source: Source) -> dict[str, Tensor]:
     """The weights of a whole model under the names and in the shapes of `encoders`."""
-    if any(name.startswith(("vision_model.", "text_model.")) for name in state):
-        state = huggingface.to_open_clip(state)
-    elif "positional_embedding" in state:
+    if "positional_embedding" in state:
         state = convert_to_custom_text_state_dict(state)
     state = dict(convert_state_dict(encoders, state))
     ours = encoders.state_dict()
@@ -251,7 +253,7 @@ def converted(state: dict[str, Tensor], encoders: CustomTextCLIP, source: Source
 
 def of_tower(state: dict[str, Tensor], encoders: CustomTextCLIP, part: str, source: Source) -> dict[str, Tensor]:
     """One tower's weights, under the names of the whole model: its part of a whole model, or a tower alone."""
-    if any(name.startswith(("visual.", "text.", "vision_model.", "text_model.")) for name in state):
+    if any(name.startswith(("visual.", "text.")) for name in state):
         return {name: value for name, value in converted(state, encoders, source).items() if name.startswith(part)}
     tower = encoders.visual if part == "visual." else encoders.text
     inner = ""

@@ -23,25 +23,13 @@ def write(model: ClipModel, config: ModelConfig, out: Path, dtype: torch.dtype, 
     """
     described = description(model, config)
     check_same(model, described["model_cfg"], config)
-    save_weights(weights(model, dtype), out / HF_SAFE_WEIGHTS_NAME, note)
+    with files.replacing(out / HF_SAFE_WEIGHTS_NAME) as file:
+        save_file(weights(model, dtype), file.name, metadata={"format": "pt"} | note)
     files.write_json(out / HF_CONFIG_NAME, described)
-    save_tokenizer(model, out)
-    return "open_clip.create_model_from_pretrained('local-dir:{}')"
-
-
-def save_tokenizer(model: ClipModel, out: Path) -> bool:
-    """Write the files of transformers' tokenizer, if the model has one. Raises OSError."""
     tokenizer = getattr(model.tokenizer, "inner", model.tokenizer)
-    if not isinstance(tokenizer, HFTokenizer):
-        return False
-    tokenizer.save_pretrained(str(out))
-    return True
-
-
-def save_weights(state: dict[str, Tensor], path: Path, note: dict[str, str]) -> None:
-    """Write a safetensors file, which gets its name when it is complete. Raises OSError."""
-    with files.replacing(path) as file:
-        save_file(state, file.name, metadata={"format": "pt"} | note)
+    if isinstance(tokenizer, HFTokenizer):
+        tokenizer.save_pretrained(str(out))
+    return "open_clip.create_model_from_pretrained('local-dir:{}')"
 
 
 def weights(model: ClipModel, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -71,7 +59,7 @@ def check_same(model: ClipModel, details: dict[str, Any], config: ModelConfig) -
     if shapes_of(reference) != shapes_of(model.image.encoder):
         name = details["vision_cfg"].get("timm_model_name", config.name)
         raise UserError(
-            f"to=open_clip: open_clip builds {name} at its own size, not at model.image_size={config.image_size}; "
+            f"run: open_clip builds {name} at its own size, not at model.image_size={config.image_size}; "
             "train at the tower's own size"
         )
 

@@ -14,19 +14,20 @@ from clipscale.config.setting import flat
 from clipscale.log.records import read_evaluations
 from clipscale.log.table import TextTable, result_tables
 from clipscale.models.towers import ClipModel, load_model
-from clipscale.tools.export import hugging_face, open_clip
+from clipscale.tools.export import open_clip
 from clipscale.tools.export.average import average
 from clipscale.tools.export.settings import ExportSettings
 
-FORMATS = {"open_clip": (open_clip.write, "open_clip"), "hf": (hugging_face.write, "transformers")}
-"""By the setting `to`: what writes the folder, and the library that loads it, by its name on Hugging Face."""
 SHOWN = ("batch", "samples", "epochs", "loss.objective", "optim.name", "optim.lr", "schedule.name", "schedule.warmup",
          "precision", "seed")  # fmt: skip
 """Settings of the run in the card, as far as they are set."""
 
 
 def main(settings: ExportSettings) -> Path:
-    """Write the folder and return it. Raises UserError without a checkpoint, and for a model that the format lacks."""
+    """Write the folder and return it.
+
+    Raises UserError without a checkpoint, and for a model that open_clip would build otherwise.
+    """
     run = existing_run(settings.run)
     model, config, step = load_model(run, settings.checkpoint, settings.weights)
     name = "export"
@@ -36,27 +37,24 @@ def main(settings: ExportSettings) -> Path:
         names = [run.name, *(Path(other).name for other in settings.average)]
         name += "-average"
         origin = " + ".join(f"{share:g} {source} ({settings.weights})" for share, source in zip(shares, names))
-    if settings.to == "hf":
-        name += "-hf"
     out = Path(settings.out).expanduser() if settings.out else run / name
-    write, library = FORMATS[settings.to]
     note = {"run": run.name, "step": str(step), "weights": origin}
     out.mkdir(parents=True, exist_ok=True)
-    call = write(model, config, out, getattr(torch, settings.dtype), note)
+    call = open_clip.write(model, config, out, getattr(torch, settings.dtype), note)
     here = call.format(out.name)  # the card goes where the folder goes: it names no path of this machine
-    files.write_text(out / "README.md", card(run, model, config, note, here, library))
+    files.write_text(out / "README.md", card(run, model, config, note, here))
     say(f"{out}: step {step}; {call.format(out.resolve())}")
     return out
 
 
-def card(run: Path, model: ClipModel, config: ModelConfig, note: dict[str, str], call: str, library: str) -> str:
-    """The text of README.md. `call` loads the folder with `library`; `note` has the run, its step and which weights."""
+def card(run: Path, model: ClipModel, config: ModelConfig, note: dict[str, str], call: str) -> str:
+    """The text of README.md. `call` loads the folder; `note` has the run, its step and which weights."""
     path = run / "config.yaml"
     settings = dict(flat(yaml.safe_load(path.read_text(encoding="utf-8")))) if path.is_file() else {}
     rows = [("model", config.name), ("image size", str(model.image_size))]
     rows += [("step", note["step"]), ("weights", note["weights"])]
     rows += [(name, str(settings[name])) for name in SHOWN if settings.get(name) is not None]
-    head = {"library_name": library, "tags": ["clip", "zero-shot-image-classification"]}
+    head = {"library_name": "open_clip", "tags": ["clip", "zero-shot-image-classification"]}
     parts = [f"---\n{yaml.safe_dump(head).strip()}\n---", f"# {note['run']}, step {note['step']}"]
     parts.append(f"Trained and exported with clipscale {__version__}. Load it with\n\n    {call}")
     parts.append("## Training\n\n" + TextTable(("setting", "value"), rows, left=("value",)).markdown())

@@ -1,6 +1,6 @@
-"""transformers computes the features of the run's model; a model that goes through clipscale comes back bit for bit."""
+"""docs/howto/hugging_face.py: transformers computes the features of the run's model; what goes there comes back."""
 
-from dataclasses import asdict
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -9,21 +9,27 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
-from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig
-from clipscale.models.towers import ClipModel, build_model
+from clipscale.models.towers import build_model
 from clipscale.models.weights import described
-from clipscale.tools.export.hugging_face import write_tokenizer
 from clipscale.tools.export.settings import ExportSettings
 from clipscale.tools.export.verb import main
-from tests.models.test_weights import SMALL
-from tests.support.checkpoints import save
 from tests.tools.export.test_open_clip import ARCHITECTURE, saved
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (clipscale[hf])")
+SCRIPT = Path(__file__).parents[1] / "docs/howto/hugging_face.py"
 TEXTS = ["a red ring", "two cats on a chair, and a dog"]
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location("hugging_face", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def features(tower: Any, **inputs: Tensor) -> Tensor:
@@ -34,12 +40,13 @@ def features(tower: Any, **inputs: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["clip", "quick"])
-def test_transformers_loads_what_was_exported_and_computes_the_same(tmp_path: Path, kind: str) -> None:
+def test_transformers_loads_what_was_exported_and_computes_the_same(tmp_path: Path, script: Any, kind: str) -> None:
     architecture: dict[str, Any] = ARCHITECTURE | {"quick_gelu": kind == "quick"}
     model = saved(
         tmp_path / "run", ModelConfig("own", architecture, preprocess={"mean": [0.5, 0.4, 0.3]}, init_scale=20.0)
     )
-    out = main(ExportSettings(run=str(tmp_path / "run"), to="hf"))
+    out = tmp_path / "hf"
+    script.main(["to-transformers", str(main(ExportSettings(run=str(tmp_path / "run")))), str(out)])
     reference = transformers.AutoModel.from_pretrained(out).eval()
     pixels = torch.randint(0, 256, (2, 3, 32, 32), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     tokens = model.tokenizer(TEXTS)
@@ -58,50 +65,35 @@ def test_transformers_loads_what_was_exported_and_computes_the_same(tmp_path: Pa
         assert torch.allclose(processed, (ours - model.image.mean) / model.image.std, atol=1.1 / 255 / 0.26)
 
 
-def test_the_tokenizer_of_an_export_is_clips(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path, 12)
+def test_the_tokenizer_of_an_export_is_clips(tmp_path: Path, script: Any) -> None:
+    script.write_tokenizer(tmp_path, 12)
     reference = transformers.CLIPTokenizer.from_pretrained(tmp_path)(TEXTS)["input_ids"]
     for ours, tokens in zip(open_clip.SimpleTokenizer(context_length=12)(TEXTS).tolist(), reference):
         assert tokens == ours[: len(tokens)] and not any(ours[len(tokens) :]), f"{tokens} instead of {ours}"
 
 
-def test_a_model_that_transformers_does_not_have_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_transformers_does_not_have_is_refused(tmp_path: Path, script: Any) -> None:
     saved(tmp_path / "run", ModelConfig("own", ARCHITECTURE, init_bias=-10.0))
-    with pytest.raises(UserError, match=r"to=hf: .*no such CLIP .*a logit bias.*take to=open_clip"):
-        main(ExportSettings(run=str(tmp_path / "run"), to="hf"))
+    out = main(ExportSettings(run=str(tmp_path / "run")))
+    with pytest.raises(ValueError, match=r"a logit bias is not part of CLIP's own architecture"):
+        script.main(["to-transformers", str(out), str(tmp_path / "hf")])
 
 
-def through_clipscale(folder: Path, config: ModelConfig, to: str) -> tuple[ClipModel, Path]:
-    """A run whose checkpoint holds the model that `config` describes; that model, and the run's export."""
-    config = described(config)
-    model = build_model(config).eval()
-    save(folder, 7, {"model": model.state_dict(), "model_config": asdict(config)}, keep=1)
-    return model, main(ExportSettings(run=str(folder), to=to))
-
-
-def assert_same_weights(model: nn.Module, other: nn.Module) -> None:
-    state = other.state_dict()
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-
-
-def test_hugging_faces_model_comes_back(tmp_path: Path) -> None:
+def test_a_model_of_transformers_trains_here_and_comes_back(tmp_path: Path, script: Any) -> None:
     torch.manual_seed(3)
     common = {"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32}
     text = common | {"max_position_embeddings": 12, "vocab_size": 49408}
     sizes = {"vision_config": common | {"image_size": 32, "patch_size": 8}, "text_config": text, "projection_dim": 32}
-    reference = transformers.CLIPModel(transformers.CLIPConfig(**sizes))
+    reference = transformers.CLIPModel(transformers.CLIPConfig(**sizes)).eval()
     reference.save_pretrained(tmp_path / "reference")
-    config = ModelConfig(name="", weights=str(tmp_path / "reference"))
-    _, out = through_clipscale(tmp_path / "run", config, "hf")
-    again = transformers.AutoModel.from_pretrained(out)
-    assert type(again) is type(reference)
-    assert_same_weights(reference, again)
-
-
-def test_open_clips_model_comes_back(tmp_path: Path) -> None:
-    torch.manual_seed(1)
-    reference = open_clip.model.CustomTextCLIP(**SMALL)
-    torch.save(reference.state_dict(), tmp_path / "reference.pt")
-    config = ModelConfig("small", SMALL, weights=str(tmp_path / "reference.pt"))
-    _, out = through_clipscale(tmp_path / "run", config, "open_clip")
-    assert_same_weights(reference, open_clip.create_model_from_pretrained(f"local-dir:{out}")[0])
+    folder = tmp_path / "open_clip"
+    script.main(["to-open-clip", str(tmp_path / "reference"), str(folder)])
+    model = build_model(described(ModelConfig(name="", weights=str(folder)))).eval()
+    tokens = model.tokenizer(TEXTS)
+    with torch.no_grad():
+        ours = model.text(tokens)
+    assert torch.allclose(features(reference.get_text_features, input_ids=tokens), ours, atol=1e-5)
+    script.main(["to-transformers", str(folder), str(tmp_path / "again")])
+    again = transformers.AutoModel.from_pretrained(tmp_path / "again")
+    state = again.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in reference.state_dict().items())
