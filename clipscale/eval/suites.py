@@ -81,7 +81,7 @@ def suite_table(
 
 def _known_set(known: KnownSet, place: Path) -> EvalSet:
     """The set under its published name. Raises UserError for class folders without the published prompts."""
-    eval_set = load_set(place, known.group)
+    eval_set = load_set(place)
     single = isinstance(eval_set, ClassificationSet) and eval_set.templates == [prompts.SINGLE]
     if single and not (place / prompts.TEMPLATES).is_file():
         raise UserError(

@@ -59,16 +59,3 @@ def accuracy_metrics(counts_3C: Tensor) -> dict[str, float]:
     images, top1, top5 = counts_3C.double().unbind(0)
     shares = {"top1": float(top1.sum() / images.sum()), "top5": float(top5.sum() / images.sum())}
     return shares | {"mean_per_class_recall": float((top1 / images)[images > 0].mean())}
-
-
-def macro_f1(counts_3C: Tensor, predicted_C: Tensor) -> float:
-    """The mean over classes with images of 2 hits / (images + predictions). predicted_C: predictions of each class."""
-    images, hits, _ = counts_3C.double().unbind(0)
-    present = images > 0
-    return float((2 * hits / (images + predicted_C))[present].mean())
-
-
-def worst_groups(counts_3G: Tensor) -> dict[str, float]:
-    """`worst_group_top1` and `worst_group_top5`: the lowest accuracies among the groups with images."""
-    images, top1, top5 = counts_3G[:, counts_3G[0] > 0].double().unbind(0)
-    return {"worst_group_top1": float((top1 / images).min()), "worst_group_top5": float((top5 / images).min())}

@@ -4,14 +4,11 @@ import math
 
 import pytest
 import torch
-from sklearn.metrics import f1_score
 
 from clipscale.eval.zero_shot import (
     accuracy_counts,
     accuracy_metrics,
-    macro_f1,
     target_ranks,
-    worst_groups,
 )
 
 
@@ -35,17 +32,3 @@ def test_accuracies_of_a_hand_made_case() -> None:
     ranks, targets = torch.tensor([0, 0, 0, 2, 7]), torch.tensor([0, 0, 0, 0, 1])
     metrics = accuracy_metrics(accuracy_counts(ranks, targets, 3))
     assert metrics == {"top1": 3 / 5, "top5": 4 / 5, "mean_per_class_recall": pytest.approx((3 / 4 + 0) / 2)}
-
-
-def test_macro_f1_and_the_worst_group_are_those_of_a_direct_computation() -> None:
-    generator = torch.Generator().manual_seed(4)
-    scores, targets = torch.rand(90, 7, generator=generator), torch.randint(0, 6, (90,), generator=generator)
-    scores[torch.arange(90), targets] += 0.4
-    ranks, predicted = target_ranks(scores, targets), scores.argmax(1)
-    score = macro_f1(accuracy_counts(ranks, targets, 7), torch.bincount(predicted, minlength=7))
-    assert score == pytest.approx(f1_score(targets, predicted, average="macro", labels=targets.unique()), abs=1e-12)
-
-    groups = torch.randint(0, 4, (90,), generator=generator) * 2  # groups 1, 3 and 5 are empty
-    hits = {g: [bool(r == 0) for r, group in zip(ranks, groups) if group == g] for g in groups.tolist()}
-    worst = min(sum(of_group) / len(of_group) for of_group in hits.values())
-    assert worst_groups(accuracy_counts(ranks, groups, 7))["worst_group_top1"] == pytest.approx(worst)

@@ -20,8 +20,6 @@ class KnownSet:
     """Names of its folder, or of its caption file, in addition to those of the webdataset layouts."""
     metric: str = ""
     """The main metric. Empty: that of its kind."""
-    group: int | None = None
-    """The column of the samples' metadata (.npy) that names their group."""
 
     @property
     def candidates(self) -> list[str]:

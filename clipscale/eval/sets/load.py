@@ -33,16 +33,15 @@ def _name(path: Path) -> str:
 
 
 @lru_cache(maxsize=64)
-def load_set(path: Path, group: int | None = None) -> EvalSet:
-    """Recognise the layout of `path` and load the set. Raises UserError, whatever is wrong with its files. group: the
-    column of the samples' metadata that names their group."""
+def load_set(path: Path) -> EvalSet:
+    """Recognise the layout of `path` and load the set. Raises UserError, whatever is wrong with its files."""
     try:
-        return _load_set(path, group)
+        return _load_set(path)
     except (OSError, ValueError) as error:  # a file that cannot be read, or a text that is not UTF-8
         raise UserError(f"eval.sets: {path} cannot be read ({one_line(error)}); fetch it again") from error
 
 
-def _load_set(path: Path, group: int | None) -> EvalSet:
+def _load_set(path: Path) -> EvalSet:
     if not path.exists():
         raise UserError(f"eval.sets: {path} does not exist; give the folder of a set, or a caption file")
     if path.is_file():
@@ -50,7 +49,7 @@ def _load_set(path: Path, group: int | None) -> EvalSet:
             raise UserError(f"eval.sets: {path} is no caption file (.json); give the set's folder, unpacked")
         return captions.load(path)
     if (path / "test" / "nshards.txt").is_file():
-        return shards.load(path, group)
+        return shards.load(path)
     if folders.has_class_folders(path):
         return folders.load(path)
     jsons = sorted(path.glob("*.json"))

@@ -1,12 +1,9 @@
 """Reads CLIP_benchmark's webdataset layout: test/nshards.txt, test/0.tar, ..., and text files beside them."""
 
-import io
 import os
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-
-import numpy as np
 
 from clipscale.common.errors import UserError
 from clipscale.data.sample import MAX_IMAGE_BYTES, MAX_TEXT_BYTES
@@ -17,12 +14,11 @@ from clipscale.eval.sets import prompts
 from clipscale.eval.sets.item import IMAGE_SUFFIXES, EvalSet, ImageRef
 
 
-def load(root: Path, group: int | None = None) -> EvalSet:
-    """The set in `root`. group: the column of the samples' metadata that names their group. Raises UserError."""
+def load(root: Path) -> EvalSet:
+    """The set in `root`. Raises UserError."""
     kind = _dataset_type(root)
     images: list[ImageRef] = []
     labels: list[int] = []
-    groups: list[int] = []
     captions: list[str] = []
     owner: list[int] = []
     for shard in _shard_paths(root):
@@ -35,8 +31,6 @@ def load(root: Path, group: int | None = None) -> EvalSet:
                 owner += [len(images)] * len(lines)
             else:
                 labels.append(_label(key, shard, members.get("cls")))
-                if group is not None:
-                    groups.append(_group(key, shard, members.get("npy", b""), group))
             images.append(image)
     if not images:
         raise UserError(f"eval.sets: {root} holds no image; check {root / 'test'}")
@@ -59,7 +53,6 @@ def load(root: Path, group: int | None = None) -> EvalSet:
         labels=labels,
         classnames=names,
         templates=prompts.templates(root),
-        groups=np.unique(groups, return_inverse=True)[1].tolist(),
     )
 
 
@@ -97,7 +90,7 @@ def _samples(shard: Path) -> Iterator[tuple[str, ImageRef, dict[str, bytes]]]:
                 for member in members:
                     if member.extension in IMAGE_SUFFIXES:
                         image = ImageRef(shard, tar.tell(), member.size)
-                    elif member.extension in ("cls", "txt", "npy"):
+                    elif member.extension in ("cls", "txt"):
                         texts[member.extension] = archive.read(member, MAX_TEXT_BYTES)
                 if image is not None:
                     yield key, image, texts
@@ -118,12 +111,3 @@ def _label(key: str, shard: Path, text: bytes | None) -> int:
     except ValueError:
         what = "no .cls member" if text is None else f"the label {text[:20]!r}"
         raise UserError(f"eval.sets: sample {key} of {shard} has {what}; give a whole number in {key}.cls") from None
-
-
-def _group(key: str, shard: Path, content: bytes, column: int) -> int:
-    try:
-        return int(np.load(io.BytesIO(content), allow_pickle=False)[column])
-    except (ValueError, TypeError, IndexError, EOFError, MemoryError):
-        raise UserError(
-            f"eval.root: sample {key} of {shard} has no group; it needs {key}.npy with one as value {column}"
-        ) from None
