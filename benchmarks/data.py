@@ -94,7 +94,7 @@ def decoding(files: list[bytes], settings: SimpleNamespace) -> dict[str, Callabl
     from open_clip.transform import image_transform
 
     out = np.empty((3, settings.image_size, settings.image_size), np.uint8)
-    theirs = image_transform(settings.image_size, is_train=True)
+    reference = image_transform(settings.image_size, is_train=True)
     crops = ((0.9, 1.0), (3 / 4, 4 / 3), 0.0, 2**30)  # open_clip's, which are ours by default
 
     def rate(decode: Callable[[bytes, int], object]) -> float:
@@ -108,7 +108,7 @@ def decoding(files: list[bytes], settings: SimpleNamespace) -> dict[str, Callabl
         transform = TrainTransform(settings.image_size, *crops, name == "fast")
         decode = partial(lambda ours, data, number: ours(data, CounterRNG(0, AUGMENT, number), out), transform)
         methods[f"decode={name}"] = partial(rate, decode)
-    methods[PEER] = partial(rate, lambda data, number: theirs(Image.open(io.BytesIO(data)).convert("RGB")))
+    methods[PEER] = partial(rate, lambda data, number: reference(Image.open(io.BytesIO(data)).convert("RGB")))
     return methods
 
 

@@ -94,9 +94,14 @@ class Step:
             self.model.image.compile(dynamic=False)
             self.model.text.compile()
         keep = self.base.removeprefix("keep").removeprefix("-")
+        keep_bytes: float = math.inf
+        if self.base == "cache":
+            keep_bytes = 0
+        elif keep and keep[0].isdigit():
+            keep_bytes = parse_count(keep)
         self.cache = GradCache(
             [self.model.image, self.model.text], self.loss, chunks=chunk, autocast=self.precision.autocast,
-            keep_bytes=0 if self.base == "cache" else parse_count(keep) if keep and keep[0].isdigit() else math.inf,
+            keep_bytes=keep_bytes,
         )  # fmt: skip
 
     def loss(self, u: Tensor, v: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class Block(NamedTuple):
 
 
 def blocks(page: str) -> list[Block]:
-    return [Block(*found) for found in FENCE.findall(PAGES[page])]
+    return [Block(*actual) for actual in FENCE.findall(PAGES[page])]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -103,8 +103,8 @@ def test_every_flag_of_open_clip_has_a_setting() -> None:
     """The page about moving names its flags, and settings that there are; the command line answers with these, too."""
     flags = (Path(pytest.importorskip("open_clip_train").__file__).parent / "params.py").read_text()
     known = {*(declared.name for declared in settings_of(TrainConfig)), *group_options()}
-    for theirs, ours in re.findall(r"^\| (`--.*?) \| (.*?) \|", PAGES["docs/howto/open-clip.md"], re.M):
-        assert all(f'"{flag}"' in flags for flag in re.findall(r"--[\w-]+", theirs)), theirs
+    for reference, ours in re.findall(r"^\| (`--.*?) \| (.*?) \|", PAGES["docs/howto/open-clip.md"], re.M):
+        assert all(f'"{flag}"' in flags for flag in re.findall(r"--[\w-]+", reference)), reference
         assert set(re.findall(r"`([\w.]+)(?:=[^`]*)?`", ours)) <= known, ours
     assert {value.partition("=")[0] for key, value in MEANT.items() if "=" not in key} <= known
 

@@ -112,8 +112,8 @@ def objective(case: Case) -> str:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
+    actual = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in actual.items()}
 
 
 def one_graph(case: Case) -> tuple[dict[str, Tensor], float]:
@@ -206,15 +206,15 @@ def test_the_step_is_that_of_one_graph(ranks: int, dtype: str) -> None:
         answers = run_ranks(all_cut_up, ranks, [asdict(case) for case in chosen], timeout_s=240)
     worst, tolerance = 0.0, {"float64": 1e-12, "float32": 1e-5}[dtype]
     for i, case in enumerate(chosen):
-        wanted, value = one_graph(case)
-        norm = torch.nn.utils.get_total_norm(wanted.values()).item()
-        for found, found_value, found_norm, kept in (answer[i] for answer in answers):
+        expected, value = one_graph(case)
+        norm = torch.nn.utils.get_total_norm(expected.values()).item()
+        for actual, found_value, found_norm, kept in (answer[i] for answer in answers):
             assert case.keep == 60e3 or kept == bool(case.keep), case
             assert found_value == pytest.approx(value, rel=tolerance), case
             assert found_norm == pytest.approx(norm, rel=tolerance), case
-            assert found.keys() == wanted.keys(), case
-            for name, gradient in wanted.items():
-                error = ((found[name] - gradient).norm() / gradient.norm().clamp_min(1e-30)).item()
+            assert actual.keys() == expected.keys(), case
+            for name, gradient in expected.items():
+                error = ((actual[name] - gradient).norm() / gradient.norm().clamp_min(1e-30)).item()
                 assert error <= tolerance, f"{name}: relative error {error:.1e} > {tolerance:.0e} in {case}"
                 worst = max(worst, error)
     print(f"{ranks} ranks, {len(chosen)} cases, {dtype}, largest relative error {worst:.1e}")

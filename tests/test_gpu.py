@@ -31,7 +31,7 @@ pytestmark = on_device
 @pytest.mark.parametrize("keep", [0, 4000, math.inf])
 def test_the_gradient_is_that_of_one_graph_with_the_devices_dropout(keep: float, compiled: bool) -> None:
     inputs = tuple(x.to(DEVICE) for x in batch(13))
-    found = []
+    actual = []
     for cached in (False, True):
         model = models(0.4).to(DEVICE)
         towers = [model["image"], model["text"]]
@@ -43,17 +43,19 @@ def test_the_gradient_is_that_of_one_graph_with_the_devices_dropout(keep: float,
             GradCache(towers, model["head"], chunks=[4, 5], keep_bytes=keep).step(*inputs)
         else:
             one_graph(towers, model["head"], inputs, [4, 5])
-        found.append(gradients(model))
-    assert_same(found[1], found[0], 1e-10)
+        actual.append(gradients(model))
+    assert_same(actual[1], actual[0], 1e-10)
 
 
 def pinned(x: torch.Tensor) -> torch.Tensor:
     return x.pin_memory() if CUDA else x
 
 
-def without_noise(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def without_noise(actual: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Gradients but for the key biases, which softmax makes zero up to rounding; in_proj_bias is query, key, value."""
-    return {k: torch.cat([g.chunk(3)[0], g.chunk(3)[2]]) if k.endswith("in_proj_bias") else g for k, g in found.items()}
+    return {
+        k: torch.cat([g.chunk(3)[0], g.chunk(3)[2]]) if k.endswith("in_proj_bias") else g for k, g in actual.items()
+    }
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -62,7 +64,7 @@ def test_open_clips_towers_from_pinned_memory_have_the_gradient_of_one_graph(noi
     """Chunks of 5 images and 3 texts, copied to the device while others are computed, half of their graphs kept."""
     case = Case(1, "none", (5, 3), noise, "host", 60e3, "softmax", "none", "as they come", 3, dtype="float32")
     pixels, tokens = inputs_of(case, 0)
-    found = []
+    actual = []
     for cached in (False, True):
         model = model_of(case).to(DEVICE)
         if compiled:
@@ -84,8 +86,8 @@ def test_open_clips_towers_from_pinned_memory_have_the_gradient_of_one_graph(noi
             cache.step(*rows)
         else:
             one_graph([model.image, model.text], loss, (pixels.to(DEVICE), tokens.to(DEVICE)), [*case.chunks])
-        found.append(without_noise(gradients(model)))
-    assert_same(found[1], found[0], 1e-4)
+        actual.append(without_noise(gradients(model)))
+    assert_same(actual[1], actual[0], 1e-4)
 
 
 class HostRows:
@@ -150,8 +152,8 @@ def test_kept_graphs_and_found_chunks_do_not_change_the_curve(demo: Path, plain:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_follows_the_curve(demo: Path, plain: list[float], tmp_path: Path, precision: str) -> None:
-    found = run(demo, tmp_path / "run", precision=precision)
-    assert found == pytest.approx(plain, rel=0.1), f"{precision}: {found}"
+    actual = run(demo, tmp_path / "run", precision=precision)
+    assert actual == pytest.approx(plain, rel=0.1), f"{precision}: {actual}"
 
 
 def test_an_overflow_leaves_the_step_out_and_lowers_the_loss_scale(

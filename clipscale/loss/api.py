@@ -128,8 +128,8 @@ def contrastive_loss(
         ValueError: where inputs do not fit each other or the options; with `check` on all ranks, before features are
             exchanged.
     """
-    given = Arguments(image_features, text_features, logit_scale, logit_bias, keys)
-    return _loss(given, Choices(objective, exchange, backend, **options))
+    arguments = Arguments(image_features, text_features, logit_scale, logit_bias, keys)
+    return _loss(arguments, Choices(objective, exchange, backend, **options))
 
 
 def distillation_loss(
@@ -148,27 +148,27 @@ def distillation_loss(
     if weights[0]:
         value = weights[0] * contrastive_loss(image_features, text_features, logit_scale, **options)
     if weights[1]:
-        given = Arguments(image_features, text_features, logit_scale, teachers=teachers)
+        arguments = Arguments(image_features, text_features, logit_scale, teachers=teachers)
         kept = {name: options[name] for name in ("exchange", "group", "check", "machine") if name in options}
         backend = "dense" if options.get("backend") == "dense" else "tiled"
-        value = value + weights[1] * _loss(given, Choices(backend=backend, **kept))
+        value = value + weights[1] * _loss(arguments, Choices(backend=backend, **kept))
     return value
 
 
-def _loss(given: Arguments, choices: Choices) -> Tensor:
+def _loss(arguments: Arguments, choices: Choices) -> Tensor:
     comm = None if choices.exchange == "none" else Communicator.of(choices.group)
-    device = given.image_features.device
+    device = arguments.image_features.device
     machine = choices.machine or Machine()
     try:
-        choices.refuse_mistakes(given.keys is not None)
+        choices.refuse_mistakes(arguments.keys is not None)
         module = choices.similarity if isinstance(choices.similarity, nn.Module) else None
         inputs = checked_inputs(
-            given if choices.shared != "ignore" else replace(given, keys=None),
+            arguments if choices.shared != "ignore" else replace(arguments, keys=None),
             choices.captions, has_module=module is not None, check=choices.check,
         )  # fmt: skip
         objective = OBJECTIVES[choices.objective]
-        if given.teachers:
-            widths = tuple((a.shape[1], float(t)) for a, _, t in given.teachers)
+        if arguments.teachers:
+            widths = tuple((a.shape[1], float(t)) for a, _, t in arguments.teachers)
             objective = Distillation((0.5, 0.5), log_sum_exps=1 + len(widths), teachers=widths)
         backend = _chosen_backend(choices.backend, objective, module, inputs, machine)
     except ValueError as error:

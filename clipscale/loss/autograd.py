@@ -49,12 +49,12 @@ class LossCall:
         """This rank's rows and columns, with their weights."""
         inputs = self.inputs
         sides = []
-        own = len(image_features) * inputs.captions
+        paired = len(image_features) * inputs.captions
         features = (image_features, text_features)
         for x, beside, weight, texts in zip(features, inputs.beside, self.objective.weights, (1, inputs.captions)):
             side = RowBlock(x.detach().to(inputs.dtype).contiguous(), **beside)
             weights = side.features.new_full((len(side),), (weight or 0) / texts, dtype=sum_dtype(inputs.dtype))
-            weights[own:] = 0  # a hard negative is the positive of no image
+            weights[paired:] = 0  # a hard negative is the positive of no image
             side.weight = None if weight is None else weights
             side.share = None if side.share is None else (weights * side.share).to(weights.dtype)
             sides.append(side)

@@ -87,9 +87,9 @@ class Inputs:
 
     def positives_only(self) -> "Inputs":
         """Without the hard negatives among the texts."""
-        own = len(self.rows) * self.captions
+        paired = len(self.rows) * self.captions
         rows, cols = self.beside
-        return replace(self, cols=self.cols[:own], beside=(rows, {name: x[:own] for name, x in cols.items()}))
+        return replace(self, cols=self.cols[:paired], beside=(rows, {name: x[:paired] for name, x in cols.items()}))
 
     def swapped(self) -> "Inputs":
         """The texts as rows, without the hard negatives, and the images as columns."""
@@ -105,28 +105,28 @@ class Inputs:
         return replace(self, rows=F.pad(self.rows, (0, missing)), cols=F.pad(self.cols, (0, missing)))
 
 
-def checked_inputs(given: Arguments, captions: int, has_module: bool, check: bool) -> Inputs:
+def checked_inputs(arguments: Arguments, captions: int, has_module: bool, check: bool) -> Inputs:
     """The inputs, ready for use: captions of an image apart, so that its first is its pair, then the second ones.
 
     Raises ValueError where they do not fit. `check`: also for a scale that is not positive.
     """
-    u, v = given.image_features, given.text_features
-    bias = 0.0 if given.logit_bias is None else given.logit_bias
-    if any(isinstance(x, DTensor) for x in (u, v, given.logit_scale, bias)):
+    u, v = arguments.image_features, arguments.text_features
+    bias = 0.0 if arguments.logit_bias is None else arguments.logit_bias
+    if any(isinstance(x, DTensor) for x in (u, v, arguments.logit_scale, bias)):
         raise ValueError("a DTensor; pass this rank's own rows and plain numbers: x.full_tensor() if all hold the same")
     _check_features(u, v, captions, has_module)
-    own = captions * len(u)
+    paired = captions * len(u)
     if captions > 1:
-        first = v[:own].unflatten(0, (-1, captions)).transpose(0, 1).flatten(0, 1)
-        v = torch.cat([first, v[own:]]) if len(v) > own else first
+        first = v[:paired].unflatten(0, (-1, captions)).transpose(0, 1).flatten(0, 1)
+        v = torch.cat([first, v[paired:]]) if len(v) > paired else first
     rows: dict[str, Tensor] = {}
     cols: dict[str, Tensor] = {}
-    if given.keys is not None:
-        rows["keys"], cols["keys"] = _checked_keys(given.keys, u, v, captions)
+    if arguments.keys is not None:
+        rows["keys"], cols["keys"] = _checked_keys(arguments.keys, u, v, captions)
     dtype = _feature_dtype(u, v)
-    if given.teachers:
-        rows["teachers"], cols["teachers"] = _side_by_side(given.teachers, u, v, dtype)
-    scale, bias = (_number(x, sum_dtype(dtype), u.device) for x in (given.logit_scale, bias))
+    if arguments.teachers:
+        rows["teachers"], cols["teachers"] = _side_by_side(arguments.teachers, u, v, dtype)
+    scale, bias = (_number(x, sum_dtype(dtype), u.device) for x in (arguments.logit_scale, bias))
     if check and not bool(scale > 0) and bool(scale.isfinite()):
         raise ValueError(
             f"logit_scale is {float(scale):g} and must be positive: it is the multiplier itself, not its logarithm "

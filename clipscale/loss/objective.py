@@ -35,9 +35,9 @@ class Objective:
         """Over all scores, in a step of training. Each computes the scores once; gradients are counted beside."""
         return 2 if self.log_sum_exps else 1
 
-    def dense(self, scores: "Tensor", positive: "Tensor", own: int) -> "Tensor":
+    def dense(self, scores: "Tensor", positive: "Tensor", paired: int) -> "Tensor":
         """The value by the formula, for tests: of the scores (N, M), -inf where a pair is left out. positive: (N, M)
-        bool; the first `own` texts belong to an image."""
+        bool; the first `paired` texts belong to an image."""
         raise NotImplementedError
 
     def tile(self) -> "ObjectiveTile":

@@ -60,11 +60,11 @@ def test_every_method_computes_the_gradients_of_one_graph(script: Any) -> None:
         tower: nn.Module = steps.peer if method.startswith("open_clip") else steps.model
         gradients[method] = {name.replace("image.encoder.", "visual."): p.grad for name, p in tower.named_parameters()}
     weight = "visual.conv1.weight"
-    for method, found in gradients.items():
-        difference = (found[weight] - gradients["plain"][weight]).norm() / gradients["plain"][weight].norm()
+    for method, actual in gradients.items():
+        difference = (actual[weight] - gradients["plain"][weight]).norm() / gradients["plain"][weight].norm()
         if not method.startswith("open_clip"):
             assert difference < 1e-4, f"{method}: {difference:.1e}"
-        assert bool(torch.isfinite(found[weight]).all())
+        assert bool(torch.isfinite(actual[weight]).all())
 
 
 def test_a_step_is_timed_and_compared_with_plain(script: Any) -> None:

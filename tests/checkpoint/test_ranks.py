@@ -48,9 +48,9 @@ def read(rank: int, world: int, run: Path) -> None:
     assert path is not None
     like = sharded(world) if world > 1 else {}
     loaded = checkpoint.load(path, verified=True, like=like)
-    for name, wanted in WHOLE.items():
+    for name, required in WHOLE.items():
         moments = loaded["optimizer"]["state"][name]
-        for value, expected in ((loaded["model"][name], wanted), (moments["moment"], wanted + 1)):
+        for value, expected in ((loaded["model"][name], required), (moments["moment"], required + 1)):
             assert isinstance(value, DTensor) == isinstance(like.get(name), DTensor)
             whole = value.full_tensor() if isinstance(value, DTensor) else value
             assert torch.equal(whole, expected), name

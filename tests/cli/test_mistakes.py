@@ -108,8 +108,8 @@ def one_line(answer: tuple[int, str, str], wrong: str, remedy: str) -> None:
     """Status 2 and one line, which names what is wrong, and then the remedy."""
     status, _, err = answer
     assert (status, err.count("\n"), "Traceback" in err) == (2, 1, False), err
-    start, found, rest = err.partition(wrong)
-    assert start.startswith("error: ") and found and remedy in (rest if wrong not in remedy else err), err
+    start, actual, rest = err.partition(wrong)
+    assert start.startswith("error: ") and actual and remedy in (rest if wrong not in remedy else err), err
 
 
 LATER = [

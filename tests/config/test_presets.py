@@ -148,7 +148,7 @@ def test_another_model_or_loss_beside_an_experiment_is_that_one(tmp_path: Path) 
     (tmp_path / "experiment").mkdir()
     mine = "# @package _global_\nloss:\n  objective: softmax_text\nmodel:\n  init_bias: 3.0\n  compile: true\n"
     (tmp_path / "experiment/mine.yaml").write_text(mine)
-    for given, wanted in {"siglip": ("sigmoid", -10), "ring": ("softmax", 3), "infcl": ("softmax", 3)}.items():
+    for given, expected in {"siglip": ("sigmoid", -10), "ring": ("softmax", 3), "infcl": ("softmax", 3)}.items():
         config = compose.settings("train", [f"loss={given}", "experiment=mine", "model=tiny"], str(tmp_path))
-        assert (config.loss.objective, config.model.init_bias) == wanted
+        assert (config.loss.objective, config.model.init_bias) == expected
         assert (config.model.name, config.model.compile) == ("tiny", True)

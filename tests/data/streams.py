@@ -61,7 +61,7 @@ def content(batch: HostBatch) -> tuple[list[int], bytes, bytes, bytes]:
 
 
 def ids(stream: TrainStream, steps: int) -> list[list[int]]:
-    return [found[0] for found in contents(stream, steps)]
+    return [actual[0] for actual in contents(stream, steps)]
 
 
 def processes_of(stream: TrainStream) -> list[Any]:
@@ -136,16 +136,16 @@ class Inline:
 
     def receive(self, needed: Sequence[int]) -> list[tuple[int, Report]]:
         """Some reports, of workers that may be ahead of what is needed or behind it."""
-        found: list[tuple[int, Report]] = []
-        while needed and not found:
+        actual: list[tuple[int, Report]] = []
+        while needed and not actual:
             number = self._random.randrange(len(self))
             report = next(self._at[number], None)
             if report is None and self._steps[number]:
                 self._at[number] = self.fillers[number].fill(self._steps[number].popleft())
                 report = next(self._at[number])
             assert report or any(self._steps[n] or n != number for n in needed), "no worker has anything left to report"
-            found += [(number, report)] if report else []
-        return found
+            actual += [(number, report)] if report else []
+        return actual
 
     def close(self) -> None:
         for filler in self.fillers:

@@ -45,8 +45,8 @@ def test_evaluation_pixels_are_open_clips_bit_for_bit(
     mode: str, interpolation: str, size: tuple[int, int], kind: str
 ) -> None:
     data = picture(1, size, kind)
-    theirs = published(data, resize_mode=mode, interpolation=interpolation)
-    assert np.array_equal(EvalTransform(64, mode=mode, interpolation=interpolation)(data), theirs)
+    reference = published(data, resize_mode=mode, interpolation=interpolation)
+    assert np.array_equal(EvalTransform(64, mode=mode, interpolation=interpolation)(data), reference)
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
@@ -59,10 +59,10 @@ def test_training_pixels_of_whole_jpegs_are_open_clips(size: tuple[int, int], mo
     transform = open_clip.image_transform(64, **options)
     for quality, sampling in ((75, "4:2:0"), (95, "4:4:4")):
         data = encode(source, "JPEG", quality=quality, **({} if mode == "L" else {"subsampling": sampling}))
-        theirs = transform(Image.open(io.BytesIO(data))).numpy() * 255
+        reference = transform(Image.open(io.BytesIO(data))).numpy() * 255
         out = np.zeros((3, 64, 64), np.uint8)
         TrainTransform(64, (1.0, 1.0), (3 / 4, 4 / 3), 0.0, MOST)(data, CounterRNG(0), out)
-        difference = np.abs(out - theirs)
+        difference = np.abs(out - reference)
         text = f"quality {quality}: {difference.mean():.3f}/255 on average, {difference.max():.1f} at most"
         print(text)
         assert difference.mean() < 0.35 and difference.max() < 4, text

@@ -52,20 +52,20 @@ def stepped(model: nn.Module, name: str, *, sharded: bool) -> list[Tensor]:
 
 def on_a_rank(rank: int, world: int) -> dict[str, float]:
     """The largest relative difference of any parameter, by optimizer."""
-    mesh, found = init_device_mesh("cpu", (world,)), {}
+    mesh, actual = init_device_mesh("cpu", (world,)), {}
     for name in SHARDED:
-        wanted, model = stepped(Model(), name, sharded=False), Model()
+        expected, model = stepped(Model(), name, sharded=False), Model()
         fully_shard(model.tower, mesh=mesh)
-        pairs = zip(stepped(model, name, sharded=True), wanted, strict=True)
-        found[name] = max(((a - b).norm() / b.norm()).item() for a, b in pairs)
-    return found
+        pairs = zip(stepped(model, name, sharded=True), expected, strict=True)
+        actual[name] = max(((a - b).norm() / b.norm()).item() for a, b in pairs)
+    return actual
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_steps_on_shards_are_those_on_whole_parameters(ranks: int) -> None:
-    for found in run_ranks(on_a_rank, ranks):
-        assert found.keys() == set(SHARDED)
-        for name, difference in found.items():
+    for actual in run_ranks(on_a_rank, ranks):
+        assert actual.keys() == set(SHARDED)
+        for name, difference in actual.items():
             assert difference <= TOLERANCES.get(name, 1e-5), f"{name}: {difference:.1e}"
 
 
@@ -92,5 +92,5 @@ def test_a_run_in_shards_follows_and_resumes_the_curve_of_ddp(shards: str, tmp_p
     parts = replace(whole, run=str(tmp_path / "parts"), launch=LaunchConfig(parallel="zero3"))
     for samples, ranks in ((24, 2), (36, 2), (48, 1), (60, 2)):
         run_ranks(runs.on_a_rank, ranks, replace(parts, samples=samples))
-    found, wanted = ([r["loss"] for r in records(tmp_path / part)] for part in ("parts", "whole"))
-    assert found == pytest.approx(wanted, rel=1e-3)
+    actual, expected = ([r["loss"] for r in records(tmp_path / part)] for part in ("parts", "whole"))
+    assert actual == pytest.approx(expected, rel=1e-3)

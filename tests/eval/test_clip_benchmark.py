@@ -80,18 +80,18 @@ def test_the_figures_are_clip_benchmarks(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(zeroshot_classification, "float", lambda x: np.asarray(x).item(), raising=False)
     for name, classnames in {"classes": NAMES, "twins": TWINS}.items():
         results = ours[name]
-        theirs = zeroshot_classification.evaluate(
+        reference = zeroshot_classification.evaluate(
             model, loader(name), tokenizer, classnames, TEMPLATES, device="cpu", amp=False
         )
-        assert results["mean_per_class_recall"] == pytest.approx(theirs["mean_per_class_recall"], abs=1e-6)
+        assert results["mean_per_class_recall"] == pytest.approx(reference["mean_per_class_recall"], abs=1e-6)
         assert 0 < results["top1"] < results["top5"] < 1, "figures that could differ"
         if name == "classes":  # torch.topk, and so clip-benchmark's top-1, leaves the order of equal scores open
-            assert (results["top1"], results["top5"]) == pytest.approx((theirs["acc1"], theirs["acc5"]), abs=1e-6)
+            assert (results["top1"], results["top5"]) == pytest.approx((reference["acc1"], reference["acc5"]), abs=1e-6)
 
-    theirs = zeroshot_retrieval.evaluate(
+    reference = zeroshot_retrieval.evaluate(
         model, loader("captions", "zeroshot_retrieval"), tokenizer, device="cpu", amp=False, recall_k_list=[1, 5, 10]
     )
     results = ours["captions"]
     for k in (1, 5, 10):
-        assert results[f"image_to_text_r{k}"] == pytest.approx(theirs[f"text_retrieval_recall@{k}"], abs=1e-6)
-        assert results[f"text_to_image_r{k}"] == pytest.approx(theirs[f"image_retrieval_recall@{k}"], abs=1e-6)
+        assert results[f"image_to_text_r{k}"] == pytest.approx(reference[f"text_retrieval_recall@{k}"], abs=1e-6)
+        assert results[f"text_to_image_r{k}"] == pytest.approx(reference[f"image_retrieval_recall@{k}"], abs=1e-6)

@@ -46,8 +46,8 @@ def test_ranks_are_those_of_sorting_whatever_the_block(block: int, monkeypatch: 
     scores = images @ captions.T
     for i in range(N):
         order = scores[i].argsort(descending=True)
-        wanted = next(place for place, caption in enumerate(order) if owner[caption] == i)
-        assert image_ranks[i] == wanted, f"image {i}: {image_ranks[i]} instead of {wanted}"
+        expected = next(place for place, caption in enumerate(order) if owner[caption] == i)
+        assert image_ranks[i] == expected, f"image {i}: {image_ranks[i]} instead of {expected}"
     for m in range(M):
-        wanted = int((scores[:, m].argsort(descending=True) == owner[m]).nonzero())
-        assert caption_ranks[m] == wanted, f"caption {m}: {caption_ranks[m]} instead of {wanted}"
+        expected = int((scores[:, m].argsort(descending=True) == owner[m]).nonzero())
+        assert caption_ranks[m] == expected, f"caption {m}: {caption_ranks[m]} instead of {expected}"

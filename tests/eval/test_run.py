@@ -118,13 +118,13 @@ def features_and_results(
 def test_features_and_results_are_the_same_on_one_two_and_four_ranks(tmp_path: Path) -> None:
     classes = str(classification_set(tmp_path / "classes", [*NAMES, "red", "green", "red"], wrong=[1, 4]))
     captions = str(retrieval_set(tmp_path / "captions"))
-    wanted, results, _ = features_and_results(0, 1, str(tmp_path / "1"), classes, captions)
+    expected, results, _ = features_and_results(0, 1, str(tmp_path / "1"), classes, captions)
     for size in (2, 4):
         answers = run_ranks(features_and_results, size, str(tmp_path / str(size)), classes, captions)
         assert len({passes for *_, passes in answers}) == 1, "towers that communicate need equally many on every rank"
-        for features, theirs, _ in answers:
-            assert all(torch.equal(ours, alone) for ours, alone in zip(features, wanted)), f"{size} ranks"
-            assert theirs == results
+        for features, reference, _ in answers:
+            assert all(torch.equal(ours, alone) for ours, alone in zip(features, expected)), f"{size} ranks"
+            assert reference == results
         assert json.loads((tmp_path / str(size) / "eval/step_00000001.json").read_text())["results"] == results
 
 
@@ -140,5 +140,5 @@ def test_evaluations_change_no_bit_of_the_curve(shards: str, tmp_path: Path) -> 
     train(replace(plain, run=str(tmp_path / "evaluated"), eval=evaluated))
     assert len(list((tmp_path / "evaluated/eval").glob("step_*.json"))) > 2
     assert curve(tmp_path / "evaluated") == curve(tmp_path / "plain")
-    ours, theirs = (checkpoint.load(checkpoint.locate(tmp_path / name, "latest")) for name in ("evaluated", "plain"))
-    assert all(torch.equal(ours["model"][name], value) for name, value in theirs["model"].items())
+    ours, reference = (checkpoint.load(checkpoint.locate(tmp_path / name, "latest")) for name in ("evaluated", "plain"))
+    assert all(torch.equal(ours["model"][name], value) for name, value in reference["model"].items())

@@ -47,11 +47,11 @@ def test_the_verb_evaluates_the_checkpoint_it_is_asked_for(
 ) -> None:
     run = tmp_path / "run"
     save(run, model, 7)
-    wanted = evaluate(model, EvalConfig(sets=sets), ALONE)
+    expected = evaluate(model, EvalConfig(sets=sets), ALONE)
     torch.manual_seed(1)
     save(run, build_model(TINY), 9)
 
-    assert main(EvalRunConfig(run=str(run), checkpoint="7", device="cpu", eval=EvalConfig(sets=sets))) == wanted
+    assert main(EvalRunConfig(run=str(run), checkpoint="7", device="cpu", eval=EvalConfig(sets=sets))) == expected
     out = capsys.readouterr().out
     assert "run, step 7" in out and "classes" in out and "captions" in out
     # The sets may come from the run's own settings, and the newest checkpoint is the default.
@@ -99,11 +99,11 @@ def test_any_weights_are_evaluated_without_a_run(
     tmp_path: Path, model: ClipModel, sets: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path / "run", model, 7)
-    wanted = main(EvalRunConfig(run=str(tmp_path / "run"), device="cpu", eval=EvalConfig(sets=sets)))
+    expected = main(EvalRunConfig(run=str(tmp_path / "run"), device="cpu", eval=EvalConfig(sets=sets)))
     monkeypatch.chdir(tmp_path)
     weights = "run/checkpoints/step_00000007"
     for described in (ModelConfig(name="", weights=weights), replace(TINY, weights=weights)):
-        assert main(EvalRunConfig(device="cpu", model=described, eval=EvalConfig(sets=sets))) == wanted
+        assert main(EvalRunConfig(device="cpu", model=described, eval=EvalConfig(sets=sets))) == expected
     assert len(list(tmp_path.glob("runs/eval-*/eval/final.json"))) == 2
 
 

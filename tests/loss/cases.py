@@ -64,8 +64,8 @@ def dense_distillation_loss(
     """`distillation_loss` of all ranks' batch, with weights 0 and 1."""
     scores, value = logit_scale * image_features @ text_features.T, torch.zeros_like(logit_scale)
     for dim in (0, 1):
-        wanted = torch.stack([(t * a @ b.T).softmax(dim) for a, b, t in teachers]).mean(0)
-        value = value - (wanted * scores.log_softmax(dim)).sum(dim).mean() / 2
+        expected = torch.stack([(t * a @ b.T).softmax(dim) for a, b, t in teachers]).mean(0)
+        value = value - (expected * scores.log_softmax(dim)).sum(dim).mean() / 2
     return value
 
 
@@ -101,15 +101,15 @@ def oracle(u: Tensor, v: Tensor, scale: float, bias: float = -2.0, **options: An
     return results(dense_contrastive_loss, u.double(), v.double(), scale, bias, **options)
 
 
-def error(found: Tensor, true: Tensor, floor: float) -> float:
+def error(actual: Tensor, true: Tensor, floor: float) -> float:
     """The largest difference relative to the largest true number, or to `floor` where that is larger."""
-    assert found.shape == true.shape, f"shape {tuple(found.shape)} instead of {tuple(true.shape)}"
-    if not bool(found.isfinite().all()):
+    assert actual.shape == true.shape, f"shape {tuple(actual.shape)} instead of {tuple(true.shape)}"
+    if not bool(actual.isfinite().all()):
         return float("inf")
-    return float((found.double() - true).abs().max() / true.abs().max().clamp_min(floor))
+    return float((actual.double() - true).abs().max() / true.abs().max().clamp_min(floor))
 
 
-def errors(found: Sequence[Tensor], true: Sequence[Tensor], scale: float) -> dict[str, float]:
+def errors(actual: Sequence[Tensor], true: Sequence[Tensor], scale: float) -> dict[str, float]:
     """The error of each result, by name.
 
     Where a result is zero or nearly so (a lone pair, a duplicate), it counts against the size of what it is the
@@ -118,9 +118,9 @@ def errors(found: Sequence[Tensor], true: Sequence[Tensor], scale: float) -> dic
     n = len(true[1])
     names = ["value", "images", "texts", "scale", "bias", *(f"parameter {i}" for i in range(len(true) - 5))]
     floors = [scale / 10, scale / n, scale / n, 0.1, 0.1, *(scale for _ in true[5:])]
-    return {name: error(f, t, floor) for name, f, t, floor in zip(names, found, true, floors, strict=True)}
+    return {name: error(f, t, floor) for name, f, t, floor in zip(names, actual, true, floors, strict=True)}
 
 
-def assert_exact(found: Sequence[Tensor], true: Sequence[Tensor], scale: float, bar: float, case: object) -> None:
-    worst = errors(found, true, scale)
+def assert_exact(actual: Sequence[Tensor], true: Sequence[Tensor], scale: float, bar: float, case: object) -> None:
+    worst = errors(actual, true, scale)
     assert max(worst.values()) <= bar, f"{case}: " + ", ".join(f"{k} {v:.1e}" for k, v in worst.items())

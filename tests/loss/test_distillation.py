@@ -63,10 +63,10 @@ def test_it_is_exact_on_ranks(ranks: Workers, world: int, exchange: str) -> None
     u, v = stacked(world, n, n, 12)
     teachers = three_teachers(world * n)
     split = [(a.unflatten(0, (world, n)), b.unflatten(0, (world, n)), t) for a, b, t in teachers]
-    found = whole(ranks.run(on_a_rank, world, u, v, split, exchange))
-    found[1:3] = [x.flatten(0, 1) for x in found[1:3]]
+    actual = whole(ranks.run(on_a_rank, world, u, v, split, exchange))
+    actual[1:3] = [x.flatten(0, 1) for x in actual[1:3]]
     true = results(dense(teachers, (0.5, 1.0)), u.flatten(0, 1), v.flatten(0, 1), 14.3)
-    assert_exact(found, true, 14.3, 1e-10, (world, exchange))
+    assert_exact(actual, true, 14.3, 1e-10, (world, exchange))
 
 
 def test_a_student_that_equals_its_teacher_has_no_gradient() -> None:
@@ -78,8 +78,8 @@ def test_a_student_that_equals_its_teacher_has_no_gradient() -> None:
 def test_a_teacher_of_infinite_scale_is_the_pairs_themselves() -> None:
     u, v = features(20, 20, 12)
     a, b = features(20, 20, 30, "orthogonal")
-    found = results(taught([(a, b, 1e4)]), u, v, 14.3)
-    assert_exact(found, results(contrastive_loss, u, v, 14.3), 14.3, 1e-12, "one-hot targets")
+    actual = results(taught([(a, b, 1e4)]), u, v, 14.3)
+    assert_exact(actual, results(contrastive_loss, u, v, 14.3), 14.3, 1e-12, "one-hot targets")
 
 
 def test_equal_teachers_are_one() -> None:
@@ -93,12 +93,12 @@ def test_one_teacher_at_one_to_one_is_open_clips_loss() -> None:
     u, v = features(15, 15, 12)
     a, b, t = three_teachers(15)[0]
 
-    def theirs(u: Tensor, v: Tensor, scale: Tensor, logit_bias: Tensor) -> Tensor:
+    def original(u: Tensor, v: Tensor, scale: Tensor, logit_bias: Tensor) -> Tensor:
         contrastive, distilled = DistillClipLoss()(u, v, scale, a, b, torch.tensor(t))
         return contrastive + distilled
 
     ours = results(taught([(a, b, t)], weights=(1.0, 1.0)), u, v, 14.3)
-    assert_exact(ours, results(theirs, u, v, 14.3), 14.3, 1e-10, "DistillClipLoss")
+    assert_exact(ours, results(original, u, v, 14.3), 14.3, 1e-10, "DistillClipLoss")
 
 
 def test_its_memory_is_linear_in_the_batch() -> None:

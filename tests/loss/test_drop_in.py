@@ -35,8 +35,8 @@ def test_alone_it_is_clip_loss() -> None:
     u, v = features(9, 9, 8)
     for a, b in zip(gradients(ClipLoss(), u, v), gradients(OpenClipLoss(), u, v)):
         assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
-    found = ClipLoss()(u, v, 20.0, logit_bias=torch.tensor(-3.0), output_dict=True)
-    assert torch.allclose(found["contrastive_loss"], OpenClipLoss()(u, v, 20.0))
+    actual = ClipLoss()(u, v, 20.0, logit_bias=torch.tensor(-3.0), output_dict=True)
+    assert torch.allclose(actual["contrastive_loss"], OpenClipLoss()(u, v, 20.0))
 
 
 def both(group: dist.ProcessGroup, rank: int, u: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -47,8 +47,8 @@ def both(group: dist.ProcessGroup, rank: int, u: Tensor, v: Tensor) -> tuple[lis
 def test_on_ranks_its_features_have_clip_loss_gradients(ranks: Workers) -> None:
     u, v = stacked(4, 5, 5, 8)
     answers = ranks.run(both, 4, u, v)
-    for ours, theirs in answers:
-        for name, a, b in zip(("images", "texts"), ours[1:3], theirs[1:3]):
+    for ours, original in answers:
+        for name, a, b in zip(("images", "texts"), ours[1:3], original[1:3]):
             assert torch.allclose(a, b, rtol=1e-9, atol=1e-12), f"{name} differ by {float((a - b).abs().max()):.1e}"
     for index, name in ((0, "value"), (3, "scale")):  # their means over the ranks
         a, b = (torch.stack([side[index] for side in sides]).mean() for sides in zip(*answers))

@@ -36,8 +36,8 @@ def agrees(u: Tensor, v: Tensor, scale: float, options: dict[str, Any], backend:
     for dtype, bar in BARS.items():
         if isinstance(options.get("similarity"), Phi):
             options["similarity"].to(dtype)
-        found = results(contrastive_loss, u.to(dtype), v.to(dtype), scale, **options, **backend)
-        assert_exact(found, true, scale, bar, (tuple(u.shape), tuple(v.shape), scale, dtype, options))
+        actual = results(contrastive_loss, u.to(dtype), v.to(dtype), scale, **options, **backend)
+        assert_exact(actual, true, scale, bar, (tuple(u.shape), tuple(v.shape), scale, dtype, options))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -79,16 +79,16 @@ def test_deep_similarity_sees_the_same_random_numbers_in_both_passes() -> None:
         return dense_contrastive_loss(*args, **options)
 
     true = results(plain, u, v, 5.0, similarity=phi)
-    found = results(tiled, u, v, 5.0, similarity=phi, tile=16)
+    actual = results(tiled, u, v, 5.0, similarity=phi, tile=16)
     state = torch.get_rng_state()
     torch.manual_seed(8)
     assert torch.equal(state, torch.get_rng_state()), "the backward pass changed the random state"
-    assert_exact(found, true, 5.0, 1e-10, "dropout")
+    assert_exact(actual, true, 5.0, 1e-10, "dropout")
 
 
 @pytest.mark.parametrize("similarity", ["dot", "deep"])
-@pytest.mark.parametrize("wanted", [("u",), ("v",), ("scale",), ("bias",), ("v", "scale"), ("u", "v", "scale", "bias")])
-def test_frozen_inputs_get_no_gradient_and_do_not_change_the_others(similarity: str, wanted: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("expected", [("u",), ("v",), ("scale",), ("bias",), ("v", "scale"), ("u", "v", "scale", "bias")])
+def test_frozen_inputs_get_no_gradient_and_do_not_change_the_others(similarity: str, expected: tuple[str, ...]) -> None:
     shape = (6, 4)
     torch.manual_seed(0)
     given = Phi(4).double().requires_grad_(False) if similarity == "deep" else None
@@ -96,7 +96,7 @@ def test_frozen_inputs_get_no_gradient_and_do_not_change_the_others(similarity: 
         tensors = {"u": torch.randn(shape).double(), "v": torch.randn(shape).double()}
         tensors |= {"scale": torch.tensor(3.0).double(), "bias": torch.tensor(-1.0).double()}
         everything = {name: x.clone().requires_grad_() for name, x in tensors.items()}
-        some = {name: x.clone().requires_grad_(name in wanted) for name, x in tensors.items()}
+        some = {name: x.clone().requires_grad_(name in expected) for name, x in tensors.items()}
         with tiles_of(4):
             for x in (everything, some):
                 options = {"objective": objective, "similarity": given}
@@ -104,9 +104,9 @@ def test_frozen_inputs_get_no_gradient_and_do_not_change_the_others(similarity: 
         for name, x in some.items():
             full = everything[name].grad
             assert full is not None
-            assert (x.grad is not None) == (name in wanted), f"{name} of {wanted}: {x.grad}"
+            assert (x.grad is not None) == (name in expected), f"{name} of {expected}: {x.grad}"
             if x.grad is not None:
-                assert error(x.grad, full, 1e-3) < 1e-12, f"{name} of {wanted} differs by {error(x.grad, full, 1e-3)}"
+                assert error(x.grad, full, 1e-3) < 1e-12, f"{name} of {expected} differs by {error(x.grad, full, 1e-3)}"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -119,11 +119,11 @@ def test_half_precision_is_no_further_from_the_truth_than_twice_plain_torch(
         u, v = (x.to(dtype) for x in features(200, 220, 96, kind))
         true = oracle(u, v, scale, objective=objective)
         plain = results(dense_contrastive_loss, u, v, scale, objective=objective)
-        found = results(contrastive_loss, u, v, scale, objective=objective, tile=64)
-        ours, theirs = errors(found, true, scale), errors(plain, true, scale)
+        actual = results(contrastive_loss, u, v, scale, objective=objective, tile=64)
+        ours, original = errors(actual, true, scale), errors(plain, true, scale)
         for name, x in ours.items():
-            assert x <= 2 * theirs[name] + 1e-6, (
-                f"{name} at scale {scale}: {x:.1e} against plain torch's {theirs[name]:.1e}"
+            assert x <= 2 * original[name] + 1e-6, (
+                f"{name} at scale {scale}: {x:.1e} against plain torch's {original[name]:.1e}"
             )
 
 
@@ -132,8 +132,8 @@ def test_gradients_of_rows_in_stripes_are_exact(objective: str, monkeypatch: pyt
     monkeypatch.setattr("clipscale.loss.autograd.STRIPE", 5)
     u, v = features(13, 17, 8)
     options: dict[str, object] = {"objective": objective} | key_options(True, 13, 17)
-    found = results(contrastive_loss, u, v, 14.3, tile=4, **options)
-    assert_exact(found, oracle(u, v, 14.3, **options), 14.3, 1e-10, objective)
+    actual = results(contrastive_loss, u, v, 14.3, tile=4, **options)
+    assert_exact(actual, oracle(u, v, 14.3, **options), 14.3, 1e-10, objective)
 
 
 @pytest.mark.parametrize("similarity", ["dot", "deep"])
@@ -163,8 +163,8 @@ def test_gradients_of_a_sum_over_pairs_keep_their_precision_under_any_factor(fac
     """They are found before the loss scaler's factor is known, which brings them into float16's range."""
     u, v = (x.to(dtype) for x in (U, V))
     scaled = lambda *a, **k: factor * 1e-3 * contrastive_loss(*a, **k)  # noqa: E731
-    found = results(scaled, u, v, 20.0, objective="sigmoid", tile=16)
-    for name, x, true in zip(("images", "texts"), found[1:], oracle(u, v, 20.0, objective="sigmoid")[1:]):
+    actual = results(scaled, u, v, 20.0, objective="sigmoid", tile=16)
+    for name, x, true in zip(("images", "texts"), actual[1:], oracle(u, v, 20.0, objective="sigmoid")[1:]):
         true *= factor * 1e-3
         tiny = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
         off = (x.double() - true).abs() - tiny

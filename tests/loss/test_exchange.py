@@ -63,8 +63,8 @@ def alone(group: dist.ProcessGroup, rank: int, u: Tensor, v: Tensor) -> list[Ten
 
 def test_without_an_exchange_each_rank_has_its_own_loss(ranks: Workers) -> None:
     u, v = stacked(3, 4, 5, 6)
-    for rank, found in enumerate(ranks.run(alone, 3, u, v)):
-        assert_exact(found, oracle(u[rank], v[rank], 7.0), 7.0, 1e-10, f"rank {rank}")
+    for rank, actual in enumerate(ranks.run(alone, 3, u, v)):
+        assert_exact(actual, oracle(u[rank], v[rank], 7.0), 7.0, 1e-10, f"rank {rank}")
 
 
 def refusal(group: dist.ProcessGroup, rank: int, kind: str) -> str:

@@ -44,8 +44,8 @@ def test_float32_is_exact(objective: str, has_keys: bool, backend: str) -> None:
     for kind, scale in (("random", 14.3), ("aligned", 100.0), ("low", 100.0)):
         u, v = rows(n, m, width, kind)
         true = oracle(u, v, scale, **options)
-        found = results(contrastive_loss, u.float(), v.float(), scale, backend=backend, **options)
-        assert_exact(found, true, scale, 1e-5, (kind, scale, objective, has_keys, backend))
+        actual = results(contrastive_loss, u.float(), v.float(), scale, backend=backend, **options)
+        assert_exact(actual, true, scale, 1e-5, (kind, scale, objective, has_keys, backend))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -63,8 +63,8 @@ def test_half_precision_is_no_further_from_the_truth_than_twice_plain_torch(
         u, v = (x.to(dtype) for x in rows(*sized(4096, 5000, smaller=8), *sized(width, smaller=4), kind))
         true = oracle(u, v, scale, objective=objective)
         plain = errors(results(dense_contrastive_loss, u, v, scale, objective=objective), true, scale)
-        found = errors(results(contrastive_loss, u, v, scale, objective=objective, backend=backend), true, scale)
-        for name, ours in found.items():
+        actual = errors(results(contrastive_loss, u, v, scale, objective=objective, backend=backend), true, scale)
+        for name, ours in actual.items():
             bar = 2 * plain[name] + 5e-6
             assert ours <= bar, f"{name} at D = {width}, {kind} cosines, scale {scale:g}: {ours:.1e} > {bar:.1e}"
 

@@ -89,22 +89,22 @@ def test_mixed_types_meet_in_the_narrower_and_gradients_keep_their_own(
     types: tuple[torch.dtype, torch.dtype], operands: torch.dtype
 ) -> None:
     u, v = U.to(types[0]), V.to(types[1])
-    found = results(contrastive_loss, u, v, 10.0)
-    assert (found[1].dtype, found[2].dtype) == types
+    actual = results(contrastive_loss, u, v, 10.0)
+    assert (actual[1].dtype, actual[2].dtype) == types
     true = oracle(u.to(operands), v.to(operands), 10.0)
-    for name, f, t in zip(("value", "images", "texts"), found, true):
+    for name, f, t in zip(("value", "images", "texts"), actual, true):
         bar = 1e-5 if name == "value" else 2.0 ** {torch.float16: -11, torch.bfloat16: -8}.get(f.dtype, -16)
         assert error(f, t, 1e-3) < bar, f"{name}: {error(f, t, 1e-3):.1e}"
 
 
 def test_autocast_casts_float32_operands_as_matmul_would_and_nothing_else() -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        found = results(contrastive_loss, U, V, 10.0)
+        actual = results(contrastive_loss, U, V, 10.0)
         exact = results(contrastive_loss, U.double(), V.double(), 10.0)
-    assert [x.dtype for x in found] == [torch.float32] * 5
+    assert [x.dtype for x in actual] == [torch.float32] * 5
     plain = results(contrastive_loss, U.bfloat16(), V.bfloat16(), 10.0)
-    assert torch.equal(found[0], plain[0]), f"{float(found[0])} under autocast, {float(plain[0])} in bfloat16"
-    assert_exact(found, oracle(U.bfloat16(), V.bfloat16(), 10.0), 10.0, 1e-5, "gradients are not rounded to bfloat16")
+    assert torch.equal(actual[0], plain[0]), f"{float(actual[0])} under autocast, {float(plain[0])} in bfloat16"
+    assert_exact(actual, oracle(U.bfloat16(), V.bfloat16(), 10.0), 10.0, 1e-5, "gradients are not rounded to bfloat16")
     assert_exact(exact, oracle(U, V, 10.0), 10.0, 1e-10, "float64 stays float64")
 
 
@@ -148,11 +148,11 @@ def test_torch_compile_around_it_gives_what_eager_gives() -> None:
     def step(u: Tensor, v: Tensor) -> Tensor:
         return 2 * contrastive_loss(F.normalize(head(u), dim=1), F.normalize(v, dim=1), log_scale.exp())
 
-    found = []
+    actual = []
     for function in (step, torch.compile(step, backend="aot_eager")):
         value = function(u, v)
-        found.append([value, *torch.autograd.grad(value, [*head.parameters(), log_scale])])
-    for eager, compiled in zip(*found):
+        actual.append([value, *torch.autograd.grad(value, [*head.parameters(), log_scale])])
+    for eager, compiled in zip(*actual):
         assert torch.allclose(eager, compiled, rtol=1e-5, atol=1e-6), (
             f"{float((eager - compiled).detach().abs().max())}"
         )

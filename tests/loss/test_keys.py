@@ -26,11 +26,11 @@ EXCHANGES = ["replicated", "local", "gather", "ring"]
 def test_distinct_keys_change_no_bit(objective: str, shared: str) -> None:
     u, v = (x.float() for x in features(30, 33, 16))
     plain = results(contrastive_loss, u, v, 14.3, objective=objective)
-    found = results(contrastive_loss, u, v, 14.3, objective=objective, shared=shared, keys=(
+    actual = results(contrastive_loss, u, v, 14.3, objective=objective, shared=shared, keys=(
         torch.arange(30), torch.arange(33)
     ))  # fmt: skip
     ignored = results(contrastive_loss, u, v, 14.3, objective=objective, shared="ignore", keys=keys(30, 33))
-    assert all(map(torch.equal, plain, found)) and all(map(torch.equal, plain, ignored))
+    assert all(map(torch.equal, plain, actual)) and all(map(torch.equal, plain, ignored))
 
 
 def test_a_batch_twice_costs_log_2_more_as_positives() -> None:
@@ -49,8 +49,8 @@ def test_equal_texts_as_positives_are_as_if_ignored() -> None:
     v = v[same]
     given = {"keys": same}
     positive, ignored = (results(contrastive_loss, u, v, 14.3, shared=x, **given) for x in ("positive", "ignore"))
-    for found in (positive, ignored):
-        found[2] = torch.zeros(7, 16).double().index_add(0, same, found[2])
+    for actual in (positive, ignored):
+        actual[2] = torch.zeros(7, 16).double().index_add(0, same, actual[2])
     assert_exact(positive, ignored, 14.3, 1e-9, "positive against ignore")
 
 
@@ -86,8 +86,8 @@ def test_modules_take_keys_and_captions(objective: str, shared: str) -> None:
     for captions in (1, 3):
         u, v, given = keyed((6, 3, captions), 4, 0, shared)
         options |= given
-        found = results(contrastive_loss, u, v, 5.0, tile=4, **options)
-        assert_exact(found, oracle(u, v, 5.0, **options), 5.0, 1e-10, (objective, given))
+        actual = results(contrastive_loss, u, v, 5.0, tile=4, **options)
+        assert_exact(actual, oracle(u, v, 5.0, **options), 5.0, 1e-10, (objective, given))
 
 
 @pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
@@ -102,8 +102,8 @@ def test_half_precision_is_no_further_from_the_truth_than_twice_plain_torch(
     for scale in (14.3, 100.0):
         true = oracle(u, v, scale, **options)
         plain = errors(results(dense_contrastive_loss, u, v, scale, **options), true, scale)
-        found = errors(results(contrastive_loss, u, v, scale, tile=32, **options), true, scale)
-        for name, x in found.items():
+        actual = errors(results(contrastive_loss, u, v, scale, tile=32, **options), true, scale)
+        for name, x in actual.items():
             assert x <= 2 * plain[name] + 5e-6, f"{name} at scale {scale}: {x:.1e} against {plain[name]:.1e}"
 
 
@@ -122,8 +122,8 @@ def test_any_keys_are_exact(
 ) -> None:
     u, v, given = keyed(sizes, kinds, seed, options["shared"])
     options |= given
-    found = results(contrastive_loss, u, v, scale, tile=4, **options)
-    assert_exact(found, oracle(u, v, scale, **options), scale, 1e-10, (sizes, kinds, options))
+    actual = results(contrastive_loss, u, v, scale, tile=4, **options)
+    assert_exact(actual, oracle(u, v, scale, **options), scale, 1e-10, (sizes, kinds, options))
 
 
 def near(far: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -140,10 +140,10 @@ def test_where_nearly_all_of_a_sum_is_left_out_the_rest_is_exact(far: float) -> 
     u, v, same = near(far)
     for backend in ("tiled", "dense"):
         true = oracle(u, v, 100.0, keys=(same, same))
-        found = results(contrastive_loss, u, v, 100.0, keys=same, backend=backend)
-        assert_exact(found, true, 100.0, 1e-10, (far, backend))
-        found = results(contrastive_loss, u.float(), v.float(), 100.0, keys=same, backend=backend)
-        assert_exact(found, true, 100.0, 1e-5, (far, backend))
+        actual = results(contrastive_loss, u, v, 100.0, keys=same, backend=backend)
+        assert_exact(actual, true, 100.0, 1e-10, (far, backend))
+        actual = results(contrastive_loss, u.float(), v.float(), 100.0, keys=same, backend=backend)
+        assert_exact(actual, true, 100.0, 1e-5, (far, backend))
 
 
 def test_ranks_agree_on_what_nearly_all_is(ranks: Workers) -> None:

@@ -67,9 +67,9 @@ def check(
     oracle_options = {k: x for k, x in options.items() if k in ("objective", "similarity", "shared", "captions")}
     flat = {name: (images.flatten(0, 1), positives_first(texts, n)) for name, (images, texts) in pairs.items()}
     true = oracle(u.flatten(0, 1), positives_first(v, n), scale, **oracle_options, **flat)
-    found = whole(ranks.run(local_results, world, u, v, scale, pairs, options))
-    found[1], found[2] = found[1].flatten(0, 1), positives_first(found[2], n)
-    assert_exact(found, true, scale, bar, (world, tuple(u.shape), tuple(v.shape), scale, options))
+    actual = whole(ranks.run(local_results, world, u, v, scale, pairs, options))
+    actual[1], actual[2] = actual[1].flatten(0, 1), positives_first(actual[2], n)
+    assert_exact(actual, true, scale, bar, (world, tuple(u.shape), tuple(v.shape), scale, options))
 
 
 def stacked(world: int, n: int, m: int, width: int, kind: str = "random", seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -62,14 +62,14 @@ def test_rates_are_multiplied_with_the_schedule_and_scale_the_step() -> None:
     optimizer = build_optimizer(model, plain, scales=model.rate_factors(settings))
     lr = Schedule.build(ScheduleConfig(warmup="10"), 1.0, 1, 100, None).apply(optimizer, 4)
     rate = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
-    wanted = {"logit_scale": 1.0, "text.encoder.token_embedding.weight": 0.1, "text.encoder.text_projection": 0.1}
-    wanted |= {"image.encoder.proj": 0.5, "image.encoder.conv1.weight": 0.5 * 0.25**4}
-    wanted |= {f"image.encoder.transformer.resblocks.{i}.ln_1.weight": 0.5 * 0.25 ** (3 - i) for i in range(3)}
-    before = {name: model.get_parameter(name).detach().clone() for name in wanted}
+    expected = {"logit_scale": 1.0, "text.encoder.token_embedding.weight": 0.1, "text.encoder.text_projection": 0.1}
+    expected |= {"image.encoder.proj": 0.5, "image.encoder.conv1.weight": 0.5 * 0.25**4}
+    expected |= {f"image.encoder.transformer.resblocks.{i}.ln_1.weight": 0.5 * 0.25 ** (3 - i) for i in range(3)}
+    before = {name: model.get_parameter(name).detach().clone() for name in expected}
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
-    for name, factor in wanted.items():
+    for name, factor in expected.items():
         p = model.get_parameter(name)
         assert rate[id(p)] == lr * factor == 0.5 * factor, name
         assert torch.allclose(before[name] - p, torch.full_like(p, 0.5 * factor), atol=1e-6), name

@@ -68,11 +68,11 @@ def inputs(samples: int = 5) -> tuple[Tensor, Tensor]:
 def both(description: dict[str, Any], dtype: torch.dtype = torch.float64) -> tuple[CustomTextCLIP, CustomTextCLIP]:
     """open_clip's model, and the same one with the shorter forward pass in the towers that it claims."""
     torch.manual_seed(0)
-    theirs = CustomTextCLIP(**description).to(dtype)
-    ours = deepcopy(theirs)
+    reference = CustomTextCLIP(**description).to(dtype)
+    ours = deepcopy(reference)
     ours.visual, ours.text = lean(ours.visual), lean(ours.text)
-    assert list(ours.state_dict()) == list(theirs.state_dict())
-    return theirs, ours
+    assert list(ours.state_dict()) == list(reference.state_dict())
+    return reference, ours
 
 
 def gradients(tower: nn.Module, rows: Tensor, seed: int = 1) -> tuple[Tensor, dict[str, Tensor]]:
@@ -82,9 +82,9 @@ def gradients(tower: nn.Module, rows: Tensor, seed: int = 1) -> tuple[Tensor, di
     return features.detach(), {name: p.grad for name, p in tower.named_parameters() if p.grad is not None}
 
 
-def assert_same(theirs: nn.Module, ours: nn.Module, rows: Tensor, bound: float) -> None:
-    (wanted, wanted_gradients), (features, by_name) = gradients(theirs, rows), gradients(ours, rows)
-    error = ((features - wanted).norm() / wanted.norm()).item()
+def assert_same(reference: nn.Module, ours: nn.Module, rows: Tensor, bound: float) -> None:
+    (expected, wanted_gradients), (features, by_name) = gradients(reference, rows), gradients(ours, rows)
+    error = ((features - expected).norm() / expected.norm()).item()
     assert error <= bound, f"features differ by {error:.1e}"
     assert by_name.keys() == wanted_gradients.keys()
     largest = max(gradient.norm() for gradient in wanted_gradients.values())
@@ -96,39 +96,39 @@ def assert_same(theirs: nn.Module, ours: nn.Module, rows: Tensor, bound: float) 
 
 @pytest.mark.parametrize("description", kinds() + UNREGISTERED, ids=str)
 def test_every_kind_has_open_clips_features_and_gradients(description: dict[str, Any]) -> None:
-    theirs, ours = both(description)
+    reference, ours = both(description)
     assert isinstance(ours.visual, LeanVision) and isinstance(ours.text, LeanText)
     for tower, rows in zip(("visual", "text"), inputs()):
-        assert_same(getattr(theirs, tower), getattr(ours, tower), rows, 1e-12)
+        assert_same(getattr(reference, tower), getattr(ours, tower), rows, 1e-12)
 
 
 def test_patch_dropout_and_checkpointing_draw_and_compute_the_same() -> None:
-    theirs, ours = both(described({"patch_dropout": 0.5}, {}))
-    for model in (theirs, ours):
+    reference, ours = both(described({"patch_dropout": 0.5}, {}))
+    for model in (reference, ours):
         model.set_grad_checkpointing(True)
     for tower, rows in zip(("visual", "text"), inputs()):
-        assert_same(getattr(theirs, tower), getattr(ours, tower), rows, 1e-12)
+        assert_same(getattr(reference, tower), getattr(ours, tower), rows, 1e-12)
 
 
 def test_a_cut_caption_has_the_feature_of_the_whole_one() -> None:
-    theirs, ours = both(SMALL)
+    reference, ours = both(SMALL)
     tokens = inputs()[1][3:4]
     cut = tokens[:, : int(tokens.argmax()) + 1]
     assert cut.shape[1] < WORDS
-    assert torch.allclose(ours.text(cut), theirs.text(tokens), rtol=0, atol=1e-13)
+    assert torch.allclose(ours.text(cut), reference.text(tokens), rtol=0, atol=1e-13)
 
 
 def test_bf16_is_as_near_to_float64_as_open_clips() -> None:
     """Under autocast: at most twice open_clip's own distance, and never more than a percent."""
-    theirs, ours = both(SMALL, torch.float32)
+    reference, ours = both(SMALL, torch.float32)
     for tower, rows in zip(("visual", "text"), inputs(32)):
-        truth = deepcopy(getattr(theirs, tower)).double()(rows)
+        truth = deepcopy(getattr(reference, tower)).double()(rows)
         error = {}
-        for name, model in (("theirs", theirs), ("ours", ours)):
+        for name, model in (("reference", reference), ("ours", ours)):
             with torch.autocast("cpu", torch.bfloat16):
                 features = getattr(model, tower)(rows.float() if rows.is_floating_point() else rows)
             error[name] = ((features.double() - truth).norm() / truth.norm()).item()
-        assert error["ours"] <= min(2 * error["theirs"], 0.01), error
+        assert error["ours"] <= min(2 * error["reference"], 0.01), error
 
 
 def test_other_towers_keep_their_own_forward() -> None:
@@ -136,5 +136,5 @@ def test_other_towers_keep_their_own_forward() -> None:
         described({"qk_norm": True}, {"qk_norm": True}),
         described({"attentional_pool": True, "attn_pooler_heads": 2}, {"embed_cls": True}),
     ):
-        theirs, ours = both(description)
-        assert (type(ours.visual), type(ours.text)) == (type(theirs.visual), type(theirs.text))
+        reference, ours = both(description)
+        assert (type(ours.visual), type(ours.text)) == (type(reference.visual), type(reference.text))

@@ -50,10 +50,10 @@ def test_merged_adapters_give_the_features_of_w_plus_b_a() -> None:
         if f"{place}.lora_A.default.weight" in state and not last.endswith("bias"):
             values[name] += state[f"{place}.lora_B.default.weight"] @ state[f"{place}.lora_A.default.weight"]
     pixels, tokens = samples(5)
-    unmerged, wanted = (model.image(pixels), model.text(tokens)), (plain.image(pixels), plain.text(tokens))
+    unmerged, expected = (model.image(pixels), model.text(tokens)), (plain.image(pixels), plain.text(tokens))
     lora.merge(model.image.encoder), lora.merge(model.text.encoder)
     assert model.state_dict().keys() == values.keys()
-    for a, b, c in zip(unmerged, wanted, (model.image(pixels), model.text(tokens))):
+    for a, b, c in zip(unmerged, expected, (model.image(pixels), model.text(tokens))):
         assert torch.allclose(a, b, atol=1e-5) and torch.allclose(c, b, atol=1e-6)
 
 
@@ -90,8 +90,8 @@ def test_a_tower_of_timm_has_adapters_and_one_that_is_not_lean_is_refused() -> N
     vision = {"timm_model_name": "test_vit", "timm_pool": "map", "timm_proj": "none", "image_size": 160}
     config = ModelConfig("x", ARCHITECTURE | {"embed_dim": 64, "vision_cfg": vision}, lora=RULE)
     trunk = build_model(config).image.encoder.trunk
-    found = {name.split(".lora_A")[0] for name in trained(trunk) if ".lora_A." in name}
+    actual = {name.split(".lora_A")[0] for name in trained(trunk) if ".lora_A." in name}
     layers = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
-    assert found == {f"blocks.{i}.{layer}" for i in range(6) for layer in layers}
+    assert actual == {f"blocks.{i}.{layer}" for i in range(6) for layer in layers}
     with pytest.raises(UserError, match=r"the text tower is no transformer of open_clip"):
         build_model(config, lean=False)

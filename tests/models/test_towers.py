@@ -27,15 +27,15 @@ def small(**settings: Any) -> ModelConfig:
 def test_features_are_open_clips_on_the_same_pixels() -> None:
     torch.manual_seed(0)
     model = build_model(small()).eval()
-    theirs = open_clip.model.CustomTextCLIP(**SMALL).eval()
-    theirs.visual.load_state_dict(model.image.encoder.state_dict())
-    theirs.text.load_state_dict(model.text.encoder.state_dict())
+    reference = open_clip.model.CustomTextCLIP(**SMALL).eval()
+    reference.visual.load_state_dict(model.image.encoder.state_dict())
+    reference.text.load_state_dict(model.text.encoder.state_dict())
     pixels = torch.randint(0, 256, (5, 3, 12, 12), dtype=torch.uint8)
     tokens = model.tokenizer(["a red square", "two circles", "", "x " * 50, "déjà vu"])
     mean, std = open_clip.OPENAI_DATASET_MEAN, open_clip.OPENAI_DATASET_STD
     normal = torch.stack([normalize(p.float() / 255, mean, std) for p in pixels])
-    assert torch.allclose(model.image(pixels), theirs.encode_image(normal, normalize=True), atol=1e-5)
-    assert torch.allclose(model.text(tokens.to(torch.int32)), theirs.encode_text(tokens, normalize=True), atol=1e-6)
+    assert torch.allclose(model.image(pixels), reference.encode_image(normal, normalize=True), atol=1e-5)
+    assert torch.allclose(model.text(tokens.to(torch.int32)), reference.encode_text(tokens, normalize=True), atol=1e-6)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         rows = model.image(pixels)
     assert rows.dtype == torch.float32 and torch.allclose(rows.norm(dim=1), torch.ones(5), atol=1e-6)
@@ -79,9 +79,9 @@ def test_mistakes_are_named(config: ModelConfig, message: str) -> None:
 @pytest.mark.parametrize("text", ["a red square", "  two \n circles" * 40, "x" * 300, "日本 " * 2000, "a\ud800b"])
 def test_tokens_of_a_caption_are_open_clips_however_long_it_is(text: str) -> None:
     tokenizer = build_model(small()).tokenizer
-    wanted = open_clip.SimpleTokenizer(context_length=8)([text.replace("\ud800", "?")])
-    assert torch.equal(tokenizer([text]), wanted)
-    assert torch.equal(pickle.loads(pickle.dumps(tokenizer))([text]), wanted), "as loader workers have it"
+    expected = open_clip.SimpleTokenizer(context_length=8)([text.replace("\ud800", "?")])
+    assert torch.equal(tokenizer([text]), expected)
+    assert torch.equal(pickle.loads(pickle.dumps(tokenizer))([text]), expected), "as loader workers have it"
 
 
 def test_an_architecture_brings_its_tokenizer_from_local_files(tmp_path: Path) -> None:

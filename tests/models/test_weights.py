@@ -83,9 +83,9 @@ def open_clip_folder(folder: Path, model: ClipModel, architecture: dict[str, Any
 def test_weights_of_every_layout_give_the_same_features(
     tmp_path: Path, write: Callable[[Path, ClipModel], Path]
 ) -> None:
-    theirs = random_model(1)
-    ours = build_model(config(weights=str(write(tmp_path, theirs))))
-    assert all(map(torch.equal, features(ours), features(theirs)))
+    reference = random_model(1)
+    ours = build_model(config(weights=str(write(tmp_path, reference))))
+    assert all(map(torch.equal, features(ours), features(reference)))
 
 
 def test_the_weights_of_a_run_are_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,15 +109,15 @@ def test_each_tower_has_weights_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_folder_describes_its_model_and_how_its_pictures_are_prepared(tmp_path: Path) -> None:
-    theirs = random_model(1)
+    reference = random_model(1)
     config = described(
-        ModelConfig(name="", weights=str(open_clip_folder(tmp_path, theirs)), preprocess={"std": [0.1] * 3})
+        ModelConfig(name="", weights=str(open_clip_folder(tmp_path, reference)), preprocess={"std": [0.1] * 3})
     )
     assert config.architecture == SMALL and config.pixels.mean == HALF and config.pixels.std == (0.1, 0.1, 0.1)
     assert (config.pixels.resize_mode, config.pixels.interpolation) == ("squash", "bilinear")
-    assert torch.equal(features(build_model(config))[1], features(theirs)[1])
+    assert torch.equal(features(build_model(config))[1], features(reference)[1])
     with pytest.raises(UserError, match="does not describe its architecture; give a preset"):
-        described(ModelConfig(name="", weights=str(custom(tmp_path, theirs))))
+        described(ModelConfig(name="", weights=str(custom(tmp_path, reference))))
 
 
 def test_training_prepares_pictures_as_the_weights_of_the_image_tower_and_goes_on_so(tmp_path: Path) -> None:
@@ -167,23 +167,23 @@ def test_a_strangers_description_names_no_path_and_no_address(tmp_path: Path, pa
 def test_positions_are_resized_with_a_notice_for_another_resolution(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    theirs = random_model(1)
-    ours = build_model(config(weights=str(custom(tmp_path, theirs)), image_size=48))
+    reference = random_model(1)
+    ours = build_model(config(weights=str(custom(tmp_path, reference)), image_size=48))
     assert ours.image_size == 48 and ours.image.encoder.positional_embedding.shape == (37, 32)
     assert "resized from 17 to 37 positions" in caplog.text
-    grid = theirs.image.encoder.positional_embedding[1:].reshape(1, 4, 4, 32).permute(0, 3, 1, 2)
-    wanted = F.interpolate(grid, size=(6, 6), mode="bicubic", antialias=True).permute(0, 2, 3, 1).reshape(36, 32)
-    assert torch.equal(ours.image.encoder.positional_embedding[1:], wanted)
+    grid = reference.image.encoder.positional_embedding[1:].reshape(1, 4, 4, 32).permute(0, 3, 1, 2)
+    expected = F.interpolate(grid, size=(6, 6), mode="bicubic", antialias=True).permute(0, 2, 3, 1).reshape(36, 32)
+    assert torch.equal(ours.image.encoder.positional_embedding[1:], expected)
     assert features(ours, PIXELS.repeat(1, 1, 2, 2)[:, :, :48, :48])[0].isfinite().all()
 
 
 def test_a_longer_context_has_interpolated_positions_and_is_exported(tmp_path: Path) -> None:
-    theirs = random_model(1)
-    start = config(weights=str(custom(tmp_path, theirs)), context_length=30)
+    reference = random_model(1)
+    start = config(weights=str(custom(tmp_path, reference)), context_length=30)
     ours = build_model(start)
-    old = theirs.text.encoder.positional_embedding.detach()
-    wanted = F.interpolate(old.T[None], size=30, mode="linear")[0].T
-    assert torch.equal(ours.text.encoder.positional_embedding, wanted)
+    old = reference.text.encoder.positional_embedding.detach()
+    expected = F.interpolate(old.T[None], size=30, mode="linear")[0].T
+    assert torch.equal(ours.text.encoder.positional_embedding, expected)
     assert ours.tokenizer(["word " * 20, "a red ring"]).shape == (2, 30)
     assert description(ours, start)["model_cfg"]["text_cfg"]["context_length"] == 30
     save(tmp_path / "run", 1, {"model": ours.state_dict(), "model_config": asdict(start)}, keep=1)

@@ -68,8 +68,8 @@ def stopped(undisturbed: Path, folder: Path, step: int) -> Path:
 
 def same(one: Path, other: Path, step: int) -> bool:
     """Whether two runs have the same losses and weights."""
-    ours, theirs = weights(one, step), weights(other, step)
-    return curve(one) == curve(other) and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    ours, reference = weights(one, step), weights(other, step)
+    return curve(one) == curve(other) and all(torch.equal(ours[name], reference[name]) for name in reference)
 
 
 def test_one_stage_is_the_plain_run_bit_for_bit(shards: str, tmp_path: Path) -> None:
@@ -87,8 +87,8 @@ def test_stages_are_one_curve_and_one_order_of_samples(shards: str, undisturbed:
     assert [r["lr"] for r in steps] == pytest.approx(rates)
     train(staged(shards, tmp_path / "plain", [], samples=60))
     ends = (checkpoint.path_of(undisturbed, 7), checkpoint.path_of(tmp_path / "plain", 5))
-    ours, theirs = (checkpoint.read_values(end)["position"] for end in ends)
-    assert ours == theirs, "60 samples of the same order"
+    ours, reference = (checkpoint.read_values(end)["position"] for end in ends)
+    assert ours == reference, "60 samples of the same order"
 
 
 @pytest.mark.parametrize("step", [1, 3, 5])
@@ -125,10 +125,10 @@ def test_the_next_stage_begins_with_the_same_weights_and_resized_positions(
     before, encoders = weights(run, 3), torch.nn.Module()
     encoders.visual, encoders.text = state.model.image.encoder, state.model.text.encoder
     image, text = "image.encoder.positional_embedding", "text.encoder.positional_embedding"
-    wanted = {"visual.positional_embedding": before[image], "text.positional_embedding": before[text]}
-    resize_pos_embed(wanted, encoders)
-    resize_text_pos_embed(wanted, encoders)
-    before |= {image: wanted["visual.positional_embedding"], text: wanted["text.positional_embedding"]}
+    expected = {"visual.positional_embedding": before[image], "text.positional_embedding": before[text]}
+    resize_pos_embed(expected, encoders)
+    resize_text_pos_embed(expected, encoders)
+    before |= {image: expected["visual.positional_embedding"], text: expected["text.positional_embedding"]}
     assert (before[image].shape, before[text].shape) == ((10, 32), (24, 32))
     assert all(torch.equal(p.detach(), before[name]) for name, p in state.model.named_parameters())
     assert state.average is not None and state.average.values[image].shape == (10, 32)

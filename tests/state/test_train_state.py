@@ -83,16 +83,16 @@ def test_a_run_normalises_as_its_weights_were_trained_and_goes_on_so(
 
     model = small(shards, tmp_path).model
     folder = open_clip_folder(tmp_path / "weights", build_model(model), model.architecture)
-    wanted = run("named", weights=str(folder / "open_clip_model.safetensors"), preprocess={"mean": half, "std": half})
+    expected = run("named", weights=str(folder / "open_clip_model.safetensors"), preprocess={"mean": half, "std": half})
     capsys.readouterr()
-    assert run("described", weights=str(folder)) == wanted
+    assert run("described", weights=str(folder)) == expected
     assert "mean [0.5, 0.5, 0.5], deviation [0.5, 0.5, 0.5]" in capsys.readouterr().out
     first = checkpoint.path_of(tmp_path / "described", 1)
     assert tuple(checkpoint.load(first)["model_config"]["preprocess"]["mean"]) == half
     assert (tmp_path / "described/config.yaml").read_text().count("0.5") >= 6
-    assert run("described", weights=str(folder)) == wanted
+    assert run("described", weights=str(folder)) == expected
     assert "going on after step" in (out := capsys.readouterr().out) and "changed" not in out
-    assert run("resumed", resume=str(first)) == wanted[1:], "without the weights, as its checkpoint says"
+    assert run("resumed", resume=str(first)) == expected[1:], "without the weights, as its checkpoint says"
 
 
 def test_captions_are_sorted(shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,14 +18,14 @@ from tests.support.runs import small
 def test_the_average_follows_its_formula_and_lends_its_values() -> None:
     model = nn.Linear(3, 2)
     average = WeightAverage(0.5, model)
-    wanted = model.weight.detach().clone()
+    expected = model.weight.detach().clone()
     for n in range(1, 12):
         with torch.no_grad():
             model.weight.normal_()
         average.update()
         decay = min(0.5, (1 + n) / (10 + n))
-        wanted = decay * wanted + (1 - decay) * model.weight.detach()
-    torch.testing.assert_close(average.values["weight"], wanted)
+        expected = decay * expected + (1 - decay) * model.weight.detach()
+    torch.testing.assert_close(average.values["weight"], expected)
     trained = model.weight.detach().clone()
     with average.in_place():
         assert torch.equal(model.weight, average.values["weight"])

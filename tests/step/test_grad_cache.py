@@ -69,10 +69,10 @@ def gradients(module: nn.Module) -> dict[str, Tensor]:
     return {name: whole(p.grad) for name, p in module.named_parameters() if p.grad is not None}
 
 
-def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> None:
-    assert found.keys() == wanted.keys()
-    for name, gradient in wanted.items():
-        error = ((found[name] - gradient).norm() / gradient.norm().clamp_min(1e-30)).item()
+def assert_same(actual: dict[str, Tensor], required: dict[str, Tensor], tolerance: float) -> None:
+    assert actual.keys() == required.keys()
+    for name, gradient in required.items():
+        error = ((actual[name] - gradient).norm() / gradient.norm().clamp_min(1e-30)).item()
         assert error <= tolerance, f"{name}: relative error {error:.2e} > {tolerance:.0e}"
 
 
@@ -84,15 +84,15 @@ def test_gradient_is_that_of_one_graph(
     n: int, chunks: list[int], keep: float, dropout: float, dtype: torch.dtype, tolerance: float
 ) -> None:
     inputs = batch(n, dtype)
-    wanted, found = models(dropout, dtype), models(dropout, dtype)
+    required, actual = models(dropout, dtype), models(dropout, dtype)
     torch.manual_seed(5)
-    value = one_graph([wanted["image"], wanted["text"]], wanted["head"], inputs, chunks)
+    value = one_graph([required["image"], required["text"]], required["head"], inputs, chunks)
     after = torch.rand(3)
-    cache = GradCache([found["image"], found["text"]], found["head"], chunks=chunks, keep_bytes=keep)
+    cache = GradCache([actual["image"], actual["text"]], actual["head"], chunks=chunks, keep_bytes=keep)
     left = []
     cache.before_chunk = lambda: left.append(cache.calls(n) - len(left))
     for _ in range(2 if keep == 4000 else 1):  # first it measures graphs, then it keeps some
-        found.zero_grad()
+        actual.zero_grad()
         left.clear()
         torch.manual_seed(5)
         cached = cache.step(*inputs)
@@ -100,7 +100,7 @@ def test_gradient_is_that_of_one_graph(
         assert torch.allclose(cached, value, rtol=tolerance)
         assert left == list(range(len(left), 0, -1)), "how many chunks are left is known from the first on"
         if n > 1:  # a single pair has loss 0 and no gradient to compare with
-            assert_same(gradients(found), gradients(wanted), tolerance)
+            assert_same(gradients(actual), gradients(required), tolerance)
 
 
 class Nested(nn.Module):
@@ -117,8 +117,8 @@ def test_inputs_may_be_nested_and_towers_may_share_an_encoder() -> None:
     queries.
     """
     torch.manual_seed(0)
-    wanted = Nested().double()
-    found = copy.deepcopy(wanted)
+    required = Nested().double()
+    actual = copy.deepcopy(required)
 
     def inputs(n: int, seed: int) -> dict[str, Any]:
         g = torch.Generator().manual_seed(seed)
@@ -129,11 +129,11 @@ def test_inputs_may_be_nested_and_towers_may_share_an_encoder() -> None:
         return F.cross_entropy(q @ p.T, torch.arange(len(q)))
 
     queries, passages = inputs(6, 1), inputs(15, 2)
-    loss(wanted(**queries), wanted(**passages)).backward()
+    loss(required(**queries), required(**passages)).backward()
     for keep in (0, math.inf):
-        found.zero_grad()
-        GradCache([found, found], loss, chunks=[4, 7], keep_bytes=keep).step(queries, passages)
-        assert_same(gradients(found), gradients(wanted), 1e-10)
+        actual.zero_grad()
+        GradCache([actual, actual], loss, chunks=[4, 7], keep_bytes=keep).step(queries, passages)
+        assert_same(gradients(actual), gradients(required), 1e-10)
 
 
 def test_three_towers_with_inputs_of_three_kinds_and_chunks_of_their_own() -> None:
@@ -141,7 +141,7 @@ def test_three_towers_with_inputs_of_three_kinds_and_chunks_of_their_own() -> No
     numbers of rows.
     """
     torch.manual_seed(0)
-    wanted = nn.ModuleDict({"pair": nn.Bilinear(3, 4, 5), "tokens": nn.Linear(6, 5, bias=False)}).double()
+    required = nn.ModuleDict({"pair": nn.Bilinear(3, 4, 5), "tokens": nn.Linear(6, 5, bias=False)}).double()
     scale = nn.Parameter(torch.ones(5, dtype=torch.float64))
     g = torch.Generator().manual_seed(1)
     a, b, c, d = (torch.randn(*size, generator=g, dtype=torch.float64) for size in ((9, 3), (9, 4), (9, 5), (20, 2, 6)))
@@ -154,30 +154,30 @@ def test_three_towers_with_inputs_of_three_kinds_and_chunks_of_their_own() -> No
         scores = torch.einsum("nd,mtd->nmt", u * v, w).amax(2)
         return F.cross_entropy(scores, torch.arange(9))
 
-    loss(wanted["pair"](a, b), gain([c, 2.0]), wanted["tokens"](d)).backward()
-    expected = gradients(wanted) | {"scale": scale.grad}
+    loss(required["pair"](a, b), gain([c, 2.0]), required["tokens"](d)).backward()
+    expected = gradients(required) | {"scale": scale.grad}
     for keep in (0, 1500, math.inf):
-        found, scale.grad = copy.deepcopy(wanted), None
-        found.zero_grad()
-        cache = GradCache([found["pair"], gain, found["tokens"]], loss, chunks=[4, 2, 100], keep_bytes=keep)
+        actual, scale.grad = copy.deepcopy(required), None
+        actual.zero_grad()
+        cache = GradCache([actual["pair"], gain, actual["tokens"]], loss, chunks=[4, 2, 100], keep_bytes=keep)
         cache.step((a, b), [c, 2.0], d)
-        assert_same(gradients(found) | {"scale": scale.grad}, expected, 1e-10)
+        assert_same(gradients(actual) | {"scale": scale.grad}, expected, 1e-10)
 
 
 @pytest.mark.parametrize("frozen", ["image", "text"])
 def test_a_frozen_encoder_runs_once_and_gets_no_gradient(frozen: str) -> None:
-    wanted, found, calls = models(0.4), models(0.4), []
-    for m in (wanted, found):
+    required, actual, calls = models(0.4), models(0.4), []
+    for m in (required, actual):
         m[frozen].requires_grad_(False)
-    found[frozen].register_forward_hook(lambda *_: calls.append(1))
+    actual[frozen].register_forward_hook(lambda *_: calls.append(1))
     torch.manual_seed(5)
-    one_graph([wanted["image"], wanted["text"]], wanted["head"], batch(12), [4, 4])
+    one_graph([required["image"], required["text"]], required["head"], batch(12), [4, 4])
     after = torch.rand(3)
     torch.manual_seed(5)
-    GradCache([found["image"], found["text"]], found["head"], chunks=4).step(*batch(12))
+    GradCache([actual["image"], actual["text"]], actual["head"], chunks=4).step(*batch(12))
     assert torch.equal(torch.rand(3), after), "the first pass of the last tower has drawn the last random numbers"
     assert len(calls) == 3, "three chunks, one pass"
-    assert_same(gradients(found), gradients(wanted), 1e-10)
+    assert_same(gradients(actual), gradients(required), 1e-10)
 
 
 def test_steps_add_their_gradients_times_the_scale() -> None:
@@ -194,7 +194,7 @@ def test_autocast_does_not_lose_gradients_between_the_passes() -> None:
     """Autocast caches cast weights; a cache filled by the pass without a graph would cut the second pass off from its
     weights.
     """
-    wanted, found = models(dtype=torch.float32), models(dtype=torch.float32)
+    required, actual = models(dtype=torch.float32), models(dtype=torch.float32)
     inputs = batch(12, torch.float32)
 
     def autocast() -> Any:
@@ -205,11 +205,11 @@ def test_autocast_does_not_lose_gradients_between_the_passes() -> None:
 
     with autocast():
         features = [
-            torch.cat([wanted[side](rows) for rows in x.split(4)]) for side, x in zip(("image", "text"), inputs)
+            torch.cat([required[side](rows) for rows in x.split(4)]) for side, x in zip(("image", "text"), inputs)
         ]
-    loss(wanted)(*features).backward()
-    GradCache([found["image"], found["text"]], loss(found), chunks=4, autocast=autocast).step(*inputs)
-    assert_same(gradients(found), gradients(wanted), 2e-2)
+    loss(required)(*features).backward()
+    GradCache([actual["image"], actual["text"]], loss(actual), chunks=4, autocast=autocast).step(*inputs)
+    assert_same(gradients(actual), gradients(required), 2e-2)
 
 
 MISTAKES: dict[str, dict[str, Any]] = {
@@ -248,13 +248,13 @@ def test_compiled_encoders_replay_their_dropout(backend: str) -> None:
     twice.
     """
     torch._dynamo.reset()
-    wanted, found = models(0.4), models(0.4)
-    compiled = [[torch.compile(m[name], backend=backend) for name in ("image", "text")] for m in (wanted, found)]
+    required, actual = models(0.4), models(0.4)
+    compiled = [[torch.compile(m[name], backend=backend) for name in ("image", "text")] for m in (required, actual)]
     for seed in (5, 6):
-        wanted.zero_grad()
-        found.zero_grad()
+        required.zero_grad()
+        actual.zero_grad()
         torch.manual_seed(seed)
-        one_graph(compiled[0], wanted["head"], batch(12), [4, 6])
+        one_graph(compiled[0], required["head"], batch(12), [4, 6])
         torch.manual_seed(seed)
-        GradCache(compiled[1], found["head"], chunks=[4, 6]).step(*batch(12))
-        assert_same(gradients(found), gradients(wanted), 1e-10)
+        GradCache(compiled[1], actual["head"], chunks=[4, 6]).step(*batch(12))
+        assert_same(gradients(actual), gradients(required), 1e-10)

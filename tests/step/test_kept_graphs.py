@@ -57,12 +57,12 @@ def test_kept_chunks_have_no_second_pass() -> None:
     image, text = graphs_of(model)
     model.image.register_forward_hook(lambda *_: calls.append("image"))
     model.text.register_forward_hook(lambda *_: calls.append("text"))
-    for keep, wanted in ((0, (12, 12)), (4.5 * image, (8, 12)), (6 * image + 3.5 * text, (6, 9)), (math.inf, (6, 6))):
+    for keep, expected in ((0, (12, 12)), (4.5 * image, (8, 12)), (6 * image + 3.5 * text, (6, 9)), (math.inf, (6, 6))):
         cache = cached(model, keep)
         cache.step(*samples(N))
         calls.clear()
         cache.step(*samples(N))
-        assert (calls.count("image"), calls.count("text")) == wanted
+        assert (calls.count("image"), calls.count("text")) == expected
 
 
 def test_in_bf16_kept_graphs_give_the_replayed_gradient_bit_for_bit() -> None:

@@ -35,8 +35,8 @@ def model_of(image: int, rank: int, lean: bool) -> ClipModel:
 
 
 def gradients(model: ClipModel) -> dict[str, Tensor]:
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
+    actual = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in actual.items()}
 
 
 def cut_up(rank: int, world: int, case: tuple[int, int, bool], parallel: str = "ddp") -> dict[str, Tensor]:
@@ -66,12 +66,12 @@ def test_a_partly_frozen_tower_has_the_gradients_of_one_graph(case: tuple[int, i
     model = model_of(*case)
     pixels, tokens = samples(BATCH)
     dense_contrastive_loss(model.image(pixels), model.text(tokens), model.logit_scale.exp()).backward()
-    wanted = gradients(model)
-    assert wanted.keys() == {name for name, p in model.named_parameters() if p.requires_grad}
-    for found in (cut_up(0, 1, case), *run_ranks(cut_up, 2, case, "ddp" if case[2] else "zero3")):
-        assert found.keys() == wanted.keys()
-        for name, gradient in wanted.items():
-            error = ((found[name] - gradient).norm() / gradient.norm()).item()
+    expected = gradients(model)
+    assert expected.keys() == {name for name, p in model.named_parameters() if p.requires_grad}
+    for actual in (cut_up(0, 1, case), *run_ranks(cut_up, 2, case, "ddp" if case[2] else "zero3")):
+        assert actual.keys() == expected.keys()
+        for name, gradient in expected.items():
+            error = ((actual[name] - gradient).norm() / gradient.norm()).item()
             assert error < 1e-12, f"{name}: relative error {error:.1e}"
 
 

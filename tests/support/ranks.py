@@ -49,12 +49,12 @@ def workers(world: int, context: Any = None) -> Iterator[Workers]:
     with tempfile.TemporaryDirectory() as folder:
         ends = [context.Pipe() for _ in range(world)]
         processes = [
-            context.Process(target=_serve, args=(theirs, Path(folder) / "store", rank, world), daemon=True)
-            for rank, (_, theirs) in enumerate(ends)
+            context.Process(target=_serve, args=(reference, Path(folder) / "store", rank, world), daemon=True)
+            for rank, (_, reference) in enumerate(ends)
         ]
-        for process, (_, theirs) in zip(processes, ends):
+        for process, (_, reference) in zip(processes, ends):
             process.start()
-            theirs.close()
+            reference.close()
         try:
             yield Workers([ours for ours, _ in ends])
         finally:

@@ -76,9 +76,9 @@ def records(run: Path) -> list[dict[str, Any]]:
 
 def curve(run: Path) -> list[float]:
     """Its losses."""
-    found = records(run)
-    assert [r["step"] for r in found] == list(range(1, len(found) + 1)), "one line a step, in order"
-    return [r["loss"] for r in found]
+    actual = records(run)
+    assert [r["step"] for r in actual] == list(range(1, len(actual) + 1)), "one line a step, in order"
+    return [r["loss"] for r in actual]
 
 
 def on_a_rank(rank: int, world: int, config: TrainConfig) -> None:

@@ -23,7 +23,7 @@ class Sigmoid(Objective):
     needs_bias: bool = True
     has_kernels: bool = True
 
-    def dense(self, scores: "Tensor", positive: "Tensor", own: int) -> "Tensor":
+    def dense(self, scores: "Tensor", positive: "Tensor", paired: int) -> "Tensor":
         """The scores with the bias."""
         from torch.nn.functional import binary_cross_entropy_with_logits
 

@@ -24,13 +24,13 @@ class Softmax(Objective):
     pairwise: bool = False
     has_kernels: bool = True
 
-    def dense(self, scores: "Tensor", positive: "Tensor", own: int) -> "Tensor":
+    def dense(self, scores: "Tensor", positive: "Tensor", paired: int) -> "Tensor":
         row_weight, col_weight = self.weights
         value = scores.new_zeros(())
         if row_weight is not None:
             value = value + row_weight * one_sided(scores, positive)
         if col_weight is not None:
-            value = value + col_weight * one_sided(scores.T[:own], positive.T[:own])
+            value = value + col_weight * one_sided(scores.T[:paired], positive.T[:paired])
         return value
 
     def tile(self) -> "ObjectiveTile":

@@ -51,8 +51,8 @@ def target_gpu(config: PlanConfig) -> Hardware | None:
     """The GPU to plan for; None for a CPU, and with `run`, which names its own. Raises UserError."""
     if config.run:
         existing_run(config.run)
-        own = PlanConfig(run=config.run, fit=config.fit, json=config.json)
-        if others := differing(asdict(own), asdict(config)):
+        plain = PlanConfig(run=config.run, fit=config.fit, json=config.json)
+        if others := differing(asdict(plain), asdict(config)):
             raise UserError(f"run={config.run}: a run is planned with its own settings; leave out {next(iter(others))}")
         return None
     gpu = None if config.hardware == "cpu" else hardware(config.hardware)

@@ -54,8 +54,8 @@ def test_encoded_pixels_are_those_of_host_in_both_passes(mixed: Path, workers: i
     options |= {"backend": "encoded", "chunk": CHUNK, "workers": workers}
     for again in (0, 2 * CHUNK, BATCH):
         with open_stream(mixed, **options) as stream:
-            for step, (ours, theirs) in enumerate(zip(passes(stream, 4, again), expected)):
-                assert torch.equal(ours, theirs), f"step {step}"
+            for step, (ours, reference) in enumerate(zip(passes(stream, 4, again), expected)):
+                assert torch.equal(ours, reference), f"step {step}"
             assert stream.broken["unreadable_image"] > 20
 
 

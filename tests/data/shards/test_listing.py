@@ -80,12 +80,12 @@ def test_an_allowed_command_is_read_to_its_end_and_ended_early(tmp_path: Path) -
     options: dict[str, Any] = {"batch": 20, "shard_streams": 1, "order": "resampled", "shuffle": 8}
     with pytest.raises(UserError, match="allow_pipe"):
         open_stream(f"pipe:cat {path}", **options)
-    found = {}
+    actual = {}
     for source in (str(path), f"pipe:cat {path}", f"pipe:cat {path} && exit 3"):
         with open_stream(source, allow_pipe=True, **options) as stream:
-            found[source] = [(pixels, tokens) for _, pixels, tokens, _ in contents(stream, 6)]
+            actual[source] = [(pixels, tokens) for _, pixels, tokens, _ in contents(stream, 6)]
             assert set(stream.broken) == ({"failed_pipe"} if "exit" in source else set()), stream.broken
-    file, pipe, failing = found.values()
+    file, pipe, failing = actual.values()
     assert pipe == file and failing[:2] == file[:2]
     command = f"pipe:echo $$ > {tmp_path}/pid; cat {path}; exec sleep 60"
     with closing(Store(DataConfig(allow_pipe=True)).open(command)[0]) as endless:

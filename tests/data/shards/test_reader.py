@@ -22,11 +22,11 @@ def test_samples_are_what_webdataset_groups(tmp_path: Path) -> None:
     members = [*sample("a"), ("b.seg.png", b"1"), ("b.TXT", b"2"), ("d.x/c.png", b"3"), ("__meta__", b"")]
     members += [("d.x/c.txt", b"4"), ("e", b"5"), ("../../etc/c.png", b"6"), ("__meta__/d.txt", b"7"), *sample("a")]
     path = write_tar(tmp_path / "x.tar", members)
-    found = tarfile_samples([{"url": str(path)}])
-    theirs = [(s["__key__"], {k: v for k, v in s.items() if not k.startswith("__")}) for s in found]
+    actual = tarfile_samples([{"url": str(path)}])
+    reference = [(s["__key__"], {k: v for k, v in s.items() if not k.startswith("__")}) for s in actual]
     samples, problem = read(path)
-    assert [(s.key, s.members) for s in samples] == theirs and problem.reason is None
-    assert scan_shard(str(path)).samples == len(theirs) == 5
+    assert [(s.key, s.members) for s in samples] == reference and problem.reason is None
+    assert scan_shard(str(path)).samples == len(reference) == 5
 
 
 def test_a_truncated_shard_gives_what_comes_before_the_damage(tmp_path: Path) -> None:

@@ -63,8 +63,8 @@ def test_float32_is_exact(objective: str, shared: str) -> None:
     ):
         u, v = features(n, m, width, kind)
         options: dict[str, Any] = {"objective": objective, "shared": shared, "keys": keys(n, m)}
-        found = [x.cpu() for x in triton(u.float(), v.float(), scale, **options)]
-        assert_exact(found, oracle(u, v, scale, **options), scale, 1e-5, (n, m, width, kind))
+        actual = [x.cpu() for x in triton(u.float(), v.float(), scale, **options)]
+        assert_exact(actual, oracle(u, v, scale, **options), scale, 1e-5, (n, m, width, kind))
 
 
 @settings(max_examples=15, derandomize=True, deadline=None)
@@ -81,9 +81,9 @@ def test_any_keys_and_captions_are_exact(
 ) -> None:
     u, v, options = keyed(sizes, kinds, seed, shared)
     options["objective"] = objective
-    found = [x.cpu() for x in triton(u.float(), v.float(), scale, **options)]
+    actual = [x.cpu() for x in triton(u.float(), v.float(), scale, **options)]
     true = oracle(u.float(), v.float(), scale, **options)
-    assert_exact(found, true, scale, 1e-5, (sizes, kinds, scale, options))
+    assert_exact(actual, true, scale, 1e-5, (sizes, kinds, scale, options))
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -92,16 +92,16 @@ def test_a_row_may_be_left_out_but_for_its_own_pair(objective: str) -> None:
     u, v = features(20, 45, 24)
     options: dict[str, Any] = {"objective": objective, "keys": (torch.zeros(20).long(), torch.zeros(45).long())}
     for scale in (1.0, 100.0):
-        found = [x.cpu() for x in triton(u.float(), v.float(), scale, **options)]
-        assert_exact(found, oracle(u, v, scale, **options), scale, 1e-5, (scale, objective))
-        assert objective == "sigmoid" or abs(float(found[0])) < 1e-5
+        actual = [x.cpu() for x in triton(u.float(), v.float(), scale, **options)]
+        assert_exact(actual, oracle(u, v, scale, **options), scale, 1e-5, (scale, objective))
+        assert objective == "sigmoid" or abs(float(actual[0])) < 1e-5
 
 
 @pytest.mark.parametrize("far", [0.9, -0.2])
 def test_where_nearly_all_of_a_sum_is_left_out_the_rest_is_exact(far: float) -> None:
     u, v, same = near(far)
-    found = [x.cpu() for x in triton(u.float(), v.float(), 100.0, keys=same)]
-    assert_exact(found, oracle(u.float(), v.float(), 100.0, keys=(same, same)), 100.0, 1e-5, far)
+    actual = [x.cpu() for x in triton(u.float(), v.float(), 100.0, keys=same)]
+    assert_exact(actual, oracle(u.float(), v.float(), 100.0, keys=(same, same)), 100.0, 1e-5, far)
 
 
 @pytest.mark.parametrize("kind", ["equal", "low", "far row", "extreme"])
@@ -111,8 +111,8 @@ def test_scores_that_span_more_than_float32_are_exact(kind: str) -> None:
         u = -u
         u[7].neg_()
     for objective in SOFTMAXES:
-        found = [x.cpu() for x in triton(u.float(), v.float(), 100.0, objective=objective)]
-        assert_exact(found, oracle(u, v, 100.0, objective=objective), 100.0, 1e-5, (kind, objective))
+        actual = [x.cpu() for x in triton(u.float(), v.float(), 100.0, objective=objective)]
+        assert_exact(actual, oracle(u, v, 100.0, objective=objective), 100.0, 1e-5, (kind, objective))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -139,8 +139,8 @@ def test_tiny_sigmoid_terms_keep_their_precision() -> None:
     u, v = (x.float() for x in features(17, 33, 16, "equal"))
     same = torch.zeros(17, dtype=torch.int64), torch.arange(33)
     for options in ({}, {"keys": same}):
-        found, true = (f(u, v, 0.001, -20.0, objective="sigmoid", **options)[0] for f in (triton, oracle))
-        assert abs(float(found - true)) <= 2e-6 * float(true)
+        actual, true = (f(u, v, 0.001, -20.0, objective="sigmoid", **options)[0] for f in (triton, oracle))
+        assert abs(float(actual - true)) <= 2e-6 * float(true)
 
 
 class WithDescriptors(Machine):
@@ -160,8 +160,8 @@ def test_panels_stripes_and_descriptors_change_nothing_but_rounding(
     assert all(map(torch.equal, plain, again)), "the same inputs give the same bits"
     machines = [Machine(panel_bytes=2048, partial_bytes=2048)] + ([WithDescriptors()] if DEVICE == "cpu" else [])
     for machine in machines:
-        found = triton(u, v, 14.3, machine=machine, **options)
-        assert_exact(found, [x.double() for x in plain], 14.3, 2e-6, type(machine))
+        actual = triton(u, v, 14.3, machine=machine, **options)
+        assert_exact(actual, [x.double() for x in plain], 14.3, 2e-6, type(machine))
     monkeypatch.setattr("clipscale.loss.autograd.STRIPE", 16)
     assert_exact(triton(u, v, 14.3, **options), [x.double() for x in plain], 14.3, 2e-6, "stripes")
 
@@ -171,11 +171,11 @@ def test_a_frozen_side_changes_nothing_for_the_other() -> None:
     for objective in ("softmax", "sigmoid"):
         full = triton(u, v, 14.3, objective=objective)
         for trained in itertools.product((False, True), repeat=2):
-            inputs = [x.clone().requires_grad_(wanted) for x, wanted in zip((u, v), trained)]
+            inputs = [x.clone().requires_grad_(expected) for x, expected in zip((u, v), trained)]
             scale = torch.tensor(14.3, device=DEVICE, requires_grad=True)
             contrastive_loss(*inputs, scale, logit_bias=-2.0, objective=objective, backend="triton").backward()
-            for x, wanted, true in zip((*inputs, scale), (*trained, True), full[1:]):
-                assert (x.grad is not None) == wanted and (x.grad is None or torch.equal(x.grad, true))
+            for x, expected, true in zip((*inputs, scale), (*trained, True), full[1:]):
+                assert (x.grad is not None) == expected and (x.grad is None or torch.equal(x.grad, true))
 
 
 def test_a_block_may_have_its_positives_anywhere_or_none() -> None:
@@ -187,9 +187,9 @@ def test_a_block_may_have_its_positives_anywhere_or_none() -> None:
         rows.lse, cols.lse = (x.empty_lse().clamp_min(before) for x in (rows, cols))
         rows.target = torch.zeros(20, dtype=torch.float64, device=DEVICE)
         TritonSoftmax(Machine()).forward(Block(rows, cols, Parameters(scale, scale), positive))
-        for found, dim in ((rows.lse, 1), (cols.lse, 0)):
+        for actual, dim in ((rows.lse, 1), (cols.lse, 0)):
             true = torch.logaddexp(scores.logsumexp(dim), torch.tensor(before, dtype=torch.float64, device=DEVICE))
-            assert float((found[:, 0] - true).abs().max()) <= 6e-5, f"positive={positive}"
+            assert float((actual[:, 0] - true).abs().max()) <= 6e-5, f"positive={positive}"
         diagonal = scores.new_zeros(20)
         for i in range(20):
             if positive is not None and 0 <= i + positive < 40:
@@ -227,11 +227,11 @@ def assert_nothing_is_lost(u: Tensor, v: Tensor, scale: float = 100.0, objective
     u, v = u.float(), v.float()
     for objective in objectives:
         with flushed():
-            found, true = ([x.cpu().double() for x in f(u, v, scale, objective=objective)] for f in (triton, oracle))
-        assert abs(float(found[0] - true[0])) <= 1e-4, (
-            f"{objective}: the loss is {float(found[0])}, not {float(true[0])}"
+            actual, true = ([x.cpu().double() for x in f(u, v, scale, objective=objective)] for f in (triton, oracle))
+        assert abs(float(actual[0] - true[0])) <= 1e-4, (
+            f"{objective}: the loss is {float(actual[0])}, not {float(true[0])}"
         )
-        for name, a, b in zip(("images", "texts"), found[1:], true[1:]):
+        for name, a, b in zip(("images", "texts"), actual[1:], true[1:]):
             off = (a - b).norm(dim=1) / b.norm(dim=1).clamp_min(scale / len(u) / 100)
             assert float(off.max()) <= 5e-3, f"{objective}: {name} off by {off.tolist()}"
 
