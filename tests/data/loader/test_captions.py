@@ -73,5 +73,6 @@ def test_a_chunk_ends_early_where_that_saves_more_than_a_chunk_costs() -> None:
     assert cut([40, 40, 40, 40], 80, 100) == [(0, 2), (2, 4)]
     assert cut([40, 40], 20, 100) == [(0, 1), (1, 2)], "one caption may exceed the budget"
     assert cut([8] * 6, 1000, 4) == [(0, 4), (4, 6)]
-    split(spans := [(0, 3), (3, 4)], 4)
+    spans = [(0, 3), (3, 4)]
+    split(spans, 4)
     assert spans == [(0, 1), (1, 2), (2, 3), (3, 4)]

@@ -78,7 +78,8 @@ def test_with_an_index_a_resumed_stream_reads_nothing_twice(tmp_path: Path) -> N
                     return getattr(stream, name)
 
                 def read(self, size: int = -1) -> bytes:
-                    store.read_bytes += len(data := stream.read(size))
+                    data = stream.read(size)
+                    store.read_bytes += len(data)
                     return data
 
             return Counted(), state
