@@ -27,7 +27,7 @@ from webdataset import TarWriter
 from clipscale.config.data import DataConfig
 from clipscale.data.columns import columns_of
 from clipscale.data.decode import TrainTransform
-from clipscale.data.loader.stream import open_stream
+from clipscale.data.loader.stream import open_stream, ordered_shards
 from clipscale.data.order import AUGMENT, BatchShare, CounterRNG
 
 DEFAULTS = {
@@ -147,7 +147,8 @@ def our_batches(pattern: str, decode: str, settings: SimpleNamespace) -> Generat
     config = DataConfig(train=[pattern], workers=settings.workers, decode=decode, order="epochs")
     tokenizer = open_clip.get_tokenizer("ViT-B-32")
     columns = columns_of(config, settings.image_size)
-    with open_stream(config, BatchShare(settings.batch), columns, tokenizer, 0) as stream:
+    share = BatchShare(settings.batch)
+    with open_stream(config, share, columns, tokenizer, ordered_shards(config, share, 0)) as stream:
         while True:
             batch = stream.next_batch()
             batch.pixels(0, settings.batch), batch.tokens(0, settings.batch)

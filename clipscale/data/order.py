@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -161,15 +161,20 @@ class Epochs:
 
     def reach(self, stream: int) -> tuple[int, int]:
         """The stream's stretch of the epoch's concatenated shards."""
-        total, bounds = sum(self.counts), stream_bounds(self.batch, self.streams)
-        return int(bounds[stream]) * total // self.batch, int(bounds[stream + 1]) * total // self.batch
+        return self._ends[stream], self._ends[stream + 1]
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        """(L+1,): where each stream's stretch begins, and where the last one ends."""
+        total = sum(self.counts)
+        return [bound * total // self.batch for bound in stream_bounds(self.batch, self.streams).tolist()]
 
     def description(self) -> list[object]:
         """Everything that the order depends on, apart from the shards."""
-        return ["epochs", self.seed, [self.reach(stream)[0] for stream in range(self.streams)]]
+        return ["epochs", self.seed, self._ends[:-1]]
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=2)  # streams stand in the same epoch, or the next
 def _shard_order(counts: tuple[int, ...], seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
     shards = permutation(len(counts), seed, SHARDS, epoch)
     return shards, np.cumsum(np.asarray(counts, dtype=np.int64)[shards])
@@ -217,8 +222,9 @@ class Mixed:
         return int(_mixed(self.weights, self.seed, stream, place // MIXED)[place % MIXED])
 
     def within(self, source: int) -> Resampled:
-        usable = [shard for shard, of in enumerate(self.source_of) if of == source and self.counts[shard] != 0]
-        return Resampled(tuple(usable), self.counts, self.streams, key(self.seed, source))
+        shards = np.flatnonzero(np.asarray(self.source_of) == source).tolist()
+        usable = tuple(shard for shard in shards if self.counts[shard] != 0)
+        return Resampled(usable, self.counts, self.streams, key(self.seed, source))
 
     def description(self) -> list[object]:
         """As that of Epochs."""

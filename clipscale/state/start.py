@@ -17,7 +17,7 @@ from clipscale.config.train import TrainConfig, shared
 from clipscale.data.columns import columns_of
 from clipscale.data.loader.host_batch import Offload
 from clipscale.data.loader.memory import free_memory
-from clipscale.data.loader.stream import TrainStream, merge_positions, open_stream
+from clipscale.data.loader.stream import TrainStream, merge_positions, open_stream, ordered_shards
 from clipscale.data.order import BatchShare
 from clipscale.distributed.world import World
 from clipscale.models.towers import architecture
@@ -203,13 +203,16 @@ def data_stream(run: Resolved, state: TrainState, world: World) -> TrainStream:
     backend = config.offload if config.offload != "none" else "host"
     free = free_memory()
     world.gather(None)  # all ranks have looked before the first takes its share
+    position = run.saved["position"] if run.saved else None
+    share = BatchShare(config.batch, world.rank, world.size)
+    shards = ordered_shards(config.data, share, config.seed, position, world.on_main)
     return open_stream(
         config.data,
-        BatchShare(config.batch, world.rank, world.size),
+        share,
         columns_of(config.data, state.model.image_size, state.teachers),
         state.model.tokenizer,
-        config.seed,
-        position=run.saved["position"] if run.saved else None,
+        shards,
+        position=position,
         offload=Offload(backend, state.chunks["image"], world.device.type == "cuda"),
         free=free,
     )

@@ -35,12 +35,13 @@ def open_stream(
     more: tuple[Column, ...] = options.pop("columns", ())
     config = DataConfig(**{"train": [str(folder)], "workers": 0, "shuffle": 8, **options})
     columns = columns_of(config, side)
+    share = BatchShare(batch, rank, world)
     return loader.open_stream(
         config,
-        BatchShare(batch, rank, world),
+        share,
         columns._replace(beside=(*columns.beside, *more)),
         tokenizer or Letters(),
-        seed,
+        loader.ordered_shards(config, share, seed, position),
         position=position,
         offload=offload,
     )

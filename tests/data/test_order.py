@@ -1,5 +1,7 @@
 """Which sample comes when: the order is a pure function, and an epoch holds every sample exactly once."""
 
+import hashlib
+import json
 from collections import Counter
 
 import numpy as np
@@ -36,6 +38,18 @@ def test_an_epoch_holds_every_place_of_every_shard_once(order: Epochs, epoch: in
     assert places == Counter((shard, i) for shard, count in enumerate(order.counts) for i in range(count))
 
 
+@given(epoch_orders(), st.integers(1, 300))
+def test_stretches_and_fingerprint_are_those_of_the_plain_definition(order: Epochs, window: int) -> None:
+    """Of which every checkpoint has one: a run that another version began must go on."""
+    streams = range(order.streams)
+    samples = sum(order.counts)
+    starts = [stream * order.batch // order.streams * samples // order.batch for stream in streams]
+    assert [order.reach(stream) for stream in streams] == list(zip(starts, [*starts[1:], samples], strict=True))
+    names = [f"{shard:05d}.tar" for shard in range(len(order.counts))]
+    text = json.dumps([["epochs", order.seed, starts], names, list(order.counts), window])
+    assert fingerprint(order, names, window) == hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
 @given(epoch_orders(), st.integers(0, 3), st.data())
 def test_skipping_goes_on_where_reading_stopped(order: Epochs, epoch: int, data: st.DataObject) -> None:
     def places(stream: int, skip: int) -> list[tuple[int, int]]:
@@ -52,6 +66,8 @@ def test_the_order_is_pinned_down() -> None:
     assert permutation(8, 1, 2, 3).tolist() == [1, 3, 7, 2, 4, 0, 6, 5]
     assert key(1, 2, 3) == 10587385839274598474
     assert CounterRNG(7).uniform() == 0.5283941012539481
+    assert fingerprint(Epochs((3, 4), 8, 4, seed=1), ["a", "b"], 16) == "19c747a15204a4c3"
+    assert fingerprint(Mixed((1.0, 3.0), (0, 1), (3, None), 4, seed=1), ["a", "b"], 16) == "22291f7aacfc9939"
 
 
 SOME_WEIGHTS = st.lists(st.sampled_from([0.0, 0.001, 0.1, 1.0, 3.0, 10.0]), min_size=1, max_size=6).filter(any)

@@ -3,6 +3,7 @@
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import count, islice
 
 from clipscale.data.order import WINDOW, Epochs, Mixed, Order, Segment, fingerprint, permutation
@@ -30,10 +31,12 @@ class OrderedShards:
         """Samples of an epoch over all streams; None where shards are drawn with replacement."""
         return sum(self.order.counts) if isinstance(self.order, Epochs) else None
 
+    @cached_property
     def fingerprint(self) -> str:
         """A digest of everything that a position refers to. The shards' folder is not part of it."""
         return fingerprint(self.order, [leaf_of(url) for url in self.urls], self.window)
 
+    @cached_property
     def sources(self) -> list["OrderedShards"]:
         """The weighted sources, each with its share of the window; without weights, all shards are one."""
         if not isinstance(self.order, Mixed):

@@ -71,7 +71,7 @@ class ShardStream:
         self._counts = store.counts
         members = spec.selection.members().union(*(column.members for column in spec.columns.beside))
         kinds = limits(IMAGE_TYPES, members, spec.config.max_bytes)
-        sources = spec.shards.sources()
+        sources = spec.shards.sources
         self._weighted = isinstance(spec.shards.order, Mixed)
         starts = [start]
         if self._weighted:

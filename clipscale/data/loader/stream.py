@@ -25,7 +25,7 @@ from clipscale.data.loader.shard_stream import WorkerSpec
 from clipscale.data.loader.workers import InProcess, Workers
 from clipscale.data.order import BatchShare
 from clipscale.data.shards.addresses import EVENT
-from clipscale.data.shards.counts import build_order
+from clipscale.data.shards.counts import Once, build_order, here
 from clipscale.data.shards.listing import list_shards
 from clipscale.data.shards.store import Store
 
@@ -122,7 +122,7 @@ class TrainStream:
         """
         at = self._positions if self._step < 0 or self._given_back else self._assembler.finish(self._step)
         return {
-            "order": self._shards.fingerprint(),
+            "order": self._shards.fingerprint,
             "streams": self._shards.order.streams,
             "at": {str(stream): [at[stream].epoch, at[stream].index, *at[stream].sources] for stream in sorted(at)},
         }
@@ -139,31 +139,40 @@ class TrainStream:
         self.close()
 
 
+def ordered_shards(
+    config: DataConfig, share: BatchShare, seed: int, position: dict[str, Any] | None = None, once: Once = here
+) -> OrderedShards:
+    """The training data, listed, counted and ordered; over the shard streams of `position`, if they fit.
+
+    `once` does the work that one rank does for all: it looks up every shard's samples. Raises UserError.
+    """
+    urls, source_of = list_shards(config)
+    order = build_order(config, urls, source_of, share, seed, position["streams"] if position else None, once)
+    return OrderedShards(tuple(urls), order, max(config.shuffle, 1))
+
+
 def open_stream(
     config: DataConfig,
     share: BatchShare,
     columns: Columns,
     tokenizer: Callable[[list[str]], Any],
-    seed: int,
+    shards: OrderedShards,
     *,
     position: dict[str, Any] | None = None,
     offload: Offload = HOST,
     free: int | None = None,
 ) -> TrainStream:
-    """The training data from its start, or from `position`, the record that `merge_positions` made.
+    """The batches of `ordered_shards` from their start, or from `position`, the record that `merge_positions` made.
 
     `free` is the free memory before any process of this machine took its share (None: what is free now). Raises
     UserError for settings or shards that cannot work.
     """
     chosen = selection(config, first=any(column.of_first_caption for column in columns.beside))
-    urls, source_of = list_shards(config)
-    order = build_order(config, urls, source_of, share, seed, position["streams"] if position else None)
-    shards = OrderedShards(tuple(urls), order, max(config.shuffle, 1))
     start = start_positions(shards, position, share)
     workers = worker_count(config, len(start))
     layout = layout_of(config, share.samples, columns, np.asarray(tokenizer(["a"])).shape[1], workers, offload)
     encoded = offload.backend == "encoded"
-    picture = picture_bytes(urls[0], layout, Store(config)) if encoded else None
+    picture = picture_bytes(shards.urls[0], layout, Store(config)) if encoded else None
     memory = stated_memory(layout, picture, free)
     arena = Arena(layout)
     if offload.gpu:
@@ -194,7 +203,7 @@ def open_stream(
 def start_positions(shards: OrderedShards, position: dict[str, Any] | None, share: BatchShare) -> list[StreamPosition]:
     """Where each of this rank's shard streams starts."""
     streams = share.streams(shards.order.streams)
-    if position is None or position["order"] != shards.fingerprint():
+    if position is None or position["order"] != shards.fingerprint:
         if position:
             log.warning(
                 "the shards, batch, data.shuffle, data.order, data.weights or seed differ from the checkpoint's: this "

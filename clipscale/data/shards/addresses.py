@@ -39,7 +39,13 @@ def unsigned(url: str) -> str:
 
 def leaf_of(url: str) -> str:
     """The last part of a path or address."""
-    return unsigned(url).rsplit("/", 1)[-1]
+    return (unsigned(url) if "?" in url else url).rpartition("/")[2]
+
+
+def head_of(url: str) -> str:
+    """What comes before the last part of a path or address: its folder, or of `pipe:COMMAND` the scheme. Shards of one
+    folder have it in common, so that what depends on it is found once."""
+    return url[: url.rfind("/") + 1] or url[: url.find(":") + 1]
 
 
 def hash64(data: str | bytes) -> int:

@@ -1,7 +1,9 @@
 """Counts the samples of shards, and builds the order that the counts allow."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
@@ -11,40 +13,52 @@ from clipscale.data.shards.addresses import is_local
 from clipscale.data.shards.subset import Subset, subset_of
 
 log = logging.getLogger(__name__)
+Counts = list[int | None]
+Once = Callable[[Callable[[], Counts]], Counts]
 
 SCAN_AT_MOST = 256
 """Shards that are scanned to count their samples if no index has them; more would delay the start of a run."""
 
 
-def count_samples(urls: Sequence[str], subset: Subset | None = None, *, scan: bool = True) -> list[int | None]:
+def here(work: Callable[[], Counts]) -> Counts:
+    """The result of `work`, done by this process."""
+    return work()
+
+
+def count_samples(urls: Sequence[str], subset: Subset | None = None, *, scan: bool = True) -> Counts:
     """Samples per shard, or of a subset, by an index; None: unknown.
 
     `scan`: local shards that no index has are read, if all of them are local; an index in the user's cache remembers
     them. A damaged shard counts the samples before the damage.
     """
-    entries, stale = index.current(urls, subset)
-    if stale:
+    known = index.current(urls, subset)
+    if stale := known.stale:
         what = f"the index of {len(stale)} of {len(urls)} shards is out of date (first: {stale[0]})"
         log.warning(f"{what}: they have changed; run `clipscale data index` again")
-    unknown = [url for url in urls if url not in entries]
-    if scan and all(map(is_local, unknown)):
-        entries |= _scanned(unknown, subset)
-    damaged = [url for url, entry in entries.items() if entry.reason]
-    if damaged:
-        what = f"{len(damaged)} of {len(urls)} shards are damaged (first: {damaged[0]}, {entries[damaged[0]].reason})"
+    unknown = np.flatnonzero(known.samples < 0)
+    unscanned = [urls[number] for number in unknown.tolist()]
+    if unscanned and scan and all(map(is_local, unscanned)):
+        scanned = _scanned(unscanned, subset)
+        known.samples[unknown] = scanned.samples.clip(0)  # one that cannot be opened has none
+        known.damaged |= {int(unknown[number]): entry for number, entry in scanned.damaged.items()}
+    if known.damaged:
+        number = min(known.damaged)
+        first = f"{urls[number]}, {known.damaged[number].reason}"
+        what = f"{len(known.damaged)} of {len(urls)} shards are damaged (first: {first})"
         log.warning(f"{what}: what lies behind the damage is left out; `clipscale data check` shows it all")
-    return [entries[url].samples if url in entries else None for url in urls]
+    return [None if count < 0 else count for count in known.samples.tolist()]
 
 
-def _scanned(urls: Sequence[str], subset: Subset | None) -> dict[str, index.Entry]:
-    """The entries of shards that are scanned now; of one that cannot be opened, that it has no samples."""
+def _scanned(urls: Sequence[str], subset: Subset | None) -> index.Known:
+    """What is known of shards that are scanned now."""
     try:
         dict(index.update_indexes(urls, subset, beside=False))
-        entries, _ = index.current(urls, subset)
+        return index.current(urls, subset)
     except UserError as error:
         log.warning("counts are not remembered: %s", error)
-        entries = {url: index.scan(url, subset) for url in urls}
-    return {url: entries.get(url, index.Entry(url, 0, "", 0, None)) for url in urls}
+        known = index.Known(urls)
+        known.add(range(len(urls)), [index.scan(url, subset).row() for url in urls])
+        return known
 
 
 def build_order(
@@ -54,17 +68,18 @@ def build_order(
     share: BatchShare,
     seed: int,
     streams: int | None = None,
+    once: Once = here,
 ) -> Order:
     """The order of all samples, over as many shard `streams` as a checkpoint has, if they fit.
 
     Exact epochs where every shard's samples are known. Else shards are drawn with replacement, or mixed by
-    `data.weights`; `source_of` is each shard's source. Raises UserError.
+    `data.weights`; `source_of` is each shard's source. `once` is called with the counting. Raises UserError.
     """
     if config.order == "epochs" and source_of is not None:
         raise UserError("data.weights and data.order=epochs exclude each other; weights need data.order=resampled")
     epochs = config.order == "epochs" or (config.order == "auto" and source_of is None)
     scan = config.order == "epochs" or (epochs and len(urls) <= SCAN_AT_MOST)
-    counts = count_samples(urls, subset_of(config.only_keys), scan=scan)
+    counts = once(lambda: count_samples(urls, subset_of(config.only_keys), scan=scan))
     known = [count for count in counts if count is not None]
     unknown = len(urls) - len(known)
     if not unknown and not sum(known):
@@ -86,8 +101,9 @@ def build_order(
         usable = [shard for shard, count in enumerate(counts) if count != 0]
         return Resampled(tuple(usable), tuple(counts), streams, seed)
     assert config.weights is not None and config.train is not None
+    filled = {source for source, count in zip(source_of, counts) if count != 0}
     for number, weight in enumerate(config.weights):
-        if weight and not any(source == number and count != 0 for source, count in zip(source_of, counts)):
+        if weight and number not in filled:
             raise UserError(f"data.train: {config.train[number]} has data.weights={weight:g} and holds no sample")
     return Mixed(tuple(map(float, config.weights)), tuple(source_of), tuple(counts), streams, seed)
 

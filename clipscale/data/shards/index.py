@@ -8,6 +8,7 @@ import logging
 import os
 import sqlite3
 import tarfile
+import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -22,20 +24,29 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from clipscale.common.errors import UserError
-from clipscale.data.shards.addresses import SourceError, digest, is_local, leaf_of, user_cache
+from clipscale.data.shards.addresses import SourceError, digest, head_of, is_local, leaf_of, user_cache
 from clipscale.data.shards.archive import Archive
 from clipscale.data.shards.remote import State
-from clipscale.data.shards.store import Store
+from clipscale.data.shards.store import Store, local_state
 from clipscale.data.shards.tar import BLOCK, DAMAGE, unpacked
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Row = tuple[Any, ...]
+"""Of an index: `_COLUMNS`."""
 
 FILE = "clipscale-index.sqlite"
 _COLUMNS = "name, size, version, samples, reason, detail"
 _SCHEMA = """CREATE TABLE IF NOT EXISTS shards (name TEXT PRIMARY KEY, size INT, version TEXT, samples INT,
              reason TEXT, detail TEXT, offsets BLOB)"""
-"""The long column is last: SQLite reads the others without it."""
+_LOOKUP = f"CREATE INDEX IF NOT EXISTS states ON shards ({_COLUMNS})"
+"""A copy of the short columns: without it SQLite reads a page for every shard, among gigabytes of offsets."""
+ROWS = 4096
+"""Rows that are read at once."""
+THREADS = 16
+SOME = 64
+AT_ONCE_S = 1e-4
+"""A file system whose answer to each of SOME questions takes less is local: threads would only wait for each other."""
 
 FEW = 16
 """Fewer shards are scanned by one process; starting others would take longer."""
@@ -89,52 +100,97 @@ def writable_path(folder: str, part: Part | None = None) -> Path:
     return index_paths(folder, part)[0 if os.access(folder, os.W_OK) else -1]
 
 
-def query(path: Path, question: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-    """The rows that answer an SQL query; none if there is no such file. Warns of a damaged file and ignores it."""
+def query(path: Path, question: str, values: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
+    """The rows that answer an SQL query; none if there is no such file. Warns of a damaged file, whose rows end."""
     if not path.is_file():
-        return []
+        return
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as base:
-            return base.execute(question, values).fetchall()
+            yield from base.execute(question, values)
     except sqlite3.Error as error:
         log.warning("%s: the index cannot be read (%s); going on without it", path, error)
-        return []
 
 
-def current(urls: Sequence[str], part: Part | None = None) -> tuple[dict[str, Entry], list[str]]:
-    """The entries that still hold, and the shards that have changed since theirs were made.
+class Known:
+    """What the indexes know of shards: an array each, since there may be hundreds of thousands."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self.urls = urls
+        self.samples = np.full(len(urls), -1)
+        """Of each shard; -1: no entry holds for it."""
+        self.sizes = np.zeros(len(urls), np.int64)
+        self.damaged: dict[int, Entry] = {}
+        """The entries of damaged shards, by the shards' numbers."""
+        self._indexed = np.zeros(len(urls), bool)
+
+    @property
+    def stale(self) -> list[str]:
+        """The shards that have changed since their entries were made."""
+        return [self.urls[number] for number in np.flatnonzero(self._indexed & (self.samples < 0)).tolist()]
+
+    def add(self, numbers: Sequence[int], rows: Sequence[Row]) -> None:
+        """Rows of an index, and the numbers of the shards for which they hold; -1: for none."""
+        _, sizes, _, samples, reasons, *_ = zip(*rows)
+        holds = np.asarray(numbers) >= 0
+        chosen = np.asarray(numbers)[holds]
+        self.samples[chosen] = np.array(samples)[holds]
+        self.sizes[chosen] = np.array(sizes)[holds]
+        if any(reasons):
+            damaged = ((number, row) for number, row in zip(numbers, rows) if row[4] and number >= 0)
+            self.damaged |= {number: Entry(*row) for number, row in damaged}
+
+    def read(self, numbers: Sequence[int], part: Part | None) -> None:
+        """Add what a folder's indexes, or those of a part, know of its shards."""
+        url = self.urls[numbers[0]]
+        first: dict[str, int] = {}
+        same = [first.setdefault(leaf_of(self.urls[number]), number) for number in numbers]
+        for path in index_paths(folder_of(url), part):
+            rows = query(path, f"SELECT {_COLUMNS} FROM shards")
+            while block := list(islice(rows, ROWS)):
+                listed = np.array([first.get(row[0], -1) for row in block])
+                self._indexed[listed[listed >= 0]] = True
+                listed[self.samples[listed] >= 0] = -1  # an earlier index has an entry that holds
+                if is_local(url):
+                    free = np.flatnonzero(listed >= 0)
+                    states = _states([self.urls[number] for number in listed[free]])
+                    changed = [state != block[at][1:3] for state, at in zip(states, free, strict=True)]
+                    listed[free[changed]] = -1
+                self.add(listed.tolist(), block)
+        for values in (self.samples, self.sizes, self._indexed):
+            values[numbers] = values[same]
+
+
+def _states(paths: Sequence[str]) -> list[State | None]:
+    """The states of files; None: it cannot be looked at. Threads wait where answers come over a network."""
+
+    def state(path: str) -> State | None:
+        try:
+            return local_state(path)
+        except OSError:
+            return None
+
+    begun = time.perf_counter()
+    states = [state(path) for path in paths[:SOME]]
+    others = paths[SOME:]
+    if time.perf_counter() - begun < SOME * AT_ONCE_S:
+        return [*states, *map(state, others)]
+    with ThreadPoolExecutor(THREADS) as pool:
+        return [*states, *pool.map(state, others)]
+
+
+def current(urls: Sequence[str], part: Part | None = None) -> Known:
+    """What the indexes know of these shards.
 
     Remote shards are assumed unchanged, since asking takes a request each; `sample_offsets` compares them when they are
     opened. An outdated index does not hide a newer one in the cache.
     """
-    recorded = {folder: _recorded(folder, part) for folder in {folder_of(url) for url in urls}}
-    known = {url: recorded[folder_of(url)].get(leaf_of(url)) for url in urls}
-    indexed = [(url, entries) for url, entries in known.items() if entries]
-    with ThreadPoolExecutor(16) as pool:  # waits on the file system, seldom on the processor
-        matches = list(pool.map(_matching, indexed))
-    held = {url: entry for (url, _), entry in zip(indexed, matches) if entry}
-    return held, [url for url, _ in indexed if url not in held]
-
-
-def _recorded(folder: str, part: Part | None) -> dict[str, list[Entry]]:
-    """A folder's entries by the shards' names."""
-    entries: dict[str, list[Entry]] = defaultdict(list)
-    for path in index_paths(folder, part):
-        for row in query(path, f"SELECT {_COLUMNS} FROM shards"):
-            entries[row[0]].append(Entry(*row))
-    return entries
-
-
-def _matching(indexed: tuple[str, list[Entry]]) -> Entry | None:
-    """The entry of a shard that holds for it now."""
-    url, entries = indexed
-    if not is_local(url):
-        return entries[0]
-    try:
-        state = Store().state(url)
-    except OSError:
-        return None
-    return next((entry for entry in entries if state == (entry.size, entry.version)), None)
+    known = Known(urls)
+    folders: dict[str, list[int]] = defaultdict(list)
+    for number, url in enumerate(urls):
+        folders[head_of(url)].append(number)
+    for numbers in folders.values():
+        known.read(numbers, part)
+    return known
 
 
 def sample_offsets(url: str, state: State, part: Part | None = None) -> np.ndarray | None:
@@ -166,6 +222,7 @@ def _writing(path: Path) -> Iterator[sqlite3.Connection]:
         path.parent.mkdir(parents=True, exist_ok=True)
         with closing(sqlite3.connect(path, timeout=60, isolation_level=None)) as base:
             base.execute(_SCHEMA)
+            base.execute(_LOOKUP)
             yield base
     except (OSError, sqlite3.Error) as error:
         raise UserError(f"{path}: the index cannot be written ({error}); remove it, or make room") from error

@@ -15,13 +15,15 @@ from braceexpand import braceexpand
 
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
-from clipscale.data.shards.addresses import is_local, scheme_of
+from clipscale.data.shards.addresses import head_of, is_local, scheme_of
 
 log = logging.getLogger(__name__)
 
 TABLES = (".csv", ".tsv", ".parquet")
 SCHEMES = ("http", "https", "s3", "gs", "hf")
 """Of the addresses that are read. fsspec knows others, some of which read this machine's files."""
+PATTERN = re.compile(r"[*?\[]|/(?:$|[,}])")
+"""In a brace list of objects, what makes an address name several: a pattern, or a folder."""
 NOTHING = "matches no shard; give a tar file, a brace list, a glob, a folder or @FILE"
 
 
@@ -60,7 +62,7 @@ def expand(source: str, allow_pipe: bool = False, *, setting: str = "data.train"
     elif is_local(source):
         names = _local(source, setting)
     else:
-        names = [url for address in _braces(source, setting) for url in _remote(address, allow_pipe, setting)]
+        return [url for part in source.split("::") for url in _remote(part, allow_pipe, setting)]
     present = _existing(names)
     if 0 < len(present) < len(names):
         missing = set(names) - set(present)
@@ -77,18 +79,27 @@ def _local(source: str, setting: str) -> list[str]:
         raise UserError(f"{setting}={source!r}: a table; make shards of it, by img2dataset or webdataset's ShardWriter")
     source = os.path.expanduser(source)  # noqa: PTH111 (a pattern, not yet a path)
     if os.path.isdir(source):  # noqa: PTH112
-        return sorted(str(path) for path in Path(source).glob("*.tar*"))
+        prefix = str(Path(source) / "_")[:-1]
+        return sorted(prefix + leaf for leaf in _leaves(source) if ".tar" in leaf)
     patterns = _braces(source, setting)
+    if not glob.has_magic(source):
+        return patterns
     listed = [sorted(glob.glob(name)) if glob.has_magic(name) else [name] for name in patterns]  # noqa: PTH207
     return [name for names in listed for name in names]
 
 
 def _existing(names: Sequence[str]) -> list[str]:
     """The addresses, and the paths that exist. Asking for each file alone is slow on network file systems."""
-    folders = {os.path.dirname(name) for name in names if is_local(name)}  # noqa: PTH120 (as it is named)
-    present = {folder: _leaves(folder or ".") for folder in folders}
-    split = [(name, *os.path.split(name)) for name in names]
-    return [name for name, folder, leaf in split if not is_local(name) or leaf in present[folder]]
+    leaves: dict[str, set[str] | None] = {}  # by their folders; None: of an address
+    present = []
+    for name in names:
+        head = head_of(name)
+        if head not in leaves:
+            leaves[head] = _leaves(head if head.endswith("/") else ".") if is_local(name) else None
+        folder = leaves[head]
+        if folder is None or name.rpartition("/")[2] in folder:
+            present.append(name)
+    return present
 
 
 def _leaves(folder: str) -> set[str]:
@@ -100,7 +111,8 @@ def _leaves(folder: str) -> set[str]:
 
 def _braces(source: str, setting: str) -> list[str]:
     try:
-        return [url for part in source.split("::") for url in braceexpand(part)]
+        parts = source.split("::")
+        return [url for part in parts for url in braceexpand(part, escape="\\" in part)]  # looking for it takes long
     except ValueError as error:  # unbalanced braces
         raise UserError(f"{setting}={source!r} cannot be expanded: {error}") from error
 
@@ -116,24 +128,34 @@ def _check_address(url: str, allow_pipe: bool, setting: str) -> None:
         raise UserError(f"{setting}={url[:200]!r} is neither a path nor one of {', '.join(SCHEMES)}:")
 
 
-def _remote(url: str, allow_pipe: bool, setting: str) -> list[str]:
-    """The objects that a pattern (`s3://bucket/*.tar`) or folder (`s3://bucket/set/`) names, or the address itself."""
-    _check_address(url, allow_pipe, setting)
-    scheme = scheme_of(url)
+def _remote(source: str, allow_pipe: bool, setting: str) -> list[str]:
+    """The addresses of a brace list, with the objects in the place of a pattern (`s3://bucket/*.tar`) or folder
+    (`s3://bucket/set/`) that names them."""
+    _check_address(source, allow_pipe, setting)
+    scheme = scheme_of(source)
+    urls = _braces(source, setting)
     if scheme in ("http", "https", "pipe"):
-        return [url]
+        return urls
     from fsspec.core import get_filesystem_class, url_to_fs
 
+    names: list[str] = []
     try:
         get_filesystem_class(scheme)
-        if not (re.search(r"[*?\[]", url) or url.endswith("/")):
-            return [url]
-        system, path = url_to_fs(url + "*.tar*" if url.endswith("/") else url)
-        listed = [str(system.unstrip_protocol(name)) for name in system.glob(path)]
+        if not PATTERN.search(source):
+            return urls
+        for url in urls:
+            if not PATTERN.search(url):
+                names.append(url)
+                continue
+            system, path = url_to_fs(url + "*.tar*" if url.endswith("/") else url)
+            names += sorted(str(system.unstrip_protocol(name)) for name in system.glob(path))
     except Exception as error:  # each library behind fsspec has its own; a missing one is named
-        raise UserError(f"{setting}={url!r} cannot be listed ({type(error).__name__}: {error})") from error
+        raise UserError(f"{setting}={source!r} cannot be listed ({type(error).__name__}: {error})") from error
     # a server chooses these names: they must not lead to another file system, as fsspec's `::` does
-    return sorted(name for name in listed if "::" not in name and scheme_of(name) == scheme)
+    safe = [name for name in names if "::" not in name and scheme_of(name) == scheme]
+    if not safe:
+        raise UserError(f"{setting}={source!r} {NOTHING}")
+    return safe
 
 
 def _from_list(path: Path, allow_pipe: bool, setting: str) -> list[str]:

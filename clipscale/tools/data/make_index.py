@@ -35,12 +35,12 @@ def main(sources: Sequence[str], settings: IndexSettings) -> int:
     urls = [url for url in expanded(sources) if scheme_of(url) != "pipe"]  # which has no index
     subset = subset_of(settings.only_keys)
     outcomes = dict(progress(index.update_indexes(urls, subset, workers=cores()), len(urls)))
-    entries, _ = index.current(urls, subset)
-    samples = sum(entry.samples for entry in entries.values())
-    size = format_bytes(sum(entry.size for entry in entries.values()))
-    say(f"{samples} samples in {len(entries)} shards, {size}")
+    known = index.current(urls, subset)
+    held = known.samples >= 0
+    size = format_bytes(int(known.sizes.sum()))
+    say(f"{known.samples[held].sum()} samples in {held.sum()} shards, {size}")
     damage = [f"not indexed: {url}: {outcome}" for url, outcome in outcomes.items() if isinstance(outcome, str)]
-    damage += [f"{e.reason} after {e.samples} samples: {e.detail}" for e in entries.values() if e.reason]
+    damage += [f"{e.reason} after {e.samples} samples: {e.detail}" for e in known.damaged.values()]
     for line in damage:
         say(line)
     return 1 if damage else 0
