@@ -1,6 +1,7 @@
 """Process groups, data-parallel towers, and communication between ranks."""
 
 import os
+import resource
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -82,12 +83,14 @@ class World:
 
     @cached_property
     def control(self) -> dist.ProcessGroup:
-        """All ranks on the CPU, beside the group of the features and gradients. All ranks make it at the same place."""
+        """All ranks on the CPU, beside the group of the features and gradients, on which a message would wait for the
+        device. All ranks make it at the same place."""
         return self._on_cpu(self.timeout)
 
     @cached_property
     def background(self) -> dist.ProcessGroup:
-        """The same for a thread that writes checkpoints.
+        """The same for a thread that writes checkpoints, made for the first one. Its messages would mix with those of
+        the step, since no order holds between threads of different ranks.
 
         A slow disk may take four times as long as ranks wait for each other otherwise.
         """
@@ -205,9 +208,20 @@ def join(device: str, timeout_s: float = TIMEOUT.total_seconds()) -> World:
         # A core is left to the loaders: a thread that waits for another one's core keeps all threads waiting.
         torch.set_num_threads(max(1, cores() - 1))
     if size > 1 and not dist.is_initialized():
+        allow_open_files()
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # the ring's transfers start beside full kernels
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # connects the ranks that talk; else all with all
         dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=timeout)
     return World(rank, size, chosen, timeout)
+
+
+def allow_open_files() -> None:
+    """Raise the limit of this process's open files, sockets among them, as far as the system allows.
+
+    Many systems begin with 1024: too few for rank 0 of 512, to which all others connect when a checkpoint is written.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def leave() -> None:

@@ -2,12 +2,14 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,7 @@ from unittest.mock import patch
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.launcher import api
 
@@ -109,6 +112,30 @@ def test_workers_meet_and_rank_0s_result_comes_back(tmp_path: Path) -> None:
     handlers = {number: signal.getsignal(number) for number in local.HANDLED}
     assert local.run(two(tmp_path), f"{__name__}:ring") == {"ranks": [0, 1], "threads": 1}
     assert handlers == {number: signal.getsignal(number) for number in local.HANDLED}
+
+
+def descriptors(config: TrainConfig) -> dict[str, Any]:
+    """A worker that begins with few open files, and agrees with others: its limit, and its files of each group."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
+    world = join("cpu")
+    counts = [psutil.Process().num_fds()]
+    for group in (world.control, world.background):
+        dist.all_reduce(torch.zeros(1), group=group)
+        dist.all_gather_object([None] * world.size, 0, group=group)
+        counts.append(psutil.Process().num_fds())
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    ranks = world.gather([limit == most, *(after - before for before, after in pairwise(counts))])
+    leave()
+    return {"ranks": ranks}
+
+
+@pytest.mark.parametrize("procs", [2, pytest.param(12, marks=pytest.mark.slow)])
+def test_open_files_are_allowed_and_few_whatever_the_ranks(tmp_path: Path, procs: int) -> None:
+    config = replace(two(tmp_path), batch=24, launch=LaunchConfig(procs=procs))
+    for allowed, *opened in local.run(config, f"{__name__}:descriptors")["ranks"]:
+        assert allowed, "a worker keeps the soft limit"
+        assert sum(opened) <= 14, f"{opened} files of the two groups over {procs} ranks"
 
 
 @pytest.mark.slow
