@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -83,7 +84,7 @@ def read_meta(path: Path) -> dict[str, Any]:
 
     def decoded(node: dict[str, Any]) -> Any:
         if node.keys() == {"base64"}:
-            return torch.tensor(list(base64.b64decode(node["base64"])), dtype=torch.uint8)
+            return torch.from_numpy(np.frombuffer(base64.b64decode(node["base64"]), np.uint8).copy())
         return getattr(torch, node["dtype"]) if node.keys() == {"dtype"} else node
 
     try:

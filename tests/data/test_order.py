@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import time
 from collections import Counter
 
 import numpy as np
@@ -48,6 +49,17 @@ def test_stretches_and_fingerprint_are_those_of_the_plain_definition(order: Epoc
     names = [f"{shard:05d}.tar" for shard in range(len(order.counts))]
     text = json.dumps([["epochs", order.seed, starts], names, list(order.counts), window])
     assert fingerprint(order, names, window) == hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def test_a_start_does_not_grow_with_the_streams_of_all_ranks() -> None:
+    """A sum of all counts for every stream took minutes for 500k shards on 1,024 ranks."""
+    names = [f"{shard:05d}.tar" for shard in range(20_000)]
+    seconds = {}
+    for streams in (64, 8192):
+        begun = time.process_time()
+        fingerprint(Epochs((10_000,) * len(names), 1 << 21, streams, seed=0), names, 16)
+        seconds[streams] = time.process_time() - begun
+    assert seconds[8192] < 5 * seconds[64], f"{seconds} s of processor time"
 
 
 @given(epoch_orders(), st.integers(0, 3), st.data())

@@ -3,8 +3,6 @@
 import logging
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.data.order import BatchShare, Epochs, Mixed, Order, Resampled, default_streams, streams_fit
@@ -32,33 +30,35 @@ def count_samples(urls: Sequence[str], subset: Subset | None = None, *, scan: bo
     them. A damaged shard counts the samples before the damage.
     """
     known = index.current(urls, subset)
-    if stale := known.stale:
-        what = f"the index of {len(stale)} of {len(urls)} shards is out of date (first: {stale[0]})"
+    if known.stale:
+        what = f"the index of {len(known.stale)} of {len(urls)} shards is out of date (first: {min(known.stale)})"
         log.warning(f"{what}: they have changed; run `clipscale data index` again")
-    unknown = np.flatnonzero(known.samples < 0)
-    unscanned = [urls[number] for number in unknown.tolist()]
-    if unscanned and scan and all(map(is_local, unscanned)):
-        scanned = _scanned(unscanned, subset)
-        known.samples[unknown] = scanned.samples.clip(0)  # one that cannot be opened has none
-        known.damaged |= {int(unknown[number]): entry for number, entry in scanned.damaged.items()}
+    unknown = [url for url, count in zip(urls, known.samples) if count is None]
+    if scan and unknown and all(map(is_local, unknown)):
+        known = _scanned(urls, unknown, subset)
     if known.damaged:
         number = min(known.damaged)
         first = f"{urls[number]}, {known.damaged[number].reason}"
         what = f"{len(known.damaged)} of {len(urls)} shards are damaged (first: {first})"
         log.warning(f"{what}: what lies behind the damage is left out; `clipscale data check` shows it all")
-    return [None if count < 0 else count for count in known.samples.tolist()]
+    return known.samples
 
 
-def _scanned(urls: Sequence[str], subset: Subset | None) -> index.Known:
-    """What is known of shards that are scanned now."""
+def _scanned(urls: Sequence[str], unknown: Sequence[str], subset: Subset | None) -> index.Known:
+    """What is known of the shards when the unknown ones are scanned. One that cannot be opened has no samples."""
     try:
-        dict(index.update_indexes(urls, subset, beside=False))
-        return index.current(urls, subset)
+        dict(index.update_indexes(unknown, subset, beside=False))
+        known = index.current(urls, subset)
     except UserError as error:
         log.warning("counts are not remembered: %s", error)
-        known = index.Known(urls)
-        known.add(range(len(urls)), [index.scan(url, subset).row() for url in urls])
-        return known
+        known = index.current(urls, subset)
+        for number, url in enumerate(urls):
+            if known.samples[number] is None:
+                entry = index.scan(url, subset)
+                known.samples[number] = entry.samples
+                known.damaged |= {number: entry} if entry.reason else {}
+    known.samples = [count or 0 for count in known.samples]
+    return known
 
 
 def build_order(

@@ -45,8 +45,8 @@ ROWS = 4096
 """Rows that are read at once."""
 THREADS = 16
 SOME = 64
+"""Files whose answers show how long others take."""
 AT_ONCE_S = 1e-4
-"""A file system whose answer to each of SOME questions takes less is local: threads would only wait for each other."""
 
 FEW = 16
 """Fewer shards are scanned by one process; starting others would take longer."""
@@ -111,71 +111,18 @@ def query(path: Path, question: str, values: Sequence[Any] = ()) -> Iterator[tup
         log.warning("%s: the index cannot be read (%s); going on without it", path, error)
 
 
+@dataclass
 class Known:
-    """What the indexes know of shards: an array each, since there may be hundreds of thousands."""
+    """What the indexes know of shards. They may be hundreds of thousands, so there is no object for each."""
 
-    def __init__(self, urls: Sequence[str]) -> None:
-        self.urls = urls
-        self.samples = np.full(len(urls), -1)
-        """Of each shard; -1: no entry holds for it."""
-        self.sizes = np.zeros(len(urls), np.int64)
-        self.damaged: dict[int, Entry] = {}
-        """The entries of damaged shards, by the shards' numbers."""
-        self._indexed = np.zeros(len(urls), bool)
-
-    @property
-    def stale(self) -> list[str]:
-        """The shards that have changed since their entries were made."""
-        return [self.urls[number] for number in np.flatnonzero(self._indexed & (self.samples < 0)).tolist()]
-
-    def add(self, numbers: Sequence[int], rows: Sequence[Row]) -> None:
-        """Rows of an index, and the numbers of the shards for which they hold; -1: for none."""
-        _, sizes, _, samples, reasons, *_ = zip(*rows)
-        holds = np.asarray(numbers) >= 0
-        chosen = np.asarray(numbers)[holds]
-        self.samples[chosen] = np.array(samples)[holds]
-        self.sizes[chosen] = np.array(sizes)[holds]
-        if any(reasons):
-            damaged = ((number, row) for number, row in zip(numbers, rows) if row[4] and number >= 0)
-            self.damaged |= {number: Entry(*row) for number, row in damaged}
-
-    def read(self, numbers: Sequence[int], part: Part | None) -> None:
-        """Add what a folder's indexes, or those of a part, know of its shards."""
-        url = self.urls[numbers[0]]
-        first: dict[str, int] = {}
-        same = [first.setdefault(leaf_of(self.urls[number]), number) for number in numbers]
-        for path in index_paths(folder_of(url), part):
-            rows = query(path, f"SELECT {_COLUMNS} FROM shards")
-            while block := list(islice(rows, ROWS)):
-                listed = np.array([first.get(row[0], -1) for row in block])
-                self._indexed[listed[listed >= 0]] = True
-                listed[self.samples[listed] >= 0] = -1  # an earlier index has an entry that holds
-                if is_local(url):
-                    free = np.flatnonzero(listed >= 0)
-                    states = _states([self.urls[number] for number in listed[free]])
-                    changed = [state != block[at][1:3] for state, at in zip(states, free, strict=True)]
-                    listed[free[changed]] = -1
-                self.add(listed.tolist(), block)
-        for values in (self.samples, self.sizes, self._indexed):
-            values[numbers] = values[same]
-
-
-def _states(paths: Sequence[str]) -> list[State | None]:
-    """The states of files; None: it cannot be looked at. Threads wait where answers come over a network."""
-
-    def state(path: str) -> State | None:
-        try:
-            return local_state(path)
-        except OSError:
-            return None
-
-    begun = time.perf_counter()
-    states = [state(path) for path in paths[:SOME]]
-    others = paths[SOME:]
-    if time.perf_counter() - begun < SOME * AT_ONCE_S:
-        return [*states, *map(state, others)]
-    with ThreadPoolExecutor(THREADS) as pool:
-        return [*states, *pool.map(state, others)]
+    samples: list[int | None]
+    """Of each shard; None: no entry holds for it."""
+    size: int
+    """Bytes of the shards that are known."""
+    stale: list[str]
+    """The shards that have changed since their entries were made."""
+    damaged: dict[int, Entry]
+    """The entries of damaged shards, by the shards' numbers."""
 
 
 def current(urls: Sequence[str], part: Part | None = None) -> Known:
@@ -184,13 +131,59 @@ def current(urls: Sequence[str], part: Part | None = None) -> Known:
     Remote shards are assumed unchanged, since asking takes a request each; `sample_offsets` compares them when they are
     opened. An outdated index does not hide a newer one in the cache.
     """
-    known = Known(urls)
+    known = Known([None] * len(urls), 0, [], {})
+    samples = known.samples
     folders: dict[str, list[int]] = defaultdict(list)
     for number, url in enumerate(urls):
         folders[head_of(url)].append(number)
     for numbers in folders.values():
-        known.read(numbers, part)
+        first: dict[str, int] = {}
+        same = [first.setdefault(leaf_of(urls[number]), number) for number in numbers]
+        changed = set()
+        for number, row, holds in _looked_up(urls, first, part):
+            if not holds:
+                changed.add(number)
+            elif samples[number] is None:
+                samples[number] = row[3]
+                known.size += row[1]
+                if row[4]:
+                    known.damaged[number] = Entry(*row)
+        known.stale += [urls[number] for number in changed if samples[number] is None]
+        for number, earlier in zip(numbers, same):
+            samples[number] = samples[earlier]
     return known
+
+
+def _looked_up(urls: Sequence[str], first: dict[str, int], part: Part | None) -> Iterator[tuple[int, Row, bool]]:
+    """The rows of a folder's shards, each with the number of its shard, and whether it holds for it now."""
+    url = urls[next(iter(first.values()))]
+    for path in index_paths(folder_of(url), part):
+        rows = (row for row in query(path, f"SELECT {_COLUMNS} FROM shards") if row[0] in first)
+        while block := list(islice(rows, ROWS)):
+            numbers = [first[row[0]] for row in block]
+            hold = [True] * len(block)
+            if is_local(url):
+                states = _states([urls[number] for number in numbers])
+                hold = [state == row[1:3] for state, row in zip(states, block, strict=True)]
+            yield from zip(numbers, block, hold)
+
+
+def _states(paths: Sequence[str]) -> list[State | None]:
+    """The states of files; None: it cannot be looked at. Threads wait where answers come over a network; where a local
+    disk gives them, threads would only wait for each other."""
+    begun = time.perf_counter()
+    states = list(map(_state, paths[:SOME]))
+    if time.perf_counter() - begun < SOME * AT_ONCE_S:
+        return [*states, *map(_state, paths[SOME:])]
+    with ThreadPoolExecutor(THREADS) as pool:
+        return [*states, *pool.map(_state, paths[SOME:])]
+
+
+def _state(path: str) -> State | None:
+    try:
+        return local_state(path)
+    except OSError:
+        return None
 
 
 def sample_offsets(url: str, state: State, part: Part | None = None) -> np.ndarray | None:

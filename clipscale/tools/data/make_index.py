@@ -36,9 +36,8 @@ def main(sources: Sequence[str], settings: IndexSettings) -> int:
     subset = subset_of(settings.only_keys)
     outcomes = dict(progress(index.update_indexes(urls, subset, workers=cores()), len(urls)))
     known = index.current(urls, subset)
-    held = known.samples >= 0
-    size = format_bytes(int(known.sizes.sum()))
-    say(f"{known.samples[held].sum()} samples in {held.sum()} shards, {size}")
+    counts = [count for count in known.samples if count is not None]
+    say(f"{sum(counts)} samples in {len(counts)} shards, {format_bytes(known.size)}")
     damage = [f"not indexed: {url}: {outcome}" for url, outcome in outcomes.items() if isinstance(outcome, str)]
     damage += [f"{e.reason} after {e.samples} samples: {e.detail}" for e in known.damaged.values()]
     for line in damage:

@@ -1,12 +1,10 @@
 """The index: its content, its updates, its use by the reader; an entry never applies to a changed file."""
 
 import os
-import re
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,7 +58,7 @@ def test_only_changed_shards_are_scanned_again(tmp_path: Path, monkeypatch: pyte
     assert make([*paths, tmp_path / "none.tar"]) == "uuf"
     write_tar(paths[0], sample("a"))
     assert make([*paths, tmp_path / "none.tar"]) == "ruf"
-    assert index.current(list(map(str, paths))).samples.tolist() == [1, 5]
+    assert index.current(list(map(str, paths))).samples == [1, 5]
 
 
 def test_the_index_of_a_read_only_folder_is_in_the_cache(
@@ -98,72 +96,29 @@ def test_a_stale_entry_is_named_and_does_not_hide_a_newer_one(
     assert open_stream(tmp_path, batch=4).samples_per_epoch == 7
 
 
-class Case(NamedTuple):
-    """A shard, its entries in the index beside it and in the cache (None: none), and its size now."""
-
-    folder: str
-    name: str
-    entries: tuple[int | None, int | None]
-    size: int
-
-
-cases = st.builds(
-    Case,
-    st.sampled_from(["a", "a/b", "c"]),
-    st.sampled_from(["0.tar", "1.tar", "2.tar"]),
-    st.tuples(*[st.sampled_from([None, 1, 2])] * 2),
-    st.sampled_from([1, 2]),
-)
-
-
-@given(st.lists(cases, max_size=8, unique_by=lambda case: case[:2]), st.integers(0, 2), st.booleans())
-def test_what_is_known_of_shards_is_the_first_entry_of_each_that_holds(
-    shards: list[Case], repeated: int, remote: bool
-) -> None:
-    """Rows of folders are read in blocks; an entry of another size than the shard's is out of date."""
-    root = "https://host/set" if remote else "/set"
-    entries = {
-        (index.index_paths(f"{root}/{case.folder}")[place % (2 - remote)], case.name): size
-        for case in shards
-        for place, size in enumerate(case.entries)
-        if size is not None and place < 2 - remote
-    }
-    sizes = {f"{root}/{case.folder}/{case.name}": case.size for case in shards}
-    urls = [*sizes, *list(sizes)[:repeated]]
-
-    def rows(path: Path, *_: Any) -> Iterator[Any]:
-        names = [(name, size) for (of, name), size in entries.items() if of == path]
-        return iter([(name, size, "v", 10 * size, "cut" if size == 2 else None, "") for name, size in names])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index, "query", rows)
-        patch.setattr(index, "ROWS", 2)
-        patch.setattr(index, "local_state", lambda url: (sizes[url], "v"))
-        known = index.current(urls)
-    for number, url in enumerate(urls):
-        folder, _, name = url.rpartition("/")
-        recorded = [entries[path, name] for path in index.index_paths(folder) if (path, name) in entries]
-        holding = [size for size in recorded if remote or size == sizes[url]]
-        assert known.samples[number] == (10 * holding[0] if holding else -1), url
-        assert (url in known.stale) == (bool(recorded) and not holding)
-        if url not in urls[:number]:
-            assert (number in known.damaged) == (holding[:1] == [2])
+def test_shards_of_several_folders_are_known_by_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is listed twice, too. The rows of a folder are read in blocks."""
+    monkeypatch.setattr(index, "ROWS", 2)
+    paths = [*write_shards(tmp_path / "a", [3, 5, 7]), *write_shards(tmp_path / "b", [2, 4, 6])]
+    make(paths)
+    chosen = [4, 0, 2, 3, 4, 1]
+    write_tar(paths[2], sample("x"))
+    known = index.current([str(paths[number]) for number in chosen])
+    assert known.samples == [4, 3, None, 2, 4, 5] and known.stale == [str(paths[2])]
+    assert known.size == sum(paths[number].stat().st_size for number in (0, 1, 3, 4))
 
 
 def test_counts_are_read_without_the_offsets_between_them(tmp_path: Path) -> None:
     offsets = np.random.default_rng(0).integers(0, 1 << 30, 10_000)
-    entries = [index.Entry(f"{i}.tar", 1, "v", 10_000, None, "", offsets) for i in range(200)]
     with index._writing(tmp_path / index.FILE) as base:
-        base.executemany("INSERT INTO shards VALUES (?, ?, ?, ?, ?, ?, ?)", [entry.row() for entry in entries])
-
-    def bytes_read() -> int:
-        return int(re.findall(r"rchar: (\d+)", Path("/proc/self/io").read_text())[0])
-
-    before = bytes_read()
-    known = index.current([str(tmp_path / entry.name) for entry in entries])
-    size = (tmp_path / index.FILE).stat().st_size
-    assert len(known.stale) == 200 and size > 4_000_000
-    assert bytes_read() - before < size / 20, f"{bytes_read() - before} of {size} bytes"
+        for number in range(100):
+            row = index.Entry(f"{number}.tar", 1, "v", 10_000, None, "", offsets).row()
+            base.execute("INSERT INTO shards VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+    counters = Path("/proc/self/io")
+    before = counters.read_text().split()[1]
+    assert index.current([str(tmp_path / "0.tar")]).stale
+    read = int(counters.read_text().split()[1]) - int(before)
+    assert read < 1e5 < (tmp_path / index.FILE).stat().st_size, f"{read} bytes"
 
 
 def test_damage_costs_only_its_sample(tmp_path: Path) -> None:
