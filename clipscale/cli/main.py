@@ -11,6 +11,7 @@ from clipscale import __version__
 from clipscale.cli import help
 from clipscale.cli.verbs import VERBS, split_verb
 from clipscale.common.errors import StoppedError, UserError
+from clipscale.common.hardware import let_threads_sleep
 from clipscale.common.terminal import prepare, report, say
 from clipscale.config.train import to_yaml
 from clipscale.launch import local
@@ -19,6 +20,7 @@ from clipscale.launch import local
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 1 (a failure), 2 (a mistake the user can fix) or 128 + signal."""
     prepare()
+    let_threads_sleep()
     try:
         return run(list(sys.argv[1:] if argv is None else argv))
     except local.WorkerError as error:

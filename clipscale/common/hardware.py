@@ -15,6 +15,16 @@ CPU_SHARE = Path("/sys/fs/cgroup/cpu.max")
 """The CPU quota of the control group (container): microseconds or `max`, and the period."""
 
 
+def let_threads_sleep() -> None:
+    """Let OpenMP's idle threads sleep, unless its variables are set. Takes effect before torch is loaded.
+
+    Threads that spin keep the cores that data workers and other ranks need.
+    """
+    if not any(name.startswith(("OMP_", "GOMP_", "KMP_")) for name in os.environ):
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+        os.environ["GOMP_SPINCOUNT"] = "0"
+
+
 def cores() -> int:
     """Cores that this process may use, by its affinity and the quota of its control group."""
     count = len(os.sched_getaffinity(0))

@@ -205,8 +205,7 @@ def join(device: str, timeout_s: float = TIMEOUT.total_seconds()) -> World:
         chosen = torch.device("cuda", local_rank)
         torch.cuda.set_device(chosen)
     elif "OMP_NUM_THREADS" not in os.environ:
-        # A core is left to the loaders: a thread that waits for another one's core keeps all threads waiting.
-        torch.set_num_threads(max(1, cores() - 1))
+        torch.set_num_threads(cores())
     if size > 1 and not dist.is_initialized():
         allow_open_files()
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # the ring's transfers start beside full kernels

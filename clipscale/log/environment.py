@@ -19,7 +19,7 @@ from clipscale.config.secrets import hidden
 PACKAGES = (
     "torch", "triton", "torchvision", "open_clip_torch", "timm", "webdataset", "numpy", "pillow", "hydra-core", "wandb",
 )  # fmt: skip
-VARIABLES = ("NCCL_", "OMP_NUM", "CUDA_VISIBLE", "SLURM_JOB_ID")
+VARIABLES = ("NCCL_", "OMP_", "GOMP_", "CUDA_VISIBLE", "SLURM_JOB_ID")
 """Beginnings of the environment variables that affect a run."""
 
 

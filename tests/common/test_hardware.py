@@ -1,5 +1,8 @@
 """The table of GPUs by the driver's names, and the cores of this machine."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,21 @@ from clipscale.common.hardware import hardware_of
 )
 def test_a_gpu_is_found_by_the_drivers_name(device: str, name: str | None) -> None:
     assert hardware_of(device) == name
+
+
+@pytest.mark.parametrize("setting", [None, "OMP_PROC_BIND"])
+def test_idle_threads_sleep_unless_the_user_has_set_openmp(
+    monkeypatch: pytest.MonkeyPatch, setting: str | None
+) -> None:
+    """The command line sets this before torch is loaded, for itself and for the processes it starts."""
+    for name in [name for name in os.environ if name.startswith(("OMP_", "GOMP_", "KMP_"))]:
+        monkeypatch.delenv(name)
+    if setting:
+        monkeypatch.setenv(setting, "true")
+    code = "import os, sys, clipscale.cli.main as cli; cli.main(['--version']); "
+    code += "print('torch' in sys.modules, os.environ.get('OMP_WAIT_POLICY'), os.environ.get('GOMP_SPINCOUNT'))"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.splitlines()[-1] == ("False None None" if setting else "False passive 0")
 
 
 @pytest.mark.parametrize(("share", "most"), [("max 100000", 1000), ("150000 100000", 2), ("10000 100000", 1)])

@@ -92,17 +92,17 @@ def test_a_step_waits_for_the_device_once(shards: str, tmp_path: Path, parallel:
         assert all(torch.equal(a, b) for a, b in zip(weights, same, strict=True))
 
 
-@pytest.mark.parametrize(("given", "threads"), [(None, 3), ("2", 4)])
-def test_a_core_is_left_to_the_loaders_unless_threads_are_given(
-    monkeypatch: pytest.MonkeyPatch, given: str | None, threads: int
+@pytest.mark.parametrize(("setting", "threads"), [(None, 4), ("2", 3)])
+def test_a_process_on_a_cpu_takes_all_cores_unless_threads_are_set(
+    monkeypatch: pytest.MonkeyPatch, setting: str | None, threads: int
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if given:
-        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    if setting:
+        monkeypatch.setenv("OMP_NUM_THREADS", setting)
     monkeypatch.setattr(world_module, "cores", lambda: 4)
     before = torch.get_num_threads()
     try:
-        torch.set_num_threads(4)
+        torch.set_num_threads(3)
         join("cpu")
         assert torch.get_num_threads() == threads
     finally:
