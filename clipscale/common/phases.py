@@ -1,11 +1,13 @@
 """Times the parts of one optimizer step, measures their device memory, and reads its results from the device."""
 
+import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 from torch.profiler import record_function
@@ -80,8 +82,11 @@ class Phases:
         return sum(self.seconds.values())
 
     def working_bytes(self) -> int:
-        """The peak beyond the allocation at the step's start. On a GPU."""
-        return max(self.peak.values()) - self.before["encode"]
+        """The peak beyond the allocation at the step's start; on a CPU beyond what the process holds after it."""
+        if self.device.type == "cuda":
+            return max(self.peak.values()) - self.before["encode"]
+        peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return max(0, peak - psutil.Process().memory_info().rss)
 
     def record(self) -> dict[str, float | int | None]:
         """By the names in `metrics.jsonl`: seconds, the highest allocation, and each part's beyond its start."""

@@ -102,8 +102,8 @@ class CacheConfig:
         "Samples per chunk: `256`, or `[128,512]` for images and texts; `auto`: measured on a GPU, 256 on a CPU.",
     )
     keep: str = setting(
-        "none",
-        "GPU memory for graphs kept from the first pass, which skip the second: `none`, bytes (`20G`) or `auto` (all).",
+        "auto",
+        "Memory for graphs kept from the first pass, which skip the second: `auto` (what is free), `none`, or `20G`.",
     )
 
     @property

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from clipscale.common.rng import RandomState
 from clipscale.step.kept_graphs import KeptGraphs
-from clipscale.step.pass_contexts import gradient_sync, summing, unchanged_statistics
+from clipscale.step.pass_contexts import gradient_sync, repeatable, summing, unchanged_statistics
 
 
 @runtime_checkable
@@ -59,7 +59,7 @@ class GradCache:
         chunks: samples per chunk, one size for all towers or one per tower. The last chunk may be shorter.
         keep_bytes: memory for graphs kept from the first pass, whose chunks need no replay; the same on all ranks. 0:
             none; math.inf: all. Between them, the first step measures a graph and keeps none; later ones keep as many
-            as fit. It may be changed.
+            as fit. It may be changed. A rank on which one does not fit after all keeps none from then on.
         autocast: makes the context in which encoders run. Each chunk gets a new one.
         scaler: a gradient scaler for fp16. It scales the loss before the backward pass.
 
@@ -115,8 +115,11 @@ class GradCache:
         An input is a tensor, a nesting of tuples, lists and dicts of tensors with equal first dimensions, or a
         `Chunked`. The representations of an `Arranged` input are in the batch's order.
         """
-        representations, budget = [], self.keep_bytes
+        representations = []
+        budget = self.keep_bytes
         for tower, batch in zip(self.towers, inputs, strict=True):
+            if any(other.graphs.exhausted for other in self.towers):
+                budget = 0
             representations.append(tower.encode(batch, budget, self.before_chunk))
             budget -= tower.graphs.kept_bytes
         return representations
@@ -187,12 +190,23 @@ class Tower:
             before_chunk()
             self.random_states.append(RandomState.now())
             with gradient_sync(self.encoder, False):
-                out = self.graphs.first_pass(i, partial(self.run, start, stop))
+                out = self.first_pass(i, partial(self.run, start, stop))
             if i == 0:
                 self.representations = out.new_empty((rows, *out.shape[1:]))
             self.representations[self.place(start, stop)] = out
         self.graphs.end(self.representations.device)
         return self.representations.requires_grad_(trained)
+
+    def first_pass(self, i: int, encode: Callable[[], Tensor]) -> Tensor:
+        """Chunk i without a graph, or with one that is kept. One that does not fit ends the keeping, not the step."""
+        try:
+            return self.graphs.first_pass(i, encode)
+        except torch.OutOfMemoryError:
+            if i >= self.graphs.count or not repeatable(self.encoder):
+                raise
+        self.graphs.give_up()
+        self.random_states[i].restore()
+        return self.graphs.first_pass(i, encode)
 
     def replay(self, before_chunk: Callable[[], None]) -> Iterator[int]:
         """Backpropagate through the kept graphs, then replay the other chunks. Yields the samples of each.

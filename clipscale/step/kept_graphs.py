@@ -1,21 +1,27 @@
 """Graphs that wait between the two passes, so that their chunks need no second pass: how many, in how much memory."""
 
+import logging
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from clipscale.common.phases import Phases
 from clipscale.common.units import parse_memory
+from clipscale.data.loader.memory import free_memory
 from clipscale.distributed.world import World
 
-MARGIN = 0.9
-"""Share of a GPU's free memory that kept graphs may use. Fragmentation costs the rest."""
+log = logging.getLogger(__name__)
+
+MARGIN = {"cuda": 0.9, "cpu": 0.5}
+"""Share of the free memory that a step may use. Fragmentation costs the rest; a CPU's memory has other users."""
+MEASURE = 1
+"""A budget in bytes with which a step measures its graphs and keeps none."""
 
 
 @dataclass
@@ -31,6 +37,8 @@ class KeptGraphs:
     """Chunks to keep in this step."""
     bytes_each: int = 0
     """Of a full chunk's graph, the largest of all ranks; 0: not measured."""
+    exhausted: bool = False
+    """A graph did not fit: no others are kept in this run."""
     _rows: int = 0
     _measured: list[int] | None = None
 
@@ -51,8 +59,9 @@ class KeptGraphs:
     def first_pass(self, i: int, encode: Callable[[], Tensor]) -> Tensor:
         """The output of chunk i, without its graph; this is kept, or measured and dropped."""
         if i < self.count:
-            self.outputs.append(encode())
-            return self.outputs[-1].detach()
+            out = encode()
+            self.outputs.append(out)
+            return out.detach()
         if self._measured is None:
             with torch.no_grad():
                 return encode()
@@ -60,6 +69,13 @@ class KeptGraphs:
             out = encode()
         self._measured.append(size())
         return out.detach()
+
+    def give_up(self) -> None:
+        """Drop the graphs of this step, whose chunks have a second pass then."""
+        log.warning("cache.keep: out of memory in a kept graph; this process keeps none from now on")
+        self.outputs.clear()
+        self.count = 0
+        self.exhausted = True
 
     def end(self, device: torch.device) -> None:
         """The first pass has ended: all ranks agree on what it has measured."""
@@ -98,34 +114,31 @@ def graph_bytes() -> Iterator[Callable[[], int]]:
 class KeepBudget:
     """The bytes for kept graphs in each step: `cache.keep` is `none`, a number of bytes, or `auto`.
 
-    `auto` keeps none in the first step and measures its peak beyond its start. Later steps may keep graphs in the rest
-    of the free memory, less a margin. On a CPU it is half of the memory that is free at the start.
+    `auto` keeps none in the first step, which measures a graph and its peak beyond what it leaves. Later steps may
+    keep graphs in the rest of the free memory, less a margin.
     """
 
     def __init__(self, setting: str, world: World) -> None:
         self._world = world
         self._bytes = parse_memory("cache.keep", setting)
         """None: not measured yet."""
-        if self._bytes is None and world.device.type == "cpu":
-            self._bytes = self._least(psutil.virtual_memory().available // 2)
 
     @property
     def bytes(self) -> int:
         """For the next step."""
-        return self._bytes or 0
+        return MEASURE if self._bytes is None else self._bytes
 
     def after_step(self, phases: Phases) -> None:
         """Take in what the step has needed. All ranks call it."""
         if self._bytes is None:
-            free = MARGIN * free_bytes(self._world.device)
-            self._bytes = self._least(max(0, int(free) - phases.working_bytes()))
-
-    def _least(self, value: int) -> int:
-        """Of all ranks."""
-        return -self._world.highest(-value)[0]
+            device = self._world.device
+            rest = int(MARGIN[device.type] * free_bytes(device)) - phases.working_bytes()
+            self._bytes = -self._world.highest(-max(0, rest))[0]  # the least of all ranks
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of a GPU that is free, with what torch's allocator holds in reserve."""
+    """Memory that is free: of a GPU with what torch's allocator holds in reserve, of a host this process's share."""
+    if device.type == "cpu":
+        return free_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

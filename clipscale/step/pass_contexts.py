@@ -30,6 +30,15 @@ def gradient_sync(encoder: Callable[..., Tensor], last: bool) -> Iterator[None]:
         yield
 
 
+def repeatable(encoder: Callable[..., Tensor]) -> bool:
+    """Whether a forward pass that failed may be repeated on this rank alone: it gathers no weights, and keeps no
+    statistics."""
+    if isinstance(encoder, FSDPModule) or hasattr(encoder, "gradient_sync"):
+        return False
+    modules = encoder.modules() if isinstance(encoder, nn.Module) else ()
+    return not any(isinstance(m, _BatchNorm) and m.training for m in modules)
+
+
 def summing(encoder: Callable[..., Tensor], out: Tensor) -> Tensor:
     """The output of a kept graph, for a backward pass that sums gradients, though its forward pass was under `no_sync`.
 

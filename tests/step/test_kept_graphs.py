@@ -4,6 +4,7 @@ import math
 import weakref
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from clipscale.loss.api import contrastive_loss
 from clipscale.models.towers import ClipModel
 from clipscale.step import kept_graphs
 from clipscale.step.grad_cache import GradCache
-from clipscale.step.kept_graphs import KeepBudget, graph_bytes
+from clipscale.step.kept_graphs import MEASURE, KeepBudget, graph_bytes
 from tests.support.towers import samples, small_model
 
 N, CHUNK = 12, 2
@@ -92,14 +93,71 @@ def test_a_graph_that_is_measured_is_gone_at_once() -> None:
     assert [y() for y in held] == [None] * 3
 
 
-def test_auto_keeps_none_in_the_first_step_and_then_what_it_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_measures_in_the_first_step_and_then_keeps_what_it_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the rank that has least."""
     monkeypatch.setattr(kept_graphs, "free_bytes", lambda device: 1000)
     monkeypatch.setattr(World, "highest", lambda self, *values: [max(-750, *values)])
     budget, phases = KeepBudget("auto", World(0, 1, torch.device("cuda"))), Phases(torch.device("cuda"))
     phases.before, phases.peak = {"encode": 60}, {"replay": 160}
-    assert budget.bytes == 0
+    assert budget.bytes == MEASURE
     budget.after_step(phases)
     assert budget.bytes == 750
     for setting, bytes in (("none", 0), ("2k", 2048)):
         assert KeepBudget(setting, World(0, 1, torch.device("cuda"))).bytes == bytes
+
+
+def test_on_a_cpu_auto_keeps_the_graphs_of_a_batch_that_fits_from_the_second_step_on() -> None:
+    """As a run does by default: a batch of one chunk has no second pass then."""
+    model, calls = small_model(), []
+    model.image.register_forward_hook(lambda *_: calls.append("image"))
+    world = World(0, 1, torch.device("cpu"))
+    budget = KeepBudget("auto", world)
+    cache = cached(model, chunk=N)
+    for expected in (2, 1):
+        cache.keep_bytes = budget.bytes
+        calls.clear()
+        cache.step(*samples(N))
+        budget.after_step(Phases(world.device))
+        assert len(calls) == expected
+    assert 2**20 < budget.bytes < psutil.virtual_memory().total // 2
+
+
+@pytest.mark.parametrize("full", [0, 2])
+def test_a_graph_that_does_not_fit_ends_the_keeping_and_not_the_step(
+    full: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bit for bit with dropout, in this step and in all that follow; said once."""
+
+    class Full(nn.Module):
+        """Has memory for the graphs of its first `full` calls."""
+
+        def __init__(self, tower: nn.Module) -> None:
+            super().__init__()
+            self.tower, self.graphs = tower, 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.tower(x)
+            if replaying or not torch.is_grad_enabled():
+                return out
+            self.graphs += 1
+            if self.graphs <= full:
+                return out
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    gradients = []
+    for keep in (0, math.inf):
+        replaying = keep == 0
+        model = small_model(dropout=0.4, patch_dropout=0.4)
+        cache = cached(model, keep)
+        cache.towers[0].encoder = Full(model.image)
+        torch.manual_seed(5)
+        for _ in range(2):
+            u, v = cache.encode(*samples(N))
+            cache.backward(cache.loss(u, v))
+            replaying = True
+            cache.replay()
+            replaying = keep == 0
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert [tower.graphs.count for tower in cache.towers] == [0, 0], "no tower takes the room of another's graphs"
+    assert sum("cache.keep: out of memory" in message for message in caplog.messages) == 1

@@ -10,6 +10,7 @@ from typing import Any
 
 from clipscale.common.units import parse_memory
 from clipscale.data.loader.host_batch import Offload
+from clipscale.data.loader.memory import free_memory
 from clipscale.data.loader.stream import layout_of, worker_count
 from clipscale.data.order import BatchShare, default_streams
 from clipscale.step.kept_graphs import MARGIN
@@ -38,8 +39,8 @@ class MemoryModel:
         image, text = chunks
         return min(image or batch, batch), min(text or texts, texts)
 
-    def at(self, batch: int, chunks: Chunks, keep: float = 0, *, resident: bool = False) -> StepMemory:
-        """A step of `batch` samples on a rank, with `keep` bytes for kept graphs.
+    def at(self, batch: int, chunks: Chunks, *, resident: bool = False) -> StepMemory:
+        """A step of `batch` samples on a rank, without kept graphs.
 
         `resident`: pixels and tokens stay on the device (offload=none).
         """
@@ -54,8 +55,7 @@ class MemoryModel:
             start = self.run.base_step(sizes, near, resident=resident)
             end = self.run.base_step(self.sizes(near + whole, chunks), near + whole, resident=resident)
             memory = memory.moved(start, end, (batch - near) / whole)
-        memory = replace(memory, peak={**memory.peak, "loss": memory.before["loss"] + self.loss(batch)})
-        return self._with_kept(memory, batch, chunks, keep) if keep else memory
+        return replace(memory, peak={**memory.peak, "loss": memory.before["loss"] + self.loss(batch)})
 
     def counts(self, batch: int, chunks: Chunks) -> list[int]:
         """Image and text chunks of a batch."""
@@ -70,8 +70,10 @@ class MemoryModel:
         low, high = self._loss(size), self._loss(2 * size)
         return round(high + (batch / size - 2) * (high - low))
 
-    def _with_kept(self, step: StepMemory, batch: int, chunks: Chunks, keep: float) -> StepMemory:
+    def with_kept(self, step: StepMemory, batch: int, chunks: Chunks, keep: float) -> StepMemory:
         """Adds the graphs that GradCache would keep in `keep` bytes. A graph lives until its tower's second pass."""
+        if keep == 0:
+            return step
         counts = self.counts(batch, chunks)
         each = [self.graph(tower, size) for tower, size in enumerate(self.sizes(batch, chunks))]
         image = min(counts[0], int(keep // each[0])) if each[0] else 0
@@ -97,12 +99,20 @@ class MemoryModel:
         return StepMemory(before, peak, (image, text))
 
 
-def keep_bytes(setting: str, step: StepMemory, available: float) -> float:
-    """`cache.keep` in bytes. `auto`: what a step without kept graphs leaves free, less the margin of kept_graphs.py."""
-    if (fixed := parse_memory("cache.keep", setting)) is not None:
+def keep_bytes(config: PlanConfig, step: StepMemory, available: float | None) -> float:
+    """`cache.keep` in bytes. `auto`: what a step without kept graphs leaves free, less the margin of kept_graphs.py.
+
+    `available`: what a step may take of a GPU; None: on a CPU, of which a process has its share.
+    """
+    fixed = parse_memory("cache.keep", config.cache.keep)
+    if fixed is not None:
         return float(fixed)
+    device = "cuda"
+    if available is None:
+        device = "cpu"
+        available = (config.host_memory or free_memory()) / config.gpus
     start = step.before["encode"]
-    return max(0.0, MARGIN * (available - start) - (step.highest - start))
+    return max(0.0, MARGIN[device] * (available - start) - (step.highest - start))
 
 
 def host_memory(config: PlanConfig, run: DryRun, batch: int, chunk: int | None, step: float = 0) -> dict[str, Any]:

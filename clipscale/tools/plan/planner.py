@@ -74,15 +74,14 @@ class Prediction:
         self.local = config.batch // target.ranks
         self.resident = config.offload == "none"
         self.chunks = self.chunk_sizes()
-        if target.gpu:
-            self.keep = keep_bytes(config.cache.keep, self.memory(self.local), target.free)
-        else:
-            self.keep = float(run.base.state.keep.bytes)
-        self.step = self.memory(self.local, self.keep)
+        self.step = self.memory(self.local)
         self.host = host_memory(config, run.base, self.local, self.chunks[0], self.step.highest)
 
-    def memory(self, batch: int, keep: float = 0) -> StepMemory:
-        return self.model.at(batch, self.chunks, keep, resident=self.resident)
+    def memory(self, batch: int) -> StepMemory:
+        """Of a step of `batch` samples on a rank, with the graphs that `cache.keep` keeps."""
+        bare = self.model.at(batch, self.chunks, resident=self.resident)
+        available = self.target.free if self.target.gpu else None
+        return self.model.with_kept(bare, batch, self.chunks, keep_bytes(self.config, bare, available))
 
     def chunk_sizes(self) -> Chunks:
         """Chunk sizes as set, or assumed: the largest up to `auto_chunk` that fits."""
@@ -120,7 +119,7 @@ class Prediction:
 
     def fits(self, batch: int) -> bool:
         """Whether so many samples on each rank fit, with these chunks."""
-        taken = self.memory(batch, self.keep).highest
+        taken = self.memory(batch).highest
         node = host_memory(self.config, self.run.base, batch, self.chunks[0], taken)["node_bytes"]
         return taken <= self.target.free and node <= (self.config.host_memory or math.inf)
 
@@ -130,10 +129,15 @@ class Prediction:
         least = max(chunk or 1 for chunk in self.chunks)
         return ranks * largest(self.local, least, ASSUMED.largest_batch // ranks, self.fits)
 
-    def time(self) -> StepTime:
+    def second_pass(self) -> list[float]:
+        """The share of each tower's chunks that have one, because their graphs are not kept; 0 of a frozen tower."""
         counts = self.model.counts(self.local, self.chunks)
-        kept = [graphs / count for graphs, count in zip(self.step.kept, counts)]
-        return StepTime(self.config, self.target.gpu, self.run, self.flops, kept)
+        towers = self.run.base.state.cache.towers
+        pairs = zip(towers, self.step.kept, counts)
+        return [1 - graphs / count if tower.trained else 0.0 for tower, graphs, count in pairs]
+
+    def time(self) -> StepTime:
+        return StepTime(self.config, self.target.gpu, self.run, self.flops, self.second_pass())
 
     def result(self) -> Result:
         """The object of docs/plan.md, without a largest batch."""
@@ -166,6 +170,7 @@ class Prediction:
             "local_batch": self.local,
             "chunk": dict(zip(TOWERS, self.model.sizes(self.local, self.chunks))),
             "kept": dict(zip(TOWERS, step.kept)),
+            "second_pass": dict(zip(TOWERS, self.second_pass())),
             "device": {"phases": phases, "total_bytes": peak + target.outside, "usable_bytes": target.usable},
             "host": self.host | {"memory_bytes": config.host_memory},
             "time": estimate,
@@ -236,7 +241,7 @@ def fitted(config: PlanConfig) -> Result:
             if size > batch:
                 best, batch = trial, size
         results = []
-        for keep in ("none",) if config.hardware == "cpu" else ("none", "auto"):
+        for keep in ("none", "auto"):
             trial = changed(best, f"batch={batch or config.batch} cache.keep={keep}")
             results.append(predict(trial).result() | {"keep": keep, "largest_batch": batch})
     fitting = [result for result in results if result["fits"]]

@@ -45,11 +45,13 @@ def show(results: list[Result], texts: list[Iterator[TextTable | str]], *, as_js
 
 def parts(result: Result, config: PlanConfig) -> Iterator[TextTable | str]:
     """A plan as tables and lines; the last line is the conclusion."""
-    chunk, kept, host = result["chunk"], result["kept"], result["host"]
+    chunk, kept, host, again = result["chunk"], result["kept"], result["host"], result["second_pass"]
+    graphs = f"{kept['image']} and {kept['text']}"
+    twice = f"{again['image']:.0%} of the images and {again['text']:.0%} of the texts"
     yield (
         f"{printable(config.model.name)}, batch {format_count(result['batch'])}: {result['local_batch']} samples on "
         f"each of {config.nodes} x {config.gpus} x {config.hardware}, in chunks of {chunk['image']} images and "
-        f"{chunk['text']} texts (graphs kept: {kept['image']} and {kept['text']}), {config.precision}, "
+        f"{chunk['text']} texts (graphs kept: {graphs}; encoded twice: {twice}), {config.precision}, "
         f"{config.optim.name}, offload={result['offload']}, {config.launch.parallel}"
     )
     phases = []

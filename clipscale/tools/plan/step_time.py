@@ -32,9 +32,9 @@ class StepTime:
         gpu: Hardware | None,
         run: DeepDryRun,
         flops: tuple[PassFlops, PassFlops],
-        kept: list[float],
+        second_pass: list[float],
     ) -> None:
-        """`flops`: by `pass_flops`. `kept`: share of each tower's chunks whose graphs are kept."""
+        """`flops`: by `pass_flops`. `second_pass`: the share of each tower's chunks that have one."""
         base = run.base
         self.config = config
         self.gpu = gpu or UNKNOWN
@@ -48,11 +48,11 @@ class StepTime:
         self.replay = 0.0
         self.trained = 0
         """Towers that train."""
-        towers = zip(TOWERS, base.state.cache.towers, (image, text), (1, self.captions), kept)
+        towers = zip(TOWERS, base.state.cache.towers, (image, text), (1, self.captions), second_pass)
         for name, tower, passes, inputs, share in towers:
             if tower.trained and name not in base.state.trunks:  # a frozen trunk has no second pass
                 self.trained += 1
-                self.replay += inputs * (passes.forward * (again - share) + passes.backward)
+                self.replay += inputs * (passes.forward * (again - 1 + share) + passes.backward)
 
     def step(self, share: float) -> dict[str, float]:
         """Seconds of a step by part and in all, at a share of the peak."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from clipscale.common.units import parse_memory
 from clipscale.config.parse import typed
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.to_device import ChunkLoader
@@ -61,7 +62,7 @@ def measured(config: TrainConfig, world: World | None = None) -> StepMemory:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         state = measured_state(config, world)
         assert state.captions.pad == 0, state.captions.note
-        state.cache.keep_bytes = 0 if config.cache.keep == "none" else float(config.cache.keep)
+        state.cache.keep_bytes = parse_memory("cache.keep", config.cache.keep) or 0
         for _ in range(3):
             one_step(state)
     events = profiler.profiler.kineto_results.events()

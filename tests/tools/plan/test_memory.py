@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from clipscale.common.units import parse_memory
 from clipscale.config.train import TrainConfig
 from clipscale.tools.plan import dry_run as dry_run_module
-from clipscale.tools.plan.dry_run import PHASES, StepMemory, dry_run, model_without_values
+from clipscale.tools.plan.dry_run import PHASES, DeepDryRun, StepMemory, dry_run, model_without_values
 from clipscale.tools.plan.memory import MemoryModel
 from tests.support.ranks import run_ranks
 from tests.tools.plan.measure import ARCHITECTURE, measured, measured_on_a_rank, settings
@@ -21,9 +22,15 @@ SMALL = 256 * 1024
 
 def predicted(config: TrainConfig, ranks: int = 1) -> StepMemory:
     chunk = int(config.cache.chunk[0])
-    keep = 0 if config.cache.keep == "none" else float(config.cache.keep)
+    keep = parse_memory("cache.keep", config.cache.keep) or 0
     with dry_run(config, model_without_values(config.model), ranks, None) as run:
-        return MemoryModel(run).at(config.batch // ranks, (chunk, chunk), keep, resident=config.offload == "none")
+        return at(run, config.batch // ranks, chunk, keep, resident=config.offload == "none")
+
+
+def at(run: DeepDryRun, batch: int, chunk: int, keep: float, *, resident: bool = False) -> StepMemory:
+    """A step with `keep` bytes for kept graphs."""
+    model, chunks = MemoryModel(run), (chunk, chunk)
+    return model.with_kept(model.at(batch, chunks, resident=resident), batch, chunks, keep)
 
 
 def assert_agree(ours: StepMemory, real: StepMemory, *, growth: bool = True, peaks: bool = True) -> None:
@@ -111,7 +118,7 @@ def test_a_deep_model_is_predicted_from_shallow_ones(changed: dict[str, Any], mo
     for fewest in (dry_run_module.FEWEST, 100):
         monkeypatch.setattr(dry_run_module, "FEWEST", fewest)
         with dry_run(config, model_without_values(config.model), 4, 90) as run:
-            steps.append(MemoryModel(run).at(200, (16, 16), keep=1e6))
+            steps.append(at(run, 200, 16, keep=1e6))
             graphs.append([run.graph(tower, 16) for tower in (0, 1)])
             weights.append((run.trained_bytes, run.static))
     assert steps[0].before == steps[1].before and steps[0].kept == steps[1].kept
@@ -136,7 +143,7 @@ def test_more_chunks_follow_a_straight_line() -> None:
 def test_a_frozen_tower_has_no_second_pass_and_no_graph() -> None:
     config = settings(model__image__train="none")
     with dry_run(config, model_without_values(config.model), 1, 90) as run:
-        memory = MemoryModel(run).at(1024, (16, 16), keep=1e12)
+        memory = at(run, 1024, 16, keep=1e12)
     assert "replay image" not in memory.peak
     assert memory.kept == (0, 64)
 
