@@ -22,6 +22,7 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 from measure import Meter, Row, main, ms, spread
@@ -33,6 +34,7 @@ from clipscale.common.units import format_count, nearest, parse_count
 from clipscale.config.presets import conf_dir
 from clipscale.config.sections import ModelConfig, TowerConfig
 from clipscale.data.loader.captions import SortedCaptions
+from clipscale.data.loader.shard_stream import lengths
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.models.flops import Flops
 from clipscale.models.towers import architecture, build_model
@@ -121,6 +123,11 @@ class Step:
         tokens = tokens.where(place < sizes[:, None] - 1, 0).where(place != sizes[:, None] - 1, 49407)
         return (pixels.pin_memory(), tokens.pin_memory()) if self.device.type == "cuda" else (pixels, tokens)
 
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens of the pool's captions."""
+        return lengths(self.pool[1].numpy(), 0)
+
     def rows(self, host: Tensor, start: int, stop: int) -> Tensor:
         """Rows start to stop of the pool, which repeats without end."""
         first = start % len(host)
@@ -161,8 +168,8 @@ class Step:
         load = ChunkLoader(images, batch, self.device, resident=False)
         if self.kind in ("unsorted", "unlean"):
             captions = ChunkLoader(texts, batch, self.device, resident=False)
-        else:  # sorted within the time, as in training
-            captions = SortedCaptions(texts, batch, self.device, pad=0, resident=False)
+        else:  # sorted within the time, as in training; workers have counted the tokens
+            captions = SortedCaptions(texts, lambda: np.resize(self.lengths, batch), batch, self.device, resident=False)
         representations = self.cache.encode(load, captions)
         meter("encode")
         self.cache.backward(self.cache.loss(*representations))

@@ -22,11 +22,12 @@ from clipscale.common.phases import Phases, Readback
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import say
 from clipscale.config.train import TrainConfig, changes_since, to_yaml
+from clipscale.data.loader.captions import SortedCaptions
 from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.loader.stream import merge_positions
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.fsdp import reshard
-from clipscale.distributed.world import World, join, leave
+from clipscale.distributed.world import Later, World, join, leave
 from clipscale.eval.run import ResultsFile, evaluate
 from clipscale.eval.run import check as check_sets
 from clipscale.launch.run_lock import RunLock
@@ -85,6 +86,8 @@ class Run:
         self.stop = Stop(world)
         self.chunks = 0
         """Chunks of this step that are begun."""
+        self.agreement = Later(torch.zeros(2))
+        """What all ranks agree on in a step: the chunks of captions, and whether it is time for a checkpoint."""
         self.state.cache.before_chunk = self.between_chunks
 
     def plan_schedule(self) -> Schedule:
@@ -165,6 +168,7 @@ class Run:
         self.chunks = 0
         batch = self.stream.next_batch()  # its samples may still be arriving
         images, texts = self.inputs(batch)
+        self.texts = texts
         with self.phase(phases, "encode"):
             features = cache.encode(state.past_trunk("image", images), state.past_trunk("text", texts))
         with self.phase(phases, "loss"):
@@ -203,9 +207,12 @@ class Run:
             with phases(name):
                 yield
         except torch.OutOfMemoryError as error:
-            image, text = (tower.size for tower in self.state.cache.towers)
+            towers = self.state.cache.towers
+            image, text = (tower.size for tower in towers)
+            graphs = sum(tower.graphs.count for tower in towers)
+            kept = f" with {graphs} kept graphs (cache.keep=none keeps none)" if graphs else ""
             raise UserError(
-                f"step {self.step + 1}: out of memory in {name}, in chunks of {image} images and {text} captions "
+                f"step {self.step + 1}: out of memory in {name}, in chunks of {image} images and {text} captions{kept} "
                 f"({first_line(error)}); clipscale plan run={self.config.run} fit=true finds settings that fit"
             ) from error
 
@@ -214,7 +221,7 @@ class Run:
         batch.expect(self.state.reads(len(batch)))
         resident = self.config.offload == "none"
         images = ChunkLoader(batch.pixels, len(batch), self.world.device, resident=resident)
-        return images, self.state.captions.input(batch)
+        return images, self.state.captions.input(batch, lambda _: self.agreement.values()[0])
 
     @contextmanager
     def thrown_away_at_a_signal(self) -> Iterator[None]:
@@ -239,15 +246,26 @@ class Run:
         """Leave the step at a signal. Log the one before when the device has done it: nothing waits for that."""
         self.stop.check()
         self.records.poll()
+        size = self.config.batch // self.world.size
         if self.records.log:
-            size = self.config.batch // self.world.size
             self.records.log.progress(f"step {self.step + 1}", self.chunks, self.state.cache.calls(size))
         self.chunks += 1
+        if self.chunks == len(self.state.cache.towers[0].cut(size)):
+            self.agree()
+
+    def agree(self) -> None:
+        """Begin the one message of a step, when the last chunk of images begins: captions follow."""
+        texts = self.texts
+        chunks = texts.cut(self.state.cache.towers[1].size) if isinstance(texts, SortedCaptions) else 0
+        _, seconds = self.config.checkpoint.interval
+        late = self.world.main and 0 < seconds < time.monotonic() - self.saved_at
+        self.agreement = self.world.highest_later(chunks, int(late))
 
     def evaluate(self) -> dict[str, Any]:
         """Zero-shot and retrieval metrics of the model as it is now, also written to RUN/eval/step_N.json."""
         state, config = self.state, self.config
         self.records.finish()
+        self.stop.restart()
         with state.average.in_place() if state.average and config.eval.weights == "ema" else nullcontext():
             results = evaluate(
                 state.model,
@@ -265,10 +283,9 @@ class Run:
 
     def save_due(self) -> bool:
         """Whether this step ends with a checkpoint: by steps, by time, and at the end. All ranks agree."""
-        steps, seconds = self.config.checkpoint.interval
+        steps, _ = self.config.checkpoint.interval
         due = self.step == self.total or (steps > 0 and self.step % steps == 0)
-        late = self.world.main and seconds > 0 and time.monotonic() - self.saved_at > seconds
-        return bool(self.world.highest(int(late))[0]) or due
+        return due or self.agreement.values()[1] > 0
 
     def save(self, *, last: bool) -> None:
         """Begin to write a checkpoint; see `checkpoint.Saver`. The `last` one is waited for.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from clipscale.data.loader.captions import SortedCaptions
+from clipscale.data.loader.shard_stream import lengths
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import World, gradient_norm
 from clipscale.loss.api import contrastive_loss
@@ -161,7 +162,7 @@ def cut_up(case: Case, rank: int) -> Answer:
     pixels, tokens = inputs_of(case, rank)
     texts: ChunkLoader | SortedCaptions = rows_of(tokens, case)
     if case.captions == "sorted":
-        texts = sorted_captions(case, tokens, lambda own: world.highest(own)[0])
+        texts = sorted_captions(case, tokens, lambda chunks: world.highest(chunks)[0])
         if world.size > 1:
             assert len(set(world.gather(len(texts.spans(case.chunks[1]))))) == 1, "FSDP2 needs equally many chunks"
     if case.keep:  # the first step measures graphs
@@ -174,17 +175,21 @@ def cut_up(case: Case, rank: int) -> Answer:
     return gradients(model), value.item(), gradient_norm(model.parameters()).item(), min(kept)
 
 
-def sorted_captions(case: Case, tokens: Tensor, most: Callable[[int], int]) -> SortedCaptions:
-    resident = case.offload == "none"
+def sorted_captions(case: Case, tokens: Tensor, agreed: Callable[[int], int]) -> SortedCaptions:
     return SortedCaptions(
-        lambda start, stop: tokens[start:stop], len(tokens), torch.device("cpu"), pad=0, resident=resident, most=most
+        lambda start, stop: tokens[start:stop],
+        lambda: lengths(tokens.numpy(), 0),
+        len(tokens),
+        torch.device("cpu"),
+        resident=case.offload == "none",
+        agreed=agreed,
     )
 
 
 def chunks_of_all_ranks(case: Case) -> int:
     """The most chunks that any rank cuts its captions into."""
     every = [inputs_of(case, rank)[1] for rank in range(case.ranks)]
-    return max(len(sorted_captions(case, tokens, lambda own: own).spans(case.chunks[1])) for tokens in every)
+    return max(len(sorted_captions(case, tokens, lambda chunks: chunks).spans(case.chunks[1])) for tokens in every)
 
 
 def rows_of(tensor: Tensor, case: Case) -> ChunkLoader:

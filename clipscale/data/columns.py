@@ -35,15 +35,19 @@ class Column:
 
 
 class Columns(NamedTuple):
-    """All that is stored of a sample, apart from its tokens."""
+    """All that is stored of a sample beside its tokens."""
 
     images: TrainTransform
     """Makes a picture's pixels."""
     beside: tuple[Column, ...]
+    pad: int | None = None
+    """The padding token; captions' lengths are stored then."""
 
 
-def columns_of(config: DataConfig, side: int, teachers: Sequence[TeacherFeatures] = ()) -> Columns:
-    """What the settings ask for. `side`: of the model's pictures."""
+def columns_of(
+    config: DataConfig, side: int, teachers: Sequence[TeacherFeatures] = (), *, pad: int | None = None
+) -> Columns:
+    """What the settings ask for. `side`: of the model's pictures. `pad`: of captions that are sorted by length."""
     beside = [Column(IDS, (), "int64", _id)]
     if config.same is not None:
         members = () if config.same == "caption" else ("json",)
@@ -62,7 +66,7 @@ def columns_of(config: DataConfig, side: int, teachers: Sequence[TeacherFeatures
         fast=config.decode == "fast",
         colour=colour_changes(augment.jitter, augment.greyscale),
     )
-    return Columns(images, tuple(beside))
+    return Columns(images, tuple(beside), pad)
 
 
 def _id(sample: ChosenSample) -> int:

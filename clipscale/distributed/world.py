@@ -30,12 +30,16 @@ TIMEOUT = timedelta(minutes=30)
 class Later:
     """The result of a reduction that goes on in the background."""
 
-    def __init__(self, tensor: Tensor, work: dist.Work) -> None:
-        self._tensor, self._work = tensor, work
+    def __init__(self, tensor: Tensor, work: dist.Work | None = None) -> None:
+        """`work`: None: `tensor` is the result."""
+        self._tensor = tensor
+        self._work = work
 
     def values(self) -> list[int]:
         """Wait for the result."""
-        self._work.wait()
+        if self._work:
+            self._work.wait()
+            self._work = None
         return [int(value) for value in self._tensor.tolist()]
 
 
@@ -72,11 +76,13 @@ class World:
     def highest(self, *values: int) -> list[int]:
         """The largest of every rank's values, one by one, on every rank. One reduction, which does not wait for the
         device."""
-        return self.highest_later(*values).values() if self.size > 1 else list(values)
+        return self.highest_later(*values).values()
 
     def highest_later(self, *values: int) -> Later:
-        """`highest` in the background, over several ranks."""
+        """`highest` in the background. All ranks call it in the same order among their reductions."""
         tensor = torch.tensor(values)
+        if self.size == 1:
+            return Later(tensor)
         work = dist.all_reduce(tensor, dist.ReduceOp.MAX, self.control, async_op=True)
         assert work is not None
         return Later(tensor, work)

@@ -1,5 +1,6 @@
 """Ends a run at a signal, between two chunks of a step or two batches of an evaluation."""
 
+import math
 import os
 import signal
 import time
@@ -13,6 +14,10 @@ AGAIN_S = 1.0
 launcher forwards it.
 """
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1)
+VOTE_S = 0.25
+"""Ranks tell each other of signals about so often. A message takes 25 to 50 ms over 512 ranks."""
+MOST_CALLS = 256
+"""Calls of `check` between two votes, at most."""
 
 
 @dataclass
@@ -36,6 +41,11 @@ class Stop:
         self._world, self._first = world, 0.0
         self._before: dict[int, Any] = {}
         self._votes: Later | None = None
+        self._calls = 1
+        """From the last vote to the next, as all ranks agree."""
+        self._left = 1
+        """Calls to the next vote."""
+        self._voted = time.monotonic()
 
     def __enter__(self) -> None:
         self._before = {number: signal.signal(number, self._record) for number in WARNINGS + (signal.SIGINT,)}
@@ -47,14 +57,31 @@ class Stop:
     def check(self) -> None:
         """Raise SignalError on all ranks at once, if a signal has come to any. Every rank calls it equally often.
 
-        Ranks learn of each other's signals one call later, so that no rank waits for the slowest.
+        Ranks vote a few times a second, and learn of each other's signals at the next vote, so that no rank waits for
+        the slowest.
         """
         number = self.number
         if self._world.size > 1:
-            votes, self._votes = self._votes, self._world.highest_later(number)
-            number = votes.values()[0] if votes else 0
+            self._left -= 1
+            number = 0 if self._left else self._vote()
         if number:
             raise SignalError(number)
+
+    def restart(self) -> None:
+        """Vote at the next calls, whose work may take longer. Every rank calls it at the same place."""
+        self._calls = 0
+        self._left = 1
+
+    def _vote(self) -> int:
+        """The highest number of all ranks' signals at the last vote. Begins the next, which also sets when it ends."""
+        now = time.monotonic()
+        fitting = max(1, math.ceil(VOTE_S * self._calls / max(now - self._voted, 1e-6)))
+        votes = self._votes.values() if self._votes else [0, -1]
+        self._calls = -votes[1] if self._calls else 1
+        self._left = self._calls
+        self._voted = now
+        self._votes = self._world.highest_later(self.number, -min(fitting, MOST_CALLS))  # the rank with the fewest
+        return votes[0]
 
     def _record(self, number: int, _: object) -> None:
         now = time.monotonic()

@@ -209,7 +209,7 @@ def data_stream(run: Resolved, state: TrainState, world: World) -> TrainStream:
     return open_stream(
         config.data,
         share,
-        columns_of(config.data, state.model.image_size, state.teachers),
+        columns_of(config.data, state.model.image_size, state.teachers, pad=state.captions.pad),
         state.model.tokenizer,
         shards,
         position=position,

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipscale.config.train import TrainConfig
-from clipscale.data.loader.captions import SortedCaptions, lengths
+from clipscale.data.loader.captions import SortedCaptions, widths_of
 from clipscale.data.loader.host_batch import HostBatch
+from clipscale.data.loader.shard_stream import lengths
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import World
 from clipscale.loss.machine import float32_matmuls
@@ -37,13 +38,12 @@ class CaptionRule:
         else:
             self.note = f"captions keep their order and the whole context: {pad}"
 
-    def input(self, batch: HostBatch) -> ChunkLoader | SortedCaptions:
-        """The text tower's input; sorted if this run sorts."""
+    def input(self, batch: HostBatch, agreed: Callable[[int], int]) -> ChunkLoader | SortedCaptions:
+        """The text tower's input; sorted if this run sorts, in as many chunks as the ranks have `agreed` on."""
         device, count = self.world.device, len(batch) * batch.captions
         if self.pad is None:
             return ChunkLoader(batch.tokens, count, device, resident=self.resident)
-        most = lambda chunks: self.world.highest(chunks)[0]  # noqa: E731
-        return SortedCaptions(batch.tokens, count, device, pad=self.pad, resident=self.resident, most=most)
+        return SortedCaptions(batch.tokens, batch.lengths, count, device, resident=self.resident, agreed=agreed)
 
     def widths(self, texts: ChunkLoader | SortedCaptions) -> dict[int, int]:
         """Captions of a step that has run, by the width at which the tower computed them."""
@@ -59,7 +59,7 @@ def padding(tower: nn.Module, tokenizer: Callable[[list[str]], Tensor], device: 
         return "the text tower has batch normalisation"
     tokens = tokenizer([" ".join(["cat"] * count) for count in WORDS])
     pad = int(tokens[0, -1])
-    widths = lengths(tokens, pad)
+    widths = widths_of(lengths(tokens.numpy(), pad), tokens.shape[1])
     training = tower.training
     tower.eval()
     try:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from clipscale.checkpoint import UnwritableError
 from clipscale.common.errors import StoppedError
 from clipscale.config.sections import CacheConfig, CheckpointConfig, EvalConfig, LaunchConfig, ModelConfig
 from clipscale.config.train import TrainConfig
-from clipscale.distributed.world import World
+from clipscale.distributed.world import Later, World
 from clipscale.launch import stopping
 from clipscale.launch.stopping import SignalError, Stop
 from clipscale.train import train
@@ -44,7 +45,7 @@ def with_signal_at(call: int, work: Callable[[], Any]) -> int:
             os.kill(os.getpid(), signal.SIGTERM)
         check(stop)
 
-    with patch.object(Stop, "check", signalled):
+    with patch.object(Stop, "check", signalled), patch.object(stopping, "VOTE_S", 0.0):
         try:
             work()
         except StoppedError as stopped:
@@ -152,3 +153,35 @@ def test_all_ranks_leave_a_step_at_the_same_chunk(demo: Path, tmp_path: Path, pa
     assert [path.name for path in checkpoint.checkpoints_of(tmp_path / "run")] == ["step_00000001"]
     assert run_ranks(on_rank_1, 2, config, -1) == [0, 0]
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+
+
+def votes_of(rank: int, world: int, calls: int, pause: float) -> tuple[int, int]:
+    """How often ranks vote in so many calls of `check`, and the call at which a signal to rank 1 ends the work."""
+    here = World(rank, world, torch.device("cpu"))
+    stop, votes = Stop(here), 0
+    later = World.highest_later
+
+    def counted(self: World, *values: int) -> Later:
+        nonlocal votes
+        votes += 1
+        return later(self, *values)
+
+    with patch.object(World, "highest_later", counted):
+        for call in range(2 * calls):
+            if call == calls:
+                before = votes
+                stop.number = signal.SIGTERM if rank == 1 else 0
+            try:
+                stop.check()
+            except SignalError:
+                return before, call
+            time.sleep(pause * (1 + rank))
+    return before, 2 * calls
+
+
+def test_ranks_vote_a_few_times_a_second_and_still_stop_together() -> None:
+    """Of 200 short chunks in a second; it was a message with each."""
+    (votes, call), other = run_ranks(votes_of, 2, 200, 0.004)
+    assert other == (votes, call)
+    assert 2 <= votes <= 12
+    assert 200 < call <= 400

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from clipscale.config.sections import CacheConfig, ModelConfig, TowerConfig
 from clipscale.data.loader.captions import SortedCaptions
+from clipscale.data.loader.shard_stream import lengths
 from clipscale.distributed.world import World
 from clipscale.loss.api import contrastive_loss
 from clipscale.loss.reference import dense_contrastive_loss
@@ -46,7 +47,12 @@ def cut_up(rank: int, world: int, case: tuple[int, int, bool], parallel: str = "
     passes: list[int] = []
     model.text.encoder.ln_final.register_forward_hook(lambda module, inputs, out: passes.append(len(out)))
     texts: Any = SortedCaptions(
-        lambda a, b: tokens[a:b], part, here.device, pad=0, resident=False, most=lambda own: here.highest(own)[0]
+        lambda a, b: tokens[a:b],
+        lambda: lengths(tokens.numpy(), 0),
+        part,
+        here.device,
+        resident=False,
+        agreed=lambda chunks: here.highest(chunks)[0],
     )
     text: nn.Module = model.text
     if once := model.text.trains_only_its_projection() and parallel == "ddp":

@@ -6,7 +6,10 @@ N: samples of the local batch, T: tokens of the context.
 from collections import Counter
 from collections.abc import Callable
 from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,56 +23,87 @@ CHUNK_COST = 1 / 16
 """What one more chunk is assumed to cost, in full chunks. Where cutting saves more padding, a chunk ends early."""
 
 
-def lengths(tokens: Tensor, pad: int) -> Tensor:
-    """(N, T) -> (N,) int64: tokens up to the last that is no padding, in steps of GRAIN, at least one, at most T."""
-    width = tokens.shape[1]
-    used = torch.arange(1, width + 1).where(tokens != pad, 0).amax(dim=1)
-    return (used + GRAIN - 1).div(GRAIN, rounding_mode="floor").clamp(min=1).mul(GRAIN).clamp(max=width)
+class Run(NamedTuple):
+    """Captions of one width among those in order of their length, up to position `stop`."""
+
+    width: int
+    stop: int
+
+
+def widths_of(lengths: np.ndarray, context: int) -> np.ndarray:
+    """The width of a chunk of such captions, (N,): steps of GRAIN, at least one, at most the context."""
+    steps = (np.maximum(lengths.astype(np.int16), 1) + GRAIN - 1) // GRAIN
+    widths: np.ndarray = np.minimum(steps * GRAIN, context).astype(np.int16)
+    return widths
+
+
+def runs_of(widths: np.ndarray) -> list[Run]:
+    """The runs of captions sorted by falling width. There are few: one for each multiple of GRAIN in the context."""
+    values, counts = np.unique(widths, return_counts=True)
+    stops = np.cumsum(counts[::-1])
+    return [Run(width, stop) for width, stop in zip(values[::-1].tolist(), stops.tolist())]
 
 
 class SortedCaptions(ChunkLoader):
     """An input of `GradCache` in chunks of captions of like length, longest first; features are in the batch's order.
 
     Chunks hold as many tokens as `size` whole contexts do. So they take the memory of a chunk of `size` captions, and
-    short captions come in larger chunks, each as wide as its first caption. All ranks make equally many chunks.
+    short captions come in larger chunks, each as wide as its first caption. All ranks make equally many chunks. Nothing
+    here waits for the device.
     """
 
     def __init__(
         self,
         tokens: Callable[[int, int], Tensor],
+        lengths: Callable[[], np.ndarray],
         count: int,
         device: torch.device,
         *,
-        pad: int,
         resident: bool,
-        most: Callable[[int], int] = lambda chunks: chunks,
+        agreed: Callable[[int], int] = lambda chunks: chunks,
     ) -> None:
-        """`tokens(start, stop)` blocks until those captions have arrived; the first chunk needs all of them.
+        """`tokens(start, stop)` blocks until those captions have arrived, `lengths()` until all have.
 
-        `most(chunks)` is the largest of all ranks' numbers of chunks; every rank calls it once.
+        `agreed(chunks)` is the largest of all ranks' numbers of chunks.
         """
         super().__init__(self._cut, count, device, resident=resident)
         self._tokens = tokens
-        self._pad = pad
-        self._most = most
+        self._lengths = lengths
+        self._agreed = agreed
         self._spans: list[tuple[int, int]] = []
 
     @cached_property
-    def _sorted(self) -> tuple[Tensor, Tensor, list[int]]:
-        """The captions; the row at each position; and the length there. Equal lengths keep the batch's order."""
-        captions = self._tokens(0, self.count)
-        sizes, order = lengths(captions, self._pad).sort(descending=True, stable=True)
-        return captions, order, sizes.tolist()
+    def _captions(self) -> Tensor:
+        return self._tokens(0, self.count)
+
+    @cached_property
+    def _widths(self) -> np.ndarray:
+        return widths_of(self._lengths(), self._captions.shape[1])
+
+    @cached_property
+    def _runs(self) -> list[Run]:
+        return runs_of(self._widths)
+
+    @cached_property
+    def _order(self) -> Tensor:
+        """The row at each position. Equal lengths keep the batch's order."""
+        order = torch.from_numpy(np.argsort(-self._widths, kind="stable"))
+        return order.pin_memory() if self.copies else order
 
     @cached_property
     def _rows(self) -> Tensor:
-        return self._sorted[1].to(self.device)
+        return self._order.to(self.device, non_blocking=True)
+
+    def cut(self, size: int) -> int:
+        """Cut the captions into chunks of `size` captions of the whole context; returns how many there are."""
+        if not self._spans:
+            self._spans = cut(self._runs, size * self._captions.shape[1], max(size, MOST))
+        return len(self._spans)
 
     def spans(self, size: int) -> list[tuple[int, int]]:
-        """The chunks as ranges of positions, for chunks of `size` captions of the whole context."""
-        captions, _, sizes = self._sorted
-        self._spans = cut(sizes, size * captions.shape[1], max(size, MOST))
-        split(self._spans, self._most(len(self._spans)))
+        """The chunks as ranges of positions, as many as all ranks have agreed on."""
+        count = self._agreed(self.cut(size))
+        split(self._spans, count)
         return self._spans
 
     def rows(self, start: int, stop: int) -> Tensor:
@@ -80,20 +114,28 @@ class SortedCaptions(ChunkLoader):
         """Captions by the width at which the tower has computed them."""
         widths: Counter[int] = Counter()
         for start, stop in self._spans:
-            widths[self._sorted[2][start]] += stop - start
+            widths[width_at(self._runs, start)] += stop - start
         return widths
 
     def _cut(self, start: int, stop: int) -> Tensor:
-        captions, order, sizes = self._sorted
-        return captions[order[start:stop], : sizes[start]]
+        captions = self._captions[:, : width_at(self._runs, start)]
+        size = stop - start, captions.shape[1]
+        chunk = torch.empty(size, dtype=captions.dtype, pin_memory=self.copies is not None)
+        return torch.index_select(captions, 0, self._order[start:stop], out=chunk)
 
 
-def cut(sizes: list[int], budget: int, most: int) -> list[tuple[int, int]]:
-    """Chunks of captions of falling `sizes`, of at most `budget` tokens and `most` captions, but at least one."""
+def width_at(runs: list[Run], place: int) -> int:
+    """The width of the caption at a position."""
+    return next(run.width for run in runs if place < run.stop)
+
+
+def cut(runs: list[Run], budget: int, most: int) -> list[tuple[int, int]]:
+    """Chunks of sorted captions, of at most `budget` tokens and `most` captions, but at least one."""
     spans, start = [], 0
-    while start < len(sizes):
-        stop = min(start + max(1, min(budget // sizes[start], most)), len(sizes))
-        stop = early(sizes, start, stop, CHUNK_COST * budget)
+    while start < runs[-1].stop:
+        width = width_at(runs, start)
+        stop = min(start + max(1, min(budget // width, most)), runs[-1].stop)
+        stop = early(runs, start, stop, CHUNK_COST * budget)
         spans.append((start, stop))
         start = stop
     return spans
@@ -108,9 +150,10 @@ def split(spans: list[tuple[int, int]], count: int) -> None:
         spans[i : i + 1] = [(start, middle), (middle, stop)]
 
 
-def early(sizes: list[int], start: int, stop: int, cost: float) -> int:
-    """Where a chunk of falling `sizes` ends: at the drop that saves the most padding, if more than `cost` tokens."""
-    drops = [i for i in range(start + 1, stop) if sizes[i] < sizes[i - 1]]
-    saved = {i: (stop - i) * (sizes[start] - sizes[i]) for i in drops}
-    best = max(drops, key=saved.__getitem__, default=stop)
-    return best if saved.get(best, 0) > cost else stop
+def early(runs: list[Run], start: int, stop: int, cost: float) -> int:
+    """Where a chunk of sorted captions ends: at the drop that saves the most padding, if more than `cost` tokens."""
+    width = width_at(runs, start)
+    drops = [(run.stop, (stop - run.stop) * (width - after.width)) for run, after in pairwise(runs)]
+    inside = [(end, saved) for end, saved in drops if start < end < stop]
+    best, saved = max(inside, key=lambda drop: drop[1], default=(stop, 0))
+    return best if saved > cost else stop

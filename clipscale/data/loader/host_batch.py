@@ -78,6 +78,7 @@ class Layout:
         """The arrays of one slot in shared memory. Encoded pictures use the beginning of their rows."""
         parts = {
             "tokens": Part((self.samples * self.captions, self.context_length), "int32"),
+            "lengths": Part((self.samples * self.captions,), "int16"),
             "rows": Part((self.samples, *self.columns.images.shape), "uint8"),
         }
         for column in self.columns.beside:
@@ -232,6 +233,11 @@ class HostBatch:
         """Captions start..stop, (stop - start, T) int32, a view of the batch's memory. Raises UserError as `pixels`."""
         self._wait(-(-stop // self.captions))
         return torch.from_numpy(self._slot["tokens"][start:stop])
+
+    def lengths(self) -> np.ndarray:
+        """Tokens of every caption without its padding, (kN,) int16; waits for all samples."""
+        self._wait(len(self))
+        return self._slot["lengths"]
 
     def column(self, name: str) -> Tensor:
         """(N, ...): the values of a column; waits for all samples."""

@@ -152,6 +152,13 @@ class ShardStream:
             )
 
 
+def lengths(tokens: np.ndarray, pad: int) -> np.ndarray:
+    """(N, T) -> (N,) int: tokens of each caption up to the last that is no padding; 0 for an empty one."""
+    places = np.arange(1, tokens.shape[1] + 1)
+    used: np.ndarray = np.where(tokens != pad, places, 0).max(axis=1)
+    return used
+
+
 @dataclass(frozen=True)
 class Report:
     """A worker has filled `done` of its places of batch `step` (-1: no batch, it is only alive)."""
@@ -198,8 +205,12 @@ class BatchFiller:
                 else:
                     stream.take(self.backend.check)
             if captions:
-                tokens = self._spec.tokenizer(list(captions.values()))
-                slot["tokens"][list(captions)] = np.asarray(tokens)
+                tokens = np.asarray(self._spec.tokenizer(list(captions.values())))
+                rows = list(captions)
+                slot["tokens"][rows] = tokens
+                pad = self._spec.columns.pad
+                if pad is not None:
+                    slot["lengths"][rows] = lengths(tokens, pad)
             yield self.report(step, start + len(piece))
         yield replace(self.report(step), positions=tuple(stream.position for stream in self.streams))
 
