@@ -39,6 +39,10 @@ from clipscale.models.flops import Flops
 from clipscale.state.start import begin, resolve
 from clipscale.step.optim import Schedule, largest_rms
 
+LEAST_LIMIT_S = 120.0
+STEPS = 10
+"""From the second step on ranks wait for each other as long as so many of the slowest step take."""
+
 
 def train(config: TrainConfig) -> dict[str, Any]:
     """Train as configured, from the start or from the newest checkpoint, and evaluate at the end.
@@ -83,6 +87,8 @@ class Run:
         if config.resume in ("auto", "none"):  # the step is another run's otherwise
             self.saver.last_step = self.step
         self.saved_at = time.monotonic()
+        self.slowest_s = 0.0
+        """Of the steps since this start."""
         self.stop = Stop(world)
         self.chunks = 0
         """Chunks of this step that are begun."""
@@ -133,8 +139,10 @@ class Run:
         with self.stop:  # to the end of the last save: schedulers and launchers send their signals more than once
             try:
                 while self.step < self.total:
-                    with self.thrown_away_at_a_signal():
+                    started = time.monotonic()
+                    with self.world.limited(self.limit_s()), self.thrown_away_at_a_signal():
                         self.train_step()
+                    self.slowest_s = max(self.slowest_s, time.monotonic() - started)
                     self.step += 1
                     if config.eval.every and self.step % config.eval.every == 0 and self.step < self.total:
                         results = self.evaluate()
@@ -157,6 +165,13 @@ class Run:
             print_results(results, f"{folder.name}, step {self.step}")
             say(f"done: {folder} (step {self.step}, loss {self.loss:.4f}); clipscale report {config.run} shows it")
         return {"run": str(self.resolved.folder), "step": self.step, "loss": self.loss, "eval": results}
+
+    def limit_s(self) -> float:
+        """Seconds that ranks wait for each other in a step. The first one may compile; data workers have their own."""
+        longest = self.config.launch.timeout_s
+        if not self.slowest_s:
+            return longest
+        return min(longest, max(LEAST_LIMIT_S, STEPS * self.slowest_s, 2 * self.config.data.timeout_s))
 
     def train_step(self) -> None:
         """One exact optimizer step over the global batch."""

@@ -10,7 +10,7 @@ from pkgutil import resolve_name
 from clipscale import __version__
 from clipscale.cli import help
 from clipscale.cli.verbs import VERBS, split_verb
-from clipscale.common.errors import StoppedError, UserError
+from clipscale.common.errors import LostRankError, StoppedError, UserError
 from clipscale.common.hardware import let_threads_sleep
 from clipscale.common.terminal import prepare, report, say
 from clipscale.config.train import to_yaml
@@ -25,6 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(list(sys.argv[1:] if argv is None else argv))
     except local.WorkerError as error:
         report(error, error.details)
+        return 1
+    except LostRankError as error:
+        if error.first:
+            report(error)
         return 1
     except KeyboardInterrupt:
         say("stopped by SIGINT", error=True)

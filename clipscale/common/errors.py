@@ -24,6 +24,15 @@ class StoppedError(UserError):
         self.number = number
 
 
+class LostRankError(RuntimeError):
+    """Another rank does not answer. The command line prints the message once, and exits with status 1."""
+
+    def __init__(self, message: str, *, first: bool) -> None:
+        """`first`: of the ranks that are left this is the one that prints it."""
+        super().__init__(printable(message))
+        self.first = first
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message; its kind, where there is none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
