@@ -133,7 +133,9 @@ class LossConfig:
     objective: str = setting(
         "softmax", "`softmax` (CLIP), one direction, or `sigmoid` (SigLIP).", choices=tuple(OBJECTIVES)
     )
-    exchange: str = setting("auto", "How ranks exchange features; `auto`: a ring over several.", choices=EXCHANGES)
+    exchange: str = setting(
+        "auto", "How ranks exchange features; `auto`: a ring in one node, else `gather` or `nodes`.", choices=EXCHANGES
+    )
     backend: str = setting(
         "auto",
         "`dense`: whole blocks of logits; `tiled`: torch, in tiles; `triton`; `auto`: the device's best.",

@@ -22,7 +22,7 @@ from clipscale.loss.inputs import FACTS, Arguments, Inputs, LossOptions, Pair, T
 from clipscale.loss.keys import with_shares
 from clipscale.loss.machine import Machine
 from clipscale.loss.objective import Objective
-from clipscale.loss.objectives import BACKENDS, EXCHANGES, OBJECTIVES, SHARED
+from clipscale.loss.objectives import BACKENDS, EXCHANGES, OBJECTIVES, SHARED, exchange_of
 from clipscale.loss.similarity import Deep, Dot, Similarity
 from clipscale.loss.torch_backend import TorchBackend
 from clipscale.loss.triton.tuning import WIDTH_STEP
@@ -101,7 +101,8 @@ def contrastive_loss(
         exchange: none (this process by itself) | replicated (CLIP: gather both sides, the whole loss on every rank) |
             local (OpenCLIP: two one-sided losses of the own rows; of modules or several captions: gather) | gather
             (all-gather of the texts, reduce-scatter of their gradients; DisCo-CLIP) | ring (the texts travel; least
-            memory) | auto (ring). In a group of one they are the same.
+            memory) | nodes (gather within a node, a ring between nodes) | auto (in one node ring; across nodes gather
+            where that is small, else nodes). In a group of one they are the same.
         backend: dense (a block's scores at once) | tiled (torch, any device) | triton (CUDA, dot product) | auto.
         group: the process group, or a mesh of one dimension (FSDP2's, or the data dimension beside tensor parallel's);
             None: the default group, if there is one. Each rank passes its own rows, equally many.
@@ -181,7 +182,7 @@ def _loss(arguments: Arguments, choices: Choices) -> Tensor:
     inputs = with_shares(inputs, comm, positive=choices.shared == "positive" or choices.captions > 1)
     if backend == "triton":
         inputs = inputs.padded(WIDTH_STEP)
-    exchange = _exchange(choices.exchange, comm)
+    exchange = _exchange(choices.exchange, comm, inputs, machine)
     similarity = Dot() if module is None else Deep(module, device)
     # OpenCLIP's local loss of a dot product is one-sided in both directions.
     in_two = choices.exchange == "local" and module is None and inputs.captions == 1
@@ -212,12 +213,19 @@ def _backend(name: str, objective: Objective, similarity: Similarity, machine: M
     return TorchBackend(objective.tile(), similarity, machine, dense=name == "dense")
 
 
-def _exchange(name: str, comm: Communicator | None) -> Single:
+def _exchange(name: str, comm: Communicator | None, inputs: Inputs, machine: Machine) -> Single:
     if comm is None:
         return Single()
+    nodes = machine.nodes(comm.size)
+    if name == "auto":
+        texts, width = inputs.cols.shape
+        name = exchange_of(nodes, comm.size * texts, width, inputs.dtype.itemsize)
+        _log_once(f"loss exchange: {name}, of {comm.size} ranks over {nodes} nodes")
     if name == "replicated":
         return Replicated(comm)
-    return Ring(comm) if name in ("ring", "auto") else Gather(comm)
+    if name == "nodes" and nodes > 1:
+        return Ring.between_nodes(comm, nodes)
+    return Ring(comm) if name == "ring" else Gather(comm)
 
 
 def _chosen_backend(name: str, objective: Objective, module: nn.Module | None, inputs: Inputs, machine: Machine) -> str:

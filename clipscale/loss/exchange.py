@@ -8,7 +8,7 @@ Letters: P ranks; n rows (images) and m columns (texts) of one rank, the same on
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -107,6 +107,18 @@ class Communicator:
                 raise ValueError(
                     f"contrastive_loss needs the same {name} on all ranks, but rank by rank it is {values}"
                 )
+
+
+@cache
+def grid(group: dist.ProcessGroup, nodes: int) -> tuple[Communicator, Communicator]:
+    """Of a group whose ranks are numbered node by node: the ranks of this one's place in all nodes, and of its node."""
+    ranks = dist.get_process_group_ranks(group)
+    here = len(ranks) // nodes
+    node_by_node = [ranks[start : start + here] for start in range(0, len(ranks), here)]
+    place_by_place = [ranks[place::here] for place in range(here)]
+    between, _ = dist.new_subgroups_by_enumeration(place_by_place)
+    within, _ = dist.new_subgroups_by_enumeration(node_by_node)
+    return Communicator(between), Communicator(within)
 
 
 @dataclass(frozen=True)
@@ -216,16 +228,35 @@ class Gather(Grouped):
 class Ring(Grouped):
     """Rows stay. Columns travel from rank to rank, and their sums follow one hop behind."""
 
+    def __init__(
+        self, communicator: Communicator, ring: Communicator | None = None, inner: Single | None = None
+    ) -> None:
+        """`ring`: the ranks that columns travel over, None: all. `inner`: how the others see what arrives."""
+        super().__init__(communicator)
+        self.ring = ring or communicator
+        self.inner = inner or Single()
+
+    @classmethod
+    def between_nodes(cls, communicator: Communicator, nodes: int) -> "Ring":
+        """Each rank's columns travel to its like in the other nodes, and are gathered in each."""
+        outer, inner = grid(communicator.group, nodes)
+        return cls(communicator, outer, Gather(inner) if inner.size > 1 else None)
+
     def sweep(self, cols: RowBlock, sums: Sequence[Sums], visit: Visit) -> list[Tensor]:
         behind: Transfer | None = None
-        hop = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        for number in range(self.size):  # after which the sums are back
-            ahead = self.comm.post(cols.sent(), hop) if number < self.size - 1 else None
-            parts = collected(cols, sums, visit, None if number else 0)
+        ring = self.ring
+        hop = (ring.rank + 1) % ring.size, (ring.rank - 1) % ring.size
+
+        def visit_others(cols: RowBlock, _: int | None) -> None:
+            visit(cols, None)
+
+        for number in range(ring.size):  # after which the sums are back
+            ahead = ring.post(cols.sent(), hop) if number < ring.size - 1 else None
+            parts = self.inner.sweep(cols, sums, visit_others if number else visit)
             if parts:
                 for s, part, before in zip(sums, parts, behind.wait() if behind else []):
                     s.join(part, before, out=part)
-                behind = self.comm.post(parts, hop, tag=1)
+                behind = ring.post(parts, hop, tag=1)
             if ahead is not None:
                 cols = cols.received(ahead.wait())
         return behind.wait() if behind else []

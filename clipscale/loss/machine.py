@@ -1,6 +1,7 @@
 """What the loss asks of the machine it runs on. A dry run passes one that answers for a GPU that is not there."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 from functools import cache
 from typing import Any, TypeVar
@@ -17,10 +18,22 @@ T = TypeVar("T")
 class Machine:
     """The machine of this process."""
 
-    def __init__(self, panel_bytes: int = 512 << 20, partial_bytes: int = 128 << 20) -> None:
+    def __init__(
+        self, panel_bytes: int = 512 << 20, partial_bytes: int = 128 << 20, ranks_of_node: int | None = None
+    ) -> None:
         """panel_bytes: of score gradients at a time; 16k x 16k of them in half precision keep the library's matrix
-        products large. partial_bytes: of partial sums, a 32k x 32k panel of 128 x 128 tiles."""
-        self.panel_bytes, self.partial_bytes = panel_bytes, partial_bytes
+        products large. partial_bytes: of partial sums, a 32k x 32k panel of 128 x 128 tiles. ranks_of_node: that
+        torchrun or Slurm have started on each node; None: as they say."""
+        self.panel_bytes = panel_bytes
+        self.partial_bytes = partial_bytes
+        self.ranks_of_node = ranks_of_node
+
+    def nodes(self, ranks: int) -> int:
+        """Over how many nodes a group of so many ranks is spread; 1 where that is not known, as of a part of all."""
+        here = self.ranks_of_node
+        if here is None and os.environ.get("WORLD_SIZE") == str(ranks):
+            here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+        return ranks // here if here and ranks % here == 0 else 1
 
     def is_gpu(self, device: torch.device) -> bool:
         return device.type == "cuda"

@@ -6,7 +6,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from clipscale import contrastive_loss
-from clipscale.loss.objectives import OBJECTIVES
+from clipscale.loss.machine import Machine
+from clipscale.loss.objectives import OBJECTIVES, exchange_of
 from tests.loss.cases import Phi, assert_exact, oracle, results
 from tests.loss.workers import Workers, check, stacked
 
@@ -53,8 +54,30 @@ def test_modules_are_exact_on_ranks(ranks: Workers, objective: str, exchange: st
 @pytest.mark.parametrize("world", [(0, 1, 2, 3), (1, 3), (2,), (0, 2, 3)])
 def test_any_subgroup_will_do(ranks: Workers, world: tuple[int, ...]) -> None:
     u, v = stacked(len(world), 5, 6, 8)
-    for exchange in (*EXCHANGES, "auto"):  # which is the ring
+    for exchange in (*EXCHANGES, "auto"):
         check(ranks, world, u, v, 14.3, {"exchange": exchange})
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_gather_within_nodes_and_a_ring_between_them_are_exact(ranks: Workers, objective: str) -> None:
+    """Two nodes of two ranks, four of one, and one of four; with a module, which counts each pair once."""
+    torch.manual_seed(0)
+    phi = Phi(6).double()
+    for here in (1, 2, 4):
+        machine = Machine(ranks_of_node=here)
+        options = {"objective": objective, "exchange": "nodes", "machine": machine}
+        for scale in (1.0, 100.0):
+            check(ranks, 4, *stacked(4, 7, 9, 12), scale, options | {"tile": 4})
+        check(ranks, 4, *stacked(4, 3, 4, 6), 9.0, options | {"tile": 2, "similarity": phi})
+
+
+def test_auto_is_a_ring_in_a_node_and_across_nodes_a_gather_where_that_is_small() -> None:
+    million = 2**20
+    assert exchange_of(1, 64 * million, 1024, 2) == "ring"
+    assert exchange_of(2, million, 768, 2) == "gather", "4.5 GiB"
+    assert exchange_of(64, million, 1024, 2) == "nodes"
+    assert Machine().nodes(8) == 1, "not started by torchrun"
+    assert Machine(ranks_of_node=4).nodes(8) == 2
 
 
 def alone(group: dist.ProcessGroup, rank: int, u: Tensor, v: Tensor) -> list[Tensor]:

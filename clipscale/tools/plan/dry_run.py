@@ -26,6 +26,7 @@ from clipscale.data.columns import columns_of
 from clipscale.data.features import TeacherFeatures
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import World
+from clipscale.loss.objectives import exchange_of
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import without_weights
 from clipscale.state.train_state import Parts, TrainState
@@ -127,10 +128,10 @@ class DryRun:
         config: TrainConfig,
         ranks: int,
         tracker: MemoryTracker,
-        capability: int | None,
+        machine: DryMachine,
         model: ClipModel,
     ) -> None:
-        """`capability`: of the GPU; None: a CPU. `model`: on the meta device; it gets tensors of the dry run."""
+        """`model`: on the meta device; it gets tensors of the dry run."""
         before = tracker.live
         place(model)
         self.config, self.ranks, self.tracker = config, ranks, tracker
@@ -141,8 +142,8 @@ class DryRun:
         self.others = 0
         """Live bytes of other dry runs, which this one does not count."""
         world = DryRunWorld(0, ranks, CPU)
-        self.state = TrainState(config, world, parts(config, model, world, capability))
-        if capability and type(self.state.optimizer).__module__.startswith("torch.optim"):
+        self.state = TrainState(config, world, parts(config, model, world, machine))
+        if machine.capability and type(self.state.optimizer).__module__.startswith("torch.optim"):
             for group in self.state.optimizer.param_groups:  # torch's own choice on CUDA
                 group["foreach"] = True if group.get("foreach", False) is None else group.get("foreach", False)
         self.state.precision.scaler = None  # it takes a few bytes, and its test of every gradient needs values
@@ -271,7 +272,7 @@ class DeepDryRun:
     """
 
     def __init__(
-        self, config: TrainConfig, model: ClipModel, ranks: int, tracker: MemoryTracker, capability: int | None
+        self, config: TrainConfig, model: ClipModel, ranks: int, tracker: MemoryTracker, machine: DryMachine
     ) -> None:
         """`model`: of the settings, on the meta device; it loses blocks."""
         fewest = FEWEST
@@ -293,7 +294,7 @@ class DeepDryRun:
             for tower in self.missing:
                 if tower != deep:
                     shorten(getattr(copied, tower), fewest)
-            return DryRun(config, ranks, tracker, capability, copied)
+            return DryRun(config, ranks, tracker, machine, copied)
 
         self.base = run("")
         self.base_step = cache(self.base.step)
@@ -360,31 +361,41 @@ def model_without_values(config: ModelConfig) -> ClipModel:
         return build_model(without_weights(config))
 
 
-def parts(config: TrainConfig, model: ClipModel, world: World, capability: int | None) -> Parts:
+def parts(config: TrainConfig, model: ClipModel, world: World, machine: DryMachine) -> Parts:
     """Of a run that reads nothing. Chunk sizes are set before each step."""
     for module in model.modules():  # on GPUs batch normalisation is synchronised, which takes as much memory
         if world.size > 1 and isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.eval()
     loss_group = None
-    if world.size > LAPS and config.loss.exchange in ("auto", "ring"):
-        group = dist.new_group(list(range(LAPS)))
+    laps = LAPS
+    if config.loss.exchange == "nodes":
+        laps = 2 * (machine.ranks_of_node or 1)
+    if world.size > laps and config.loss.exchange in ("ring", "nodes"):  # further laps take the same memory
+        group = dist.new_group(list(range(laps)))
         loss_group = group if isinstance(group, dist.ProcessGroup) else None
     return Parts(
         model,
         CaptionRule(config, world, model, sort=False),  # chunks of sorted captions hold as many tokens
         teachers=tuple(TeacherFeatures(name, model.width, "float16") for name in config.distill.teachers),
         chunks={"image": 1, "text": 1},
-        machine=DryMachine(capability),
+        machine=machine,
         loss_group=loss_group,
     )
 
 
 @contextmanager
-def dry_run(config: TrainConfig, model: ClipModel, ranks: int, capability: int | None) -> Iterator[DeepDryRun]:
+def dry_run(
+    config: TrainConfig, model: ClipModel, ranks: int, capability: int | None, nodes: int = 1
+) -> Iterator[DeepDryRun]:
     """A dry run on one of `ranks` GPUs of a compute capability, or (None) in one of `ranks` CPU processes.
 
     `model`: by `model_without_values`.
     """
+    if config.loss.exchange == "auto":  # as for the whole batch, not for the parts of it that are run
+        itemsize = 4 if config.precision == "fp32" else 2
+        texts = config.batch * config.data.captions_per_step
+        exchange = exchange_of(nodes, texts, model.width, itemsize)
+        config = replace(config, loss=replace(config.loss, exchange=exchange))
     with ExitStack() as stack:
         if ranks > 1:
             dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
@@ -392,4 +403,4 @@ def dry_run(config: TrainConfig, model: ClipModel, ranks: int, capability: int |
         tracker = stack.enter_context(without_memory())
         if capability:
             stack.enter_context(cuda_autocast())
-        yield DeepDryRun(config, model, ranks, tracker, capability)
+        yield DeepDryRun(config, model, ranks, tracker, DryMachine(capability, ranks // nodes))

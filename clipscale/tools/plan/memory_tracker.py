@@ -108,8 +108,8 @@ class DryMachine(Machine):
     panel of a block, because the others use the same buffers, and on a GPU Triton's backend without its kernels.
     """
 
-    def __init__(self, capability: int | None) -> None:
-        super().__init__()
+    def __init__(self, capability: int | None, ranks_of_node: int | None = None) -> None:
+        super().__init__(ranks_of_node=ranks_of_node)
         self.capability = capability
 
     def is_gpu(self, device: torch.device) -> bool:

@@ -167,6 +167,7 @@ class Prediction:
             "gpus": config.gpus,
             "nodes": config.nodes,
             "offload": config.offload,
+            "exchange": self.run.base.config.loss.exchange,
             "local_batch": self.local,
             "chunk": dict(zip(TOWERS, self.model.sizes(self.local, self.chunks))),
             "kept": dict(zip(TOWERS, step.kept)),
@@ -199,7 +200,8 @@ def predictions(config: PlanConfig) -> Iterator[Callable[[PlanConfig], Predictio
     say(f"dry run of {config.model.name} on {target.ranks} x {config.hardware}", error=True)
     model = model_without_values(config.model)
     flops = pass_flops(config.model, model)
-    with dry_run(config, model, target.ranks, target.gpu.capability if target.gpu else None) as run:
+    capability = target.gpu.capability if target.gpu else None
+    with dry_run(config, model, target.ranks, capability, config.nodes) as run:
         memory = MemoryModel(run, caption_width(model) / model.context_length)
         yield lambda settings: Prediction(settings, target, run, memory, flops)
 

@@ -52,7 +52,7 @@ def parts(result: Result, config: PlanConfig) -> Iterator[TextTable | str]:
         f"{printable(config.model.name)}, batch {format_count(result['batch'])}: {result['local_batch']} samples on "
         f"each of {config.nodes} x {config.gpus} x {config.hardware}, in chunks of {chunk['image']} images and "
         f"{chunk['text']} texts (graphs kept: {graphs}; encoded twice: {twice}), {config.precision}, "
-        f"{config.optim.name}, offload={result['offload']}, {config.launch.parallel}"
+        f"{config.optim.name}, offload={result['offload']}, exchange={result['exchange']}, {config.launch.parallel}"
     )
     phases = []
     for name, sizes in result["device"]["phases"].items():

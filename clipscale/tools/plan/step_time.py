@@ -41,6 +41,7 @@ class StepTime:
         self.width = base.width
         self.captions = base.captions
         self.gradients = run.trained_bytes
+        self.exchange = base.config.loss.exchange
         image, text = flops
         again = 2 if config.model.grad_checkpointing else 1
         self.encode = image.forward + text.forward * self.captions
@@ -63,16 +64,28 @@ class StepTime:
         link = 1e9 * (ASSUMED.network if config.nodes > 1 else self.gpu.link)
         pairs = batch * config.batch * captions * (ranks if config.loss.exchange == "replicated" else 1)
         sweeps = OBJECTIVES[config.loss.objective].sweeps if self.trained else 1
-        ring = (sweeps * ASSUMED.lap + ASSUMED.gradient) * batch * captions * (ranks - 1) * self.width
         seconds = {
             "encode_s": batch * self.encode / rate,
             "loss_s": (sweeps + self.trained) * 2 * pairs * self.width / rate,
-            "ring_s": ring / link,
+            "ring_s": self.exchange_s(sweeps),
             "replay_s": batch * self.replay / rate,
             "gradients_s": 2 * (ranks - 1) / ranks * self.gradients / link,
         }
         step = sum(seconds.values()) - min(seconds["loss_s"], seconds["ring_s"])
         return seconds | {"step_s": step, "samples_per_s": config.batch / step}
+
+    def exchange_s(self, sweeps: int) -> float:
+        """Seconds in which a rank gets all other ranks' texts, and their gradients go back."""
+        config = self.config
+        gpus, nodes = config.gpus, config.nodes
+        numbers = config.batch * self.captions * self.width
+        size = (sweeps * ASSUMED.lap + ASSUMED.gradient) * numbers
+        if nodes == 1:
+            return size * (gpus - 1) / gpus / (1e9 * self.gpu.link)
+        if self.exchange == "ring":  # all texts pass one network card
+            return size * (gpus * nodes - 1) / (gpus * nodes) / (1e9 * ASSUMED.network)
+        between = size * (nodes - 1) / nodes / gpus / (1e9 * ASSUMED.network)  # all cards share them
+        return between + size * (gpus - 1) / gpus / (1e9 * self.gpu.link)
 
     def known(self) -> tuple[str, float] | None:
         """The best evidence of the share of the peak that such a step reaches, and the share."""

@@ -126,3 +126,13 @@ def test_a_run_that_cannot_fit_this_machine_is_refused(tmp_path: Path, monkeypat
     with pytest.raises(UserError, match=r"^this run does not fit: .* try .*fit=true .*; plan=false starts it"):
         of_run.before(config, 1)
     assert not (tmp_path / "x").exists()
+
+
+def test_across_nodes_the_exchange_is_the_one_that_the_run_takes_and_no_cards_bottleneck() -> None:
+    """A ring in rank order passes a million texts through one network card of a node."""
+    seconds = {}
+    for exchange in ("auto", "ring", "nodes"):
+        words = (*TINIEST, "batch=1M", "hardware=h100-80g", "gpus=8", "nodes=4", f"loss.exchange={exchange}")
+        result = plan(settings(*words), search=False)
+        seconds[result["exchange"]] = result["time"]["ring_s"]
+    assert seconds["gather"] == seconds["nodes"] < seconds["ring"] / 4
