@@ -94,7 +94,7 @@ gpu-step-large:
 	$(call step,vit-b32-large,590) model=vit-b32 chunk=512 batch=256k repeats=1 methods=plain@4k,cache,keep-80G,frozen,compiled $(SMALLER_STEP)
 
 # Is memory flat in the batch, and is it as predicted: steps with few chunks of distinct pixels, then short runs beside what plan says.
-SETTINGS := device=cuda precision=bf16 data=demo data.workers=$(CORES) eval.sets=[] eval.every=0 log.progress=false
+SETTINGS := device=cuda precision=bf16 data=demo data.workers=$(CORES) eval.sets=[] eval.every=0
 # $(1): name of the run, $(2): seconds it may take, $(3): its settings.
 predicted = -{ rm -rf $(RUNS)/gpu-$(1) && $(WITHIN) $(2) $(CLIPSCALE) train run=$(RUNS)/gpu-$(1) $(SETTINGS) $(3) $(SMALLER_RUN) && \
 	    $(CLIPSCALE) plan run=$(RUNS)/gpu-$(1); } 2>&1 | tee -a $(RESULTS)/memory.txt

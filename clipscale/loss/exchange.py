@@ -116,9 +116,12 @@ def grid(group: dist.ProcessGroup, nodes: int) -> tuple[Communicator, Communicat
     here = len(ranks) // nodes
     node_by_node = [ranks[start : start + here] for start in range(0, len(ranks), here)]
     place_by_place = [ranks[place::here] for place in range(here)]
-    between, _ = dist.new_subgroups_by_enumeration(place_by_place)
-    within, _ = dist.new_subgroups_by_enumeration(node_by_node)
-    return Communicator(between), Communicator(within)
+    groups = []
+    for split in (place_by_place, node_by_node):
+        mine, _ = dist.new_subgroups_by_enumeration(split)
+        assert isinstance(mine, dist.ProcessGroup)
+        groups.append(Communicator(mine))
+    return groups[0], groups[1]
 
 
 @dataclass(frozen=True)
