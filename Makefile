@@ -15,8 +15,8 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
-GPU := gpu-right gpu-loss gpu-step gpu-memory gpu-largest gpu-data
-MORE := gpu-loss-widths gpu-step-large gpu-largest-encoded
+GPU := gpu-right gpu-loss gpu-train gpu-compiled gpu-step gpu-memory gpu-data gpu-largest
+MORE := gpu-loss-widths gpu-step-large gpu-memory-1m gpu-largest-encoded
 .PHONY: demo test lint docs clean install wheels gpu gpu-more $(GPU) $(MORE)
 
 demo: $(INSTALLED)
@@ -41,14 +41,17 @@ docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
 
 # ---- what only a CUDA device can show: one target a question, each within ten minutes on one H200 (docs/benchmarks/README.md has the
-# arithmetic). Records are written measurement by measurement. A line that starts with - may fail without those after it being left out.
+# arithmetic, and an order). RESULTS=FOLDER is where a target leaves its records, at most six files in folders of their own; each is whole
+# after every measurement. A line that starts with - may fail without those after it being left out.
 
 RESULTS ?= docs/benchmarks/gpu
 RUNS ?= runs
-# Words that come after a command's own and win, such as SMALLER_LOSS='device=cpu n=32': the tests run everything below on a CPU.
+# Words that come after a benchmark's own and win, such as SMALLER_LOSS='device=cpu n=32'; SMALLER_RUN takes the place of a run's own settings.
+# The tests run everything below on a CPU.
 SMALLER_LOSS ?=
 SMALLER_STEP ?=
 SMALLER_DATA ?=
+SMALLER_TRAIN ?=
 SMALLER_RUN ?=
 # An interrupt, so that the processes that measure end too.
 WITHIN := timeout --signal=INT --kill-after=20
@@ -81,14 +84,25 @@ gpu-loss:
 gpu-loss-widths:
 	$(call loss,loss-widths,590) n=64k,256k d=512,1024 methods=$(PEERS) $(SMALLER_LOSS)
 
-# Is the step fast: three models, plain and cached, with kept graphs, compiled, beside open_clip's. $(1): folder, $(2): seconds it may take.
+# Is training fast: whole runs from JPEGs of 256 pixels, and what plan predicts of them.
+gpu-train:
+	$(WITHIN) 560 $(RUN) benchmarks/train.py device=cuda precision=bf16 model=vit-b16 batch=8k side=256 steps=12 workers=$(CORES) \
+	    repeats=1 methods=clipscale,clipscale-twice out=$(RESULTS)/train $(SMALLER_TRAIN)
+
+# Is the step fast: three models, plain and cached, with kept graphs, beside open_clip's. $(1): folder, $(2): seconds it may take.
 step = -$(WITHIN) $(2) $(RUN) benchmarks/step.py device=cuda precision=bf16 out=$(RESULTS)/$(1)
 # What fits a whole batch of $(1), and cached steps.
-WAYS = plain@$(1),open_clip-plain@$(1),cache,keep-80G,open_clip,compiled-plain@$(1),compiled,compiled-open_clip
+WAYS = plain@$(1),open_clip-plain@$(1),cache,keep-80G,open_clip
 gpu-step:
 	$(call step,vit-l14,190) model=vit-l14 chunk=128 batch=8k repeats=2 methods=$(call WAYS,512) $(SMALLER_STEP)
 	$(call step,vit-b16,190) model=vit-b16 chunk=256 batch=16k repeats=2 methods=$(call WAYS,1536) $(SMALLER_STEP)
 	$(call step,vit-b32,190) model=vit-b32 chunk=512 batch=32k repeats=2 methods=$(call WAYS,4k) $(SMALLER_STEP)
+
+# Compiled towers. Each row compiles anew.
+COMPILED = cache,compiled,plain@$(1),compiled-plain@$(1),compiled-open_clip
+gpu-compiled:
+	$(call step,compiled-b16,290) model=vit-b16 chunk=256 batch=8k repeats=2 methods=$(call COMPILED,1536) $(SMALLER_STEP)
+	$(call step,compiled-b32,290) model=vit-b32 chunk=512 batch=16k repeats=2 methods=$(call COMPILED,4k) $(SMALLER_STEP)
 
 gpu-step-large:
 	$(call step,vit-b32-large,590) model=vit-b32 chunk=512 batch=256k repeats=1 methods=plain@4k,cache,keep-80G,frozen,compiled $(SMALLER_STEP)
@@ -96,15 +110,18 @@ gpu-step-large:
 # Is memory flat in the batch, and is it as predicted: steps with few chunks of distinct pixels, then short runs beside what plan says.
 SETTINGS := device=cuda precision=bf16 data=demo data.workers=$(CORES) eval.sets=[] eval.every=0
 # $(1): name of the run, $(2): seconds it may take, $(3): its settings.
-predicted = -{ rm -rf $(RUNS)/gpu-$(1) && $(WITHIN) $(2) $(CLIPSCALE) train run=$(RUNS)/gpu-$(1) $(SETTINGS) $(3) $(SMALLER_RUN) && \
-	    $(CLIPSCALE) plan run=$(RUNS)/gpu-$(1); } 2>&1 | tee -a $(RESULTS)/memory.txt
+predicted = -{ rm -rf $(RUNS)/gpu-$(1) && $(WITHIN) $(2) $(CLIPSCALE) train run=$(RUNS)/gpu-$(1) $(or $(SMALLER_RUN),$(SETTINGS) $(3)) && \
+	    $(CLIPSCALE) plan run=$(RUNS)/gpu-$(1); } 2>&1 | tee -a $(RESULTS)/memory-$(1).txt
 gpu-memory:
-	$(call step,flat,300) model=vit-b32 chunk=512 repeats=1 methods=plain@4k,cache@32k,cache@128k,cache@1M $(SMALLER_STEP)
+	$(call step,flat,300) model=vit-b32 chunk=512 repeats=1 methods=plain@4k,cache@32k,cache@128k $(SMALLER_STEP)
 	$(CLIPSCALE) data demo
 	$(call predicted,b32,70,model=vit-b32 batch=16k samples=48k cache.chunk=512)
 	$(call predicted,b32-keep,70,model=vit-b32 batch=16k samples=48k cache.chunk=512 cache.keep=40G)
 	$(call predicted,b32-device,70,model=vit-b32 batch=16k samples=48k cache.chunk=1k offload=none)
 	$(call predicted,l14,70,model=vit-l14 batch=2k samples=6k cache.chunk=128)
+
+gpu-memory-1m:
+	$(call step,flat-1m,560) model=vit-b32 chunk=512 repeats=1 methods=cache@1M $(SMALLER_STEP)
 
 # One whole step of the largest batch that plan predicts for an H200 with 128 GiB of host memory: raw pixels there; and encoded pictures, where
 # time is the bound.
@@ -119,7 +136,7 @@ gpu-largest-encoded:
 
 # Do the cores feed the model.
 gpu-data:
-	$(WITHIN) 560 $(RUN) benchmarks/data.py workers=$(CORES) batch=4k repeats=3 out=$(RESULTS) $(SMALLER_DATA)
+	$(WITHIN) 560 $(RUN) benchmarks/data.py workers=$(CORES) batch=4k repeats=3 out=$(RESULTS)/data $(SMALLER_DATA)
 
 # make wheels HAVE=FILE: what a machine with the packages of FILE (one name a line) lacks, as wheels, for one that reaches no registry. There:
 # python3 -m pip install --no-index --no-deps --target SITE build/wheels/*.whl; PYTHONPATH=SITE make gpu-right INSTALLED= RUN=python3

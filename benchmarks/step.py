@@ -216,6 +216,7 @@ def measure(**job: Any) -> list[Row]:
     if job["method"].removeprefix("compiled-").startswith("open_clip") and find_spec("open_clip_train") is None:
         return [{"status": "not installed", "reason": "install open_clip_torch with its training loop"}]
     step = Step(job["method"], job["model"], job["chunk"], job["precision"], job["device"])
+    flops = Flops(step.config, step.model, step.device)  # while the model has its towers
     whole = step.kind == "compiled" and step.base.endswith("plain")  # its graphs know one size alone
     batch, meters = job["batch"], []
     step.run(step.inputs(batch if whole else min(2 * job["chunk"], batch)), lambda part: None)
@@ -225,7 +226,7 @@ def measure(**job: Any) -> list[Row]:
         step.run(inputs, meter)
         meters.append(meter)
     seconds = spread([sum(meter.seconds.values()) for meter in meters])
-    rate, flops, first = batch / seconds["median"], Flops(step.config, step.model, step.device), meters[0]
+    rate, first = batch / seconds["median"], meters[0]
     row: Row = {"step_s": seconds, "samples_per_s": rate, "flops": flops.per_sample(), "mfu": flops.utilisation(rate)}
     row |= {"memory": {batch: first.growth()}, "peak_bytes": first.growth()}
     row["parts"] = {f"{part}_s": value for part, value in meters[-1].seconds.items()}

@@ -26,11 +26,9 @@ from clipscale.config.sections import (
     ScheduleConfig,
 )
 from clipscale.config.train import TrainConfig
-from clipscale.data.loader.stream import DataConfig
 from clipscale.launch import local
 from clipscale.launch.run_lock import RunLock
 from clipscale.step.grad_cache import GradCache
-from clipscale.tools.data.demo import paths
 from clipscale.train import train
 from tests.support.forks import forks
 from tests.support.ranks import run_ranks
@@ -126,7 +124,7 @@ def test_the_number_of_processes_does_not_change_the_curve(
 ) -> None:
     config = settings(demo, tmp_path / "run", cache=CacheConfig(chunk=["12"]))
     if started:  # as users start them, each with loader processes
-        data = DataConfig(train=[paths(demo).train], workers=2)
+        data = replace(config.data, workers=2)
         local.run(replace(config, data=data, launch=LaunchConfig(procs=procs)))
     else:
         run_ranks(on_a_rank, procs, config)

@@ -329,9 +329,13 @@ class DeepDryRun:
 
 
 def alike_blocks(tower: nn.Module) -> nn.ModuleList | nn.Sequential:
-    """A tower's longest list of blocks of one kind."""
+    """A tower's longest list of blocks of one kind, with parameters of equal shapes."""
+
+    def kind(block: nn.Module) -> tuple[Any, ...]:
+        return type(block), *(p.shape for p in block.parameters())
+
     stacks = [module for module in tower.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
-    alike = [stack for stack in stacks if len({type(block) for block in stack}) == 1]
+    alike = [stack for stack in stacks if len(set(map(kind, stack))) == 1]
     return max(alike, key=len, default=nn.ModuleList())
 
 
