@@ -39,6 +39,8 @@ from clipscale.models.flops import Flops
 from clipscale.state.start import begin, resolve
 from clipscale.step.optim import Schedule, largest_rms
 
+RMS_EVERY = 10
+"""Steps between measurements of the largest update."""
 LEAST_LIMIT_S = 120.0
 STEPS = 10
 """From the second step on ranks wait for each other as long as so many of the slowest step take."""
@@ -200,8 +202,8 @@ class Run:
                 state.refuse_divergence(self.step, self.loss, grad_norm)
             if finite or state.precision.scaler:  # after an overflow the scaler skips the step and lowers its scale
                 state.update(norm)
-            logged = finite and (self.step + 1) % self.config.log.every == 0
-            rms, names = largest_rms(state.optimizer, state.model) if logged else ([], [])
+            measured = finite and (self.step + 1) % RMS_EVERY == 0
+            rms, names = largest_rms(state.optimizer, state.model) if measured else ([], [])
         state.keep.after_step(phases)
         record = {
             "step": self.step + 1,

@@ -181,7 +181,7 @@ class SinkConfig:
 class LogConfig(SinkConfig):
     """Where metrics go, in addition to `metrics.jsonl`, which is always written."""
 
-    every: int = setting(1, "Steps between console lines, and between measurements of the largest update.", least=1)
+    every: int = setting(1, "Steps between console lines.", least=1)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from clipscale.config.sections import MAX_LOGIT_SCALE
 from clipscale.config.train import TrainConfig
 from clipscale.data.columns import KEYS
 from clipscale.data.features import TeacherFeatures, stored_teachers
-from clipscale.distributed.fsdp import replicate_state
+from clipscale.distributed.fsdp import blocks, replicate_state
 from clipscale.distributed.world import World, gradient_norm
 from clipscale.loss.api import contrastive_loss, distillation_loss
 from clipscale.loss.machine import Machine
@@ -88,10 +88,16 @@ class TrainState:
             # A function with more variants than this falls back to eager, whose random numbers differ from the compiled
             # ones.
             torch._dynamo.config.recompile_limit = 64
+            torch._dynamo.config.optimize_ddp = False  # no graph is cut at a bucket: gradients are summed once a step
             for name, tower in (("image", self.model.image), ("text", self.model.text)):
                 several_lengths = name == "text" and self.captions.pad is not None
+                dynamic = True if several_lengths else None
+                if config.launch.parallel != "ddp" and world.size > 1:
+                    for block in blocks(tower):  # FSDP2 gathers weights around them, which no graph contains
+                        block.forward = torch.compile(block.forward, dynamic=dynamic)
+                    continue
                 called = tower.encoder if name in self.trunks else tower  # a frozen trunk runs without its projection
-                called.compile(dynamic=True if several_lengths else None)
+                called.compile(dynamic=dynamic)
         parallel = config.launch.parallel
         encoders = [world.wrap(tower, parallel, self.precision.dtype) for tower in towers.values()]
         earlier = checkpoint.read_values(saved)["chunks"] if saved and not stage else {}

@@ -55,6 +55,8 @@ def build_optimizer(
             f"optim.name={config.name}: needs whole parameters, launch.parallel=ddp; for shards choose one of "
             f"{', '.join(SHARDED)}"
         )
+    if config.name == "adamw" and all(p.device.type == "cuda" for p in model.parameters()):
+        options.setdefault("fused", True)  # one kernel for many tensors, without temporary ones
     groups = parameter_groups(model, config, scales or {})
     if config.name == "muon" and all(p.device.type == "cpu" for p in model.parameters()):
         # timm iterates in bf16, which a CPU without bf16 instructions computes many times slower than float32.
@@ -113,16 +115,16 @@ def parse_steps(text: str, setting: str, *, total: int, per_epoch: float | None)
 
 
 def gradient_rms(gradients: list[Tensor], averages: list[Tensor], eps: float, sizes: list[int]) -> Tensor:
-    """sqrt(mean(g^2 / max(v, eps^2))) of each gradient g and its average of squares v, 1-d; `averages` are written to.
+    """sqrt(mean(g^2 / max(v, eps^2))) of each gradient g and its average of squares v, 1-d.
 
     1: the gradient is as large as it has been. Much more: AdamW's update is as much too large. `sizes`: the number of
-    values, of which a gradient may be a shard.
+    values, of which a gradient may be a shard. A few kernels, however many tensors.
     """
-    torch._foreach_sqrt_(averages)
-    torch._foreach_clamp_min_(averages, eps)
-    torch._foreach_reciprocal_(averages)
-    torch._foreach_mul_(averages, gradients)
-    norms = torch._foreach_norm(averages)
+    roots = torch._foreach_sqrt(averages)
+    torch._foreach_clamp_min_(roots, eps)
+    torch._foreach_reciprocal_(roots)
+    torch._foreach_mul_(roots, gradients)
+    norms = torch._foreach_norm(roots)
     torch._foreach_div_(norms, [math.sqrt(size) for size in sizes])
     return torch.stack(list(norms))
 
@@ -141,8 +143,10 @@ def largest_rms(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[lis
             continue
         states = [optimizer.state[p] for p in used]
         beta = group["betas"][1]
-        averages = [local(state["exp_avg_sq"]) / (1 - beta ** local(state["step"])) for state in states]
+        averages = [local(state["exp_avg_sq"]) for state in states]
         rms = gradient_rms([local(p.grad) for p in used], averages, group["eps"], [p.numel() for p in used])
+        steps = torch.stack([local(state["step"]) for state in states])
+        rms = rms * (1 - beta**steps).sqrt().to(rms.device, non_blocking=True)  # AdamW's averages begin at 0
         if isinstance(used[0], DTensor):
             rms = rms.square()
             dist.all_reduce(rms, group=used[0].device_mesh.get_group())

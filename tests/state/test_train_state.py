@@ -3,12 +3,18 @@ trace.
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch._dynamo
+import torch._inductor.config
+from torch.nn.parallel import DistributedDataParallel
 
 from clipscale import checkpoint
 from clipscale.config.sections import (
@@ -18,12 +24,13 @@ from clipscale.config.sections import (
     OptimConfig,
     TowerConfig,
 )
+from clipscale.config.train import TrainConfig
 from clipscale.distributed.world import World
 from clipscale.models.towers import build_model
 from clipscale.train import Run, train
 from tests.models.test_weights import open_clip_folder
 from tests.support.ranks import run_ranks
-from tests.support.runs import ARCHITECTURE, on_a_rank, records, small
+from tests.support.runs import ARCHITECTURE, curve, on_a_rank, records, small
 
 
 @pytest.mark.parametrize("name", ["adafactorbv", pytest.param("muon", marks=pytest.mark.slow)])
@@ -129,3 +136,34 @@ def test_a_frozen_trunk_is_compiled(shards: str, tmp_path: Path, monkeypatch: py
     run.train_step()
     run.stream.close()
     assert {id(module) for module in calls} == {id(run.state.model.image.encoder), id(run.state.model.text)}
+
+
+def compiled_run(rank: int, world: int, config: TrainConfig) -> tuple[int, int, list[float]]:
+    """Graphs and graph breaks of a run, by a compiler that keeps the operations; and its curve."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch._inductor.config.force_disable_caches = True
+    small_buckets = partial(DistributedDataParallel, bucket_cap_mb=0.001)
+    with (
+        patch.object(torch, "compile", partial(torch.compile, backend="eager")),
+        patch("clipscale.distributed.world.DistributedDataParallel", small_buckets),
+    ):
+        train(config)
+    counters = torch._dynamo.utils.counters
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), curve(Path(config.run))
+
+
+@pytest.mark.parametrize(("parallel", "graphs"), [("zero3", 6), ("ddp", 6)])
+def test_over_ranks_towers_compile_without_breaks(shards: str, tmp_path: Path, parallel: str, graphs: int) -> None:
+    """Under FSDP2 a graph for each of six blocks, and no graph is cut at DDP's buckets."""
+    launch = LaunchConfig(parallel=parallel)
+    deep = deepcopy(ARCHITECTURE)
+    deep["vision_cfg"]["layers"] = deep["text_cfg"]["layers"] = 3
+    model = ModelConfig(name="test", architecture=deep)
+    plain = small(shards, tmp_path / "plain", model=model, launch=launch, samples=24)
+    run_ranks(on_a_rank, 2, plain)
+    compiled = replace(plain, run=str(tmp_path / "compiled"), model=replace(model, compile=True))
+    (count, breaks, losses), _ = run_ranks(compiled_run, 2, compiled)
+    assert breaks == 0
+    assert 0 < count <= graphs
+    assert losses == pytest.approx(curve(tmp_path / "plain"), rel=1e-5)

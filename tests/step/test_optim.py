@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from clipscale import train as train_module
 from clipscale.common.errors import UserError
-from clipscale.config.sections import LogConfig, OptimConfig, ScheduleConfig
+from clipscale.config.sections import OptimConfig, ScheduleConfig
 from clipscale.step.optim import Schedule, build_optimizer, largest_rms, parse_steps
 from clipscale.train import train
 from tests.support.runs import records, small
@@ -72,14 +73,43 @@ def test_a_gradient_beyond_its_average_is_found() -> None:
     assert rms.item() == pytest.approx(100 / math.sqrt(10.999)) == pytest.approx(30.15, abs=5e-3)
 
 
-def test_a_run_logs_the_largest_rms_and_its_tensor(shards: str, tmp_path: Path) -> None:
-    for name, every in (("adamw", 2), ("lion", 1)):
-        changes = {"optim": OptimConfig(name=name, lr=1e-3, eps=None), "log": LogConfig(every=every)}
-        train(small(shards, tmp_path / name, samples=24, **changes))
+def test_a_run_logs_the_largest_rms_and_its_tensor_now_and_then(
+    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_module, "RMS_EVERY", 2)
+    for name in ("adamw", "lion"):
+        train(small(shards, tmp_path / name, samples=24, optim=OptimConfig(name=name, lr=1e-3, eps=None)))
     first, second = records(tmp_path / "adamw")
     assert first["update_rms"] is None and first["update_rms_tensor"] is None
     assert second["update_rms"] > 0.1 and second["update_rms_tensor"].split(".")[0] in ("image", "text", "logit_scale")
     assert {record["update_rms"] for record in records(tmp_path / "lion")} == {None}
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_largest_rms_takes_a_few_operations_however_many_tensors() -> None:
+    counts = []
+    for layers in (2, 40):
+        model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(layers)))
+        optimizer = build_optimizer(model, OptimConfig(lr=1e-3))
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+        with Operations() as operations:
+            largest_rms(optimizer, model)
+        counts.append(operations.count)
+    assert counts[0] == counts[1] <= 40
 
 
 def test_betas_reach_adafactor_as_momentum_and_cap() -> None:
