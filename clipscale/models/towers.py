@@ -85,7 +85,15 @@ class ImageTower(Tower):
         self.register_buffer("std", 255 * torch.tensor(std).view(3, 1, 1), persistent=False)
 
     def prepared(self, inputs: Tensor) -> Tensor:
-        return (inputs - self.mean) / self.std
+        if not inputs.is_cuda:
+            return (inputs - self.mean) / self.std
+        autocast = torch.is_autocast_enabled("cuda")
+        return self.normalised(inputs, torch.get_autocast_dtype("cuda") if autocast else self.mean.dtype)
+
+    def normalised(self, pixels: Tensor, dtype: torch.dtype) -> Tensor:
+        """`(pixels - mean) / std` in one kernel, in the type that the patch embedding computes in."""
+        out = torch.empty_like(pixels, dtype=dtype)
+        return torch.addcmul(-self.mean / self.std, pixels, 1 / self.std, out=out)
 
 
 class TextTower(Tower):

@@ -12,6 +12,7 @@ from torchvision.transforms.functional import normalize
 from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig, TowerConfig
 from clipscale.models.towers import build_model
+from tests.support.towers import small_model
 
 SMALL: dict[str, Any] = {
     "embed_dim": 16,
@@ -104,3 +105,13 @@ def test_an_architecture_brings_its_tokenizer_from_local_files(tmp_path: Path) -
 def with_tokenizer(source: str) -> ModelConfig:
     own = {"hf_tokenizer_name": source, "tokenizer_kwargs": {"clean": "canonicalize"}, "no_causal_mask": True}
     return ModelConfig("own", SMALL | {"text_cfg": SMALL["text_cfg"] | own | {"pool_type": "last"}})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pixels_are_normalised_in_the_type_of_the_patch_embedding(dtype: torch.dtype) -> None:
+    """In one kernel on a GPU; here its rounding."""
+    tower = small_model().image
+    pixels = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)
+    actual = tower.normalised(pixels, dtype)
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual, tower.prepared(pixels).to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-6)
