@@ -1,5 +1,6 @@
 """The offload backends: the same pixels with each, the stated memory, and an error when a backend fails."""
 
+import gc
 import time
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,7 @@ def held_bytes() -> int:
 
 def test_encoded_pictures_take_their_bytes_and_no_more(tmp_path: Path) -> None:
     """Also after larger ones have lain in the same places."""
+    gc.collect()  # batches of other tests
     small, large = (picture(1, (size, size), "JPEG", quality=95) for size in (100, 400))
     members = [(f"{i}.{kind}", data) for i in range(640) for kind, data in (("jpg", large if i % 8 == 0 else small),)]
     members = [member for name, data in members for member in ((name, data), (name[:-3] + "txt", b"a photograph"))]
