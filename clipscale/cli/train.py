@@ -3,6 +3,7 @@
 from typing import Any
 
 from clipscale.config.train import TrainConfig, settled
+from clipscale.data.loader.fork_server import warm_up
 from clipscale.launch import local
 
 
@@ -25,6 +26,8 @@ def main(config: TrainConfig, *, isolated: bool = False) -> dict[str, Any]:
     that cannot fit.
     """
     config = settled(config)
+    if not isolated and config.data.workers != 0:
+        warm_up()  # beside the imports of planning and training
     if config.plan and not local.under_torchrun():
         from clipscale.tools.plan.of_run import before
 

@@ -20,6 +20,7 @@ from clipscale.common.hardware import cores
 from clipscale.common.signals import blocked
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train import TrainConfig, check, shared, warnings
+from clipscale.data.loader.fork_server import warm_up
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -165,6 +166,8 @@ def worker(config: Launched, main: str) -> dict[str, Any]:
     """The main function of a process that `start` starts. The kernel kills it when the launcher is killed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
     terminal.prepare()
+    if main == TRAIN and isinstance(config, TrainConfig) and config.data.workers != 0:
+        warm_up()  # beside the imports of training
     result: dict[str, Any] = resolve_name(main)(config)
     return result
 

@@ -218,9 +218,7 @@ def worker_count(config: DataConfig, streams: int) -> int:
     """Loader processes of a rank that reads `streams` shard streams; 0: the training process does their work."""
     if config.workers is not None:
         return min(config.workers, streams)
-    # One core is left to the training process. Each worker takes host memory, and 16 of them decode over 2,000 pictures
-    # a second.
-    return min(max(1, cores_of_rank() - 1), 16, streams)
+    return min(max(1, cores_of_rank() - 1), streams)  # one core is left to the training process
 
 
 def layout_of(

@@ -11,7 +11,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.util import Finalize
 from typing import Any
@@ -19,8 +18,8 @@ from typing import Any
 import torch
 
 from clipscale.common.errors import UserError
-from clipscale.common.signals import blocked
 from clipscale.common.terminal import prepare
+from clipscale.data.loader.fork_server import warm_up
 from clipscale.data.loader.host_batch import Arena
 from clipscale.data.loader.shard_stream import BatchFiller, Report, WorkerSpec
 
@@ -123,16 +122,6 @@ def _ended_if_lost() -> Iterator[None]:
         yield
     except (EOFError, ConnectionError) as error:
         raise SystemExit from error
-
-
-def warm_up(*modules: str) -> None:
-    """Start the server that workers are forked from, with what they import. Returns at once; may be called again.
-
-    A fork of the training process itself would copy CUDA's and the process group's threads in mid-step.
-    """
-    multiprocessing.set_forkserver_preload(["__main__", "clipscale.data.loader.workers", *modules])
-    with blocked():  # which workers inherit
-        forkserver.ensure_running()
 
 
 class Workers:
