@@ -85,9 +85,9 @@ gpu-loss-widths:
 	$(call loss,loss-widths,590) n=64k,256k d=512,1024 methods=$(PEERS) $(SMALLER_LOSS)
 
 # Is training fast: whole runs from JPEGs of 256 pixels, and what plan predicts of them.
+TRAINED := model=vit-b16 precision=bf16 batch=8k side=256 steps=12 repeats=1 methods=clipscale,clipscale-twice
 gpu-train:
-	$(WITHIN) 560 $(RUN) benchmarks/train.py device=cuda precision=bf16 model=vit-b16 batch=8k side=256 steps=12 workers=$(CORES) \
-	    repeats=1 methods=clipscale,clipscale-twice out=$(RESULTS)/train $(SMALLER_TRAIN)
+	$(WITHIN) 560 $(RUN) benchmarks/train.py device=cuda $(TRAINED) workers=$(CORES) out=$(RESULTS)/train $(SMALLER_TRAIN)
 
 # Is the step fast: three models, plain and cached, with kept graphs, beside open_clip's. $(1): folder, $(2): seconds it may take.
 step = -$(WITHIN) $(2) $(RUN) benchmarks/step.py device=cuda precision=bf16 out=$(RESULTS)/$(1)
