@@ -81,6 +81,16 @@ def test_a_step_is_timed_and_compared_with_plain(script: Any) -> None:
         step.plan(settings(step, "methods=cash"))
 
 
+def test_starts_messages_and_what_a_step_sends_are_figures(script: Any) -> None:
+    scale = script("scale")
+    _, jobs = scale.plan(settings(scale, "shards=64", "ranks=1k", "files=64", "processes=2", "steps=4", "repeats=1"))
+    start, files, message, ring, gather = [scale.measure(**job)[0]["figures"] for job in jobs]
+    assert start["sent to it, MB"] > files["sent to it, MB"] > 0
+    assert message["files of a process"] < 12
+    assert ring["send"] == 5 * 3 + 2 and ring["allreduce, kB"] >= 4 * ring["parameters"] / 1e3
+    assert gather["allgather_base"] == 3 and gather["reduce_scatter_base"] == 2 and "send" not in gather
+
+
 def test_a_job_that_fails_is_a_row_with_its_reason(script: Any) -> None:
     measure = script("measure")
 
