@@ -18,7 +18,7 @@ from torch.futures import Future as TorchFuture
 
 from clipscale.checkpoint import folder
 from clipscale.checkpoint.loading import META, meta_text, split, sum_of, values_text
-from clipscale.common.errors import UserError
+from clipscale.common.errors import UserError, first_line
 from clipscale.common.files import sync_folder
 from clipscale.common.terminal import say
 from clipscale.config.sections import CheckpointConfig
@@ -95,8 +95,12 @@ class Saver:
             ) from error
 
     def close(self) -> None:
-        """Wait for what is being written. A failure is reported."""
-        self._wait_or_warn()
+        """Wait for what is being written. A failure is reported and not raised: another error may be on its way out."""
+        try:
+            self._wait_or_warn()
+        except (CheckpointException, RuntimeError) as error:  # such as a rank that is lost while it writes
+            if self.world.main:
+                say(f"warning: the checkpoint that was being written is not complete ({first_line(error)})")
         self._stager.close()
 
     def _wait_or_warn(self) -> None:

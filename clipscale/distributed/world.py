@@ -3,6 +3,7 @@
 import os
 import resource
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ TIMEOUT = timedelta(minutes=30)
 """What a process waits for the others, which may be loading models."""
 ANSWER_S = 10.0
 """Seconds in which the ranks that are left answer when one is lost."""
+ASK_S = 0.05
+"""Seconds between two looks at which ranks have come."""
 set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # torch 2.11
 
 
@@ -257,8 +260,39 @@ def join(device: str, timeout_s: float = TIMEOUT.total_seconds()) -> World:
         allow_open_files()
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # the ring's transfers start beside full kernels
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # connects the ranks that talk; else all with all
-        dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=timeout)
+        backend = "nccl" if chosen.type == "cuda" else "gloo"
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store = attempt_store(rank, size, timeout)
+            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+        else:
+            dist.init_process_group(backend, timeout=timeout)
     return World(rank, size, chosen, timeout)
+
+
+def attempt_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
+    """A part of the store of torchrun's agent that belongs to this start of the ranks alone.
+
+    The agent keeps its store when it restarts its workers, and in it the addresses of those that ended. An agent that
+    starts anew counts its restarts from 0, so counts differ between machines: rank 0 names the start, and answers
+    every rank that asks. Raises UserError if a rank does not ask in time.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+    name = uuid.uuid4().hex
+    if rank:
+        store.set(f"asks/{rank}", name)
+        start = store.get(f"answers/{name}").decode()
+        store.add(f"{start}/joined", 1)
+        return dist.PrefixStore(start, store)
+    until = time.monotonic() + timeout.total_seconds()
+    while store.add(f"{name}/joined", 0) < size - 1:
+        if time.monotonic() > until:
+            raise UserError(f"launch.timeout_s: not all of {size} ranks came within {timeout.total_seconds():g} s")
+        for other in range(1, size):
+            if store.check([f"asks/{other}"]):  # perhaps one that has ended, whose successor asks again
+                store.set(f"answers/{store.get(f'asks/{other}').decode()}", name)
+        time.sleep(ASK_S)
+    return dist.PrefixStore(name, store)
 
 
 def allow_open_files() -> None:

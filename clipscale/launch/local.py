@@ -108,6 +108,8 @@ def join(config: Launched, main: str) -> dict[str, Any]:
     """This process's part of a run under torchrun, which finds a failure in the file that `record` writes."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_the_launcher()
     try:
         result: dict[str, Any] | None = record(resolve_name(main))(config)
     except UserError as error:
@@ -162,9 +164,14 @@ def start(config: Launched, main: str, count: int) -> dict[str, Any]:
                 signal.signal(handled, handler)
 
 
-def worker(config: Launched, main: str) -> dict[str, Any]:
-    """The main function of a process that `start` starts. The kernel kills it when the launcher is killed."""
+def end_with_the_launcher() -> None:
+    """The kernel kills this process when its parent is killed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
+
+
+def worker(config: Launched, main: str) -> dict[str, Any]:
+    """The main function of a process that `start` starts."""
+    end_with_the_launcher()
     terminal.prepare()
     if main == TRAIN and isinstance(config, TrainConfig) and config.data.workers != 0:
         warm_up()  # beside the imports of training

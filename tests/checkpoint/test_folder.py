@@ -4,6 +4,7 @@ import logging
 import os
 import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,18 @@ def test_training_goes_on_without_a_save_that_fails(disk: Path, capsys: pytest.C
     saver.close()
     assert [checkpoint.step_of(path) for path in checkpoint.checkpoints_of(disk)] == [1, 3]
     assert "step_00000002 could not be written (No space left on device)" in capsys.readouterr().out
+
+
+def test_a_rank_lost_while_it_writes_does_not_hide_the_error_that_ends_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost: Future[Any] = Future()
+    lost.set_exception(RuntimeError("Connection closed by peer [127.0.0.1]:1"))
+    monkeypatch.setattr(torch.distributed.checkpoint, "async_save", lambda *_, **__: lost)
+    saver = checkpoint.Saver(tmp_path, ALONE, CheckpointConfig())
+    saver.save(1, some_state())
+    saver.close()
+    assert "not complete (Connection closed by peer" in capsys.readouterr().out
 
 
 def cut(file: Path) -> None:

@@ -1,0 +1,114 @@
+"""Restarts by torchrun: of workers on one machine and on two, of a lost machine, and who ends with whom."""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from clipscale.distributed.world import attempt_store
+from tests.conftest import TINY
+
+STEPS = 40
+RUN = [*(word for word in TINY if not word.startswith("samples")), f"samples={16 * STEPS}", "checkpoint.every=4", "loss.exchange=ring"]
+RESTART_S = 60
+"""From the loss of a process to a step beyond the last."""
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("localhost", 0))
+        return int(listening.getsockname()[1])
+
+
+def test_a_start_shares_no_key_with_the_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when one of its ranks has asked and ended: its successor asks again."""
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(server.port))
+    server.set("asks/1", "of a rank that has ended")
+    limit = timedelta(seconds=20)
+    for start in ("first", "second"):
+        with ThreadPoolExecutor(3) as threads:
+            stores = list(threads.map(lambda rank: attempt_store(rank, 3, limit), range(3)))
+        assert not stores[2].check(["address"]), "what a former start has left"
+        stores[0].set("address", start)
+        assert stores[1].get("address") == start.encode()
+
+
+def curve(run: Path) -> list[float]:
+    """The losses; the last of a step that was taken twice."""
+    lines = run.joinpath("metrics.jsonl").read_text().splitlines() if run.joinpath("metrics.jsonl").exists() else []
+    losses = {record["step"]: record["loss"] for record in map(json.loads, lines)}
+    return [losses[step] for step in sorted(losses)]
+
+
+@contextmanager
+def agents(folder: Path, environment: dict[str, str], words: list[str], nodes: int) -> Iterator[list[psutil.Popen]]:
+    """torchrun on so many machines, which are one here, with two workers in all."""
+    port = free_port()
+    meet = [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=a"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *meet, f"--nproc-per-node={2 // nodes}"]
+    command = [*torchrun, "--max-restarts=3", "--local-addr=localhost", "-m", "clipscale", "train", *words]
+
+    def start() -> psutil.Popen:
+        with (folder / "output.txt").open("a") as output:
+            return psutil.Popen(command, cwd=folder, env=environment, stdout=output, stderr=output)
+
+    started = [start() for _ in range(nodes)]
+    started[0].again = start
+    try:
+        yield started
+    finally:
+        for agent in started:
+            for process in [*agent.children(recursive=True), agent] if agent.is_running() else []:
+                process.kill()
+            agent.wait()
+
+
+def workers(agent: psutil.Popen) -> list[psutil.Process]:
+    return [child for child in agent.children() if "clipscale" in child.cmdline()]
+
+
+def until_step(run: Path, step: int, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while len(curve(run)) < step:
+        assert time.monotonic() < deadline, run.parent.joinpath("output.txt").read_text()[-3000:]
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("nodes", "lost"), [(1, "worker"), (2, "worker"), (2, "agent")])
+def test_a_restarted_run_has_the_undisturbed_curve(
+    environment: dict[str, str], shards: str, tmp_path: Path, nodes: int, lost: str
+) -> None:
+    environment = environment | {"OMP_NUM_THREADS": "1"}  # torchrun chooses another number on two machines
+    words = [*RUN, f"data.train={shards}"]
+    clipscale = [sys.executable, "-m", "clipscale", "train", *words, "run=whole", "launch.procs=2"]
+    subprocess.run(clipscale, cwd=tmp_path, env=environment, check=True, capture_output=True, timeout=240)
+    run = tmp_path / "run"
+    with agents(tmp_path, environment, [*words, f"run={run}"], nodes) as started:
+        until_step(run, 8, 120)
+        victims = workers(started[-1])
+        before = len(curve(run))
+        if lost == "worker":
+            victims[-1].kill()
+        else:
+            started[-1].kill()
+            psutil.wait_procs(victims, timeout=5)
+            assert not any(victim.is_running() for victim in victims), "workers outlive their agent"
+            started[-1].wait()
+            started[-1] = started[0].again()
+        until_step(run, before + 1, RESTART_S)
+        ends = [agent.wait(timeout=180) for agent in started]
+    assert ends == [0] * nodes, (tmp_path / "output.txt").read_text()[-3000:]
+    assert curve(run) == curve(tmp_path / "runs/whole")
