@@ -21,10 +21,15 @@ from clipscale.data.sample import BrokenSampleError
 if TYPE_CHECKING:  # `data check` decodes pictures without torch
     from torch import Tensor
 
-IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "avif", "gif", "bmp", "tif", "tiff")
+IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "gif", "bmp")
 Image.init()
-FORMATS = tuple(name for name in ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF") if name in Image.OPEN)
-"""The decoders Pillow may use. EPS is not among them: it would run a program."""
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+"""The decoders Pillow may use. EPS would run a program; a TIFF's tile is as large as it says, whatever its picture."""
+WEBP_CANVASES = 3
+"""Pictures in memory while Pillow decodes one of this format, which may move."""
+MOST_SCANS = 100
+"""Of a progressive JPEG: each takes as long as the whole of another one, and a few bytes. Usual are 10."""
+SCAN = b"\xff\xda"
 _ORIENTATION = 0x0112
 ROWS = 64
 """Rows of a 16-bit picture that are turned into 8 bits at once."""
@@ -100,9 +105,12 @@ def broken_pictures() -> Iterator[None]:
 
 
 def open_picture(data: bytes, max_pixels: float = math.inf) -> Image.Image:
-    """A picture whose header has been read. Raises BrokenSampleError `huge_image`, and Pillow's many errors."""
+    """A picture whose header has been read. Raises BrokenSampleError: `huge_image`, `too_many_scans`; and
+    Pillow's many errors."""
+    if data[:2] == b"\xff\xd8" and data.count(SCAN) > MOST_SCANS:
+        raise BrokenSampleError("too_many_scans", f"{data.count(SCAN)}")
     image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
-    check_pixels(*image.size, max_pixels)
+    check_pixels(*image.size, max_pixels / WEBP_CANVASES if image.format == "WEBP" else max_pixels)
     return image
 
 
@@ -127,7 +135,7 @@ class Picture:
             self.is_jpeg = self._image.format == "JPEG" and self._image.mode in ("RGB", "L")
             """Whether it is a JPEG that can be decoded at a smaller size."""
             self.width, self.height = self._image.size
-            has_exif = "exif" in self._image.info and self._image.format != "TIFF"  # Pillow itself rotates TIFF
+            has_exif = "exif" in self._image.info
             orientation = self._image.getexif().get(_ORIENTATION, 1) if has_exif else 1
             self._orientation: int = orientation if orientation in range(1, 9) else 1
             if self._orientation >= 5:

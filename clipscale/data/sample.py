@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 _META = re.compile(r"__[^/]*__($|/)")
 """Members that webdataset reserves for itself."""
-_NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
-"""Key and extension by webdataset's rule: the key ends at the first dot after the last slash."""
+LONGEST_NAME = 4096
+"""Bytes of a member's name; a longer one belongs to no sample, as on file systems."""
 
 MAX_IMAGE_BYTES = 64 << 20
 """Size limit of an encoded picture, unless `data.max_pixels` allows larger ones."""
@@ -72,9 +72,15 @@ class ChosenSample(NamedTuple):
 
 
 def key_and_extension(name: str) -> tuple[str, str] | None:
-    """The sample key and extension in a member's name, or None if it belongs to no sample."""
-    match = None if _META.match(name) else _NAME.match(name)
-    return (match[1], match[2].lower()) if match else None
+    """The sample key and extension in a member's name, or None if it belongs to no sample.
+
+    webdataset's rule: the key ends at the first dot after the last slash.
+    """
+    if len(name) > LONGEST_NAME or _META.match(name):
+        return None
+    folder, slash, file = name.rpartition("/")
+    stem, dot, extension = file.partition(".")
+    return (f"{folder}{slash}{stem}", extension.lower()) if stem and dot else None
 
 
 class BrokenSampleError(Exception):

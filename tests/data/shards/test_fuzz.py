@@ -28,7 +28,7 @@ from clipscale.data.shards.tar import BLOCK
 from tests.data.files import Members, picture, write_tar
 from tests.support.audit import heard
 
-KINDS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
+KINDS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 BOUND = 64 << 20
 """Bytes that Python and numpy may allocate for a shard of 30 KB."""
 REASONS = {"usable", "no_image", "empty_image", "huge_image", "unreadable_image", "damaged_sample"}
