@@ -2,6 +2,7 @@
 
 import base64
 import json
+import pickle
 import warnings
 import zlib
 from collections.abc import Collection, Mapping
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from clipscale.common.errors import UserError, first_line
@@ -136,6 +137,42 @@ def verify(path: Path, rank: int = 0, world: int = 1) -> None:
 # ---- loading ----
 
 
+class Reader(dcp.FileSystemReader):
+    """torch's reader, which unpickles nothing of `.metadata` but what describes tensors and files."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Raises UserError."""
+        try:
+            with (Path(self.path) / ".metadata").open("rb") as file:
+                metadata = MetadataUnpickler(file).load()
+        except Exception as error:  # pickle raises whatever its bytes lead to
+            raise damaged(Path(self.path), error) from error
+        if not isinstance(metadata, Metadata):
+            raise damaged(Path(self.path), TypeError(".metadata holds something else"))
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """Raises UnpicklingError for a class that `.metadata` does not need."""
+
+    MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+    OTHERS = (
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("pathlib", "PosixPath"),
+        ("pathlib._local", "PosixPath"),  # Python 3.13
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if dtype or (module, name) in self.OTHERS or (module in self.MODULES and "." not in name):
+            value = super().find_class(module, name)
+            if dtype or (module, name) in self.OTHERS or getattr(value, "__module__", "") == module:
+                return value
+        raise pickle.UnpicklingError(f"{module}.{name} does not belong into .metadata")
+
+
 def load(
     path: Path,
     *,
@@ -143,7 +180,7 @@ def load(
     parts: Collection[str] | None = None,
     like: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> State:
-    """A checkpoint's state on the CPU. Executes no pickled code but that of torch's own `.metadata`.
+    """A checkpoint's state on the CPU. Executes no pickled code.
 
     `verified`: its checksums have been verified. `parts`: read no tensors but those of these top-level entries.
     `like`: parameters by name. What is stored of a sharded one is sharded as the parameter is, and each rank reads its
@@ -156,7 +193,7 @@ def load(
     if not verified:
         verify(path)
     values = read_values(path)
-    reader = dcp.FileSystemReader(path)
+    reader = Reader(path)
     tensors: dict[str, Any] = {}
     for name, stored in reader.read_metadata().state_dict_metadata.items():
         keys = name.split(SEPARATOR)

@@ -31,6 +31,8 @@ from clipscale.config.sections import ModelConfig, Preprocess
 log = logging.getLogger(__name__)
 
 HUB = "hf-hub:"
+RUN = "run:"
+"""Begins the name or path of a run whose weights are taken. A downloaded folder is none, whatever lies in it."""
 OPEN_CLIP, CONFIG = "open_clip_config.json", "config.json"
 _FILES = ("open_clip_model.safetensors", "model.safetensors", "open_clip_pytorch_model.bin", "pytorch_model.bin")
 """Weights in a folder, the first that there is."""
@@ -57,13 +59,15 @@ class Source:
 def find(value: str, name: str, setting: str = "model.weights") -> Source:
     """The weights that a setting names; `name` is the architecture, among whose tags it may be. Raises UserError."""
     origin = f"{setting}={value!r}"
+    if value.startswith(RUN):
+        return _in_run(run_folder(value.removeprefix(RUN)), origin)
     path = Path(value).expanduser()
     if path.is_dir():
         return _in_folder(path, origin)
     if path.is_file():
         return Source(origin, path)
-    if (run_folder(value) / "checkpoints").is_dir():
-        return _in_folder(run_folder(value), origin)
+    if is_run(run_folder(value)):
+        raise UserError(f"{origin} is a run; say so, {setting}={RUN}{value}")
     try:
         if value.startswith(HUB):
             return _in_folder(_from_hub(value.removeprefix(HUB)), origin)
@@ -119,13 +123,23 @@ def load(encoders: CustomTextCLIP, config: ModelConfig, *, quick_gelu: bool) -> 
 # -- where they are ----------------------------------------------------------------------------------------------------
 
 
+def is_run(folder: Path) -> bool:
+    """Whether this is the folder of a run, or one of its checkpoints."""
+    return (folder / "checkpoints").is_dir() or (folder / META).is_file()
+
+
+def _in_run(folder: Path, origin: str) -> Source:
+    """The weights of a run's newest checkpoint, or of this one."""
+    if not is_run(folder):
+        raise UserError(f"{origin}: there is no run {folder}")
+    return _in_checkpoint(checkpoint.locate(folder, "latest") if (folder / "checkpoints").is_dir() else folder, origin)
+
+
 def _in_folder(folder: Path, origin: str) -> Source:
-    if (folder / "checkpoints").is_dir():
-        folder = checkpoint.locate(folder, "latest")
-    if (folder / META).is_file():
-        return _in_checkpoint(folder, origin)
     path = next((folder / name for name in _FILES if (folder / name).is_file()), None)
     if path is None:
+        if is_run(folder):
+            raise UserError(f"{origin} is a run; say so, {RUN}{folder}")
         raise UserError(f"{origin}: the folder holds no weights ({', '.join(_FILES)}); give one that does, or a file")
     try:
         return _beside(folder, Source(origin, path))

@@ -101,7 +101,7 @@ def test_any_weights_are_evaluated_without_a_run(
     save(tmp_path / "run", model, 7)
     expected = main(EvalRunConfig(run=str(tmp_path / "run"), device="cpu", eval=EvalConfig(sets=sets)))
     monkeypatch.chdir(tmp_path)
-    weights = "run/checkpoints/step_00000007"
+    weights = "run:run/checkpoints/step_00000007"
     for described in (ModelConfig(name="", weights=weights), replace(TINY, weights=weights)):
         assert main(EvalRunConfig(device="cpu", model=described, eval=EvalConfig(sets=sets))) == expected
     assert len(list(tmp_path.glob("runs/eval-*/eval/final.json"))) == 2

@@ -61,7 +61,7 @@ def test_a_run_saves_its_adapters_alone_goes_on_bit_for_bit_and_is_exported(shar
     plain = ModelConfig(name="test", architecture=ARCHITECTURE)
     state = {"model": build_model(plain).state_dict(), "model_config": asdict(plain)}
     save(tmp_path / "base", 1, state, keep=1)
-    model = replace(plain, weights=str(tmp_path / "base"), lora=2, text=TowerConfig(train="1"))
+    model = replace(plain, weights=f"run:{tmp_path}/base", lora=2, text=TowerConfig(train="1"))
     whole = small(shards, tmp_path / "whole", model=model, ema=0.9, checkpoint=CheckpointConfig(every="2", keep=0))
     train(whole)
     train(replace(whole, run=str(tmp_path / "part"), resume=str(tmp_path / "whole/checkpoints/step_00000002")))
@@ -79,7 +79,7 @@ def test_a_run_saves_its_adapters_alone_goes_on_bit_for_bit_and_is_exported(shar
     again = build_model(replace(without_weights(config), weights=str(folder)))
     assert all(torch.equal(x, again.state_dict()[name]) for name, x in merged.state_dict().items())
     with pytest.raises(UserError, match="a checkpoint of adapters alone; give the folder of `clipscale export"):
-        build_model(replace(plain, weights=str(tmp_path / "whole")))
+        build_model(replace(plain, weights=f"run:{tmp_path}/whole"))
     state["model"]["image.encoder.proj"] += 1  # type: ignore[index]
     save(tmp_path / "base", 2, state, keep=1)
     with pytest.raises(UserError, match=r"model.weights=.*base: not the weights any more"):

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import zlib
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
+from clipscale.checkpoint.loading import META, meta_text, read_meta, values_text
 from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig, TowerConfig
 from clipscale.models.towers import ClipModel, build_model
@@ -84,7 +86,8 @@ def test_weights_of_every_layout_give_the_same_features(
     tmp_path: Path, write: Callable[[Path, ClipModel], Path]
 ) -> None:
     reference = random_model(1)
-    ours = build_model(config(weights=str(write(tmp_path, reference))))
+    prefix = "run:" if write is run else ""
+    ours = build_model(config(weights=f"{prefix}{write(tmp_path, reference)}"))
     assert all(map(torch.equal, features(ours), features(reference)))
 
 
@@ -92,7 +95,11 @@ def test_the_weights_of_a_run_are_found_by_its_name(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     run(tmp_path / "runs/mine", random_model(1))
     for name in ("mine", "runs/mine", "runs/mine/checkpoints/step_00000003"):
-        assert find(name, "small").path == Path("runs/mine/checkpoints/step_00000003")
+        assert find(f"run:{name}", "small").path == Path("runs/mine/checkpoints/step_00000003")
+        with pytest.raises(UserError, match=f"is a run; say so, .*run:.*{name}"):
+            find(name, "small")
+    with pytest.raises(UserError, match="there is no run runs/none"):
+        find("run:none", "small")
 
 
 def test_each_tower_has_weights_of_its_own(tmp_path: Path) -> None:
@@ -152,6 +159,25 @@ def test_a_file_of_weights_executes_nothing(tmp_path: Path, monkeypatch: pytest.
     assert not Path("executed").exists()
 
 
+def test_a_downloaded_folder_is_no_run_and_its_metadata_executes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code ran from a folder of open_clip that held a checkpoint, too."""
+    monkeypatch.chdir(tmp_path)
+    folder = run(open_clip_folder(tmp_path / "got", random_model(1)), random_model(2))
+    step = folder / "checkpoints/step_00000003"
+    assert find(str(folder), "small").path.name == "open_clip_model.safetensors"
+    content = pickle.dumps(Code())
+    meta = read_meta(step)
+    sums = {name: tuple(sum_of_file) for name, sum_of_file in meta["files"].items()}
+    (step / ".metadata").write_bytes(content)
+    files = sums | {".metadata": (len(content), zlib.crc32(content))}
+    (step / META).write_text(meta_text(values_text(meta["values"]), files))
+    with pytest.raises(UserError, match="does not belong into"):
+        build_model(config(weights=f"run:{folder}"))
+    assert not Path("executed").exists()
+
+
 @pytest.mark.parametrize("name", ["/etc", "../other", "hf-hub:a/b", "https://a/b"])
 @pytest.mark.parametrize("part", ["text_cfg.hf_tokenizer_name", "vision_cfg.timm_model_name"])
 def test_a_strangers_description_names_no_path_and_no_address(tmp_path: Path, part: str, name: str) -> None:
@@ -187,7 +213,7 @@ def test_a_longer_context_has_interpolated_positions_and_is_exported(tmp_path: P
     assert ours.tokenizer(["word " * 20, "a red ring"]).shape == (2, 30)
     assert description(ours, start)["model_cfg"]["text_cfg"]["context_length"] == 30
     save(tmp_path / "run", 1, {"model": ours.state_dict(), "model_config": asdict(start)}, keep=1)
-    again = build_model(described(ModelConfig(name="", weights=str(tmp_path / "run"))))
+    again = build_model(described(ModelConfig(name="", weights=f"run:{tmp_path}/run")))
     assert torch.equal(again.text.encoder.positional_embedding, ours.text.encoder.positional_embedding)
     with pytest.raises(UserError, match=r"model.context_length=99: a text tower of transformers has its own"):
         build_model(replace(start, architecture=SMALL | {"text_cfg": {"hf_model_name": "x"}}, context_length=99))

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from torch import Tensor
 
@@ -11,7 +10,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.units import run_folder
 from clipscale.config.sections import ModelConfig
 from clipscale.models.towers import ClipModel, build_model, load_model
-from clipscale.models.weights import find, without_weights
+from clipscale.models.weights import RUN, find, without_weights
 
 
 def average(
@@ -45,11 +44,11 @@ def average(
 
 
 def state_of(other: str, config: ModelConfig, weights: str) -> dict[str, Tensor]:
-    """The weights of a run, a checkpoint, or any `model.weights`. Raises UserError."""
-    path = Path(other).expanduser()
-    in_run = path.parent.name == "checkpoints"
-    run = path.parent.parent if in_run else run_folder(other)
-    if (run / "checkpoints").is_dir():
+    """The weights of a run (`run:NAME`), its checkpoint, or any `model.weights`. Raises UserError."""
+    if other.startswith(RUN):
+        path = run_folder(other.removeprefix(RUN))
+        in_run = path.parent.name == "checkpoints"
+        run = path.parent.parent if in_run else path
         model, other_config, _ = load_model(run, str(path) if in_run else "latest", weights)
         pixels = other_config.pixels
     else:

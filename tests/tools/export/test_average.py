@@ -42,10 +42,14 @@ def test_an_average_is_bit_equal_to_its_ends_and_linear_between_them(tmp_path: P
     base, tuned = saved(tmp_path / "base", 2), saved(saved(tmp_path / "tuned", 1), 3)
     one, two, three = exported(tuned, checkpoint="1"), exported(base), exported(tuned)
     start = str(base / "export/open_clip_model.safetensors")
-    for other, shares, expected in ((start, [1.0, 0.0], three), (start, [0.0, 1.0], two), (str(base), [0.0, 1.0], two)):
+    for other, shares, expected in (
+        (start, [1.0, 0.0], three),
+        (start, [0.0, 1.0], two),
+        (f"run:{base}", [0.0, 1.0], two),
+    ):
         average = exported(tuned, average=[other], shares=shares)
         assert average.keys() == expected.keys() and all(torch.equal(average[n], expected[n]) for n in expected)
-    average = exported(tuned, average=[start, str(tuned / "checkpoints/step_00000001")], shares=[0.5, 0.75, -0.25])
+    average = exported(tuned, average=[start, f"run:{tuned}/checkpoints/step_00000001"], shares=[0.5, 0.75, -0.25])
     for name, value in average.items():
         mean = 0.5 * three[name] + 0.75 * two[name] - 0.25 * one[name]
         assert torch.allclose(value, mean if value.is_floating_point() else two[name]), name
@@ -65,7 +69,7 @@ def test_models_that_cannot_be_averaged_are_refused(tmp_path: Path) -> None:
         ("grey", [], r"average=.*grey: trained with another model\.preprocess"),
         ("run", [0.5], r"shares=\[0.5\]: give 2 that add up to 1"),
         ("run", [0.5, 0.4], "give 2 that add up to 1"),
-        ("none", [], "is no file, no folder, no run and no tag"),
+        ("none", [], "run=.*none: no checkpoint"),
     ):
         with pytest.raises(UserError, match=message):
-            exported(run, average=[str(tmp_path / other)], shares=shares)
+            exported(run, average=[f"run:{tmp_path}/{other}"], shares=shares)
