@@ -19,7 +19,8 @@ from clipscale.distributed.world import attempt_store
 from tests.conftest import TINY
 
 STEPS = 40
-RUN = [*(word for word in TINY if not word.startswith("samples")), f"samples={16 * STEPS}", "checkpoint.every=4", "loss.exchange=ring"]
+SAMPLES = f"samples={16 * STEPS}"
+RUN = [*(word for word in TINY if not word.startswith("samples")), SAMPLES, "checkpoint.every=4", "loss.exchange=ring"]
 RESTART_S = 60
 """From the loss of a process to a step beyond the last."""
 
