@@ -11,6 +11,7 @@
 set -euo pipefail
 clipscale train "$@" --cfg job >/dev/null # a wrong setting ends here; torchrun would try it again
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${GRACE:-120} # seconds from SIGTERM to SIGKILL, for a save (torch 2.11 always gives 30)
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # a store for each start; torch tells the shared one's address to no machine that joins later
 meet=(--standalone)
 [ "${NODES:-1}" = 1 ] || meet=(--rdzv-backend=c10d --rdzv-endpoint="${HEAD:?set HEAD=ADDRESS:PORT}" --rdzv-id="${JOB:-clipscale}")
 exec torchrun --nnodes="${NODES:-1}" --nproc-per-node="${PROCS:-gpu}" --max-restarts="${RESTARTS:-3}" "${meet[@]}" \
