@@ -17,7 +17,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipscale import checkpoint
-from clipscale.common.errors import StoppedError, UserError, first_line
+from clipscale.common.errors import LoaderError, StoppedError, UserError, first_line
 from clipscale.common.phases import Phases, Readback
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import say
@@ -82,6 +82,7 @@ class Run:
         begun = begin(self.resolved, world)
         self.state = begun.state
         self.stream = begun.stream
+        self.stream.defer_failures()
         self.schedule = self.plan_schedule()
         self.total = self.schedule.first + self.schedule.total
         self.records = StepRecords(self.open_log() if world.main else None, world.size, self.flops(), self.stream)
@@ -152,10 +153,11 @@ class Run:
                         self.save(last=self.step == self.total)
                 if config.eval.has_sets:
                     results = self.evaluate()
+            except LoaderError:  # on all ranks
+                self.save_at_once()
+                raise
             except SignalError as signal:  # on all ranks
-                if self.step != self.saver.last_step:
-                    self.save(last=True)
-                self.saver.wait()
+                self.save_at_once()
                 line = f"stopped by {Signals(signal.number).name} after step {self.step}"
                 raise StoppedError(f"{line}; go on with run={config.run} resume=auto", signal.number) from None
             finally:
@@ -167,6 +169,12 @@ class Run:
             print_results(results, f"{folder.name}, step {self.step}")
             say(f"done: {folder} (step {self.step}, loss {self.loss:.4f}); clipscale report {config.run} shows it")
         return {"run": str(self.resolved.folder), "step": self.step, "loss": self.loss, "eval": results}
+
+    def save_at_once(self) -> None:
+        """A checkpoint of what is trained, complete at the end of this call."""
+        if self.step != self.saver.last_step:
+            self.save(last=True)
+        self.saver.wait()
 
     def limit_s(self) -> float:
         """Seconds that ranks wait for each other in a step. The first one may compile; data workers have their own."""
@@ -195,11 +203,16 @@ class Run:
         with self.phase(phases, "replay"):
             cache.replay()
         with self.phase(phases, "optim"):
+            if self.stream.failure:  # no rank updates its weights then
+                state.spoil_gradients()
             norm = state.gradient_norm()
             self.loss, grad_norm = Readback(value, norm).read()  # the only place where the host waits for the device
             finite = math.isfinite(self.loss) and math.isfinite(grad_norm)
             if not finite:
+                self.world.on_all(self.stream.check)
                 state.refuse_divergence(self.step, self.loss, grad_norm)
+            else:
+                state.skipped = 0
             if finite or state.precision.scaler:  # after an overflow the scaler skips the step and lowers its scale
                 state.update(norm)
             measured = finite and (self.step + 1) % RMS_EVERY == 0
@@ -242,7 +255,7 @@ class Run:
 
     @contextmanager
     def thrown_away_at_a_signal(self) -> Iterator[None]:
-        """Around a step: undoes the little that it changes before its update.
+        """Around a step that a signal or a lost loader ends: undoes the little that it changes before its update.
 
         A resumed run takes it again, bit for bit.
         """
@@ -251,7 +264,7 @@ class Run:
         statistics = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
         try:
             yield
-        except SignalError:
+        except (SignalError, LoaderError):
             random.restore()
             for buffer, value in statistics:
                 buffer.copy_(value)
@@ -299,7 +312,12 @@ class Run:
         return dict(results)
 
     def save_due(self) -> bool:
-        """Whether this step ends with a checkpoint: by steps, by time, and at the end. All ranks agree."""
+        """Whether this step ends with a checkpoint: by steps, by time, and at the end. All ranks agree.
+
+        None after a step that was left out, which may be the weights' fault: the last good checkpoint stays.
+        """
+        if self.state.skipped and self.step < self.total:
+            return False
         steps, _ = self.config.checkpoint.interval
         due = self.step == self.total or (steps > 0 and self.step % steps == 0)
         return due or self.agreement.values()[1] > 0
@@ -310,10 +328,11 @@ class Run:
         Raises UserError, on every rank.
         """
         self.records.finish()
+        position = self.world.on_all(self.stream.position)
         now = RandomState.now(self.world.device)
         state = self.state.state_dict() | {
             "random": self.world.gather({"cpu": now.cpu, "cuda": now.cuda}),
-            "position": merge_positions(self.world.gather(self.stream.position())),
+            "position": merge_positions(self.world.gather(position)),
             "batch": self.config.batch,
             "samples": self.resolved.stage.seen(self.step),
             "loss": self.loss,

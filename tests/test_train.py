@@ -5,18 +5,19 @@ import os
 import re
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from clipscale import checkpoint
 from clipscale.cli.main import main
-from clipscale.common.errors import UserError
+from clipscale.common.errors import LoaderError, UserError
 from clipscale.config.sections import (
     CacheConfig,
     CheckpointConfig,
@@ -26,6 +27,7 @@ from clipscale.config.sections import (
     ScheduleConfig,
 )
 from clipscale.config.train import TrainConfig
+from clipscale.data.loader.workers import InProcess
 from clipscale.launch import local
 from clipscale.launch.run_lock import RunLock
 from clipscale.step.grad_cache import GradCache
@@ -188,12 +190,57 @@ def test_half_precision_that_overflows_at_any_loss_scale_has_diverged(
     )
 
 
-def test_steps_that_are_not_finite_can_be_skipped(demo: Path, tmp_path: Path) -> None:
+def test_steps_that_are_not_finite_can_be_skipped(
+    demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     train(diverging(demo, tmp_path / "run", on_divergence="skip"))
     skipped = [record["skipped"] for record in records(tmp_path / "run")]
     assert len(skipped) == 4 and skipped[-1] and not skipped[0]
     weights = checkpoint.load(checkpoint.checkpoints_of(tmp_path / "run")[-1])["model"].values()
     assert all(bool(weight.isfinite().all()) for weight in weights), "a step that is skipped changes nothing"
+    assert "left out (3 in a row; 10 end the run)" in capsys.readouterr().err
+
+
+def test_steps_that_are_skipped_in_a_row_end_the_run_and_keep_its_checkpoint(demo: Path, tmp_path: Path) -> None:
+    config = replace(diverging(demo, tmp_path / "run", on_divergence="skip"), samples=64 * 20)
+    with pytest.raises(UserError, match=r"step 11: .*training has diverged; its checkpoints are intact"):
+        train(config)
+    assert [checkpoint.step_of(path) for path in checkpoint.checkpoints_of(tmp_path / "run")] == [1]
+    assert len(records(tmp_path / "run")) == 10
+
+
+def losing_a_loader(rank: int, world: int, config: TrainConfig) -> None:
+    """A rank of a run; the last one's loader is lost in the fourth step."""
+    fill, receive = InProcess.fill, InProcess.receive
+    filled: list[int] = []
+
+    def record(loader: InProcess, step: int) -> None:
+        filled.append(step)
+        fill(loader, step)
+
+    def lose(loader: InProcess, needed: Sequence[int]) -> Any:
+        if rank == world - 1 and filled[-1] == 3 and needed:
+            raise LoaderError("data worker 0 was killed by SIGKILL")
+        return receive(loader, needed)
+
+    with (
+        mock.patch.multiple(InProcess, fill=record, receive=lose),
+        pytest.raises(LoaderError, match="was killed by SIGKILL"),
+    ):
+        train(config)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_lost_loader_saves_the_run_on_all_ranks(shards: str, tmp_path: Path, world: int) -> None:
+    """Also where the others are in the middle of a step; the run goes on as if nothing had happened."""
+    config = small(shards, tmp_path / "run", samples=12 * 6, checkpoint=CheckpointConfig(every="0"))
+    run_ranks(losing_a_loader, world, config)
+    assert len(curve(tmp_path / "run")) == 3
+    (saved,) = checkpoint.checkpoints_of(tmp_path / "run")
+    assert checkpoint.step_of(saved) == 3
+    run_ranks(on_a_rank, world, config)
+    run_ranks(on_a_rank, world, replace(config, run=str(tmp_path / "whole")))
+    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
 
 
 def test_out_of_memory_names_the_phase_the_chunks_and_what_to_run(

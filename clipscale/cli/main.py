@@ -10,7 +10,7 @@ from pkgutil import resolve_name
 from clipscale import __version__
 from clipscale.cli import help
 from clipscale.cli.verbs import VERBS, split_verb
-from clipscale.common.errors import LostRankError, StoppedError, UserError
+from clipscale.common.errors import LoaderError, LostRankError, StoppedError, UserError
 from clipscale.common.hardware import let_threads_sleep
 from clipscale.common.terminal import prepare, report, say
 from clipscale.config.train import to_yaml
@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             report(error)
         if isinstance(error, StoppedError):
             return 128 + error.number
-        return 2 if isinstance(error, UserError) else 1
+        is_mistake = isinstance(error, UserError) and not isinstance(error, LoaderError)
+        return 2 if is_mistake else 1
 
 
 def run(argv: list[str]) -> int:

@@ -24,6 +24,10 @@ class StoppedError(UserError):
         self.number = number
 
 
+class LoaderError(UserError):
+    """A data worker has died or is silent. The command line exits with status 1: the same settings may well go on."""
+
+
 class LostRankError(RuntimeError):
     """Another rank does not answer. The command line prints the message once, and exits with status 1."""
 

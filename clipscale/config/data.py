@@ -73,6 +73,9 @@ class DataConfig:
         "What samples must meet: `width`, `height`, shorter `side`, `aspect` (longer over shorter), characters of a "
         "`caption`, or fields of the json: `[side>=64,aspect<=3,caption>=5,similarity>=0.3,LANGUAGE=en|de]`.",
     )
+    skip: list[str] = setting(
+        [], "Samples to leave out, such as one that a loader does not survive: `[00012.tar/000123456]`."
+    )
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     decode: str = setting(
         "exact",

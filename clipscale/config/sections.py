@@ -77,7 +77,7 @@ class OptimConfig:
     clip_norm: float | None = setting(None, "Largest global gradient norm; null or 0: no clipping.", least=0)
     on_divergence: str = setting(
         "stop",
-        "When the loss or gradient is not finite: `stop` before the weights change, or `skip` the step.",
+        "When the loss or gradient is not finite: `stop` before the weights change, or `skip` the step (10 in a row).",
         choices=("stop", "skip"),
     )
     options: dict[str, Any] = setting({}, "Further keyword arguments of timm's factory.")

@@ -14,6 +14,7 @@ from clipscale.data.conditions import CAPTION, SIZES, Condition, caption_sources
 from clipscale.data.decode import Picture, captions_of, first_caption, image_bytes, json_fields
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError, RawSample
+from clipscale.data.shards.addresses import leaf_of
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Selection:
     """Captions of a sample."""
     first: bool = False
     """Whether a sample's first caption is taken, as `clipscale embed` does, and none is drawn."""
+    skipped: frozenset[str] = frozenset()
+    """Names of samples that are left out (`name_of`)."""
 
     def members(self) -> set[str]:
         """The extensions to read, apart from the picture's."""
@@ -59,6 +62,8 @@ class Selection:
 
     def check(self, sample: RawSample, captions: Sequence[str]) -> None:
         """Raise BrokenSampleError with the filter's reason for a sample that a filter drops."""
+        if self.skipped and name_of(sample) in self.skipped:
+            raise BrokenSampleError("skipped", "data.skip")
         fields: dict[str, Any] | None = None
         picture: Picture | None = None
         for condition in self.conditions:
@@ -74,6 +79,11 @@ class Selection:
                 condition.require(fields.get(condition.name))
 
 
+def name_of(sample: RawSample) -> str:
+    """`SHARD/KEY`, as `data.skip` names samples."""
+    return f"{leaf_of(sample.url)}/{sample.key}"
+
+
 def selection(config: DataConfig, *, first: bool = False) -> Selection:
     """Parse the settings. Raises UserError for conditions, sources or files that cannot be used."""
     return Selection(
@@ -81,4 +91,5 @@ def selection(config: DataConfig, *, first: bool = False) -> Selection:
         conditions(config.filter),
         config.captions_per_step,
         first,
+        frozenset(config.skip),
     )

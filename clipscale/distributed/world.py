@@ -130,14 +130,14 @@ class World:
 
     def on_all(self, work: Callable[[], T]) -> T:
         """The result of `work`, which every rank does for itself. Raises the UserError of one rank on every rank."""
-        problem = ""
+        problem: UserError | None = None
         try:
             result = work()
         except UserError as error:
-            problem = str(error)
-        problems = [text for text in self.gather(problem) if text]
-        if problems:
-            raise UserError(problems[0])
+            problem = error
+        for each in self.gather(problem):
+            if each:
+                raise each
         return result
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter | None]) -> None:

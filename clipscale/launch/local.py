@@ -15,7 +15,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Protocol
 
 from clipscale.common import terminal
-from clipscale.common.errors import LOST, StoppedError, UserError
+from clipscale.common.errors import LOST, LoaderError, StoppedError, UserError
 from clipscale.common.hardware import cores
 from clipscale.common.signals import blocked
 from clipscale.config.sections import LaunchConfig
@@ -214,6 +214,8 @@ def mistake(message: dict[str, Any]) -> UserError | None:
     name, _, text = message["message"].partition(": ")
     if name == "StoppedError":
         return StoppedError(text, signal.SIGINT if text.startswith("stopped by SIGINT") else signal.SIGTERM)
+    if name == "LoaderError":
+        return LoaderError(text)
     return UserError(text) if name in ("UserError", "UnwritableError") else None
 
 

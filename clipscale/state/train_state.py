@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
+from clipscale.common.terminal import say
 from clipscale.config.sections import MAX_LOGIT_SCALE
 from clipscale.config.train import TrainConfig
 from clipscale.data.columns import KEYS
@@ -38,6 +39,9 @@ from clipscale.step.kept_graphs import KeepBudget
 from clipscale.step.optim import build_optimizer
 from clipscale.step.precision import Precision
 from clipscale.step.trunk import TrunkFeatures
+
+MOST_SKIPPED = 10
+"""Steps in a row that `optim.on_divergence=skip` leaves out: after so many the weights are at fault, not a sample."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,8 @@ class TrainState:
         self.config, self.world, self.parts = config, world, parts
         self.model, self.captions = parts.model, parts.captions
         self.teachers = parts.teachers
+        self.skipped = 0
+        """Steps in a row that were left out since they were not finite."""
         self.precision = Precision(config.precision, world.device)
         self.frozen: list[str] | None = None
         """Digests of the weights that adapters adapt, which checkpoints leave out; None: without adapters."""
@@ -180,6 +186,11 @@ class TrainState:
             weights = self.config.distill.weights
             return distillation_loss(image_features, text_features, scale, teachers, weights, **options)
 
+    def spoil_gradients(self) -> None:
+        """Make the gradients' norm NaN on all ranks, so that none of them updates its weights."""
+        assert self.model.logit_scale.grad is not None
+        self.model.logit_scale.grad.fill_(math.nan)
+
     def gradient_norm(self) -> Tensor:
         """Finish the gradients (scale's and bias's sums over ranks, the scaler's factor); their global norm, 0-d."""
         self.world.sum_gradients([self.model.logit_scale, self.model.logit_bias])
@@ -212,12 +223,21 @@ class TrainState:
             self.average.update()
 
     def refuse_divergence(self, step: int, loss: float, grad_norm: float) -> None:
-        """Raise UserError for a value that is not finite, unless a lower loss scale or a skipped step may help."""
-        if self.precision.can_lower_loss_scale or self.config.optim.on_divergence == "skip":
+        """Raise UserError for a value that is not finite, unless a lower loss scale or a skipped step may help.
+
+        Steps are skipped at most MOST_SKIPPED in a row. `step`: counted from 0.
+        """
+        if self.precision.can_lower_loss_scale:
+            return
+        self.skipped += 1
+        values = f"step {step + 1}: loss={loss}, gradient norm={grad_norm}"
+        if self.config.optim.on_divergence == "skip" and self.skipped < MOST_SKIPPED:
+            if self.world.main:
+                say(f"warning: {values}: left out ({self.skipped} in a row; {MOST_SKIPPED} end the run)", error=True)
             return
         raise UserError(
-            f"step {step}: loss={loss}, gradient norm={grad_norm}: training has diverged; its checkpoints are intact; "
-            "lower optim.lr, set optim.clip_norm, or use another precision"
+            f"{values}: training has diverged; its checkpoints are intact; lower optim.lr, set optim.clip_norm, or use "
+            "another precision"
         )
 
     # ---- save and load ----

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from clipscale.common.errors import UserError
 from clipscale.data.loader.host_batch import Slot
 from clipscale.data.loader.shard_reader import StreamPosition
 from clipscale.data.loader.shard_stream import Report, WorkerSpec
@@ -33,6 +34,10 @@ class BatchAssembler:
         self._batches: dict[int, _Filling] = {}
         self.counts: Counter[str] = Counter()
         """What the workers have counted so far. Names that begin with EVENT cost no sample."""
+        self.defers = False
+        """Whether a failure is not raised: the training process finishes the step that all ranks are in."""
+        self.failure: UserError | None = None
+        """Why the workers cannot go on. Nothing is waited for then, and rows that are missing hold anything."""
         self._waited_s = 0.0
 
     def begin(self, step: int) -> None:
@@ -54,7 +59,10 @@ class BatchAssembler:
         return min(max(0, min(missing, default=self.size)), self.size)  # places outside of it are another rank's
 
     def finish(self, step: int) -> dict[int, StreamPosition]:
-        """Block until the batch is complete; returns the position of every stream after it."""
+        """Block until the batch is complete; returns the position of every stream after it.
+
+        Some are missing if the workers cannot go on.
+        """
         batch = self._batches[step]
         self._wait(lambda: sorted(batch.unfinished))
         return batch.positions
@@ -71,7 +79,7 @@ class BatchAssembler:
     def _wait(self, missing: Callable[[], list[int]]) -> None:
         """Handle the workers' messages until no worker is missing."""
         begun = time.monotonic()
-        while late := missing():
+        while self.failure is None and (late := missing()):
             self._receive(late)
         self._waited_s += time.monotonic() - begun
 
@@ -82,7 +90,14 @@ class BatchAssembler:
         return seconds
 
     def _receive(self, needed: Sequence[int]) -> None:
-        for number, message in self.workers.receive(needed):
+        try:
+            messages = [] if self.failure else self.workers.receive(needed)
+        except UserError as error:
+            if not self.defers:
+                raise
+            self.failure = error
+            return
+        for number, message in messages:
             if not isinstance(message, Report):
                 continue
             self.counts.update(message.counts)

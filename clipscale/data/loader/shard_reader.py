@@ -1,6 +1,6 @@
 """Reads the samples of one shard stream in their order: window after window, each in a random order."""
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -118,11 +118,22 @@ def _damage(windows: Windows, problem: ReadProblem, url: str) -> list[RawSample]
 class ShardReader:
     """Reads a shard stream, or a source's part of it. `epoch` and `index`: its position, in items given out."""
 
-    def __init__(self, shards: OrderedShards, start: StreamPosition, kinds: Mapping[str, int], store: Store) -> None:
+    def __init__(
+        self,
+        shards: OrderedShards,
+        start: StreamPosition,
+        kinds: Mapping[str, int],
+        store: Store,
+        opens: Callable[[str], None] = lambda url: None,
+    ) -> None:
+        """`opens` is told of each shard before it is opened."""
         self._shards = shards
         self._stream = start.stream
         self._kinds = kinds
         self._store = store
+        self._opens = opens
+        self.url = ""
+        """The shard that is read now."""
         self.epoch = start.epoch
         self.index = start.index
         # The items of the window that is given out, with their epoch, the next one last.
@@ -199,6 +210,8 @@ class ShardReader:
         return segment, item
 
     def _open(self, url: str, problem: ReadProblem, windows: Windows) -> Generator[RawSample, None, None]:
+        self.url = url
+        self._opens(url)
         return read_shard(url, problem, windows.needs, self._kinds, store=self._store, indexed=True)
 
     def _segments(self) -> Iterator[tuple[int, Segment]]:

@@ -16,7 +16,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.data.columns import Columns
 from clipscale.data.decode import IMAGE_TYPES, image_bytes
-from clipscale.data.filters import Selection
+from clipscale.data.filters import Selection, name_of
 from clipscale.data.loader.host_batch import Arena
 from clipscale.data.loader.offload import open_backend
 from clipscale.data.loader.shard_reader import OrderedShards, ShardReader, StreamPosition
@@ -25,6 +25,9 @@ from clipscale.data.sample import BrokenSampleError, ChosenSample, RawSample, li
 from clipscale.data.shards.remote import RETRIES
 from clipscale.data.shards.store import Store
 
+Begin = Callable[[str, str], None]
+"""Is told what is begun, SHARD or SAMPLE, and its name."""
+SHARD, SAMPLE = "shard", "sample"
 MOST_BROKEN = 20_000
 MOST_FRUITLESS = 200
 """A stream gives up after this many broken samples, or visits to shards, without a usable sample between them.
@@ -64,9 +67,10 @@ class Taken(NamedTuple):
 class ShardStream:
     """Gives one usable sample of a shard stream after another."""
 
-    def __init__(self, spec: WorkerSpec, start: StreamPosition, store: Store) -> None:
+    def __init__(self, spec: WorkerSpec, start: StreamPosition, store: Store, begin: Begin) -> None:
         """`store` opens the shards, and counts what is skipped by its reason."""
         self._spec = spec
+        self._begin = begin
         self._start = start
         self._counts = store.counts
         members = spec.selection.members().union(*(column.members for column in spec.columns.beside))
@@ -78,7 +82,8 @@ class ShardStream:
             places = start.sources or [(0, 0)] * len(sources)
             starts = [StreamPosition(start.stream, epoch, index) for epoch, index in places]
         self._readers = [
-            ShardReader(source, place, kinds, store) for source, place in zip(sources, starts, strict=True)
+            ShardReader(source, place, kinds, store, partial(begin, SHARD))
+            for source, place in zip(sources, starts, strict=True)
         ]
         self._used = start.index  # usable samples
         self._forget_skipped()
@@ -101,7 +106,10 @@ class ShardStream:
         order = spec.shards.order
         source = order.source(self._start.stream, self._used) if isinstance(order, Mixed) else 0
         while True:
-            segment, item = next(self._readers[source].items)
+            reader = self._readers[source]
+            self._begin(SHARD, reader.url)
+            segment, item = next(reader.items)
+            self._begin(SAMPLE, name_of(item))
             try:
                 if item.damage:
                     raise BrokenSampleError(item.damage, item.detail)
@@ -173,14 +181,16 @@ class Report:
 class BatchFiller:
     """Fills one worker's places of every local batch from its shard streams."""
 
-    def __init__(self, spec: WorkerSpec, arena: Arena, tick: Callable[[], None]) -> None:
+    def __init__(
+        self, spec: WorkerSpec, arena: Arena, tick: Callable[[], None], begin: Begin = lambda kind, name: None
+    ) -> None:
         self.counts: Counter[str] = Counter()
         self.backend = open_backend(arena)
         self._spec = spec
         self._arena = arena
         self._tick = tick
         store = Store(spec.config, self.counts, tick)
-        self.streams = [ShardStream(spec, start, store) for start in spec.streams]
+        self.streams = [ShardStream(spec, start, store, begin) for start in spec.streams]
 
     def fill(self, step: int) -> Iterator[Report]:
         """Fill this worker's places of a batch. Yields a report after every piece, and one with the positions.

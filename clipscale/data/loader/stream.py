@@ -56,6 +56,7 @@ class TrainStream:
         self._prefetcher = prefetcher
         self.memory = memory
         self._positions = {position.stream: position for position in start}
+        self._streams = len(start)
         self._step = -1
         self._given_back = False
         self.samples_per_epoch = shards.samples
@@ -83,6 +84,20 @@ class TrainStream:
         broken, faults = self.broken, self.faults
         counts = {"broken": broken.total(), "faults": faults.total(), "waited_s": self._assembler.waited_s()}
         return counts | {"host_pinned": self._arena.pinned, "broken_by": dict(broken), "faults_by": dict(faults)}
+
+    def defer_failures(self) -> None:
+        """From now on, workers that cannot go on raise nothing, before `check`."""
+        self._assembler.defers = True
+
+    def check(self) -> None:
+        """Raise the `failure`, if there is one."""
+        if self.failure:
+            raise self.failure
+
+    @property
+    def failure(self) -> UserError | None:
+        """Why the workers cannot go on: rows of the last batch hold anything then, and it must be given back."""
+        return self._assembler.failure
 
     def next_batch(self) -> HostBatch:
         """The next local batch, at once; access to its rows blocks until they are there. The one before is invalid."""
@@ -119,8 +134,11 @@ class TrainStream:
         """Where this rank's shard streams stand after the last batch handed out. Blocks until that batch is complete.
 
         `at` maps each stream to epoch and samples read. A stream that two ranks read stands at the same place for both.
+        Raises the `failure`, if that left the place unknown.
         """
         at = self._positions if self._step < 0 or self._given_back else self._assembler.finish(self._step)
+        if self.failure and len(at) < self._streams:
+            raise self.failure
         return {
             "order": self._shards.fingerprint,
             "streams": self._shards.order.streams,

@@ -12,19 +12,21 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing.connection import Connection, wait
+from multiprocessing.sharedctypes import RawArray
 from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
 
-from clipscale.common.errors import UserError
+from clipscale.common.errors import LoaderError, UserError
 from clipscale.common.terminal import prepare
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.data.loader.host_batch import Arena
-from clipscale.data.loader.shard_stream import BatchFiller, Report, WorkerSpec
+from clipscale.data.loader.shard_stream import SAMPLE, BatchFiller, Report, WorkerSpec
 
 ALIVE_S = 2.0
 """A worker that reads but has nothing to deliver reports at most this often."""
+PLACE_BYTES = 1024
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,10 @@ class InProcess:
         self.filler.close()
 
 
-def work(connection: Connection, spec: WorkerSpec, arena: Arena) -> None:
+def work(connection: Connection, spec: WorkerSpec, arena: Arena, place: Any) -> None:
     """A worker process: fills the requested batches in order. An error is sent to the training process.
+
+    `place`: a shared array of bytes, for what it is on.
 
     It ends when the training process closes the connection, by no signal to the whole job.
     """
@@ -93,6 +97,10 @@ def work(connection: Connection, spec: WorkerSpec, arena: Arena) -> None:
         filler.backend.load(arena.slots[message.slot], message.start, rows)
         send(message)
 
+    def begin(kind: str, name: str) -> None:
+        """Called before each shard and each sample."""
+        place.value = f"{kind} {name}".encode()[: PLACE_BYTES - 1]
+
     def tick() -> None:
         """Called between samples and while the storage is waited for."""
         nonlocal last_tick
@@ -103,7 +111,7 @@ def work(connection: Connection, spec: WorkerSpec, arena: Arena) -> None:
             send(filler.report())
 
     try:
-        filler = BatchFiller(spec, arena, tick)
+        filler = BatchFiller(spec, arena, tick, begin)
         while True:
             while not steps:
                 handle_message()
@@ -132,6 +140,8 @@ class Workers:
         self.timeout_s = timeout_s
         warm_up(type(getattr(specs[0].tokenizer, "inner", specs[0].tokenizer)).__module__)
         self._connections: list[Connection] = []
+        self._places: list[Any] = []
+        """What each worker is on, in memory that it shares."""
         self.processes: list[Any] = []
         # Also runs when the program ends without `close`, before multiprocessing sends its children a signal that is
         # blocked in them, and waits.
@@ -141,12 +151,14 @@ class Workers:
         context = multiprocessing.get_context("forkserver")
         for number, spec in enumerate(specs):
             connection, of_worker = context.Pipe()
+            place = RawArray("c", PLACE_BYTES)
             process = context.Process(
-                target=work, args=(of_worker, spec, arena), name=f"data-worker-{number}", daemon=True
+                target=work, args=(of_worker, spec, arena, place), name=f"data-worker-{number}", daemon=True
             )
             process.start()
             of_worker.close()
             self._connections.append(connection)
+            self._places.append(place)
             self.processes.append(process)
         self._last = [time.monotonic()] * len(specs)  # when each worker's last message came
 
@@ -185,9 +197,10 @@ class Workers:
             silent = {n: time.monotonic() - max(self._last[n], begun) for n in needed}
             if late := [n for n, seconds in silent.items() if seconds > self.timeout_s]:
                 names = ", ".join(f"{n} (process {self.processes[n].pid})" for n in late)
-                raise UserError(
+                places = " and ".join(self._place(n) for n in late)
+                raise LoaderError(
                     f"data.timeout_s={self.timeout_s:g}: data worker {names} of rank {self._rank} has been silent "
-                    "for that long; the storage may be stuck; raise the time-out or look at the process"
+                    f"for that long{places}; the storage may be stuck; raise the time-out or look at the process"
                 )
             wait(self._connections, timeout=min(self.timeout_s - max(silent.values()), 1.0))
 
@@ -206,15 +219,22 @@ class Workers:
                 self._loading.remove((number, message))
             yield message
 
-    def _death(self, number: int) -> UserError:
+    def _place(self, number: int) -> str:
+        """What a worker was on, and the setting that leaves a sample out."""
+        kind, _, name = bytes(self._places[number].value).decode(errors="replace").partition(" ")
+        if kind == SAMPLE:
+            return f", at sample {name} (data.skip=['{name}'] leaves it out)"
+        return f", reading {name}" if name else ""
+
+    def _death(self, number: int) -> LoaderError:
         process = self.processes[number]
         process.join(5)
         code = process.exitcode
         killed = code is not None and code < 0
         how = f"was killed by {signal.Signals(-code).name}" if killed else f"ended with status {code}"
-        return UserError(
-            f"data worker {number} (process {process.pid}) of rank {self._rank} {how}; if the machine ran out of "
-            "memory, lower data.workers, data.shard_streams or data.shuffle; go on with resume=auto"
+        return LoaderError(
+            f"data worker {number} (process {process.pid}) of rank {self._rank} {how}{self._place(number)}; if the "
+            "machine ran out of memory, lower data.workers, data.shard_streams or data.shuffle; go on with resume=auto"
         )
 
 

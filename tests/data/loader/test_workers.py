@@ -7,13 +7,16 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
-from clipscale.common.errors import UserError
+from clipscale.common.errors import LoaderError, UserError
+from clipscale.data.columns import Column
 from clipscale.data.loader.workers import Workers
+from clipscale.data.sample import ChosenSample
 from tests.data.files import Letters, write_shards
 from tests.data.streams import contents, open_stream, processes_of
 
@@ -62,6 +65,33 @@ def test_a_killed_worker_ends_the_run_in_one_line(tmp_path: Path) -> None:
         os.kill(victim.pid, signal.SIGKILL)
         with pytest.raises(UserError, match=rf"data worker 1 \(process {victim.pid}\) of rank 0 was killed by SIGKILL"):
             contents(stream, 50)
+
+
+VICTIM = "000000007"
+
+
+def kills(sample: ChosenSample) -> int:
+    """As a sample does whose decoder takes all memory."""
+    if sample.raw.key == VICTIM:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+
+
+KILLER = Column("killer", (), "int64", kills)
+
+
+def test_what_ends_a_worker_is_named_and_can_be_left_out(tmp_path: Path) -> None:
+    """A sample that no decoder survives must not end every start of a run."""
+    write_shards(tmp_path, [50])
+    options: dict[str, Any] = {"batch": 5, "workers": 1, "shard_streams": 1, "columns": (KILLER,)}
+    with open_stream(tmp_path, **options) as stream, pytest.raises(LoaderError, match="killed by SIGKILL") as raised:
+        contents(stream, 10)
+    line = str(raised.value)
+    name = f"00000.tar/{VICTIM}"
+    assert f", at sample {name} (data.skip=['{name}'] leaves it out)" in line
+    with open_stream(tmp_path, skip=[name], **options) as stream:
+        contents(stream, 10)
+        assert stream.broken == {"skipped": 1}
 
 
 @pytest.mark.parametrize("error", [KeyError, ConnectionResetError])
