@@ -11,6 +11,7 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,8 +22,10 @@ from clipscale.tools.embed.settings import IMAGE, TEXT
 from clipscale.tools.explore.search import Pictures, SearchModel
 
 PAGE = {"": "text/html", "page.css": "text/css", "page.js": "text/javascript"}
-MOST_TEXT, MOST_RESULTS = 1 << 16, 200
-"""Bytes of a question without a picture, and results of one."""
+MOST_TEXT, MOST_RESULTS, MOST_LABELS = 1 << 16, 200, 100
+"""Bytes of a question without a picture, results of one, and labels."""
+OWN = ("same-origin", "none", None)
+"""Sec-Fetch-Site of this page's requests; older browsers send none."""
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -40,8 +43,18 @@ def application(model: SearchModel, pictures: Pictures) -> Starlette:
     for question in (page.search, page.picture, page.sample, page.classes):
         routes.append(Route(f"/{question.__name__}", question, methods=["POST"]))
     hosts = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
+    own = Middleware(BaseHTTPMiddleware, dispatch=refuse_other_pages)
     handlers = dict.fromkeys((HTTPException, BrokenSampleError), problem)
-    return Starlette(routes=routes, middleware=[hosts], exception_handlers=handlers)
+    return Starlette(routes=routes, middleware=[hosts, own], exception_handlers=handlers)
+
+
+async def refuse_other_pages(request: Request, following: RequestResponseEndpoint) -> Response:
+    """Other pages may not ask: their browser says where a request comes from."""
+    origin = request.headers.get("origin")
+    own = origin is None or origin == f"{request.url.scheme}://{request.headers['host']}"
+    if not own or request.headers.get("sec-fetch-site") not in OWN:
+        return answer({"error": "another page asks"}, 403)
+    return await following(request)
 
 
 async def file(name: str, kind: str, request: Request) -> Response:
@@ -85,8 +98,10 @@ class Page:
 
     async def picture(self, request: Request) -> Response:
         """The captions and pictures nearest to a picture that the request holds."""
-        data = await body_of(request, self.pictures.data.max_bytes)
-        return await self.near(data, min(int(request.query_params.get("count", "24")), MOST_RESULTS))
+        count = request.query_params.get("count", "24")
+        counted = checked_count(int(count) if count.isdecimal() and len(count) < 9 else 0)
+        data = await body_of(request, "application/octet-stream", self.pictures.data.max_bytes)
+        return await self.near(data, counted)
 
     async def sample(self, request: Request) -> Response:
         """The same for a picture of the set."""
@@ -109,12 +124,26 @@ class Page:
         picture, labels, template = await asked(request, picture=str, labels=list, template=str)
         if picture not in self.queries:
             raise HTTPException(404, "this picture is no longer kept; give it again")
+        if not 1 <= len(labels) <= MOST_LABELS:
+            raise HTTPException(400, f"give 1 to {MOST_LABELS} labels")
         prompts = [template.replace("{}", str(label)) for label in labels]
         return answer(await run_in_threadpool(self.model.classes, self.queries[picture], prompts))
 
 
-async def body_of(request: Request, most: int) -> bytes:
-    """The body of a request. Refuses more than `most` bytes, before they are in memory."""
+def checked_count(count: int) -> int:
+    """A number of results, at most MOST_RESULTS."""
+    if count < 1:
+        raise HTTPException(400, f"give count, from 1 to {MOST_RESULTS}")
+    return min(count, MOST_RESULTS)
+
+
+async def body_of(request: Request, kind: str, most: int) -> bytes:
+    """The body of a request, which must be of that media type.
+
+    A form of another page cannot be. Refuses more than `most` bytes, before they are in memory.
+    """
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != kind:
+        raise HTTPException(415, f"send {kind}")
     body = bytearray()
     async for part in request.stream():
         body += part
@@ -126,11 +155,11 @@ async def body_of(request: Request, most: int) -> bytes:
 async def asked(request: Request, **types: type) -> list[Any]:
     """The values of these names in the JSON object of a request. A count of results is at most MOST_RESULTS."""
     try:
-        question = json.loads(await body_of(request, MOST_TEXT))
+        question = json.loads(await body_of(request, "application/json", MOST_TEXT))
     except (ValueError, RecursionError):
         question = None
     values = question if isinstance(question, dict) else {}
     for name, kind in types.items():
         if type(values.get(name)) is not kind:
             raise HTTPException(400, f"give {name}, which is {kind.__name__}")
-    return [min(values[name], MOST_RESULTS) if name == "count" else values[name] for name in types]
+    return [checked_count(values[name]) if name == "count" else values[name] for name in types]

@@ -40,6 +40,9 @@ def test_the_nearest_rows_are_those_of_the_whole_product(
         assert np.allclose([score for _, score in matches], scores[order[:count]], atol=1e-6)
 
 
+JSON, BYTES = {"content-type": "application/json"}, {"content-type": "application/octet-stream"}
+
+
 def names(rows: list[dict[str, Any]]) -> list[tuple[str, int]]:
     return [(row["part"], row["row"]) for row in rows]
 
@@ -57,7 +60,7 @@ def test_a_text_finds_the_pictures_whose_features_are_nearest(page: Any, place: 
 
 
 def test_a_picture_is_nearest_to_itself_and_labels_share_its_probability(page: Any) -> None:
-    answer = page.post("/picture?count=3", content=picture(12, (40, 30))).json()
+    answer = page.post("/picture?count=3", content=picture(12, (40, 30)), headers=BYTES).json()
     assert names(answer["images"])[0] == ("00001", 2)
     sample = page.post("/sample", json={"part": "00001", "row": 2, "count": 3}).json()
     assert sample == answer, "the same picture by its place"
@@ -107,21 +110,52 @@ def test_requests_under_other_hosts_are_refused(page: Any, host: str, status: in
 def test_large_and_foreign_bodies_are_refused(page: Any, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clipscale.config.data.MAX_IMAGE_BYTES", 5000)
     small = client(config(place, "of-a", data={"max_pixels": 1000}))
-    assert small.post("/picture", content=b"x" * 5001).status_code == 413
-    assert small.post("/picture", content=iter([b"x" * 3000, b"x" * 3000])).status_code == 413, "without a length"
-    assert page.post("/search", content=b" " * (1 << 17)).status_code == 413
-    assert "huge_image" in small.post("/picture", content=picture(0, (40, 30))).json()["error"]
+    assert small.post("/picture", content=b"x" * 5001, headers=BYTES).status_code == 413
+    assert small.post("/picture", content=iter([b"x" * 3000, b"x" * 3000]), headers=BYTES).status_code == 413, (
+        "without a length"
+    )
+    assert page.post("/search", content=b" " * (1 << 17), headers=JSON).status_code == 413
+    assert "huge_image" in small.post("/picture", content=picture(0, (40, 30)), headers=BYTES).json()["error"]
     assert small.get("/small/00000/0").status_code == 422
     for body in (b"{", b"[" * 20_000, b"[]", b'{"text": 3, "count": 1}', b'{"text": "a", "count": 1.5}'):
-        assert page.post("/search", content=body).status_code == 400, body[:20]
+        assert page.post("/search", content=body, headers=JSON).status_code == 400, body[:20]
     for body in (b"", b"no picture", picture(0)[:40], b"<svg xmlns='http://www.w3.org/2000/svg'/>"):
-        assert page.post("/picture", content=body).status_code == 422
+        assert page.post("/picture", content=body, headers=BYTES).status_code == 422
     assert [page.get(f"/small/{name}").status_code for name in ("00000/999", "gone/0", "..%2f..%2fetc/0")] == [
         422,
         422,
         404,
     ]
     assert page.post("/classes", json={"picture": "gone", "labels": ["a"], "template": "{}"}).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"origin": "http://127.0.0.1:8765", "sec-fetch-site": "same-origin"}, 200),
+        ({"origin": "https://evil.example"}, 403),
+        ({"origin": "null"}, 403),  # a page without an origin, such as a sandboxed frame
+        ({"origin": "http://127.0.0.1:9000"}, 403),
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"sec-fetch-site": "same-site"}, 403),
+        ({"content-type": "text/plain"}, 415),  # which a form of another page may send without asking
+    ],
+)
+def test_other_pages_may_not_ask(page: Any, headers: dict[str, str], status: int) -> None:
+    body = b'{"text": "a", "count": 1}'
+    assert page.post("/search", content=body, headers=JSON | headers).status_code == status
+
+
+def test_what_is_asked_for_is_bounded_before_any_work(page: Any) -> None:
+    for count in (0, -1):
+        assert page.post("/search", json={"text": "a", "count": count}).status_code == 400
+    for count in ("x", "-1", "0", "9" * 40):
+        assert page.post(f"/picture?count={count}", content=b"", headers=BYTES).status_code == 400
+    key = page.post("/picture?count=1", content=picture(12, (40, 30)), headers=BYTES).json()["picture"]
+    for labels in ([], ["a"] * 101):
+        question = {"picture": key, "labels": labels, "template": "{}"}
+        assert page.post("/classes", json=question).status_code == 400
 
 
 @pytest.mark.slow
