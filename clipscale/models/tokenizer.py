@@ -1,7 +1,12 @@
 """open_clip's tokenizers, for captions of any length."""
 
-from collections.abc import Callable
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import open_clip
@@ -10,6 +15,12 @@ from torch import Tensor
 
 from clipscale.common.errors import UserError, first_line
 
+FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
+OPTIONS = {
+    "tokenizer_class", "model_max_length", "padding_side", "truncation_side", "do_lower_case", "add_prefix_space",
+    "add_bos_token", "add_eos_token", "clean_up_tokenization_spaces",
+}  # fmt: skip
+"""What is read of a tokenizer's configuration, beside its special tokens. Other values may be paths."""
 CHARS_PER_TOKEN = 32
 """Characters that are kept for each token of the context. No token of CLIP's vocabulary stands for more."""
 
@@ -56,8 +67,27 @@ def _loaded(name: str, text: dict[str, Any]) -> Any:
     try:
         if source:
             options |= {"tokenizer_mode": text.get("tokenizer_mode"), "trust_remote_code": False}
-            return HFTokenizer(source, text.get("context_length", DEFAULT_CONTEXT_LENGTH), **options)
+            with without_paths(source) as folder:
+                return HFTokenizer(folder, text.get("context_length", DEFAULT_CONTEXT_LENGTH), **options)
         return SimpleTokenizer(**options) if options else open_clip.tokenizer._tokenizer
-    except (ImportError, OSError, ValueError, TypeError) as error:
+    except Exception as error:  # the library of tokenizers raises no other
         lacks = "; pip install 'clipscale[hf]'" if isinstance(error, ImportError) else ""
         raise UserError(f"model.name={name!r}: its tokenizer cannot be loaded ({first_line(error)}){lacks}") from error
+
+
+@contextmanager
+def without_paths(source: str) -> Iterator[str]:
+    """A folder of transformers' tokenizer as one that names no other file; the name of a known one as it is.
+
+    Of a stranger's configuration only plain values are kept. Raises OSError, ValueError.
+    """
+    folder = Path(source)
+    if not folder.is_dir():
+        yield source
+        return
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    kept = {name: value for name, value in config.items() if name in OPTIONS or name.endswith("_token")}
+    with tempfile.TemporaryDirectory(prefix="clipscale-") as copy:
+        shutil.copy(folder / FILE, copy)
+        (Path(copy) / CONFIG).write_text(json.dumps(kept), encoding="utf-8")
+        yield copy

@@ -6,6 +6,7 @@ Names are looked up on the network only where the setting itself is a tag or beg
 import json
 import logging
 import re
+import zipfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -245,6 +246,10 @@ def read(source: Source) -> dict[str, Tensor]:
     if path.is_dir():
         state = checkpoint.load(path, parts=("model",))["model"]
         return {re.sub(r"^text\.encoder", "text", re.sub(r"^image\.encoder", "visual", n)): x for n, x in state.items()}
+    if path.suffix != ".safetensors" and zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+                raise UserError(f"{source.setting} is compressed, and may fill any memory; load and save it")
     try:
         state = load_state_dict(str(path), weights_only=True)
     except Exception as error:  # torch, safetensors, zipfile and pickle have their own

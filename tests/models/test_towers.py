@@ -1,5 +1,7 @@
 """The towers give open_clip's features, freeze as asked, and tokenise captions of any length."""
 
+import json
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -100,6 +102,16 @@ def test_an_architecture_brings_its_tokenizer_from_local_files(tmp_path: Path) -
     tokens = model.tokenizer(["A red, SQUARE!", "a " * 20])
     assert tokens.tolist() == [[2, 3, 4, 1, 1, 1, 1, 1], [2] * 7 + [1]]
     assert model.text(tokens).shape == (2, 16)
+
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    opened = tmp_path / "opened"
+    os.mkfifo(opened)  # whoever opens it waits for ever
+    hostile = {"vocab": str(opened), "merges": str(opened), "tokenizer_file": str(opened), "vocab_file": str(opened)}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | hostile))
+    assert torch.equal(build_model(with_tokenizer(str(tmp_path))).tokenizer(["A red, SQUARE!", "a " * 20]), tokens)
+    (tmp_path / "tokenizer.json").write_text('{"model": 3}')
+    with pytest.raises(UserError, match="its tokenizer cannot be loaded"):
+        build_model(with_tokenizer(str(tmp_path))).tokenizer(["a"])
 
 
 def with_tokenizer(source: str) -> ModelConfig:

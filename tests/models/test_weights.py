@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import zipfile
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -176,6 +177,18 @@ def test_a_downloaded_folder_is_no_run_and_its_metadata_executes_nothing(
     with pytest.raises(UserError, match="does not belong into"):
         build_model(config(weights=f"run:{folder}"))
     assert not Path("executed").exists()
+
+
+def test_a_compressed_file_is_refused_before_its_tensors_are_read(tmp_path: Path) -> None:
+    """2 MB of zeros may be 2 GiB of weights."""
+    stored, packed = tmp_path / "stored.pt", tmp_path / "packed.pt"
+    torch.save(state_of(random_model(1)), stored)
+    with zipfile.ZipFile(stored) as old, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as new:
+        for member in old.infolist():
+            new.writestr(member.filename, old.read(member))
+    with pytest.raises(UserError, match=r"packed.pt.*is compressed"):
+        build_model(config(weights=str(packed)))
+    build_model(config(weights=str(stored)))
 
 
 @pytest.mark.parametrize("name", ["/etc", "../other", "hf-hub:a/b", "https://a/b"])
