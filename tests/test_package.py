@@ -62,6 +62,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_composes_a_run_from_another_folder(
     installed: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
+    (tmp_path / "x.tar").touch()
     words = [str(installed / "bin/clipscale"), "train", *TINY, "data.train=x.tar", "--cfg", "job"]
     done = subprocess.run(words, cwd=tmp_path, env=environment | ALONE, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -31,12 +31,35 @@ from clipscale.config.train import TrainConfig
 
 class Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        if flag := re.search(r"arguments: --?([\w-]+)", message):
-            meant = MEANT.get(flag[1].replace("-", "_"), "KEY")
-            if "=" not in meant:
-                meant += "=..."
-            message += f"; settings have no dashes: {meant}"
         raise UserError(message)
+
+
+FLAGS = ("--multirun", "--cfg", "--config-dir")
+
+
+def refuse_flags(argv: Sequence[str]) -> None:
+    """Raise UserError for flags of other programs, with the settings that are meant, as words to copy."""
+    flags = [n for n, word in enumerate(argv) if word.startswith("--") and word.partition("=")[0] not in FLAGS]
+    if not flags:
+        return
+    settings = []
+    for at in flags:
+        name, _, value = argv[at].partition("=")
+        following = argv[at + 1] if at + 1 < len(argv) else "--"
+        if not value and not following.startswith("-") and "=" not in following:
+            value = following
+        settings.append(meant_by(name.lstrip("-"), value))
+    typed_flags = ", ".join(argv[at] for at in flags)
+    raise UserError(f"unrecognized {typed_flags}; settings have no dashes: {' '.join(settings)}")
+
+
+def meant_by(flag: str, value: str) -> str:
+    """The setting that a flag of open_clip means, as `KEY=VALUE`."""
+    name = flag.replace("-", "_")
+    meant = "model.name" if name == "model" else MEANT.get(name, name)
+    if "=" in meant:
+        return meant
+    return f"{meant}={MEANT.get(f'{meant}={value}', value) or '...'}"
 
 
 def parse(argv: Sequence[str]) -> Namespace:
@@ -46,6 +69,7 @@ def parse(argv: Sequence[str]) -> Namespace:
     parser.add_argument("--cfg", choices=["job"])
     parser.add_argument("--config-dir")
     parser.add_argument("words", nargs="*")
+    refuse_flags(argv)
     return parser.parse_intermixed_args(argv)
 
 

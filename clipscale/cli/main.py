@@ -68,7 +68,8 @@ def run(argv: list[str]) -> int:
     plain, overrides = compose.overrides(name, line.words)
     settings = compose.settings(name, overrides, line.config_dir)
     if line.cfg:
-        print(to_yaml(settings), end="")
+        print(to_yaml(settings), end="", flush=True)
+        verb.dry_check(settings)
         return 0
     verb.check(settings)
     function = resolve_name(verb.main)

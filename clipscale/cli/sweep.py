@@ -19,7 +19,7 @@ from clipscale.cli import train as cli_train
 from clipscale.common.errors import StoppedError, UserError
 from clipscale.common.terminal import report, say
 from clipscale.common.units import run_folder, unused
-from clipscale.config.train import TrainConfig
+from clipscale.config.train import TrainConfig, to_yaml
 from clipscale.launch import local
 from clipscale.log.table import TextTable, plain_console, print_results
 
@@ -33,11 +33,16 @@ def main(name: str, line: Namespace) -> int:
         raise UserError(f"{name} takes no -m; give one value for each setting")
     if local.under_torchrun():
         raise UserError("-m under torchrun would start the whole sweep in every rank; leave torchrun out")
-    combinations = compose.combinations(line.words, line.config_dir)
+    combinations = without_repeats(compose.combinations(line.words, line.config_dir))
     run = combinations[0][1].run
     now = Path("runs") / f"{datetime.now():sweep-%Y%m%d-%H%M%S}"
     folder = run_folder(run) if run else unused(now)
     configs = [replace(config, run=str(folder / folder_name(words))) for words, config in combinations]
+    if line.cfg:
+        for config in configs:
+            print(f"# {config.run}\n{to_yaml(config)}", flush=True)
+            cli_train.dry_check(config)
+        return 0
     for config in configs:
         cli_train.check(config)
     os.environ.setdefault("WANDB_RUN_GROUP", folder.name)  # wandb shows the runs as one group
@@ -54,6 +59,11 @@ def main(name: str, line: Namespace) -> int:
     if failed:
         say(f"error: {failed} of {len(results)} runs failed", error=True)
     return int(failed > 0)
+
+
+def without_repeats(runs: Sequence[tuple[list[str], TrainConfig]]) -> list[tuple[list[str], TrainConfig]]:
+    """The runs of a sweep, those with equal settings once."""
+    return [run for number, run in enumerate(runs) if all(run[1] != earlier for _, earlier in runs[:number])]
 
 
 def folder_name(combination: Sequence[str]) -> str:

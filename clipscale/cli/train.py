@@ -7,6 +7,16 @@ from clipscale.data.loader.fork_server import warm_up
 from clipscale.launch import local
 
 
+def dry_check(config: TrainConfig) -> None:
+    """The same checks, where no run begins: nothing is rendered."""
+    from clipscale.data.shards import listing
+    from clipscale.tools.data.demo import is_missing
+
+    local.check_train(config)
+    if not local.under_torchrun() and not is_missing(config.data.train or ()):
+        listing.check_local(config.data)
+
+
 def check(config: TrainConfig) -> None:
     """Every check that needs no torch, local shards among them. Raises UserError, prints warnings."""
     local.check_train(config)

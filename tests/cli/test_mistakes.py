@@ -30,6 +30,12 @@ MISTAKES = [
     ("braces without quotes", "train data.train=/d/0.tar data.train=/d/1.tar", "data.train", "data.train='...'"),
     # those who come from open_clip
     ("its flag of the batch", "train --batch-size 64", "--batch-size", "batch="),
+    (
+        "several of its flags",
+        "train --model ViT-B-32 --batch-size=256 --precision amp --resume latest --siglip",
+        "--model, --batch-size=256",
+        "model.name=ViT-B-32 batch=256 precision=fp16 resume=auto loss=siglip",
+    ),
     ("its flag of the loss", "train --siglip", "--siglip", "loss=siglip"),
     ("its word of the model", "train model=ViT-L-14", "model=ViT-L-14", "vit-l14"),
     ("the paper's word of the model", "train model=ViT-B/32", "model=ViT-B/32", "vit-b32"),
@@ -91,6 +97,10 @@ MISTAKES = [
     ("a run's other model", "eval run=a model=vit-b16", "run=a", "model.name"),
     ("weights beside a run's", "embed run=a data=x.tar out=y model.weights=b", "run=a", "model.weights"),
     ("a folder for a run's results", "eval run=. out=b", "out=b", "leave it out"),
+    # settings that are only printed
+    ("a chunk of a printed run", "train data=demo cache.chunk=-1 --cfg job", "cache.chunk=-1", "auto"),
+    ("a printed run to go on from", "train data=demo resume=true --cfg job", "resume=true", "run folder"),
+    ("shards of a printed run", "train data=/nowhere/0.tar --cfg job", "data.train='/nowhere/0.tar'", "a brace list"),
     # what is not there
     ("a table of pictures", "train data=/d/pairs.csv", "data.train='/d/pairs.csv'", "img2dataset"),
     ("shards", "train data.train=/nowhere/{0..3}.tar", "data.train='/nowhere/{0..3}.tar'", "a brace list"),

@@ -66,6 +66,19 @@ def test_a_wrong_combination_ends_the_sweep_before_it_begins(trained: list[Train
     assert trained == []
 
 
+def test_a_sweeps_settings_are_printed_and_equal_ones_are_one_run(
+    trained: list[TrainConfig], shards: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("train", "-m", *TINY, f"data.train={shards}", "run=s", "seed=1,2,1")
+    assert main((*words, "--cfg", "job")) == 0
+    assert trained == [], "nothing is trained"
+    out = capsys.readouterr().out
+    assert [line for line in out.splitlines() if line.startswith("#")] == ["# runs/s/seed=1", "# runs/s/seed=2"]
+    assert out.count("\nseed: ") == 2
+    assert main(words) == 0
+    assert [config.seed for config in trained] == [1, 2]
+
+
 def test_a_signal_ends_the_sweep(trained: list[TrainConfig], shards: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(("train", "-m", *TINY, f"data.train={shards}", "seed=1,99,2")) == 143
     assert [config.seed for config in trained] == [1, 99]

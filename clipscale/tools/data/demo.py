@@ -70,10 +70,15 @@ def main(settings: DemoSettings) -> Path:
     return place.root
 
 
-def render_missing(sources: Sequence[str]) -> None:
-    """Render the set in the user's cache if it is one of the sources, by data=demo, and is not there."""
+def is_missing(sources: Sequence[str]) -> bool:
+    """Whether the set in the user's cache is one of the sources, by data=demo, and is not there."""
     place = paths()
-    if place.train in sources and not place.root.exists():
+    return place.train in sources and not place.root.exists()
+
+
+def render_missing(sources: Sequence[str]) -> None:
+    """Render the set in the user's cache if it `is_missing`."""
+    if is_missing(sources):
         say("data=demo: rendering the demo set")
         main(DemoSettings())
 
