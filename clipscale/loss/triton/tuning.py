@@ -4,8 +4,8 @@ The table is fixed, not tuned at run time, so that two machines of a kind, and t
 compiles every entry ahead of time. The choice is by reasoning, not yet by measurement: 128 x 128 tiles fit the shared
 memory of every GPU (sm_86, sm_89 and sm_120 have 99 KB) and, with 8 warps, the registers of both passes. On Hopper 128
 registers a thread let two programs share a multiprocessor, so that the exponentials of one overlap the matmul of the
-other; what spills is in branches that are seldom taken. float32 features are multiplied in IEEE precision, without
-tensor cores.
+other; a few registers spill, in the log-sum-exp kernel on sm_90 under Triton 3.9 on the common path (43 stores, 41
+loads). float32 features are multiplied in IEEE precision, without tensor cores.
 """
 
 from dataclasses import dataclass
