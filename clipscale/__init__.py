@@ -6,7 +6,7 @@ Its public names are loaded on first use, so that `import clipscale` is fast.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["GradCache", "__version__", "contrastive_loss", "distillation_loss"]
 
 if TYPE_CHECKING:
