@@ -53,6 +53,8 @@ def test_every_block_is_marked_and_its_commands_are_right(
     monkeypatch.chdir(tmp_path)
     rest = FENCE.sub("", PAGES[page])
     assert "```" not in rest and not re.search(r"^\w[^\n]*\n\n {4}\S.*", rest, re.M), "code without a fence"
+    lost = re.search(r"<[a-zA-Z_][^>\n]*", re.sub(r"`[^`\n]*`", "", rest))
+    assert page == "--help" or lost is None, f"the HTML parser takes it for a tag: {lost and lost[0]}"
     for block in blocks(page):
         assert block.language in ("sh", "python", "text", "yaml", "json"), block
         assert re.match(r"needs |$", block.needs), block
