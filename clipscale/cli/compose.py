@@ -83,7 +83,7 @@ def overrides(name: str, words: Iterable[str], *, sweep: bool = False) -> tuple[
     plain: list[str] = []
     values: dict[str, str] = {}
     for word in words:
-        key, equals, value = word.partition("=")
+        key, equals, value = word.lstrip("+").partition("=")
         if VERBS[name].words and not (equals and re.fullmatch(r"[a-z_.]+", key)):
             plain.append(word)
             continue
@@ -211,7 +211,9 @@ def explained(error: Exception) -> UserError:
         if group == "data":
             text += "; shards are given by data.train=PATH"
     elif isinstance(error, OverrideParseException):
-        text = f"{error.override}: cannot be read ({error.message.splitlines()[0].rstrip('.')})"
+        key, _, value = str(error.override).partition("=")
+        plain = value.strip("= \u201c\u201d\u2018\u2019")  # quotes of a word processor
+        text = f"{error.override}: cannot be read; write {key}={plain}, in plain quotes if need be"
     elif several := re.search(r"Ambiguous value for argument '((.*?)=(.*?))' 1\.", text):
         word, key, value = several.groups()
         text = f"{word}: several values; add -m for a sweep, or write {key}=[{value}] for a list"

@@ -49,13 +49,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(argv: list[str]) -> int:
     """Find the verb, make its settings and call its `main`, or show help."""
-    if argv in (["-V"], ["--version"]):
+    if argv in (["-V"], ["--version"], ["version"]):
         say(f"clipscale {__version__}")
         return 0
     asked = argv[1:] if argv[:1] == ["help"] else argv
     words = [word for word in asked if word not in ("-h", "--help")]
+    if words[1:] == ["help"]:
+        words = words[:1]
     if not words or words != argv:
-        help.show(words)
+        help.show([word for word in words if word not in ("-m", "--multirun")])
         return 0
     name, words = split_verb(words)
     from clipscale.cli import compose  # imports Hydra

@@ -2,10 +2,14 @@
 
 import json
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from clipscale import __version__
 from clipscale.cli.verbs import VERBS
 from clipscale.config.presets import group_options
 from clipscale.config.setting import nested, settings_of
@@ -126,3 +130,38 @@ def test_train_eval_plan_and_report_work_one_after_another(
     status, out, err = cli("report", "first")
     assert status == 0, err
     assert [Path(line).name for line in out.splitlines()] == ["report.html"]
+
+
+# ---- before and beside the verbs ----
+
+
+@pytest.mark.parametrize("words", [["--version"], ["-V"], ["version"]])
+def test_the_version_is_printed(cli: Cli, words: list[str]) -> None:
+    assert cli(*words) == (0, f"clipscale {__version__}\n", "")
+
+
+@pytest.mark.parametrize("words", [["train", "help"], ["help", "train"], ["train", "-m", "--help"]])
+def test_help_is_found_by_any_of_its_words(cli: Cli, words: list[str]) -> None:
+    assert cli(*words) == cli("train", "--help")
+
+
+def test_a_plus_before_a_setting_is_as_without(cli: Cli) -> None:
+    """As those type who know Hydra."""
+    assert cli("train", "+batch=16", "--cfg", "job")[1] == cli("train", "batch=16", "--cfg", "job")[1]
+
+
+INTERRUPTED = """\
+import os, signal, sys
+from clipscale.__main__ import main
+class AtTheImport:
+    def find_spec(self, name, *_):
+        if name == "clipscale.cli.main":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, AtTheImport())
+main()
+"""
+
+
+def test_ctrl_c_during_the_imports_says_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout + done.stderr) == (-signal.SIGINT, "")

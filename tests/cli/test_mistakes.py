@@ -26,6 +26,9 @@ MISTAKES = [
     ("a run's name alone", "eval b32", "b32", "run=b32"),
     ("several values", "train batch=32k,64k", "batch=32k,64k", "-m"),
     ("a bracket that stays open", "train optim.betas=[0.9", "optim.betas", "cannot be read"),
+    ("two equals signs", "train data=demo batch==16", "batch==16", "write batch=16"),
+    ("quotes of a word processor", "train data=demo batch=“16”", "batch=“16”", "write batch=16"),
+    ("a letter of another alphabet", "train data=demo bätch=16", "bätch", "batch"),
     ("the same key twice", "train batch=64 batch=128", "batch", "twice"),
     ("braces without quotes", "train data.train=/d/0.tar data.train=/d/1.tar", "data.train", "data.train='...'"),
     # those who come from open_clip

@@ -79,7 +79,9 @@ RECIPES: dict[str, dict[str, Any]] = yaml.safe_load(
 def planned(name: str) -> PlanConfig:
     """The settings of `clipscale plan` with a recipe, checked."""
     words = [f"experiment={name}", "hardware=h100-80g", "gpus=8", "cache.chunk=8"]
-    words += ["model.batch_norm=frozen"] if name in ("mobileclip2-b", "cc3m-rn50") else []  # a dry run of ranks synchronises none
+    words += (
+        ["model.batch_norm=frozen"] if name in ("mobileclip2-b", "cc3m-rn50") else []
+    )  # a dry run of ranks synchronises none
     config: PlanConfig = compose.settings("plan", compose.overrides("plan", words)[1])
     VERBS["plan"].check(config)
     return config
