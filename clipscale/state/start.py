@@ -151,8 +151,8 @@ def begin(run: Resolved, world: World) -> Begun:
     stream = data_stream(run, state, world)
     streams = merge_positions(world.gather(stream.position()))["streams"]  # refuses shards that differ between ranks
     batches = {stage.config.batch for stage in run.stages}
-    fitting = math.gcd(streams, *batches)
-    if len(batches) > 1 and fitting < streams:
+    fitting = fitting_streams(run, streams)
+    if fitting < streams:
         mixed = f"batches of {sorted(batches)} are not all multiples of the {streams} shard streams of the data"
         raise UserError(f"stages: {mixed}; choose others, or set data.shard_streams={fitting}")
     restore_random(run, world)
@@ -197,6 +197,12 @@ def restore_random(run: Resolved, world: World) -> None:
         RandomState(state["cpu"], state["cuda"] if world.device.type == "cuda" else None).restore()
 
 
+def fitting_streams(run: Resolved, streams: int) -> int:
+    """The most shard streams, of so many, among which the batches of all stages are shared evenly."""
+    batches = {stage.config.batch for stage in run.stages}
+    return math.gcd(streams, *batches) if len(batches) > 1 else streams
+
+
 def data_stream(run: Resolved, state: TrainState, world: World) -> TrainStream:
     """The data, from its start or from the checkpoint's position. Raises UserError."""
     config = run.config
@@ -206,6 +212,10 @@ def data_stream(run: Resolved, state: TrainState, world: World) -> TrainStream:
     position = run.saved["position"] if run.saved else None
     share = BatchShare(config.batch, world.rank, world.size)
     shards = ordered_shards(config.data, share, config.seed, position, world.on_main)
+    fitting = fitting_streams(run, shards.order.streams)
+    if config.data.shard_streams is None and fitting < shards.order.streams:
+        data = replace(config.data, shard_streams=fitting)
+        shards = ordered_shards(data, share, config.seed, position, world.on_main)
     return open_stream(
         config.data,
         share,

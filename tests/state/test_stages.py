@@ -72,6 +72,20 @@ def same(one: Path, other: Path, step: int) -> bool:
     return curve(one) == curve(other) and all(torch.equal(ours[name], reference[name]) for name in reference)
 
 
+def test_the_data_is_read_in_streams_that_fit_the_batches_of_all_stages(shards: str, tmp_path: Path) -> None:
+    """Of 12 and 6 in 2, where the first alone would be read in 8, which it does not fill evenly."""
+    data = DataConfig(train=[shards], workers=0, shuffle=8)
+    stages = [{"samples": 24, "batch": 12}, {"samples": 12, "batch": 6}]
+    assert train(staged(shards, tmp_path / "run", stages, data=data))["step"] == 4
+    for path in checkpoint.checkpoints_of(tmp_path / "run"):
+        assert len(checkpoint.read_values(path)["position"]["at"]) == 2
+    whole = shutil.copytree(tmp_path / "run", tmp_path / "whole")
+    for path in checkpoint.checkpoints_of(tmp_path / "run")[3:]:
+        shutil.rmtree(path)
+    train(staged(shards, tmp_path / "run", stages, data=data))
+    assert same(tmp_path / "run", whole, 4)
+
+
 def test_one_stage_is_the_plain_run_bit_for_bit(shards: str, tmp_path: Path) -> None:
     train(staged(shards, tmp_path / "plain", [], samples=48))
     train(staged(shards, tmp_path / "stage", [{"samples": 48, "batch": 12, "lr": 1e-3}]))
