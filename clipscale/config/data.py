@@ -92,6 +92,17 @@ class DataConfig:
         return max(MAX_IMAGE_BYTES, 3 * self.max_pixels // 4)
 
     def check(self) -> None:
-        """Raises UserError for captions and conditions that cannot be read."""
+        """Raises UserError for captions and conditions that cannot be read, and for weights."""
+        self.check_weights()
         caption_sources(self.captions)
         conditions(self.filter)
+
+    def check_weights(self) -> None:
+        """Raises UserError for other weights than sources, and for negative ones."""
+        if self.weights is None or self.train is None:
+            return
+        weights, sources = list(self.weights), len(self.train)
+        if len(weights) != sources:
+            raise UserError(f"data.weights={weights}: {len(weights)} weights for {sources} sources in data.train")
+        if min(weights) < 0 or sum(weights) <= 0:
+            raise UserError(f"data.weights={weights}: must be non-negative and not all zero")

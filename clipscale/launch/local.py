@@ -44,6 +44,8 @@ TRAIN = "clipscale.train:train"
 SHUTDOWN_S = 150
 """Seconds that workers have for a save after a signal, before the launcher kills them (torch 2.11 always gives 30)."""
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+"""Of NVIDIA's, Windows' and AMD's drivers one is there, where torch may see a GPU."""
 PR_SET_PDEATHSIG = 1
 """Linux's number of the option of prctl."""
 
@@ -70,6 +72,8 @@ def check_train(config: TrainConfig) -> None:
     if under_torchrun() and not config.run:
         raise UserError("run is not set; under torchrun all ranks need the same name, run=NAME")
     check(config)
+    if config.device == "cuda" and not any(map(os.path.exists, GPU_DRIVERS)):
+        raise UserError("device=cuda: this machine has no GPU with a driver; use device=cpu or fix the driver")
     if config.log.wandb == "online" and main_rank():
         import wandb
 

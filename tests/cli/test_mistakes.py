@@ -100,6 +100,10 @@ MISTAKES = [
     ("a run's other model", "eval run=a model=vit-b16", "run=a", "model.name"),
     ("weights beside a run's", "embed run=a data=x.tar out=y model.weights=b", "run=a", "model.weights"),
     ("a folder for a run's results", "eval run=. out=b", "out=b", "leave it out"),
+    # what a look at the machine's files shows, before torch is loaded
+    ("a GPU that is not there", "train data=demo device=cuda", "device=cuda", "device=cpu"),
+    ("a list that is not there", "train data.train=@/nowhere.txt", "data.train='@/nowhere.txt'", "cannot be read"),
+    ("a weight without its source", "train data=demo data.weights=[1,2]", "data.weights=[1.0, 2.0]", "for 1 sources"),
     # settings that are only printed
     ("a chunk of a printed run", "train data=demo cache.chunk=-1 --cfg job", "cache.chunk=-1", "auto"),
     ("a printed run to go on from", "train data=demo resume=true --cfg job", "resume=true", "run folder"),
@@ -128,7 +132,6 @@ def one_line(answer: tuple[int, str, str], wrong: str, remedy: str) -> None:
 LATER = [
     # what only a look at the machine, the shards and the model shows
     ("loss.backend=triton", "loss.backend=triton", "loss.backend=tiled"),
-    ("device=cuda", "device=cuda", "cpu"),
     ("optim.name=adamww", "optim.name='adamww'", "'adamw'"),
     ("cache.chunk=17", "cache.chunk=17", "1 to 16"),
     ("log=wandb", "log=wandb", "wandb login"),

@@ -31,22 +31,20 @@ def list_shards(config: DataConfig) -> tuple[list[str], list[int] | None]:
     """Every shard of every source, and the number of its source (None: no weights). Raises UserError."""
     if not config.train:
         raise UserError("data.train is not set; give shards, for example data.train='/data/{00000..00099}.tar'")
+    config.check_weights()
     listed = [expand(source, config.allow_pipe) for source in config.train]
     urls = [url for source in listed for url in source]
     if config.weights is None:
         return urls, None
-    weights = list(config.weights)
-    if len(weights) != len(listed):
-        raise UserError(f"data.weights={weights}: {len(weights)} weights for {len(listed)} sources in data.train")
-    if min(weights) < 0 or sum(weights) <= 0:
-        raise UserError(f"data.weights={weights}: must be non-negative and not all zero")
     return urls, [number for number, source in enumerate(listed) for _ in source]
 
 
 def check_local(config: DataConfig) -> None:
     """Raise UserError for a source on this machine that names no shard. Asks no server and loads no torch."""
     for source in config.train or []:
-        if is_local(source) and not source.startswith("@") and not _existing(_local(source, "data.train")):
+        if source.startswith("@"):
+            _from_list(Path(source[1:]).expanduser(), config.allow_pipe, "data.train")
+        elif is_local(source) and not _existing(_local(source, "data.train")):
             raise UserError(f"data.train={source!r} {NOTHING}")
 
 
