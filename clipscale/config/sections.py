@@ -279,8 +279,11 @@ class EvalConfig:
     """What is evaluated and when."""
 
     every: int = setting(0, "Steps between evaluations; 0: none. A run with `sets` always ends with one.", least=0)
-    sets: list[str] = setting([], "Folders of CLIP_benchmark's layout or of class folders, or caption JSONs.")
+    sets: list[str] = setting(
+        [], "Folders of CLIP_benchmark's layout, of shards of held-out pairs or of class folders, or caption JSONs."
+    )
     batch: int = setting(256, "Images or captions encoded at once.", least=1)
+    loss_batch: int = setting(1024, "Pairs of a batch of the loss on held-out pairs.", least=2)
     limit: int | None = setting(None, "Most images of each set, of each class in proportion; null: all.", least=1)
     suite: str = setting("none", SUITE_HELP, choices=SUITES)
     root: str | None = setting(None, "The folder with the sets of `eval.suite`.")

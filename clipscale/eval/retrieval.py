@@ -12,6 +12,7 @@ from torch import Tensor
 
 from clipscale.eval.encode import Encoder, join
 from clipscale.eval.sets.item import EvalSet
+from clipscale.loss.api import contrastive_loss
 
 MISSED = torch.iinfo(torch.int64).max
 """Rank of a query without a usable answer: a miss at every k."""
@@ -45,8 +46,47 @@ class RetrievalSet(EvalSet):
         metrics: dict[str, float] = {"images": len(self), "captions": len(self.captions), "broken": broken}
         if broken < len(self):
             owner_M = torch.tensor(self.owner, device=encoder.world.device)
-            metrics = retrieval_metrics(images_ND, captions_MD, owner_M, usable_N) | metrics
+            metrics = self.metrics(encoder, images_ND, captions_MD, owner_M, usable_N) | metrics
         return metrics
+
+    def metrics(
+        self, encoder: Encoder, images_ND: Tensor, captions_MD: Tensor, owner_M: Tensor, usable_N: Tensor
+    ) -> dict[str, float]:
+        """What `retrieval_metrics` gives for these features; a kind of set adds to it."""
+        return retrieval_metrics(images_ND, captions_MD, owner_M, usable_N)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairSet(RetrievalSet):
+    """Held-out pairs in plain shards. The training loss shows on them whether training works."""
+
+    kind = "pairs"
+
+    def metrics(
+        self, encoder: Encoder, images_ND: Tensor, captions_MD: Tensor, owner_M: Tensor, usable_N: Tensor
+    ) -> dict[str, float]:
+        """The mean `loss` of all whole batches of usable images, each with its first caption, in the set's order. It
+        depends on the pairs of a batch, `encoder.loss_batch`, and not on how many are encoded at a time."""
+        _, counts_N = torch.unique_consecutive(owner_M, return_counts=True)
+        first_N = counts_N.cumsum(0) - counts_N
+        pairs = images_ND[usable_N], captions_MD[first_N[usable_N]]
+        size = min(encoder.loss_batch, len(pairs[0]))
+        whole = len(pairs[0]) // size * size
+        model = encoder.model
+        losses = [
+            contrastive_loss(
+                images_nD,
+                texts_nD,
+                model.logit_scale.exp(),
+                logit_bias=model.logit_bias,
+                objective="softmax" if model.logit_bias is None else "sigmoid",
+                exchange="none",
+                backend="tiled",
+            )
+            for images_nD, texts_nD in zip(pairs[0][:whole].split(size), pairs[1][:whole].split(size))
+        ]
+        metrics = retrieval_metrics(images_ND, captions_MD, owner_M, usable_N, mean_rank=True)
+        return {"loss": float(torch.stack(losses).mean())} | metrics
 
 
 def first_right_ranks(
@@ -69,8 +109,11 @@ def first_right_ranks(
     return torch.cat(ranks)
 
 
-def retrieval_metrics(images_ND: Tensor, captions_MD: Tensor, owner_M: Tensor, usable_N: Tensor) -> dict[str, float]:
+def retrieval_metrics(
+    images_ND: Tensor, captions_MD: Tensor, owner_M: Tensor, usable_N: Tensor, *, mean_rank: bool = False
+) -> dict[str, float]:
     """`image_to_text_r{1,5,10}`: one of the image's captions is in the top k. `text_to_image_...`: its image is.
+    And `..._mean_rank` of the first right one, from 1, if it is asked for.
 
     owner_M: (M,) int64, the image of each caption; every image has at least one. usable_N: (N,) bool; an image that is
     not is a miss, and so are its captions. The others are ranked without them.
@@ -85,4 +128,7 @@ def retrieval_metrics(images_ND: Tensor, captions_MD: Tensor, owner_M: Tensor, u
         "text_to_image": first_right_ranks(captions, images, caption_ids, image_ids),
     }
     counts = {"image_to_text": len(images_ND), "text_to_image": len(captions_MD)}
-    return {f"{name}_r{k}": int((ranks[name] < k).sum()) / counts[name] for name in ranks for k in (1, 5, 10)}
+    metrics = {f"{name}_r{k}": int((ranks[name] < k).sum()) / counts[name] for name in ranks for k in (1, 5, 10)}
+    if mean_rank:
+        metrics |= {f"{name}_mean_rank": float(ranks[name].double().mean()) + 1 for name in ranks}
+    return metrics

@@ -27,7 +27,7 @@ from clipscale.eval.suites import chosen_sets
 from clipscale.models.towers import ClipModel
 
 Results = dict[str, dict[str, float]]
-"""Set name -> metric name -> value. Metrics are shares in [0, 1], except the counts `images`, `captions` and `broken`.
+"""Set name -> metric name -> value. Metrics are shares in [0, 1], except counts, losses and mean ranks.
 `main` is the set's main metric in its suite."""
 
 
@@ -86,7 +86,7 @@ def evaluate(
     """
     sets = check(config, world)
     threads = min(8, cores_of_rank())
-    encoder = Encoder(model, world, autocast, config.batch, threads, before_batch, progress)
+    encoder = Encoder(model, world, autocast, config.batch, threads, before_batch, progress, config.loss_batch)
     results: Results = {}
     with torch.no_grad(), ExitStack() as stack:
         stack.callback(model.train, model.training)
@@ -103,7 +103,8 @@ def evaluate(
             results[eval_set.label] = metrics
             if file is not None and world.main:
                 seconds = round(time.perf_counter() - started, 3)
-                file.add(eval_set.label, metrics, measured(eval_set) | {"batch": config.batch, "seconds": seconds})
+                encoded = {"batch": config.batch, "loss_batch": config.loss_batch, "seconds": seconds}
+                file.add(eval_set.label, metrics, measured(eval_set) | encoded)
     return results
 
 

@@ -17,7 +17,6 @@ Results = Mapping[str, Mapping[str, float]]
 FIGURES = yaml.safe_load(Path(__file__).with_name("figures.yaml").read_text(encoding="utf-8"))
 """The names of a run's figures, and how they are shown."""
 TITLES = FIGURES["heads"]
-COUNTS = ("images", "captions", "broken")
 NAME_WIDTH = 40
 """The first column is not wrapped up to this width: half of an 80-column terminal."""
 
@@ -93,4 +92,5 @@ def print_results(results: Results, title: str = "", console: Console | None = N
 
 
 def _cell(metric: str, value: float) -> str:
-    return f"{value:,.0f}" if metric in COUNTS else f"{100 * value:.1f}"
+    plain: str | None = FIGURES["plain"].get(metric)
+    return plain.format(value) if plain else f"{100 * value:.1f}"

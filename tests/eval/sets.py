@@ -32,15 +32,19 @@ def picture(colour: str, kind: str = "PNG", size: tuple[int, int] = (8, 8)) -> b
     return out.getvalue()
 
 
+def write_tar(path: Path, members: Sequence[tuple[str, bytes]]) -> None:
+    with tarfile.open(path, "w") as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+
+
 def write_shards(root: Path, shards: Sequence[Sequence[tuple[str, bytes]]], files: Mapping[str, str]) -> Path:
     """CLIP_benchmark's layout: `shards` of (member, content), and the text files beside them."""
     (root / "test").mkdir(parents=True, exist_ok=True)
     for index, members in enumerate(shards):
-        with tarfile.open(root / "test" / f"{index}.tar", "w") as tar:
-            for name, content in members:
-                info = tarfile.TarInfo(name)
-                info.size = len(content)
-                tar.addfile(info, io.BytesIO(content))
+        write_tar(root / "test" / f"{index}.tar", members)
     (root / "test" / "nshards.txt").write_text(f"{len(shards)}\n")
     for name, text in files.items():
         (root / name).write_text(text)
@@ -73,6 +77,21 @@ def retrieval_set(root: Path, captions: Callable[[str], list[str]] | None = None
     return write_shards(root, [members], {"dataset_type.txt": "retrieval\n"})
 
 
+def pair_set(root: Path, broken: int = -1) -> Path:
+    """Training's layout: a picture of each colour with two captions; that of the index `broken` cannot be read."""
+    root.mkdir(parents=True)
+    members = [
+        member
+        for i, name in enumerate(NAMES)
+        for member in (
+            (f"{i:04d}.json", json.dumps({"captions": [name, f"all {name}"]}).encode()),
+            (f"{i:04d}.png", b"no picture" if i == broken else picture(name)),
+        )
+    ]
+    write_tar(root / "00000.tar", members)
+    return root
+
+
 def karpathy_json(folder: Path) -> Path:
     """Karpathy's split file with the pictures of all colours in `images/`; the last is in the training split."""
     (folder / "images").mkdir(parents=True)
@@ -94,6 +113,7 @@ class ColourModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.logit_scale = torch.zeros(())
+        self.logit_bias: Tensor | None = None
         self.passes = 0
         self.modes: set[bool] = set()
 

@@ -1,5 +1,6 @@
 """Every layout of evaluation sets is read, and unusable sets are refused with the reason."""
 
+import json
 import random
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from clipscale.eval.sets.item import ImageRef
 from clipscale.eval.sets.load import load_set, load_sets
 from clipscale.eval.sets.prompts import render
 from clipscale.eval.suites import chosen_sets
-from tests.eval.sets import NAMES, classification_set, karpathy_json, picture, retrieval_set, write_shards
+from tests.eval.sets import NAMES, classification_set, karpathy_json, picture, retrieval_set, write_shards, write_tar
 
 
 @pytest.fixture(autouse=True)
@@ -161,11 +162,33 @@ def test_paths_that_are_no_set(tmp_path: Path) -> None:
     (tmp_path / "set.csv").write_text("x")
     (tmp_path / "set.json").write_text("[1]")
     classification_set(tmp_path / "set")
+    (tmp_path / "empty").mkdir()
     for paths, message in (
         ([tmp_path / "nowhere"], "does not exist"),
-        ([tmp_path / "set" / "test"], "none of the known layouts"),
+        ([tmp_path / "empty"], "none of the known layouts"),
+        ([tmp_path / "set" / "test"], "no picture with a caption"),
         ([tmp_path / "set.csv"], r"is no caption file \(\.json\)"),
         ([tmp_path / "set.json"], "neither COCO's"),
     ):
         with pytest.raises(UserError, match=message):
             load_sets([str(path) for path in paths])
+
+
+def test_shards_of_pairs(tmp_path: Path) -> None:
+    """What `data pack` and img2dataset write: a caption is a whole text, or there is a list of them."""
+    first = [("a.png", picture("red")), ("a.txt", b"red,\nall of it"), ("b.png", picture("blue")), ("b.txt", b" ")]
+    several = json.dumps({"captions": ["green", "as grass"], "url": "x"}).encode()
+    second = [("c.png", picture("green")), ("c.txt", b"green"), ("c.json", several)]
+    write_tar(tmp_path / "00000.tar", first)
+    write_tar(tmp_path / "00001.tar", second)
+    eval_set = load_set(tmp_path)
+    assert eval_set.kind == "pairs"
+    assert eval_set.captions == ["red,\nall of it", "green", "as grass"]
+    assert eval_set.owner == [0, 1, 1]
+    assert [image.read() for image in eval_set.images] == [picture("red"), picture("green")]
+
+
+def test_shards_without_pairs_are_refused(tmp_path: Path) -> None:
+    write_tar(tmp_path / "00000.tar", [("a.png", picture("red"))])
+    with pytest.raises(UserError, match="holds no picture with a caption"):
+        load_set(tmp_path)

@@ -1,6 +1,7 @@
 """evaluate() gives the known results of small sets, in one process and in several, also with damaged images."""
 
 import json
+import math
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
@@ -16,14 +18,17 @@ from clipscale.distributed.world import World
 from clipscale.eval.encode import Encoder, join
 from clipscale.eval.run import ResultsFile, evaluate
 from clipscale.eval.sets.load import load_set
+from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.models.towers import build_model
 from clipscale.train import train
 from tests.eval.sets import (
     ALONE,
+    COLOURS,
     NAMES,
     TEMPLATES,
     ColourModel,
     classification_set,
+    pair_set,
     picture,
     retrieval_set,
     write_shards,
@@ -71,6 +76,33 @@ def test_broken_images_are_misses_and_counted(tmp_path: Path, caplog: pytest.Log
         evaluate(ColourModel(), EvalConfig(sets=[str(root)]), ALONE)
 
 
+@pytest.mark.parametrize("bias", [None, torch.tensor(-2.0)], ids=["softmax", "sigmoid"])
+def test_held_out_pairs_have_the_training_loss(tmp_path: Path, bias: torch.Tensor | None) -> None:
+    """With all negatives of each batch; a broken picture is in none, and a part of a batch is left out."""
+    root = pair_set(tmp_path / "pairs", broken=1)
+    model = ColourModel()
+    model.logit_scale = torch.tensor(0.7)
+    model.logit_bias = bias
+    results = evaluate(model, EvalConfig(sets=[str(root)], loss_batch=2), ALONE)["pairs"]
+    colours = torch.tensor([COLOURS[name] for name in NAMES if name != NAMES[1]], dtype=torch.float64) - 125
+    features = F.normalize(colours, dim=-1)
+    objective = "softmax" if bias is None else "sigmoid"
+    losses = [
+        dense_contrastive_loss(
+            features[i : i + 2],
+            features[i : i + 2],
+            math.exp(0.7),
+            logit_bias=-2.0,
+            objective=objective,
+        )
+        for i in (0, 2)
+    ]
+    assert results["loss"] == pytest.approx(float(sum(losses)) / 2, rel=1e-5)
+    assert (results["images"], results["captions"], results["broken"]) == (6, 12, 1)
+    assert results["image_to_text_mean_rank"] == results["text_to_image_mean_rank"] == 1
+    assert {v for k, v in results.items() if "_r" in k and "rank" not in k} == {5 / 6}
+
+
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
@@ -96,7 +128,7 @@ def test_later_results_join_earlier_ones(tmp_path: Path) -> None:
 
 
 def features_and_results(
-    rank: int, size: int, run: str, classes: str, captions: str
+    rank: int, size: int, run: str, classes: str, captions: str, pairs: str
 ) -> tuple[list[torch.Tensor], dict, int]:  # type: ignore[type-arg]
     torch.manual_seed(0)
     model = build_model(TINY).eval()
@@ -111,16 +143,17 @@ def features_and_results(
     passes: list[int] = []
     for tower in (model.image, model.text):
         tower.register_forward_pre_hook(lambda *_: passes.append(1))
-    config = EvalConfig(sets=[classes, captions], batch=4)
+    config = EvalConfig(sets=[classes, captions, pairs], batch=4, loss_batch=2)
     return features, evaluate(model, config, world, file=ResultsFile(Path(run), 1)), len(passes)
 
 
 def test_features_and_results_are_the_same_on_one_two_and_four_ranks(tmp_path: Path) -> None:
     classes = str(classification_set(tmp_path / "classes", [*NAMES, "red", "green", "red"], wrong=[1, 4]))
     captions = str(retrieval_set(tmp_path / "captions"))
-    expected, results, _ = features_and_results(0, 1, str(tmp_path / "1"), classes, captions)
+    sets = classes, captions, str(pair_set(tmp_path / "pairs"))
+    expected, results, _ = features_and_results(0, 1, str(tmp_path / "1"), *sets)
     for size in (2, 4):
-        answers = run_ranks(features_and_results, size, str(tmp_path / str(size)), classes, captions)
+        answers = run_ranks(features_and_results, size, str(tmp_path / str(size)), *sets)
         assert len({passes for *_, passes in answers}) == 1, "towers that communicate need equally many on every rank"
         for features, reference, _ in answers:
             assert all(torch.equal(ours, alone) for ours, alone in zip(features, expected)), f"{size} ranks"

@@ -52,10 +52,12 @@ def _load_set(path: Path) -> EvalSet:
         return shards.load(path)
     if folders.has_class_folders(path):
         return folders.load(path)
+    if tars := sorted(path.glob("*.tar")):
+        return shards.load_pairs(path, tars)
     jsons = sorted(path.glob("*.json"))
     if len(jsons) == 1:
         return captions.load(jsons[0])
     raise UserError(
-        f"eval.sets: {path} is none of the known layouts; it needs test/nshards.txt (CLIP_benchmark), folders of "
-        f"images ({', '.join(IMAGE_SUFFIXES)}) named after their classes, or one caption JSON"
+        f"eval.sets: {path} is none of the known layouts; it needs test/nshards.txt (CLIP_benchmark), shards of pairs "
+        f"(*.tar), folders of images ({', '.join(IMAGE_SUFFIXES)}) named after their classes, or one caption JSON"
     )

@@ -1,15 +1,19 @@
-"""Reads CLIP_benchmark's webdataset layout: test/nshards.txt, test/0.tar, ..., and text files beside them."""
+"""Reads CLIP_benchmark's webdataset layout: test/nshards.txt, test/0.tar, ..., and text files beside them.
+
+And plain shards of pairs, as training takes them.
+"""
 
 import os
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from clipscale.common.errors import UserError
-from clipscale.data.sample import MAX_IMAGE_BYTES, MAX_TEXT_BYTES
+from clipscale.data.decode import captions_of, json_fields
+from clipscale.data.sample import MAX_IMAGE_BYTES, MAX_TEXT_BYTES, BrokenSampleError
 from clipscale.data.shards.archive import Archive
 from clipscale.eval.classification import ClassificationSet
-from clipscale.eval.retrieval import RetrievalSet
+from clipscale.eval.retrieval import PairSet, RetrievalSet
 from clipscale.eval.sets import prompts
 from clipscale.eval.sets.item import IMAGE_SUFFIXES, EvalSet, ImageRef
 
@@ -56,6 +60,30 @@ def load(root: Path) -> EvalSet:
     )
 
 
+def load_pairs(root: Path, tars: Sequence[Path]) -> PairSet:
+    """Pictures with their captions: the list `captions` of the json, or else the text. Samples without one are left
+    out. Raises UserError."""
+    images: list[ImageRef] = []
+    captions: list[str] = []
+    owner: list[int] = []
+    for shard in tars:
+        for _, image, members in _samples(shard):
+            try:
+                texts = captions_of(members, "json:captions" if has_captions(members) else "txt")
+            except BrokenSampleError:
+                continue
+            captions += texts
+            owner += [len(images)] * len(texts)
+            images.append(image)
+    if not images:
+        raise UserError(f"eval.sets: {root} holds no picture with a caption (.txt, or `captions` in .json)")
+    return PairSet(name=root.name, path=root, images=images, captions=captions, owner=owner)
+
+
+def has_captions(members: dict[str, bytes]) -> bool:
+    return isinstance(json_fields(members.get("json", b"{}")).get("captions"), list)
+
+
 def _dataset_type(root: Path) -> str:
     file = root / "dataset_type.txt"
     kind = file.read_text(encoding="utf-8").strip().lower() if file.is_file() else ClassificationSet.kind
@@ -90,7 +118,7 @@ def _samples(shard: Path) -> Iterator[tuple[str, ImageRef, dict[str, bytes]]]:
                 for member in members:
                     if member.extension in IMAGE_SUFFIXES:
                         image = ImageRef(shard, tar.tell(), member.size)
-                    elif member.extension in ("cls", "txt"):
+                    elif member.extension in ("cls", "txt", "json"):
                         texts[member.extension] = archive.read(member, MAX_TEXT_BYTES)
                 if image is not None:
                     yield key, image, texts

@@ -135,7 +135,8 @@ def charts_of(runs: Sequence[Run], expected: str = "") -> list[Record]:
     for key in sorted(key for key in keys if key.startswith("eval/")):
         name, metric = key.removeprefix("eval/").rsplit("/", 1)
         if title := FIGURES["evaluations"].get(metric):
-            charts.append({"key": key, "title": f"{name}, {title}", "unit": "%", "per": 0.01, "zero": True})
+            share = {} if metric in FIGURES["plain"] else {"unit": "%", "per": 0.01, "zero": True}
+            charts.append({"key": key, "title": f"{name}, {title}"} | share)
         if expected and metric == "top1" and re.match(r"imagenet[-_]?(1k|val)?( \(|$)", name, re.IGNORECASE):
             charts[-1]["published"] = FIGURES["published"][expected]
     return charts
