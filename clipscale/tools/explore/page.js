@@ -4,9 +4,7 @@
 const id = (name) => document.getElementById(name);
 let model = null;
 let asked = null; // the picture that is looked at: a file, or a sample's {part, row}
-let key = null; // the server's name for it
 let latest = 0; // number of the last question; answers to earlier ones are dropped
-let latestLabels = 0; // the same for labels
 
 function make(tag, values = {}, ...children) {
   const node = Object.assign(document.createElement(tag), values);
@@ -98,20 +96,17 @@ function search(text) {
 
 function look(picture, about, source) {
   asked = picture;
-  key = null;
   id("text").value = "";
   history.replaceState(null, "", " ");
   const count = Number(id("count").value);
   const body = picture instanceof Blob ? picture : { ...picture, count };
   ask(picture instanceof Blob ? `picture?count=${count}` : "sample", body, (result) => {
-    key = result.picture;
     id("query").hidden = false;
     id("asked").src = source;
     id("about").textContent = about;
     id("captions").replaceChildren(captions(result.texts));
     pictures("Pictures like it", result.images);
     window.scrollTo({ top: 0, behavior: "smooth" });
-    classify();
   });
 }
 
@@ -122,35 +117,6 @@ function captions(rows) {
   return make("ol", { className: "rows" }, ...unlike.map((row) =>
     make("li", { title: `${row.part}, ${row.key}` },
       make("span", { textContent: row.caption || row.key }), make("b", { textContent: row.score.toFixed(3) }))));
-}
-
-const labels = () => id("labels").value.split(/[,\n]/).map((label) => label.trim()).filter(Boolean);
-
-async function classify() {
-  const mine = ++latestLabels;
-  const picture = key;
-  const current = () => mine === latestLabels && picture === key;
-  id("classes").replaceChildren();
-  if (!key || !labels().length) return;
-  localStorage.setItem("labels", id("labels").value);
-  localStorage.setItem("template", id("template").value);
-  try {
-    const names = [...new Set(labels())];
-    const result = await answer("classes", { picture, labels: names, template: id("template").value });
-    const classes = names.map((label, n) => ({ label, share: result.share[n], score: result.score[n] }));
-    if (!current()) return;
-    id("classes").replaceChildren(
-      make("ol", { className: "rows" }, ...classes.sort((a, b) => b.share - a.share).slice(0, 12).map((row) => {
-        const bar = make("i");
-        bar.style.width = `${100 * row.share}%`;
-        return make("li", { title: `similarity ${row.score.toFixed(3)}` }, bar,
-          make("span", { textContent: row.label }), make("b", { textContent: `${(100 * row.share).toFixed(1)} %` }));
-      })));
-  } catch (error) {
-    if (!current()) return;
-    if (error.status === 404 && asked) look(asked, id("about").textContent, id("asked").src);
-    else say(error.message, true);
-  }
 }
 
 let shown = null;
@@ -164,8 +130,6 @@ function open(file) {
 async function begin() {
   model = await (await fetch("model")).json();
   id("model").append(`${model.title} `, make("small", { textContent: `${model.samples.toLocaleString("en")} samples` }));
-  id("labels").value = localStorage.getItem("labels") || "";
-  id("template").value = localStorage.getItem("template") || id("template").value;
   let text = "";
   try { text = decodeURIComponent(location.hash.slice(1)); } catch { /* a broken link */ }
   id("text").value = text;
@@ -176,7 +140,6 @@ id("ask").onsubmit = (event) => { event.preventDefault(); search(id("text").valu
 id("count").onchange = () => (asked ? look(asked, id("about").textContent, id("asked").src) : search(id("text").value));
 id("file").onchange = (event) => { open(event.target.files[0]); event.target.value = ""; };
 id("choose").onkeydown = (event) => { if (event.key === "Enter" || event.key === " ") id("file").click(); };
-id("classify").onsubmit = (event) => { event.preventDefault(); classify(); };
 document.onpaste = (event) => {
   const file = [...event.clipboardData.files].find((item) => item.type.startsWith("image/"));
   if (file) open(file);

@@ -86,12 +86,6 @@ class SearchModel:
         with self.lock, torch.no_grad(), self.precision.autocast():
             return F.normalize(tower(inputs.to(self.device)).float(), dim=-1)
 
-    def classes(self, picture_D: Tensor, prompts: list[str]) -> dict[str, list[float]]:
-        """Of each prompt `share` (the softmax over all, by the model's scale) and `score` (its similarity)."""
-        scores = self.encode_texts(prompts) @ picture_D
-        shares = (scores * self.model.logit_scale.detach().to(self.device).float().exp()).softmax(0)
-        return {"share": shares.tolist(), "score": scores.tolist()}
-
     def matches(self, query_D: Tensor, kind: str, count: int) -> list[dict[str, Any]]:
         """The samples whose feature of that kind is nearest to a query, with their similarity, best first."""
         rows = nearest(self.embedded.features(kind), query_D, count)

@@ -1,12 +1,10 @@
 """The page's answers. A Host other than this machine's loopback is refused: foreign names may point here."""
 
-import hashlib
 import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -22,8 +20,8 @@ from clipscale.tools.embed.settings import IMAGE, TEXT
 from clipscale.tools.explore.search import Pictures, SearchModel
 
 PAGE = {"": "text/html", "page.css": "text/css", "page.js": "text/javascript"}
-MOST_TEXT, MOST_RESULTS, MOST_LABELS = 1 << 16, 200, 100
-"""Bytes of a question without a picture, results of one, and labels."""
+MOST_TEXT, MOST_RESULTS = 1 << 16, 200
+"""Bytes of a question without a picture, and results of one."""
 OWN = ("same-origin", "none", None)
 """Sec-Fetch-Site of this page's requests; older browsers send none."""
 HEADERS = {
@@ -40,7 +38,7 @@ def application(model: SearchModel, pictures: Pictures) -> Starlette:
     page = Page(model, pictures)
     routes = [Route(f"/{name}", partial(file, name or "page.html", kind)) for name, kind in PAGE.items()]
     routes += [Route("/model", page.describe), Route("/small/{part}/{row:int}", page.small)]
-    for question in (page.search, page.picture, page.sample, page.classes):
+    for question in (page.search, page.picture, page.sample):
         routes.append(Route(f"/{question.__name__}", question, methods=["POST"]))
     hosts = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
     own = Middleware(BaseHTTPMiddleware, dispatch=refuse_other_pages)
@@ -78,8 +76,6 @@ class Page:
     def __init__(self, model: SearchModel, pictures: Pictures) -> None:
         self.model = model
         self.pictures = pictures
-        self.queries: dict[str, torch.Tensor] = {}
-        """The features of pictures that were asked for, by their digests."""
 
     async def describe(self, request: Request) -> Response:
         """The model, and what its set holds."""
@@ -110,24 +106,10 @@ class Page:
 
     async def near(self, data: bytes, count: int) -> Response:
         features = await run_in_threadpool(self.model.encode_image, data)
-        key = hashlib.blake2b(data, digest_size=16).hexdigest()
-        self.queries[key] = features
-        if len(self.queries) > 256:  # they stay, so that labels can be changed without sending the picture again
-            del self.queries[next(iter(self.queries))]
         rows = {
             kind + "s": await run_in_threadpool(self.model.matches, features, kind, count) for kind in (TEXT, IMAGE)
         }
-        return answer({"picture": key, **rows})
-
-    async def classes(self, request: Request) -> Response:
-        """The probabilities of labels for a picture that was asked for before."""
-        picture, labels, template = await asked(request, picture=str, labels=list, template=str)
-        if picture not in self.queries:
-            raise HTTPException(404, "this picture is no longer kept; give it again")
-        if not 1 <= len(labels) <= MOST_LABELS:
-            raise HTTPException(400, f"give 1 to {MOST_LABELS} labels")
-        prompts = [template.replace("{}", str(label)) for label in labels]
-        return answer(await run_in_threadpool(self.model.classes, self.queries[picture], prompts))
+        return answer(rows)
 
 
 def checked_count(count: int) -> int:
