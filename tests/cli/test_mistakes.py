@@ -96,7 +96,6 @@ MISTAKES = [
     ("evaluations in between", "eval run=a eval.every=5", "eval.every", "eval --help"),
     ("workers of a check", "data check a.tar data.workers=4", "data.workers", "data check --help"),
     ("shares of nothing", "export run=a shares=[0.5,0.5]", "shares=[0.5, 0.5]", "average="),
-    ("a port of a file", "report a port=80", "port=80", "live=true"),
     ("a run's other model", "eval run=a model=vit-b16", "run=a", "model.name"),
     ("weights beside a run's", "embed run=a data=x.tar out=y model.weights=b", "run=a", "model.weights"),
     ("a folder for a run's results", "eval run=. out=b", "out=b", "leave it out"),
@@ -109,7 +108,7 @@ MISTAKES = [
     ("a printed run to go on from", "train data=demo resume=true --cfg job", "resume=true", "run folder"),
     ("shards of a printed run", "train data=/nowhere/0.tar --cfg job", "data.train='/nowhere/0.tar'", "a brace list"),
     # what is not there
-    ("a table of pictures", "train data=/d/pairs.csv", "data.train='/d/pairs.csv'", "img2dataset"),
+    ("a table of pictures", "train data=/d/pairs.csv", "data.train='/d/pairs.csv'", "clipscale data pack"),
     ("shards", "train data.train=/nowhere/{0..3}.tar", "data.train='/nowhere/{0..3}.tar'", "a brace list"),
     ("a checkpoint to go on from", "train data=demo resume=latest", "resume=latest", "run folder"),
     ("a variable of the environment", "train data.train=${oc.env:NOT_SET_HERE}", "NOT_SET_HERE", "environment"),

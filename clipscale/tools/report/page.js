@@ -110,20 +110,6 @@ function keyed(event) {
   event.preventDefault();
 }
 
-// The page as it is now: its tables, and its curves. Zoom and settings stay.
-async function follow() {
-  try {
-    const page = new DOMParser().parseFromString(await (await fetch("/")).text(), "text/html");
-    const fresh = JSON.parse(page.getElementById("data").textContent);
-    if (page.querySelectorAll("#charts figure").length !== figures().length) return location.reload();
-    const places = "#facts, #charts tbody, main > .panel tbody";
-    const news = page.querySelectorAll(places);
-    all(places).forEach((old, number) => news[number] && old.replaceWith(news[number]));
-    data = fresh;
-    await drawAll();
-  } catch { id("title").querySelector("em").textContent = "not answering"; }
-}
-
 document.addEventListener("DOMContentLoaded", () => {
   id("tools").onsubmit = (event) => event.preventDefault();
   id("axis").onchange = drawAll;
@@ -135,5 +121,4 @@ document.addEventListener("DOMContentLoaded", () => {
   dark.onchange = () => { chips(); drawAll(); };
   chips();
   drawAll().then(() => document.body.classList.add("drawn"));
-  if (data.live) setInterval(follow, 5000);
 });

@@ -2,8 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
@@ -26,13 +25,11 @@ POINTS = 3000
 
 
 def main(words: list[str], settings: ReportSettings) -> None:
-    """Write the page and print its path, or serve it. Raises UserError."""
+    """Write the page and print its path. Raises UserError."""
     names = [*settings.run, *words]
     if not names:
         raise UserError("run is not set; give run=NAME, or several: clipscale report NAME...")
-    if settings.live:
-        return serve(lambda: page(read_runs(names), settings.expected, live=True), settings.port)
-    return say(write_report(names, settings.out, settings.expected))
+    say(write_report(names, settings.out, settings.expected))
 
 
 def write_report(names: Sequence[str | Path], out: str | None = None, expected: str = "") -> Path:
@@ -49,29 +46,7 @@ def write_report(names: Sequence[str | Path], out: str | None = None, expected: 
     return path
 
 
-def serve(render: Callable[[], str], port: int) -> None:
-    """Serve the page, rendered anew for each request, to this machine's browsers until Ctrl-C."""
-
-    class Answer(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            host = self.headers.get("Host", "").rsplit(":", 1)[0]
-            answer = {"/": render, "/plotly.min.js": get_plotlyjs}.get(self.path)
-            if answer is None or host not in ("127.0.0.1", "localhost"):  # a foreign name may point here
-                self.send_error(404)
-                return
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(answer().encode())
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", port), Answer) as server:
-        say(f"http://127.0.0.1:{server.server_port} follows the run until Ctrl-C")
-        server.serve_forever()
-
-
-def page(runs: Sequence[Run], expected: str = "", *, live: bool = False) -> str:
+def page(runs: Sequence[Run], expected: str = "") -> str:
     """The page, which loads plotly.min.js from beside it. Everything that comes from files is escaped."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
@@ -89,7 +64,7 @@ def page(runs: Sequence[Run], expected: str = "", *, live: bool = False) -> str:
                 newest[named.format(run.name, name)] = metrics
     return templates.get_template("page.html").render(
         runs=runs,
-        data=curves(runs, expected) | {"live": live},
+        data=curves(runs, expected),
         typical=typical,
         results=result_tables(newest),
         settings={key: [run.settings.get(key, "") for run in runs] for key in keys},

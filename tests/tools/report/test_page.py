@@ -3,9 +3,6 @@
 import json
 import math
 import re
-import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +12,6 @@ import yaml
 
 from clipscale.cli.main import main
 from clipscale.common.errors import UserError
-from clipscale.tools.report import page as report
 from clipscale.tools.report.page import means, thinned, write_report
 from tests.support.browser import CHROMIUM, Page, browser
 
@@ -138,18 +134,3 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "eval/step_00000001.json").write_text("{")
     with pytest.raises(UserError, match=r"step_00000001\.json .*; evaluate again"):
         write_report([run])
-
-
-def test_the_live_page_is_served_to_this_machine_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, said = make_run(tmp_path / "run", [1.0]), threading.Event()
-    lines: list[str] = []
-    monkeypatch.setattr(report, "say", lambda line: (lines.append(line), said.set()))
-    threading.Thread(target=main, args=(["report", str(run), "live=true", "port=0"],), daemon=True).start()
-    assert said.wait(60)
-    address = lines[0].split()[0]
-    assert b">live<" in urllib.request.urlopen(address).read()
-    make_run(run, [1.0, 0.25])
-    assert b"0.25" in urllib.request.urlopen(address).read(), "as the run is now"
-    for path, host in (("/metrics.jsonl", "127.0.0.1"), ("/", "evil.example")):
-        with pytest.raises(urllib.error.HTTPError, match="404"):
-            urllib.request.urlopen(urllib.request.Request(address + path, headers={"Host": host}))
