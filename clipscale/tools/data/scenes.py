@@ -5,51 +5,22 @@ Everything is a pure function of a random.Random. Lengths are in units of the pi
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 
 import numpy as np
+import yaml
 from PIL import Image, ImageDraw
 
-COLOURS = {
-    "red": (215, 35, 40),
-    "orange": (250, 140, 15),
-    "yellow": (240, 222, 40),
-    "green": (35, 165, 60),
-    "cyan": (45, 210, 215),
-    "blue": (40, 75, 220),
-    "purple": (130, 45, 175),
-    "pink": (250, 130, 195),
-}
-SHAPES = ("circle", "square", "triangle", "cross", "ring", "star")
+TABLES = yaml.safe_load(Path(__file__).with_name("scenes.yaml").read_text(encoding="utf-8"))
+COLOURS: dict[str, list[int]] = TABLES["colours"]
+SHAPES: list[str] = TABLES["shapes"]
+TEMPLATES: list[str] = TABLES["templates"]
+OPPOSITES: dict[str, str] = TABLES["opposites"]
 CLASSES = tuple((colour, shape) for colour in COLOURS for shape in SHAPES)
 UNSEEN = tuple((colour, SHAPES[(5 * i + 2) % len(SHAPES)]) for i, colour in enumerate(COLOURS))
 """Combinations that no training scene shows: each colour once, each shape once or twice, in others often."""
 SEEN = tuple(pair for pair in CLASSES if pair not in UNSEEN)
-
-OTHER_WORDS: dict[str, tuple[str, ...]] = {
-    "red": ("scarlet",),
-    "yellow": ("golden",),
-    "green": ("emerald",),
-    "cyan": ("turquoise",),
-    "purple": ("violet",),
-    "circle": ("disc",),
-    "square": ("box",),
-    "cross": ("plus sign",),
-    "ring": ("hoop",),
-    "small": ("little", "tiny"),
-    "large": ("big",),
-}
-PLURALS = {"cross": "crosses", "box": "boxes"}
-OPPOSITES = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
-NUMBERS = {2: "two", 3: "three", 4: "four"}
-TEMPLATES = (
-    "one {c}",
-    "a picture of the {c}.",
-    "there is one {c}.",
-    "an image of one {c}",
-    "the {c} on a plain background",
-)
-"""Zero-shot prompts; `{c}` is the class name. None has the article `a`, which would be wrong before `orange`."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +69,9 @@ def compose(rng: Random, kind: str) -> Scene:
         number = rng.choice((2, 2, 3, 3, 4))
         pair = rng.choice(SEEN)
         spots = rng.sample([(0.26, 0.26), (0.74, 0.26), (0.26, 0.74), (0.74, 0.74)], number)
-        return Scene(kind, tuple(_near(rng, pair, spot, 0.13, 0.17) for spot in sorted(spots)), NUMBERS[number], shade)
+        return Scene(
+            kind, tuple(_near(rng, pair, spot, 0.13, 0.17) for spot in sorted(spots)), TABLES["numbers"][number], shade
+        )
     pairs = rng.sample(SEEN, 3 if kind == "row" else 2)
     if kind == "row":
         y = rng.uniform(0.3, 0.7)
@@ -121,9 +94,10 @@ def caption(scene: Scene, rng: Random) -> str:
     """One English caption for the scene, with random words and constructions."""
     describe = {"one": _caption_one, "count": _caption_count, "pair": _caption_pair, "row": _caption_row}[scene.kind]
     text = describe(scene, rng)
-    there = "there are {}" if scene.kind == "count" else "there is {}"
-    frames = ("{}", "{}", "{}", "a picture of {}", "an image of {}", there, "a drawing of {}", "this shows {}")
-    text = rng.choice(frames).format(text)
+    frame = rng.choice(TABLES["frames"])
+    if scene.kind == "count":
+        frame = frame.replace("there is", "there are")
+    text = frame.format(text)
     if rng.random() < 0.15:
         shade = "grey"
         if scene.shade < 0.4:
@@ -137,7 +111,7 @@ def caption(scene: Scene, rng: Random) -> str:
 
 
 def _word(rng: Random, word: str) -> str:
-    others = OTHER_WORDS.get(word, ())
+    others = TABLES["other_words"].get(word)
     return rng.choice(others) if others and rng.random() < 0.15 else word
 
 
@@ -183,7 +157,7 @@ def _place(thing: Thing) -> str:
 def _caption_count(scene: Scene, rng: Random) -> str:
     thing = scene.things[0]
     shape = _word(rng, thing.shape)
-    return f"{scene.relation} {_word(rng, thing.colour)} {PLURALS.get(shape, shape + 's')}"
+    return f"{scene.relation} {_word(rng, thing.colour)} {TABLES['plurals'].get(shape, shape + 's')}"
 
 
 def _caption_pair(scene: Scene, rng: Random) -> str:
@@ -191,12 +165,7 @@ def _caption_pair(scene: Scene, rng: Random) -> str:
     if rng.random() < 0.5:
         first, second, relation = second, first, OPPOSITES[relation]
     a, b = _phrase(rng, first), _phrase(rng, second)
-    between = {
-        "left of": ("to the left of", "left of", "on the left of"),
-        "right of": ("to the right of", "right of", "on the right of"),
-        "above": ("above", "over", "on top of"),
-        "below": ("below", "under", "beneath"),
-    }[relation]
+    between = TABLES["between"][relation]
     return f"{a} {rng.choice(between)} {b}"
 
 
@@ -213,12 +182,9 @@ def _around(number: int, *radii: float) -> list[tuple[float, float]]:
     return [(r * math.sin(a), -r * math.cos(a)) for r, a in corners]
 
 
-# The right half of the cross.
-_HALF = [(0.32, -1.0), (0.32, -0.32), (1.0, -0.32), (1.0, 0.32), (0.32, 0.32), (0.32, 1.0)]
-_OUTLINES = {
+_HALF = TABLES["corners"]["half of a cross"]
+_OUTLINES = TABLES["corners"] | {
     "circle": _around(24, 1.0),
-    "square": [(-0.85, -0.85), (0.85, -0.85), (0.85, 0.85), (-0.85, 0.85)],
-    "triangle": [(0.0, -1.0), (1.0, 0.85), (-1.0, 0.85)],
     "cross": [*_HALF, *((-x, y) for x, y in reversed(_HALF))],
     "ring": _around(24, 1.0),
     "star": _around(10, 1.1, 0.42),
