@@ -135,6 +135,10 @@ def test_every_command_runs_on_the_tiny_model(page: str, tmp_path: Path, monkeyp
         members += [(f"{i:03}.{kind}", about) for i in range(32) for kind in ("txt", "json")]
         folder.mkdir()
         write_tar(folder / "00000.tar", sorted(members))
+    (tmp_path / "data/pictures").mkdir()
+    for i in range(40):
+        (tmp_path / f"data/pictures/{i}.png").write_bytes(picture(i, (70, 70)))
+        (tmp_path / f"data/pictures/{i}.txt").write_text(f"picture {i}")
     classification_set(tmp_path / "data/imagenet1k")
     retrieval_set(tmp_path / "data/mscoco_captions")
     every = [words[1:] for b in blocks(page) if not b.needs for words in b.commands() if words[0] == "clipscale"]

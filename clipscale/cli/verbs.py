@@ -115,6 +115,15 @@ clipscale plan run=b16                                                        # 
     "data demo": Verb(
         data.DemoSettings, "clipscale.tools.data.demo:main", "clipscale data demo root=/tmp/demo samples=5000"
     ),
+    "data pack": Verb(
+        data.PackSettings,
+        "clipscale.tools.data.pack:main",
+        """\
+clipscale data pack captions.csv out=/data/mine holdout=1%
+clipscale data pack /data/pictures out=/data/mine resize=512                  # with a .txt beside each picture
+clipscale data pack coco.parquet 'columns=[image,caption]' out=/data/coco""",
+        words="SOURCE",
+    ),
     "data index": Verb(
         data.IndexSettings,
         "clipscale.tools.data.make_index:main",
@@ -132,8 +141,7 @@ clipscale plan run=b16                                                        # 
         "clipscale.tools.report.page:main",
         """\
 clipscale report demo
-clipscale report b32 b16 expected=openclip-b32-2b out=both.html
-clipscale report b32 live=true                                                # while it trains""",
+clipscale report b32 b16 expected=openclip-b32-2b out=both.html""",
         words="RUN...",
     ),
     "export": Verb(

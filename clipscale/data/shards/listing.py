@@ -74,7 +74,7 @@ def expand(source: str, allow_pipe: bool = False, *, setting: str = "data.train"
 def _local(source: str, setting: str) -> list[str]:
     """The files of this machine that a brace list, glob or folder names, whether they exist or not."""
     if source.endswith(TABLES):
-        raise UserError(f"{setting}={source!r}: a table; make shards of it, by img2dataset or webdataset's ShardWriter")
+        raise UserError(f"{setting}={source!r}: a table; make shards of it: clipscale data pack {source} out=DIR")
     source = os.path.expanduser(source)  # noqa: PTH111 (a pattern, not yet a path)
     if os.path.isdir(source):  # noqa: PTH112
         prefix = str(Path(source) / "_")[:-1]

@@ -1,8 +1,10 @@
 """The settings of `clipscale data`."""
 
+import re
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.config.setting import setting
 
@@ -20,6 +22,32 @@ class IndexSettings:
     """`clipscale data index SHARD...`: write an index of counts, offsets and sizes beside the shards; print counts."""
 
     only_keys: str | None = setting(None, "Index the subset for `data.only_keys`, instead of all samples.")
+
+
+@dataclass(frozen=True)
+class PackSettings:
+    """`clipscale data pack SOURCE out=DIR`: make shards of pictures and captions that lie in files or tables."""
+
+    out: str = setting("", "Folder of the shards; a stopped command goes on there.")
+    columns: list[str] | None = setting(
+        None, "A table's column of pictures (paths, addresses, bytes), then those of captions; null: the usual names."
+    )
+    holdout: str = setting("0%", "Share of the pictures that goes to DIR/holdout, to be evaluated: `1%`.")
+    resize: int | None = setting(
+        None,
+        "Most pixels of a picture's shorter side; larger ones become JPEGs of this size; null: bytes are copied.",
+        least=1,
+    )
+
+    def check(self) -> None:
+        """Raises UserError."""
+        if not re.fullmatch(r"\d{1,2}(\.\d+)?%", self.holdout):
+            raise UserError(f"holdout={self.holdout}: give a share below 100%, as in holdout=1%")
+
+    @property
+    def share(self) -> float:
+        """Of the pictures that are held out."""
+        return float(self.holdout.removesuffix("%")) / 100
 
 
 @dataclass(frozen=True)

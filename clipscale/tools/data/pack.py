@@ -1,0 +1,175 @@
+"""`clipscale data pack`: makes shards of pictures and captions that lie in files, tables or folders.
+
+The source is only read. The shards are made in parts of SHARD_SAMPLES pairs, each by a process. A part that is complete
+has a note in DIR/parts, so that a stopped command can go on.
+"""
+
+import hashlib
+import io
+import json
+import multiprocessing
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from dataclasses import asdict
+from itertools import chain, count, islice
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from clipscale.common import files
+from clipscale.common.errors import UserError
+from clipscale.common.hardware import cores
+from clipscale.common.terminal import say
+from clipscale.common.units import format_bytes
+from clipscale.data.decode import Picture, broken_pictures, open_picture
+from clipscale.data.sample import BrokenSampleError
+from clipscale.data.shards import index
+from clipscale.tools.data.pairs import Pair, pairs_of, read_picture
+from clipscale.tools.data.settings import PackSettings
+
+SHARD_SAMPLES = 10_000
+SHARD_BYTES = 10**9
+PARTS = {"pairs": "", "held-out pairs": "holdout"}
+"""The folders of the shards in DIR, by what is in them."""
+QUALITY = 95
+"""Of JPEGs that are resized."""
+Note = dict[str, dict[str, Any]]
+"""Of a part: for each folder its shards and their samples; `left_out`: for each reason the pictures."""
+
+
+def main(words: Sequence[str], settings: PackSettings) -> int:
+    """Pack the source; print what was packed and what was left out. Raises UserError."""
+    if len(words) != 1:
+        raise UserError("give one source, as in: clipscale data pack captions.csv out=/data/mine")
+    out = prepared(words[0], settings)
+    notes = packed(words[0], settings, out)
+    left_out: dict[str, list[str]] = {}
+    for note in notes:
+        for reason, names in note["left_out"].items():
+            left_out.setdefault(reason, []).extend(names)
+    reasons = [f"{len(names)} {reason} (such as {names[0][:80]})" for reason, names in left_out.items()]
+    for what, part in PARTS.items():
+        sizes = {name: samples for note in notes for name, samples in note[what].items()}
+        if not sizes and not part:
+            raise UserError(f"{words[0]}: no pair could be packed: {'; '.join(reasons) or 'it is empty'}")
+        if sizes:
+            files.write_json(out / part / "sizes.json", sizes)
+            shards = [str(out / part / name) for name in sizes]
+            list(index.update_indexes(shards, workers=cores()))
+            size = format_bytes(sum(Path(shard).stat().st_size for shard in shards))
+            say(f"{sum(sizes.values()):,} {what} in {len(shards)} shards of {out / part}, {size}")
+    if reasons:
+        say(f"left out: {'; '.join(reasons)}")
+    return 0
+
+
+def prepared(source: str, settings: PackSettings) -> Path:
+    """The folder of the shards: a new one, or one that the same command began. Raises UserError."""
+    if not settings.out:
+        raise UserError("out is not set; give the folder of the shards, out=DIR")
+    out = Path(settings.out).expanduser()
+    path = Path(source).expanduser().absolute()
+    if not path.exists():
+        raise UserError(f"{source}: there is no such file or folder")
+    begun = asdict(settings) | {"out": "", "source": str(path), "changed": path.stat().st_mtime}
+    note = out / "pack.json"
+    with files.reported("out", out, "choose another folder"):
+        if note.is_file():
+            if json.loads(note.read_text(encoding="utf-8")) != begun:
+                raise UserError(f"out={out}: was packed of another source, or with other settings; choose a new folder")
+        elif out.exists() and any(out.iterdir()):
+            raise UserError(f"out={out}: exists and was not written by this command; choose a new folder")
+        for folder in ("parts", *PARTS.values()):
+            (out / folder).mkdir(parents=True, exist_ok=True)
+        files.write_json(note, begun)
+    return out
+
+
+def packed(source: str, settings: PackSettings, out: Path) -> list[Note]:
+    """Pack all parts that have no note yet. Returns all notes, in order. Raises UserError."""
+    pairs = pairs_of(source, settings.columns)
+    futures: dict[int, Future[None]] = {}
+    # spawn: the caller may hold threads and locks
+    with ProcessPoolExecutor(cores(), mp_context=multiprocessing.get_context("spawn")) as pool:
+        while part := list(islice(pairs, SHARD_SAMPLES)):
+            number = len(futures)
+            futures[number] = pool.submit(pack_part, number * SHARD_SAMPLES, part, settings, note_file(out, number))
+            if number >= 2 * cores():
+                wait([futures[number - 2 * cores()]])
+    for future in futures.values():
+        future.result()
+    return [json.loads(note_file(out, number).read_text(encoding="utf-8")) for number in futures]
+
+
+def note_file(out: Path, number: int) -> Path:
+    return out / "parts" / f"{number:05d}.json"
+
+
+def pack_part(first: int, pairs: Sequence[Pair], settings: PackSettings, file: Path) -> None:
+    """Write a part's shards, and then its note, unless it is there. `first`: the number of its first pair."""
+    if file.is_file():
+        return
+    note: Note = {"left_out": {}}
+    for what, part in PARTS.items():
+        chosen = [(n, pair) for n, pair in enumerate(pairs, first) if held_out(pair, settings.share) == bool(part)]
+        samples = usable(chosen, settings.resize, note["left_out"])
+        note[what] = write_shards(file.parent.parent / part, file.stem, samples)
+    files.write_json(file, note)
+
+
+def held_out(pair: Pair, share: float) -> bool:
+    """By a hash of the picture's name: all pairs of a picture are on one side, whatever else the source holds."""
+    value = int.from_bytes(hashlib.blake2b(pair.name.encode(), digest_size=8).digest(), "big")
+    return value < share * 2**64
+
+
+def usable(pairs: Iterable[tuple[int, Pair]], side: int | None, left_out: dict[str, list[str]]) -> Iterator[Any]:
+    """The samples of pairs that training can use. The names of the others go to their reason in `left_out`."""
+    for number, pair in pairs:
+        try:
+            yield sample_of(number, pair, side)
+        except BrokenSampleError as error:
+            left_out.setdefault(error.reason, []).append(pair.name)
+
+
+def sample_of(number: int, pair: Pair, side: int | None) -> dict[str, Any]:
+    """A sample as webdataset's writer takes it. Its picture has been decoded once. Raises BrokenSampleError."""
+    captions = [text for caption in pair.captions if (text := caption.strip("\ufeff\x00 \t\r\n"))]
+    if not captions:
+        raise BrokenSampleError("no_caption")
+    data = read_picture(pair.place)
+    pixels = Picture(data).decode()
+    height, width = pixels.shape[:2]
+    if side and min(width, height) > side:
+        scale = side / min(width, height)
+        width, height = round(width * scale), round(height * scale)
+        encoded = io.BytesIO()
+        Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC).save(encoded, "JPEG", quality=QUALITY)
+        data = encoded.getvalue()
+    with broken_pictures():
+        kind = str(open_picture(data).format).lower().replace("jpeg", "jpg")
+    fields: dict[str, Any] = pair.fields | {"source": pair.name, "width": width, "height": height}
+    if len(captions) > 1:
+        fields["captions"] = captions
+    texts = {"txt": captions[0].encode("utf-8", "replace"), "json": json.dumps(fields).encode()}
+    return {"__key__": f"{number:09d}", kind: data, **texts}
+
+
+def write_shards(folder: Path, name: str, samples: Iterator[dict[str, Any]]) -> dict[str, int]:
+    """Write shards of at most about SHARD_BYTES. Returns the samples of each."""
+    from clipscale.data.shards.writer import shard_writer  # here: webdataset loads torch
+
+    sizes: dict[str, int] = {}
+    numbers = count(1)
+    while first := next(samples, None):
+        shard = f"{name}_{next(numbers)}.tar" if sizes else f"{name}.tar"
+        size = sizes[shard] = 0
+        with shard_writer(folder / shard) as writer:
+            for sample in chain([first], samples):
+                writer.write(sample)
+                sizes[shard] += 1
+                size += sum(map(len, sample.values()))
+                if size >= SHARD_BYTES:
+                    break
+    return sizes
