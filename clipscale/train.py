@@ -35,6 +35,7 @@ from clipscale.launch.stopping import SignalError, Stop
 from clipscale.log.metrics import MetricLog
 from clipscale.log.step_record import StepRecords
 from clipscale.log.table import print_results
+from clipscale.log.warnings import fallen
 from clipscale.models.flops import Flops
 from clipscale.state.start import begin, resolve
 from clipscale.step.optim import Schedule, largest_rms
@@ -141,6 +142,8 @@ class Run:
         config, results = self.config, {}
         with self.stop:  # to the end of the last save: schedulers and launchers send their signals more than once
             try:
+                if self.step == 0 < self.total and config.model.weights and config.eval.has_sets:
+                    self.evaluate()  # what the weights can do before they are trained
                 while self.step < self.total:
                     started = time.monotonic()
                     with self.world.limited(self.limit_s()), self.thrown_away_at_a_signal():
@@ -309,6 +312,8 @@ class Run:
         reshard(state.model)
         if self.records.log:
             self.records.log.eval(self.step, results)
+            for line in fallen(ResultsFile(self.resolved.folder, 0).results(), results):
+                self.records.log.message(f"warning: {line}")
         return dict(results)
 
     def save_due(self) -> bool:

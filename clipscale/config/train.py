@@ -127,11 +127,21 @@ def settled(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
     return replace(config, samples=samples, epochs=epochs, run=str(folder))
 
 
+PRETRAINING_LR = 5e-4
+"""From this rate on AdamW makes weights forget what they were trained on."""
+
+
 def warnings(config: TrainConfig) -> list[str]:
     """Warnings about settings that are allowed but probably not intended, a line each."""
     random_image = not (config.model.weights or config.model.image.weights)
     if config.model.image.groups == 0 and random_image:
         return ["model.image.train=none locks a tower of random weights; give model.image.weights=PATH"]
+    whole = not config.model.lora and None in (config.model.image.groups, config.model.text.groups)
+    if config.model.weights and config.optim.name == "adamw" and config.optim.lr >= PRETRAINING_LR:
+        rate = "1e-6 to 1e-5 for whole towers" if whole else "about 1e-4 for adapters and the last layers"
+        return [
+            f"optim.lr={config.optim.lr:g} is a rate of pretraining, and the run begins with weights; usual is {rate}"
+        ]
     return []
 
 

@@ -45,6 +45,10 @@ class ResultsFile:
         name = "final" if self.step is None else f"step_{self.step:08d}"
         return self.run_dir / "eval" / f"{name}.json"
 
+    def results(self) -> Results:
+        """What the file holds; nothing where there is none."""
+        return json.loads(self.path.read_text(encoding="utf-8"))["results"] if self.path.exists() else {}
+
     def add(self, label: str, metrics: dict[str, float], measured: dict[str, Any]) -> None:
         """Write a set's metrics and what they belong to. Results of other sets stay. Raises OSError."""
         record: dict[str, Any] = {"step": self.step, "results": {}, "measured": {}}

@@ -10,6 +10,24 @@ WINDOW, FIRST = 50, 10
 SPIKES_FROM = 2.3
 """The RMS of g / sqrt(v) from which AdamW's loss spikes some steps later (Wortsman et al. 2023, arXiv 2304.13013)."""
 
+FALLEN = 0.02
+"""From so far below its start on, a score of a run from weights is warned of."""
+
+
+def fallen(start: Mapping[str, Mapping[str, float]], results: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """A line for each score that is below that of the weights which a run began with. Both: set -> metric -> value."""
+    lines = []
+    for name, metrics in results.items():
+        for metric in ("top1", "image_to_text_r1", "text_to_image_r1"):
+            lost = start.get(name, {}).get(metric, 0) - metrics.get(metric, 0)
+            if lost > FALLEN:
+                lines.append(
+                    f"{name}: {metric} is {100 * metrics[metric]:.1f}, {100 * lost:.1f} points below the start. A "
+                    "lower optim.lr, layer_decay, model.lora or fewer trained groups keep more of it; clipscale export "
+                    "average= gets some of it back"
+                )
+    return lines
+
 
 def warnings_of(records: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> dict[str, str]:
     """Kind -> a line: what the newest record suggests beside the others: at most WINDOW, all after the FIRST.

@@ -5,6 +5,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from clipscale.config.data import DataConfig
@@ -27,6 +28,24 @@ def test_a_locked_tower_of_random_weights_gives_a_warning() -> None:
     assert warnings(config(model=ModelConfig(image=TowerConfig("vit.pt", train="none")))) == []
     [line] = warnings(config(model=ModelConfig(image=TowerConfig(train="none"))))
     assert "model.image.weights=PATH" in line
+
+
+@pytest.mark.parametrize(
+    ("model", "optim", "rate"),
+    [
+        (ModelConfig(weights="openai"), OptimConfig(lr=5e-4), "1e-6 to 1e-5"),
+        (ModelConfig(weights="openai", lora=4), OptimConfig(lr=1e-3), "1e-4"),
+        (ModelConfig(weights="openai"), OptimConfig(lr=1e-5), ""),
+        (ModelConfig(), OptimConfig(lr=1e-3), ""),
+        (ModelConfig(image=TowerConfig("vit.pt", train="none")), OptimConfig(lr=1e-3), ""),
+    ],
+)
+def test_a_rate_of_pretraining_is_warned_of_where_a_run_begins_with_weights(
+    model: ModelConfig, optim: OptimConfig, rate: str
+) -> None:
+    lines = warnings(config(model=model, optim=optim))
+    assert len(lines) == bool(rate)
+    assert not lines or (f"optim.lr={optim.lr:g}" in lines[0] and rate in lines[0])
 
 
 def test_a_run_is_named_after_the_time_the_model_and_the_batch() -> None:

@@ -54,6 +54,7 @@ def _read(folder: Path) -> Run:
     seconds = accumulate(batch / rate if rate else 0 for batch, rate in rates)
     rows = [record | {"hours": passed / 3600} for record, passed in zip(records, seconds)]
     at = {row["step"]: {name: row[name] for name in ("step", "samples", "hours")} for row in rows}
+    at[0] = {"step": 0, "samples": 0, "hours": 0.0}
     evaluations = [e for e in read_evaluations(folder) if e["step"] in at]
     for evaluation in evaluations:
         row = dict(at[evaluation["step"]])
