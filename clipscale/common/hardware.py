@@ -7,6 +7,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from clipscale.common.errors import UserError
 from clipscale.common.units import nearest
 
@@ -41,20 +43,14 @@ def cores_of_rank() -> int:
 
 @dataclass(frozen=True)
 class Hardware:
-    """A GPU model. Rates are from the data sheets: dense, without sparsity."""
+    """A GPU model, in the words and units of hardware.yaml."""
 
-    words: tuple[str, ...]
-    """Words in the driver's name of the device; the first names the chip."""
+    words: list[str]
     capability: int
-    """Compute capability: 90 for 9.0."""
     memory: float
-    """Total GiB that the driver reports, rounded down to a half."""
     half: float
-    """Peak TFLOP/s of matrix products in bf16 (Volta: fp16)."""
     tf32: float
-    """The same in TF32, or in float32 on GPUs without TF32."""
     link: float
-    """GB/s that a GPU can send to others in the node: NVLink, else PCIe."""
 
     @property
     def memory_bytes(self) -> int:
@@ -65,20 +61,9 @@ class Hardware:
         return 1e12 * (self.tf32 if precision == "fp32" else self.half)
 
 
-HARDWARE = {
-    "a100-80g": Hardware(("A100", "80GB"), 80, 79.0, 312, 156, 300),
-    "a100-40g": Hardware(("A100", "40GB"), 80, 39.0, 312, 156, 300),
-    "a800-80g": Hardware(("A800", "80GB"), 80, 79.0, 312, 156, 200),
-    "h100-80g": Hardware(("H100",), 90, 79.0, 989, 494, 450),
-    "h800-80g": Hardware(("H800",), 90, 79.0, 989, 494, 200),
-    "h200-141g": Hardware(("H200",), 90, 139.5, 989, 494, 450),
-    "b200-180g": Hardware(("B200",), 100, 178.0, 2250, 1100, 900),
-    "l40s-48g": Hardware(("L40S",), 89, 44.0, 362, 183, 32),
-    "rtx4090-24g": Hardware(("4090",), 89, 23.5, 165, 82.6, 32),
-    "v100-32g": Hardware(("V100", "32GB"), 70, 31.5, 125, 15.7, 150),
-    "v100-16g": Hardware(("V100", "16GB"), 70, 15.5, 125, 15.7, 150),
-}
-"""By the name that `hardware=` accepts. The H100 is the SXM board."""
+TABLE = yaml.safe_load(Path(__file__).with_name("hardware.yaml").read_text(encoding="utf-8"))
+HARDWARE = {name: Hardware(**values) for name, values in TABLE.items()}
+"""By the name that `hardware=` accepts."""
 
 
 def gpu_here() -> str | None:

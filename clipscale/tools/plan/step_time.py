@@ -19,7 +19,7 @@ from clipscale.tools.plan import ASSUMED
 from clipscale.tools.plan.dry_run import TOWERS, DeepDryRun
 from clipscale.tools.plan.settings import PlanConfig
 
-UNKNOWN = Hardware((), 0, 0, 1e-12, 1e-12, math.inf)
+UNKNOWN = Hardware([], 0, 0, 1e-12, 1e-12, math.inf)
 """A CPU, whose peak no table has: the arithmetic gives operations instead of seconds, which a measurement divides."""
 
 
