@@ -1,0 +1,74 @@
+"""A step asks the device for values once: where its loss and gradient norm are read."""
+
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from clipscale.config.sections import LossConfig, ModelConfig
+from clipscale.train import Run, train
+from tests.support.runs import ARCHITECTURE, small
+
+WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero", "aten::masked_select"}
+"""Operations for whose result the host would wait on a GPU."""
+ON_A_CPU = {
+    "train_state.py:update",  # torch's AdamW counts its steps in tensors, which the fused one leaves on the GPU
+    "similarity.py:bound",  # torch's tiles of the loss; on a GPU they are Triton's
+    "block.py:scale_number",
+    "tile.py:<genexpr>",
+}
+"""What a GPU does otherwise."""
+READ = {
+    "phases.py:read": 2,  # the loss and the norm; and the record of the step before, once it is there
+    "world.py:values": 1,  # what the ranks agree on, which is in host memory
+}
+
+
+def place() -> str:
+    """Our innermost function."""
+    ours = [frame for frame in traceback.extract_stack() if "/clipscale/" in frame.filename]
+    return f"{Path(ours[-1].filename).name}:{ours[-1].name}"
+
+
+class CountWaits(TorchDispatchMode):
+    """Where a value is asked for: our innermost function -> how often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name in WAITS:
+            self.places[place()] += 1
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
+def test_a_step_waits_once_for_the_device(
+    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, objective: str
+) -> None:
+    steps: list[Counter[str]] = []
+    train_step: Callable[[Run], None] = Run.train_step
+    as_list = Tensor.tolist
+
+    def counted(run: Run) -> None:
+        def tolist(tensor: Tensor) -> Any:
+            counter.places[place()] += 1
+            return as_list(tensor)
+
+        with CountWaits() as counter, monkeypatch.context() as patch:
+            patch.setattr(Tensor, "tolist", tolist)
+            train_step(run)
+        steps.append(counter.places)
+
+    monkeypatch.setattr(Run, "train_step", counted)
+    model = ModelConfig(name="test", architecture=ARCHITECTURE, init_bias=-10.0 if objective == "sigmoid" else None)
+    train(small(shards, tmp_path / "run", model=model, loss=LossConfig(objective=objective)))
+    assert len(steps) == 4
+    for places in steps[2:]:  # the first ones check the inputs and measure graphs
+        assert {name: count for name, count in places.items() if name not in ON_A_CPU} == READ
