@@ -5,6 +5,7 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
+from clipscale import __version__
 from clipscale.cli.help import COUNTS, shown
 from clipscale.cli.verbs import VERBS
 from clipscale.config.presets import default_choices, group_options, header
@@ -14,6 +15,11 @@ from clipscale.config.train import TrainConfig
 LIMITS = {"least": "at least", "above": "more than", "below": "less than", "most": "at most"}
 SHARED = {setting.name for setting in settings_of(TrainConfig)}
 """Settings that have their row on the page of `train`."""
+
+
+def on_config(config: Any) -> None:
+    """The version stands at the foot of every page."""
+    config.copyright = f"clipscale {__version__}, {config.copyright}"
 
 
 def on_files(files: Files, config: Any) -> Files:

@@ -4,6 +4,9 @@ slow test runs them on the tiny model with small stand-ins. A block that cannot 
 
 import re
 import shlex
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +22,7 @@ from clipscale.config.presets import PACKAGE, group_options
 from clipscale.config.setting import setting, settings_of
 from clipscale.config.train import TrainConfig, check
 from tests.conftest import TINY
+from tests.support.browser import CHROMIUM, browser
 
 ROOT = PACKAGE.parent
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -160,3 +164,24 @@ def small(words: list[str], folder: Path) -> list[str]:
     tiny = [word for word in TINY if word.partition("=")[0] not in given and "model" not in word]
     more = {"train": tiny, "eval": ["device=cpu"], "embed": ["device=cpu"], "data demo": ["samples=64"]}
     return [*words, *more.get(words[0], more.get(" ".join(words), []))]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+def test_the_site_is_searched_and_turns_dark_from_the_disk(tmp_path: Path) -> None:
+    """Nothing is fetched: a page from the disk may start no worker, whose place a frame takes."""
+    subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", tmp_path], cwd=ROOT, check=True
+    )
+    typed = "((field) => { field.focus(); field.value = 'parquet'; field.dispatchEvent(new KeyboardEvent('keyup')) })"
+    links = "[...document.querySelectorAll('.md-search-result__link')].map((link) => link.href).join()"
+    with browser() as page:
+        page.call("Page.navigate", url=(tmp_path / "howto/lit.html").as_uri())
+        end = time.monotonic() + 60
+        while "own-data.html" not in (page.value(links) or ""):
+            page.value(f"{typed}(document.querySelector('.md-search__input'))")
+            assert time.monotonic() < end, page.errors
+            time.sleep(0.2)
+        page.value("document.querySelector('label[for=__palette_1]').click()")
+        assert page.value("document.body.dataset.mdColorScheme") == "slate"
+        assert page.errors == []
