@@ -122,13 +122,13 @@ def settings(name: str, words: Sequence[str], config_dir: str | None = None) -> 
         raise UserError(f"--config-dir {config_dir}: there is no such folder; it holds experiment/NAME.yaml")
     names = {setting.name for setting in settings_of(verb.settings)}
     trains = {setting.name for setting in settings_of(TrainConfig)}
-    dictionaries = tuple(f"{s.name}." for s in settings_of(verb.settings) if s.kind is dict)
+    dictionaries = [s.name for s in settings_of(verb.settings) if s.kind is dict]
     groups = default_choices(verb.conf)
     changes = beside_experiment(words, config_dir)
     for word in words:
         key = word.partition("=")[0]
-        if key.startswith(dictionaries):
-            word = f"++{word}"  # a new key
+        if any(f"{key}.".startswith(f"{name}.") for name in dictionaries):
+            word = f"++{word}"  # new keys
         elif key not in {*names, *groups}:
             if within(trains, key) and not within(names, key):
                 raise UserError(f"{key}: {name} does not use it; `clipscale {name} --help` lists what it uses")

@@ -77,10 +77,11 @@ def gpu_here() -> str | None:
 
 
 def hardware(name: str) -> Hardware:
-    """The entry of that name. Raises UserError with the nearest names if there is none."""
-    if name.lower() not in HARDWARE:
+    """The entry of that name, or of the only one that begins so. Raises UserError with the nearest names."""
+    alike = [known for known in HARDWARE if known.startswith(name.lower())]
+    if name.lower() not in HARDWARE and len(alike) != 1:
         raise UserError(f"hardware={name}: unknown{nearest(name.lower(), HARDWARE)}; there is {', '.join(HARDWARE)}")
-    return HARDWARE[name.lower()]
+    return HARDWARE.get(name.lower()) or HARDWARE[alike[0]]
 
 
 def hardware_of(device_name: str) -> str | None:

@@ -72,9 +72,19 @@ def model_run(config: AnyModel) -> Path | None:
     return None
 
 
+def check_places(config: sections.EvalConfig) -> None:
+    """Raises UserError for sets that are not there."""
+    for path in config.sets:
+        if not Path(path).expanduser().exists():
+            raise UserError(f"eval.sets: {path} does not exist; give the folder of a set, or a caption file")
+
+
 def check_eval(config: EvalRunConfig) -> Path:
     """The folder of the results. Raises UserError for a model that is not given, or given twice."""
     folder = model_run(config)
+    check_places(config.eval)
+    if not folder and not config.eval.has_sets:
+        raise UserError("eval.sets is empty; give eval.sets=[FOLDER,...]")
     if folder and config.out:
         raise UserError(f"out={config.out}: the results of a run are in its folder; leave it out")
     if folder:

@@ -2,10 +2,13 @@
 
 import re
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from clipscale.common.errors import UserError
-from clipscale.common.units import parse_count, parse_memory
+from clipscale.common.units import nearest, parse_count, parse_memory
 from clipscale.config.parse import typed
 from clipscale.config.setting import setting
 from clipscale.loss.objectives import BACKENDS, EXCHANGES, OBJECTIVES, SHARED
@@ -270,8 +273,20 @@ class ModelConfig:
         return typed(Preprocess, self.preprocess, "model.preprocess.")
 
     def check(self) -> None:
-        """Raises UserError for another `preprocess`."""
+        """Raises UserError for another `preprocess`, and for a name that open_clip does not know."""
         _ = self.pixels
+        if self.name and not self.architecture and not self.weights:
+            known = architectures()
+            if self.name.replace("/", "-") not in known:
+                raise UserError(f"model.name={self.name!r} is not an open_clip architecture{nearest(self.name, known)}")
+
+
+@cache
+def architectures() -> list[str]:
+    """The names that open_clip knows, by its files: to import it takes seconds."""
+    package = find_spec("open_clip")
+    places = package.submodule_search_locations if package else None
+    return sorted(file.stem for place in places or [] for file in Path(place, "model_configs").glob("*.json"))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from clipscale.common import terminal
 from clipscale.common.errors import LOST, LoaderError, StoppedError, UserError
 from clipscale.common.hardware import cores
 from clipscale.common.signals import blocked
+from clipscale.config.eval import check_places
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train import TrainConfig, check, shared, warnings
 from clipscale.data.loader.fork_server import warm_up
@@ -72,6 +73,7 @@ def check_train(config: TrainConfig) -> None:
     if under_torchrun() and not config.run:
         raise UserError("run is not set; under torchrun all ranks need the same name, run=NAME")
     check(config)
+    check_places(config.eval)
     if config.device == "cuda" and not any(map(os.path.exists, GPU_DRIVERS)):
         raise UserError("device=cuda: this machine has no GPU with a driver; use device=cpu or fix the driver")
     if config.log.wandb == "online" and main_rank():

@@ -103,6 +103,11 @@ MISTAKES = [
     ("a GPU that is not there", "train data=demo device=cuda", "device=cuda", "device=cpu"),
     ("a list that is not there", "train data.train=@/nowhere.txt", "data.train='@/nowhere.txt'", "cannot be read"),
     ("a weight without its source", "train data=demo data.weights=[1,2]", "data.weights=[1.0, 2.0]", "for 1 sources"),
+    ("a set that is not there", "train data=demo eval.sets=/nowhere", "eval.sets: /nowhere", "folder of a set"),
+    ("a set to evaluate that is not there", "eval model.weights=a eval.sets=/nowhere", "eval.sets: /nowhere", "folder"),
+    ("no set", "eval model=vit-b32 model.weights=openai", "eval.sets is empty", "eval.sets=[FOLDER"),
+    ("a model", "train data=demo model.name=ViT-B-33", "model.name='ViT-B-33'", "'ViT-B-32'"),
+    ("a picture of a run", "report a out=x.gif", "out=x.gif", "out=FILE.html"),
     # settings that are only printed
     ("a chunk of a printed run", "train data=demo cache.chunk=-1 --cfg job", "cache.chunk=-1", "auto"),
     ("a printed run to go on from", "train data=demo resume=true --cfg job", "resume=true", "run folder"),
@@ -134,7 +139,6 @@ LATER = [
     ("optim.name=adamww", "optim.name='adamww'", "'adamw'"),
     ("cache.chunk=17", "cache.chunk=17", "1 to 16"),
     ("log=wandb", "log=wandb", "wandb login"),
-    ("eval.sets=/nowhere", "eval.sets: /nowhere", "folder"),
     ("eval.suite=imagenet", "eval.suite=imagenet", "eval.root=DIR"),
     ("run=./taken/run", "run=taken/run", "run=PATH"),
     # with a model

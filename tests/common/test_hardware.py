@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from clipscale.common import hardware as machine
-from clipscale.common.hardware import hardware_of
+from clipscale.common.errors import UserError
+from clipscale.common.hardware import hardware, hardware_of
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,13 @@ from clipscale.common.hardware import hardware_of
 )
 def test_a_gpu_is_found_by_the_drivers_name(device: str, name: str | None) -> None:
     assert hardware_of(device) == name
+
+
+def test_the_beginning_of_one_name_is_enough() -> None:
+    assert hardware("rtx4090") is hardware("RTX4090-24g")
+    for name in ("v100", "x100"):  # of two, and of none
+        with pytest.raises(UserError, match=f"hardware={name}: unknown"):
+            hardware(name)
 
 
 @pytest.mark.parametrize("setting", [None, "OMP_PROC_BIND"])

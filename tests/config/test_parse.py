@@ -97,3 +97,9 @@ def test_only_the_command_line_knows_hydra() -> None:
             elif isinstance(node, ast.ImportFrom) and node.module:
                 names.add(node.module.partition(".")[0])
     assert [module for module, names in imports.items() if names & {"hydra", "omegaconf"}] == ["clipscale.cli.compose"]
+
+
+def test_a_dictionary_is_given_whole_or_by_its_keys() -> None:
+    whole = compose.settings("train", ["model.architecture={embed_dim:3,text_cfg:{width:4}}"])
+    by_keys = compose.settings("train", ["model.architecture.embed_dim=3", "model.architecture.text_cfg.width=4"])
+    assert whole.model.architecture == by_keys.model.architecture == {"embed_dim": 3, "text_cfg": {"width": 4}}
