@@ -74,6 +74,9 @@ def check_train(config: TrainConfig) -> None:
         raise UserError("run is not set; under torchrun all ranks need the same name, run=NAME")
     check(config)
     check_places(config.eval)
+    weights = config.model.weights or ""
+    if weights.startswith(("/", "./", "../", "~")) and not Path(weights).expanduser().exists():
+        raise UserError(f"model.weights={weights!r}: there is no such file or folder; check the path")
     if config.device == "cuda" and not any(map(os.path.exists, GPU_DRIVERS)):
         raise UserError("device=cuda: this machine has no GPU with a driver; use device=cpu or fix the driver")
     if config.log.wandb == "online" and main_rank():

@@ -53,6 +53,9 @@ class Stage:
                 remedy = "run `clipscale data index`, or give samples=N"
                 raise UserError(f"epochs={self.config.epochs}: the samples of an epoch are not known; {remedy}")
             samples = round(self.config.epochs * epoch)
+            if samples < self.config.batch:
+                made = f"epochs={self.config.epochs:g} of the {epoch} samples in data.train make {samples}"
+                raise UserError(f"{made}, less than one batch={self.config.batch}; take a smaller one, or more epochs")
         if samples < self.config.batch:
             raise UserError(f"samples={samples} is less than one batch={self.config.batch}; nothing would be trained")
         return samples
