@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from clipscale.config.eval import check_places
 from clipscale.config.train import TrainConfig, settled
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.launch import local
@@ -15,6 +16,7 @@ def dry_check(config: TrainConfig) -> None:
     local.check_train(config)
     if not local.under_torchrun() and not is_missing(config.data.train or ()):
         listing.check_local(config.data)
+        check_places(config.eval)
 
 
 def check(config: TrainConfig) -> None:
@@ -27,6 +29,7 @@ def check(config: TrainConfig) -> None:
 
     render_missing(config.data.train or ())
     listing.check_local(config.data)
+    check_places(config.eval)
 
 
 def main(config: TrainConfig, *, isolated: bool = False) -> dict[str, Any]:

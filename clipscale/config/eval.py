@@ -82,7 +82,6 @@ def check_places(config: sections.EvalConfig) -> None:
 def check_eval(config: EvalRunConfig) -> Path:
     """The folder of the results. Raises UserError for a model that is not given, or given twice."""
     folder = model_run(config)
-    check_places(config.eval)
     if not folder and not config.eval.has_sets:
         raise UserError("eval.sets is empty; give eval.sets=[FOLDER,...]")
     if folder and config.out:

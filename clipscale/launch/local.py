@@ -18,7 +18,6 @@ from clipscale.common import terminal
 from clipscale.common.errors import LOST, LoaderError, StoppedError, UserError
 from clipscale.common.hardware import cores
 from clipscale.common.signals import blocked
-from clipscale.config.eval import check_places
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train import TrainConfig, check, shared, warnings
 from clipscale.data.loader.fork_server import warm_up
@@ -73,7 +72,6 @@ def check_train(config: TrainConfig) -> None:
     if under_torchrun() and not config.run:
         raise UserError("run is not set; under torchrun all ranks need the same name, run=NAME")
     check(config)
-    check_places(config.eval)
     weights = config.model.weights or ""
     if weights.startswith(("/", "./", "../", "~")) and not Path(weights).expanduser().exists():
         raise UserError(f"model.weights={weights!r}: there is no such file or folder; check the path")

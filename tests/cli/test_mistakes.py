@@ -104,7 +104,6 @@ MISTAKES = [
     ("a list that is not there", "train data.train=@/nowhere.txt", "data.train='@/nowhere.txt'", "cannot be read"),
     ("a weight without its source", "train data=demo data.weights=[1,2]", "data.weights=[1.0, 2.0]", "for 1 sources"),
     ("a set that is not there", "train data=demo eval.sets=/nowhere", "eval.sets: /nowhere", "folder of a set"),
-    ("a set to evaluate that is not there", "eval model.weights=a eval.sets=/nowhere", "eval.sets: /nowhere", "folder"),
     ("weights that are not there", "train data=demo model.weights=/nowhere.pt", "'/nowhere.pt'", "check the path"),
     ("no set", "eval model=vit-b32 model.weights=openai", "eval.sets is empty", "eval.sets=[FOLDER"),
     ("a model", "train data=demo model.name=ViT-B-33", "model.name='ViT-B-33'", "'ViT-B-32'"),
