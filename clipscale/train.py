@@ -28,6 +28,7 @@ from clipscale.data.loader.stream import merge_positions
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.fsdp import reshard
 from clipscale.distributed.world import Later, World, join, leave
+from clipscale.eval.expected import compared
 from clipscale.eval.run import ResultsFile, evaluate
 from clipscale.eval.run import check as check_sets
 from clipscale.launch.run_lock import RunLock
@@ -170,6 +171,8 @@ class Run:
         if self.world.main:
             folder = self.resolved.folder
             print_results(results, f"{folder.name}, step {self.step}")
+            if line := compared(config.expected, results):
+                say(line)
             say(f"done: {folder} (step {self.step}, loss {self.loss:.4f}); clipscale report {config.run} shows it")
         return {"run": str(self.resolved.folder), "step": self.step, "loss": self.loss, "eval": results}
 

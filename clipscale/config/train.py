@@ -13,6 +13,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.units import format_count, run_folder, unused
 from clipscale.config import sections
 from clipscale.config.data import DataConfig
+from clipscale.config.expected import bands_of
 from clipscale.config.secrets import hidden
 from clipscale.config.setting import differing, setting
 from clipscale.config.stages import stages_of, total_samples
@@ -60,6 +61,10 @@ class TrainConfig:
     log: sections.LogConfig = field(default_factory=sections.LogConfig)
     checkpoint: sections.CheckpointConfig = field(default_factory=sections.CheckpointConfig)
     launch: sections.LaunchConfig = field(default_factory=sections.LaunchConfig)
+    expected: dict[str, Any] = setting(
+        {},
+        "What a preset's run should end with, SET.METRIC: [LOW, HIGH] in percent, and the `source`; said at the end.",
+    )
 
 
 def shared(batch: int, count: int, among: str, remedy: str = "") -> None:
@@ -109,6 +114,7 @@ def check(config: TrainConfig) -> None:
         if made:
             raise UserError(mistake)
     total_samples(config.stages, config.samples, config.epochs)
+    bands_of(config.expected)
     procs = config.launch.procs
     for stage in stages_of(config):
         shared(stage.batch, procs or 1, f"launch.procs={procs} processes")
