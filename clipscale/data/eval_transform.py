@@ -3,12 +3,19 @@
 C = 3: channels, S: side of the model's input in pixels.
 """
 
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor
 from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import Any, TypeVar
 
 import numpy as np
 from PIL import Image
 
 from clipscale.data.decode import broken_pictures, check_pixels, open_picture
+
+B = TypeVar("B", bound=Iterable[Any])
+R = TypeVar("R")
 
 INTERPOLATIONS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 
@@ -50,3 +57,10 @@ class EvalTransform:
         if width <= height:
             return self.side, int(self.side * height / width)
         return int(self.side * width / height), self.side
+
+
+def ahead(pool: Executor, work: Callable[[Any], R], batches: Iterable[B]) -> Iterator[tuple[B, list[R]]]:
+    """Each batch with what `work` returns for its items. The pool works on the next batch meanwhile."""
+    begun: Iterator[Any] = ((batch, pool.map(work, batch)) for batch in batches)
+    for (batch, results), _ in pairwise(chain(begun, [None])):
+        yield batch, list(results)

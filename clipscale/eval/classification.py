@@ -5,8 +5,8 @@ n: images of a batch, C: classes, U: distinct class names, D: feature width.
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -20,17 +20,13 @@ class ClassificationSet(EvalSet):
     kind = "classification"
     main = ("top1",)
 
-    labels: Sequence[int]
-    """The class of each image."""
+    answers: Sequence[int]
     classnames: Sequence[str]
     templates: Sequence[str] = ()
     """The prompts, with {c} for the class name."""
 
     def class_of(self, index: int) -> int:
-        return self.labels[index]
-
-    def part(self, chosen: Sequence[int]) -> Self:
-        return replace(self, labels=[self.labels[i] for i in chosen])
+        return self.answers[index]
 
     def facts(self) -> dict[str, Any]:
         digest = hashlib.blake2b("\n".join(self.classnames).encode(), digest_size=16).hexdigest()
@@ -44,7 +40,7 @@ class ClassificationSet(EvalSet):
         counts_3C = torch.zeros(3, C, dtype=torch.int64, device=device)
         broken = torch.zeros((), dtype=torch.int64, device=device)
         for span, features_nD, usable_n in encoder.images(self):
-            targets = torch.tensor(self.labels[span.start : span.stop], device=device, dtype=torch.int64)
+            targets = torch.tensor(self.answers[span.start : span.stop], device=device, dtype=torch.int64)
             scores_nC = (features_nD @ classes_UD.T)[:, rows_C]
             ranks = zero_shot.target_ranks(scores_nC, targets).masked_fill(~usable_n, C + 5)
             counts_3C += zero_shot.accuracy_counts(ranks, targets, C)

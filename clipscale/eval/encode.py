@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from clipscale.data.eval_transform import ahead
 from clipscale.data.sample import BrokenSampleError
 from clipscale.distributed.world import World
 from clipscale.eval import zero_shot
@@ -70,11 +71,18 @@ class Encoder:
 
     def texts(self, texts: Sequence[str]) -> Tensor:
         """Features (N, D) of all texts, on every rank."""
-        parts = []
-        for span in self.counted(spans(len(texts), self.batch, self.world), "captions"):
-            tokens = self.model.tokenizer([texts[i] for i in span or range(1)])
-            parts.append(F.normalize(self.text(tokens).float(), dim=-1)[: len(span)])
-        return join(parts, len(texts), self.batch, self.world)
+
+        def features(span: range) -> Tensor:
+            tokens = self.model.tokenizer([texts[i] for i in span])
+            return F.normalize(self.text(tokens).float(), dim=-1)
+
+        return self.joined(len(texts), self.batch, "captions", features)
+
+    def joined(self, count: int, batch: int, what: str, rows: Callable[[range], Tensor]) -> Tensor:
+        """The rows (count, ...) that `rows` makes of each batch, on every rank. `what`: for the progress."""
+        batches = self.counted(spans(count, batch, self.world), what)
+        parts = [rows(span or range(1))[: len(span)] for span in batches]
+        return join(parts, count, batch, self.world)
 
     def classes(self, classnames: Sequence[str], templates: Sequence[str], label: str) -> tuple[Tensor, Tensor]:
         """Embeddings (U, D) of the distinct class names, and the row of each class (C,), on every rank. `label`: of the
@@ -84,14 +92,14 @@ class Encoder:
         """
         row = {name: index for index, name in enumerate(dict.fromkeys(classnames))}
         names = list(row)
+
+        def embeddings(span: range) -> Tensor:
+            of_span = [names[i] for i in span]
+            return zero_shot.class_embeddings(self.text, self.model.tokenizer, of_span, templates, batch=self.batch)
+
         batch = max(1, self.batch // len(templates))
-        parts = []
-        for span in self.counted(spans(len(names), batch, self.world), f"the classes of {label}"):
-            of_span = [names[i] for i in span or range(1)]
-            rows = zero_shot.class_embeddings(self.text, self.model.tokenizer, of_span, templates, batch=self.batch)
-            parts.append(rows[: len(span)])
         rows_C = torch.tensor([row[name] for name in classnames], device=self.world.device)
-        return join(parts, len(names), batch, self.world), rows_C
+        return self.joined(len(names), batch, f"the classes of {label}", embeddings), rows_C
 
     def images(self, eval_set: EvalSet) -> Iterator[tuple[range, Tensor, Tensor]]:
         """For each of this rank's batches: indices, features (n, D), and whether each image could be decoded (n,).
@@ -112,12 +120,9 @@ class Encoder:
         batches = spans(len(eval_set), self.batch, self.world)
         blank = torch.zeros(3, transform.side, transform.side, dtype=torch.uint8)
         with ThreadPoolExecutor(self.threads) as pool:
-            waiting = [pool.submit(pixels_of, i) for i in batches[0]]
-            following_batches = [*batches[1:], range(0)]
-            for span, following in zip(self.counted(batches, f"{eval_set.label}'s pictures"), following_batches):
+            decoded_batches = ahead(pool, pixels_of, batches)
+            for span, (_, decoded) in zip(self.counted(batches, f"{eval_set.label}'s pictures"), decoded_batches):
                 self.before_batch()
-                decoded = [future.result() for future in waiting]
-                waiting = [pool.submit(pixels_of, i) for i in following]
                 usable = torch.tensor([pixels is not None for pixels in decoded], device=device, dtype=torch.bool)
                 pixels = torch.stack([blank if p is None else p for p in decoded or [None]]).to(device)
                 with self.autocast():

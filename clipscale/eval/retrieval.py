@@ -4,8 +4,7 @@ N: images, M: captions (several an image), Q: queries, C: candidates, D: feature
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,15 +24,7 @@ class RetrievalSet(EvalSet):
     kind = "retrieval"
     main = ("image_to_text_r1", "text_to_image_r1")  # DataComp's mean recall@1
 
-    captions: Sequence[str]
-    owner: Sequence[int]
-    """The image each caption belongs to; every image has at least one caption."""
-
-    def part(self, chosen: Sequence[int]) -> Self:
-        new_index = {old: new for new, old in enumerate(chosen)}
-        captions = [m for m, owner in enumerate(self.owner) if owner in new_index]
-        owner = [new_index[self.owner[m]] for m in captions]
-        return replace(self, captions=[self.captions[m] for m in captions], owner=owner)
+    answers: Sequence[Sequence[str]]
 
     def measure(self, encoder: Encoder) -> dict[str, float]:
         """Recalls. Every rank ranks the whole set."""
@@ -42,10 +33,11 @@ class RetrievalSet(EvalSet):
         usable = [usable.byte() for _, _, usable in batches]
         usable_N = join(usable, len(self), encoder.batch, encoder.world).bool()
         broken = int((~usable_N).sum())
-        captions_MD = encoder.texts(self.captions)
-        metrics: dict[str, float] = {"images": len(self), "captions": len(self.captions), "broken": broken}
+        captions = [(text, image) for image, texts in enumerate(self.answers) for text in texts]
+        captions_MD = encoder.texts([text for text, _ in captions])
+        metrics: dict[str, float] = {"images": len(self), "captions": len(captions), "broken": broken}
         if broken < len(self):
-            owner_M = torch.tensor(self.owner, device=encoder.world.device)
+            owner_M = torch.tensor([image for _, image in captions], device=encoder.world.device)
             metrics = self.metrics(encoder, images_ND, captions_MD, owner_M, usable_N) | metrics
         return metrics
 
@@ -67,8 +59,7 @@ class PairSet(RetrievalSet):
     ) -> dict[str, float]:
         """The mean `loss` of all whole batches of usable images, each with its first caption, in the set's order. It
         depends on the pairs of a batch, `encoder.loss_batch`, and not on how many are encoded at a time."""
-        _, counts_N = torch.unique_consecutive(owner_M, return_counts=True)
-        first_N = counts_N.cumsum(0) - counts_N
+        first_N = torch.searchsorted(owner_M, torch.arange(len(images_ND), device=owner_M.device))
         pairs = images_ND[usable_N], captions_MD[first_N[usable_N]]
         size = min(encoder.loss_batch, len(pairs[0]))
         whole = len(pairs[0]) // size * size

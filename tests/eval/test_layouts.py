@@ -23,7 +23,7 @@ def nothing_cached() -> None:
 
 def test_classification_shards(tmp_path: Path) -> None:
     eval_set = load_set(classification_set(tmp_path / "colours"))
-    assert (eval_set.kind, len(eval_set), eval_set.labels) == ("classification", 6, list(range(6)))
+    assert (eval_set.kind, len(eval_set), eval_set.answers) == ("classification", 6, list(range(6)))
     assert eval_set.classnames == NAMES
     assert [render(t, "red") for t in eval_set.templates] == ["a photo of red.", "the colour red {{no braces}}"]
     assert [image.read() for image in eval_set.images] == [picture(name) for name in NAMES]
@@ -33,8 +33,7 @@ def test_retrieval_shards_keep_every_caption_with_its_image(tmp_path: Path) -> N
     root = retrieval_set(tmp_path / "captions", lambda name: [name] * (1 + NAMES.index(name) % 2) + ["", "  "])
     eval_set = load_set(root)
     assert eval_set.kind == "retrieval"
-    assert eval_set.captions == ["red", "green", "green", "blue", "yellow", "yellow", "cyan", "white", "white"]
-    assert eval_set.owner == [0, 1, 1, 2, 3, 3, 4, 5, 5]
+    assert eval_set.answers == [["red"], ["green"] * 2, ["blue"], ["yellow"] * 2, ["cyan"], ["white"] * 2]
 
 
 def test_sets_are_called_as_their_folders(tmp_path: Path) -> None:
@@ -54,18 +53,18 @@ def test_a_limit_takes_of_each_class_in_proportion(order: str, limit: int) -> No
     labels = [c for c in range(6) for _ in range(4)] if order == "sorted" else [c for _ in range(4) for c in range(6)]
     random.Random(0).shuffle(labels) if order == "shuffled" else None
     images = [ImageRef(Path(str(i))) for i in range(24)]
-    eval_set = ClassificationSet(name="s", path=Path(), images=images, labels=labels, classnames=NAMES)
+    eval_set = ClassificationSet(name="s", path=Path(), images=images, answers=labels, classnames=NAMES)
     part = eval_set.limited(limit)
-    counts = [part.labels.count(c) for c in range(6)]
+    counts = [part.answers.count(c) for c in range(6)]
     assert sum(counts) == limit and max(counts) - min(counts) <= 1, counts
     numbers = [int(str(image.path)) for image in part.images]
-    assert numbers == sorted(numbers) and part.labels == [labels[i] for i in numbers]
+    assert numbers == sorted(numbers) and part.answers == [labels[i] for i in numbers]
 
 
 def test_a_limited_set_has_its_own_name_and_keeps_the_captions_of_its_images(tmp_path: Path) -> None:
     captions = load_set(retrieval_set(tmp_path / "captions")).limited(3)
-    assert captions.captions == [f"{how} {n}" for n in ("red", "blue", "cyan") for how in ("all", "nothing but")]
-    assert captions.owner == [0, 0, 1, 1, 2, 2] and captions.label == "captions (limit 3)"
+    assert captions.answers == [[f"all {name}", f"nothing but {name}"] for name in ("red", "blue", "cyan")]
+    assert captions.label == "captions (limit 3)"
     assert captions.limited(3).label == captions.label, "a limit of the whole set limits nothing"
 
 
@@ -100,7 +99,7 @@ def folders(root: Path, names: list[str]) -> Path:
 
 def test_class_folders_by_name_and_by_wordnet_id(tmp_path: Path) -> None:
     eval_set = load_set(folders(tmp_path / "set", ["red_fox", "cat"]))
-    assert eval_set.classnames == ["cat", "red fox"] and eval_set.labels == [0, 0, 1]
+    assert eval_set.classnames == ["cat", "red fox"] and eval_set.answers == [0, 0, 1]
     assert eval_set.templates == ["a photo of a {c}."]
     eval_set = load_set(folders(tmp_path / "ids", ["n01498041", "n01443537"]))
     assert eval_set.classnames == ["goldfish", "stingray"] and len(eval_set.templates) == 80
@@ -110,7 +109,7 @@ def test_the_folders_of_imagenet_v2_are_the_labels(tmp_path: Path) -> None:
     """As published: folders "0" to "999", which alphabetical order would mix up."""
     eval_set = load_set(folders(tmp_path / "imagenetv2-matched-frequency-format-val", ["0", "2", "10", "999"]))
     expected = ["tench"] + 2 * ["great white shark"] + 3 * ["brambling"] + 4 * ["toilet paper"]
-    assert [eval_set.classnames[label] for label in eval_set.labels] == expected
+    assert [eval_set.classnames[label] for label in eval_set.answers] == expected
     assert len(eval_set.classnames) == 1000 and len(eval_set.templates) == 80
 
 
@@ -122,7 +121,7 @@ def test_folders_whose_names_are_codes_need_class_names(tmp_path: Path, names: l
     (root / "classnames.txt").write_text("first\nsecond\n")
     load_set.cache_clear()
     eval_set = load_set(root)
-    assert [eval_set.classnames[label] for label in eval_set.labels] == ["first", "second", "second"]
+    assert [eval_set.classnames[label] for label in eval_set.answers] == ["first", "second", "second"]
 
 
 # -- caption files -----------------------------------------------------------------------------------------------------
@@ -130,7 +129,7 @@ def test_folders_whose_names_are_codes_need_class_names(tmp_path: Path, names: l
 
 def test_karpathy_and_coco_caption_files(tmp_path: Path) -> None:
     eval_set = load_set(karpathy_json(tmp_path / "flickr"))
-    assert eval_set.captions == [f"all {n}" for n in NAMES[:-1]] and eval_set.owner == [0, 1, 2, 3, 4]
+    assert eval_set.answers == [[f"all {n}"] for n in NAMES[:-1]]
     assert [i.read() for i in eval_set.images] == [picture(n) for n in NAMES[:-1]]
 
     (tmp_path / "val").mkdir()
@@ -140,7 +139,7 @@ def test_karpathy_and_coco_caption_files(tmp_path: Path) -> None:
         ' "annotations": [{"image_id": 7, "caption": "blue"}, {"image_id": 7, "caption": " all blue\\n"}]}'
     )
     eval_set = load_set(tmp_path / "captions.json")
-    assert eval_set.captions == ["blue", "all blue"] and eval_set.owner == [0, 0] and len(eval_set) == 1
+    assert eval_set.answers == [["blue", "all blue"]] and len(eval_set) == 1
 
 
 def test_a_caption_file_names_images_of_its_set_alone(tmp_path: Path) -> None:
@@ -183,8 +182,7 @@ def test_shards_of_pairs(tmp_path: Path) -> None:
     write_tar(tmp_path / "00001.tar", second)
     eval_set = load_set(tmp_path)
     assert eval_set.kind == "pairs"
-    assert eval_set.captions == ["red,\nall of it", "green", "as grass"]
-    assert eval_set.owner == [0, 1, 1]
+    assert eval_set.answers == [["red,\nall of it"], ["green", "as grass"]]
     assert [image.read() for image in eval_set.images] == [picture("red"), picture("green")]
 
 

@@ -139,7 +139,7 @@ def features_and_results(
     with torch.no_grad():
         images = join([features for _, features, _ in encoder.images(eval_set)], len(eval_set), 4, world)
         of_classes, _ = encoder.classes(eval_set.classnames, eval_set.templates, eval_set.label)
-        features = [images, of_classes, encoder.texts(captioned.captions)]
+        features = [images, of_classes, encoder.texts([text for texts in captioned.answers for text in texts])]
     passes: list[int] = []
     for tower in (model.image, model.text):
         tower.register_forward_pre_hook(lambda *_: passes.append(1))

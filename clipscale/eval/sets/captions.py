@@ -15,22 +15,15 @@ def load(file: Path) -> RetrievalSet:
     """COCO's caption annotations, or Karpathy's split (images marked `test`). Raises UserError."""
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
-        captions_of = dict(_karpathy(record) if "sentences" in record["images"][0] else _coco(record))
+        pairs = _karpathy(record) if "sentences" in record["images"][0] else _coco(record)
+        captions_of = {name: stripped(texts) for name, texts in pairs}
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise UserError(f"eval.sets: {file} is neither COCO's caption JSON nor Karpathy's ({error!r})") from error
-    names: list[str] = []
-    captions: list[str] = []
-    owner: list[int] = []
-    for name, texts in captions_of.items():
-        usable = stripped(texts)
-        if usable:
-            captions += usable
-            owner += [len(names)] * len(usable)
-            names.append(name)
-    if not names:
+    answers = {name: texts for name, texts in captions_of.items() if texts}
+    if not answers:
         raise UserError(f"eval.sets: {file} holds no image with captions in its test split")
-    images = _images_beside(file, names)
-    return RetrievalSet(name=file.stem, path=file, images=images, captions=captions, owner=owner)
+    images = _images_beside(file, list(answers))
+    return RetrievalSet(name=file.stem, path=file, images=images, answers=list(answers.values()))
 
 
 def _karpathy(record: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:

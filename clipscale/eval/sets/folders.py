@@ -39,16 +39,15 @@ def load(root: Path) -> ClassificationSet:
         raise UserError(
             f"eval.sets: {root} has {len(folders)} class folders{highest} but {len(names)} lines in {CLASSNAMES}"
         )
-    images: list[ImageRef] = []
-    labels: list[int] = []
-    for folder in sorted(folders, key=label_of.__getitem__):
-        for file in sorted((root / folder).iterdir()):
-            if _is_image(file):
-                images.append(ImageRef(file))
-                labels.append(label_of[folder])
-    templates = prompts.templates(root, imagenet=all(map(_WNID.fullmatch, folders)))
+    by_label = sorted(folders, key=label_of.__getitem__)
+    files = [file for folder in by_label for file in sorted((root / folder).iterdir()) if _is_image(file)]
     return ClassificationSet(
-        name=root.name, path=root, images=images, labels=labels, classnames=names, templates=templates
+        name=root.name,
+        path=root,
+        images=[ImageRef(file) for file in files],
+        answers=[label_of[file.parent.name] for file in files],
+        classnames=names,
+        templates=prompts.templates(root, imagenet=all(map(_WNID.fullmatch, folders))),
     )
 
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from clipscale.data.sample import MAX_IMAGE_BYTES
 
@@ -35,7 +35,7 @@ class ImageRef(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSet(ABC):
-    """Images in reading order. A kind of set adds what belongs to them."""
+    """Images in reading order, each with its answer."""
 
     kind: ClassVar[str]
     main: ClassVar[tuple[str, ...]]
@@ -44,6 +44,8 @@ class EvalSet(ABC):
     name: str
     path: Path
     images: Sequence[ImageRef]
+    answers: Sequence[Any]
+    """Of each image: its class, or its captions, one or more."""
     metric: tuple[str, ...] = ()
     """The set's main metric: the mean of these. Empty: the set is of no suite."""
     marks: tuple[str, ...] = ()
@@ -60,10 +62,6 @@ class EvalSet(ABC):
     @abstractmethod
     def measure(self, encoder: Encoder) -> dict[str, float]:
         """The metrics, with `broken`, the number of unreadable images; the same on every rank. A collective."""
-
-    @abstractmethod
-    def part(self, chosen: Sequence[int]) -> Self:
-        """The set with what belongs to these images alone."""
 
     def facts(self) -> dict[str, Any]:
         """What the metrics depend on besides the images."""
@@ -83,4 +81,5 @@ class EvalSet(ABC):
         by_class = sorted(range(len(self)), key=self.class_of)
         chosen = sorted(by_class[i * len(self) // limit] for i in range(limit))
         images = [self.images[i] for i in chosen]
-        return replace(self.part(chosen), images=images, marks=(f"limit {limit}", *self.marks))
+        answers = [self.answers[i] for i in chosen]
+        return replace(self, images=images, answers=answers, marks=(f"limit {limit}", *self.marks))

@@ -1,5 +1,6 @@
 """The published sets of `known.yaml`: where each lies under a folder of sets, its main metric, and its source."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -16,7 +17,7 @@ class KnownSet:
     name: str
     """CLIP_benchmark's, such as `vtab/caltech101`."""
     source: str
-    folders: tuple[str, ...] = ()
+    folders: Sequence[str] = ()
     """Names of its folder, or of its caption file, in addition to those of the webdataset layouts."""
     metric: str = ""
     """The main metric. Empty: that of its kind."""
@@ -47,5 +48,5 @@ def known_sets() -> dict[str, KnownSet]:
     sets = {}
     for name, entry in table()["sets"].items():
         source = f"https://huggingface.co/datasets/clip-benchmark/wds_{name.replace('/', '-')}"
-        sets[name] = KnownSet(name, **{"source": source} | entry | {"folders": tuple(entry.get("folders", ()))})
+        sets[name] = KnownSet(name, **{"source": source} | entry)
     return sets

@@ -6,7 +6,9 @@ And plain shards of pairs, as training takes them.
 import os
 import tarfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from clipscale.common.errors import UserError
 from clipscale.data.decode import captions_of, json_fields
@@ -20,31 +22,23 @@ from clipscale.eval.sets.item import IMAGE_SUFFIXES, EvalSet, ImageRef
 
 def load(root: Path) -> EvalSet:
     """The set in `root`. Raises UserError."""
-    kind = _dataset_type(root)
+    retrieval = _dataset_type(root) == RetrievalSet.kind
+    answer = _captions if retrieval else _label
     images: list[ImageRef] = []
-    labels: list[int] = []
-    captions: list[str] = []
-    owner: list[int] = []
+    answers: list[Any] = []
     for shard in _shard_paths(root):
         for key, image, members in _samples(shard):
-            if kind == RetrievalSet.kind:
-                lines = prompts.stripped(members.get("txt", b"").decode("utf-8", "replace").splitlines())
-                if not lines:
-                    raise UserError(f"eval.sets: sample {key} of {shard} has no captions; add lines to {key}.txt")
-                captions += lines
-                owner += [len(images)] * len(lines)
-            else:
-                labels.append(_label(key, shard, members.get("cls")))
+            answers.append(answer(key, shard, members))
             images.append(image)
     if not images:
         raise UserError(f"eval.sets: {root} holds no image; check {root / 'test'}")
-    if kind == RetrievalSet.kind:
-        return RetrievalSet(name=root.name, path=root, images=images, captions=captions, owner=owner)
+    if retrieval:
+        return RetrievalSet(name=root.name, path=root, images=images, answers=answers)
 
     names = prompts.classnames(root)
     if not names:
         raise UserError(f"eval.sets: {root} has no {prompts.CLASSNAMES}; write a class name a line, by label")
-    outside = [label for label in labels if not 0 <= label < len(names)]
+    outside = [label for label in answers if not 0 <= label < len(names)]
     if outside:
         raise UserError(
             f"eval.sets: {root} has {len(outside)} labels outside its {len(names)} classes (such as {outside[0]}); "
@@ -54,7 +48,7 @@ def load(root: Path) -> EvalSet:
         name=root.name,
         path=root,
         images=images,
-        labels=labels,
+        answers=answers,
         classnames=names,
         templates=prompts.templates(root),
     )
@@ -64,20 +58,15 @@ def load_pairs(root: Path, tars: Sequence[Path]) -> PairSet:
     """Pictures with their captions: the list `captions` of the json, or else the text. Samples without one are left
     out. Raises UserError."""
     images: list[ImageRef] = []
-    captions: list[str] = []
-    owner: list[int] = []
+    answers: list[list[str]] = []
     for shard in tars:
         for _, image, members in _samples(shard):
-            try:
-                texts = captions_of(members, "json:captions" if has_captions(members) else "txt")
-            except BrokenSampleError:
-                continue
-            captions += texts
-            owner += [len(images)] * len(texts)
-            images.append(image)
+            with suppress(BrokenSampleError):
+                answers.append(captions_of(members, "json:captions" if has_captions(members) else "txt"))
+                images.append(image)
     if not images:
         raise UserError(f"eval.sets: {root} holds no picture with a caption (.txt, or `captions` in .json)")
-    return PairSet(name=root.name, path=root, images=images, captions=captions, owner=owner)
+    return PairSet(name=root.name, path=root, images=images, answers=answers)
 
 
 def has_captions(members: dict[str, bytes]) -> bool:
@@ -133,7 +122,15 @@ def _samples(shard: Path) -> Iterator[tuple[str, ImageRef, dict[str, bytes]]]:
         raise UserError(f"eval.sets: cannot read {shard} ({error}); fetch it again") from error
 
 
-def _label(key: str, shard: Path, text: bytes | None) -> int:
+def _captions(key: str, shard: Path, members: dict[str, bytes]) -> list[str]:
+    lines = prompts.stripped(members.get("txt", b"").decode("utf-8", "replace").splitlines())
+    if not lines:
+        raise UserError(f"eval.sets: sample {key} of {shard} has no captions; add lines to {key}.txt")
+    return lines
+
+
+def _label(key: str, shard: Path, members: dict[str, bytes]) -> int:
+    text = members.get("cls")
     try:
         return int(text or b"")
     except ValueError:

@@ -78,11 +78,8 @@ def of_coco(file: Path) -> Iterator[Pair]:
     from clipscale.eval.sets import captions  # here: it loads torch
 
     loaded = captions.load(file)
-    texts: list[list[str]] = [[] for _ in loaded.images]
-    for caption, owner in zip(loaded.captions, loaded.owner):
-        texts[owner].append(caption)
-    for image, of_image in zip(loaded.images, texts):
-        yield Pair(image.path.name, str(image.path), of_image, {})
+    for image, texts in zip(loaded.images, loaded.answers):
+        yield Pair(image.path.name, str(image.path), [*texts], {})
 
 
 def of_table(file: Path, columns: list[str] | None) -> Iterator[Pair]:

@@ -4,7 +4,7 @@ n: samples of a group, K: the two features of a sample, D: feature width, C: cha
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -16,6 +16,7 @@ from torch import Tensor
 from clipscale.config.data import DataConfig
 from clipscale.data.conditions import caption_sources
 from clipscale.data.decode import first_caption, image_bytes
+from clipscale.data.eval_transform import ahead
 from clipscale.data.sample import BrokenSampleError, RawSample
 from clipscale.models.towers import ClipModel
 from clipscale.step.precision import Precision
@@ -54,19 +55,12 @@ class FeatureEncoder:
     def groups(self, raws: Iterable[RawSample]) -> Iterator[Group]:
         """All samples in their order. Threads decode the next group meanwhile."""
         with ThreadPoolExecutor(THREADS) as pool:
-            waiting: tuple[list[RawSample], list[Future[np.ndarray | None]]] | None = None
-            for batch in batches(raws, self.config.batch):
-                pixels = [pool.submit(self.pixels, raw) for raw in batch]
-                if waiting:
-                    yield self.group(*waiting)
-                waiting = batch, pixels
-            if waiting:
-                yield self.group(*waiting)
+            for batch, pictures in ahead(pool, self.pixels, batches(raws, self.config.batch)):
+                yield self.group(batch, pictures)
 
-    def group(self, raws: list[RawSample], pixels: Sequence[Future[np.ndarray | None]]) -> Group:
+    def group(self, raws: list[RawSample], pictures: Sequence[np.ndarray | None]) -> Group:
         model = self.model
         captions = [self.caption(raw) for raw in raws]
-        pictures = [future.result() for future in pixels]
         image = self.encode(pictures, lambda usable: model.image(torch.from_numpy(np.stack(usable)).to(self.device)))
         text = self.encode(captions, lambda usable: model.text(model.tokenizer(usable).to(self.device)))
         return Group(raws, captions, np.stack([image, text], 1))
