@@ -11,11 +11,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any
 
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores
@@ -152,14 +151,8 @@ def _train_samples(shard: int, start: int, stop: int) -> Iterator[Sample]:
         key = f"{shard:05d}{index - start:04d}"
         # JPEG like web data, at a quality and chroma resolution that leave 30 pixels readable
         picture = _encode(scene, rng, "JPEG", quality=95, subsampling=0)
-        things = [_rounded(asdict(thing)) for thing in scene.things]
         record = {"caption": words, "key": key, "status": "success", "width": SIDE, "height": SIDE}
-        record |= {"kind": scene.kind, "relation": scene.relation, "things": things}
         yield {"__key__": key, "jpg": picture, "txt": words.encode(), "json": json.dumps(record).encode()}
-
-
-def _rounded(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: round(value, 4) if isinstance(value, float) else value for name, value in values.items()}
 
 
 def _class_samples(split: str, classes: tuple[tuple[str, str], ...], number: int) -> Iterator[Sample]:

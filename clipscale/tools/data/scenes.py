@@ -3,7 +3,9 @@
 Everything is a pure function of a random.Random. Lengths are in units of the picture's side; y grows downward.
 """
 
+import cmath
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -40,25 +42,22 @@ class Scene:
     """`kind`: `one`, `count` (several alike), `pair` (the first `relation` the second) or `row` (from the left)."""
 
     kind: str
-    things: tuple[Thing, ...]
+    things: Sequence[Thing]
     relation: str
     shade: float
 
     def content(self) -> tuple[str, ...]:
         """The scene as far as captions describe it: equal for two scenes that one caption fits."""
-        names = tuple(f"{t.colour} {t.shape}" for t in self.things)
-        if self.kind == "pair" and self.relation in ("right of", "below"):
-            return (self.kind, OPPOSITES[self.relation], names[1], names[0])
-        if self.kind == "row":
-            names = min(names, names[::-1])  # `b between a and c` fits both
-        return (self.kind, self.relation, *names)
+        names = [f"{thing.colour} {thing.shape}" for thing in self.things]
+        # `b between a and c` fits both directions of a row.
+        return min((self.relation, *names), (OPPOSITES.get(self.relation, self.relation), *reversed(names)))
 
 
 def single(rng: Random, pair: tuple[str, str]) -> Scene:
     """One object of the class `pair` near the middle, at least large enough to recognise its outline."""
     radius = rng.uniform(0.22, 0.4)
     x, y = (0.5 + rng.uniform(-0.09, 0.09) for _ in range(2))
-    return Scene("one", (Thing(*pair, x, y, radius, rng.uniform(-12, 12)),), "", rng.random())
+    return Scene("one", [Thing(*pair, x, y, radius, rng.uniform(-12, 12))], "", rng.random())
 
 
 def compose(rng: Random, kind: str) -> Scene:
@@ -67,22 +66,22 @@ def compose(rng: Random, kind: str) -> Scene:
     shade = rng.random()
     if kind == "count":
         number = rng.choice((2, 2, 3, 3, 4))
-        pair = rng.choice(SEEN)
-        spots = rng.sample([(0.26, 0.26), (0.74, 0.26), (0.26, 0.74), (0.74, 0.74)], number)
-        return Scene(
-            kind, tuple(_near(rng, pair, spot, 0.13, 0.17) for spot in sorted(spots)), TABLES["numbers"][number], shade
-        )
-    pairs = rng.sample(SEEN, 3 if kind == "row" else 2)
-    if kind == "row":
+        pairs = [rng.choice(SEEN)] * number
+        spots = sorted(rng.sample([(0.26, 0.26), (0.74, 0.26), (0.26, 0.74), (0.74, 0.74)], number))
+        relation = TABLES["numbers"][number]
+    elif kind == "row":
+        pairs = rng.sample(SEEN, 3)
         y = rng.uniform(0.3, 0.7)
-        spots = [(0.19, y), (0.5, y), (0.81, y)]
-        return Scene(kind, tuple(_near(rng, p, s, 0.12, 0.145) for p, s in zip(pairs, spots)), "in a row", shade)
-    relation = rng.choice(("left of", "right of", "above", "below"))
-    across = rng.uniform(0.3, 0.7)
-    ends = [(0.26, across), (0.74, across)] if "of" in relation else [(across, 0.26), (across, 0.74)]
-    if relation in ("right of", "below"):
-        ends.reverse()
-    return Scene(kind, tuple(_near(rng, p, s, 0.14, 0.2) for p, s in zip(pairs, ends)), relation, shade)
+        spots = [(x, y) for x in (0.19, 0.5, 0.81)]
+        relation = "in a row"
+    else:
+        pairs = rng.sample(SEEN, 2)
+        relation = rng.choice(tuple(OPPOSITES))
+        across = rng.uniform(0.3, 0.7)
+        spots = [(0.26, across), (0.74, across)] if "of" in relation else [(across, 0.26), (across, 0.74)]
+        if relation in ("right of", "below"):
+            spots.reverse()
+    return Scene(kind, [_near(rng, *place, *TABLES["radii"][kind]) for place in zip(pairs, spots)], relation, shade)
 
 
 def _near(rng: Random, pair: tuple[str, str], spot: tuple[float, float], low: float, high: float) -> Thing:
@@ -182,13 +181,7 @@ def _around(number: int, *radii: float) -> list[tuple[float, float]]:
     return [(r * math.sin(a), -r * math.cos(a)) for r, a in corners]
 
 
-_HALF = TABLES["corners"]["half of a cross"]
-_OUTLINES = TABLES["corners"] | {
-    "circle": _around(24, 1.0),
-    "cross": [*_HALF, *((-x, y) for x, y in reversed(_HALF))],
-    "ring": _around(24, 1.0),
-    "star": _around(10, 1.1, 0.42),
-}
+_OUTLINES = TABLES["corners"] | {"circle": _around(24, 1.0), "ring": _around(24, 1.0), "star": _around(10, 1.1, 0.42)}
 """Corners of each shape of radius 1 around the origin, before rotation."""
 
 
@@ -197,18 +190,13 @@ def _mask(thing: Thing, side: int) -> np.ndarray:
     unit = 4 * side
     canvas = Image.new("L", (unit, unit))
     draw = ImageDraw.Draw(canvas)
-    cos, sin = math.cos(math.radians(thing.angle)), math.sin(math.radians(thing.angle))
-
-    def at(scale: float) -> list[tuple[float, float]]:
-        r = thing.radius * scale
-        return [
-            ((thing.x + r * (cos * px - sin * py)) * unit, (thing.y + r * (sin * px + cos * py)) * unit)
-            for px, py in _OUTLINES[thing.shape]
-        ]
-
-    draw.polygon(at(1.0), fill=255)
+    turn = cmath.rect(thing.radius * unit, math.radians(thing.angle))
+    layers = [(1.0, 255)]
     if thing.shape == "ring":
-        draw.polygon(at(0.52), fill=0)
+        layers.append((0.52, 0))
+    for scale, fill in layers:
+        corners = [unit * complex(thing.x, thing.y) + scale * turn * complex(*xy) for xy in _OUTLINES[thing.shape]]
+        draw.polygon([(corner.real, corner.imag) for corner in corners], fill=fill)
     return np.asarray(canvas.reduce(4), dtype=np.float32)[:, :, None] / 255
 
 
