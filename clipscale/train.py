@@ -106,7 +106,7 @@ class Run:
         config, stage = self.config, self.resolved.stage
         epoch = self.stream.samples_per_epoch
         samples = stage.samples(epoch)
-        return Schedule.build(config.schedule, config.optim.lr, config.batch, samples, epoch, stage.first)
+        return Schedule.build(config.schedule, config.optim, config.batch, samples, epoch, stage.first)
 
     def flops(self) -> Flops:
         """Of a sample."""

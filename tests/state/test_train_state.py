@@ -48,6 +48,22 @@ def test_a_resumed_run_ends_with_the_same_weights_average_and_optimizer(shards: 
     assert any(not torch.equal(value, whole["model"][name]) for name, value in whole["ema"]["weights"].items())
 
 
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_run_that_gathers_statistics_resumes_in_and_after_these_steps(shards: str, tmp_path: Path, step: int) -> None:
+    given: dict[str, Any] = {"optim": OptimConfig(lr=1e-2, warm_statistics="2"), "samples": 60}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(small(shards, whole, checkpoint=CheckpointConfig(every="1", keep=0), **given))
+    train(small(shards, parts, resume=str(checkpoint.path_of(whole, step)), **given))
+    assert [r["loss"] for r in records(parts)] == [r["loss"] for r in records(whole)][step:]
+    assert [r["lr"] > 0 for r in records(whole)] == [False, False, True, True, True]
+    states = [checkpoint.load(checkpoint.path_of(whole, number)) for number in (1, 2, 3, 5)]
+    torch.testing.assert_close(states[1]["model"], states[0]["model"], rtol=0, atol=0)
+    assert not torch.equal(states[2]["model"]["logit_scale"], states[1]["model"]["logit_scale"])
+    resumed = checkpoint.load(checkpoint.path_of(parts, 5))
+    torch.testing.assert_close(resumed["model"], states[3]["model"], rtol=0, atol=0)
+    torch.testing.assert_close(resumed["optimizer"]["state"], states[3]["optimizer"]["state"], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_an_update_clips_the_unscaled_gradient_and_bounds_the_logit_scale(
     shards: str, tmp_path: Path, precision: str, monkeypatch: pytest.MonkeyPatch
