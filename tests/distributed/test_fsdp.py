@@ -15,6 +15,7 @@ from clipscale.distributed.world import World
 from clipscale.loss.api import contrastive_loss
 from clipscale.step.grad_cache import GradCache
 from tests.step.test_grad_cache import batch, models
+from tests.support.gradients import assert_same, gradients
 from tests.support.ranks import run_ranks
 from tests.support.towers import samples, small_model
 
@@ -81,15 +82,15 @@ def step(rank: int, ranks: int, stage: int, half: bool = False, steps: int = 1) 
         cache.backward(cache.loss(*features))
         with counted:
             cache.replay()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert not any(held(tower)[0] for tower in towers), "no weights are whole between steps"
+    summed = gradients(model)
     reshard(model)
     return {
         **counted.calls,
         "bytes": counted.bytes[GATHER],
         "held": tuple(map(max, zip(*now))),
         "same features": all(torch.equal(*pair) for pair in zip(features, alone)),
-        "gradients": {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()},
+        "gradients": summed,
     }
 
 
@@ -128,7 +129,7 @@ def test_bf16_weights_are_gathered_in_bf16_with_the_features_and_gradients_of_au
         assert now["same features"]
         assert now["bytes"] < 0.6 * plain["bytes"]
         assert all(g.dtype == torch.float32 for g in now["gradients"].values())
-    assert worst(third["gradients"], first["gradients"]) < 1e-5
+    assert_same(third["gradients"], first["gradients"], 1e-5)
 
 
 def nested(rank: int, ranks: int) -> float:
@@ -144,11 +145,6 @@ def nested(rank: int, ranks: int) -> float:
 
 def test_repeated_blocks_inside_repeated_blocks_are_sharded() -> None:
     assert max(run_ranks(nested, 2)) < 1e-6
-
-
-def worst(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    assert actual.keys() == expected.keys()
-    return max(((actual[name] - g).norm() / g.norm()).item() for name, g in expected.items())
 
 
 REDUCED = {(parallel, keep): [2 + 2 * (keep > 0), 2, 2] for parallel in ("ddp", "zero1") for keep in (0, 3000)}

@@ -121,6 +121,15 @@ def errors(actual: Sequence[Tensor], true: Sequence[Tensor], scale: float) -> di
     return {name: error(f, t, floor) for name, f, t, floor in zip(names, actual, true, floors, strict=True)}
 
 
+def assert_near_plain_torch(actual: Sequence[Tensor], u: Tensor, v: Tensor, scale: float, **options: Any) -> None:
+    """No result in half precision is further from the oracle's than twice plain torch's is, and a little."""
+    true = oracle(u, v, scale, **options)
+    plain = errors(results(dense_contrastive_loss, u, v, scale, **options), true, scale)
+    for name, x in errors(actual, true, scale).items():
+        case = f"{name} of {tuple(u.shape)} at scale {scale:g}, {options}"
+        assert x <= 2 * plain[name] + 5e-6, f"{case}: {x:.1e} against plain torch's {plain[name]:.1e}"
+
+
 def assert_exact(actual: Sequence[Tensor], true: Sequence[Tensor], scale: float, bar: float, case: object) -> None:
     worst = errors(actual, true, scale)
     assert max(worst.values()) <= bar, f"{case}: " + ", ".join(f"{k} {v:.1e}" for k, v in worst.items())

@@ -8,8 +8,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from clipscale import checkpoint
 from clipscale.config.data import DataConfig
@@ -31,6 +29,7 @@ from clipscale.state import train_state
 from clipscale.train import Run, train
 from tests.data.files import picture, write_tar
 from tests.loss.cases import dense_distillation_loss
+from tests.support.gradients import gradients, whole
 from tests.support.ranks import run_ranks
 from tests.support.runs import ARCHITECTURE, curve, records, small
 
@@ -64,28 +63,23 @@ def config_of(shard: str, run: Path, shared: str = "mask", k: int = 1, **given: 
     return small(shard, run, data=data, model=model, loss=loss, precision="fp32", **given)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
 def one_step(rank: int, world: int, config: TrainConfig) -> tuple[Any, ...]:
     """Weights before a float64 step, its gradients and value, and this rank's pixels, tokens, keys and teachers."""
     cpu = torch.device("cpu")
     with mock.patch.object(train_state, "build_model", lambda config: build_model(config).double()):
         run = Run(config, World(rank, world, cpu))
     for _ in range(1 + (config.cache.keep != "none")):  # the first step measures graphs
-        weights = {name: whole(value) for name, value in run.state.model.state_dict().items()}
+        weights = {name: whole(value).detach().clone() for name, value in run.state.model.state_dict().items()}
         batch = run.stream.next_batch()
         with mock.patch.object(run.stream, "next_batch", lambda batch=batch: batch):
             run.train_step()
     kept = [tower.graphs.count for tower in run.state.cache.towers]
     assert all(kept) == (config.cache.keep != "none")
-    gradients = {name: whole(p.grad) for name, p in run.state.model.named_parameters() if p.grad is not None}
     targets, n = batch.targets(cpu), len(batch)
     rows = [batch.pixels(0, n), batch.tokens(0, n * batch.captions), *targets.values()]
     rows = [tensor.clone() for tensor in rows]
     run.stream.close()
-    return weights, gradients, run.loss, rows
+    return weights, gradients(run.state.model), run.loss, rows
 
 
 BOTH = DistillConfig(["a", "b"], SCALES, (0.3, 0.7))
@@ -105,7 +99,7 @@ BOTH = DistillConfig(["a", "b"], SCALES, (0.3, 0.7))
 def test_a_step_is_that_of_one_dense_graph(shard: str, tmp_path: Path, ranks: int, given: dict[str, Any]) -> None:
     config = config_of(shard, tmp_path / "run", **given)
     parts = run_ranks(one_step, ranks, config) if ranks > 1 else [one_step(0, 1, config)]
-    weights, gradients, value, _ = parts[0]
+    weights, actual, value, _ = parts[0]
     pixels, tokens, keys, *teachers = (torch.cat(rows) for rows in zip(*(part[-1] for part in parts)))
     model = build_model(config.model).double()
     model.load_state_dict(weights)
@@ -121,9 +115,8 @@ def test_a_step_is_that_of_one_dense_graph(shard: str, tmp_path: Path, ranks: in
     expected.backward()
     assert value == pytest.approx(expected.item(), rel=1e-6), "the value is kept in float32"
     assert len(set(keys.tolist())) < len(keys)
-    for name, p in model.named_parameters():
-        if p.grad is not None:
-            torch.testing.assert_close(gradients[name], p.grad, rtol=1e-10, atol=1e-12, msg=name)
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(actual[name], gradient, rtol=1e-10, atol=1e-12, msg=name)
 
 
 @pytest.mark.parametrize("given", [{"shared": "positive", "k": 3}, {"distill": BOTH}], ids=str)

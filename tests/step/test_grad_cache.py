@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from clipscale.step.grad_cache import GradCache
+from tests.support.gradients import assert_same, gradients
 
 
 class Encoder(nn.Module):
@@ -60,20 +60,6 @@ def one_graph(
     value = loss(*features)
     value.backward()
     return value.detach()
-
-
-def gradients(module: nn.Module) -> dict[str, Tensor]:
-    def whole(g: Tensor) -> Tensor:
-        return g.full_tensor() if isinstance(g, DTensor) else g
-
-    return {name: whole(p.grad) for name, p in module.named_parameters() if p.grad is not None}
-
-
-def assert_same(actual: dict[str, Tensor], required: dict[str, Tensor], tolerance: float) -> None:
-    assert actual.keys() == required.keys()
-    for name, gradient in required.items():
-        error = ((actual[name] - gradient).norm() / gradient.norm().clamp_min(1e-30)).item()
-        assert error <= tolerance, f"{name}: relative error {error:.2e} > {tolerance:.0e}"
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from clipscale.config.sections import CacheConfig, ModelConfig, TowerConfig
 from clipscale.data.loader.captions import SortedCaptions
@@ -18,6 +17,7 @@ from clipscale.models.towers import ClipModel, Projection, build_model
 from clipscale.step.grad_cache import GradCache
 from clipscale.step.trunk import TrunkFeatures
 from clipscale.train import train
+from tests.support.gradients import assert_same, gradients
 from tests.support.ranks import run_ranks
 from tests.support.runs import ARCHITECTURE, curve, small
 from tests.support.towers import samples, small_model
@@ -33,11 +33,6 @@ def model_of(image: int, rank: int, lean: bool) -> ClipModel:
         if ".lora_B." in name:
             nn.init.normal_(p, std=0.1, generator=g)
     return model
-
-
-def gradients(model: ClipModel) -> dict[str, Tensor]:
-    actual = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in actual.items()}
 
 
 def cut_up(rank: int, world: int, case: tuple[int, int, bool], parallel: str = "ddp") -> dict[str, Tensor]:
@@ -75,10 +70,7 @@ def test_a_partly_frozen_tower_has_the_gradients_of_one_graph(case: tuple[int, i
     expected = gradients(model)
     assert expected.keys() == {name for name, p in model.named_parameters() if p.requires_grad}
     for actual in (cut_up(0, 1, case), *run_ranks(cut_up, 2, case, "ddp" if case[2] else "zero3")):
-        assert actual.keys() == expected.keys()
-        for name, gradient in expected.items():
-            error = ((actual[name] - gradient).norm() / gradient.norm()).item()
-            assert error < 1e-12, f"{name}: relative error {error:.1e}"
+        assert_same(actual, expected, 1e-12)
 
 
 def test_a_run_with_frozen_trunks_has_the_curve_of_a_whole_replay(

@@ -28,9 +28,8 @@ from clipscale import contrastive_loss  # noqa: E402
 from clipscale.loss.block import Block, Parameters, RowBlock  # noqa: E402
 from clipscale.loss.machine import Machine  # noqa: E402
 from clipscale.loss.objectives import OBJECTIVES  # noqa: E402
-from clipscale.loss.reference import dense_contrastive_loss  # noqa: E402
 from clipscale.loss.softmax.kernel import TritonSoftmax  # noqa: E402
-from tests.loss.cases import assert_exact, errors, features, keys, oracle, results  # noqa: E402
+from tests.loss.cases import assert_exact, assert_near_plain_torch, features, keys, oracle, results  # noqa: E402
 from tests.loss.test_keys import keyed, near  # noqa: E402
 from tests.loss.workers import Workers, check, stacked, stacked_again  # noqa: E402
 from tests.support.ranks import workers  # noqa: E402
@@ -127,10 +126,7 @@ def test_half_precision_is_no_further_from_the_truth_than_twice_plain_torch(obje
         u, v = (x.to(dtype) for x in features(35, 70, 40, kind))
         options: dict[str, Any] = {"objective": objective, "shared": shared}
         options |= {} if shared == "ignore" else {"keys": (torch.arange(35) // 2, torch.arange(70) // 2)}
-        true = oracle(u, v, scale, **options)
-        plain = errors(results(dense_contrastive_loss, u, v, scale, **options), true, scale)
-        for name, x in errors([x.cpu() for x in triton(u, v, scale, **options)], true, scale).items():
-            assert x <= 2 * plain[name] + 5e-6, f"{name}, {kind}: {x:.1e} against plain torch's {plain[name]:.1e}"
+        assert_near_plain_torch([x.cpu() for x in triton(u, v, scale, **options)], u, v, scale, **options)
 
 
 def test_tiny_sigmoid_terms_keep_their_precision() -> None:
