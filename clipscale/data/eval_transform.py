@@ -6,18 +6,18 @@ C = 3: channels, S: side of the model's input in pixels.
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, pairwise
 from typing import Any, TypeVar
 
 import numpy as np
-from PIL import Image
+from open_clip import image_transform
+from torchvision.transforms import Compose
 
 from clipscale.data.decode import broken_pictures, check_pixels, open_picture
 
 B = TypeVar("B", bound=Iterable[Any])
 R = TypeVar("R")
-
-INTERPOLATIONS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 
 
 @dataclass(frozen=True)
@@ -38,25 +38,17 @@ class EvalTransform:
         """(C, S, S) uint8. Raises BrokenSampleError."""
         with broken_pictures():
             image = open_picture(data, self.max_pixels).convert("RGB")
-            size = self._size(*image.size)
-            check_pixels(*size, self.max_pixels)  # a picture one pixel wide grows by the square of its shorter side
-            image = image.resize(size, INTERPOLATIONS[self.interpolation])
-            # torchvision's CenterCrop rounds the corner. open_clip rounds a margin that it fills down.
-            S = self.side
-            left, top = (-((S - n) // 2) if self.mode == "longest" else round((n - S) / 2) for n in image.size)
-            image = image.crop((left, top, left + S, top + S))  # beyond the edges it is black
-        return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
+            if self.mode == "shortest":  # a picture one pixel wide grows by the square of its shorter side
+                check_pixels(self.side, self.side * max(image.size) // min(image.size), self.max_pixels)
+            return np.ascontiguousarray(np.asarray(self.resized(image)).transpose(2, 0, 1))
 
-    def _size(self, width: int, height: int) -> tuple[int, int]:
-        if self.mode == "squash":
-            return self.side, self.side
-        if self.mode == "longest":
-            ratio = max(width, height) / self.side
-            return round(width / ratio), round(height / ratio)
-        # torchvision's Resize truncates the longer side.
-        if width <= height:
-            return self.side, int(self.side * height / width)
-        return int(self.side * width / height), self.side
+    @cached_property
+    def resized(self) -> Compose:
+        """open_clip's transform of a picture, up to the conversion to numbers."""
+        steps = image_transform(
+            self.side, is_train=False, resize_mode=self.mode, interpolation=self.interpolation
+        ).transforms
+        return Compose(steps[:-2])
 
 
 def ahead(pool: Executor, work: Callable[[Any], R], batches: Iterable[B]) -> Iterator[tuple[B, list[R]]]:
