@@ -67,7 +67,7 @@ def compose(rng: Random, kind: str) -> Scene:
     if kind == "count":
         number = rng.choice((2, 2, 3, 3, 4))
         pairs = [rng.choice(SEEN)] * number
-        spots = sorted(rng.sample([(0.26, 0.26), (0.74, 0.26), (0.26, 0.74), (0.74, 0.74)], number))
+        spots = sorted(rng.sample(TABLES["grid"], number))
         relation = TABLES["numbers"][number]
     elif kind == "row":
         pairs = rng.sample(SEEN, 3)
@@ -91,8 +91,20 @@ def _near(rng: Random, pair: tuple[str, str], spot: tuple[float, float], low: fl
 
 def caption(scene: Scene, rng: Random) -> str:
     """One English caption for the scene, with random words and constructions."""
-    describe = {"one": _caption_one, "count": _caption_count, "pair": _caption_pair, "row": _caption_row}[scene.kind]
-    text = describe(scene, rng)
+    thing = scene.things[0]
+    if scene.kind == "one":
+        text = _caption_one(thing, rng)
+    elif scene.kind == "count":
+        shape = _word(rng, thing.shape)
+        text = f"{scene.relation} {_word(rng, thing.colour)} {TABLES['plurals'].get(shape, shape + 's')}"
+    else:
+        things = scene.things
+        relation = scene.relation
+        if scene.kind == "pair" and rng.random() < 0.5:
+            things = things[::-1]
+            relation = OPPOSITES[relation]
+        phrases = [_phrase(rng, thing) for thing in things]
+        text = rng.choice(TABLES["together"][relation]).format(*phrases)
     frame = rng.choice(TABLES["frames"])
     if scene.kind == "count":
         frame = frame.replace("there is", "there are")
@@ -124,18 +136,17 @@ def _phrase(rng: Random, thing: Thing, size: bool = False) -> str:
     """`a small red circle`, `one scarlet disc`, `the red circle` ..."""
     words = [_word(rng, _size(thing))] if size and _size(thing) and rng.random() < 0.6 else []
     words += [_word(rng, thing.colour), _word(rng, thing.shape)]
-    article = rng.choice(("a", "a", "a", "one", "the"))
+    article = rng.choice(TABLES["articles"])
     if article == "a" and words[0][0] in "aeiou":
         article = "an"
     return " ".join([article, *words])
 
 
-def _caption_one(scene: Scene, rng: Random) -> str:
-    thing = scene.things[0]
+def _caption_one(thing: Thing, rng: Random) -> str:
     form = rng.random()
     if form < 0.12:
-        article, link = rng.choice(("a", "the", "one")), rng.choice(("coloured", "that is", "painted"))
-        return f"{article} {_word(rng, thing.shape)} {link} {_word(rng, thing.colour)}"
+        words = [rng.choice(words) for words in TABLES["painted"]]
+        return " ".join([words[0], _word(rng, thing.shape), words[1], _word(rng, thing.colour)])
     text = _phrase(rng, thing, size=True)
     if form > 0.75:
         text += " " + _place(thing)
@@ -151,28 +162,6 @@ def _place(thing: Thing) -> str:
     if abs(dx) > abs(dy):
         return "on the left" if dx < 0 else "on the right"
     return "at the top" if dy < 0 else "at the bottom"
-
-
-def _caption_count(scene: Scene, rng: Random) -> str:
-    thing = scene.things[0]
-    shape = _word(rng, thing.shape)
-    return f"{scene.relation} {_word(rng, thing.colour)} {TABLES['plurals'].get(shape, shape + 's')}"
-
-
-def _caption_pair(scene: Scene, rng: Random) -> str:
-    (first, second), relation = scene.things, scene.relation
-    if rng.random() < 0.5:
-        first, second, relation = second, first, OPPOSITES[relation]
-    a, b = _phrase(rng, first), _phrase(rng, second)
-    between = TABLES["between"][relation]
-    return f"{a} {rng.choice(between)} {b}"
-
-
-def _caption_row(scene: Scene, rng: Random) -> str:
-    a, b, c = (_phrase(rng, thing) for thing in scene.things)
-    return rng.choice(
-        (f"{a}, {b} and {c} in a row", f"{a}, {b} and {c} from left to right", f"{b} between {a} and {c}")
-    )
 
 
 def _around(number: int, *radii: float) -> list[tuple[float, float]]:
