@@ -7,7 +7,6 @@ import sys
 import sysconfig
 import venv
 import zipfile
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -114,19 +113,6 @@ def test_every_name_on_the_architecture_page_exists() -> None:
     known |= {"async_save", "clipscale.GradCache", "torch.optim.Optimizer", "metrics.jsonl"}
     missing = {word for word in words - known if not any((place / word).exists() for place in places)}
     assert missing == set()
-
-
-def test_layers_stay_apart() -> None:
-    """About 20 files a folder; one module draws tables; the trainer does not import tools."""
-    texts = {path.relative_to(PACKAGE): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
-    folders = Counter(path.parent for path in texts)
-    assert {folder: count for folder, count in folders.items() if count > 22} == {}
-
-    def importers(pattern: str) -> set[str]:
-        return {str(path) for path, text in texts.items() if re.search(rf"^\s*(from|import) {pattern}\b", text, re.M)}
-
-    assert importers(r"unittest") == set()
-    assert importers(r"rich\.table") == {"log/table.py"}
 
 
 def test_the_trainer_imports_no_tools() -> None:

@@ -31,22 +31,14 @@ def picture(
 
 
 def photograph(side: int, seed: int) -> bytes:
-    """A JPEG of side x side random pixels, quality 90, with the amplitude spectrum of natural scenes, 1/f (Field 1987).
-
-    The time to decode a JPEG follows its content.
-    """
+    """A JPEG of side x side pixels, quality 90, of structures of every size, which contrast with their like as in
+    natural scenes (Field 1987)."""
     random = np.random.default_rng(seed)
-    frequency = np.hypot(np.fft.fftfreq(side)[:, None], np.fft.rfftfreq(side)[None, :])
-    frequency[0, 0] = np.inf
-    common = random.normal(size=(side, side))
-    channels = []
-    for _ in range(3):  # colours of a photograph are alike
-        noise = np.fft.rfft2(common + 0.5 * random.normal(size=(side, side)))
-        field = np.fft.irfft2(noise / frequency, (side, side))
-        channels.append(128 + 52 * field / field.std())
-    pixels = np.stack(channels, 2).clip(0, 255).astype(np.uint8)
+    octaves = [random.integers(0, 256, (2**k, 2**k, 3), dtype=np.uint8) for k in range(1, side.bit_length())]
+    scaled = [Image.fromarray(octave).resize((side, side), Image.Resampling.BICUBIC) for octave in octaves]
+    pixels = 128 + 2 * (np.mean(scaled, axis=0) - 128)
     file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "JPEG", quality=90)
+    Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(file, "JPEG", quality=90)
     return file.getvalue()
 
 
@@ -62,13 +54,16 @@ def sample(key: str, seed: int = 0) -> Members:
     ]
 
 
-def write_tar(path: Path, members: Members) -> Path:
-    """Write a tar file of these members, in this order."""
+def write_tar(path: Path, members: Iterable[tuple[str, bytes] | tarfile.TarInfo]) -> Path:
+    """Write a tar file of these members, in this order; a header alone is a link."""
     with tarfile.open(path, "w") as tar:
-        for name, data in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
+        for member in members:
+            if isinstance(member, tarfile.TarInfo):
+                tar.addfile(member)
+                continue
+            info = tarfile.TarInfo(member[0])
+            info.size = len(member[1])
+            tar.addfile(info, io.BytesIO(member[1]))
     return path
 
 

@@ -2,7 +2,6 @@
 
 import io
 import json
-import tarfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from clipscale.data.eval_transform import EvalTransform
 from clipscale.distributed.world import World
+from tests.data.files import write_tar
 
 COLOURS = {
     "red": (230, 20, 20),
@@ -32,14 +32,6 @@ def picture(colour: str, kind: str = "PNG", size: tuple[int, int] = (8, 8)) -> b
     return out.getvalue()
 
 
-def write_tar(path: Path, members: Sequence[tuple[str, bytes]]) -> None:
-    with tarfile.open(path, "w") as tar:
-        for name, content in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-
-
 def write_shards(root: Path, shards: Sequence[Sequence[tuple[str, bytes]]], files: Mapping[str, str]) -> Path:
     """CLIP_benchmark's layout: `shards` of (member, content), and the text files beside them."""
     (root / "test").mkdir(parents=True, exist_ok=True)
@@ -51,44 +43,39 @@ def write_shards(root: Path, shards: Sequence[Sequence[tuple[str, bytes]]], file
     return root
 
 
-def classification_set(root: Path, labels: Sequence[str] = NAMES, wrong: Sequence[int] = ()) -> Path:
+def members(kind: str, texts: Sequence[str], shown: Sequence[str] = NAMES, broken: int = -1) -> list[tuple[str, bytes]]:
+    """A text of this kind and a picture for each colour in `shown`; the picture of the index `broken` is none."""
+    pairs = []
+    for i, (text, name) in enumerate(zip(texts, shown, strict=True)):
+        data = b"no picture" if i == broken else picture(name)
+        pairs += [(f"{i:04d}.{kind}", text.encode()), (f"{i:04d}.png", data)]
+    return pairs
+
+
+def classification_set(root: Path, labels: Sequence[str] = NAMES, wrong: Sequence[int] = (), broken: int = -1) -> Path:
     """One picture a label, in two shards. Pictures at the indices `wrong` show the next colour instead of their own."""
-    members = []
-    for i, label in enumerate(labels):
-        shown = NAMES[(NAMES.index(label) + (i in wrong)) % len(NAMES)]
-        members.append([(f"{i:04d}.cls", str(NAMES.index(label)).encode()), (f"{i:04d}.png", picture(shown))])
-    half = len(members) // 2
-    shards = [[m for pair in part for m in pair] for part in (members[:half], members[half:])]
-    return write_shards(
-        root,
-        shards,
-        {"classnames.txt": "\n".join(NAMES), "zeroshot_classification_templates.txt": "\n".join(TEMPLATES)},
-    )
+    numbers = [NAMES.index(label) for label in labels]
+    shown = [NAMES[(number + (i in wrong)) % len(NAMES)] for i, number in enumerate(numbers)]
+    both = members("cls", list(map(str, numbers)), shown, broken)
+    files = {"classnames.txt": "\n".join(NAMES), "zeroshot_classification_templates.txt": "\n".join(TEMPLATES)}
+    return write_shards(root, [both[: len(labels) // 2 * 2], both[len(labels) // 2 * 2 :]], files)
 
 
-def retrieval_set(root: Path, captions: Callable[[str], list[str]] | None = None) -> Path:
+def retrieval_set(
+    root: Path,
+    captions: Callable[[str], list[str]] = lambda name: [f"all {name}", f"nothing but {name}"],
+    broken: int = -1,
+) -> Path:
     """One picture a colour, with two captions by default."""
-    captions = captions or (lambda name: [f"all {name}", f"nothing but {name}"])
-    members = [
-        member
-        for i, name in enumerate(NAMES)
-        for member in ((f"{i:04d}.txt", "\n".join(captions(name)).encode()), (f"{i:04d}.png", picture(name)))
-    ]
-    return write_shards(root, [members], {"dataset_type.txt": "retrieval\n"})
+    texts = ["\n".join(captions(name)) for name in NAMES]
+    return write_shards(root, [members("txt", texts, broken=broken)], {"dataset_type.txt": "retrieval\n"})
 
 
 def pair_set(root: Path, broken: int = -1) -> Path:
-    """Training's layout: a picture of each colour with two captions; that of the index `broken` cannot be read."""
+    """Training's layout: a picture of each colour with two captions."""
     root.mkdir(parents=True)
-    members = [
-        member
-        for i, name in enumerate(NAMES)
-        for member in (
-            (f"{i:04d}.json", json.dumps({"captions": [name, f"all {name}"]}).encode()),
-            (f"{i:04d}.png", b"no picture" if i == broken else picture(name)),
-        )
-    ]
-    write_tar(root / "00000.tar", members)
+    texts = [json.dumps({"captions": [name, f"all {name}"]}) for name in NAMES]
+    write_tar(root / "00000.tar", members("json", texts, broken=broken))
     return root
 
 

@@ -29,7 +29,6 @@ from tests.eval.sets import (
     ColourModel,
     classification_set,
     pair_set,
-    picture,
     retrieval_set,
     write_shards,
 )
@@ -54,16 +53,8 @@ def test_perfect_model_is_perfect_and_is_put_back_into_training_mode(tmp_path: P
 
 
 def test_broken_images_are_misses_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    members = [m for i, n in enumerate(NAMES) for m in ((f"{i}.png", picture(n)), (f"{i}.cls", str(i).encode()))]
-    members[0] = ("0.png", picture("red")[:40])
-    files = {"classnames.txt": "\n".join(NAMES), "zeroshot_classification_templates.txt": "\n".join(TEMPLATES)}
-    classes = write_shards(tmp_path / "classes", [members], files)
-    members = [
-        m for i, n in enumerate(NAMES) for m in ((f"{i}.png", picture(n)), (f"{i}.txt", f"{n}\nall {n}".encode()))
-    ]
-    members[2] = ("1.png", b"")
-    captions = write_shards(tmp_path / "captions", [members], {"dataset_type.txt": "retrieval"})
-
+    classes = classification_set(tmp_path / "classes", broken=0)
+    captions = retrieval_set(tmp_path / "captions", broken=1)
     results = evaluate(ColourModel(), EvalConfig(sets=[str(classes), str(captions)]), ALONE)
     assert results["classes"]["top1"] == results["classes"]["top5"] == 5 / 6
     assert {v for k, v in results["captions"].items() if "_r" in k} == {5 / 6}, results["captions"]

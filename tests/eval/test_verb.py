@@ -16,15 +16,9 @@ from clipscale.log.records import read_evaluations
 from clipscale.models.towers import ClipModel, build_model
 from tests.eval.sets import ALONE, classification_set, retrieval_set
 from tests.support import checkpoints
+from tests.support.towers import architecture
 
-TINY = ModelConfig(
-    name="tiny",
-    architecture={
-        "embed_dim": 16,
-        "vision_cfg": {"image_size": 16, "patch_size": 8, "width": 32, "layers": 1, "head_width": 16},
-        "text_cfg": {"context_length": 16, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1},
-    },
-)
+TINY = ModelConfig(name="tiny", architecture=architecture(16, 8, 16, layers=1))
 
 
 @pytest.fixture

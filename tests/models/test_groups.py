@@ -80,6 +80,7 @@ def test_the_last_groups_train_and_frozen_statistics_stay() -> None:
     for name, p in model.image.encoder.named_parameters():
         assert p.requires_grad == name.startswith(("layer4.", "attnpool.")), name
     assert not any(p.requires_grad for p in model.text.parameters())
+    assert model.image.encoder.training and not model.text.encoder.training
     for name, module in model.image.encoder.named_modules():
         assert not isinstance(module, _BatchNorm) or module.training == name.startswith("layer4."), name
     with pytest.raises(UserError, match=r"model.image.train=9: the tower has 5 groups; choose"):

@@ -10,13 +10,10 @@ from open_clip.model import CustomTextCLIP
 from torch import Tensor, nn
 
 from clipscale.models.lean import LeanText, LeanVision, lean
+from tests.support.towers import architecture
 
 SIDE, WORDS, VOCABULARY = 12, 9, 60
-SMALL: dict[str, Any] = {
-    "embed_dim": 16,
-    "vision_cfg": {"image_size": SIDE, "layers": 2, "width": 32, "head_width": 16, "patch_size": 6},
-    "text_cfg": {"context_length": WORDS, "vocab_size": VOCABULARY, "width": 32, "heads": 2, "layers": 3},
-}
+SMALL = architecture(SIDE, 6, WORDS, VOCABULARY)
 SIZES = ("size", "layers", "width", "length", "heads", "ratio")
 NAMES = ("timm_", "hf_", "tokenizer_")
 

@@ -12,15 +12,11 @@ import torch
 from torchvision.transforms.functional import normalize
 
 from clipscale.common.errors import UserError
-from clipscale.config.sections import ModelConfig, TowerConfig
+from clipscale.config.sections import ModelConfig
 from clipscale.models.towers import build_model
-from tests.support.towers import small_model
+from tests.support.towers import architecture, small_model
 
-SMALL: dict[str, Any] = {
-    "embed_dim": 16,
-    "vision_cfg": {"image_size": 12, "layers": 2, "width": 32, "head_width": 16, "patch_size": 6},
-    "text_cfg": {"context_length": 8, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2},
-}
+SMALL = architecture()
 
 
 def small(**settings: Any) -> ModelConfig:
@@ -42,14 +38,6 @@ def test_features_are_open_clips_on_the_same_pixels() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         rows = model.image(pixels)
     assert rows.dtype == torch.float32 and torch.allclose(rows.norm(dim=1), torch.ones(5), atol=1e-6)
-
-
-def test_frozen_towers_take_no_gradient_and_stay_in_evaluation_mode() -> None:
-    model = build_model(small(image=TowerConfig(train="none"))).train()
-    assert not any(p.requires_grad for p in model.image.parameters())
-    assert not model.image.encoder.training
-    assert model.text.encoder.training
-    assert all(p.requires_grad for p in model.text.parameters())
 
 
 def test_scale_and_bias_start_as_asked() -> None:

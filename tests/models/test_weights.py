@@ -24,12 +24,9 @@ from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import described, find
 from clipscale.tools.export.open_clip import description
 from tests.support.checkpoints import save
+from tests.support.towers import architecture
 
-SMALL: dict[str, Any] = {
-    "embed_dim": 16,
-    "vision_cfg": {"image_size": 32, "patch_size": 8, "width": 32, "head_width": 16, "layers": 2},
-    "text_cfg": {"context_length": 12, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2},
-}
+SMALL = architecture(32, 8, 12)
 PIXELS = torch.randint(0, 256, (2, 3, 32, 32), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
 TOKENS = open_clip.SimpleTokenizer(context_length=12)(["a red ring", "two cats on a chair"])
 HALF = (0.5, 0.5, 0.5)
@@ -74,11 +71,11 @@ def custom(folder: Path, model: ClipModel) -> Path:
     return folder / "w.safetensors"
 
 
-def open_clip_folder(folder: Path, model: ClipModel, architecture: dict[str, Any] = SMALL) -> Path:
+def open_clip_folder(folder: Path, model: ClipModel, described: dict[str, Any] = SMALL) -> Path:
     folder.mkdir(exist_ok=True)
     save_file(state_of(model), folder / "open_clip_model.safetensors")
     pixels = {"mean": HALF, "std": HALF, "interpolation": "bilinear", "resize_mode": "squash"}
-    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": architecture, "preprocess_cfg": pixels}))
+    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": described, "preprocess_cfg": pixels}))
     return folder
 
 

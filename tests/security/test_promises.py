@@ -24,23 +24,10 @@ from clipscale.data.eval_transform import EvalTransform
 from clipscale.data.sample import BrokenSampleError
 from clipscale.models.tokenizer import tokenizer_of
 from tests.conftest import TINY
-from tests.data.files import picture
+from tests.data.files import picture, write_tar
 from tests.support.audit import heard
 
 Cap = pytest.CaptureFixture[str]
-
-
-def archive(path: Path, members: list[tarfile.TarInfo | tuple[str, bytes]]) -> str:
-    """A tar file of these members, links among them."""
-    with tarfile.open(path, "w") as file:
-        for member in members:
-            if isinstance(member, tarfile.TarInfo):
-                file.addfile(member)
-            else:
-                header = tarfile.TarInfo(member[0])
-                header.size = len(member[1])
-                file.addfile(header, io.BytesIO(member[1]))
-    return str(path)
 
 
 def test_every_row_has_its_test() -> None:
@@ -53,7 +40,7 @@ def test_every_row_has_its_test() -> None:
 
 @pytest.mark.parametrize("source", ["{pipe}", "@{list}"])
 def test_a_command_runs_only_where_the_command_line_allows_it(tmp_path: Path, capsys: Cap, source: str) -> None:
-    pipe = f"pipe:touch {tmp_path}/ran; cat {archive(tmp_path / 'a.tar', [('a.png', picture()), ('a.txt', b'a')])}"
+    pipe = f"pipe:touch {tmp_path}/ran; cat {write_tar(tmp_path / 'a.tar', [('a.png', picture()), ('a.txt', b'a')])}"
     (tmp_path / "list").write_text(pipe)
     assert main(["data", "check", source.format(pipe=pipe, list=tmp_path / "list")]) == 2
     assert "'pipe:touch" in capsys.readouterr().err and not (tmp_path / "ran").exists()
@@ -71,7 +58,7 @@ def test_names_and_links_in_an_archive_are_no_paths(tmp_path: Path, capsys: Cap)
         (f"{tmp_path}/d.png", picture()),
         (f"{tmp_path}/d.txt", b"d"),
     ]
-    shard = archive(tmp_path / "a.tar", [link, ("b.txt", b"b"), *climbing])
+    shard = str(write_tar(tmp_path / "a.tar", [link, ("b.txt", b"b"), *climbing]))
     touched: list[str] = []
 
     def listen(event: str, given: tuple[object, ...]) -> None:

@@ -9,17 +9,25 @@ from clipscale.config.sections import ModelConfig
 from clipscale.models.towers import ClipModel, build_model
 
 PIXELS, TOKENS = 12, 20
+RESNET = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "head_width": 16}
+
+
+def architecture(
+    side: int = 12, patch: int = 6, tokens: int = 8, words: int = 49408, layers: int = 2
+) -> dict[str, Any]:
+    """open_clip's description of two small transformers, with features of width 16."""
+    return {
+        "embed_dim": 16,
+        "vision_cfg": {"image_size": side, "patch_size": patch, "layers": layers, "width": 32, "head_width": 16},
+        "text_cfg": {"context_length": tokens, "vocab_size": words, "layers": layers, "width": 32, "heads": 2},
+    }
 
 
 def small_model(layers: int = 2, dropout: float = 0.0, lean: bool = True, **given: Any) -> ClipModel:
     """Of so many blocks; with `dropout` after each of their branches, where open_clip may have a scale."""
-    architecture = {
-        "embed_dim": 16,
-        "vision_cfg": {"image_size": PIXELS, "layers": layers, "width": 32, "head_width": 16, "patch_size": 3},
-        "text_cfg": {"context_length": TOKENS, "vocab_size": 50, "width": 32, "heads": 2, "layers": layers},
-    }
     torch.manual_seed(0)
-    model = build_model(ModelConfig(name="small", architecture=architecture, init_scale=5.0, **given), lean=lean)
+    description = architecture(PIXELS, 3, TOKENS, 50, layers)
+    model = build_model(ModelConfig(name="small", architecture=description, init_scale=5.0, **given), lean=lean)
     for block in (*model.image.encoder.transformer.resblocks, *model.text.encoder.transformer.resblocks):
         if dropout:
             block.ls_1, block.ls_2 = nn.Dropout(dropout), nn.Dropout(dropout)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from clipscale.data.loader.captions import CHUNK_COST, GRAIN, Run, SortedCaptions, cut, early, runs_of, split, widths_of
+from clipscale.data.loader.captions import CHUNK_COST, GRAIN, SortedCaptions, cut, runs_of, widths_of
 from clipscale.data.loader.shard_stream import lengths
 
 CPU = torch.device("cpu")
@@ -32,10 +32,6 @@ def captions(words: list[int]) -> Tensor:
 def sorted_captions(tokens: Tensor, **settings: Any) -> SortedCaptions:
     sizes = lambda: lengths(tokens.numpy(), PAD)  # noqa: E731
     return SortedCaptions(lambda a, b: tokens[a:b], sizes, len(tokens), CPU, resident=False, **settings)
-
-
-def runs(*widths: int) -> list[Run]:
-    return runs_of(np.array(widths))
 
 
 def test_lengths_go_in_steps_of_eight_up_to_the_context() -> None:
@@ -77,17 +73,6 @@ def test_ranks_make_equally_many_chunks(short: int) -> None:
     spans = inputs.spans(7)
     assert len(spans) == 5 and spans[-1][1] == 7
     assert [start for start, _ in spans] == [0, *(stop for _, stop in spans[:-1])]
-
-
-def test_a_chunk_ends_early_where_that_saves_more_than_a_chunk_costs() -> None:
-    assert cut(runs(40, *7 * [8]), 8 * 40, 8) == [(0, 1), (1, 8)], "7 x 32 tokens of padding for a sixteenth of 320"
-    assert early(runs(40, 32), 0, 2, 20) == 2, "8 tokens would be saved"
-    assert cut(runs(40, 40, 40, 40), 80, 100) == [(0, 2), (2, 4)]
-    assert cut(runs(40, 40), 20, 100) == [(0, 1), (1, 2)], "one caption may exceed the budget"
-    assert cut(runs(*6 * [8]), 1000, 4) == [(0, 4), (4, 6)]
-    spans = [(0, 3), (3, 4)]
-    split(spans, 4)
-    assert spans == [(0, 1), (1, 2), (2, 3), (3, 4)]
 
 
 @given(st.lists(st.integers(0, 77), min_size=1, max_size=60), st.integers(1, 400), st.integers(1, 20))

@@ -16,17 +16,14 @@ from clipscale.models.weights import described
 from clipscale.tools.export.settings import ExportSettings
 from clipscale.tools.export.verb import main
 from tests.support.checkpoints import save
+from tests.support.towers import RESNET, architecture
 
-ARCHITECTURE = {
-    "embed_dim": 16,
-    "vision_cfg": {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "head_width": 16},
-    "text_cfg": {"context_length": 12, "vocab_size": 99, "width": 32, "heads": 2, "layers": 1},
-}
+ARCHITECTURE = architecture(words=99) | {"vision_cfg": RESNET}
 
 
-def saved(run: Path, seed: int, architecture: dict[str, Any] = ARCHITECTURE, **settings: Any) -> Path:
+def saved(run: Path, seed: int, described: dict[str, Any] = ARCHITECTURE, **settings: Any) -> Path:
     torch.manual_seed(seed)
-    config = ModelConfig("own", architecture, **settings)
+    config = ModelConfig("own", described, **settings)
     model = build_model(config)
     for buffer in model.buffers():
         buffer.add_(seed)  # statistics, and their counts

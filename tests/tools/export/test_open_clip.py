@@ -18,12 +18,9 @@ from clipscale.tools.export.open_clip import check_same, description
 from clipscale.tools.export.settings import ExportSettings
 from clipscale.tools.export.verb import main
 from tests.support.checkpoints import save
+from tests.support.towers import RESNET, architecture
 
-ARCHITECTURE = {
-    "embed_dim": 16,
-    "vision_cfg": {"image_size": 32, "patch_size": 8, "width": 32, "head_width": 16, "layers": 2, "patch_dropout": 0.5},
-    "text_cfg": {"context_length": 12, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1},
-}
+ARCHITECTURE = architecture(32, 8, 12)
 
 
 def saved(run: Path, config: ModelConfig) -> ClipModel:
@@ -40,13 +37,8 @@ def test_open_clip_loads_what_was_exported_and_computes_the_same(
     tmp_path: Path, image: str, bias: float | None
 ) -> None:
     mean = (0.5, 0.4, 0.3)
-    architecture = ARCHITECTURE
-    if image == "resnet":
-        vision = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "head_width": 16}
-        architecture = ARCHITECTURE | {"vision_cfg": vision}
-    model = saved(
-        tmp_path / "run", ModelConfig("own", architecture, init_bias=bias, init_scale=20.0, preprocess={"mean": mean})
-    )
+    own = ARCHITECTURE | ({"vision_cfg": RESNET} if image == "resnet" else {})
+    model = saved(tmp_path / "run", ModelConfig("own", own, init_bias=bias, init_scale=20.0, preprocess={"mean": mean}))
     out = main(ExportSettings(run=str(tmp_path / "run"), out=str(tmp_path / "out")))
 
     loaded, transform = open_clip.create_model_from_pretrained(f"local-dir:{out}")
@@ -69,7 +61,7 @@ def test_open_clip_loads_what_was_exported_and_computes_the_same(
 
 
 def test_matrices_are_written_in_the_type_asked_for_and_the_file_names_the_step(tmp_path: Path) -> None:
-    model = saved(tmp_path / "run", ModelConfig("own", ARCHITECTURE))
+    model = saved(tmp_path / "run", ModelConfig("own", ARCHITECTURE, patch_dropout=0.5))
     out = main(ExportSettings(run=str(tmp_path / "run"), dtype="bfloat16"))
     assert out == tmp_path / "run/export"
     with safe_open(out / "open_clip_model.safetensors", "pt") as file:
