@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from clipscale.common import terminal
 from clipscale.common.errors import LOST, LoaderError, StoppedError, UserError
 from clipscale.common.hardware import cores
+from clipscale.common.scratch import scratch
 from clipscale.common.signals import blocked
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train import TrainConfig, check, shared, warnings
@@ -139,7 +140,7 @@ def start(config: Launched, main: str, count: int) -> dict[str, Any]:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // count)))
     handlers = {number: signal.getsignal(number) for number in HANDLED}  # torch sets its own
-    with tempfile.TemporaryDirectory(prefix="clipscale-") as folder:
+    with tempfile.TemporaryDirectory(dir=scratch()) as folder:
         elastic = ElasticConfig(
             min_nodes=1,
             max_nodes=1,

@@ -14,6 +14,7 @@ from open_clip.tokenizer import DEFAULT_CONTEXT_LENGTH, HFTokenizer, SimpleToken
 from torch import Tensor
 
 from clipscale.common.errors import UserError, first_line
+from clipscale.common.scratch import scratch
 
 FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
 OPTIONS = {
@@ -87,7 +88,7 @@ def without_paths(source: str) -> Iterator[str]:
         return
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     kept = {name: value for name, value in config.items() if name in OPTIONS or name.endswith("_token")}
-    with tempfile.TemporaryDirectory(prefix="clipscale-") as copy:
+    with tempfile.TemporaryDirectory(dir=scratch()) as copy:
         shutil.copy(folder / FILE, copy)
         (Path(copy) / CONFIG).write_text(json.dumps(kept), encoding="utf-8")
         yield copy

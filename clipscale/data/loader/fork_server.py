@@ -3,6 +3,7 @@
 import multiprocessing
 from multiprocessing import forkserver
 
+from clipscale.common.scratch import scratch
 from clipscale.common.signals import blocked
 
 TOKENIZER = "open_clip.tokenizer"
@@ -15,5 +16,6 @@ def warm_up(tokenizer: str = TOKENIZER) -> None:
     A fork of the training process itself would copy CUDA's and the process group's threads in mid-step.
     """
     multiprocessing.set_forkserver_preload(["__main__", "clipscale.data.loader.workers", tokenizer])
+    scratch()  # where it listens
     with blocked():  # which workers inherit
         forkserver.ensure_running()

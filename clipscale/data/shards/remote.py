@@ -26,14 +26,19 @@ WAIT_S = 30.0
 """Seconds of a server's silence after which a request is repeated."""
 FIRST_BLOCK, LARGEST_BLOCK = 1 << 20, 4 << 20
 """Bytes of a block after a seek, and of those that follow it."""
-LEAST = 1 << 16
+LEAST = 1 << 14
 """Bytes of a cut-off answer that count as progress: a server that sends one byte a request must not hold a reader."""
+FEWER = 4
+"""After a request without an answer so many times fewer bytes are asked for, and after one with an answer so many times
+more than came: a slow server has the time for them."""
 SLOWEST = 1 << 16
 """Bytes a second by which the time limit of a request grows."""
 LONGEST_WAIT_S = 30.0
 """Bound on the wait between two attempts."""
 TICK_S = 0.1
 """Interval at which a reader that waits for a request calls `tick`."""
+NO_ANSWER = "no_answer"
+"""Counts requests that a time limit has ended."""
 _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
 """HTTP statuses that may pass."""
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")
@@ -68,7 +73,7 @@ def begin(url: str, start: int, stop: int) -> Request:
 def fetch(reader: Reader, url: str, start: int, stop: int, request: Request | None = None) -> tuple[bytes, State]:
     """Bytes start..stop of an object, or as many of them as came at once, and its state. `request` is the first
     attempt, if it has begun. Failures are counted by the reader. Raises SourceError, `unreachable_shard` after
-    RETRIES + 1 of them.
+    RETRIES + 1 of them. After a time-out the next attempt asks for fewer bytes.
     """
     failures = 0
     while True:
@@ -83,6 +88,8 @@ def fetch(reader: Reader, url: str, start: int, stop: int, request: Request | No
             if failures > RETRIES:
                 message = f"{failures} requests failed, the last: {error}"
                 raise SourceError("unreachable_shard", message) from error
+            if error.reason == NO_ANSWER and stop - start > LEAST:
+                stop = start + max(LEAST, (stop - start) // FEWER)
         finally:
             request.cancel()
         request = None
@@ -138,17 +145,21 @@ class RemoteFile(io.RawIOBase):
         sequential = self._at == self._start + len(self._block)
         if not sequential:
             self._forget_ahead()
+        stop = min(self._at + (self._following() if sequential else FIRST_BLOCK), self.size)
         request = self._ahead
         self._ahead = None
         self._block = b""
         self._start = self._at
-        stop = min(self._at + (LARGEST_BLOCK if sequential else FIRST_BLOCK), self.size)
         self._block, state = fetch(self._reader, self._url, self._at, stop, request)
         if state != self.state:
             raise SourceError("changed_shard", "it changed on the server while it was read")
         end = self._start + len(self._block)
         if sequential and end < self.size:
-            self._ahead = begin(self._url, end, min(end + LARGEST_BLOCK, self.size))
+            self._ahead = begin(self._url, end, min(end + self._following(), self.size))
+
+    def _following(self) -> int:
+        """Bytes to ask for behind the present block."""
+        return min(LARGEST_BLOCK, max(LEAST, FEWER * len(self._block)))
 
 
 # -- requests, on fsspec's event loop ----------------------------------------------------------------------------------
@@ -159,21 +170,23 @@ async def _request(url: str, start: int, stop: int) -> tuple[bytes, State]:
 
     Raises TransientError, SourceError for what does not pass, and UserError without credentials.
     """
+    begun = time.monotonic()
+    limit = WAIT_S + (stop - start) / SLOWEST
     try:
-        async with asyncio.timeout(WAIT_S + (stop - start) / SLOWEST):
-            if scheme_of(url) in ("http", "https"):
-                data, state = await _from_web(url, start, stop)
-            elif scheme_of(url) == "hf":  # its file system has no asyncio, and asks the hub's interface for each block
-                from huggingface_hub.utils import build_hf_headers
+        if scheme_of(url) in ("http", "https"):
+            data, state = await _from_web(url, start, stop, limit)
+        elif scheme_of(url) == "hf":  # its file system has no asyncio, and asks the hub's interface for each block
+            from huggingface_hub.utils import build_hf_headers
 
-                address = await asyncio.to_thread(_hub_address, url)
-                data, state = await _from_web(address, start, stop, build_hf_headers())
-            else:
-                data, state = await _from_file_system(url, start, stop)
+            address = await asyncio.wait_for(asyncio.to_thread(_hub_address, url), WAIT_S)
+            data, state = await _from_web(address, start, stop, limit, build_hf_headers())
+        else:
+            data, state = await asyncio.wait_for(_from_file_system(url, start, stop), limit)
     except SourceError:
         raise
     except TimeoutError as error:
-        raise TransientError("no_answer", f"nothing within {WAIT_S:g} s") from error
+        seconds = time.monotonic() - begun
+        raise TransientError(NO_ANSWER, f"no answer of {stop - start} bytes within {seconds:.3g} s") from error
     except (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError) as error:
         raise SourceError("missing_shard", f"{type(error).__name__}: {error}") from error
     except Exception as error:  # each library has its own
@@ -183,7 +196,8 @@ async def _request(url: str, start: int, stop: int) -> tuple[bytes, State]:
         raise TransientError("failed_request", f"{type(error).__name__}: {error}") from error
     missing = min(stop, state[0]) - start - len(data)
     if missing > 0 and len(data) < LEAST:
-        raise TransientError("short_answer", f"{missing} bytes missing")
+        came = f"{len(data)} of {len(data) + missing} bytes came in {time.monotonic() - begun:.3g} s"
+        raise TransientError("short_answer", came)
     return data, state
 
 
@@ -198,9 +212,13 @@ async def _from_file_system(url: str, start: int, stop: int) -> tuple[bytes, Sta
     return data[: stop - start], (int(info["size"]), version)
 
 
-async def _from_web(url: str, start: int, stop: int, headers: Mapping[str, str] = {}) -> tuple[bytes, State]:
-    """By fsspec's http session, with its settings. fsspec's own `_cat_file` reads an answer whole, however long a
-    hostile server makes it, and returns neither the version of the bytes nor those that came before a fault.
+async def _from_web(
+    url: str, start: int, stop: int, limit: float, headers: Mapping[str, str] = {}
+) -> tuple[bytes, State]:
+    """By fsspec's http session, with its settings. What came within `limit` seconds counts.
+
+    fsspec's own `_cat_file` reads an answer whole, however long a hostile server makes it, and returns neither the
+    version of the bytes nor those that came before a fault.
     """
     import aiohttp
     from fsspec import filesystem
@@ -211,7 +229,7 @@ async def _from_web(url: str, start: int, stop: int, headers: Mapping[str, str] 
     session = await system.set_session()
     ranged = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
     options = {**system.kwargs, "headers": {**system.kwargs.get("headers", {}), **headers, **ranged}}
-    timeout = aiohttp.ClientTimeout(sock_connect=WAIT_S, sock_read=WAIT_S)
+    timeout = aiohttp.ClientTimeout(limit, sock_connect=WAIT_S, sock_read=WAIT_S)
     address = system.encode_url(quote(url, safe=_IN_ADDRESSES))
     async with session.get(address, timeout=timeout, auto_decompress=False, **options) as answer:
         if answer.status in _TRANSIENT:

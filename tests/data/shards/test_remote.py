@@ -1,6 +1,8 @@
 """Remote shards are read like local ones, over any network: faults are retried and counted, changes are noticed."""
 
+import asyncio
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -77,9 +79,44 @@ def test_a_shard_that_changes_is_given_up(tmp_path: Path, web: Web, same_size: b
     assert len(list(reader)) < 39 and problem.reason == "changed_shard"
 
 
-@pytest.mark.parametrize("fault", ["503", "cut", "stall"])
+def test_what_a_slow_server_has_sent_is_kept(tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 4 kB and more, of which a time limit leaves about 2."""
+    path = write_shards(tmp_path, [7])[0]
+    monkeypatch.setattr(remote, "WAIT_S", 0.2)
+    web.faults = lambda number, _: "slow"
+    samples, problem, _ = read(f"{web.url}/{path.name}")
+    assert members(samples) == members(read(str(path))[0]), problem
+    assert len(web.requests) < path.stat().st_size / remote.LEAST, "it goes on behind what came"
+
+
+def test_a_slow_storage_is_asked_for_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a library gives an answer whole or not at all."""
+    data = bytes(range(256)) * 20
+    asked = []
+
+    async def slow(url: str, start: int, stop: int) -> tuple[bytes, remote.State]:
+        asked.append(stop - start)
+        await asyncio.sleep(0.00004 * (stop - start))
+        return data[start:stop], (len(data), "")
+
+    monkeypatch.setattr(remote, "WAIT_S", 0.12)
+    monkeypatch.setattr(remote, "SLOWEST", 1 << 30)
+    monkeypatch.setattr(remote, "_from_file_system", slow)
+    assert remote.RemoteFile("s3://bucket/0.tar", Store()).read() == data
+    assert 4096 in asked and 1024 in asked, "the first had no answer"
+
+
+@pytest.mark.parametrize(
+    ("fault", "last"),
+    [
+        ("503", "http_503"),
+        ("cut", "ServerDisconnectedError"),
+        ("stall", r"no answer of 1024 bytes within [\d.]+ s$"),
+        ("drip", r"\d+ of 4096 bytes came in [\d.]+ s$"),
+    ],
+)
 def test_a_server_that_stays_away_ends_in_one_line(
-    tmp_path: Path, web: Web, fault: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, web: Web, fault: str, last: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_shards(tmp_path, [40])[0]
     monkeypatch.setattr(remote, "WAIT_S", 0.1)
@@ -87,7 +124,7 @@ def test_a_server_that_stays_away_ends_in_one_line(
     web.faults = lambda number, _: fault
     samples, problem, counts = read(f"{web.url}/{path.name}")
     assert not samples and problem.reason == "unreachable_shard" and counts.total() == 3, (problem, counts)
-    assert "3 requests failed, the last: " in problem.detail and "\n" not in problem.detail
+    assert re.search(f"3 requests failed, the last: {last}", problem.detail) and "\n" not in problem.detail
 
 
 def test_a_storage_that_stays_away_ends_the_run_soon(tmp_path: Path, web: Web) -> None:

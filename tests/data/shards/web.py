@@ -8,10 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 from urllib.parse import unquote
 
 FAULTS = ("503", "drop", "cut", "short", "wrong_range")
-"""Faults of an answer: refused, ended halfway or before it begins, too short, another range."""
+"""Faults of an answer: refused, ended halfway or before it begins, too short, another range. Others: `stall` sends
+nothing for two seconds, `slow` PIECE bytes every hundredth of a second, `drip` a byte."""
+PIECE = 128
 
 
 class Web:
@@ -52,6 +55,15 @@ class Web:
         return kind
 
 
+def send(file: BinaryIO, body: bytes, piece: int | None) -> None:
+    """Send the body at once, or in pieces."""
+    for start in range(0, len(body), piece or len(body) or 1):
+        file.write(body[start : start + (piece or len(body))])
+        if piece:
+            file.flush()
+            time.sleep(0.01)
+
+
 @contextmanager
 def serving(web: Web) -> Iterator[Web]:
     """The server, on a free port of this machine."""
@@ -87,7 +99,7 @@ def serving(web: Web) -> Iterator[Web]:
             for name, value in headers.items():
                 self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(body)
+            send(self.wfile, body, {"slow": PIECE, "drip": 1}.get(fault or ""))
 
         def log_message(self, *_: object) -> None:
             pass
