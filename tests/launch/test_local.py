@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,6 +23,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.launcher import api
 
 from clipscale.common.errors import StoppedError, UserError
+from clipscale.common.scratch import remove_litter
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train import TrainConfig
 from clipscale.distributed.world import join, leave
@@ -38,10 +40,11 @@ Running = tuple[subprocess.Popen[str], list[psutil.Process], list[psutil.Process
 @pytest.fixture
 def training(tmp_path: Path, environment: dict[str, str], shards: str) -> Iterator[Running]:
     """A running run in its own session, its two workers, and all its child processes."""
+    (tmp_path / "tmp").mkdir()
     process = subprocess.Popen(
         [sys.executable, "-m", "clipscale", "train", *LONG, f"data.train={shards}"],
         cwd=tmp_path,
-        env=environment,
+        env=environment | {"TMPDIR": str(tmp_path / "tmp")},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -185,6 +188,23 @@ def test_a_killed_launcher_takes_its_workers_along(training: Running) -> None:
     process, _, everyone = training
     process.kill()
     assert gone(everyone, 15)
+
+
+@pytest.mark.slow
+def test_what_a_killed_group_leaves_goes_with_the_next_start(
+    training: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, _, everyone = training
+    (folder,) = (tmp_path / "tmp").glob("clipscale-*")
+    semaphores = list(Path("/dev/shm").glob(f"sem.{folder.name}-*"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    remove_litter()
+    assert folder.exists() and len(semaphores) >= 9 and all(map(Path.exists, semaphores)), "the run goes on"
+    os.killpg(process.pid, signal.SIGKILL)
+    assert gone(everyone, 15)
+    assert folder.exists()
+    remove_litter()
+    assert not folder.exists() and not any(map(Path.exists, semaphores))
 
 
 @pytest.mark.slow
