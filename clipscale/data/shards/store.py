@@ -2,15 +2,18 @@
 
 import io
 import os
+import signal
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, cast
 
 from clipscale.config.data import DataConfig
 from clipscale.data.shards.addresses import EVENT, SourceError, is_local, scheme_of
-from clipscale.data.shards.remote import RemoteFile, State, fetch
+from clipscale.data.shards.remote import TICK_S, RemoteFile, State, fetch
 
 BUFFER = 1 << 17
 """Bytes that are read of a shard at once."""
@@ -44,7 +47,7 @@ class Store:
         if scheme_of(url) == "pipe":
             if not self.config.allow_pipe:
                 raise SourceError("refused_pipe", "`pipe:` runs a shell command, which is not allowed")
-            return Pipe(url[len("pipe:") :]), (0, "")
+            return io.BufferedReader(Pipe(url[len("pipe:") :], self), BUFFER), (0, "")
         remote = RemoteFile(url, self)
         return io.BufferedReader(remote, BUFFER), remote.state
 
@@ -64,21 +67,35 @@ def local_state(path: str) -> State:
     return status.st_size, str(status.st_mtime_ns)
 
 
-class Pipe(io.BufferedReader):
-    """The output of a shell command. Closing it early ends the command."""
+class Pipe(io.RawIOBase):
+    """The output of a shell command, for a reader. Closing it early ends the command and those that it has started."""
 
-    def __init__(self, command: str) -> None:
-        self._process = subprocess.Popen(command, 0, shell=True, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
-        super().__init__(cast(io.FileIO, self._process.stdout), BUFFER)
+    def __init__(self, command: str, store: Store) -> None:
+        self._store = store
+        self._process = subprocess.Popen(
+            command, 0, shell=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, process_group=0
+        )
 
-    def read(self, size: int | None = -1) -> bytes:
-        """Up to `size` bytes. Raises SourceError if the command fails."""
-        data = super().read(size)
-        if len(data) < (size or 0) and (status := self._process.wait()):
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Raises SourceError if the command fails, or gives nothing for `data.timeout_s`."""
+        output = cast(io.FileIO, self._process.stdout)
+        limit = self._store.config.timeout_s
+        until = time.monotonic() + limit
+        while not wait([output], TICK_S):
+            self._store.tick()
+            if time.monotonic() > until:
+                raise SourceError("stalled_pipe", f"the command has given nothing for data.timeout_s={limit:g}")
+        count = output.readinto(buffer)
+        if not count and (status := self._process.wait()):
             raise SourceError("failed_pipe", f"the command ended with status {status}")
-        return data
+        return count or 0
 
     def close(self) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        cast(io.FileIO, self._process.stdout).close()
         super().close()
-        self._process.kill()  # which does nothing to one that has ended
-        self._process.wait()
