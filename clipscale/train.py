@@ -89,6 +89,8 @@ class Run:
         self.total = self.schedule.first + self.schedule.total
         self.records = StepRecords(self.open_log() if world.main else None, world.size, self.flops(), self.stream)
         self.saver = checkpoint.Saver(self.resolved.folder, world, self.config.checkpoint)
+        if self.step < self.total:
+            world.on_main(lambda: checkpoint.check_room(self.resolved.folder, self.state.saved_bytes()))
         if config.resume in ("auto", "none"):  # the step is another run's otherwise
             self.saver.last_step = self.step
         self.saved_at = time.monotonic()

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from clipscale.common.errors import UserError
+from clipscale.common.units import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +23,16 @@ def make_folder(run: Path) -> None:
             pass
     except OSError as error:
         raise UserError(f"run={run} cannot be written ({error.strerror}); choose another run=PATH") from error
+
+
+def check_room(run: Path, size: int) -> None:
+    """Raise UserError where the disk has no room for two checkpoints of `size` bytes: one that stays while the next is
+    written. One that is there already counts."""
+    needed = size if checkpoints_of(run) else 2 * size
+    free = shutil.disk_usage(run).free
+    if free < needed:
+        room = f"its disk has {format_bytes(free)} free, and two checkpoints take {format_bytes(size)} each"
+        raise UserError(f"run={run}: {room}; make room, or choose another run=PATH")
 
 
 def remove_temporary(run: Path) -> None:

@@ -36,7 +36,7 @@ from clipscale.step.chunk_sizes import agreed_chunk_sizes
 from clipscale.step.ema import WeightAverage
 from clipscale.step.grad_cache import Chunked, GradCache
 from clipscale.step.kept_graphs import KeepBudget
-from clipscale.step.optim import build_optimizer
+from clipscale.step.optim import MOMENTS, build_optimizer
 from clipscale.step.precision import Precision
 from clipscale.step.trunk import TrunkFeatures
 
@@ -241,6 +241,15 @@ class TrainState:
         )
 
     # ---- save and load ----
+
+    def saved_bytes(self) -> int:
+        """Bytes of a checkpoint, as far as they are known before the first step."""
+        trained = sum(p.nbytes for p in self.trained)
+        weights = trained if self.frozen is not None else sum(p.nbytes for p in self.model.parameters())
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        moments = sum(value.nbytes for value in states if isinstance(value, Tensor))
+        average = trained if self.average else 0
+        return weights + average + (moments or MOMENTS.get(self.config.optim.name, 0) * trained)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds of it, sharded where the weights are. Its tensors change with the next step."""

@@ -24,6 +24,9 @@ SHARDED = (
 )  # fmt: skip
 """Optimizers whose update of a matrix in shards is the one of the whole matrix: a test compares them."""
 
+MOMENTS = {"adamw": 2, "adam": 2, "nadamw": 2, "lamb": 2, "lion": 1}
+"""Values that an optimizer keeps of each weight; those of others are known after their first step."""
+
 
 def known_optimizer(config: OptimConfig) -> None:
     """Raise UserError for an optimizer that timm's factory does not know, or that cannot gather its statistics first.
