@@ -59,7 +59,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
     try:
         world.on_main(lock.acquire)
         while True:
-            run = Run(config, world)
+            run = Run(config, world, lock)
             results = run.go()
             if run.resolved.stage.last:
                 return results
@@ -74,7 +74,9 @@ def train(config: TrainConfig) -> dict[str, Any]:
 class Run:
     """One process's part of a run, or of its stage: all it holds, and its loop."""
 
-    def __init__(self, config: TrainConfig, world: World) -> None:
+    def __init__(self, config: TrainConfig, world: World, lock: RunLock | None = None) -> None:
+        """`lock`: the folder's, held by rank 0; None: nobody else uses the folder."""
+        self.lock = lock
         check_sets(config.eval, world)
         self.world = world
         self.resolved = resolve(config, world)
@@ -335,9 +337,11 @@ class Run:
     def save(self, *, last: bool) -> None:
         """Begin to write a checkpoint; see `checkpoint.Saver`. The `last` one is waited for.
 
-        Raises UserError, on every rank.
+        Raises UserError, on every rank, also where somebody has removed the run's folder: the checkpoint is in a new
+        one then, unless another run has begun there.
         """
         self.records.finish()
+        removed = self.lock is not None and self.world.on_main(self.lock.renew)
         position = self.world.on_all(self.stream.position)
         now = RandomState.now(self.world.device)
         state = self.state.state_dict() | {
@@ -347,5 +351,8 @@ class Run:
             "samples": self.resolved.stage.seen(self.step),
             "loss": self.loss,
         }
-        self.saver.save(self.step, state, last=last)
+        self.saver.save(self.step, state, last=last or removed)
         self.saved_at = time.monotonic()
+        if removed:
+            lost = "its folder was removed while it trained, with its records"
+            raise UserError(f"run={self.config.run}: {lost}; a new one holds step {self.step}: go on with resume=auto")

@@ -53,6 +53,19 @@ class RunLock:
         self.file = file
         checkpoint.remove_temporary(self.folder)
 
+    def renew(self) -> bool:
+        """Take the lock again if the folder was removed, and return whether it was. Raises UserError if another run has
+        begun in its place."""
+        assert self.file is not None
+        try:
+            removed = not os.path.samestat(os.fstat(self.file.fileno()), (self.folder / FILE).stat())
+        except FileNotFoundError:
+            removed = True
+        if removed:
+            self.release()
+            self.acquire()
+        return removed
+
     def release(self) -> None:
         """Give the lock back. Safe without a lock."""
         if self.file:
