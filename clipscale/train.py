@@ -17,7 +17,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipscale import checkpoint
-from clipscale.common.errors import LoaderError, StoppedError, UserError, first_line
+from clipscale.common.errors import DataError, StoppedError, UserError, first_line
 from clipscale.common.phases import Phases, Readback
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import say
@@ -89,10 +89,10 @@ class Run:
         self.stream.defer_failures()
         self.schedule = self.plan_schedule()
         self.total = self.schedule.first + self.schedule.total
-        self.records = StepRecords(self.open_log() if world.main else None, world.size, self.flops(), self.stream)
-        self.saver = checkpoint.Saver(self.resolved.folder, world, self.config.checkpoint)
         if self.step < self.total:
             world.on_main(lambda: checkpoint.check_room(self.resolved.folder, self.state.saved_bytes()))
+        self.records = StepRecords(self.open_log() if world.main else None, world.size, self.flops(), self.stream)
+        self.saver = checkpoint.Saver(self.resolved.folder, world, self.config.checkpoint)
         if config.resume in ("auto", "none"):  # the step is another run's otherwise
             self.saver.last_step = self.step
         self.saved_at = time.monotonic()
@@ -161,7 +161,7 @@ class Run:
                         self.save(last=self.step == self.total)
                 if config.eval.has_sets:
                     results = self.evaluate()
-            except LoaderError:  # on all ranks
+            except DataError:  # on all ranks
                 self.save_at_once()
                 raise
             except SignalError as signal:  # on all ranks
@@ -265,7 +265,7 @@ class Run:
 
     @contextmanager
     def thrown_away_at_a_signal(self) -> Iterator[None]:
-        """Around a step that a signal or a lost loader ends: undoes the little that it changes before its update.
+        """Around a step that a signal or lost data end: undoes the little that it changes before its update.
 
         A resumed run takes it again, bit for bit.
         """
@@ -274,7 +274,7 @@ class Run:
         statistics = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
         try:
             yield
-        except (SignalError, LoaderError):
+        except (SignalError, DataError):
             random.restore()
             for buffer, value in statistics:
                 buffer.copy_(value)

@@ -38,6 +38,6 @@ from clipscale.checkpoint.resume import check_fits, to_resume
 from clipscale.checkpoint.saving import Saver, UnwritableError
 
 __all__ = [
-    "Saver", "UnwritableError", "check_fits", "check_room", "checkpoints_of", "load", "locate", "make_folder", "path_of",
-    "read_values", "remove_temporary", "set_aside", "step_of", "to_resume", "verify",
+    "Saver", "UnwritableError", "check_fits", "check_room", "checkpoints_of", "load", "locate", "make_folder",
+    "path_of", "read_values", "remove_temporary", "set_aside", "step_of", "to_resume", "verify",
 ]  # fmt: skip

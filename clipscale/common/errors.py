@@ -24,8 +24,14 @@ class StoppedError(UserError):
         self.number = number
 
 
-class LoaderError(UserError):
-    """A data worker has died or is silent. The command line exits with status 1: the same settings may well go on."""
+class DataError(UserError):
+    """The data do not go on. What is trained is saved."""
+
+
+class LoaderError(DataError):
+    """A data worker has died or is silent, or the storage is out of reach. The command line exits with status 1: the
+    same settings may well go on.
+    """
 
 
 class LostRankError(RuntimeError):

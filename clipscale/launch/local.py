@@ -224,7 +224,7 @@ def mistake(message: dict[str, Any]) -> UserError | None:
         return StoppedError(text, signal.SIGINT if text.startswith("stopped by SIGINT") else signal.SIGTERM)
     if name == "LoaderError":
         return LoaderError(text)
-    return UserError(text) if name in ("UserError", "UnwritableError") else None
+    return UserError(text) if name in ("UserError", "UnwritableError", "DataError") else None
 
 
 def _follows(message: dict[str, Any]) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from clipscale.common.errors import UserError
+from clipscale.common.errors import DataError, LoaderError
 from clipscale.config.data import DataConfig
 from clipscale.data.columns import Columns
 from clipscale.data.decode import IMAGE_TYPES, image_bytes
@@ -148,13 +148,13 @@ class ShardStream:
         elif error.reason == "unreachable_shard":
             self._unreachable.add(visit)
         if len(self._unreachable) >= MOST_UNREACHABLE:
-            raise UserError(
+            raise LoaderError(
                 f"data.train: {MOST_UNREACHABLE} shards in a row cannot be reached, each asked {RETRIES} times more "
                 f"(the last: {error}); go on with resume=auto when the storage is back"
             )
         if len(self._visits) > MOST_FRUITLESS or self._read > MOST_BROKEN:
             reasons = ", ".join(f"{reason} {n}" for reason, n in self._reasons.most_common())
-            raise UserError(
+            raise DataError(
                 f"data.train: no usable sample among the last {self._reasons.total()} of one shard stream ({reasons}; "
                 f"the last: {item.url} {item.key}: {error}); look at the shards, and at data.captions and data.filter"
             )

@@ -84,7 +84,7 @@ class Pipe(io.RawIOBase):
         output = cast(io.FileIO, self._process.stdout)
         limit = self._store.config.timeout_s
         until = time.monotonic() + limit
-        while not wait([output], TICK_S):
+        while not wait([output.fileno()], TICK_S):
             self._store.tick()
             if time.monotonic() > until:
                 raise SourceError("stalled_pipe", f"the command has given nothing for data.timeout_s={limit:g}")

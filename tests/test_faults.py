@@ -1,0 +1,159 @@
+"""What goes wrong around a run while it trains: its disk, its folder, its shards and its storage."""
+
+import re
+import shutil
+import time
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest import mock
+
+import psutil
+import pytest
+
+from clipscale import checkpoint
+from clipscale.common.errors import UserError
+from clipscale.config.sections import CheckpointConfig
+from clipscale.config.train import TrainConfig
+from clipscale.data.loader.stream import DataConfig
+from clipscale.data.shards import index, remote
+from clipscale.launch.run_lock import RunLock
+from clipscale.train import Run, train
+from tests.data.files import write_shards
+from tests.data.shards.web import Web, serving
+from tests.support.ranks import run_ranks
+from tests.support.runs import curve, records, small
+
+
+def between_steps(work: Callable[[int], Any]) -> Any:
+    """`work(step)` before each step of the runs inside."""
+    train_step = Run.train_step
+
+    def disturbed(run: Run) -> None:
+        work(run.step)
+        train_step(run)
+
+    return mock.patch.object(Run, "train_step", disturbed)
+
+
+def test_a_run_that_could_not_save_is_refused_at_its_start(
+    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "free")
+    room = 0
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(room))
+    with pytest.raises(UserError, match=rf"^run={tmp_path}/run: its disk has 0 B free") as refused:
+        train(small(shards, tmp_path / "run"))
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+    (size,) = re.findall(r"two checkpoints take ([\d.]+) MiB each; make room, or choose", str(refused.value))
+    room = round(2.01 * float(size) * 2**20)
+    train(small(shards, tmp_path / "run"))
+    (saved,) = checkpoint.checkpoints_of(tmp_path / "run")
+    files = sum(file.stat().st_size for file in saved.iterdir())
+    assert float(size) * 2**20 == pytest.approx(files, rel=0.02)
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_a_removed_folder_ends_the_run_with_a_checkpoint_in_a_new_one(
+    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used: bool
+) -> None:
+    """Unless another run has begun there, into whose folder nothing is written."""
+    monkeypatch.setattr("clipscale.launch.run_lock.WAIT_S", 0.0)
+    run, other = tmp_path / "run", RunLock(tmp_path / "run")
+
+    def remove(step: int) -> None:
+        if step == 1:
+            run.rename(tmp_path / "gone")  # at once, as a checkpoint may be on its way into it
+            if used:
+                other.acquire()
+
+    config = small(shards, run, checkpoint=CheckpointConfig(every="2"))
+    train(small(shards, tmp_path / "whole"))
+    line = "is in use by process" if used else "its folder was removed .* a new one holds step 2: go on"
+    with between_steps(remove), pytest.raises(UserError, match=line):
+        train(config)
+    assert bool(checkpoint.checkpoints_of(run)) != used
+    other.release()
+    if not used:
+        train(config)
+        assert [record["loss"] for record in records(run)] == curve(tmp_path / "whole")[2:]
+
+
+def unlinked(path: Path) -> None:
+    path.unlink()
+
+
+def cut(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(20_000)
+
+
+@pytest.mark.parametrize(("harm", "reason"), [(unlinked, "unreadable_shard"), (cut, "truncated_shard")])
+def test_a_shard_that_goes_while_it_is_read_is_left_out(
+    tmp_path: Path, harm: Callable[[Path], None], reason: str
+) -> None:
+    first, _ = write_shards(tmp_path / "set", [40, 40])
+    data = DataConfig(train=[str(tmp_path / "set")], workers=0, shard_streams=2)
+    with between_steps(lambda step: harm(first) if step == 2 else None):
+        assert train(small("", tmp_path / "run", samples=144, data=data))["step"] == 12
+    assert records(tmp_path / "run")[-1]["broken_by"][reason] > 0
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_what_is_trained_is_saved_when_all_data_goes(tmp_path: Path, world: int) -> None:
+    paths = write_shards(tmp_path / "set", [40, 40])
+    data = DataConfig(train=[str(tmp_path / "set")], workers=0, shard_streams=2)
+    config = small("", tmp_path / "run", samples=144, data=data)
+    assert run_ranks(without_data, world, config, paths) == [True] * world
+    (saved,) = checkpoint.checkpoints_of(tmp_path / "run")
+    write_shards(tmp_path / "set", [40, 40])
+    train(config)
+    train(replace(config, run=str(tmp_path / "whole")))
+    assert checkpoint.step_of(saved) > 2
+    assert curve(tmp_path / "run") == pytest.approx(curve(tmp_path / "whole"), rel=1e-2 if world > 1 else 0)
+
+
+def without_data(rank: int, world: int, config: TrainConfig, paths: list[Path]) -> bool:
+    """Whether a run ends in one line that names the shard when its shards are removed after two steps."""
+    with between_steps(lambda step: [path.unlink(missing_ok=True) for path in paths] if step == 2 else None):
+        try:
+            train(config)
+        except UserError as error:
+            return "no usable sample among the last" in str(error) and "No such file" in str(error)
+    return False
+
+
+def test_a_pipe_that_stalls_is_given_up(tmp_path: Path) -> None:
+    """With the part of it that came; and its processes end."""
+    path, other = write_shards(tmp_path, [40, 40])
+    stalls = f"pipe:head -c 30000 {path}; sleep 60 && touch {tmp_path}/slept"
+    data = DataConfig(
+        train=[stalls, str(other)], weights=[1, 1], workers=0, shard_streams=2, allow_pipe=True, timeout_s=0.3
+    )
+    begun = time.monotonic()
+    assert train(small("", tmp_path / "run", samples=72, data=data))["step"] == 6
+    assert set(records(tmp_path / "run")[-1]["broken_by"]) == {"stalled_pipe"}
+    assert time.monotonic() - begun < 50
+    assert not [p for p in psutil.process_iter(["cmdline"]) if f"{tmp_path}/slept" in " ".join(p.info["cmdline"] or [])]
+
+
+def test_a_server_with_faults_does_not_change_the_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refusals, resets, cut-off answers and silence."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    for name, value in {"FIRST_BLOCK": 4096, "LARGEST_BLOCK": 8192, "LONGEST_WAIT_S": 0.01, "WAIT_S": 0.3}.items():
+        monkeypatch.setattr(remote, name, value)
+    paths = write_shards(tmp_path / "set", [40, 40])
+    random = Random(7)
+    with serving(Web(tmp_path)) as web:
+        dict(index.update_indexes([f"{web.url}/set/{path.name}" for path in paths]))
+        kinds = ("503", "drop", "cut", "stall")
+        web.faults = lambda number, path: random.choice(kinds) if random.random() < 0.4 else None
+        for name, source in (("local", tmp_path / "set"), ("remote", f"{web.url}/set/{{00000..00001}}.tar")):
+            data = DataConfig(train=[str(source)], workers=0, shard_streams=2)
+            train(small("", tmp_path / name, samples=72, data=data))
+    assert curve(tmp_path / "remote") == curve(tmp_path / "local")
+    last = records(tmp_path / "remote")[-1]
+    assert last["faults"] > 5 and not last["broken"], last
