@@ -1,4 +1,4 @@
-"""The table of GPUs, with memory, FLOP/s and links, for MFU and `clipscale plan`; and the cores of this machine."""
+"""The table of GPUs, with memory and FLOP/s, for MFU and `clipscale plan`; and the cores of this machine."""
 
 import math
 import os
@@ -50,7 +50,6 @@ class Hardware:
     memory: float
     half: float
     tf32: float
-    link: float
 
     @property
     def memory_bytes(self) -> int:

@@ -57,6 +57,14 @@ def format_count(count: int) -> str:
     return str(count)
 
 
+def format_decimal(number: float) -> str:
+    """Three digits in decimal units, as papers have it: 12,800,000 -> `12.8M`, 34 billion -> `34B`."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.3g}"
+
+
 def format_bytes(count: float) -> str:
     """Bytes in the largest fitting unit: `512 B`, `19.5 MiB`, `2.34 GiB`."""
     for unit, places in (("B", 0), ("KiB", 1), ("MiB", 1), ("GiB", 2)):

@@ -19,6 +19,7 @@ from clipscale.common.errors import LOST, LoaderError, StoppedError, UserError
 from clipscale.common.hardware import cores
 from clipscale.common.scratch import scratch
 from clipscale.common.signals import blocked
+from clipscale.config.batches import published_batch
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train import TrainConfig, check, shared, warnings
 from clipscale.data.loader.fork_server import warm_up
@@ -83,8 +84,11 @@ def check_train(config: TrainConfig) -> None:
 
         if not wandb.login(prompt=False, verify=False):
             raise UserError("log=wandb: there is no key; run `wandb login`, export WANDB_API_KEY, or log=wandb-offline")
-    for warning in warnings(config) if main_rank() else ():
-        terminal.say(f"warning: {warning}", error=True)
+    if main_rank():
+        for warning in warnings(config):
+            terminal.say(f"warning: {warning}", error=True)
+        if line := published_batch(config):
+            terminal.say(line, error=True)
 
 
 def run(config: Launched, main: str = TRAIN, *, isolated: bool = False) -> dict[str, Any]:

@@ -317,11 +317,6 @@ class DeepDryRun:
         """As `DryRun.static`."""
         return self.extrapolated(lambda run: run.static)
 
-    @property
-    def trained_bytes(self) -> int:
-        """Of the weights that train."""
-        return self.extrapolated(lambda run: sum(p.nbytes for p in run.state.trained))
-
     def extrapolated(self, measure: Callable[[DryRun], int]) -> int:
         """What `measure` would say of the whole model: it is a straight line in a tower's depth."""
         base = measure(self.base)

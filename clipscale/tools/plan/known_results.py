@@ -38,19 +38,14 @@ class KnownResults:
             with in_kernel_invocation_manager(self.mode):
                 views = func(*args, **kwargs)
             return each(views, Tensor, lambda view: FakeTensor(self.mode, view, args[0].fake_device))
-        if effect == "update" and tree_any(lambda leaf: isinstance(leaf, FakeTensor), args[0]):
-            return args[0] if func._schema.returns else None
-        if effect == "else":
+        if effect != "new":
             return func(*args, **kwargs)
-        key = key_of(func, args, kwargs)
-        if effect == "out" and key in self.known:
-            return kwargs["out"]
+        key = (func, described(args), described([*kwargs.items()]))
         if key not in self.known:
             result = func(*args, **kwargs)
             if tree_any(lambda leaf: not isinstance(leaf, FakeTensor), result):
                 return result
-            if key == key_of(func, args, kwargs):  # `out` can have another shape afterwards
-                self.known[key] = each(result, FakeTensor, form_of)
+            self.known[key] = each(result, FakeTensor, form_of)
             return result
         return each(self.known[key], Form, self.tensor)
 
@@ -70,11 +65,6 @@ def form_of(tensor: Tensor) -> Form:
     return Form(tensor.shape, tensor.stride(), tensor.dtype, getattr(tensor, "fake_device", None))
 
 
-def key_of(func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
-    """All that a result depends on."""
-    return func, described(args), described([*kwargs.items()])
-
-
 def described(value: Any) -> Any:
     """An argument as far as results depend on it."""
     if isinstance(value, Tensor):
@@ -86,15 +76,9 @@ def described(value: Any) -> Any:
 
 @cache
 def effect_of(func: OpOverload) -> str:
-    """What an operation does: a `view` of its first argument, an `update` of values, `new` tensors, `out`, or else."""
+    """What an operation does: a `view` of its first argument, `new` tensors, or else."""
     schema = func._schema
     if func.is_view or func is torch.ops.aten._unsafe_view.default:
         return "view"
-    if func.namespace != "aten" or torch.Tag.inplace_view in func.tags:
-        return "else"
-    if schema.overload_name == "out":
-        return "out"
-    if schema.is_mutable:
-        return "update" if schema.name.endswith("_") and len(schema.returns) < 2 else "else"
     aliases = any(part.alias_info for part in (*schema.arguments, *schema.returns))
-    return "else" if aliases else "new"
+    return "else" if aliases or func.namespace != "aten" else "new"

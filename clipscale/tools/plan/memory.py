@@ -9,10 +9,13 @@ from functools import cache
 from typing import Any
 
 from clipscale.common.units import parse_memory
+from clipscale.data.loader.captions import GRAIN
 from clipscale.data.loader.host_batch import Offload
 from clipscale.data.loader.memory import free_memory
 from clipscale.data.loader.stream import layout_of, worker_count
 from clipscale.data.order import BatchShare, default_streams
+from clipscale.models.families import family_of
+from clipscale.models.towers import ClipModel
 from clipscale.step.kept_graphs import MARGIN
 from clipscale.tools.plan import ASSUMED
 from clipscale.tools.plan.dry_run import DeepDryRun, DryRun, StepMemory
@@ -97,6 +100,14 @@ class MemoryModel:
         for phase in ("loss", "replay"):
             before[phase] += sum(held)
         return StepMemory(before, peak, (image, text))
+
+
+def caption_width(model: ClipModel) -> int:
+    """Tokens at which the text tower computes a caption, on average: the whole context, or fewer of sorted captions."""
+    encoder = model.text.encoder
+    if not family_of(encoder).cuts_captions(encoder):
+        return model.context_length
+    return min(model.context_length, round(ASSUMED.caption_tokens + GRAIN / 2))
 
 
 def keep_bytes(config: PlanConfig, step: StepMemory, available: float | None) -> float:

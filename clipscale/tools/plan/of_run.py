@@ -53,7 +53,7 @@ def before(config: TrainConfig, processes: int) -> None:
     say(f"plan: {result['conclusion']}")
     say(f"plan: the loss takes {format_bytes(result['loss_bytes'])}")
     if time := result["time"]:
-        say(f"plan: a step takes about {time['step_s']:.3g} s, by {time['what']}")
+        say(f"plan: a step takes about {time['step_s']:.3g} s, by what is {time['what']}")
 
 
 def largest_stage(configs: list[PlanConfig]) -> Result:

@@ -10,7 +10,7 @@ import yaml
 
 from clipscale.common.hardware import Hardware
 from clipscale.common.terminal import say
-from clipscale.common.units import format_bytes
+from clipscale.common.units import format_bytes, format_count
 from clipscale.config import stages
 from clipscale.config.parse import accepted
 from clipscale.config.setting import settings_of
@@ -18,9 +18,9 @@ from clipscale.models.flops import PassFlops
 from clipscale.step.chunk_sizes import CPU_CHUNK, batch_norm_chunk, sizes_of_settings
 from clipscale.tools.plan import ASSUMED
 from clipscale.tools.plan.dry_run import PHASES, TOWERS, DeepDryRun, StepMemory, dry_run, model_without_values
-from clipscale.tools.plan.memory import Chunks, MemoryModel, host_memory, keep_bytes, outside_torch
+from clipscale.tools.plan.memory import Chunks, MemoryModel, caption_width, host_memory, keep_bytes, outside_torch
 from clipscale.tools.plan.settings import PlanConfig, target_gpu
-from clipscale.tools.plan.step_time import StepTime, caption_width, pass_flops
+from clipscale.tools.plan.step_time import StepTime, pass_flops
 
 SETTINGS = {setting.name: setting for setting in settings_of(PlanConfig)}
 OFFLOADS = ("none", "host", "encoded")
@@ -117,17 +117,24 @@ class Prediction:
             size //= 2
         return chunks(largest(size, 1, size, fits) or 1)
 
+    def node_bytes(self, batch: int) -> int:
+        """Of a node's host memory, for so many samples on each rank."""
+        taken = self.memory(batch).highest
+        node: int = host_memory(self.config, self.run.base, batch, self.chunks[0], taken)["node_bytes"]
+        return node
+
     def fits(self, batch: int) -> bool:
         """Whether so many samples on each rank fit, with these chunks."""
-        taken = self.memory(batch).highest
-        node = host_memory(self.config, self.run.base, batch, self.chunks[0], taken)["node_bytes"]
-        return taken <= self.target.free and node <= (self.config.host_memory or math.inf)
+        if self.memory(batch).highest > self.target.free:
+            return False
+        return self.node_bytes(batch) <= (self.config.host_memory or math.inf)
 
-    def largest_batch(self) -> int:
-        """Of this batch, its halves and doubles, with these chunks; 0: none."""
+    def largest_batch(self) -> dict[str, int]:
+        """Of this batch, its halves and doubles, with these chunks (0: none), and what it needs of the host."""
         ranks = self.target.ranks
         least = max(chunk or 1 for chunk in self.chunks)
-        return ranks * largest(self.local, least, ASSUMED.largest_batch // ranks, self.fits)
+        batch = largest(self.local, least, ASSUMED.largest_batch // ranks, self.fits)
+        return {"largest_batch": batch * ranks, "largest_host_bytes": self.node_bytes(batch) if batch else 0}
 
     def second_pass(self) -> list[float]:
         """The share of each tower's chunks that have one, because their graphs are not kept; 0 of a frozen tower."""
@@ -136,17 +143,11 @@ class Prediction:
         pairs = zip(towers, self.step.kept, counts)
         return [1 - graphs / count if tower.trained else 0.0 for tower, graphs, count in pairs]
 
-    def time(self) -> StepTime:
-        return StepTime(self.config, self.target.gpu, self.run, self.flops, self.second_pass())
-
     def result(self) -> Result:
         """The object of docs/plan.md, without a largest batch."""
         config, target, step = self.config, self.target, self.step
-        time = self.time()
-        estimate = None
-        if known := time.known():
-            what, share = known
-            estimate = {"what": what, "share": share} | time.step(share)
+        time = StepTime(config, target.gpu, self.run.base, self.flops, self.second_pass())
+        estimate = time.estimate()
         phases = {}
         for name in PHASES:
             before = step.before[name] + target.workspace
@@ -212,7 +213,7 @@ def predicted(config: PlanConfig, *, search: bool = True) -> Result:
         prediction = predict(config)
         result = prediction.result()
         if search and (prediction.target.gpu or config.host_memory):
-            result["largest_batch"] = prediction.largest_batch()
+            result |= prediction.largest_batch()
     return result
 
 
@@ -239,7 +240,7 @@ def fitted(config: PlanConfig) -> Result:
         best, batch = config, 0
         for offload in OFFLOADS:
             trial = changed(config, f"offload={offload} cache.chunk=auto cache.keep=none")
-            size = predict(trial).largest_batch()
+            size = predict(trial).largest_batch()["largest_batch"]
             if size > batch:
                 best, batch = trial, size
         results = []
@@ -268,13 +269,11 @@ def conclusion(result: Result) -> str:
     if not result["fits"]:
         smaller = [words for part, share in shares(result).items() if share > 1 for words in ASSUMED.smaller[part]]
         if batch := result.get("largest_batch"):
-            smaller.append(f"batch={batch}")
+            smaller.append(f"batch={format_count(batch)}")
         advice = f"try {', '.join(smaller)}; `clipscale plan` with fit=true finds the largest batch that fits"
         return f"does not fit: {sizes}, {node}; {advice}"
     if "fit" in result:
         return f"the largest and fastest that fits: {result['fit']}; {sizes}, {node}"
-    largest = f"; batch={result['largest_batch']} is the largest that does" if "largest_batch" in result else ""
     if most:
-        return f"fits: {sizes}, {node}{largest}"
-    unchecked = "which are needed and not checked: give what a node has, as in host_memory=128G"
-    return f"fits the GPUs: {sizes}{largest}; {node}, {unchecked}"
+        return f"fits: {sizes}, {node}"
+    return f"fits the GPUs: {sizes}; {node}, which is not checked: give what a node has, as in host_memory=128G"

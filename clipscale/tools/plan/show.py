@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from clipscale.common.terminal import printable
-from clipscale.common.units import format_bytes, format_count
+from clipscale.common.units import format_bytes, format_count, format_decimal
+from clipscale.config.batches import published_batch
 from clipscale.config.eval import existing_run
 from clipscale.config.stages import stages_of
 from clipscale.log.table import TextTable, plain_console
@@ -44,32 +45,63 @@ def show(results: list[Result], texts: list[Iterator[TextTable | str]], *, as_js
 
 
 def parts(result: Result, config: PlanConfig) -> Iterator[TextTable | str]:
-    """A plan as tables and lines; the last line is the conclusion."""
+    """A plan as lines and tables: what most people ask first, then what it rests on."""
+    yield result["conclusion"]
+    yield from answers(result, config)
     chunk, kept, host, again = result["chunk"], result["kept"], result["host"], result["second_pass"]
-    graphs = f"{kept['image']} and {kept['text']}"
-    twice = f"{again['image']:.0%} of the images and {again['text']:.0%} of the texts"
+    batch, local = format_count(result["batch"]), format_count(result["local_batch"])
     yield (
-        f"{printable(config.model.name)}, batch {format_count(result['batch'])}: {result['local_batch']} samples on "
-        f"each of {config.nodes} x {config.gpus} x {config.hardware}, in chunks of {chunk['image']} images and "
-        f"{chunk['text']} texts (graphs kept: {graphs}; encoded twice: {twice}), {config.precision}, "
-        f"{config.optim.name}, offload={result['offload']}, exchange={result['exchange']}, {config.launch.parallel}"
+        f"{printable(config.model.name)}, batch {batch}: {local} samples on each of {config.nodes} x {config.gpus} x "
+        f"{config.hardware}, {config.precision}, {config.optim.name}, offload={result['offload']}, "
+        f"exchange={result['exchange']}, {config.launch.parallel}"
+    )
+    yield (
+        f"chunks of {chunk['image']} images and {chunk['text']} texts; graphs kept: {kept['image']} and "
+        f"{kept['text']}; encoded twice: {again['image']:.0%} of the images and {again['text']:.0%} of the texts"
     )
     phases = []
     for name, sizes in result["device"]["phases"].items():
-        phases.append([name, *(format_bytes(sizes[f"{what}_bytes"]) for what in ("before", "extra", "peak"))])
+        phases.append([name, *(gib(sizes[f"{what}_bytes"]) for what in ("before", "extra", "peak"))])
     title = "memory of one GPU in a step, of torch's allocator"
-    yield TextTable(["phase", "before", "extra", "peak"], phases, title)
-    holders = [[what, format_bytes(size)] for what, size in host["process_bytes"].items() if size]
-    holders.append([f"all {host['processes']} processes of a node", format_bytes(host["node_bytes"])])
-    yield TextTable(["what", "bytes"], holders, "memory of the host, by process")
-    if time := result["time"]:
-        spent = ", ".join(f"{name.removesuffix('_s')} {time[name]:.3g}" for name in list(time)[2:-2])
-        yield (
-            f"a step takes about {time['step_s']:.3g} s ({spent}), {time['samples_per_s']:,.0f} samples/s, at "
-            f"{time['share']:.1%} of the peak: {printable(time['what'])}"
-        )
+    yield TextTable(["phase", "before, GiB", "extra", "peak"], phases, title)
+    holders = [[what, gib(size)] for what, size in host["process_bytes"].items() if size]
+    holders.append([f"all {host['processes']} processes of a node", gib(host["node_bytes"])])
+    yield TextTable(["what", "GiB"], holders, "memory of the host, by process")
     yield from result["notes"]
-    yield result["conclusion"]
+
+
+def answers(result: Result, config: PlanConfig) -> Iterator[str]:
+    """How fast it is, how long it takes, and which batch: a line each, of what is known."""
+    if time := result["time"]:
+        gpus = config.gpus * config.nodes
+        rate, plain = time["samples_per_s"], time["plain_samples_per_s"] / gpus
+        low, high = (end / gpus for end in time["range"])
+        spread = f" ({low:.3g} to {high:.3g})" if high > low else ""
+        yield (
+            f"speed: about {rate / gpus:.3g} images/s per GPU{spread}, {rate:,.0f} in all; a plain step, with all "
+            f"graphs kept, {plain:.3g} per GPU. By what is {printable(time['what'])}"
+        )
+        length = "give samples= for the length of the run"
+        if time["run_s"]:
+            length = f"{duration(time['run_s'])} for {format_decimal(config.samples or 0)} samples"
+        yield f"time: {length}; a step takes about {duration(time['step_s'])}"
+    if published := published_batch(config):
+        yield published
+    if batch := result.get("largest_batch"):
+        node = format_bytes(result["largest_host_bytes"])
+        yield f"largest batch with these chunks: {format_count(batch)}, with {node} of host memory on each node"
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:.2f}"
+
+
+def duration(seconds: float) -> str:
+    """Three digits in the largest unit: `2.5 min`, `8.6 days`."""
+    for unit, size in (("days", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"
 
 
 def comparison(result: Result) -> Iterator[TextTable | str]:

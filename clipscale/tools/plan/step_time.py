@@ -1,101 +1,126 @@
-"""Estimates the time of a step: operations over a share of the GPU's peak, and bytes over the slowest link.
+"""Estimates the speed of a step: its operations over the share of the GPU's peak that such steps have reached.
 
-b: samples of one rank, P: ranks, D: feature width.
+b: samples of one rank, D: feature width.
 """
 
 import json
 import math
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from clipscale.common.hardware import Hardware
+import yaml
+
+from clipscale.common.hardware import HARDWARE, Hardware
 from clipscale.config.sections import ModelConfig
-from clipscale.data.loader.captions import GRAIN
 from clipscale.loss.objectives import OBJECTIVES
-from clipscale.models.families import family_of
 from clipscale.models.flops import PassFlops, image_flops, text_flops, trained_of
 from clipscale.models.towers import ClipModel
-from clipscale.tools.plan import ASSUMED
-from clipscale.tools.plan.dry_run import TOWERS, DeepDryRun
+from clipscale.tools.plan.dry_run import TOWERS, DryRun
 from clipscale.tools.plan.settings import PlanConfig
 
-UNKNOWN = Hardware([], 0, 0, 1e-12, 1e-12, math.inf)
+UNKNOWN = Hardware([], 0, 0, 1e-12, 1e-12)
 """A CPU, whose peak no table has: the arithmetic gives operations instead of seconds, which a measurement divides."""
+PUBLISHED = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"))
+A100 = HARDWARE["a100-80g"]
+
+
+@dataclass(frozen=True)
+class Share:
+    """The share of the GPU's peak that steps reach: where sources differ, the lowest and the highest."""
+
+    what: str
+    """The evidence."""
+    low: float
+    high: float
+
+    @property
+    def middle(self) -> float:
+        return math.sqrt(self.low * self.high)
 
 
 class StepTime:
-    """The time of a run's step. The ring's transfers overlap the loss's arithmetic."""
+    """The time of a run's step. Exchanges between ranks are left out: they overlap, or are parts in a thousand."""
 
     def __init__(
         self,
         config: PlanConfig,
         gpu: Hardware | None,
-        run: DeepDryRun,
+        run: DryRun,
         flops: tuple[PassFlops, PassFlops],
         second_pass: list[float],
     ) -> None:
         """`flops`: by `pass_flops`. `second_pass`: the share of each tower's chunks that have one."""
-        base = run.base
         self.config = config
         self.gpu = gpu or UNKNOWN
-        self.width = base.width
-        self.captions = base.captions
-        self.gradients = run.trained_bytes
-        self.exchange = base.config.loss.exchange
         image, text = flops
-        again = 2 if config.model.grad_checkpointing else 1
-        self.encode = image.forward + text.forward * self.captions
-        """FLOPs of a sample's first pass."""
-        self.replay = 0.0
-        self.trained = 0
-        """Towers that train."""
-        towers = zip(TOWERS, base.state.cache.towers, (image, text), (1, self.captions), second_pass)
+        self.forward = image.forward + text.forward * run.captions
+        """FLOPs of a sample's first pass, as those that follow."""
+        self.again = self.backward = 0.0
+        trained = 0
+        towers = zip(TOWERS, run.state.cache.towers, flops, (1, run.captions), second_pass)
         for name, tower, passes, inputs, share in towers:
-            if tower.trained and name not in base.state.trunks:  # a frozen trunk has no second pass
-                self.trained += 1
-                self.replay += inputs * (passes.forward * (again - 1 + share) + passes.backward)
+            if tower.trained and name not in run.state.trunks:  # a frozen trunk has no second pass
+                trained += 1
+                self.again += inputs * passes.forward * share
+                self.backward += inputs * (passes.backward + passes.forward * config.model.grad_checkpointing)
+        sweeps = OBJECTIVES[config.loss.objective].sweeps if trained else 1
+        copies = config.gpus * config.nodes if config.loss.exchange == "replicated" else 1
+        self.loss = (sweeps + trained) * 2.0 * config.batch * run.captions * copies * run.width
 
     def step(self, share: float) -> dict[str, float]:
-        """Seconds of a step by part and in all, at a share of the peak."""
-        config, captions = self.config, self.captions
-        ranks = config.gpus * config.nodes
-        batch = config.batch // ranks
-        rate = share * self.gpu.peak(config.precision)
-        link = 1e9 * (ASSUMED.network if config.nodes > 1 else self.gpu.link)
-        pairs = batch * config.batch * captions * (ranks if config.loss.exchange == "replicated" else 1)
-        sweeps = OBJECTIVES[config.loss.objective].sweeps if self.trained else 1
-        seconds = {
-            "encode_s": batch * self.encode / rate,
-            "loss_s": (sweeps + self.trained) * 2 * pairs * self.width / rate,
-            "ring_s": self.exchange_s(sweeps),
-            "replay_s": batch * self.replay / rate,
-            "gradients_s": 2 * (ranks - 1) / ranks * self.gradients / link,
+        """Seconds of a step by part and in all, at a share of the peak; its speed, and that without a second pass."""
+        batch = self.config.batch / (self.config.gpus * self.config.nodes)
+        second = batch / (share * self.gpu.peak(self.config.precision))
+        plain = self.forward + self.loss + self.backward
+        return {
+            "encode_s": second * self.forward,
+            "loss_s": second * self.loss,
+            "replay_s": second * (self.again + self.backward),
+            "step_s": second * (plain + self.again),
+            "samples_per_s": self.config.batch / (second * (plain + self.again)),
+            "plain_samples_per_s": self.config.batch / (second * plain),
         }
-        step = sum(seconds.values()) - min(seconds["loss_s"], seconds["ring_s"])
-        return seconds | {"step_s": step, "samples_per_s": config.batch / step}
 
-    def exchange_s(self, sweeps: int) -> float:
-        """Seconds in which a rank gets all other ranks' texts, and their gradients go back."""
-        config = self.config
-        gpus, nodes = config.gpus, config.nodes
-        numbers = config.batch * self.captions * self.width
-        size = (sweeps * ASSUMED.lap + ASSUMED.gradient) * numbers
-        if nodes == 1:
-            return size * (gpus - 1) / gpus / (1e9 * self.gpu.link)
-        if self.exchange == "ring":  # all texts pass one network card
-            return size * (gpus * nodes - 1) / (gpus * nodes) / (1e9 * ASSUMED.network)
-        between = size * (nodes - 1) / nodes / gpus / (1e9 * ASSUMED.network)  # all cards share them
-        return between + size * (gpus - 1) / gpus / (1e9 * self.gpu.link)
+    def estimate(self) -> dict[str, Any] | None:
+        """`step` at the share that is known, with the evidence, the range, and the seconds of the whole run."""
+        known = self.known()
+        if known is None:
+            return None
+        seconds = self.step(known.middle)
+        rates = [self.step(share)["samples_per_s"] for share in (known.low, known.high)]
+        samples = self.config.samples
+        return seconds | {
+            "what": known.what,
+            "share": known.middle,
+            "range": rates,
+            "run_s": samples / seconds["samples_per_s"] if samples else None,
+        }
 
-    def known(self) -> tuple[str, float] | None:
-        """The best evidence of the share of the peak that such a step reaches, and the share."""
+    def known(self) -> Share | None:
+        """The best evidence of the share: what was measured here, what the user says, what is published."""
         if measured := self.measured():
             return measured
-        if self.config.utilisation:
-            return "utilisation=", self.config.utilisation
-        return None if self.gpu is UNKNOWN else ("the median of published runs", ASSUMED.published_share)
+        if utilisation := self.config.utilisation:
+            return Share("utilisation=", utilisation, utilisation)
+        return None if self.gpu is UNKNOWN else self.published()
 
-    def measured(self) -> tuple[str, float] | None:
+    def published(self) -> Share:
+        """By plain steps of the published model nearest in kind and size, on an A100, and the chip beside it."""
+        name = self.config.model.name
+        nearest = min(
+            PUBLISHED["images_per_s"],
+            key=lambda row: (row["model"][:2] != name[:2], abs(math.log(row["gflop"] * 1e9 / self.forward))),
+        )
+        chip = self.gpu.words[0]
+        relative = PUBLISHED["chips"].get(chip, self.gpu.half / A100.half)
+        low, high = (3 * row * nearest["gflop"] * 1e9 * relative / (self.gpu.half * 1e12) for row in nearest["a100"])
+        rates = f"{nearest['a100'][0]} to {nearest['a100'][1]} images/s of {nearest['model']} in plain steps on an A100"
+        times = "" if chip == "A100" else f", {chip} taken as {relative:.3g} times as fast"
+        return Share(f"published, {rates}{times} ({nearest['source']})", low, high)
+
+    def measured(self) -> Share | None:
         """The newest measurement on such a machine among the runs here, of the same model before any other."""
         measured = []
         for path in Path("runs").glob("*/plan.json"):
@@ -108,18 +133,10 @@ class StepTime:
         if not measured:
             return None
         *_, what, share = max(measured)
-        return what, share
+        return Share(what, share, share)
 
 
 def pass_flops(config: ModelConfig, model: ClipModel) -> tuple[PassFlops, PassFlops]:
-    """FLOPs of a picture and of an average caption. `model`: built by `config`."""
+    """FLOPs of a picture and of a caption of the whole context, as published runs have it. `model`: by `config`."""
     image, text = trained_of(model.image.encoder), trained_of(model.text.encoder)
-    return image_flops(config, image), text_flops(config, text, caption_width(model))
-
-
-def caption_width(model: ClipModel) -> int:
-    """Tokens at which the text tower computes a caption, on average: the whole context, or fewer of sorted captions."""
-    encoder = model.text.encoder
-    if not family_of(encoder).cuts_captions(encoder):
-        return model.context_length
-    return min(model.context_length, round(ASSUMED.caption_tokens + GRAIN / 2))
+    return image_flops(config, image), text_flops(config, text)
