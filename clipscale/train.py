@@ -34,6 +34,7 @@ from clipscale.eval.run import check as check_sets
 from clipscale.launch.run_lock import RunLock
 from clipscale.launch.stopping import SignalError, Stop
 from clipscale.log.metrics import MetricLog
+from clipscale.log.samples import SHEET, write_samples
 from clipscale.log.step_record import StepRecords
 from clipscale.log.table import print_results
 from clipscale.log.warnings import fallen
@@ -258,6 +259,8 @@ class Run:
 
     def inputs(self, batch: HostBatch) -> tuple[ChunkLoader, Any]:
         """The towers' inputs."""
+        if self.world.main and self.step == 0:
+            write_samples(self.resolved.folder / SHEET, batch, self.state.model.tokenizer)
         batch.expect(self.state.reads(len(batch)))
         resident = self.config.offload == "none"
         images = ChunkLoader(batch.pixels, len(batch), self.world.device, resident=resident)

@@ -61,7 +61,7 @@ def test_a_run_learns_and_leaves_its_record(finished: Path) -> None:
     assert between == pytest.approx(record["time"] - logged[0]["time"], rel=0.05), "evaluations are in it"
     assert record["step_s"] == pytest.approx(sum(record[f"{p}_s"] for p in ("encode", "loss", "replay", "optim")))
     evaluations = ("eval/step_00000005.json", "eval/step_00000010.json")
-    for name in ("config.yaml", "env.json", *evaluations):
+    for name in ("config.yaml", "env.json", "samples.html", *evaluations):
         assert (finished / name).stat().st_size > 0, name
     (last,) = checkpoint.checkpoints_of(finished)
     assert last.name == "step_00000010"

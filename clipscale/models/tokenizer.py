@@ -47,6 +47,13 @@ class Tokenizer:
     def __call__(self, texts: list[str]) -> Tensor:
         return self.inner([self.cut(text) for text in texts], self.length)
 
+    def decoded(self, tokens: list[int]) -> str:
+        """The text of a caption's tokens, without padding and the tokens at its ends."""
+        if hasattr(self.inner, "tokenizer"):  # of transformers
+            return str(self.inner.tokenizer.decode(tokens, skip_special_tokens=True))
+        text: str = self.inner.decode(tokens)
+        return text.partition("<end_of_text>")[0].removeprefix("<start_of_text>").strip()
+
     def cut(self, text: str) -> str:
         """Runs of spaces are one to tokenizers. JSON can hold lone surrogates."""
         most = CHARS_PER_TOKEN * self.length
