@@ -15,14 +15,19 @@ def compared(expected: Mapping[str, Any], results: Mapping[str, Mapping[str, flo
     parts = []
     for key, (low, high) in bands_of(expected).items():
         name, _, metric = key.rpartition(".")
-        known = known_sets().get(name)
-        labels = {label.removeprefix("wds_") for label in known.candidates} if known else {name}
-        for label, metrics in results.items():
-            if label in labels and metric in metrics:
+        for label in labels_of(name):
+            metrics = results.get(label, {})
+            if metric in metrics:
                 value = round(100 * metrics[metric], 1)
                 parts.append(f"{name} {metric} {value:.1f}: {place(value, low, high)} {low:g} to {high:g}")
     source = f" ({expected[SOURCE]})" if expected.get(SOURCE) else ""
     return f"expected: {'; '.join(parts)}{source}" if parts else ""
+
+
+def labels_of(name: str) -> list[str]:
+    """The names that results of a set may have, by the folder where it lies."""
+    known = known_sets().get(name)
+    return sorted({label.removeprefix("wds_") for label in known.candidates}) if known else [name]
 
 
 def place(value: float, low: float, high: float) -> str:

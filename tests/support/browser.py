@@ -64,7 +64,11 @@ class Page:
 def browser() -> Iterator[Page]:
     """A browser with one page, which reads its file 3 and writes to 4, and ends with these."""
     (read, ask), (answers, write) = os.pipe(), os.pipe()
-    options = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe")
+    options = (
+        "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe",
+        "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update",
+        "--disable-sync",
+    )  # fmt: skip
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
         shell = ["bash", "-c", f'"$@" 3<&{read} 4>&{write}', "", str(CHROMIUM), *options, f"--user-data-dir={home}"]
         process = subprocess.Popen(shell, pass_fds=(read, write), stderr=subprocess.DEVNULL)

@@ -9,7 +9,12 @@ const touch = matchMedia("(pointer: coarse)");
 const axes = { step: "step", samples: "samples", hours: "hours of work" };
 const strokes = { solid: "", dash: "7 4", dot: "2 3", dashdot: "7 3 2 3", longdash: "12 4" };
 const off = new Set(); // numbers of runs that are not shown
-let data = JSON.parse(id("data").textContent);
+const data = JSON.parse(id("data").textContent);
+const curves = data.charts.flatMap((chart) => chart.runs.flatMap((run) => [run.points, run.means]));
+if (Math.max(...curves.map((curve) => curve.hours.at(-1) || 0)) < 2) {
+  axes.hours = "minutes of work";
+  curves.forEach((curve) => (curve.hours = curve.hours.map((hours) => 60 * hours)));
+}
 
 const look = (run) => ({ color: data.colours[run % data.colours.length][dark.matches ? 1 : 0], dash: data.dashes[run % data.dashes.length] });
 const shown = () => data.names.map((_, run) => run).filter((run) => !off.has(run));
@@ -33,11 +38,22 @@ function published(chart, axis) {
   return { x: epochs.map((epoch) => epoch * scale), y: epochs.map((epoch) => 100 * chart.published.top1[epoch]) };
 }
 
+// The range in which the end of a curve is expected, from one end of the axis to the other.
+function band(chart, axis) {
+  if (!chart.band) return [];
+  const ends = shown().flatMap((run) => chart.runs[run].points[axis]);
+  const x = [Math.min(...ends), Math.max(...ends)];
+  const color = style(document.querySelector(".band"));
+  const edge = { x, mode: "lines", line: { width: 1, color }, hoverinfo: "skip", name: "expected end" };
+  const fill = { fill: "tonexty", fillcolor: color.replace("rgb(", "rgba(").replace(")", ", 0.15)") };
+  return [{ ...edge, y: [chart.band[0], chart.band[0]] }, { ...edge, ...fill, y: [chart.band[1], chart.band[1]] }];
+}
+
 function lines(chart) {
   const axis = id("axis").value;
   const share = Number(id("smooth").value) / 100;
   const grey = style(document.querySelector("small"));
-  const traces = [];
+  const traces = band(chart, axis);
   const many = shown().length > 7;
   const expected = published(chart, axis);
   if (expected) traces.push({ ...expected, name: escaped(chart.published.title), line: { color: grey, width: 5 }, opacity: 0.45 });
@@ -68,7 +84,7 @@ function draw(figure) {
   const largest = Math.max(...traces.flatMap((trace) => trace.y.filter((y) => y !== null && y !== undefined)), 0);
   const layout = {
     hovermode, showlegend: false, dragmode: touch.matches ? false : "zoom",
-    uirevision: `${id("axis").value} ${log}`, height: 270, margin: { l: 8, r: 10, t: touch.matches ? 30 : 8, b: 8 },
+    uirevision: `${id("axis").value} ${log}`, height: figure.querySelector(".plot").clientHeight, margin: { l: 8, r: 10, t: 8, b: 8 },
     modebar: { bgcolor: "rgba(0,0,0,0)", color: soft, activecolor: ink },
     font: { color: ink, size: 12, family: getComputedStyle(document.body).fontFamily },
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
@@ -76,11 +92,11 @@ function draw(figure) {
     xaxis: { ...axis, title: { text: title, standoff: 4 }, range, exponentformat: "B", nticks: 6, tickangle: 0 },
     yaxis: { ...axis, type: log ? "log" : "linear", rangemode: chart.zero ? "tozero" : "normal", exponentformat: largest < 0.01 ? "power" : "B", nticks: 6 },
   };
-  const config = { responsive: true, displaylogo: false, modeBarButtons: [[...(touch.matches ? [] : ["toImage", "zoom2d", "pan2d"]), "zoomIn2d", "zoomOut2d", "resetScale2d"]], displayModeBar: touch.matches || "hover", toImageButtonOptions: { filename: chart.title } };
+  const config = { responsive: true, displaylogo: false, modeBarButtons: [["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]], displayModeBar: touch.matches ? false : "hover", toImageButtonOptions: { filename: chart.title } };
   return Plotly.react(figure.querySelector(".plot"), traces, layout, config);
 }
 
-const figures = () => all("#charts figure");
+const figures = () => all(".charts figure").filter((figure) => figure.offsetParent);
 const drawAll = () => Promise.all(figures().map(draw));
 
 function chips() {
@@ -98,17 +114,19 @@ function chips() {
   }));
 }
 
-// The keyboard's zoom: a part of the range, moved or made smaller.
-function keyed(event) {
-  const plot = event.currentTarget;
+// A part of the axis, moved or made smaller by a key; false: the key does nothing.
+function zoom(plot, key) {
   const [from, to] = plot.layout.xaxis.range || plot._fullLayout.xaxis.range;
   const width = to - from;
   const moves = { ArrowLeft: [-0.2, -0.2], ArrowRight: [0.2, 0.2], "+": [0.2, -0.2], "-": [-0.35, 0.35] };
-  if (event.key === "0") Plotly.relayout(plot, { "xaxis.autorange": true, "yaxis.autorange": true });
-  else if (moves[event.key]) Plotly.relayout(plot, { "xaxis.range": [from + moves[event.key][0] * width, to + moves[event.key][1] * width] });
-  else return;
-  event.preventDefault();
+  if (key === "0") Plotly.relayout(plot, { "xaxis.autorange": true, "yaxis.autorange": true });
+  else if (moves[key]) Plotly.relayout(plot, { "xaxis.range": [from + moves[key][0] * width, to + moves[key][1] * width] });
+  else return false;
+  return true;
 }
+
+// A table that is wider than its place says so.
+const measureTables = () => all(".scroll").forEach((one) => one.classList.toggle("wide", one.scrollWidth > one.clientWidth + 1));
 
 document.addEventListener("DOMContentLoaded", () => {
   id("tools").onsubmit = (event) => event.preventDefault();
@@ -117,7 +135,12 @@ document.addEventListener("DOMContentLoaded", () => {
   id("reset").onclick = () => figures().forEach((figure) => Plotly.relayout(figure.querySelector(".plot"), { "xaxis.autorange": true, "yaxis.autorange": true }));
   if (id("all")) id("all").onclick = () => { if (off.size) off.clear(); else data.names.forEach((_, run) => off.add(run)); chips(); drawAll(); };
   all(".log").forEach((button) => (button.onclick = () => { button.setAttribute("aria-pressed", String(button.getAttribute("aria-pressed") !== "true")); draw(button.closest("figure")); }));
-  all(".plot").forEach((plot) => (plot.onkeydown = keyed));
+  all(".plot").forEach((plot) => (plot.onkeydown = (event) => { if (zoom(plot, event.key)) event.preventDefault(); }));
+  all(".zoom").forEach((button) => (button.onclick = () => zoom(button.closest("figure").querySelector(".plot"), button.dataset.key)));
+  all("details").forEach((one) => (one.ontoggle = () => { measureTables(); if (one.id === "more") drawAll(); }));
+  window.onresize = measureTables;
+  id("more").open = innerWidth > 700;
+  measureTables();
   dark.onchange = () => { chips(); drawAll(); };
   chips();
   drawAll().then(() => document.body.classList.add("drawn"));

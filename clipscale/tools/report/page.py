@@ -12,7 +12,7 @@ from plotly.offline import get_plotlyjs
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import printable, say
-from clipscale.common.units import one_of
+from clipscale.common.units import format_bytes, one_of
 from clipscale.log.records import Record
 from clipscale.log.table import FIGURES, result_tables
 from clipscale.tools.report.runs import Run, read_runs
@@ -22,6 +22,8 @@ AXES = ("step", "samples", "hours", "y")
 """The columns of a curve."""
 POINTS = 3000
 """Of all curves in one chart, about."""
+FIRST = 4
+"""Charts of evaluations that stand beside the loss."""
 
 
 def main(words: list[str], settings: ReportSettings) -> None:
@@ -55,6 +57,7 @@ def page(runs: Sequence[Run], expected: str = "") -> str:
     templates = Environment(loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     templates.filters["printable"] = printable
     templates.policies["json.dumps_kwargs"] = {"allow_nan": False}
+    templates.filters["bytes"] = format_bytes
     keys = sorted({key for run in runs for key in run.settings if key != "run"})
     named = "{1}" if len(runs) == 1 else "{0}, {1}"
     newest: Record = {}
@@ -67,6 +70,7 @@ def page(runs: Sequence[Run], expected: str = "") -> str:
         data=curves(runs, expected),
         typical=typical,
         results=result_tables(newest),
+        samples=Markup(runs[0].samples if len(runs) == 1 else ""),
         settings={key: [run.settings.get(key, "") for run in runs] for key in keys},
         **{kind: Markup((here / f"page.{kind}").read_text(encoding="utf-8")) for kind in ("css", "js")},
     )
@@ -90,6 +94,7 @@ def curves(runs: Sequence[Run], expected: str) -> Record:
     for chart in charts:
         tables = [points(run, chart) for run in runs]
         chart["runs"] = [{"points": columns(thinned(t, parts)), "means": columns(means(t, parts))} for t in tables]
+        chart["drawn"] = "published" in chart or max(map(len, tables)) > 1  # one point is a number in cards and tables
     return {
         "colours": FIGURES["colours"],
         "dashes": FIGURES["dashes"],
@@ -99,22 +104,32 @@ def curves(runs: Sequence[Run], expected: str) -> Record:
 
 
 def charts_of(runs: Sequence[Run], expected: str = "") -> list[Record]:
-    """The charts over the run that have something to show, and then those of evaluation sets.
+    """The charts that have something to show: the loss, those of evaluation sets, and then the others over the run.
 
     ImageNet's top-1 has the published curve `expected` behind it. Raises UserError for an unknown one.
     """
-    keys = {key for run in runs for row in run.rows for key, value in row.items() if value is not None}
+    keys = {key: None for run in runs for row in run.rows for key, value in row.items() if value is not None}
     if expected and expected not in FIGURES["published"]:
         raise UserError(f"expected={expected}: choose {one_of(FIGURES['published'])}")
     charts = [dict(chart) for chart in FIGURES["charts"] if chart["key"] in keys]
-    for key in sorted(key for key in keys if key.startswith("eval/")):
-        name, metric = key.removeprefix("eval/").rsplit("/", 1)
-        if title := FIGURES["evaluations"].get(metric):
-            share = {} if metric in FIGURES["plain"] else {"unit": "%", "per": 0.01, "zero": True}
-            charts.append({"key": key, "title": f"{name}, {title}"} | share)
-        if expected and metric == "top1" and re.match(r"imagenet[-_]?(1k|val)?( \(|$)", name, re.IGNORECASE):
-            charts[-1]["published"] = FIGURES["published"][expected]
-    return charts
+    evaluations = [chart for key in keys if key.startswith("eval/") for chart in evaluation_chart(key, runs)]
+    for number, chart in enumerate(evaluations):
+        chart["more"] = number >= FIRST
+        if expected and re.match(r"eval/imagenet[-_]?(1k|val)?( \(.*)?/top1$", chart["key"], re.IGNORECASE):
+            chart["published"] = FIGURES["published"][expected]
+    return [*charts[:1], *evaluations, *charts[1:]]
+
+
+def evaluation_chart(key: str, runs: Sequence[Run]) -> list[Record]:
+    """The chart of `eval/SET/METRIC`, with the `band` where it should end, if the settings of a run say so."""
+    name, metric = key.removeprefix("eval/").rsplit("/", 1)
+    chart: Record = {"evaluation": True, "key": key}
+    if metric not in FIGURES["plain"]:
+        chart |= {"unit": "%", "per": 0.01, "zero": True}
+    for run in runs:
+        chart |= run.expected.get(key, {})
+    title = FIGURES["evaluations"].get(metric, metric.replace("_", " ") if "band" in chart else "")
+    return [chart | {"title": f"{name}, {title}"}] if title else []
 
 
 def points(run: Run, chart: Record) -> np.ndarray:

@@ -12,8 +12,12 @@ from clipscale.common.errors import UserError
 from clipscale.common.terminal import printable
 from clipscale.common.units import run_folder
 from clipscale.config.eval import existing_run
+from clipscale.config.expected import SOURCE, bands_of
+from clipscale.config.parse import as_typed
 from clipscale.config.setting import flat
+from clipscale.eval.expected import labels_of
 from clipscale.log.records import Record, read_evaluations, read_metrics
+from clipscale.log.samples import SHEET
 
 
 @dataclass
@@ -28,7 +32,12 @@ class Run:
     evaluations: list[Record]
     rows: list[Record]
     settings: dict[str, str]
+    """As one types them."""
+    expected: dict[str, Record]
+    """`eval/SET/METRIC` -> the `band` in which it should end, in per cent, and its `source`."""
     environment: Record
+    samples: str
+    """The sheet of its first training samples, as HTML; empty: it has none."""
 
 
 def read_runs(names: Sequence[str | Path]) -> list[Run]:
@@ -63,8 +72,16 @@ def _read(folder: Path) -> Run:
         rows.append(row)
     config = _content(folder / "config.yaml")
     environment = _content(folder / "env.json")
-    settings = {name: str(value) for name, value in flat(config)}
-    return Run(folder.resolve().name, folder, records, evaluations, rows, settings, environment)
+    foreseen = config.pop("expected", {})
+    expected: dict[str, Record] = {}
+    for key, band in bands_of(foreseen).items():
+        name, _, metric = key.rpartition(".")
+        of = {"band": band, "source": foreseen.get(SOURCE, "")}
+        expected |= {f"eval/{label}/{metric}": of for label in labels_of(name)}
+    settings = {name: as_typed(value) for name, value in flat(config)}
+    samples = folder / SHEET
+    sheet = samples.read_text(encoding="utf-8").partition("<body>")[2] if samples.is_file() else ""
+    return Run(folder.resolve().name, folder, records, evaluations, rows, settings, expected, environment, sheet)
 
 
 def _content(path: Path) -> Record:

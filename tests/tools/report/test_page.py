@@ -4,7 +4,9 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from html import unescape
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +20,12 @@ from tests.support.browser import CHROMIUM, Page, browser
 HOSTILE = "<img src=x onerror=alert(1)> costs $5"
 
 
-def make_run(run: Path, losses: list[float | None], batch: int = 256, **extra: float | None) -> Path:
+def make_run(run: Path, losses: list[float | None], batch: int = 256, **extra: Any) -> Path:
+    """A run's folder. `extra`: settings, by a dictionary, and fields of each record."""
     run.mkdir(parents=True, exist_ok=True)
-    (run / "config.yaml").write_text(yaml.safe_dump({"model": {"name": HOSTILE}, "batch": batch, "run": str(run)}))
+    settings = {"model": {"name": HOSTILE}, "batch": batch, "run": str(run)}
+    settings |= {name: extra.pop(name) for name in [*extra] if isinstance(extra[name], dict)}
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
     records = [{"step": n, "samples": batch * n, "batch": batch, "loss": x, **extra} for n, x in enumerate(losses, 1)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return run
@@ -39,10 +44,13 @@ def whole_run(run: Path, number: int = 0) -> Path:
         **rates,
     )
     for step, top1 in ((10, 0.2), (30, 0.875), (60, 0.999)):  # the last is left by an interrupted run that got further
-        (run / "eval").mkdir(exist_ok=True)
-        results = {"imagenet1k": {"top1": top1, "images": 10, "broken": 0}}
-        (run / f"eval/step_{step:08d}.json").write_text(json.dumps({"results": results}))
+        evaluate(run, step, {"imagenet1k": {"top1": top1, "images": 10, "broken": 0}})
     return run
+
+
+def evaluate(run: Path, step: int, results: dict[str, dict[str, float]]) -> None:
+    (run / "eval").mkdir(exist_ok=True)
+    (run / f"eval/step_{step:08d}.json").write_text(json.dumps({"results": results}))
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +67,17 @@ def test_every_chart_is_drawn_and_nothing_is_cut(page: Page, tmp_path: Path, cou
     html = write_report(runs, expected="openclip-b32-2b")
     for width, dark in ((390, False), (1280, True)):
         page.show(html.as_uri(), width, dark=dark)
+        if width == 390:
+            assert page.value("document.documentElement.scrollHeight") < 2500 + 200 * count
+            assert page.value("document.querySelectorAll('.modebar-btn').length") == 0, "nothing covers a curve"
+            page.value("document.querySelector('.zoom[data-key=\"+\"]').click()")
+            assert page.value("document.querySelector('.plot').layout.xaxis.range.length") == 2
+            wide = "[...document.querySelectorAll('.scroll.wide')].filter((one) => one.checkVisibility()).length"
+            assert (page.value(wide) > 0) == (count > 1), "a table that goes on says so"
         page.value("document.querySelectorAll('details').forEach((one) => (one.open = true))")
+        page.value("drawAll().then(() => 1)")
         marks = "f.querySelectorAll('.scatterlayer path.js-line').length"
-        drawn = page.value(f"[...document.querySelectorAll('#charts figure')].map((f) => {marks})")
+        drawn = page.value(f"[...document.querySelectorAll('.charts figure')].map((f) => {marks})")
         assert len(drawn) == 11 and min(drawn) >= count, drawn
         assert page.value("document.documentElement.scrollWidth") <= page.value("innerWidth") == width
         cut = "one.getBoundingClientRect().right > innerWidth + 1 && !one.closest('.scroll, .plot')"
@@ -92,8 +108,63 @@ def test_tables_carry_what_charts_show_and_names_are_text(tmp_path: Path) -> Non
     assert "<img" not in text and "<b>" not in text and "costs $5" in text
     assert ">87.5<" in text and ">99.9<" not in text
     cells = re.findall(r"<tr><td>&lt;b&gt;1</td>(.*?)</tr>", text.replace("\n", ""))
-    assert cells[0] == "<td>6</td><td>1.167</td><td>6</td><td>1.167</td>", "first, lowest, highest, last loss"
-    assert "<td>257</td>" in cells, "settings that differ"
+    assert "<td>6</td><td>1.167</td><td>6</td><td>1.167</td>" in cells, "first, lowest, highest, last loss"
+
+
+def data_of(html: str) -> Any:
+    """What the page's script draws."""
+    return json.loads(html.split('<script id="data" type="application/json">')[1].split("</script>")[0])
+
+
+def plain(html: str) -> str:
+    """The page's text in one line."""
+    return " ".join(unescape(re.sub(r"<script.*?</script>|<style.*?</style>|<[^>]*>", " ", html, flags=re.S)).split())
+
+
+EXPECTED = {"imagenet1k.top1": [18.5, 20.0], "source": "a paper"}
+
+
+@pytest.mark.parametrize(("top1", "place"), [(0.183, "below"), (0.1996, "within"), (0.213, "above")])
+def test_scores_come_first_with_what_was_expected(tmp_path: Path, top1: float, place: str) -> None:
+    sizes = {"mem_peak_bytes": 1.5 * 2**30, "host_rss_bytes": 20.0 * 2**20}
+    run = make_run(tmp_path / "a", [5.0, 4.0], 64, expected=EXPECTED, samples_per_s_wall=128 / 367, **sizes)
+    evaluate(run, 2, {"imagenet1k": {"top1": top1, "images": 10}, "mine": {"image_to_text_r1": 0.5, "loss": 2.0}})
+    text = plain(write_report([run]).read_text())
+    score = f"imagenet1k, top-1 {100 * top1:.1f} % {place} 18.5 to 20, the expected end"
+    cards = f"report a {score} mine, image→text R@1 50.0 % mine, held-out loss 2 Loss 4 Samples 128 Steps 2 "
+    assert f"{cards}Training time 6 min 7 s GPU memory 1.50 GiB Host memory 20.0 MiB" in text
+    drawn = [chart["key"] for chart in data_of((run / "report.html").read_text())["charts"] if chart["drawn"]]
+    assert drawn == ["loss", "mem_peak_bytes", "host_rss_bytes"], "one measured point is a number"
+
+
+def test_a_band_is_drawn_where_a_run_should_end(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", [5.0, 4.0], expected=EXPECTED)
+    for step in (1, 2):
+        evaluate(run, step, {"imagenet": {"top1": 0.1 * step}, "imagenet-v2": {"top1": 0.1}})
+    charts = {chart["key"]: chart for chart in data_of(write_report([run]).read_text())["charts"]}
+    assert charts["eval/imagenet/top1"]["band"] == [18.5, 20.0] and "band" not in charts["eval/imagenet-v2/top1"]
+    assert "the expected end, 18.5 to 20 (a paper)." in (run / "report.html").read_text()
+
+
+def test_several_runs_begin_with_a_table_of_their_ends(tmp_path: Path) -> None:
+    for number in range(3):
+        run = make_run(tmp_path / f"runs/r{number}", [5.0, 4.0], 64, expected=EXPECTED, data={"train": ["a", number]})
+        evaluate(run, 2, {"imagenet1k": {"top1": 0.18 + 0.01 * number}})
+    html = write_report([tmp_path / "runs"]).read_text()
+    assert '<dl class="facts">' not in html, "no lonely card"
+    text = plain(html)
+    assert "report 3 runs Runs run imagenet1k, top-1 loss samples steps time" in text
+    assert "r0 18.0 % below 4 128 2 0 s r1 19.0 % within 4 128 2 0 s r2 20.0 % within 4 128 2 0 s" in text
+    assert "Settings that differ r0 data.train=[a,0] r1 data.train=[a,1] r2 data.train=[a,2] Axis" in text
+
+
+def test_a_report_shows_the_run_s_samples(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs/run", [1.0, 2.0])
+    (run / "samples.html").write_text("<title>Samples</title><body><p>a red star</p>")
+    page = write_report([run]).read_text()
+    assert "<p>a red star</p>" in page and "<title>Samples" not in page
+    make_run(tmp_path / "runs/other", [1.0, 2.0])
+    assert "a red star" not in write_report([tmp_path / "runs"]).read_text(), "several runs: each has its own"
 
 
 def test_peaks_survive_thinning() -> None:
@@ -112,8 +183,7 @@ def test_any_length_of_run_and_odd_values(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run = make_run(Path("$a_b$"), losses, mem_peak_bytes=None, grad_norm=math.inf)
-    written = write_report([run], "out.html").read_bytes()
-    data = json.loads(written.split(b'<script id="data" type="application/json">')[1].split(b"</script>")[0])
+    data = data_of(write_report([run], "out.html").read_text())
     assert data["charts"][0]["runs"][0]["points"]["y"] == losses
 
 
