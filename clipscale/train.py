@@ -322,7 +322,7 @@ class Run:
         reshard(state.model)
         if self.records.log:
             self.records.log.eval(self.step, results)
-            for line in fallen(ResultsFile(self.resolved.folder, 0).results(), results):
+            for line in fallen(ResultsFile(self.resolved.folder, 0).record()["results"], results):
                 self.records.log.message(f"warning: {line}")
         return dict(results)
 

@@ -84,6 +84,11 @@ def condition(text: str) -> Condition:
     return Condition(name, sign, (value,))
 
 
+def source_names(texts: Sequence[str]) -> list[str]:
+    """Caption sources without their weights, in the order in which they are tried."""
+    return [name for name, _ in caption_sources(texts)]
+
+
 def caption_sources(texts: Sequence[str]) -> tuple[tuple[str, float], ...]:
     """Parse caption sources with their weights: `txt`, `json:caption=0.5`. Raises UserError."""
     sources = []

@@ -14,7 +14,7 @@ import numpy as np
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.config.sections import DistillConfig
-from clipscale.data.conditions import caption_sources
+from clipscale.data.conditions import source_names
 from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError, ChosenSample
 from clipscale.data.shards.addresses import SourceError
 from clipscale.data.shards.index import folder_of
@@ -74,7 +74,7 @@ def stored_teachers(data: DataConfig, config: DistillConfig) -> tuple[TeacherFea
         return ()
     url = list_shards(data)[0][0]
     notes = notes_beside(url, Store(data))
-    captions = [name for name, _ in caption_sources(data.captions)]
+    captions = source_names(data.captions)
     teachers = []
     for number, name in enumerate(config.teachers):
         note = notes.get(name, {})

@@ -1,6 +1,6 @@
 """Zero-shot classification sets, and how a model is measured on them.
 
-n: images of a batch, C: classes, U: distinct class names, D: feature width.
+N: images, n: images of a batch, C: classes, U: distinct class names, D: feature width.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from clipscale.eval import zero_shot
-from clipscale.eval.encode import Encoder
+from clipscale.eval.encode import MISSED, Encoder, join
 from clipscale.eval.sets.item import EvalSet
 
 
@@ -34,16 +34,13 @@ class ClassificationSet(EvalSet):
 
     def measure(self, encoder: Encoder) -> dict[str, float]:
         """Accuracies, and the mean recall of the classes."""
-        device = encoder.world.device
-        C = len(self.classnames)
+        target_N = torch.tensor(self.answers, device=encoder.world.device)
         classes_UD, rows_C = encoder.classes(self.classnames, self.templates, self.label)
-        counts_3C = torch.zeros(3, C, dtype=torch.int64, device=device)
-        broken = torch.zeros((), dtype=torch.int64, device=device)
+        ranks = []
         for span, features_nD, usable_n in encoder.images(self):
-            targets = torch.tensor(self.answers[span.start : span.stop], device=device, dtype=torch.int64)
             scores_nC = (features_nD @ classes_UD.T)[:, rows_C]
-            ranks = zero_shot.target_ranks(scores_nC, targets).masked_fill(~usable_n, C + 5)
-            counts_3C += zero_shot.accuracy_counts(ranks, targets, C)
-            broken += (~usable_n).sum()
-        counts_3C, broken = (encoder.world.gather_rows(counts[None]).sum(0) for counts in (counts_3C, broken))
-        return zero_shot.accuracy_metrics(counts_3C) | {"images": len(self), "broken": int(broken)}
+            ranks_n = zero_shot.target_ranks(scores_nC, target_N[span.start : span.stop])
+            ranks.append(ranks_n.masked_fill(~usable_n, MISSED))
+        ranks_N = join(ranks, len(self), encoder.batch, encoder.world)
+        broken = int((ranks_N == MISSED).sum())
+        return zero_shot.accuracy_metrics(ranks_N, target_N) | {"images": len(self), "broken": broken}

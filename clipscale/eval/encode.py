@@ -28,6 +28,9 @@ from clipscale.models.towers import ClipModel
 
 log = logging.getLogger(__name__)
 
+MISSED = torch.iinfo(torch.int64).max
+"""Rank of a query or an image without a usable answer: a miss at every k."""
+
 
 def spans(count: int, batch: int, world: World) -> list[range]:
     """This rank's batches of 0..count-1, equally many on each rank; the last ones may be empty."""

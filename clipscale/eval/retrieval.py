@@ -9,12 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from clipscale.eval.encode import Encoder, join
+from clipscale.eval.encode import MISSED, Encoder, join
 from clipscale.eval.sets.item import EvalSet
 from clipscale.loss.api import contrastive_loss
 
-MISSED = torch.iinfo(torch.int64).max
-"""Rank of a query without a usable answer: a miss at every k."""
 BLOCK = 1024
 """Queries ranked at a time; a block's similarities to all candidates are in memory."""
 

@@ -45,15 +45,15 @@ class ResultsFile:
         name = "final" if self.step is None else f"step_{self.step:08d}"
         return self.run_dir / "eval" / f"{name}.json"
 
-    def results(self) -> Results:
-        """What the file holds; nothing where there is none."""
-        return json.loads(self.path.read_text(encoding="utf-8"))["results"] if self.path.exists() else {}
+    def record(self) -> dict[str, Any]:
+        """What the file holds; no results where there is none."""
+        if self.path.exists():
+            return dict(json.loads(self.path.read_text(encoding="utf-8")))
+        return {"step": self.step, "results": {}, "measured": {}}
 
     def add(self, label: str, metrics: dict[str, float], measured: dict[str, Any]) -> None:
         """Write a set's metrics and what they belong to. Results of other sets stay. Raises OSError."""
-        record: dict[str, Any] = {"step": self.step, "results": {}, "measured": {}}
-        if self.path.exists():
-            record = json.loads(self.path.read_text(encoding="utf-8"))
+        record = self.record()
         record["results"][label] = metrics
         record["measured"][label] = measured | self.facts
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -47,15 +47,12 @@ def target_ranks(scores_nC: Tensor, target_n: Tensor) -> Tensor:
     return torch.where(right_n1[:, 0].isnan(), scores_nC.shape[1], (~behind_nC).sum(1))
 
 
-def accuracy_counts(ranks_n: Tensor, target_n: Tensor, classes: int) -> Tensor:
-    """(3, C) int64: images, top-1 hits and top-5 hits of each class. Counts of chunks and processes can be added."""
-    rows = torch.stack([torch.ones_like(ranks_n), (ranks_n < 1).long(), (ranks_n < 5).long()])
-    counts = torch.zeros(3, classes, dtype=torch.int64, device=ranks_n.device)
-    return counts.index_add_(1, target_n, rows)
+def accuracy_metrics(ranks_N: Tensor, target_N: Tensor) -> dict[str, float]:
+    """`top1` and `top5`, and `mean_per_class_recall`: the mean top-1 of the classes with images.
 
-
-def accuracy_metrics(counts_3C: Tensor) -> dict[str, float]:
-    """`top1` and `top5` of all images; `mean_per_class_recall`: the mean top-1 of the classes with images."""
-    images, top1, top5 = counts_3C.double().unbind(0)
-    shares = {"top1": float(top1.sum() / images.sum()), "top5": float(top5.sum() / images.sum())}
-    return shares | {"mean_per_class_recall": float((top1 / images)[images > 0].mean())}
+    ranks_N: (N,) int64 of all images, from `target_ranks`. target_N: (N,) int64.
+    """
+    images_C = target_N.bincount()
+    hits_C = target_N[ranks_N < 1].bincount(minlength=len(images_C))
+    metrics = {f"top{k}": int((ranks_N < k).sum()) / len(ranks_N) for k in (1, 5)}
+    return metrics | {"mean_per_class_recall": float((hits_C.double() / images_C)[images_C > 0].mean())}

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from clipscale.eval import retrieval
-from clipscale.eval.retrieval import MISSED, first_right_ranks, retrieval_metrics
+from clipscale.eval.encode import MISSED
+from clipscale.eval.retrieval import first_right_ranks, retrieval_metrics
 
 
 def ranks_of(images: torch.Tensor, captions: torch.Tensor, owner: torch.Tensor) -> tuple[list[int], list[int]]:

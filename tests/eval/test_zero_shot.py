@@ -5,11 +5,7 @@ import math
 import pytest
 import torch
 
-from clipscale.eval.zero_shot import (
-    accuracy_counts,
-    accuracy_metrics,
-    target_ranks,
-)
+from clipscale.eval.zero_shot import accuracy_metrics, target_ranks
 
 
 def test_of_equal_scores_the_lower_class_comes_first_as_in_argmax() -> None:
@@ -28,7 +24,7 @@ def test_scores_that_are_not_numbers_are_never_hits() -> None:
 
 
 def test_accuracies_of_a_hand_made_case() -> None:
-    # Class 0: four images, three hits; class 1: one image, missed; class 2: none, and so not part of the mean recall.
-    ranks, targets = torch.tensor([0, 0, 0, 2, 7]), torch.tensor([0, 0, 0, 0, 1])
-    metrics = accuracy_metrics(accuracy_counts(ranks, targets, 3))
+    # Class 0: four images, three hits; class 2: one image, missed; class 1: none, and so not part of the mean recall.
+    ranks, targets = torch.tensor([0, 0, 0, 2, 7]), torch.tensor([0, 0, 0, 0, 2])
+    metrics = accuracy_metrics(ranks, targets)
     assert metrics == {"top1": 3 / 5, "top5": 4 / 5, "mean_per_class_recall": pytest.approx((3 / 4 + 0) / 2)}

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clipscale.config.data import DataConfig
-from clipscale.data.conditions import caption_sources
+from clipscale.data.conditions import source_names
 from clipscale.data.decode import first_caption, image_bytes
 from clipscale.data.eval_transform import ahead
 from clipscale.data.sample import BrokenSampleError, RawSample
@@ -49,7 +48,7 @@ class FeatureEncoder:
         self.precision = Precision(config.precision, device)
         model.image.to(device)
         model.text.to(device)
-        self.captions = caption_members(config.data)
+        self.captions = source_names(config.data.captions)
         self.transform = replace(model.eval_transform(), max_pixels=config.data.max_pixels)
 
     def groups(self, raws: Iterable[RawSample]) -> Iterator[Group]:
@@ -85,11 +84,6 @@ class FeatureEncoder:
         with suppress(BrokenSampleError):
             return first_caption(raw.members, self.captions)
         return None
-
-
-def caption_members(data: DataConfig) -> list[str]:
-    """The members that may hold a sample's text, in the order in which they are tried."""
-    return [name for name, _ in caption_sources(data.captions)]
 
 
 def batches(raws: Iterable[RawSample], most: int) -> Iterator[list[RawSample]]:

@@ -22,6 +22,7 @@ from clipscale.common.terminal import say
 from clipscale.config.secrets import hidden
 from clipscale.config.sections import ModelConfig
 from clipscale.config.setting import differing
+from clipscale.data.conditions import source_names
 from clipscale.data.decode import IMAGE_TYPES
 from clipscale.data.features import NOTE, encoded_array, notes_beside
 from clipscale.data.sample import limits
@@ -35,7 +36,7 @@ from clipscale.distributed.world import join, leave
 from clipscale.launch import local
 from clipscale.models.towers import ClipModel, load_any
 from clipscale.tools.embed.arrays import SHARDS, array_path
-from clipscale.tools.embed.encode import FeatureEncoder, Group, caption_members
+from clipscale.tools.embed.encode import FeatureEncoder, Group
 from clipscale.tools.embed.settings import IMAGE, KINDS, EmbedConfig, check_embed
 
 log = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ def features_note(config: EmbedConfig, model: ClipModel, settings: ModelConfig) 
         "resize": model.pixels.resize_mode,
         "interpolation": model.pixels.interpolation,
         "text": model.text.digest(),
-        "captions": caption_members(config.data),
+        "captions": source_names(config.data.captions),
     }
     if config.teacher:
         note["scale"] = model.logit_scale.exp().item()
