@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -95,7 +95,7 @@ def test_python_blocks_work() -> None:
     for code in (b.code for page in PAGES for b in blocks(page) if b.language == "python" and not b.needs):
         images, texts = torch.nn.functional.normalize(torch.randn(2, 8, 4), dim=-1)
         queries, passages, encoder = torch.randn(8, 4), torch.randn(16, 4), torch.nn.Linear(4, 4)
-        names: dict[str, Any] = {
+        names = {
             "clipscale": clipscale, "setting": setting, "logit_scale": torch.tensor(10.0),
             "image_features": images.requires_grad_(), "text_features": texts, "queries": queries, "passages": passages,
             "query_tokens": {"input": queries}, "passage_tokens": {"input": passages}, "query_encoder": encoder,

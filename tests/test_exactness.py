@@ -27,7 +27,7 @@ from tests.support.ranks import run_ranks
 from tests.support.towers import PIXELS, TOKENS, small_model
 
 BATCH = 12
-DIMENSIONS: dict[str, tuple[Any, ...]] = {
+DIMENSIONS = {
     "ranks": (1, 2, 4),
     "parallel": ("none", "ddp", "zero1", "zero2", "zero3"),
     "chunks": ((1, 2), (2, 5), (12, 24)),
@@ -155,7 +155,7 @@ def cut_up(case: Case, rank: int) -> Answer:
 
     cache = GradCache(towers, loss, chunks=case.chunks, keep_bytes=case.keep)
     pixels, tokens = inputs_of(case, rank)
-    texts: ChunkLoader | SortedCaptions = rows_of(tokens, case)
+    texts = rows_of(tokens, case)
     if case.captions == "sorted":
         texts = sorted_captions(case, tokens, lambda chunks: world.highest(chunks)[0])
         if world.size > 1:

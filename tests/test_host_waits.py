@@ -2,7 +2,6 @@
 
 import traceback
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +51,8 @@ class CountWaits(TorchDispatchMode):
 def test_a_step_waits_once_for_the_device(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, objective: str
 ) -> None:
-    steps: list[Counter[str]] = []
-    train_step: Callable[[Run], None] = Run.train_step
+    steps = []
+    train_step = Run.train_step
     as_list = Tensor.tolist
 
     def counted(run: Run) -> None:

@@ -41,7 +41,7 @@ def features(tower: Any, **inputs: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["clip", "quick"])
 def test_transformers_loads_what_was_exported_and_computes_the_same(tmp_path: Path, script: Any, kind: str) -> None:
-    architecture: dict[str, Any] = ARCHITECTURE | {"quick_gelu": kind == "quick"}
+    architecture = ARCHITECTURE | {"quick_gelu": kind == "quick"}
     model = saved(
         tmp_path / "run", ModelConfig("own", architecture, preprocess={"mean": [0.5, 0.4, 0.3]}, init_scale=20.0)
     )

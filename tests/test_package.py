@@ -82,7 +82,7 @@ def test_the_wheel_trains_from_another_folder(
 
 
 def test_the_architecture_page_names_every_module_and_no_other() -> None:
-    named: set[str] = set()
+    named = set()
     for line in (CHECKOUT / "docs/architecture.md").read_text().partition("## Files")[2].splitlines():
         if line.startswith("|") and ".py`" in line:
             folder, files = line.split("|")[1:3]
@@ -93,7 +93,7 @@ def test_the_architecture_page_names_every_module_and_no_other() -> None:
 
 def definitions() -> set[str]:
     """Classes, functions, constants, methods and attributes as `Class.name`, of all modules."""
-    names: set[str] = set()
+    names = set()
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):

@@ -212,7 +212,7 @@ def test_steps_that_are_skipped_in_a_row_end_the_run_and_keep_its_checkpoint(dem
 def losing_a_loader(rank: int, world: int, config: TrainConfig) -> None:
     """A rank of a run; the last one's loader is lost in the fourth step."""
     fill, receive = InProcess.fill, InProcess.receive
-    filled: list[int] = []
+    filled = []
 
     def record(loader: InProcess, step: int) -> None:
         filled.append(step)

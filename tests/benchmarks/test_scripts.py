@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from clipscale.common.errors import UserError
 
@@ -57,7 +56,7 @@ def test_every_method_computes_the_gradients_of_one_graph(script: Any) -> None:
             pytest.importorskip("open_clip_train", reason="open_clip's training loop is not installed")
         steps = step.Step(method, "tiny", 4, "fp32", "cpu")
         steps.run(steps.inputs(8), lambda part: None)
-        tower: nn.Module = steps.peer if method.startswith("open_clip") else steps.model
+        tower = steps.peer if method.startswith("open_clip") else steps.model
         gradients[method] = {name.replace("image.encoder.", "visual."): p.grad for name, p in tower.named_parameters()}
     weight = "visual.conv1.weight"
     for method, actual in gradients.items():

@@ -91,7 +91,7 @@ def test_training_goes_on_without_a_save_that_fails(disk: Path, capsys: pytest.C
 def test_a_rank_lost_while_it_writes_does_not_hide_the_error_that_ends_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lost: Future[Any] = Future()
+    lost = Future()
     lost.set_exception(RuntimeError("Connection closed by peer [127.0.0.1]:1"))
     monkeypatch.setattr(torch.distributed.checkpoint, "async_save", lambda *_, **__: lost)
     saver = checkpoint.Saver(tmp_path, ALONE, CheckpointConfig())

@@ -20,7 +20,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[TrainConfig
     Instead of training, a run has its seed as its loss; seed 13 fails.
     """
     monkeypatch.chdir(tmp_path)
-    configs: list[TrainConfig] = []
+    configs = []
 
     def run(config: TrainConfig, *, isolated: bool) -> dict[str, Any]:
         assert isolated

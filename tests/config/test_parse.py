@@ -38,7 +38,7 @@ from clipscale.config.train import TrainConfig
     ],
 )
 def test_a_value_becomes_the_type_of_its_setting(values: dict[str, Any], read: Any) -> None:
-    value: Any = typed(TrainConfig, values)
+    value = typed(TrainConfig, values)
     while is_dataclass(value):
         (name, values), *_ = values.items()
         value = getattr(value, name)
@@ -88,7 +88,7 @@ def test_every_setting_has_help_and_accepts_its_default(verb: str) -> None:
 
 
 def test_only_the_command_line_knows_hydra() -> None:
-    imports: dict[str, set[str]] = {}
+    imports = {}
     for path in PACKAGE.rglob("*.py"):
         names = imports.setdefault(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts), set())
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -73,9 +73,7 @@ def test_every_other_choice_composes(word: str) -> None:
     composed(word)
 
 
-RECIPES: dict[str, dict[str, Any]] = yaml.safe_load(
-    Path(__file__).with_name("recipes.yaml").read_text(encoding="utf-8")
-)
+RECIPES = yaml.safe_load(Path(__file__).with_name("recipes.yaml").read_text(encoding="utf-8"))
 
 
 def planned(name: str) -> PlanConfig:
@@ -84,7 +82,7 @@ def planned(name: str) -> PlanConfig:
     words += (
         ["model.batch_norm=frozen"] if name in ("mobileclip2-b", "cc3m-rn50") else []
     )  # a dry run of ranks synchronises none
-    config: PlanConfig = compose.settings("plan", compose.overrides("plan", words)[1])
+    config = compose.settings("plan", compose.overrides("plan", words)[1])
     VERBS["plan"].check(config)
     return config
 

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from clipscale.config.data import DataConfig
-from clipscale.data.columns import KEYS, Column, columns_of, sample_id
+from clipscale.data.columns import KEYS, columns_of, sample_id
 from clipscale.data.loader import stream as loader
 from clipscale.data.loader.host_batch import Arena, HostBatch, Offload
 from clipscale.data.loader.shard_reader import OrderedShards, ShardReader, StreamPosition
@@ -32,7 +32,7 @@ def open_stream(
     seed, position = options.pop("seed", 0), options.pop("position", None)
     offload = Offload(**{name: options.pop(name) for name in ("backend", "chunk") if name in options})
     side = options.pop("side", SIDE)
-    more: tuple[Column, ...] = options.pop("columns", ())
+    more = options.pop("columns", ())
     config = DataConfig(**{"train": [str(folder)], "workers": 0, "shuffle": 8, **options})
     columns = columns_of(config, side)
     share = BatchShare(batch, rank, world)
@@ -137,7 +137,7 @@ class Inline:
 
     def receive(self, needed: Sequence[int]) -> list[tuple[int, Report]]:
         """Some reports, of workers that may be ahead of what is needed or behind it."""
-        actual: list[tuple[int, Report]] = []
+        actual = []
         while needed and not actual:
             number = self._random.randrange(len(self))
             report = next(self._at[number], None)

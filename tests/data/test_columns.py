@@ -23,7 +23,7 @@ def test_keys_follow_the_field_and_captions_their_sample(tmp_path: Path) -> None
     write_tar(tmp_path / "0.tar", members)
     options = {"batch": 16, "shard_streams": 8, "same": "url", "captions": ["json:captions"]}
     one, several = (open_stream(tmp_path, captions_per_step=k, **options) for k in (1, 2))
-    by_key: dict[int, set[int]] = {}
+    by_key = {}
     for _ in range(6):
         (first, alone), (batch, both) = ((b, content(b)) for b in (one.next_batch(), several.next_batch()))
         assert (alone[0], alone[1], alone[3]) == (both[0], both[1], both[3]), "their number changes nothing else"

@@ -3,7 +3,6 @@
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +45,7 @@ def test_teachers_are_written_beside_the_pictures_and_read_with_them(tmp_path: P
     torch.manual_seed(3)
     model = build_model(TINY)
     save(tmp_path / "run", 7, {"model": model.state_dict(), "model_config": asdict(TINY)}, keep=0)
-    options: dict[str, Any] = {"run": str(tmp_path / "run"), "device": "cpu", "dtype": "float32"}
+    options = {"run": str(tmp_path / "run"), "device": "cpu", "dtype": "float32"}
     write_tar(tmp_path / "0.tar", [m for i in range(9) for m in (sample(f"{i:02d}", i) if i else [("0.txt", b"x")])])
     folder = str(tmp_path / "0.tar")
     for name in ("a", "b"):

@@ -14,7 +14,7 @@ from clipscale.config.data import DataConfig
 from clipscale.data.filters import Selection, selection
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError, RawSample
-from tests.data.files import Members, picture, write_tar
+from tests.data.files import picture, write_tar
 from tests.data.streams import contents, flat, ids, open_stream
 
 
@@ -80,7 +80,7 @@ def test_caption_sources_that_cannot_work_are_refused(captions: list[str]) -> No
 
 
 def test_a_stream_drops_by_reason_and_keeps_the_rest_exact(tmp_path: Path) -> None:
-    members: Members = []
+    members = []
     for i in range(40):
         members += [(f"k{i:02d}.png", picture(i % 5)), (f"k{i:02d}.txt", b"x" * (i % 4 + 1))]
         members += [(f"k{i:02d}.json", json.dumps({"similarity": i / 40}).encode())]

@@ -31,7 +31,7 @@ def epoch_orders(draw: st.DrawFn) -> Epochs:
 
 @given(epoch_orders(), st.integers(0, 5))
 def test_an_epoch_holds_every_place_of_every_shard_once(order: Epochs, epoch: int) -> None:
-    places: Counter[tuple[int, int]] = Counter()
+    places = Counter()
     for stream in range(order.streams):
         for segment in order.segments(stream, epoch):
             assert segment.stop is not None and segment.stop <= order.counts[segment.shard]

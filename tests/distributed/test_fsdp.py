@@ -24,7 +24,7 @@ GATHER, SUM = "all-gathers", "reduce-scatters"
 CHUNKS, LAYERS = 3, 2
 GROUPS = 2 * (LAYERS + 1)
 """Both towers' blocks, and what is outside of them."""
-CASES: list[dict[str, Any]] = [
+CASES = [
     *({"stage": stage} for stage in (0, 1, 2, 3)),
     {"stage": 1, "half": True, "steps": 2},
     {"stage": 3, "half": True},
@@ -71,7 +71,7 @@ def step(rank: int, ranks: int, stage: int, half: bool = False, steps: int = 1) 
     if not stage:
         towers = [tower.module for tower in towers]
     cache = GradCache(towers, lambda u, v: contrastive_loss(u, v, model.logit_scale.exp()), chunks=2, autocast=autocast)
-    now: list[tuple[int, int]] = []
+    now = []
     cache.after_chunk = lambda tower, rows: now.append(held(towers[tower]))
     for _ in range(steps):
         model.zero_grad()

@@ -35,7 +35,7 @@ def counted(rank: int, world: int, config: TrainConfig) -> tuple[Counter[str], l
     run.train_step()
     run.step += 1
     calls = Counter[str]()
-    uncounted: list[str] = []
+    uncounted = []
     phase = Phases.__call__
 
     @contextmanager

@@ -68,7 +68,7 @@ def test_the_figures_are_clip_benchmarks(tmp_path: Path, monkeypatch: pytest.Mon
     ours = main(EvalRunConfig(run=str(tmp_path / "run"), device="cpu", eval=chosen))
 
     out = export(ExportSettings(run=str(tmp_path / "run"), out=str(tmp_path / "out")))
-    folder: Any = None
+    folder = None
     model, transform, tokenizer = load_clip("open_clip", f"local-dir:{out}", folder, "", device="cpu")
     model.eval()
 

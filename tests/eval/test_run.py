@@ -5,7 +5,6 @@ import math
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -125,13 +124,13 @@ def features_and_results(
     model = build_model(TINY).eval()
     world = World(rank, size, CPU)
     encoder = Encoder(model, world, nullcontext, batch=4, threads=1)
-    eval_set: Any = load_set(Path(classes))
-    captioned: Any = load_set(Path(captions))
+    eval_set = load_set(Path(classes))
+    captioned = load_set(Path(captions))
     with torch.no_grad():
         images = join([features for _, features, _ in encoder.images(eval_set)], len(eval_set), 4, world)
         of_classes, _ = encoder.classes(eval_set.classnames, eval_set.templates, eval_set.label)
         features = [images, of_classes, encoder.texts([text for texts in captioned.answers for text in texts])]
-    passes: list[int] = []
+    passes = []
     for tower in (model.image, model.text):
         tower.register_forward_pre_hook(lambda *_: passes.append(1))
     config = EvalConfig(sets=[classes, captions, pairs], batch=4, loss_batch=2)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -213,7 +213,7 @@ def test_a_signal_saves_stops_the_workers_and_gives_the_status(
     training: Running, tmp_path: Path, number: signal.Signals
 ) -> None:
     process, _, everyone = training
-    kill: Callable[[int, int], None] = os.killpg if number is signal.SIGINT else os.kill  # a terminal asks all
+    kill = os.killpg if number is signal.SIGINT else os.kill  # a terminal asks all
     kill(process.pid, number)
     _, errors = process.communicate(timeout=240)
     assert process.returncode == 128 + number, errors

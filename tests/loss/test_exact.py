@@ -137,7 +137,7 @@ def test_half_precision_is_no_further_from_the_truth_than_twice_plain_torch(
 def test_gradients_of_rows_in_stripes_are_exact(objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clipscale.loss.autograd.STRIPE", 5)
     u, v = features(13, 17, 8)
-    options: dict[str, object] = {"objective": objective} | key_options(True, 13, 17)
+    options = {"objective": objective} | key_options(True, 13, 17)
     actual = results(contrastive_loss, u, v, 14.3, tile=4, **options)
     assert_exact(actual, oracle(u, v, 14.3, **options), 14.3, 1e-10, objective)
 

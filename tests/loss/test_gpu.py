@@ -4,8 +4,6 @@
 Letters: N pairs, D feature width.
 """
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -37,7 +35,7 @@ def rows(n: int, m: int, width: int, kind: str = "random") -> tuple[Tensor, Tens
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_float32_is_exact(objective: str, has_keys: bool, backend: str) -> None:
     n, m, width = sized(3001, 4100, 768)
-    options: dict[str, Any] = {"objective": objective}
+    options = {"objective": objective}
     if has_keys:
         options["keys"] = moved(keys(n, m))
     for kind, scale in (("random", 14.3), ("aligned", 100.0), ("low", 100.0)):

@@ -15,7 +15,7 @@ from tests.loss.cases import Phi, assert_exact, error, features, oracle, results
 
 U, V = (x.float() for x in features(6, 8, 4))
 
-REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
+REFUSALS = {
     "widths that differ": ({"text_features": V[:, :3]}, "differ in width"),
     "an empty batch": ({"image_features": U[:0], "text_features": V[:0]}, "the batch is empty"),
     "fewer texts than images": ({"text_features": V[:5]}, "fewer texts than images"),

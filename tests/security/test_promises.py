@@ -59,7 +59,7 @@ def test_names_and_links_in_an_archive_are_no_paths(tmp_path: Path, capsys: Cap)
         (f"{tmp_path}/d.txt", b"d"),
     ]
     shard = str(write_tar(tmp_path / "a.tar", [link, ("b.txt", b"b"), *climbing]))
-    touched: list[str] = []
+    touched = []
 
     def listen(event: str, given: tuple[object, ...]) -> None:
         if event == "open" and str(given[0]).startswith(str(tmp_path)):

@@ -35,7 +35,7 @@ from tests.support.runs import ARCHITECTURE, curve, on_a_rank, records, small
 
 @pytest.mark.parametrize("name", ["adafactorbv", pytest.param("muon", marks=pytest.mark.slow)])
 def test_a_resumed_run_ends_with_the_same_weights_average_and_optimizer(shards: str, tmp_path: Path, name: str) -> None:
-    given: dict[str, Any] = {"optim": OptimConfig(name=name, lr=1e-3, eps=None), "ema": 0.9}
+    given = {"optim": OptimConfig(name=name, lr=1e-3, eps=None), "ema": 0.9}
     train(small(shards, tmp_path / "whole", checkpoint=CheckpointConfig(every="2", keep=0), **given))
     train(small(shards, tmp_path / "parts", resume=str(checkpoint.path_of(tmp_path / "whole", 2)), **given))
     assert [r["loss"] for r in records(tmp_path / "parts")] == [r["loss"] for r in records(tmp_path / "whole")][2:]
@@ -50,7 +50,7 @@ def test_a_resumed_run_ends_with_the_same_weights_average_and_optimizer(shards: 
 
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_run_that_gathers_statistics_resumes_in_and_after_these_steps(shards: str, tmp_path: Path, step: int) -> None:
-    given: dict[str, Any] = {"optim": OptimConfig(lr=1e-2, warm_statistics="2"), "samples": 60}
+    given = {"optim": OptimConfig(lr=1e-2, warm_statistics="2"), "samples": 60}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(small(shards, whole, checkpoint=CheckpointConfig(every="1", keep=0), **given))
     train(small(shards, parts, resume=str(checkpoint.path_of(whole, step)), **given))
@@ -134,7 +134,7 @@ def test_captions_are_sorted(shards: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_frozen_trunk_is_compiled(shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step calls both encoders by what the compiler has made of them."""
-    calls: list[Any] = []
+    calls = []
 
     def compiled(call: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         def counted(*inputs: Any) -> Any:

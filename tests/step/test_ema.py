@@ -53,7 +53,7 @@ def test_a_run_evaluates_the_average_and_trains_on_with_its_weights(
     run.train_step()
     model, average = run.state.model, run.state.average
     before = copy.deepcopy(model.state_dict())
-    seen: dict[str, torch.Tensor] = {}
+    seen = {}
     monkeypatch.setattr(
         "clipscale.train.evaluate", lambda *_, **__: seen.update(copy.deepcopy(model.state_dict())) or {}
     )

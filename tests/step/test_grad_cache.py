@@ -198,7 +198,7 @@ def test_autocast_does_not_lose_gradients_between_the_passes() -> None:
     assert_same(gradients(actual), gradients(required), 2e-2)
 
 
-MISTAKES: dict[str, dict[str, Any]] = {
+MISTAKES = {
     "one size of at least 1": {"chunks": 0},
     "one for each of 2 encoders": {"chunks": [4]},
     "does not use the representations of encoder 1": {"loss": lambda u, v: u.sum()},

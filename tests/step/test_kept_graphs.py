@@ -79,7 +79,7 @@ def test_in_bf16_kept_graphs_give_the_replayed_gradient_bit_for_bit() -> None:
 
 def test_a_graph_that_is_measured_is_gone_at_once() -> None:
     """Also one with an operation that saves its own result."""
-    held: list[weakref.ref[Tensor]] = []
+    held = []
 
     class Tower(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ def test_a_graph_that_does_not_fit_ends_the_keeping_and_not_the_step(
             self.tower, self.graphs = tower, 0
 
         def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.tower(x)
+            out = self.tower(x)
             if replaying or not torch.is_grad_enabled():
                 return out
             self.graphs += 1

@@ -1,7 +1,6 @@
 """Partly frozen towers and adapters are exact. Under a trained projection the frozen trunk runs once."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -39,9 +38,9 @@ def cut_up(rank: int, world: int, case: tuple[int, int, bool], parallel: str = "
     """This rank's part in ragged chunks, captions sorted."""
     model, here, part = model_of(*case), World(rank, world, torch.device("cpu")), BATCH // world
     pixels, tokens = (x[rank * part : (rank + 1) * part] for x in samples(BATCH))
-    passes: list[int] = []
+    passes = []
     model.text.encoder.ln_final.register_forward_hook(lambda module, inputs, out: passes.append(len(out)))
-    texts: Any = SortedCaptions(
+    texts = SortedCaptions(
         lambda a, b: tokens[a:b],
         lambda: lengths(tokens.numpy(), 0),
         part,
@@ -49,7 +48,7 @@ def cut_up(rank: int, world: int, case: tuple[int, int, bool], parallel: str = "
         resident=False,
         agreed=lambda chunks: here.highest(chunks)[0],
     )
-    text: nn.Module = model.text
+    text = model.text
     if once := model.text.trains_only_its_projection() and parallel == "ddp":
         text, texts = Projection(model.text), TrunkFeatures(texts, model.text.trunk, torch.no_grad)
     towers = [here.wrap(model.image, parallel), here.wrap(text, parallel)]
@@ -88,7 +87,7 @@ def test_a_run_with_frozen_trunks_has_the_curve_of_a_whole_replay(
 @pytest.mark.parametrize("lean", [True, False])
 def test_a_trunk_and_its_projection_are_the_tower(lean: bool) -> None:
     timm = {"timm_model_name": "resnet10t", "timm_pool": "avg", "timm_proj": "mlp", "image_size": 30}
-    text: Any = ARCHITECTURE["text_cfg"]
+    text = ARCHITECTURE["text_cfg"]
     for change in ({"vision_cfg": timm}, {"text_cfg": text | {"proj_bias": True}}):
         model = build_model(ModelConfig("test", ARCHITECTURE | change, image=ONE, text=ONE), lean=lean)
         pixels = torch.randint(0, 256, (3, 3, 30, 30), dtype=torch.uint8)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 Listener = Callable[[str, tuple[object, ...]], None]
-_listeners: list[Listener] = []
-_set: list[bool] = []
+_listeners = []
+_set = []
 
 
 def _hook(event: str, arguments: tuple[object, ...]) -> None:

@@ -50,7 +50,7 @@ def share_one_server() -> None:
 
 def start_the_server() -> None:
     """What `forkserver.ensure_running` does, by a fork of this process. The server's forks start theirs with it too."""
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server = forkserver._forkserver  # type: ignore[attr-defined]
     resource_tracker.ensure_running()
     with socket.socket(socket.AF_UNIX) as listener:
         address = arbitrary_address("AF_UNIX")

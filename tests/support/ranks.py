@@ -84,7 +84,7 @@ def _serve(pipe: Connection, store: Path, rank: int, world: int) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    groups = {}
     while True:
         try:
             order = pipe.recv_bytes()

@@ -20,7 +20,7 @@ def test_the_server_needs_nothing_heavy() -> None:
 
 @pytest.mark.parametrize("workers", [None, 0])
 def test_it_starts_before_the_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, workers: int | None) -> None:
-    order: list[str] = []
+    order = []
     monkeypatch.setattr(verb, "warm_up", lambda: order.append("server"))
     monkeypatch.setattr("clipscale.tools.plan.of_run.before", lambda *_: order.append("plan"))
     monkeypatch.setattr("clipscale.launch.local.run", lambda *_, **__: order.append("run"))

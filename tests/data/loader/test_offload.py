@@ -12,7 +12,7 @@ import torch
 from clipscale.common.errors import UserError
 from clipscale.config.data import AugmentConfig
 from clipscale.data.loader import memory
-from tests.data.files import Members, picture, sample, write_tar
+from tests.data.files import picture, sample, write_tar
 from tests.data.streams import open_stream
 
 pytestmark = pytest.mark.timeout(60)
@@ -22,7 +22,7 @@ SIDE, BATCH, CHUNK = 16, 50, 12
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Pictures whose bytes are fewer and more than their pixels, and broken ones between them."""
-    members: Members = []
+    members = []
     for i in range(120):
         if i % 9 == 4:
             members += [(f"{i}.jpg", picture(i, (40, 40), "JPEG")[:-300]), (f"{i}.txt", b"words")]
@@ -49,7 +49,7 @@ def passes(stream: Any, steps: int, again: int = 0) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_encoded_pixels_are_those_of_host_in_both_passes(mixed: Path, workers: int) -> None:
-    options: dict[str, Any] = {"batch": BATCH, "side": SIDE, "augment": AugmentConfig(scale=(0.3, 1.0), flip=0.5)}
+    options = {"batch": BATCH, "side": SIDE, "augment": AugmentConfig(scale=(0.3, 1.0), flip=0.5)}
     with open_stream(mixed, **options) as host:
         expected = passes(host, 4)
     options |= {"backend": "encoded", "chunk": CHUNK, "workers": workers}
@@ -77,7 +77,7 @@ def test_encoded_pictures_take_their_bytes_and_no_more(tmp_path: Path) -> None:
     members = [(f"{i}.{kind}", data) for i in range(640) for kind, data in (("jpg", large if i % 8 == 0 else small),)]
     members = [member for name, data in members for member in ((name, data), (name[:-3] + "txt", b"a photograph"))]
     path = write_tar(tmp_path / "0.tar", members)
-    taken: dict[str, list[int]] = {"host": [], "encoded": []}
+    taken = {"host": [], "encoded": []}
     for backend, sizes in taken.items():
         with open_stream(path, batch=64, side=224, backend=backend, chunk=1) as stream:
             for _ in range(10):
@@ -147,7 +147,7 @@ def test_encoding_begins_before_the_batch_is_complete_and_loading_goes_on_under_
         (tmp_path / "first chunk encoded").touch()
         return out
 
-    options: dict[str, Any] = {"workers": 1, "shard_streams": 1, "timeout_s": 50.0}
+    options = {"workers": 1, "shard_streams": 1, "timeout_s": 50.0}
     options |= {"backend": backend, "chunk": 32, "tokenizer": Gated(tmp_path)}
     with open_stream(mixed, batch=128, side=SIDE, **options) as stream:
         batch = stream.next_batch()

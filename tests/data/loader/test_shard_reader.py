@@ -55,7 +55,7 @@ def test_a_stream_holds_about_one_window_of_bytes(tmp_path: Path, monkeypatch: p
     path = pictures(tmp_path, [size if i % 3 else 500 for i in range(90)])
     monkeypatch.setattr(shard_reader, "WINDOW_BYTES", 5 * size)
     tracemalloc.start()
-    keys: list[Any] = []
+    keys = []
     items_of(Segment(0, 0, 0, 90, 90), str(path), window=64, kinds=limits(["png"]), use=lambda x: keys.append(x.key))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

@@ -16,7 +16,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.data import AugmentConfig
 from clipscale.data.columns import sample_id
 from clipscale.data.order import Epochs, stream_bounds
-from tests.data.files import Letters, Members, picture, sample, write_shards, write_tar
+from tests.data.files import Letters, picture, sample, write_shards, write_tar
 from tests.data.streams import all_ids, contents, flat, ids, inline_workers, open_stream
 
 pytestmark = pytest.mark.timeout(60)
@@ -71,9 +71,9 @@ def test_every_shard_stream_gives_its_share_of_an_epoch_once_whoever_reads_it(
             open_stream(folder, batch=batch, world=world, shuffle=shuffle)
         return
     epochs = 2
-    given_by: Counter[int] = Counter()
+    given_by = Counter()
     for rank in range(world):
-        options: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "workers": workers}
+        options = {"shuffle": shuffle, "seed": seed, "workers": workers}
         with inline_workers(seed):
             stream = open_stream(folder, batch=batch, rank=rank, world=world, **options)
         order = stream._shards.order
@@ -119,7 +119,7 @@ def test_uncounted_local_shards_are_scanned_when_few(
 
 # -- dirty data --------------------------------------------------------------------------------------------------------
 
-BROKEN: dict[str, Members] = {
+BROKEN = {
     "no_image": [("k.txt", b"words")],
     "no_caption": [("k.png", picture())],
     "empty_caption": [("k.png", picture()), ("k.txt", b"  ")],

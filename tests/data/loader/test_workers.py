@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -83,7 +82,7 @@ KILLER = Column("killer", (), "int64", kills)
 def test_what_ends_a_worker_is_named_and_can_be_left_out(tmp_path: Path) -> None:
     """A sample that no decoder survives must not end every start of a run."""
     write_shards(tmp_path, [50])
-    options: dict[str, Any] = {"batch": 5, "workers": 1, "shard_streams": 1, "columns": (KILLER,)}
+    options = {"batch": 5, "workers": 1, "shard_streams": 1, "columns": (KILLER,)}
     with open_stream(tmp_path, **options) as stream, pytest.raises(LoaderError, match="killed by SIGKILL") as raised:
         contents(stream, 10)
     line = str(raised.value)

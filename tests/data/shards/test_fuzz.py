@@ -25,7 +25,7 @@ from clipscale.data.sample import BrokenSampleError, limits
 from clipscale.data.shards import index
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.tar import BLOCK
-from tests.data.files import Members, picture, write_tar
+from tests.data.files import picture, write_tar
 from tests.support.audit import heard
 
 KINDS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -40,7 +40,7 @@ WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 def shard(folder: Path) -> bytes:
     path = folder / "whole.tar"
     if not path.exists():
-        members: Members = []
+        members = []
         for number, kind in enumerate(KINDS * 2):
             name = "jpg" if kind == "JPEG" else kind.lower()
             members += [(f"{number}.{name}", picture(number, (24, 17), kind)), (f"{number}.txt", b"a caption")]

@@ -2,7 +2,6 @@
 
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -77,7 +76,7 @@ def test_addresses_are_expanded_but_not_looked_up() -> None:
 def test_an_allowed_command_is_read_to_its_end_and_ended_early(tmp_path: Path) -> None:
     """The output is read like the file it prints; a failure is counted; closing the stream ends the command."""
     (path,) = write_shards(tmp_path / "set", [60])
-    options: dict[str, Any] = {"batch": 20, "shard_streams": 1, "order": "resampled", "shuffle": 8}
+    options = {"batch": 20, "shard_streams": 1, "order": "resampled", "shuffle": 8}
     with pytest.raises(UserError, match="allow_pipe"):
         open_stream(f"pipe:cat {path}", **options)
     actual = {}

@@ -12,7 +12,7 @@ from clipscale.common.errors import UserError
 from clipscale.data.shards import index, subset
 from clipscale.tools.data.make_index import main as make_index
 from clipscale.tools.data.settings import IndexSettings
-from tests.data.files import Members, picture, write_tar
+from tests.data.files import picture, write_tar
 from tests.data.streams import contents, open_stream, positions
 
 
@@ -24,7 +24,7 @@ def write(folder: Path, names: dict[int, list[int]]) -> Path:
     """Of each shard the samples with these numbers; some have captions that no run can use."""
     folder.mkdir()
     for shard, numbers in names.items():
-        members: Members = []
+        members = []
         for i in numbers:
             about = json.dumps({"uid": uid(shard, i)}).encode()
             members += [(f"{shard}-{i:02d}.png", picture(i)), (f"{shard}-{i:02d}.json", about)]

@@ -61,7 +61,7 @@ def test_float32_is_exact(objective: str, shared: str) -> None:
         (20, 70, 24, 100.0, "aligned"),
     ):
         u, v = features(n, m, width, kind)
-        options: dict[str, Any] = {"objective": objective, "shared": shared, "keys": keys(n, m)}
+        options = {"objective": objective, "shared": shared, "keys": keys(n, m)}
         actual = [x.cpu() for x in triton(u.float(), v.float(), scale, **options)]
         assert_exact(actual, oracle(u, v, scale, **options), scale, 1e-5, (n, m, width, kind))
 
@@ -89,7 +89,7 @@ def test_any_keys_and_captions_are_exact(
 def test_a_row_may_be_left_out_but_for_its_own_pair(objective: str) -> None:
     """Every key is the same: nothing but the pairs is left of a softmax, and hard negatives are in no sum."""
     u, v = features(20, 45, 24)
-    options: dict[str, Any] = {"objective": objective, "keys": (torch.zeros(20).long(), torch.zeros(45).long())}
+    options = {"objective": objective, "keys": (torch.zeros(20).long(), torch.zeros(45).long())}
     for scale in (1.0, 100.0):
         actual = [x.cpu() for x in triton(u.float(), v.float(), scale, **options)]
         assert_exact(actual, oracle(u, v, scale, **options), scale, 1e-5, (scale, objective))
@@ -124,7 +124,7 @@ def test_half_precision_is_no_further_from_the_truth_than_twice_plain_torch(obje
         ("duplicates", 14.3, "positive"),
     ):
         u, v = (x.to(dtype) for x in features(35, 70, 40, kind))
-        options: dict[str, Any] = {"objective": objective, "shared": shared}
+        options = {"objective": objective, "shared": shared}
         options |= {} if shared == "ignore" else {"keys": (torch.arange(35) // 2, torch.arange(70) // 2)}
         assert_near_plain_torch([x.cpu() for x in triton(u, v, scale, **options)], u, v, scale, **options)
 
@@ -151,7 +151,7 @@ def test_panels_stripes_and_descriptors_change_nothing_but_rounding(
     objective: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     u, v = (x.float() for x in features(40, 75, 41))
-    options: dict[str, Any] = {"objective": objective, "keys": keys(40, 75)}
+    options = {"objective": objective, "keys": keys(40, 75)}
     plain, again = (triton(u, v, 14.3, **options) for _ in range(2))
     assert all(map(torch.equal, plain, again)), "the same inputs give the same bits"
     machines = [Machine(panel_bytes=2048, partial_bytes=2048)] + ([WithDescriptors()] if DEVICE == "cpu" else [])

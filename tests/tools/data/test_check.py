@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from clipscale.cli.main import main
-from tests.data.files import Members, picture, sample, write_shards, write_tar
+from tests.data.files import picture, sample, write_shards, write_tar
 from tests.data.streams import ids, open_stream
 
-DIRTY: Members = [*sample("good"), ("text.txt", b"no picture"), ("bare.png", picture())]
+DIRTY = [*sample("good"), ("text.txt", b"no picture"), ("bare.png", picture())]
 DIRTY += [("noise.png", b"\x89PNG noise"), ("noise.txt", b"x"), ("latin.png", picture()), ("latin.txt", b"caf\xe9")]
 DIRTY += [("large.png", picture(size=(40, 40))), ("large.txt", b"x"), ("hollow.png", b""), ("hollow.txt", b"x")]
 

@@ -39,7 +39,7 @@ def measured_state(config: TrainConfig, world: World) -> TrainState:
 
 def settings(batch: int = 64, chunk: int = 16, **changed: Any) -> TrainConfig:
     """A small run. `changed` holds dotted keys, with `__` for the dots."""
-    values: dict[str, Any] = {
+    values = {
         "batch": batch,
         "model": {"name": "small", "architecture": ARCHITECTURE},
         "cache": {"chunk": str(chunk)},

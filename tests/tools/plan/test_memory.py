@@ -53,7 +53,7 @@ def assert_agree(ours: StepMemory, real: StepMemory, *, growth: bool = True, pea
 
 
 CHECKPOINTING = {"model__grad_checkpointing": True}
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "float32": {},
     "frozen": {"model__image__train": "none", "optim__name": "lion"},
     "sigmoid": {"loss__objective": "sigmoid", "model__init_bias": -10, "optim__name": "muon"},
@@ -93,7 +93,7 @@ def test_two_ranks(parallel: str) -> None:
     FSDP2's memory between steps differs by 1 to 2 MiB from one real run to the next, for an unknown reason, so only the
     growth in each phase is compared.
     """
-    changed: dict[str, Any] = {"batch": 192, "chunk": 32, "launch__parallel": parallel}
+    changed = {"batch": 192, "chunk": 32, "launch__parallel": parallel}
     real, _ = run_ranks(measured_on_a_rank, 2, changed)
     step = predicted(settings(**changed), ranks=2)
     assert_agree(step, real, peaks=parallel == "ddp")
