@@ -1,6 +1,8 @@
 """A hook of mkdocs: the reference pages, made from the table of verbs, the declared settings and the files in conf/."""
 
+import tomllib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
@@ -15,11 +17,13 @@ from clipscale.config.train import TrainConfig
 LIMITS = {"least": "at least", "above": "more than", "below": "less than", "most": "at most"}
 SHARED = {setting.name for setting in settings_of(TrainConfig)}
 """Settings that have their row on the page of `train`."""
+PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 
 def on_config(config: Any) -> None:
-    """The version stands at the foot of every page."""
+    """The version stands at the foot of every page; a link at its top leads to the repository that pyproject names."""
     config.copyright = f"clipscale {__version__}, {config.copyright}"
+    config.repo_url = tomllib.loads(PROJECT.read_text())["project"].get("urls", {}).get("Repository")
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -51,7 +55,9 @@ def settings() -> str:
         "": "Keys without a section.",
         **{name: summary(of) for name, of in nested(VERBS["train"].settings).items()},
     }
+    links = ", ".join(f"[{section or 'the run'}](#{section or 'the-run'})" for section in sections)
     parts = ["# Settings", f"`clipscale train KEY=VALUE ...`. {COUNTS} Empty defaults are null, or nothing."]
+    parts += [f"Sections: {links}."]
     for section, help in sections.items():
         rows = [setting for setting in declared if setting.name.rpartition(".")[0].split(".")[0] == section]
         parts += [f"## {section or 'The run'}", help, table(rows)]

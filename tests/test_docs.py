@@ -3,12 +3,14 @@ slow test runs them on the tiny model with small stand-ins. A block that cannot 
 """
 
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -164,6 +166,30 @@ def small(words: list[str], folder: Path) -> list[str]:
     tiny = [word for word in TINY if word.partition("=")[0] not in given and "model" not in word]
     more = {"train": tiny, "eval": ["device=cpu"], "embed": ["device=cpu"], "data demo": ["samples=64"]}
     return [*words, *more.get(words[0], more.get(" ".join(words), []))]
+
+
+def test_formulas_are_typeset_and_text_that_the_parser_eats_fails() -> None:
+    """As `make docs` does it: by its hook, on what Markdown has made of a page."""
+    pytest.importorskip("latex2mathml")
+    from markdown import markdown
+    from mkdocs.exceptions import PluginError
+
+    hook = runpy.run_path(str(ROOT / "docs/formulas.py"))["on_page_content"]
+    page = SimpleNamespace(file=SimpleNamespace(src_path="loss.md"))
+
+    def built(text: str) -> str:
+        return hook(
+            markdown(
+                text, extensions=["pymdownx.arithmatex"], extension_configs={"pymdownx.arithmatex": {"generic": True}}
+            ),
+            page=page,
+        )
+
+    html = built("The scores $x_{ij} < 1$:\n\n$$\nL = \\sum_i r_i\n$$\n\n`<u_i, v_j>` and *a* < b")
+    assert html.count("<math") == 2 and "<msub><mi>x</mi>" in html and "arithmatex" not in html
+    assert 'display="block"' in html and "&lt;u_i, v_j&gt;" in html
+    with pytest.raises(PluginError, match=r"loss\.md: the HTML parser takes <u_i, for a tag"):
+        built("the scores <u_i, v_j> are")
 
 
 @pytest.mark.slow
