@@ -115,8 +115,8 @@ class Run:
 
     def flops(self) -> Flops:
         """Of a sample."""
-        captions = self.config.data.captions_per_step
-        return Flops(self.config.model, self.state.model, self.world.device, captions)
+        texts = self.config.data.texts_per_step
+        return Flops(self.config.model, self.state.model, self.world.device, texts)
 
     def open_log(self) -> MetricLog:
         """The log of this start, on rank 0, and what the user should know of it."""

@@ -1,5 +1,6 @@
 """The settings of the training data, and their checks that need no shard."""
 
+import re
 from dataclasses import dataclass, field
 
 from clipscale.common.errors import UserError
@@ -61,6 +62,12 @@ class DataConfig:
     captions_per_step: int = setting(
         1, "Captions of each sample in a step, drawn without replacement; its picture is encoded once.", least=1
     )
+    negatives: str | None = setting(
+        None, "Texts of a sample that match no picture, hard negatives of all pictures: `json:FIELD`, one or a list."
+    )
+    negatives_per_step: int = setting(
+        1, "Of each sample in a step, drawn as captions are: fewer are repeated, without any it is left out.", least=1
+    )
     same: str | None = setting(
         None, "What samples share, for `loss.shared`: `caption`, or a field of the json (`url`, `sha256`, ...)."
     )
@@ -87,6 +94,11 @@ class DataConfig:
     timeout_s: float = setting(300.0, "Seconds without progress after which a worker ends the run.", above=0)
 
     @property
+    def texts_per_step(self) -> int:
+        """Captions and hard negatives of each sample."""
+        return self.captions_per_step + (self.negatives_per_step if self.negatives else 0)
+
+    @property
     def max_bytes(self) -> int:
         """Most encoded bytes of an image (`too_large`): 64 MiB, more only for more than the default's pixels."""
         return max(MAX_IMAGE_BYTES, 3 * self.max_pixels // 4)
@@ -96,6 +108,8 @@ class DataConfig:
         self.check_weights()
         caption_sources(self.captions)
         conditions(self.filter)
+        if self.negatives and not re.fullmatch("json:.+", self.negatives):
+            raise UserError(f"data.negatives={self.negatives}: name the field that has the texts, json:FIELD")
 
     def check_weights(self) -> None:
         """Raises UserError for other weights than sources, and for negative ones."""

@@ -97,6 +97,9 @@ def check(config: TrainConfig) -> None:
             config.loss.shared != "ignore" and data.same is None
         ),
         "distill.teachers: needs data.captions_per_step=1": several and bool(config.distill.teachers),
+        "data.negatives: not with distill.teachers or loss.shared, which know nothing of these texts": (
+            data.negatives is not None and (bool(config.distill.teachers) or config.loss.shared != "ignore")
+        ),
         "data.captions_per_step: with it, take loss.shared=positive and data.same=url or another field": (
             several and (data.same == "caption" or config.loss.shared == "mask")
         ),

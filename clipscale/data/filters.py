@@ -30,10 +30,12 @@ class Selection:
     """Whether a sample's first caption is taken, as `clipscale embed` does, and none is drawn."""
     skipped: frozenset[str] = frozenset()
     """Names of samples that are left out (`name_of`)."""
+    negatives: tuple[str, int] | None = None
+    """The source of hard negatives, and how many are drawn."""
 
     def members(self) -> set[str]:
         """The extensions to read, apart from the picture's."""
-        fields = any(each.of_field for each in self.conditions)
+        fields = self.negatives or any(each.of_field for each in self.conditions)
         return {source.partition(":")[0] for source, _ in self.captions} | ({"json"} if fields else set())
 
     def draw(self, members: dict[str, bytes], rng: CounterRNG) -> list[str]:
@@ -53,12 +55,17 @@ class Selection:
                     pool += [(text, weight / len(texts)) for text in texts]
         if not pool:
             pool = [(first_caption(members, sources), 1.0)]
-        drawn: list[str] = []
-        while len(drawn) < self.count:
-            # the smallest of exponential variates at rates of the weights: Efraimidis and Spirakis, 2006
-            ordered = sorted((-math.log(1 - rng.uniform()) / weight, text) for text, weight in pool)
-            drawn += [text for _, text in ordered]
-        return drawn[: self.count]
+        return drawn(pool, self.count, rng)
+
+    def draw_negatives(self, members: dict[str, bytes], rng: CounterRNG) -> list[str]:
+        """The sample's hard negatives. Raises BrokenSampleError `no_negative` where there is none."""
+        if self.negatives is None:
+            return []
+        source, count = self.negatives
+        try:
+            return drawn([(text, 1.0) for text in captions_of(members, source)], count, rng)
+        except BrokenSampleError as error:
+            raise BrokenSampleError("no_negative", str(error)) from error
 
     def check(self, sample: RawSample, captions: Sequence[str]) -> None:
         """Raise BrokenSampleError with the filter's reason for a sample that a filter drops."""
@@ -79,6 +86,16 @@ class Selection:
                 condition.require(fields.get(condition.name))
 
 
+def drawn(pool: Sequence[tuple[str, float]], count: int, rng: CounterRNG) -> list[str]:
+    """Draw by weight without replacement; once all are drawn, all can be drawn again."""
+    texts: list[str] = []
+    while len(texts) < count:
+        # the smallest of exponential variates at rates of the weights: Efraimidis and Spirakis, 2006
+        ordered = sorted((-math.log(1 - rng.uniform()) / weight, text) for text, weight in pool)
+        texts += [text for _, text in ordered]
+    return texts[:count]
+
+
 def name_of(sample: RawSample) -> str:
     """`SHARD/KEY`, as `data.skip` names samples."""
     return f"{leaf_of(sample.url)}/{sample.key}"
@@ -92,4 +109,5 @@ def selection(config: DataConfig, *, first: bool = False) -> Selection:
         config.captions_per_step,
         first,
         frozenset(config.skip),
+        (config.negatives, config.negatives_per_step) if config.negatives else None,
     )

@@ -136,8 +136,8 @@ class TrainState:
 
         towers = {"image": (self.model.image, pixels), "text": (self.model.text, tokens)}
         with self.precision.autocast():
-            local_batch, captions = self.config.batch // self.world.size, self.config.data.captions_per_step
-            return agreed_chunk_sizes(self.config.cache, towers, local_batch, self.world, earlier, captions)
+            local_batch, texts = self.config.batch // self.world.size, self.config.data.texts_per_step
+            return agreed_chunk_sizes(self.config.cache, towers, local_batch, self.world, earlier, texts)
 
     @property
     def towers(self) -> dict[str, nn.Module]:

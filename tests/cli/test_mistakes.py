@@ -70,6 +70,13 @@ MISTAKES = [
     ("no chunk", "train data=x.tar cache.chunk=many", "cache.chunk=many", "auto"),
     ("a hue beyond the circle", "train data.augment.jitter=[.3,.3,.3,.8]", "data.augment.jitter", "0.5 or less"),
     ("half a condition", "train data.filter=[similarity]", "data.filter='similarity'", "similarity>=0.3"),
+    ("negatives of no field", "train data=x.tar data.negatives=txt", "data.negatives=txt", "json:FIELD"),
+    (
+        "negatives and keys",
+        "train data=x.tar data.negatives=json:a data.same=url loss.shared=mask",
+        "negatives",
+        "shared",
+    ),
     ("another word of pixels", "train model.preprocess.crop=3", "model.preprocess.crop", "model.preprocess.std"),
     ("two numbers for three channels", "train model.preprocess.mean=[0,0]", "model.preprocess.mean=[0,0]", "3 numbers"),
     ("three chunks", "train data=x.tar cache.chunk=[1,2,3]", "cache.chunk=[1,2,3]", "[IMAGES,TEXTS]"),

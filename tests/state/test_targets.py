@@ -1,4 +1,6 @@
-"""A step of a whole run with keys, several captions or teachers is one dense graph's, and its losses resume."""
+"""A step of a whole run with keys, several captions, hard negatives or teachers is one dense graph's, and its losses
+resume.
+"""
 
 import json
 from pathlib import Path
@@ -38,11 +40,12 @@ SCALES = [20.0, 7.0]
 
 @pytest.fixture(scope="module")
 def shard(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Three samples share a url, and have one to three captions; two teachers of other widths than the model."""
+    """Three samples share a url, and have one to three captions, and as many hard negatives; two teachers of other
+    widths than the model."""
     random, members = np.random.default_rng(0), []
     for i in range(24):
         captions = [f"a {'very ' * (i % 4)}good number {i} {c}" for c in range(i % 3 + 1)]
-        about = {"url": f"u{i // 3}", "captions": captions}
+        about = {"url": f"u{i // 3}", "captions": captions, "hard": [f"a bad {text[1:]}" for text in captions]}
         members += [(f"{i:02d}.png", picture(i, (30, 30))), (f"{i:02d}.json", json.dumps(about).encode())]
         for name, width, dtype in (("a", 7, np.float32), ("b", 40, np.float16)):
             members.append((f"{i:02d}.{name}.npy", encoded_array(random.normal(size=(2, width)).astype(dtype))))
@@ -54,12 +57,11 @@ def shard(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def config_of(shard: str, run: Path, shared: str = "mask", k: int = 1, **given: Any) -> TrainConfig:
     objective = given.pop("objective", "softmax")
-    data = DataConfig(
-        train=[shard], workers=0, same="url", captions=["json:captions"], captions_per_step=k, shard_streams=6
-    )
+    fields = {"same": "url", "captions": ["json:captions"], "captions_per_step": k, **given.pop("data", {})}
+    data = DataConfig(train=[shard], workers=0, shard_streams=6, **fields)
     model = ModelConfig(name="test", architecture=ARCHITECTURE, init_bias=-2.0)
     given = {"optim": OptimConfig(lr=1e-3), "cache": CacheConfig(chunk=["5", "5"]), **given}
-    loss = LossConfig(objective, shared=shared)
+    loss = LossConfig(objective, given.pop("exchange", "auto"), shared=shared)
     return small(shard, run, data=data, model=model, loss=loss, precision="fp32", **given)
 
 
@@ -76,12 +78,14 @@ def one_step(rank: int, world: int, config: TrainConfig) -> tuple[Any, ...]:
     kept = [tower.graphs.count for tower in run.state.cache.towers]
     assert all(kept) == (config.cache.keep != "none")
     targets, n = batch.targets(cpu), len(batch)
-    rows = [batch.pixels(0, n), batch.tokens(0, n * batch.captions), *targets.values()]
+    paired = n * batch.captions
+    rows = [batch.pixels(0, n), batch.tokens(0, paired), batch.tokens(paired, batch.texts), *targets.values()]
     rows = [tensor.clone() for tensor in rows]
     run.stream.close()
     return weights, gradients(run.state.model), run.loss, rows
 
 
+HARD: dict[str, Any] = {"shared": "ignore", "data": {"negatives": "json:hard", "negatives_per_step": 2}}
 BOTH = DistillConfig(["a", "b"], SCALES, (0.3, 0.7))
 
 
@@ -91,6 +95,10 @@ BOTH = DistillConfig(["a", "b"], SCALES, (0.3, 0.7))
         (1, {"shared": "mask", "cache": CacheConfig(chunk=["5", "5"], keep="1G")}),
         (2, {"shared": "positive", "k": 3}),
         (2, {"shared": "positive", "k": 2, "objective": "sigmoid", "launch": LaunchConfig(parallel="zero3")}),
+        (1, HARD),
+        (2, HARD | {"k": 2, "exchange": "ring"}),
+        (2, HARD | {"exchange": "gather", "cache": CacheConfig(chunk=["5", "5"], keep="1G")}),
+        (2, HARD | {"objective": "sigmoid", "launch": LaunchConfig(parallel="zero3")}),
         (1, {"distill": DistillConfig(["a"], SCALES[:1])}),
         (2, {"distill": BOTH}),
     ],
@@ -100,13 +108,18 @@ def test_a_step_is_that_of_one_dense_graph(shard: str, tmp_path: Path, ranks: in
     config = config_of(shard, tmp_path / "run", **given)
     parts = run_ranks(one_step, ranks, config) if ranks > 1 else [one_step(0, 1, config)]
     weights, actual, value, _ = parts[0]
-    pixels, tokens, keys, *teachers = (torch.cat(rows) for rows in zip(*(part[-1] for part in parts)))
+    pixels, captions, negatives, keys, *teachers = (torch.cat(rows) for rows in zip(*(part[-1] for part in parts)))
     model = build_model(config.model).double()
     model.load_state_dict(weights)
     scale = model.logit_scale.exp()
-    u, v, k, own = model.image(pixels), model.text(tokens), config.data.captions_per_step, config.distill
+    u, v, k, own = model.image(pixels), model.text(captions), config.data.captions_per_step, config.distill
+    assert len(negatives) == (2 * len(u) if config.data.negatives else 0)
+    if len(negatives):
+        v = torch.cat([v, model.text(negatives)])
     given = {"logit_bias": model.logit_bias, **{name: vars(config.loss)[name] for name in ("objective", "shared")}}
-    options = given | {"keys": (keys, keys.repeat_interleave(k)), "captions": k}
+    if config.data.negatives is None:
+        given["keys"] = keys, keys.repeat_interleave(k)
+    options = given | {"captions": k}
     expected = dense_contrastive_loss(u, v, scale, **options)
     if own.teachers:
         pairs = [unit_rows(teacher).double().unbind(1) for teacher in teachers]
@@ -119,7 +132,7 @@ def test_a_step_is_that_of_one_dense_graph(shard: str, tmp_path: Path, ranks: in
         torch.testing.assert_close(actual[name], gradient, rtol=1e-10, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("given", [{"shared": "positive", "k": 3}, {"distill": BOTH}], ids=str)
+@pytest.mark.parametrize("given", [{"shared": "positive", "k": 3}, {"distill": BOTH}, HARD], ids=str)
 def test_a_resumed_run_has_the_same_losses_wherever_rows_wait(
     shard: str, tmp_path: Path, given: dict[str, Any]
 ) -> None:

@@ -1,6 +1,6 @@
 """The local batch in host memory, allocated once. Workers share it and write each sample into its place.
 
-N: samples of the local batch, k: captions of each, C: channels, S: side in pixels, T: tokens.
+N: samples of the local batch, k: texts of each (captions, hard negatives), C: channels, S: side in pixels, T: tokens.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ class Layout:
     slots: int  # local batches at once
     samples: int  # of the local batch
     columns: Columns
-    captions: int  # of a sample
+    texts: tuple[int, int]  # captions and hard negatives of a sample
     context_length: int
     offload: Offload = HOST
 
@@ -77,8 +77,8 @@ class Layout:
     def slot_parts(self) -> dict[str, Part]:
         """The arrays of one slot in shared memory. Encoded pictures use the beginning of their rows."""
         parts = {
-            "tokens": Part((self.samples * self.captions, self.context_length), "int32"),
-            "lengths": Part((self.samples * self.captions,), "int16"),
+            "tokens": Part((self.samples * sum(self.texts), self.context_length), "int32"),
+            "lengths": Part((self.samples * sum(self.texts),), "int16"),
             "rows": Part((self.samples, *self.columns.images.shape), "uint8"),
         }
         for column in self.columns.beside:
@@ -86,6 +86,12 @@ class Layout:
         if self.backend == "encoded":
             parts["recipes"] = Part((self.samples, RECIPE), "int64")
         return parts
+
+    def text_rows(self, place: int) -> list[int]:
+        """The rows of a sample's captions among the tokens, then of its negatives, which follow all captions."""
+        captions, negatives = self.texts
+        first = self.samples * captions + place * negatives
+        return [*range(place * captions, (place + 1) * captions), *range(first, first + negatives)]
 
     @property
     def buffer_rows(self) -> int:
@@ -202,18 +208,20 @@ class HostBatch:
     def __init__(
         self,
         slot: Slot,
-        columns: Columns,
+        layout: Layout,
         wait: Callable[[int], None],
         read: Callable[[Slot, int, int], Tensor] = stored_rows,
         expect: Callable[[Iterable[tuple[int, int]]], None] = lambda ranges: None,
     ) -> None:
         """`wait(stop)` blocks until rows 0..stop have arrived; `read(slot, start, stop)` gives image rows that have."""
         self._slot = slot
-        self._columns = columns.beside
+        self._columns = layout.columns.beside
         self._wait = wait
         self._read = read
-        self.captions = len(slot["tokens"]) // len(self)
-        """Captions of a sample; caption j is of sample j // captions."""
+        self.captions = layout.texts[0]
+        """Of a sample; caption j is of sample j // captions."""
+        self.texts = len(slot["tokens"])
+        """Captions, and behind them hard negatives."""
         self.expect = expect
         """Names the ranges of pixels that will be asked for, in order, so that they can be loaded ahead."""
 
@@ -230,12 +238,12 @@ class HostBatch:
         return self._read(self._slot, start, stop)
 
     def tokens(self, start: int, stop: int) -> Tensor:
-        """Captions start..stop, (stop - start, T) int32, a view of the batch's memory. Raises UserError as `pixels`."""
-        self._wait(-(-stop // self.captions))
+        """Texts start..stop, (stop - start, T) int32, a view of the batch's memory. Raises UserError as `pixels`."""
+        self._wait(min(len(self), -(-stop // self.captions)))
         return torch.from_numpy(self._slot["tokens"][start:stop])
 
     def lengths(self) -> np.ndarray:
-        """Tokens of every caption without its padding, (kN,) int16; waits for all samples."""
+        """Tokens of every text without its padding, (kN,) int16; waits for all samples."""
         self._wait(len(self))
         return self._slot["lengths"]
 

@@ -20,7 +20,7 @@ from clipscale.data.filters import Selection, name_of
 from clipscale.data.loader.host_batch import Arena
 from clipscale.data.loader.offload import open_backend
 from clipscale.data.loader.shard_reader import OrderedShards, ShardReader, StreamPosition
-from clipscale.data.order import AUGMENT, CAPTION, BatchShare, CounterRNG, Mixed, Segment
+from clipscale.data.order import AUGMENT, CAPTION, NEGATIVE, BatchShare, CounterRNG, Mixed, Segment
 from clipscale.data.sample import BrokenSampleError, ChosenSample, RawSample, limits
 from clipscale.data.shards.remote import RETRIES
 from clipscale.data.shards.store import Store
@@ -59,7 +59,8 @@ class WorkerSpec:
 class Taken(NamedTuple):
     """A usable sample without its picture."""
 
-    captions: list[str]
+    texts: list[str]
+    """Its captions, then its hard negatives."""
     values: dict[str, Any]
     """Of each column, by their names."""
 
@@ -117,6 +118,7 @@ class ShardStream:
                 captions = spec.selection.draw(item.members, CounterRNG(order.seed, CAPTION, *place))
                 spec.selection.check(item, captions)
                 chosen = ChosenSample(item, captions, f"{segment.shard} {item.index}")
+                negatives = spec.selection.draw_negatives(item.members, CounterRNG(order.seed, NEGATIVE, *place))
                 values = {column.name: column.read(chosen) for column in spec.columns.beside}
                 put(image_bytes(item.members), CounterRNG(order.seed, AUGMENT, *place))
             except BrokenSampleError as error:
@@ -125,7 +127,7 @@ class ShardStream:
             else:
                 self._used += 1
                 self._forget_skipped()
-                return Taken(captions, values)
+                return Taken(captions + negatives, values)
 
     def close(self) -> None:
         for reader in self._readers:
@@ -204,19 +206,19 @@ class BatchFiller:
         work = [(stream, int(place)) for stream, places in pairs for place in places]
         for start in range(0, len(work), self._spec.piece):
             piece = work[start : start + self._spec.piece]
-            captions: dict[int, str] = {}  # by their row of the tokens
+            texts: dict[int, str] = {}  # by their row of the tokens
             for stream, place in piece:
                 self._tick()
                 if place in local:
                     taken = stream.take(partial(self.backend.put, slot, place))
-                    captions.update(enumerate(taken.captions, place * len(taken.captions)))
+                    texts.update(zip(self._arena.layout.text_rows(place), taken.texts, strict=True))
                     for name, value in taken.values.items():
                         slot[name][place] = value
                 else:
                     stream.take(self.backend.check)
-            if captions:
-                tokens = np.asarray(self._spec.tokenizer(list(captions.values())))
-                rows = list(captions)
+            if texts:
+                tokens = np.asarray(self._spec.tokenizer(list(texts.values())))
+                rows = list(texts)
                 slot["tokens"][rows] = tokens
                 pad = self._spec.columns.pad
                 if pad is not None:

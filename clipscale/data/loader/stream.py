@@ -121,10 +121,10 @@ class TrainStream:
             if prefetcher:
                 prefetcher.arrived(assembler.arrived(step))
 
-        columns = self._arena.layout.columns
+        layout = self._arena.layout
         if prefetcher is None:
-            return HostBatch(slot, columns, wait)
-        return HostBatch(slot, columns, wait, prefetcher.rows, prefetcher.expect)
+            return HostBatch(slot, layout, wait)
+        return HostBatch(slot, layout, wait, prefetcher.rows, prefetcher.expect)
 
     def give_back(self) -> None:
         """Count the batch handed out last as not used: `position` is the one before it, and no other batch follows."""
@@ -247,7 +247,7 @@ def layout_of(
         slots=config.buffers if workers else 1,
         samples=samples,
         columns=columns,
-        captions=config.captions_per_step,
+        texts=(config.captions_per_step, config.texts_per_step - config.captions_per_step),
         context_length=context_length,
         offload=offload,
     )

@@ -135,7 +135,7 @@ class DryRun:
         before = tracker.live
         place(model)
         self.config, self.ranks, self.tracker = config, ranks, tracker
-        self.captions = config.data.captions_per_step
+        self.captions = config.data.texts_per_step
         self.memory = StepMemory({}, {})
         """Of the step that runs."""
         self.stage = ""
@@ -392,7 +392,7 @@ def dry_run(
     """
     if config.loss.exchange == "auto":  # as for the whole batch, not for the parts of it that are run
         itemsize = 4 if config.precision == "fp32" else 2
-        texts = config.batch * config.data.captions_per_step
+        texts = config.batch * config.data.texts_per_step
         exchange = exchange_of(nodes, texts, model.width, itemsize)
         config = replace(config, loss=replace(config.loss, exchange=exchange))
     with ExitStack() as stack:

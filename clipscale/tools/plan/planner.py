@@ -197,7 +197,7 @@ def predictions(config: PlanConfig) -> Iterator[Callable[[PlanConfig], Predictio
     """
     target = Target.of(config)
     # Refused before the dry run.
-    sizes_of_settings(config.cache, config.batch // target.ranks, config.data.captions_per_step)
+    sizes_of_settings(config.cache, config.batch // target.ranks, config.data.texts_per_step)
     say(f"dry run of {config.model.name} on {target.ranks} x {config.hardware}", error=True)
     model = model_without_values(config.model)
     flops = pass_flops(config.model, model)

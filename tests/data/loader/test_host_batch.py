@@ -28,7 +28,7 @@ class Runtime:
 
 
 def arena(backend: str) -> Arena:
-    return Arena(Layout(2, 8, columns_of(DataConfig(), 16), 1, 4, Offload(backend, chunk=4)))
+    return Arena(Layout(2, 8, columns_of(DataConfig(), 16), (1, 0), 4, Offload(backend, chunk=4)))
 
 
 def address(array: np.ndarray) -> int:

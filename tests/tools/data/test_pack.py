@@ -142,7 +142,14 @@ def test_what_cannot_be_used_is_counted_and_left_out(
 def test_several_captions_and_other_columns_are_kept(pictures: Path, tmp_path: Path) -> None:
     (pictures / "table.jsonl").write_text(
         json.dumps(
-            {"picture": "deep/red.png", "short": "red", "long": ["all red", "red all over"], "score": 0.5, "x": {}}
+            {
+                "picture": "deep/red.png",
+                "short": "red",
+                "long": ["all red", "red all over"],
+                "score": 0.5,
+                "x": {},
+                "hard": ["blue"],
+            }
         )
     )
     columns = "columns=[picture,short,long]"
@@ -150,6 +157,7 @@ def test_several_captions_and_other_columns_are_kept(pictures: Path, tmp_path: P
     (members,) = samples(tmp_path / "out")
     fields = json.loads(members["json"])
     assert fields["captions"] == ["red", "all red", "red all over"] and members["txt"] == b"red"
+    assert fields["hard"] == ["blue"], "texts that are hard negatives"
     assert fields["score"] == 0.5 and fields["source"] == "deep/red.png" and "x" not in fields
 
 

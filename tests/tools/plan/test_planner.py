@@ -84,6 +84,16 @@ def test_an_automatic_chunk_is_assumed_and_kept_graphs_are_planned_for_several_r
 
 
 @pytest.mark.slow
+def test_hard_negatives_are_texts_that_are_encoded_and_compared() -> None:
+    words = (*LARGE, "batch=64k", "cache.chunk=1k")
+    plain, negatives, captions = (
+        predicted(settings(*words, *more), search=False)
+        for more in ((), ("data.negatives=json:hard", "data.negatives_per_step=2"), ("data.captions_per_step=3",))
+    )
+    assert negatives["time"] == captions["time"] and negatives["host_bytes"] == captions["host_bytes"]
+    assert negatives["step_s"] > plain["step_s"] and negatives["host_bytes"] > plain["host_bytes"]
+
+
 def test_the_largest_batch_and_its_fastest_settings() -> None:
     """It is planned again as it is named, and its double does not fit."""
     config = settings(*TINIEST, "hardware=v100-16g", "host_memory=20G", "fit=true")
