@@ -46,6 +46,7 @@ def test_a_gpu_target_leaves_whole_records_in_the_time_of_a_call(target: str, tm
             assert row["status"] in ("ok", "not supported", "not installed"), row
 
 
+@pytest.mark.slow
 def test_a_record_is_whole_after_every_measurement(tmp_path: Path) -> None:
     """Also when the time ends in the middle of a target."""
     words = ["device=cpu", "n=16,24", "d=16", "repeats=1", "methods=open_clip", f"out={tmp_path}"]

@@ -2,8 +2,6 @@
 
 import importlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +46,9 @@ def test_the_published_methods_take_the_published_memory(row: str, published: An
             assert sizes["published_peak_bytes"] == pytest.approx(peak, rel=0.15), (row, k)
 
 
-def test_the_object_that_it_prints() -> None:
-    words = "model=tiny gpus=8 loss=infcl batch=800k precision=fp16 chunk=128 json=true"
-    command = [sys.executable, str(BENCHMARKS / "published.py"), *words.split()]
-    result = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+def test_the_object_that_it_prints(published: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    published.main(["model=tiny", "gpus=8", "loss=infcl", "batch=800k", "precision=fp16", "chunk=128", "json=true"])
+    result = json.loads(capsys.readouterr().out)
     assert result["published"] == "infcl" and result["published_fits"] is True
     assert 0 < result["published_loss_bytes"] < result["published_peak_bytes"]
 

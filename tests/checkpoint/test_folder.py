@@ -16,9 +16,8 @@ from clipscale.common.errors import UserError
 from clipscale.config.sections import CheckpointConfig, ModelConfig
 from clipscale.config.train import TrainConfig
 from clipscale.distributed.world import World
-from tests.support.checkpoints import save
+from tests.support.checkpoints import ALONE, save
 
-ALONE = World(0, 1, torch.device("cpu"))
 FILES = ["__0_0.distcp", ".metadata", "meta.json"]
 
 

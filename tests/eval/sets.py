@@ -10,7 +10,6 @@ from PIL import Image
 from torch import Tensor, nn
 
 from clipscale.data.eval_transform import EvalTransform
-from clipscale.distributed.world import World
 from tests.data.files import write_tar
 
 COLOURS = {
@@ -22,7 +21,6 @@ COLOURS = {
     "white": (230, 230, 230),
 }
 NAMES = list(COLOURS)
-ALONE = World(0, 1, torch.device("cpu"))
 TEMPLATES = ["a photo of {c}.", "the colour {c} {{no braces}}"]
 
 

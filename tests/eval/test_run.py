@@ -21,7 +21,6 @@ from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.models.towers import build_model
 from clipscale.train import train
 from tests.eval.sets import (
-    ALONE,
     COLOURS,
     NAMES,
     TEMPLATES,
@@ -32,6 +31,7 @@ from tests.eval.sets import (
     write_shards,
 )
 from tests.eval.test_verb import TINY
+from tests.support.checkpoints import ALONE
 from tests.support.ranks import run_ranks
 from tests.support.runs import curve, small
 

@@ -13,7 +13,6 @@ from clipscale.eval.sets.known import known_sets, table
 from clipscale.eval.sets.load import load_set
 from clipscale.eval.suites import chosen_sets, suite_sets, suite_table
 from tests.eval.sets import (
-    ALONE,
     NAMES,
     ColourModel,
     classification_set,
@@ -23,6 +22,7 @@ from tests.eval.sets import (
     write_shards,
 )
 from tests.eval.test_layouts import folders
+from tests.support.checkpoints import ALONE
 
 
 def infcl(root: Path) -> Path:

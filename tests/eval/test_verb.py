@@ -14,8 +14,9 @@ from clipscale.eval.run import evaluate
 from clipscale.eval.verb import main
 from clipscale.log.records import read_evaluations
 from clipscale.models.towers import ClipModel, build_model
-from tests.eval.sets import ALONE, classification_set, retrieval_set
+from tests.eval.sets import classification_set, retrieval_set
 from tests.support import checkpoints
+from tests.support.checkpoints import ALONE
 from tests.support.towers import architecture
 
 TINY = ModelConfig(name="tiny", architecture=architecture(16, 8, 16, layers=1))

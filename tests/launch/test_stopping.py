@@ -20,6 +20,7 @@ from clipscale.distributed.world import Later, World
 from clipscale.launch import stopping
 from clipscale.launch.stopping import SignalError, Stop
 from clipscale.train import train
+from tests.support.checkpoints import ALONE
 from tests.support.ranks import run_ranks
 from tests.support.runs import ARCHITECTURE, curve, settings
 
@@ -56,7 +57,7 @@ def with_signal_at(call: int, work: Callable[[], Any]) -> int:
 def test_one_ctrl_c_is_recorded_and_a_later_one_ends_at_once(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    stop, before = Stop(World(0, 1, torch.device("cpu"))), signal.getsignal(signal.SIGINT)
+    stop, before = Stop(ALONE), signal.getsignal(signal.SIGINT)
     with stop:
         stop.check()
         signal.raise_signal(signal.SIGINT)
@@ -72,7 +73,7 @@ def test_one_ctrl_c_is_recorded_and_a_later_one_ends_at_once(
 
 def test_a_schedulers_warnings_count_as_sigterm_and_may_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stopping, "AGAIN_S", -1.0)
-    with (stop := Stop(World(0, 1, torch.device("cpu")))):
+    with (stop := Stop(ALONE)):
         signal.raise_signal(signal.SIGUSR1)
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(SignalError) as caught:

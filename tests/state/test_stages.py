@@ -22,9 +22,9 @@ from clipscale.config.sections import (
 )
 from clipscale.config.train import TrainConfig, settled
 from clipscale.data.loader.stream import DataConfig
-from clipscale.distributed.world import World
 from clipscale.train import Run, train
 from tests.support import runs
+from tests.support.checkpoints import ALONE
 from tests.support.ranks import run_ranks
 from tests.support.runs import curve, records, small
 
@@ -119,7 +119,7 @@ def test_a_resumed_run_has_the_optimizers_settings_that_are_given_now(
 ) -> None:
     config = staged(shards, stopped(undisturbed, tmp_path, 5), optim=OptimConfig(lr=1e-3, weight_decay=0.3))
     half = TowerConfig(lr_factor=0.5)
-    begun = Run(replace(config, model=replace(config.model, image=half, text=half)), World(0, 1, torch.device("cpu")))
+    begun = Run(replace(config, model=replace(config.model, image=half, text=half)), ALONE)
     begun.stream.close()
     begun.records.close()
     groups = [(group["weight_decay"], group["lr_scale"]) for group in begun.state.optimizer.param_groups]
@@ -132,7 +132,7 @@ def test_the_next_stage_begins_with_the_same_weights_and_resized_positions(
 ) -> None:
     run = stopped(undisturbed, tmp_path, 3)
     stages = [STAGES[0], STAGES[1] | {"optimizer": optimizer}]
-    begun = Run(staged(shards, run, stages), World(0, 1, torch.device("cpu")))
+    begun = Run(staged(shards, run, stages), ALONE)
     begun.stream.close()
     begun.records.close()
     state = begun.state

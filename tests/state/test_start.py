@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from clipscale.common.errors import UserError
 from clipscale.config.sections import CacheConfig, CheckpointConfig, ModelConfig, OptimConfig, TowerConfig
 from clipscale.data.loader.stream import DataConfig
 from clipscale.distributed.world import World
 from clipscale.train import Run, train
+from tests.support.checkpoints import ALONE
 from tests.support.runs import ARCHITECTURE, curve, settings, small
 
 
@@ -73,7 +73,7 @@ def test_ranks_that_see_different_shards_do_not_start(
 
     monkeypatch.setattr(World, "gather", with_peer)
     with pytest.raises(UserError, match="the processes see different shards"):
-        Run(settings(demo, tmp_path / "run"), World(0, 1, torch.device("cpu")))
+        Run(settings(demo, tmp_path / "run"), ALONE)
 
 
 def test_flops_are_those_of_the_model_that_runs(shards: str, tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_flops_are_those_of_the_model_that_runs(shards: str, tmp_path: Path) -> 
     rates = []
     for name, model in (("given", larger), ("left open", replace(larger, image_size=None))):
         config = small(shards, tmp_path / name, samples=24, model=model, resume=checkpoint)
-        run = Run(config, World(0, 1, torch.device("cpu")))
+        run = Run(config, ALONE)
         rates.append(run.records.flops.per_sample())
         run.stream.close()
     assert rates[0] == rates[1]

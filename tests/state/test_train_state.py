@@ -25,10 +25,10 @@ from clipscale.config.sections import (
     TowerConfig,
 )
 from clipscale.config.train import TrainConfig
-from clipscale.distributed.world import World
 from clipscale.models.towers import build_model
 from clipscale.train import Run, train
 from tests.models.test_weights import open_clip_folder
+from tests.support.checkpoints import ALONE
 from tests.support.ranks import run_ranks
 from tests.support.runs import ARCHITECTURE, curve, on_a_rank, records, small
 
@@ -71,7 +71,7 @@ def test_an_update_clips_the_unscaled_gradient_and_bounds_the_logit_scale(
     monkeypatch.setattr("clipscale.state.train_state.MAX_LOGIT_SCALE", 3.0)
     optim = OptimConfig(lr=1e-3, clip_norm=0.25)
     config = small(shards, tmp_path / "run", optim=optim, precision=precision)
-    run = Run(config, World(0, 1, torch.device("cpu")))
+    run = Run(config, ALONE)
     run.train_step()
     run.stream.close()
     gradients = [p.grad for p in run.state.model.parameters() if p.grad is not None]
@@ -146,7 +146,7 @@ def test_a_frozen_trunk_is_compiled(shards: str, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(torch, "compile", compiled)
     projection = TowerConfig(train="1")
     model = ModelConfig(name="test", architecture=ARCHITECTURE, compile=True, image=projection, text=TowerConfig())
-    run = Run(small(shards, tmp_path / "run", model=model), World(0, 1, torch.device("cpu")))
+    run = Run(small(shards, tmp_path / "run", model=model), ALONE)
     assert run.state.trunks == ["image"]
     calls.clear()
     run.train_step()

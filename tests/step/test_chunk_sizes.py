@@ -10,8 +10,8 @@ from torch import nn
 
 from clipscale.common.errors import UserError
 from clipscale.config.sections import CacheConfig
-from clipscale.distributed.world import World
 from clipscale.step.chunk_sizes import agreed_chunk_sizes, find_chunk
+from tests.support.checkpoints import ALONE
 
 GPU = torch.device("cuda")
 RATES = {16: 50.0, 32: 80.0, 64: 96.0, 128: 100.0, 256: 99.0, 512: 90.0, 1024: 70.0}
@@ -46,5 +46,5 @@ def test_a_resumed_run_has_the_chunks_of_its_checkpoint_on_the_same_kind_of_devi
     towers = dict.fromkeys(("image", "text"), (nn.Linear(1, 1), torch.empty))
     for device, image in (("cpu", 17), ("NVIDIA H200, 140 GiB", 100)):
         earlier = {"image": 17, "text": 100, "device": device}
-        sizes = agreed_chunk_sizes(CacheConfig(), towers, 100, World(0, 1, torch.device("cpu")), earlier)
+        sizes = agreed_chunk_sizes(CacheConfig(), towers, 100, ALONE, earlier)
         assert sizes == {"device": "cpu", "image": image, "text": 100}

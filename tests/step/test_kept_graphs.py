@@ -16,6 +16,7 @@ from clipscale.models.towers import ClipModel
 from clipscale.step import kept_graphs
 from clipscale.step.grad_cache import GradCache
 from clipscale.step.kept_graphs import MEASURE, KeepBudget, graph_bytes
+from tests.support.checkpoints import ALONE
 from tests.support.towers import samples, small_model
 
 N, CHUNK = 12, 2
@@ -110,7 +111,7 @@ def test_on_a_cpu_auto_keeps_the_graphs_of_a_batch_that_fits_from_the_second_ste
     """As a run does by default: a batch of one chunk has no second pass then."""
     model, calls = small_model(), []
     model.image.register_forward_hook(lambda *_: calls.append("image"))
-    world = World(0, 1, torch.device("cpu"))
+    world = ALONE
     budget = KeepBudget("auto", world)
     cache = cached(model, chunk=N)
     for expected in (2, 1):

@@ -12,11 +12,11 @@ from clipscale import checkpoint
 from clipscale.common.errors import UserError
 from clipscale.config.sections import CacheConfig, ModelConfig, TowerConfig
 from clipscale.config.train import TrainConfig
-from clipscale.distributed.world import World
 from clipscale.launch.stopping import SignalError
 from clipscale.models.towers import build_model
 from clipscale.step.precision import Precision
 from clipscale.train import Run, train
+from tests.support.checkpoints import ALONE
 from tests.support.runs import ARCHITECTURE, small
 
 
@@ -61,7 +61,7 @@ def test_batch_normalisation_in_chunks_is_refused_with_the_remedy(shards: str, t
 
 
 def test_a_step_that_is_left_at_a_signal_leaves_statistics_as_they_were(shards: str, tmp_path: Path) -> None:
-    run = Run(resnet(shards, tmp_path / "run", "sync", None), World(0, 1, torch.device("cpu")))
+    run = Run(resnet(shards, tmp_path / "run", "sync", None), ALONE)
     before, calls = copy.deepcopy(run.state.model.state_dict()), []
 
     def signalled() -> None:

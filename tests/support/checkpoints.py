@@ -9,9 +9,12 @@ from clipscale import checkpoint
 from clipscale.config.sections import CheckpointConfig
 from clipscale.distributed.world import World
 
+ALONE = World(0, 1, torch.device("cpu"))
+"""A run of one process."""
+
 
 def save(run: Path, step: int, state: dict[str, Any], *, keep: int, keep_every: int = 0) -> Path:
     """Write a checkpoint in one process and wait for it; see `checkpoint.Saver`. Returns its folder."""
     config = CheckpointConfig(keep=keep, keep_every=keep_every)
-    checkpoint.Saver(run, World(0, 1, torch.device("cpu")), config).save(step, state, last=True)
+    checkpoint.Saver(run, ALONE, config).save(step, state, last=True)
     return checkpoint.path_of(run, step)

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from clipscale.distributed.world import World
 from clipscale.tools import doctor
 from clipscale.tools.doctor import main
+from tests.support.checkpoints import ALONE
 
 
 @pytest.mark.slow
@@ -30,7 +30,7 @@ def test_a_wrong_gradient_and_a_check_that_fails_are_problems_and_the_others_go_
         return lambda *args, **options: factor * right(*args, **options)
 
     def in_this_process(*_: object) -> dict[str, float]:
-        return {"error": doctor.loss_error(World(0, 1, torch.device("cpu")))}
+        return {"error": doctor.loss_error(ALONE)}
 
     monkeypatch.setattr(doctor.local, "start", in_this_process)
     monkeypatch.setattr(doctor, "CHECKS", (broken, doctor.loss))
