@@ -84,22 +84,40 @@ def lse_kernel(
     dots = where_counted(dots, NOTHING, rows, cols, n, m, positive, row_keys, col_keys, SHARED)
     factor, _ = log2_factor(scale)
     top = reference_of(tl.max(tl.max(dots, axis=1), axis=0) * factor)
-    # The product is not rounded before the subtraction: at scale 100 that rounding alone would be 5e-6 of the
-    # exponential.
-    terms = tl.exp2(tl.fma(dots, factor, -top))
-    row_sums, col_sums = tl.sum(terms, axis=1), tl.sum(terms, axis=0)
-    row_tops, col_tops = tl.zeros((BM,), tl.float32) + top, tl.zeros((BN,), tl.float32) + top
-    if tl.minimum(tl.min(row_sums, axis=0), tl.min(col_sums, axis=0)) < SOUND:
+    # A quarter's column sums are stored before the next quarter's are taken: all at once they would spill.
+    parts = quarters(dots)
+    WIDTH: tl.constexpr = BN // 4
+    row_sums = tl.zeros((BM,), tl.float32)
+    lowest = tl.full((), 1.0, tl.float32)
+    for part in tl.static_range(4):
+        # The product is not rounded before the subtraction: at scale 100 that rounding alone would be 5e-6 of the
+        # exponential.
+        terms = tl.exp2(tl.fma(parts[part], factor, -top))
+        row_sums += tl.sum(terms, axis=1)
+        col_sums = tl.sum(terms, axis=0)
+        lowest = tl.minimum(lowest, tl.min(col_sums, axis=0))
+        first_col = tile_col * BN + part * WIDTH
+        store_line(col_parts, tl.zeros((WIDTH,), tl.float32) + top, col_sums, tile_row, first_col, m, n, BM)
+    store_line(row_parts, tl.zeros((BM,), tl.float32) + top, row_sums, tile_col, tile_row * BM, n, m, BN)
+    if tl.minimum(tl.min(row_sums, axis=0), lowest) < SOUND:
+        tl.debug_barrier()  # these come after what the other threads have stored
         row_tops = reference_of(tl.max(dots, axis=1) * factor)
         row_sums = tl.sum(tl.exp2(tl.fma(dots, factor, -row_tops[:, None])), axis=1)
-        col_tops = reference_of(tl.max(dots, axis=0) * factor)
-        col_sums = tl.sum(tl.exp2(tl.fma(dots, factor, -col_tops[None, :])), axis=0)
-    high, wide = tl.cdiv(n, BM).to(tl.int64), tl.cdiv(m, BN).to(tl.int64)
-    row_at, col_at = tile_col.to(tl.int64) * n + rows, tile_row.to(tl.int64) * m + cols
-    tl.store(row_parts + row_at, row_tops, mask=rows < n)
-    tl.store(row_parts + wide * n + row_at, row_sums, mask=rows < n)
-    tl.store(col_parts + col_at, col_tops, mask=cols < m)
-    tl.store(col_parts + high * m + col_at, col_sums, mask=cols < m)
+        store_line(row_parts, row_tops, row_sums, tile_col, tile_row * BM, n, m, BN)
+        for part in tl.static_range(4):
+            col_tops = reference_of(tl.max(parts[part], axis=0) * factor)
+            col_sums = tl.sum(tl.exp2(tl.fma(parts[part], factor, -col_tops[None, :])), axis=0)
+            store_line(col_parts, col_tops, col_sums, tile_row, tile_col * BN + part * WIDTH, m, n, BM)
+
+
+@triton.jit
+def store_line(parts, tops, sums, line, first, size, across, STEP: tl.constexpr):
+    """References and sums from place `first` on, to a line of parts (2, ceil(across / STEP), size)."""
+    at = first + tl.arange(0, tops.shape[0])
+    lines = tl.cdiv(across, STEP).to(tl.int64)
+    place = parts + line.to(tl.int64) * size + at
+    tl.store(place, tops, mask=at < size)
+    tl.store(place + lines * size, sums, mask=at < size)
 
 
 @triton.jit(do_not_specialize=["size", "lines"])
