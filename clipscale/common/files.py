@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import platformdirs
+
 from clipscale.common.errors import UserError
 
 
@@ -22,6 +24,11 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def user_cache() -> Path:
+    """The user's cache folder (XDG_CACHE_HOME is honoured)."""
+    return Path(platformdirs.user_cache_dir("clipscale", appauthor=False))
 
 
 def sync_folder(folder: Path) -> None:

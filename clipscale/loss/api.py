@@ -188,7 +188,7 @@ def _loss(arguments: Arguments, choices: Choices) -> Tensor:
     in_two = choices.exchange == "local" and module is None and inputs.captions == 1
     values = []
     for part, sides in _parts(objective, inputs, in_two):
-        blocks = _backend(backend, part, similarity, machine)
+        blocks = _backend(backend, part, sides, similarity, machine)
         call = LossCall(exchange, blocks, similarity, part, sides, choices.check, torch.is_grad_enabled())
         numbers = (sides.scale, sides.bias, *similarity.parameters)
         values.append(cast(Tensor, ContrastiveLoss.apply(call, sides.rows, sides.cols, *numbers)))
@@ -207,9 +207,11 @@ def _parts(objective: Objective, inputs: Inputs, in_two: bool) -> list[tuple[Obj
     return parts + [(one_sided, inputs.swapped())] if over_cols else parts
 
 
-def _backend(name: str, objective: Objective, similarity: Similarity, machine: Machine) -> Backend:
+def _backend(name: str, objective: Objective, inputs: Inputs, similarity: Similarity, machine: Machine) -> Backend:
     if name == "triton":
-        return objective.kernels(machine)
+        from clipscale.loss.triton.trial import chosen_tiles
+
+        return objective.kernels(machine, chosen_tiles(objective, inputs, machine))
     return TorchBackend(objective.tile(), similarity, machine, dense=name == "dense")
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, TypeVar
 
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from clipscale.loss.similarity import product
-from clipscale.loss.triton.tuning import INTERPRETER, Tiles, tiles_for
+from clipscale.loss.triton.tuning import INTERPRETER, Tiles, candidates_for
 
 T = TypeVar("T")
+REPEATS = 3
 
 
 class Machine:
@@ -21,9 +22,9 @@ class Machine:
     def __init__(
         self, panel_bytes: int = 512 << 20, partial_bytes: int = 128 << 20, ranks_of_node: int | None = None
     ) -> None:
-        """panel_bytes: of score gradients at a time; 16k x 16k of them in half precision keep the library's matrix
-        products large. partial_bytes: of partial sums, a 32k x 32k panel of 128 x 128 tiles. ranks_of_node: that
-        torchrun or Slurm have started on each node; None: as they say."""
+        """panel_bytes: of score gradients at most at a time, whatever the tiles say. partial_bytes: of partial sums, a
+        32k x 32k panel of 128 x 128 tiles. ranks_of_node: that torchrun or Slurm have started on each node; None: as
+        they say."""
         self.panel_bytes = panel_bytes
         self.partial_bytes = partial_bytes
         self.ranks_of_node = ranks_of_node
@@ -42,9 +43,27 @@ class Machine:
         """The tiles or panels of a block that are computed; a dry run needs the first, for its buffers."""
         return parts
 
-    def tiles(self, features: Tensor) -> Tiles:
-        """Of the Triton kernels."""
-        return tiles_for(_capability(features.device), features.dtype) if features.is_cuda else INTERPRETER
+    def candidates(self, device: torch.device, dtype: torch.dtype) -> tuple[Tiles, ...]:
+        """Tiles of the Triton kernels to choose from; without a trial the first."""
+        return candidates_for(_capability(device), dtype) if device.type == "cuda" else (INTERPRETER,)
+
+    def name(self, device: torch.device) -> str:
+        """The kind of GPU."""
+        return torch.cuda.get_device_name(device)
+
+    def seconds(self, work: Callable[[], None], device: torch.device) -> float:
+        """What the work takes on a GPU, the least of REPEATS times after one that compiles."""
+        work()
+        times = []
+        with torch.cuda.device(device):
+            for _ in range(REPEATS):
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                work()
+                end.record()
+                end.synchronize()
+                times.append(begin.elapsed_time(end) / 1e3)
+        return min(times)
 
     def has_descriptors(self, x: Tensor) -> bool:
         """Whether kernels load and store by tensor descriptors (TMA, from Hopper on). float32 products would spill."""

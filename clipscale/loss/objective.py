@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from clipscale.loss.autograd import Backend
     from clipscale.loss.machine import Machine
     from clipscale.loss.tile import ObjectiveTile
+    from clipscale.loss.triton.tuning import Tiles
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,6 @@ class Objective:
         """What it does with a tile of scores, in torch."""
         raise NotImplementedError
 
-    def kernels(self, machine: "Machine") -> "Backend":
-        """The backend with its Triton kernels. Imports Triton."""
+    def kernels(self, machine: "Machine", tiles: "Tiles | None") -> "Backend":
+        """The backend with its Triton kernels. Imports Triton. tiles: None: the machine's first candidate."""
         raise NotImplementedError

@@ -4,15 +4,20 @@
 Letters: N pairs, D feature width.
 """
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 from clipscale import contrastive_loss
 from clipscale.loss.block import Block, Parameters, RowBlock
-from clipscale.loss.machine import Machine
+from clipscale.loss.machine import REPEATS, Machine
 from clipscale.loss.objectives import OBJECTIVES
 from clipscale.loss.softmax.kernel import TritonSoftmax
+from clipscale.loss.triton import trial
+from clipscale.loss.triton.tuning import Tiles
 from tests.loss.cases import assert_exact, assert_near_plain_torch, features, keys, oracle, results
 from tests.support.device import DEVICE, on_device, only_on_cuda, sized, with_kernels
 
@@ -68,6 +73,39 @@ def test_the_same_inputs_give_the_same_bits_twice(backend: str) -> None:
     first, second = (results(contrastive_loss, u, v, 30.0, backend=backend) for _ in range(2))
     for a, b in zip(first, second):
         assert torch.equal(a, b), f"two runs differ by {float((a - b).abs().max())}"
+
+
+class Only(Machine):
+    """This machine, with one candidate."""
+
+    def __init__(self, tiles: Tiles) -> None:
+        super().__init__()
+        self.tiles = tiles
+
+    def candidates(self, device: torch.device, dtype: torch.dtype) -> tuple[Tiles, ...]:
+        return (self.tiles,)
+
+
+@only_on_cuda
+@pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
+def test_every_candidate_is_no_further_from_the_truth_than_twice_plain_torch(objective: str) -> None:
+    u, v = (x.bfloat16() for x in rows(4097, 5000, 768, "aligned"))
+    for tiles in Machine().candidates(torch.device(DEVICE), torch.bfloat16):
+        actual = results(contrastive_loss, u, v, 50.0, objective=objective, machine=Only(tiles))
+        assert_near_plain_torch(actual, u, v, 50.0, objective=objective)
+
+
+@only_on_cuda
+def test_a_trial_takes_less_than_its_limit_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(trial, "_chosen", {})
+    u, v = (torch.randn(trial.SIDE, 768, device="cuda").bfloat16().requires_grad_() for _ in range(2))
+    contrastive_loss(u, v, 1.0)
+    (path,) = tmp_path.rglob("*.json")
+    kept = json.loads(path.read_text())
+    print(kept)
+    candidates = Machine().candidates(torch.device("cuda"), torch.bfloat16)
+    assert len(kept["seconds"]) == len(candidates) and sum(kept["seconds"]) * REPEATS < trial.LIMIT_S
 
 
 @only_on_cuda

@@ -5,9 +5,6 @@ Imports no reader, so every other module of this folder may import it.
 
 import hashlib
 import re
-from pathlib import Path
-
-import platformdirs
 
 EVENT = "event:"
 """Prefix of the counters of events that cost no sample, such as repeated requests."""
@@ -57,8 +54,3 @@ def hash64(data: str | bytes) -> int:
 def digest(text: str) -> str:
     """The hash of a text as sixteen hexadecimal digits."""
     return hash64(text).to_bytes(8, "little").hex()
-
-
-def user_cache() -> Path:
-    """The user's cache folder (XDG_CACHE_HOME is honoured)."""
-    return Path(platformdirs.user_cache_dir("clipscale", appauthor=False))

@@ -24,7 +24,8 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from clipscale.common.errors import UserError
-from clipscale.data.shards.addresses import SourceError, digest, head_of, is_local, leaf_of, user_cache
+from clipscale.common.files import user_cache
+from clipscale.data.shards.addresses import SourceError, digest, head_of, is_local, leaf_of
 from clipscale.data.shards.archive import Archive
 from clipscale.data.shards.remote import State
 from clipscale.data.shards.store import Store, local_state

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from clipscale.loss.autograd import Backend
     from clipscale.loss.machine import Machine
     from clipscale.loss.tile import ObjectiveTile
+    from clipscale.loss.triton.tuning import Tiles
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Sigmoid(Objective):
 
         return SigmoidTile()
 
-    def kernels(self, machine: "Machine") -> "Backend":
+    def kernels(self, machine: "Machine", tiles: "Tiles | None") -> "Backend":
         from clipscale.loss.sigmoid.kernel import TritonSigmoid
 
-        return TritonSigmoid(machine)
+        return TritonSigmoid(machine, tiles)

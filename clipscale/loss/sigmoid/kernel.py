@@ -97,7 +97,7 @@ class TritonSigmoid(TritonBackend):
         the rows' gradient, scale * G' U to the columns', sum_ij G_ij to the bias's and sum_ij G_ij <u_i, v_j> to the
         scale's."""
         parameters, target = block.parameters, block.rows.target
-        t = self.machine.tiles(block.rows.features)
+        t = self.tiles_of(block)
         for panel, store in self.gradient_panels(block):
             sums = store.new_empty(3, programs(panel, t), dtype=torch.float32)
             self.launch(sigmoid_kernel, panel, store, bias=parameters.bias, sums=sums)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from clipscale.loss.autograd import Backend
     from clipscale.loss.machine import Machine
     from clipscale.loss.tile import ObjectiveTile
+    from clipscale.loss.triton.tuning import Tiles
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,10 @@ class Softmax(Objective):
 
         return SoftmaxTile()
 
-    def kernels(self, machine: "Machine") -> "Backend":
+    def kernels(self, machine: "Machine", tiles: "Tiles | None") -> "Backend":
         from clipscale.loss.softmax.kernel import TritonSoftmax
 
-        return TritonSoftmax(machine)
+        return TritonSoftmax(machine, tiles)
 
 
 def one_sided(scores: "Tensor", positive: "Tensor") -> "Tensor":

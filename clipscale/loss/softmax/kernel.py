@@ -205,7 +205,7 @@ class TritonSoftmax(TritonBackend):
     def forward(self, block: Block) -> None:
         """Log-sum-exps by the kernels, targets by the library; of several positives by the kernel."""
         features, scale = block.rows.features, block.parameters.scale
-        t = self.machine.tiles(features)
+        t = self.tiles_of(block)
         # Four numbers of four bytes a tile row and a tile column.
         for panel in self.panels(block, self.machine.partial_bytes // 8 * t.rows * t.cols // (t.rows + t.cols)):
             n, m = len(panel.rows), len(panel.cols)
@@ -239,7 +239,7 @@ class TritonSoftmax(TritonBackend):
 
     def backward(self, block: Block) -> None:
         """Add scale G V to the rows' gradient, scale G' U to the columns', sum_ij G_ij <u_i, v_j> to the scale's."""
-        t = self.machine.tiles(block.rows.features)
+        t = self.tiles_of(block)
         for panel, store in self.gradient_panels(block):
             products = store.new_empty(programs(panel, t), dtype=torch.float32)
             row_lse, row_weight = _lse_and_weight(panel.rows)

@@ -27,8 +27,14 @@ class TritonBackend:
     """A backend (see TorchBackend) on CUDA or in Triton's interpreter, for bfloat16, float16 and float32 features whose
     width is a multiple of WIDTH_STEP. An objective's own is beside its kernels."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, tiles: Tiles | None = None) -> None:
+        """tiles: None: the machine's first candidate."""
         self.machine = machine
+        self.tiles = tiles
+
+    def tiles_of(self, block: Block) -> Tiles:
+        features = block.rows.features
+        return self.tiles or self.machine.candidates(features.device, features.dtype)[0]
 
     def forward(self, block: Block) -> None:
         """See TorchBackend: nothing, where there are no log-sum-exps."""
@@ -39,7 +45,7 @@ class TritonBackend:
         `store` is where the kernel stores a panel.
         """
         u, v = panel.rows.features, panel.cols.features
-        t = self.machine.tiles(u)
+        t = self.tiles_of(panel)
         if u.dtype == torch.bfloat16 and u.device.type == "cpu":
             u, v = u.float(), v.float()  # the interpreter multiplies bfloat16 by its bits
         tma = self.machine.has_descriptors(u)
@@ -65,7 +71,7 @@ class TritonBackend:
 
     def panels(self, block: Block, area: int) -> Iterator[Block]:
         """The block in about equal panels of whole tiles, of at most about `area`, as square as the block allows."""
-        t = self.machine.tiles(block.rows.features)
+        t = self.tiles_of(block)
         n, m = len(block.rows), len(block.cols)
         height = _even(n, min(n, max(math.isqrt(area), area // m, 1)), t.rows)
         width = _even(m, min(m, max(area // height, 1)), t.cols)
@@ -77,8 +83,8 @@ class TritonBackend:
         """Panels with memory for score gradients; what the caller stores there joins the feature gradients."""
         features, store = block.rows.features, None
         factor = block.parameters.scale_number / UNIT.value  # the panel holds UNIT * G
-        t = self.machine.tiles(features)
-        for panel in self.panels(block, self.machine.panel_bytes // features.itemsize):
+        t = self.tiles_of(block)
+        for panel in self.panels(block, min(self.machine.panel_bytes, t.panel_bytes) // features.itemsize):
             n, m = len(panel.rows), len(panel.cols)
             if store is None:  # the first panel is the largest
                 store = features.new_empty(triton.cdiv(n, t.rows) * t.rows, triton.cdiv(m, t.cols) * t.cols)

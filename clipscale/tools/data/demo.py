@@ -17,9 +17,9 @@ from pathlib import Path
 from random import Random
 
 from clipscale.common.errors import UserError
+from clipscale.common.files import user_cache
 from clipscale.common.hardware import cores
 from clipscale.common.terminal import say
-from clipscale.data.shards.addresses import user_cache
 from clipscale.tools.data import scenes
 from clipscale.tools.data.settings import DemoSettings
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from clipscale.loss.machine import Machine, T
-from clipscale.loss.triton.tuning import INTERPRETER, Tiles, tiles_for
+from clipscale.loss.triton.tuning import INTERPRETER, Tiles, candidates_for
 from clipscale.tools.plan import ASSUMED
 from clipscale.tools.plan.known_results import KnownResults
 
@@ -118,8 +118,8 @@ class DryMachine(Machine):
     def parts(self, parts: Iterator[T]) -> Iterator[T]:
         return itertools.islice(parts, 1)
 
-    def tiles(self, features: Tensor) -> Tiles:
-        return tiles_for(self.capability, features.dtype) if self.capability else INTERPRETER
+    def candidates(self, device: torch.device, dtype: torch.dtype) -> tuple[Tiles, ...]:
+        return candidates_for(self.capability, dtype)[:1] if self.capability else (INTERPRETER,)
 
     def launch(self, *arguments: Any, **constants: Any) -> None:
         pass

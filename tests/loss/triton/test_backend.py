@@ -7,8 +7,9 @@ The interpreter must be chosen before Triton is imported, so the ordinary suite 
 import itertools
 import math
 import multiprocessing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +30,8 @@ from clipscale.loss.block import Block, Parameters, RowBlock  # noqa: E402
 from clipscale.loss.machine import Machine  # noqa: E402
 from clipscale.loss.objectives import OBJECTIVES  # noqa: E402
 from clipscale.loss.softmax.kernel import TritonSoftmax  # noqa: E402
+from clipscale.loss.triton import tuning  # noqa: E402
+from clipscale.loss.triton.tuning import FLOAT32, Tiles  # noqa: E402
 from tests.loss.cases import assert_exact, assert_near_plain_torch, features, keys, oracle, results  # noqa: E402
 from tests.loss.test_keys import keyed, near  # noqa: E402
 from tests.loss.workers import Workers, check, stacked, stacked_again  # noqa: E402
@@ -144,6 +147,54 @@ class WithDescriptors(Machine):
 
     def has_descriptors(self, x: Tensor) -> bool:
         return True
+
+
+class Tiled(Machine):
+    """Interprets the tiles of a GPU."""
+
+    def __init__(self, *tiles: Tiles, tma: bool = False) -> None:
+        super().__init__(panel_bytes=2**17)
+        self.shapes, self.tma = tiles, tma
+
+    def candidates(self, device: torch.device, dtype: torch.dtype) -> tuple[Tiles, ...]:
+        return self.shapes
+
+    def has_descriptors(self, x: Tensor) -> bool:
+        return self.tma
+
+    def name(self, device: torch.device) -> str:
+        return "NVIDIA H100"
+
+    def seconds(self, work: Callable[[], None], device: torch.device) -> float:
+        work()
+        return 1.0
+
+
+SHAPES = {(t.rows, t.cols, t.depth, number >= 9) for number, shapes in tuning.SHAPES.items() for t in shapes}
+SHAPES |= {(FLOAT32.rows, FLOAT32.cols, FLOAT32.depth, False)}
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the trial chooses among them")
+@pytest.mark.parametrize("shape", sorted(SHAPES), ids=str)
+def test_every_candidate_is_exact(shape: tuple[int, int, int, bool]) -> None:
+    machine = Tiled(Tiles(*shape[:3], warps=1, stages=1), tma=shape[3])
+    for n, m, width, kind, scale in ((1, 257, 40, "random", 14.3), (130, 300, 70, "low", 100.0)):
+        u, v = features(n, m, width, kind)
+        for objective in ("softmax", "sigmoid"):
+            actual = triton(u.float(), v.float(), scale, objective=objective, machine=machine)
+            assert_exact(actual, oracle(u, v, scale, objective=objective), scale, 1e-5, (n, m, kind, objective))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there test_gpu.py makes a trial")
+def test_a_trial_computes_and_leaves_no_trace_in_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("clipscale.loss.triton.trial.SIDE", 16)
+    u, v = (x.float() for x in features(20, 33, 24))
+    for objective in ("softmax_text", "sigmoid"):
+        plain = triton(u, v, 14.3, objective=objective)
+        actual = triton(u, v, 14.3, objective=objective, machine=Tiled(tuning.INTERPRETER, FLOAT32))
+        assert all(map(torch.equal, plain, actual))
+    assert len(list(tmp_path.rglob("*.json"))) == 2
 
 
 @pytest.mark.parametrize("objective", ["softmax", "sigmoid"])

@@ -62,8 +62,8 @@ class WithoutKernels(Machine):
 
 
 class DryInterpreter(DryMachine):
-    def tiles(self, features: torch.Tensor) -> Tiles:
-        return INTERPRETER
+    def candidates(self, device: torch.device, dtype: torch.dtype) -> tuple[Tiles, ...]:
+        return (INTERPRETER,)
 
 
 @pytest.mark.parametrize("objective", ["softmax", "softmax_image", "sigmoid"])
