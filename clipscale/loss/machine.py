@@ -13,7 +13,6 @@ from clipscale.loss.similarity import product
 from clipscale.loss.triton.tuning import INTERPRETER, Tiles, candidates_for
 
 T = TypeVar("T")
-REPEATS = 3
 
 
 class Machine:
@@ -52,18 +51,11 @@ class Machine:
         return torch.cuda.get_device_name(device)
 
     def seconds(self, work: Callable[[], None], device: torch.device) -> float:
-        """What the work takes on a GPU, the least of REPEATS times after one that compiles."""
-        work()
-        times = []
+        """What the work takes on a GPU, the least of some times after one that compiles."""
+        from triton.testing import do_bench
+
         with torch.cuda.device(device):
-            for _ in range(REPEATS):
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                work()
-                end.record()
-                end.synchronize()
-                times.append(begin.elapsed_time(end) / 1e3)
-        return min(times)
+            return float(do_bench(work, warmup=1, rep=20, return_mode="min")) / 1e3
 
     def has_descriptors(self, x: Tensor) -> bool:
         """Whether kernels load and store by tensor descriptors (TMA, from Hopper on). float32 products would spill."""

@@ -100,7 +100,7 @@ class TritonSigmoid(TritonBackend):
         t = self.tiles_of(block)
         for panel, store in self.gradient_panels(block):
             sums = store.new_empty(3, programs(panel, t), dtype=torch.float32)
-            self.launch(sigmoid_kernel, panel, store, bias=parameters.bias, sums=sums)
+            self.launch(sigmoid_kernel, panel, parameters.scale, store, bias=parameters.bias, sums=sums)
             value, bias_grad, scale_grad = sums.sum(1, dtype=torch.float64).unbind()
             if target is not None:
                 target[0] -= value

@@ -27,6 +27,7 @@ from clipscale.loss.triton.tiles import (
     UNIT,
     equal_keys,
     has_positives,
+    positives,
     quarters,
     store_part,
     summable,
@@ -38,15 +39,6 @@ from clipscale.loss.triton.tiles import (
 # A sum of 2^(y - t) that is at least this large, with t at or above every y, has lost less than 2^-50 of itself to
 # underflow.
 SOUND = tl.constexpr(2.0**-60)
-MERGED = 128  # rows or columns of a program of merge_kernel
-
-
-@triton.jit
-def log2_factor(scale):
-    """scale log2(e), float32, and a nat in these units, float64, which corrects for the rounding of the first."""
-    exact = tl.load(scale).to(tl.float64)
-    factor = (exact * LOG2E).to(tl.float32)
-    return factor, factor.to(tl.float64) / exact
 
 
 @triton.jit
@@ -57,7 +49,7 @@ def reference_of(top):
 
 @triton.jit(do_not_specialize=["n", "m", "positive"])
 def lse_kernel(
-    u, v, scale, n, m, depth, stride_u, stride_v, row_parts, col_parts,
+    u, v, factor, n, m, depth, stride_u, stride_v, row_parts, col_parts,
     positive, row_keys, col_keys, row_share, col_share, targets,
     SHARED: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -82,8 +74,8 @@ def lse_kernel(
         weights = tl.where(equal_keys(row_keys, col_keys, rows, cols, n, m), weights, 0.0)
         tl.store(targets + tl.program_id(0), tl.sum(tl.sum(weights * summable(dots, n), axis=1), axis=0))
     dots = where_counted(dots, NOTHING, rows, cols, n, m, positive, row_keys, col_keys, SHARED)
-    factor, _ = log2_factor(scale)
-    top = reference_of(tl.max(tl.max(dots, axis=1), axis=0) * factor)
+    scale = tl.load(factor)
+    top = reference_of(tl.max(tl.max(dots, axis=1), axis=0) * scale)
     # A quarter's column sums are stored before the next quarter's are taken: all at once they would spill.
     parts = quarters(dots)
     WIDTH: tl.constexpr = BN // 4
@@ -92,7 +84,7 @@ def lse_kernel(
     for part in tl.static_range(4):
         # The product is not rounded before the subtraction: at scale 100 that rounding alone would be 5e-6 of the
         # exponential.
-        terms = tl.exp2(tl.fma(parts[part], factor, -top))
+        terms = tl.exp2(tl.fma(parts[part], scale, -top))
         row_sums += tl.sum(terms, axis=1)
         col_sums = tl.sum(terms, axis=0)
         lowest = tl.minimum(lowest, tl.min(col_sums, axis=0))
@@ -101,12 +93,12 @@ def lse_kernel(
     store_line(row_parts, tl.zeros((BM,), tl.float32) + top, row_sums, tile_col, tile_row * BM, n, m, BN)
     if tl.minimum(tl.min(row_sums, axis=0), lowest) < SOUND:
         tl.debug_barrier()  # these come after what the other threads have stored
-        row_tops = reference_of(tl.max(dots, axis=1) * factor)
-        row_sums = tl.sum(tl.exp2(tl.fma(dots, factor, -row_tops[:, None])), axis=1)
+        row_tops = reference_of(tl.max(dots, axis=1) * scale)
+        row_sums = tl.sum(tl.exp2(tl.fma(dots, scale, -row_tops[:, None])), axis=1)
         store_line(row_parts, row_tops, row_sums, tile_col, tile_row * BM, n, m, BN)
         for part in tl.static_range(4):
-            col_tops = reference_of(tl.max(parts[part], axis=0) * factor)
-            col_sums = tl.sum(tl.exp2(tl.fma(parts[part], factor, -col_tops[None, :])), axis=0)
+            col_tops = reference_of(tl.max(parts[part], axis=0) * scale)
+            col_sums = tl.sum(tl.exp2(tl.fma(parts[part], scale, -col_tops[None, :])), axis=0)
             store_line(col_parts, col_tops, col_sums, tile_row, tile_col * BN + part * WIDTH, m, n, BM)
 
 
@@ -120,91 +112,88 @@ def store_line(parts, tops, sums, line, first, size, across, STEP: tl.constexpr)
     tl.store(place + lines * size, sums, mask=at < size)
 
 
-@triton.jit(do_not_specialize=["size", "lines"])
-def merge_kernel(parts, scale, lse, size, lines, BLOCK: tl.constexpr):
-    """lse (size,) float64, in nats: each line of lse_kernel's `parts` (2, lines, size), joined in order.
-
-    float64, since float32 would round a value near 100 by 4e-6, and with it every probability of that row.
-    """
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
-    top = tl.full((BLOCK,), NOTHING, tl.float32)
-    total = tl.zeros((BLOCK,), tl.float64)
-    tops, sums = parts + at, parts + lines * size + at
-    for _ in range(lines):
-        part = tl.load(sums, mask=inside, other=0.0)
-        part_top = tl.where(part == 0, NOTHING, tl.load(tops, mask=inside, other=0.0))
-        highest = tl.maximum(top, part_top)
-        reference = tl.where(highest == NOTHING, 0.0, highest)
-        total = total * tl.exp2(top - reference).to(tl.float64) + (part * tl.exp2(part_top - reference)).to(tl.float64)
-        top = highest
-        tops += size
-        sums += size
-    _, nat = log2_factor(scale)
-    joined = tl.where(total == 0, NOTHING, (top.to(tl.float64) + tl.log2(total)) / nat)
-    tl.store(lse + at, joined, mask=inside)
-
-
-@triton.jit
-def lse_and_weight(lse, weight, at, nat):
-    """Log-sum-exps in units of log 2, float32; weights times UNIT, corrected for their rounding, and uncorrected."""
-    exact = tl.load(lse + at) * nat
-    rounded = exact.to(tl.float32)
-    unit_weight = tl.load(weight + at) * UNIT
-    lost = tl.exp2((rounded.to(tl.float64) - exact).to(tl.float32))
-    return rounded, tl.where(unit_weight == 0, 0.0, unit_weight * lost), unit_weight
-
-
 @triton.jit(do_not_specialize=["n", "m", "positive"])
 def softmax_gradient_kernel(
-    u, v, scale, n, m, depth, stride_u, stride_v, positive,
-    panel, stride_panel, row_lse, col_lse, row_weight, col_weight, products,
-    row_keys, col_keys, row_share, col_share,
+    u, v, factor, n, m, depth, stride_u, stride_v, positive,
+    panel, stride_panel, row_lse, col_lse, row_weight, col_weight, row_target, col_target, products,
+    row_keys, col_keys,
     SHARED: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """panel (N and M rounded up to whole tiles) = UNIT * G of one tile, zero past the end, from recomputed scores:
 
         G_ij = a_i 2^(y_ij - r_i) + b_j 2^(y_ij - c_j) - (a_i + b_j) [j = positive + i]
 
-    with the complete log-sum-exps r and c and the weights a and b; 0 at pairs that are left out. Of several positives
-    the last term is row_share_i + col_share_j at pairs of equal keys (SHARED: see lse_kernel). products (programs,) =
-    the tile's sum of UNIT * G_ij <u_i, v_j>, before the panel's type rounds G. No exponential that counts overflows, as
-    y_ij <= r_i and y_ij <= c_j.
+    with the complete log-sum-exps r and c, the weights a and b, and the targets' weights a and b; 0 at pairs that are
+    left out. Of several positives the last term is at pairs of equal keys (SHARED: see lse_kernel). All weights are
+    times UNIT. products (programs,) = the tile's sum of UNIT * G_ij <u_i, v_j>, before the panel's type rounds G. No
+    exponential that counts overflows, as y_ij <= r_i and y_ij <= c_j.
     """
     tile_row, tile_col = tile_position(n, m, BM, BN)
     dots = tile_dots(u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v, TMA, BM, BN, BK)
-    factor, nat = log2_factor(scale)
+    scale = tl.load(factor)
     rows = tile_row * BM + tl.arange(0, BM)
-    r, a, row_target = lse_and_weight(row_lse, row_weight, tl.minimum(rows, n - 1), nat)
+    row_at = tl.minimum(rows, n - 1)
+    r, a = tl.load(row_lse + row_at), tl.load(row_weight + row_at)
     WIDTH: tl.constexpr = BN // 4
     parts = quarters(dots)
     product = tl.zeros((BM,), tl.float32)
     for part in tl.static_range(4):
         first_col = tile_col * BN + part * WIDTH
         cols = first_col + tl.arange(0, WIDTH)
-        c, b, col_target = lse_and_weight(col_lse, col_weight, tl.minimum(cols, m - 1), nat)
-        g = a[:, None] * tl.exp2(tl.fma(parts[part], factor, -r[:, None]))
-        g += b[None, :] * tl.exp2(tl.fma(parts[part], factor, -c[None, :]))
+        col_at = tl.minimum(cols, m - 1)
+        c, b = tl.load(col_lse + col_at), tl.load(col_weight + col_at)
+        g = a[:, None] * tl.exp2(tl.fma(parts[part], scale, -r[:, None]))
+        g += b[None, :] * tl.exp2(tl.fma(parts[part], scale, -c[None, :]))
         # Late in training a positive's probabilities are near 1, and what the weights leave of them is the gradient.
-        if SHARED == "positive":
-            target = tl.load(row_share + tl.minimum(rows, n - 1))[:, None]
-            target += tl.load(col_share + tl.minimum(cols, m - 1))[None, :]
-            g = tl.where(equal_keys(row_keys, col_keys, rows, cols, n, m), g - UNIT * target, g)
-        elif has_positives(tile_row * BM, first_col, positive, SHARED, BM, WIDTH):
-            target = row_target[:, None] + col_target[None, :]
-            g = tl.where(cols[None, :] == (rows + positive)[:, None], g - target, g)
+        if has_positives(tile_row * BM, first_col, positive, SHARED, BM, WIDTH):
+            target = tl.load(row_target + row_at)[:, None] + tl.load(col_target + col_at)[None, :]
+            g = tl.where(positives(rows, cols, n, m, positive, row_keys, col_keys, SHARED), g - target, g)
         g = where_counted(g, 0.0, rows, cols, n, m, positive, row_keys, col_keys, SHARED)
         store_part(panel, g, tile_row * BM, first_col, stride_panel, TMA)
         product += tl.sum(g * summable(parts[part], n), axis=1)
     tl.store(products + tl.program_id(0), tl.sum(product, axis=0))
 
 
+def log2_factor(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """scale log2(e), float32, and a nat in these units, float64, which corrects for the rounding of the first."""
+    exact = scale.double()
+    factor = (exact * LOG2E.value).float()
+    return factor, factor.double() / exact
+
+
+def joined(parts: Tensor) -> Tensor:
+    """The log-sum-exps (size,) float64, in units of log 2, of lse_kernel's parts (2, lines, size), which it overwrites.
+
+    float64, since float32 would round a value near 100 by 4e-6, and with it every probability of that row.
+    """
+    tops, sums = parts
+    tops.masked_fill_(sums == 0, -torch.inf)
+    top = tops.amax(0).clamp_min_(torch.finfo(tops.dtype).min)
+    total = tops.sub_(top).exp2_().mul_(sums).sum(0, dtype=torch.float64)
+    return total.log2_().add_(top)
+
+
+def factors(side: RowBlock, nat: Tensor) -> dict[str, Tensor]:
+    """What the gradient kernel takes of a side, float32: log-sum-exps in units of log 2, weights times UNIT, corrected
+    for the rounding of those, and the weights of its positives. Without a softmax in its direction: no probabilities.
+    """
+    if side.weight is None or side.lse is None:
+        nothing = side.features.new_zeros(len(side), dtype=torch.float32)
+        return {"lse": nothing + torch.inf, "weight": nothing, "target": nothing}
+    exact = side.lse[:, 0] * nat
+    rounded = exact.float()
+    weight = side.weight * UNIT.value * (rounded - exact).exp2()
+    share = side.weight if side.share is None else side.share
+    return {"lse": rounded, "weight": weight.float(), "target": share * UNIT.value}
+
+
 class TritonSoftmax(TritonBackend):
     """One matmul unit (2 n m D FLOP) in the forward pass, three in the backward pass."""
 
     def forward(self, block: Block) -> None:
-        """Log-sum-exps by the kernels, targets by the library; of several positives by the kernel."""
+        """Log-sum-exps by the kernel, targets by the library; of several positives by the kernel."""
         features, scale = block.rows.features, block.parameters.scale
+        factor, nat = log2_factor(scale)
         t = self.tiles_of(block)
         # Four numbers of four bytes a tile row and a tile column.
         for panel in self.panels(block, self.machine.partial_bytes // 8 * t.rows * t.cols // (t.rows + t.cols)):
@@ -215,20 +204,14 @@ class TritonSoftmax(TritonBackend):
             if panel.rows.share is not None:
                 targets = torch.empty(programs(panel, t), device=features.device)
             self.launch(
-                lse_kernel, panel, row_parts=row_parts, col_parts=col_parts, targets=targets,
+                lse_kernel, panel, factor, row_parts=row_parts, col_parts=col_parts, targets=targets,
                 row_share=panel.rows.share, col_share=panel.cols.share,
             )  # fmt: skip
             if targets is not None and block.rows.target is not None:
                 block.rows.target[0] += scale * targets.sum(dtype=torch.float64)
             for side, parts in ((panel.rows, row_parts), (panel.cols, col_parts)):
                 if side.lse is not None:
-                    _, lines, size = parts.shape
-                    count = triton.cdiv(size, MERGED)
-                    lse = torch.empty_like(side.lse)
-                    self.machine.launch(
-                        merge_kernel, count, features.device, parts, scale, lse, size, lines, BLOCK=MERGED
-                    )
-                    torch.logaddexp(side.lse, lse, out=side.lse)
+                    torch.logaddexp(side.lse, (joined(parts) / nat)[:, None], out=side.lse)
         diagonal = None if block.rows.share is not None else block.diagonal()
         if diagonal is not None:
             i, j = diagonal
@@ -239,23 +222,11 @@ class TritonSoftmax(TritonBackend):
 
     def backward(self, block: Block) -> None:
         """Add scale G V to the rows' gradient, scale G' U to the columns', sum_ij G_ij <u_i, v_j> to the scale's."""
+        factor, nat = log2_factor(block.parameters.scale)
         t = self.tiles_of(block)
         for panel, store in self.gradient_panels(block):
             products = store.new_empty(programs(panel, t), dtype=torch.float32)
-            row_lse, row_weight = _lse_and_weight(panel.rows)
-            col_lse, col_weight = _lse_and_weight(panel.cols)
-            self.launch(
-                softmax_gradient_kernel, panel, store, row_lse=row_lse, col_lse=col_lse, row_weight=row_weight,
-                col_weight=col_weight, products=products,
-                row_share=panel.rows.share, col_share=panel.cols.share,
-            )  # fmt: skip
+            sides = {f"row_{name}": x for name, x in factors(panel.rows, nat).items()}
+            sides |= {f"col_{name}": x for name, x in factors(panel.cols, nat).items()}
+            self.launch(softmax_gradient_kernel, panel, factor, store, products=products, **sides)
             block.parameters.add_scale_grad(products.sum(dtype=torch.float64) / UNIT.value)
-
-
-def _lse_and_weight(side: RowBlock) -> tuple[Tensor, Tensor]:
-    """Of a direction without a softmax: no probabilities."""
-    if side.weight is None or side.lse is None:
-        features = side.features
-        lse = features.new_full((len(side),), torch.inf, dtype=torch.float64)
-        return lse, torch.zeros_like(lse, dtype=torch.float32)
-    return side.lse, side.weight

@@ -39,10 +39,10 @@ class TritonBackend:
     def forward(self, block: Block) -> None:
         """See TorchBackend: nothing, where there are no log-sum-exps."""
 
-    def launch(self, kernel: Any, panel: Block, store: Tensor | None = None, **arguments: Any) -> None:
+    def launch(self, kernel: Any, panel: Block, scale: Tensor, store: Tensor | None = None, **arguments: Any) -> None:
         """Run a program of the kernel for each tile of the panel, with the operands and the keys beside `arguments`.
 
-        `store` is where the kernel stores a panel.
+        `scale` is 0-d; `store` is where the kernel stores a panel.
         """
         u, v = panel.rows.features, panel.cols.features
         t = self.tiles_of(panel)
@@ -63,7 +63,7 @@ class TritonBackend:
             arguments |= {"panel": described(store, t.rows, t.cols // 4), "stride_panel": store.stride(0)}
         self.machine.launch(
             kernel, programs(panel, t), u.device,
-            described(u, t.rows, t.depth), described(v, t.cols, t.depth), panel.parameters.scale,
+            described(u, t.rows, t.depth), described(v, t.cols, t.depth), scale,
             len(u), len(v), u.shape[1], u.stride(0), v.stride(0),
             **arguments, TMA=tma, BM=t.rows, BN=t.cols, BK=t.depth, num_warps=t.warps, num_stages=t.stages,
             maxnreg=t.registers, enable_fp_fusion=True,

@@ -12,11 +12,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from clipscale.loss.sigmoid.kernel import sigmoid_kernel
-from clipscale.loss.softmax.kernel import lse_kernel, merge_kernel, softmax_gradient_kernel
+from clipscale.loss.softmax.kernel import lse_kernel, softmax_gradient_kernel
 from clipscale.loss.triton.tuning import SHAPES, Tiles, candidates_for
 
 KEYS, SHARES = ("row_keys", "col_keys"), ("row_share", "col_share", "targets")
-DOUBLES = ("lse", "row_lse", "col_lse")
 KERNELS = [lse_kernel, softmax_gradient_kernel, sigmoid_kernel]
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SHARED = {80: 99, 90: 227, 100: 227}
@@ -34,10 +33,7 @@ A_DOZEN = 48
 
 def compiled(kernel: Any, capability: int, types: dict[str, str], constants: dict[str, Any], **options: Any) -> Any:
     """The binary for the arguments that a launch gives: aligned pointers and strides."""
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "*fp64" if name in DOUBLES else "*fp32")
-        for name in kernel.arg_names
-    }
+    signature = {name: "constexpr" if name in constants else types.get(name, "*fp32") for name in kernel.arg_names}
     aligned = {
         (at,): [["tt.divisibility", 16]]
         for at, (name, kind) in enumerate(signature.items())
@@ -90,9 +86,3 @@ def stack(kernel: Any, capability: int, form: str, shared: str, t: Tiles, folder
     assert match and int(match[1]) <= 65536 // (32 * t.warps), f"a multiprocessor has 65,536 registers: {usage}"
     print(f"{kernel.__name__} sm_{capability} {form} {shared} {t.rows}x{t.cols}: {match[0]}")
     return int(match[2])
-
-
-def test_the_merge_compiles() -> None:
-    types = {"size": "i32", "lines": "i32"}
-    for capability in SHARED:
-        assert compiled(merge_kernel, capability, types, {"BLOCK": 128}).asm["cubin"]

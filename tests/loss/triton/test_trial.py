@@ -17,7 +17,7 @@ SOFTMAX = OBJECTIVES["softmax"]
 
 
 class Timed(Machine):
-    """A GPU on which the candidates take these seconds, in their order."""
+    """A GPU on which the candidates take these seconds, in their order; none are left: it runs out of memory."""
 
     def __init__(self, *seconds: float) -> None:
         super().__init__()
@@ -32,13 +32,9 @@ class Timed(Machine):
 
     def seconds(self, work: Callable[[], None], device: torch.device) -> float:
         self.asked += 1
+        if not self.times:
+            raise torch.OutOfMemoryError("CUDA out of memory")
         return self.times.pop(0)
-
-
-class Broken(Timed):
-    def seconds(self, work: Callable[[], None], device: torch.device) -> float:
-        self.asked += 1
-        raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 def inputs(n: int = 32, width: int = 64, keys: torch.Tensor | None = None) -> Inputs:
@@ -48,7 +44,7 @@ def inputs(n: int = 32, width: int = 64, keys: torch.Tensor | None = None) -> In
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's cache folder, empty, and a process that has chosen nothing."""
+    """Where choices are kept, empty, of a process that has chosen nothing."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(trial, "SIDE", 32)
     monkeypatch.setattr(trial, "_chosen", {})
@@ -56,52 +52,41 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_fastest_is_chosen_once_a_machine(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = Timed(0.009, 0.008, 0.007, 0.003, 0.002, 0.004)
+    machine = Timed(0.009, 0.008, 0.007, 0.003, 0.002, 0.004)
     for _ in range(2):
-        assert trial.chosen_tiles(SOFTMAX, inputs(), first) == CANDIDATES[4]
-    assert first.asked == len(CANDIDATES), "the second call of a process knows"
+        assert trial.chosen_tiles(SOFTMAX, inputs(), machine) == CANDIDATES[4]
+        monkeypatch.setattr(trial, "_chosen", {})  # as in the next process
+    assert machine.asked == len(CANDIDATES)
+    for objective, width in ((SOFTMAX, 128), (OBJECTIVES["sigmoid"], 64)):
+        assert trial.chosen_tiles(objective, inputs(width=width), Timed(*[0.02, 0.01] * 3)) == CANDIDATES[1]
+    assert len(list(cache.iterdir())) == 3, "another width or objective has a trial of its own"
+    for path in cache.iterdir():
+        path.write_text("Tiles(rows=1)")
     monkeypatch.setattr(trial, "_chosen", {})
-    later = Timed()
-    assert trial.chosen_tiles(SOFTMAX, inputs(), later) == CANDIDATES[4]
-    assert later.asked == 0, "so does the next process"
-    for objective, other in ((SOFTMAX, inputs(width=128)), (OBJECTIVES["sigmoid"], inputs())):
-        machine = Timed(*[0.001] * 6)
-        trial.chosen_tiles(objective, other, machine)
-        assert machine.asked == 6, "another width or objective has a trial of its own"
-    assert len(list(cache.iterdir())) == 3
+    assert trial.chosen_tiles(SOFTMAX, inputs(), Timed(*[0.01] * 6)) == CANDIDATES[0], "what is kept is no candidate"
 
 
-def test_a_little_faster_is_not_enough() -> None:
-    assert (
-        trial.chosen_tiles(SOFTMAX, inputs(), Timed(*[0.01, 0.0099, 0.0099, 0.0099, 0.0099, 0.0099])) == CANDIDATES[0]
-    )
-
-
-def test_a_slow_gpu_is_not_held_up() -> None:
-    slow = Timed(0.5, 0.4, 0.3, 0.2, 0.1, 0.1)
-    assert trial.chosen_tiles(SOFTMAX, inputs(), slow) == CANDIDATES[1]
-    assert slow.asked == 2, "three times 0.9 s have passed"
-
-
-def test_after_a_failure_all_is_as_without_a_trial(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = Broken()
+@pytest.mark.parametrize(
+    ("seconds", "chosen", "asked"),
+    [
+        ((0.01, 0.0099, 0.0099, 0.0099, 0.0099, 0.0099), 0, 6),  # a little faster is not enough
+        ((0.2, 0.15, 0.1, 0.05, 0.05, 0.05), 1, 2),  # eight times 0.35 s have passed
+        ((0.02, 0.01), 0, 3),  # it fails
+    ],
+)
+def test_a_slow_gpu_is_not_held_up_and_a_failure_leaves_all_as_it_was(
+    seconds: tuple[float, ...], chosen: int, asked: int, cache: Path
+) -> None:
+    machine = Timed(*seconds)
     for _ in range(2):
-        assert trial.chosen_tiles(SOFTMAX, inputs(), broken) == CANDIDATES[0]
-    assert broken.asked == 1, "a process tries once"
-    assert not cache.exists(), "the next one may succeed"
-    monkeypatch.setattr(trial, "_chosen", {})
-    cache.parent.mkdir()
-    cache.write_text("no folder")
+        assert trial.chosen_tiles(SOFTMAX, inputs(), machine) == CANDIDATES[chosen]
+    assert machine.asked == asked, "a process tries once"
+    assert cache.exists() == (asked != 3), "after a failure the next process may try again"
+
+
+def test_without_a_folder_to_keep_it_there_is_no_choice(cache: Path) -> None:
+    cache.parent.write_text("no folder")
     assert trial.chosen_tiles(SOFTMAX, inputs(), Timed(*[0.02, 0.01] * 3)) == CANDIDATES[0]
-
-
-@pytest.mark.parametrize("kept", ["", "[]", '{"chosen": {"rows": 1}}', '{"chosen": 3}'])
-def test_a_record_that_is_no_candidate_is_made_anew(kept: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trial.chosen_tiles(SOFTMAX, inputs(), Timed(*[0.02, 0.01] * 3))
-    (path,) = cache.iterdir()
-    path.write_text(kept)
-    monkeypatch.setattr(trial, "_chosen", {})
-    assert trial.chosen_tiles(SOFTMAX, inputs(), Timed(*[0.03, 0.02, 0.01] * 2)) == CANDIDATES[2]
 
 
 def test_no_trial_for_small_blocks_keys_evaluation_or_where_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
