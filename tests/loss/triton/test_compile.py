@@ -27,8 +27,8 @@ SPILLED = {
     "sigmoid_kernel sm_80 wide": 176,
     "sigmoid_kernel sm_100 wide": 136,
 }
-"""Bytes of stack of a thread: the most, where it is more than a dozen registers."""
-A_DOZEN = 48
+"""Bytes of stack of a thread: the most, where it is more than FEW."""
+FEW = 64
 
 
 def compiled(kernel: Any, capability: int, types: dict[str, str], constants: dict[str, Any], **options: Any) -> Any:
@@ -52,7 +52,7 @@ def test_a_kernel_compiles_and_spills_little(
     kernel: Any, capability: int, form: str, shared: str, tmp_path: Path
 ) -> None:
     tiles = candidates_for(capability, TYPES[form])[0]
-    most = max(SPILLED.get(form, A_DOZEN), SPILLED.get(shared, A_DOZEN))
+    most = max(SPILLED.get(form, FEW), SPILLED.get(shared, FEW))
     assert stack(kernel, capability, form, shared, tiles, tmp_path) <= most
 
 
@@ -61,7 +61,7 @@ def test_a_kernel_compiles_and_spills_little(
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
 def test_a_wide_tile_spills_little(kernel: Any, capability: int, form: str, tmp_path: Path) -> None:
-    most = SPILLED.get(f"{kernel.__name__} sm_{capability} wide", A_DOZEN)
+    most = SPILLED.get(f"{kernel.__name__} sm_{capability} wide", FEW)
     assert stack(kernel, capability, form, "ignore", SHAPES[capability // 10][1], tmp_path) <= most
 
 
