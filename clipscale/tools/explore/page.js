@@ -72,7 +72,7 @@ function grid(rows) {
 function pictures(title, rows) {
   id("found").hidden = false;
   id("what").textContent = title;
-  id("pictures").replaceChildren(grid(rows));
+  id("pictures").replaceChildren(grid(rows.slice(0, Number(id("count").value))));
 }
 
 // Without a question: the hint alone.
@@ -90,7 +90,7 @@ function search(text) {
   id("query").hidden = true;
   asked = null;
   history.replaceState(null, "", `#${encodeURIComponent(text)}`);
-  ask("search", { text, count: Number(id("count").value) }, (result) =>
+  ask("search", { text }, (result) =>
     pictures(`Pictures for “${text}”`, result.images));
 }
 
@@ -98,9 +98,7 @@ function look(picture, about, source) {
   asked = picture;
   id("text").value = "";
   history.replaceState(null, "", " ");
-  const count = Number(id("count").value);
-  const body = picture instanceof Blob ? picture : { ...picture, count };
-  ask(picture instanceof Blob ? `picture?count=${count}` : "sample", body, (result) => {
+  ask(picture instanceof Blob ? "picture" : "sample", picture, (result) => {
     id("query").hidden = false;
     id("asked").src = source;
     id("about").textContent = about;

@@ -20,8 +20,10 @@ from clipscale.tools.embed.settings import IMAGE, TEXT
 from clipscale.tools.explore.search import Pictures, SearchModel
 
 PAGE = {"": "text/html", "page.css": "text/css", "page.js": "text/javascript"}
-MOST_TEXT, MOST_RESULTS = 1 << 16, 200
-"""Bytes of a question without a picture, and results of one."""
+MOST_TEXT = 1 << 16
+"""Bytes of a question without a picture."""
+RESULTS = 96
+"""Of a question. The page shows as many of them as its reader has chosen."""
 OWN = ("same-origin", "none", None)
 """Sec-Fetch-Site of this page's requests; older browsers send none."""
 HEADERS = {
@@ -88,35 +90,25 @@ class Page:
 
     async def search(self, request: Request) -> Response:
         """The pictures nearest to a text."""
-        text, count = await asked(request, text=str, count=int)
+        (text,) = await asked(request, text=str)
         features = await run_in_threadpool(self.model.encode_texts, [text])
-        return answer({"images": await run_in_threadpool(self.model.matches, features[0], IMAGE, count)})
+        return answer({"images": await run_in_threadpool(self.model.matches, features[0], IMAGE, RESULTS)})
 
     async def picture(self, request: Request) -> Response:
         """The captions and pictures nearest to a picture that the request holds."""
-        count = request.query_params.get("count", "24")
-        counted = checked_count(int(count) if count.isdecimal() and len(count) < 9 else 0)
-        data = await body_of(request, "application/octet-stream", self.pictures.data.max_bytes)
-        return await self.near(data, counted)
+        return await self.near(await body_of(request, "application/octet-stream", self.pictures.data.max_bytes))
 
     async def sample(self, request: Request) -> Response:
         """The same for a picture of the set."""
-        part, row, count = await asked(request, part=str, row=int, count=int)
-        return await self.near(await run_in_threadpool(self.pictures.encoded, part, row), count)
+        part, row = await asked(request, part=str, row=int)
+        return await self.near(await run_in_threadpool(self.pictures.encoded, part, row))
 
-    async def near(self, data: bytes, count: int) -> Response:
+    async def near(self, data: bytes) -> Response:
         features = await run_in_threadpool(self.model.encode_image, data)
         rows = {
-            kind + "s": await run_in_threadpool(self.model.matches, features, kind, count) for kind in (TEXT, IMAGE)
+            kind + "s": await run_in_threadpool(self.model.matches, features, kind, RESULTS) for kind in (TEXT, IMAGE)
         }
         return answer(rows)
-
-
-def checked_count(count: int) -> int:
-    """A number of results, at most MOST_RESULTS."""
-    if count < 1:
-        raise HTTPException(400, f"give count, from 1 to {MOST_RESULTS}")
-    return min(count, MOST_RESULTS)
 
 
 async def body_of(request: Request, kind: str, most: int) -> bytes:
@@ -135,7 +127,7 @@ async def body_of(request: Request, kind: str, most: int) -> bytes:
 
 
 async def asked(request: Request, **types: type) -> list[Any]:
-    """The values of these names in the JSON object of a request. A count of results is at most MOST_RESULTS."""
+    """The values of these names in the JSON object of a request."""
     try:
         question = json.loads(await body_of(request, "application/json", MOST_TEXT))
     except (ValueError, RecursionError):
@@ -144,4 +136,4 @@ async def asked(request: Request, **types: type) -> list[Any]:
     for name, kind in types.items():
         if type(values.get(name)) is not kind:
             raise HTTPException(400, f"give {name}, which is {kind.__name__}")
-    return [checked_count(values[name]) if name == "count" else values[name] for name in types]
+    return [values[name] for name in types]

@@ -11,7 +11,7 @@ from plotly.offline import get_plotlyjs
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.common.terminal import printable, say
+from clipscale.common.terminal import say
 from clipscale.common.units import format_bytes, one_of
 from clipscale.log.records import Record
 from clipscale.log.table import FIGURES, result_tables
@@ -55,7 +55,6 @@ def page(runs: Sequence[Run], expected: str = "") -> str:
 
     here = Path(__file__).parent
     templates = Environment(loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    templates.filters["printable"] = printable
     templates.policies["json.dumps_kwargs"] = {"allow_nan": False}
     templates.filters["bytes"] = format_bytes
     keys = sorted({key for run in runs for key in run.settings if key != "run"})
