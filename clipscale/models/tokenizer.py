@@ -1,4 +1,4 @@
-"""open_clip's tokenizers, for captions of any length."""
+"""open_clip's tokenizers, for captions of any length. Data workers import this, and no open_clip."""
 
 import json
 import shutil
@@ -9,13 +9,15 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import open_clip
-from open_clip.tokenizer import DEFAULT_CONTEXT_LENGTH, HFTokenizer, SimpleTokenizer
+import numpy as np
+import torch
 from torch import Tensor
 
 from clipscale.common.errors import UserError, first_line
 from clipscale.common.scratch import scratch
+from clipscale.models.byte_pairs import CLEANINGS, BytePairs, cleaned
 
+DEFAULT_CONTEXT_LENGTH = 77
 FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
 OPTIONS = {
     "tokenizer_class", "model_max_length", "padding_side", "truncation_side", "do_lower_case", "add_prefix_space",
@@ -35,17 +37,28 @@ class Tokenizer:
     letters.
     """
 
-    def __init__(self, load: Callable[[], Callable[..., Tensor]], length: int) -> None:
+    def __init__(self, load: Callable[[], Callable[..., Any]], length: int) -> None:
         """`length`: T, tokens of the context."""
         self._load, self.length = load, length
 
     @cached_property
     def inner(self) -> Any:
-        """open_clip's tokenizer."""
+        """open_clip's tokenizer, or `BytePairs` in its place."""
         return self._load()
 
     def __call__(self, texts: list[str]) -> Tensor:
-        return self.inner([self.cut(text) for text in texts], self.length)
+        return torch.as_tensor(self.rows(texts))
+
+    def rows(self, texts: list[str]) -> np.ndarray:
+        """The same as an array."""
+        return np.asarray(self.inner([self.cut(text) for text in texts], self.length))
+
+    def for_workers(self) -> Callable[[list[str]], np.ndarray]:
+        """`rows` as it is sent by pickle. Of a tokenizer of transformers it needs the Rust part alone."""
+        own = Tokenizer(self._load, self.length)
+        fast = getattr(getattr(self.inner, "tokenizer", None), "is_fast", False) and not self.inner.tokenizer_mode
+        own.inner = RustTokens(self.inner, self.length) if fast else self.inner
+        return own.rows
 
     def decoded(self, tokens: list[int]) -> str:
         """The text of a caption's tokens, without padding and the tokens at its ends."""
@@ -61,6 +74,23 @@ class Tokenizer:
         return text if len(text) <= most else " ".join(text.split())[:most]
 
 
+class RustTokens:
+    """The Rust part of a tokenizer of transformers, whose import takes seconds: the same tokens."""
+
+    def __init__(self, whole: Any, length: int) -> None:
+        """`whole`: open_clip's HFTokenizer."""
+        whole(["a"], length)  # sets how the part cuts and pads
+        self.part = whole.tokenizer.backend_tokenizer
+        self.clean = whole.clean_fn.__name__.removeprefix("_clean_")
+        self.separator = whole.tokenizer.sep_token_id if whole.strip_sep_token else -1
+        """Becomes 0."""
+
+    def __call__(self, texts: list[str], length: int) -> np.ndarray:
+        encoded = self.part.encode_batch([cleaned(text, self.clean) for text in texts])
+        rows = np.array([caption.ids for caption in encoded])
+        return np.where(rows == self.separator, 0, rows)
+
+
 def tokenizer_of(name: str, text: dict[str, Any]) -> Tokenizer:
     """The tokenizer of a model by its open_clip description's `text_cfg`. `name`: the model's, for messages.
 
@@ -72,12 +102,16 @@ def tokenizer_of(name: str, text: dict[str, Any]) -> Tokenizer:
 def _loaded(name: str, text: dict[str, Any]) -> Any:
     options = dict(text.get("tokenizer_kwargs") or {})
     source = text.get("hf_tokenizer_name")
+    if not source and options in [{}, *({"clean": how} for how in CLEANINGS)]:
+        return BytePairs(**options)
     try:
+        from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
+
         if source:
             options |= {"tokenizer_mode": text.get("tokenizer_mode"), "trust_remote_code": False}
             with without_paths(source) as folder:
                 return HFTokenizer(folder, text.get("context_length", DEFAULT_CONTEXT_LENGTH), **options)
-        return SimpleTokenizer(**options) if options else open_clip.tokenizer._tokenizer
+        return SimpleTokenizer(**options)
     except Exception as error:  # the library of tokenizers raises no other
         lacks = "; pip install 'clipscale[hf]'" if isinstance(error, ImportError) else ""
         raise UserError(f"model.name={name!r}: its tokenizer cannot be loaded ({first_line(error)}){lacks}") from error

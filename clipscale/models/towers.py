@@ -34,6 +34,9 @@ from clipscale.models.tokenizer import Tokenizer, tokenizer_of
 from clipscale.models.weights import described, interpolated, without_weights
 from clipscale.models.weights import load as load_weights
 
+IMAGE_SIZE = 224
+"""In pixels, where open_clip's description names none."""
+
 
 class Tower(nn.Module):
     """An encoder of open_clip."""
@@ -232,10 +235,21 @@ def _check_patches(side: int, vision: dict[str, Any]) -> None:
         )
 
 
-def build_model(config: ModelConfig, *, lean: bool = True) -> ClipModel:
+def inputs_of(config: ModelConfig) -> tuple[int, Tokenizer]:
+    """The side of a model's pictures and its tokenizer, which data workers need before the model is built.
+
+    Raises UserError as `architecture`.
+    """
+    description = architecture(config)
+    size = description["vision_cfg"].get("image_size", IMAGE_SIZE)
+    return size if isinstance(size, int) else size[0], tokenizer_of(config.name, description["text_cfg"])
+
+
+def build_model(config: ModelConfig, *, lean: bool = True, tokenizer: Tokenizer | None = None) -> ClipModel:
     """Build the model that `config` describes: float32, on torch's default device, in training mode.
 
-    `lean`: with the shorter forward pass of `models/lean.py` where there is one, not open_clip's own.
+    `lean`: with the shorter forward pass of `models/lean.py` where there is one, not open_clip's own. `tokenizer`: that
+    of `inputs_of`; None: another one.
 
     Raises UserError for an unknown architecture or weights that do not fit it.
     """
@@ -251,7 +265,8 @@ def build_model(config: ModelConfig, *, lean: bool = True) -> ClipModel:
     if lean:
         encoders.visual = family_of(encoders.visual).shorter(encoders.visual)
         encoders.text = family_of(encoders.text).shorter(encoders.text)
-    model = ClipModel(encoders, description["embed_dim"], config, tokenizer_of(config.name, description["text_cfg"]))
+    tokenizer = tokenizer or tokenizer_of(config.name, description["text_cfg"])
+    model = ClipModel(encoders, description["embed_dim"], config, tokenizer)
     for name, tower, settings in (("image", model.image, config.image), ("text", model.text, config.text)):
         unlocked = settings.groups
         if config.lora and settings.train != "none":

@@ -2,7 +2,9 @@
 
 import math
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,15 @@ from clipscale.common.rng import RandomState
 from clipscale.common.terminal import say
 from clipscale.config.stages import stages_of
 from clipscale.config.train import TrainConfig, shared
-from clipscale.data.columns import columns_of
+from clipscale.data.columns import Columns, columns_of
+from clipscale.data.features import stored_teachers
 from clipscale.data.loader.host_batch import Offload
 from clipscale.data.loader.memory import free_memory
 from clipscale.data.loader.stream import TrainStream, merge_positions, open_stream, ordered_shards
 from clipscale.data.order import BatchShare
 from clipscale.distributed.world import World
-from clipscale.models.towers import architecture
+from clipscale.models.tokenizer import Tokenizer
+from clipscale.models.towers import architecture, inputs_of
 from clipscale.models.weights import described
 from clipscale.state.train_state import TrainState, parts_of
 from clipscale.step.chunk_sizes import sizes_of_settings
@@ -142,16 +146,33 @@ def checkpoint_of(config: TrainConfig, world: World) -> Path | None:
 
 
 def begin(run: Resolved, world: World) -> Begun:
-    """The model and the optimizer, the data at its place, and this rank's random numbers. Raises UserError."""
-    parts = parts_of(run.config, world)
-    optimizer = run.stage.optimizer if run.begins_stage else ""
-    state = TrainState(run.config, world, parts, run.checkpoint, optimizer)
+    """The data at its place, the model and the optimizer, and this rank's random numbers. Raises UserError.
+
+    Data workers start first, and read while the model is built, unless their buffers have the size of a chunk.
+    """
+    config = run.config
+    side, tokenizer = inputs_of(config.model)
+    teachers = stored_teachers(config.data, config.distill)
+    columns = columns_of(config.data, side, teachers, pad=int(tokenizer.rows([""])[0, -1]))
+    read = partial(data_stream, run, columns, tokenizer, world)
+    with ExitStack() as undo:
+        stream = undo.enter_context(read()) if config.offload != "encoded" else None
+        parts = parts_of(config, world, tokenizer, teachers)
+        optimizer = run.stage.optimizer if run.begins_stage else ""
+        state = TrainState(config, world, parts, run.checkpoint, optimizer)
+        stream = stream or undo.enter_context(read(state.chunks["image"]))
+        settle(run, state, stream, world)
+        undo.pop_all()
+    return Begun(state, stream)
+
+
+def settle(run: Resolved, state: TrainState, stream: TrainStream, world: World) -> None:
+    """What depends on model and data: notices, whether batches fit the streams, random numbers. Raises UserError."""
     if world.main and run.config.model.pixels != run.stage.config.model.pixels:
         pixels = run.config.model.pixels
         say(f"pixels are normalised as for the weights: mean {[*pixels.mean]}, deviation {[*pixels.std]}")
-    if world.main and parts.captions.note:
-        say(parts.captions.note)
-    stream = data_stream(run, state, world)
+    if world.main and state.captions.note:
+        say(state.captions.note)
     streams = merge_positions(world.gather(stream.position()))["streams"]  # refuses shards that differ between ranks
     batches = {stage.config.batch for stage in run.stages}
     fitting = fitting_streams(run, streams)
@@ -159,7 +180,6 @@ def begin(run: Resolved, world: World) -> Begun:
         mixed = f"batches of {sorted(batches)} are not all multiples of the {streams} shard streams of the data"
         raise UserError(f"stages: {mixed}; choose others, or set data.shard_streams={fitting}")
     restore_random(run, world)
-    return Begun(state, stream)
 
 
 def resolved_stages(config: TrainConfig, world: World) -> list[Stage]:
@@ -206,8 +226,11 @@ def fitting_streams(run: Resolved, streams: int) -> int:
     return math.gcd(streams, *batches) if len(batches) > 1 else streams
 
 
-def data_stream(run: Resolved, state: TrainState, world: World) -> TrainStream:
-    """The data, from its start or from the checkpoint's position. Raises UserError."""
+def data_stream(run: Resolved, columns: Columns, tokenizer: Tokenizer, world: World, chunk: int = 0) -> TrainStream:
+    """The data, from its start or from the checkpoint's position. `chunk`: of images, for `offload=encoded`.
+
+    Raises UserError.
+    """
     config = run.config
     backend = config.offload if config.offload != "none" else "host"
     free = free_memory()
@@ -222,10 +245,10 @@ def data_stream(run: Resolved, state: TrainState, world: World) -> TrainStream:
     return open_stream(
         config.data,
         share,
-        columns_of(config.data, state.model.image_size, state.teachers, pad=state.captions.pad),
-        state.model.tokenizer,
+        columns,
+        tokenizer.for_workers(),
         shards,
         position=position,
-        offload=Offload(backend, state.chunks["image"], world.device.type == "cuda"),
+        offload=Offload(backend, chunk, world.device.type == "cuda"),
         free=free,
     )

@@ -24,12 +24,13 @@ from clipscale.common.terminal import say
 from clipscale.config.sections import MAX_LOGIT_SCALE
 from clipscale.config.train import TrainConfig
 from clipscale.data.columns import KEYS
-from clipscale.data.features import TeacherFeatures, stored_teachers
+from clipscale.data.features import TeacherFeatures
 from clipscale.distributed.fsdp import blocks, replicate_state
 from clipscale.distributed.world import World, gradient_norm
 from clipscale.loss.api import contrastive_loss, distillation_loss
 from clipscale.loss.machine import Machine
 from clipscale.loss.objectives import OBJECTIVES
+from clipscale.models.tokenizer import Tokenizer
 from clipscale.models.towers import ClipModel, Projection, build_model, fit_positions, unit_rows
 from clipscale.step.captions import CaptionRule
 from clipscale.step.chunk_sizes import agreed_chunk_sizes
@@ -60,11 +61,13 @@ class Parts:
     """The ranks whose samples meet in the loss; None: all."""
 
 
-def parts_of(config: TrainConfig, world: World) -> Parts:
+def parts_of(
+    config: TrainConfig, world: World, tokenizer: Tokenizer, teachers: tuple[TeacherFeatures, ...] = ()
+) -> Parts:
     """The parts of a run on this machine. Raises UserError."""
     torch.manual_seed(config.seed)
-    model = build_model(config.model).to(world.device)
-    return Parts(model, CaptionRule(config, world, model), stored_teachers(config.data, config.distill))
+    model = build_model(config.model, tokenizer=tokenizer).to(world.device)
+    return Parts(model, CaptionRule(config, world, model), teachers)
 
 
 class TrainState:

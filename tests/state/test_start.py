@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from clipscale.common.errors import UserError
 from clipscale.config.sections import CacheConfig, CheckpointConfig, ModelConfig, OptimConfig, TowerConfig
-from clipscale.data.loader.stream import DataConfig
+from clipscale.data.loader.stream import DataConfig, TrainStream, open_stream
 from clipscale.distributed.world import World
+from clipscale.models.towers import build_model, inputs_of
 from clipscale.train import Run, train
 from tests.support.checkpoints import ALONE
 from tests.support.runs import ARCHITECTURE, curve, settings, small
@@ -74,6 +76,36 @@ def test_ranks_that_see_different_shards_do_not_start(
     monkeypatch.setattr(World, "gather", with_peer)
     with pytest.raises(UserError, match="the processes see different shards"):
         Run(settings(demo, tmp_path / "run"), ALONE)
+
+
+def test_data_workers_start_before_the_model_is_built_and_end_if_it_cannot_be(
+    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = []
+
+    def opened(*arguments: Any, **options: Any) -> TrainStream:
+        streams.append(open_stream(*arguments, **options))
+        return streams[0]
+
+    def impossible(*_: Any) -> None:
+        assert streams[0].workers.processes[0].exitcode is None  # type: ignore[union-attr]
+        raise UserError("no such model")
+
+    monkeypatch.setattr("clipscale.state.start.open_stream", opened)
+    monkeypatch.setattr("clipscale.state.start.parts_of", impossible)
+    config = small(shards, tmp_path / "run")
+    with pytest.raises(UserError, match="no such model"):
+        Run(replace(config, data=replace(config.data, workers=1)), ALONE)
+    assert streams[0].workers.processes[0].exitcode is not None  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["ViT-B-32", "RN50", "ViT-B-16-SigLIP-256", "MobileCLIP2-S0"])
+def test_workers_know_the_inputs_of_a_model_before_it_is_built(name: str) -> None:
+    config = ModelConfig(name=name)
+    side, tokenizer = inputs_of(config)
+    with torch.device("meta"):
+        model = build_model(config)
+    assert (side, tokenizer.length) == (model.image_size, model.context_length)
 
 
 def test_flops_are_those_of_the_model_that_runs(shards: str, tmp_path: Path) -> None:

@@ -6,16 +6,17 @@ from multiprocessing import forkserver
 from clipscale.common.scratch import scratch
 from clipscale.common.signals import blocked
 
-TOKENIZER = "open_clip.tokenizer"
-"""Of open_clip's own models. The library takes seconds to import."""
+PRELOADED = ["__main__", "clipscale.data.loader.workers", "clipscale.models.tokenizer"]
+"""What workers import, once for all of them: torch for its resizing, and a tokenizer without open_clip, whose import
+takes three times as long as torch's."""
 
 
-def warm_up(tokenizer: str = TOKENIZER) -> None:
+def warm_up() -> None:
     """Start the server with what workers import. Returns at once; may be called again, and changes nothing then.
 
     A fork of the training process itself would copy CUDA's and the process group's threads in mid-step.
     """
-    multiprocessing.set_forkserver_preload(["__main__", "clipscale.data.loader.workers", tokenizer])
+    multiprocessing.set_forkserver_preload(PRELOADED)
     scratch()  # where it listens
     with blocked():  # which workers inherit
         forkserver.ensure_running()

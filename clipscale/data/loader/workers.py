@@ -1,5 +1,6 @@
 """The worker processes of one rank: how they start and end, and the messages between them and the training process."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -77,6 +78,7 @@ def work(connection: Connection, spec: WorkerSpec, arena: Arena, place: Any) -> 
     # Damaged pictures are counted, and data.max_pixels judges sizes.
     warnings.filterwarnings("ignore", module=r"PIL\.")
     prepare()
+    gc.freeze()  # a collection would write to all objects of the server, and so copy them
     torch.set_num_threads(1)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # those of transformers would start a thread a core, too
     steps: deque[int] = deque()  # of the batches to fill
@@ -138,7 +140,7 @@ class Workers:
     def __init__(self, specs: Sequence[WorkerSpec], arena: Arena, timeout_s: float) -> None:
         self._rank = specs[0].share.rank
         self.timeout_s = timeout_s
-        warm_up(type(getattr(specs[0].tokenizer, "inner", specs[0].tokenizer)).__module__)
+        warm_up()
         self._connections: list[Connection] = []
         self._places: list[Any] = []
         """What each worker is on, in memory that it shares."""
