@@ -73,10 +73,14 @@ def test_names_and_links_in_an_archive_are_no_paths(tmp_path: Path, capsys: Cap)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.tar", "secret.png"]
 
 
-def test_a_member_and_a_packed_shard_cost_bounded_memory(tmp_path: Path) -> None:
-    """256 MiB of zeros as a picture, and as many as a caption, packed into a megabyte."""
-    shard = tmp_path / "a.tar.gz"
-    with gzip.open(shard, "wb", compresslevel=1) as file:
+@pytest.mark.parametrize(
+    ("packed", "expected"),
+    [(False, "{'too_large': 2} "), (True, "{} truncated_shard: unpacks to over 100 times its size")],
+)
+def test_a_member_and_a_packed_shard_cost_bounded_memory(tmp_path: Path, packed: bool, expected: str) -> None:
+    """256 MiB of zeros as a picture, and as many as a caption; packed into two megabytes."""
+    shard = tmp_path / "a.tar"
+    with gzip.open(shard, "wb", compresslevel=1) if packed else shard.open("wb") as file:
         for name in ("a.png", "b.txt"):
             header = tarfile.TarInfo(name)
             header.size = 1 << 28
@@ -89,12 +93,12 @@ import resource
 from clipscale.config.data import DataConfig
 from clipscale.tools.data.check import check_shard
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-broken = dict(check_shard({str(shard)!r}, DataConfig()).broken)
-print(broken, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+findings = check_shard({str(shard)!r}, DataConfig())
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024, dict(findings.broken), findings.damage)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    broken, grown = re.search(r"(\{.*\}) (\d+)$", done.stdout.strip()).groups()  # type: ignore[union-attr]
-    assert broken == "{'too_large': 2}"
+    grown, _, line = done.stdout.strip("\n").partition(" ")
+    assert line == expected
     assert int(grown) < 1 << 7, f"{grown} MiB"
 
 

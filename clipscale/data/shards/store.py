@@ -72,6 +72,7 @@ class Pipe(io.RawIOBase):
 
     def __init__(self, command: str, store: Store) -> None:
         self._store = store
+        self._given = 0
         self._process = subprocess.Popen(
             command, 0, shell=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, process_group=0
         )
@@ -91,7 +92,11 @@ class Pipe(io.RawIOBase):
         count = output.readinto(buffer)
         if not count and (status := self._process.wait()):
             raise SourceError("failed_pipe", f"the command ended with status {status}")
+        self._given += count or 0
         return count or 0
+
+    def tell(self) -> int:
+        return self._given
 
     def close(self) -> None:
         if self._process.poll() is None:

@@ -17,6 +17,10 @@ LARGEST_MEMBER = 1 << 28
 """A header that claims more bytes is damaged: no picture is that large."""
 LARGEST_HEADER = 1 << 20
 """Limit of an extended header, which is held in memory."""
+MOST_UNPACKED = 100
+"""Times that a gzipped archive may be larger than its file, beyond FREE bytes: pictures hardly shrink, zeros a thousand
+times."""
+FREE = 1 << 24
 LEAST_SEEK = 1 << 14
 """Fewer bytes are skipped by reading them from the stream's buffer: a seek is a system call."""
 
@@ -27,7 +31,18 @@ def unpacked(source: Any) -> tuple[Any, bool]:
     if not first:
         raise tarfile.ReadError("empty")
     packed = first == b"\x1f\x8b"
-    return gzip.GzipFile(fileobj=source) if packed else source, not packed and source.seekable()
+    return Unpacked(fileobj=source) if packed else source, not packed and source.seekable()
+
+
+class Unpacked(gzip.GzipFile):
+    """A gzipped archive. Raises tarfile.ReadError where it gives far more bytes than pictures ever shrink to."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        data = super().read(size)
+        packed: Any = self.fileobj
+        if self.tell() > FREE + MOST_UNPACKED * packed.tell():
+            raise tarfile.ReadError(f"unpacks to over {MOST_UNPACKED} times its size")
+        return data
 
 
 def next_member(stream: Any, most: int = LARGEST_MEMBER) -> tuple[str, int, int] | None:

@@ -1,6 +1,9 @@
 """The index: its content, its updates, its use by the reader; an entry never applies to a changed file."""
 
 import os
+import subprocess
+import sys
+import tarfile
 import tracemalloc
 from collections import Counter
 from pathlib import Path
@@ -31,6 +34,43 @@ def make(paths: list[Path], **options: Any) -> str:
 def read(path: Path, **options: Any) -> tuple[list[RawSample], ReadProblem]:
     problem = ReadProblem()
     return list(read_shard(str(path), problem, indexed=True, **options)), problem
+
+
+def write_million(path: Path) -> None:
+    """Half a million pairs of empty members."""
+    fields = tarfile.TarInfo("000000.txt").tobuf(tarfile.USTAR_FORMAT)
+    headers = np.tile(np.frombuffer(fields, np.uint8), (2000, 1))
+    with path.open("wb") as file:
+        for start in range(0, 500_000, 1000):
+            names = b"".join(f"{n:06d}.{kind}".encode() for n in range(start, start + 1000) for kind in ("jpg", "txt"))
+            headers[:, :10] = np.frombuffer(names, np.uint8).reshape(-1, 10)
+            headers[:, 148:156] = ord(" ")
+            sums = b"".join(f"{total:06o}\0 ".encode() for total in headers.sum(axis=1))
+            headers[:, 148:156] = np.frombuffer(sums, np.uint8).reshape(-1, 8)
+            file.write(headers.tobytes())
+        file.write(bytes(1024))
+
+
+@pytest.mark.slow
+def test_a_million_members_take_seconds_and_little_memory(tmp_path: Path) -> None:
+    """Of the index and of a reader, over a thousand times as many as a usual shard's."""
+    path = tmp_path / "0.tar"
+    write_million(path)
+    code = f"""
+import resource, time
+from clipscale.data.sample import limits
+from clipscale.data.shards import index
+from clipscale.data.shards.reader import ReadProblem, read_shard
+before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+entry = index.scan_shard({str(path)!r})
+count = sum(1 for raw in read_shard({str(path)!r}, ReadProblem(), kinds=limits(["jpg"], ["txt"])))
+grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024
+print(entry.samples, count, entry.reason, len(entry.row()[-1]), grown, time.process_time() - begun)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    indexed, read, reason, packed, grown, seconds = done.stdout.split()
+    assert (indexed, read, reason) == ("500000", "500000", "None")
+    assert int(packed) < 1 << 16 and int(grown) < 64 and float(seconds) < 60, done.stdout
 
 
 names = ["a.png", "a.txt", "b.png", "c/d.x.json", "n", "__m__", "e.txt", "x" * 120 + ".txt"]
