@@ -134,11 +134,15 @@ def test_a_run_from_anothers_checkpoint_goes_on_from_its_own_when_requeued(
 
 
 @pytest.mark.slow
-def test_an_evaluation_ends_too(demo: Path, tmp_path: Path) -> None:
-    config = short(demo, tmp_path / "run", eval=EvalConfig(sets=[str(demo / "objects")], limit=8, batch=4))
-    assert with_signal_at(2 * CHUNKS + 2, lambda: train(config)) == signal.SIGTERM
-    assert [path.name for path in checkpoint.checkpoints_of(tmp_path / "run")] == ["step_00000002"]
+@pytest.mark.parametrize("step", [1, 2])
+def test_an_evaluation_ends_too(demo: Path, whole: list[float], tmp_path: Path, step: int) -> None:
+    """One between two steps, and that at the end."""
+    sets = EvalConfig(every=2 - step, sets=[str(demo / "objects")], limit=8, batch=4)
+    config = short(demo, tmp_path / "run", eval=sets, checkpoint=CheckpointConfig(every="0"))
+    assert with_signal_at(step * CHUNKS + 2, lambda: train(config)) == signal.SIGTERM
+    assert [path.name for path in checkpoint.checkpoints_of(tmp_path / "run")] == [f"step_0000000{step}"]
     assert train(config)["eval"], "a resumed run evaluates"
+    assert curve(tmp_path / "run") == whole
 
 
 def on_rank_1(rank: int, world: int, config: TrainConfig, call: int) -> int:
