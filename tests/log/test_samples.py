@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from clipscale.config.data import AugmentConfig
 from clipscale.log.samples import write_samples
 from clipscale.models.tokenizer import tokenizer_of
 from tests.data.files import picture, write_tar
@@ -20,19 +19,15 @@ CAPTION = "A  <b>Red</b> star & café " + "far " * 20
 
 @pytest.mark.parametrize(("backend", "workers"), [("host", 0), ("encoded", 0), ("encoded", 1)])
 def test_a_sheet_shows_the_batch_and_leaves_it_as_it_was(tmp_path: Path, backend: str, workers: int) -> None:
-    kinds = {"png": picture(0, (60, 40)), "txt": CAPTION.encode()}
-    members = [(f"{i:02}.{kind}", data) for i in range(40) for kind, data in kinds.items()]
     tokenizer = tokenizer_of("test", {"context_length": 16})
     options = {"batch": 20, "side": 32, "backend": backend, "chunk": 7, "workers": workers, "tokenizer": tokenizer}
-    options["augment"] = AugmentConfig(scale=(0.3, 1.0), flip=0.5)
-    shards = write_tar(tmp_path / "0.tar", members)
-    with open_stream(shards, **options) as stream:
-        plain = contents(stream, 3)
-    with open_stream(shards, **options) as stream:
+    kinds = {"png": picture(0, (60, 40)), "txt": CAPTION.encode()}
+    shards = write_tar(tmp_path / "0.tar", [(f"{i:02}.{kind}", kinds[kind]) for i in range(40) for kind in kinds])
+    with open_stream(shards, **options) as stream, open_stream(shards, **options) as plain:
         batch = stream.next_batch()
         write_samples(tmp_path / "samples.html", batch, tokenizer)
         pixels = batch.pixels(0, 7).clone()
-        assert [content(batch), *contents(stream, 2)] == plain
+        assert [content(batch), *contents(stream, 2)] == contents(plain, 3)
     sheet = (tmp_path / "samples.html").read_text()
     pictures = re.findall(r"base64,([^\"]+)", sheet)
     assert len(pictures) == 16 == sheet.count("<figure>")
