@@ -122,6 +122,8 @@ def as_typed(value: object) -> str:
     """A value as one types it on the command line."""
     if isinstance(value, list | tuple):
         return f"[{','.join(map(as_typed, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{name}:{as_typed(part)}' for name, part in value.items())}}}"
     if value is None:
         return "null"
     if isinstance(value, bool):

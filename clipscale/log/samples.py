@@ -17,7 +17,7 @@ COUNT = 16
 
 def write_samples(path: Path, batch: HostBatch, tokenizer: Tokenizer) -> None:
     """Write the first samples of a batch that nothing has been read of. Reading it again gives the same pixels."""
-    from jinja2 import Environment, FileSystemLoader
+    from jinja2 import Template
 
     samples = []
     for row in range(min(COUNT, len(batch))):
@@ -27,5 +27,5 @@ def write_samples(path: Path, batch: HostBatch, tokenizer: Tokenizer) -> None:
         tokens = batch.tokens(row * batch.captions, (row + 1) * batch.captions)
         captions = [tokenizer.decoded(caption) for caption in tokens.tolist()]
         samples.append((base64.b64encode(picture.getvalue()).decode(), captions))
-    template = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True).get_template(SHEET)
+    template = Template(Path(__file__).with_name(SHEET).read_text(encoding="utf-8"), autoescape=True)
     files.write_text(path, template.render(samples=samples))

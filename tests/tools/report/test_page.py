@@ -144,14 +144,16 @@ def test_scores_come_first_with_what_was_expected(tmp_path: Path, top1: float, p
 
 def test_several_runs_begin_with_a_table_of_their_ends(tmp_path: Path) -> None:
     for number in range(3):
-        run = make_run(tmp_path / f"runs/r{number}", [5.0, 4.0], 64, expected=EXPECTED, data={"train": ["a", number]})
+        run = make_run(
+            tmp_path / f"runs/r{number}", [5.0, 4.0], 64, expected=EXPECTED, data={"train": ["a", {"b": number}]}
+        )
         evaluate(run, 2, {"imagenet1k": {"top1": 0.18 + 0.01 * number}})
     html = write_report([tmp_path / "runs"]).read_text()
     assert '<dl class="facts">' not in html, "no lonely card"
     text = plain(html)
     assert "report 3 runs Runs run imagenet1k, top-1 loss samples steps time" in text
     assert "r0 18.0 % below 4 128 2 0 s r1 19.0 % within 4 128 2 0 s r2 20.0 % within 4 128 2 0 s" in text
-    assert "Settings that differ r0 data.train=[a,0] r1 data.train=[a,1] r2 data.train=[a,2] Axis" in text
+    assert "Settings that differ r0 data.train=[a,{b:0}] r1 data.train=[a,{b:1}] r2 data.train=[a,{b:2}] Axis" in text
 
 
 def test_peaks_survive_thinning() -> None:
