@@ -82,13 +82,6 @@ def test_a_teacher_of_infinite_scale_is_the_pairs_themselves() -> None:
     assert_exact(actual, results(contrastive_loss, u, v, 14.3), 14.3, 1e-12, "one-hot targets")
 
 
-def test_equal_teachers_are_one() -> None:
-    u, v = features(20, 20, 12)
-    teacher = three_teachers(20)[1]
-    one, three = (results(taught([teacher] * k), u, v, 14.3, tile=7) for k in (1, 3))
-    assert_exact(three, one, 14.3, 1e-12, "three times the same")
-
-
 def test_one_teacher_at_one_to_one_is_open_clips_loss() -> None:
     u, v = features(15, 15, 12)
     a, b, t = three_teachers(15)[0]

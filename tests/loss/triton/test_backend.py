@@ -42,7 +42,9 @@ SOFTMAXES = ("softmax", "softmax_image", "softmax_text")
 
 
 def triton(u: Tensor, v: Tensor, scale: float, bias: float = -2.0, **options: Any) -> list[Tensor]:
-    return results(contrastive_loss, u.to(DEVICE), v.to(DEVICE), scale, bias, backend="triton", **options)
+    """The results, on the CPU."""
+    actual = results(contrastive_loss, u.to(DEVICE), v.to(DEVICE), scale, bias, backend="triton", **options)
+    return [x.cpu() for x in actual]
 
 
 def extreme(n: int, m: int, width: int) -> tuple[Tensor, Tensor]:
@@ -65,7 +67,7 @@ def test_float32_is_exact(objective: str, shared: str) -> None:
     ):
         u, v = features(n, m, width, kind)
         options = {"objective": objective, "shared": shared, "keys": keys(n, m)}
-        actual = [x.cpu() for x in triton(u.float(), v.float(), scale, **options)]
+        actual = triton(u.float(), v.float(), scale, **options)
         assert_exact(actual, oracle(u, v, scale, **options), scale, 1e-5, (n, m, width, kind))
 
 
@@ -83,7 +85,7 @@ def test_any_keys_and_captions_are_exact(
 ) -> None:
     u, v, options = keyed(sizes, kinds, seed, shared)
     options["objective"] = objective
-    actual = [x.cpu() for x in triton(u.float(), v.float(), scale, **options)]
+    actual = triton(u.float(), v.float(), scale, **options)
     true = oracle(u.float(), v.float(), scale, **options)
     assert_exact(actual, true, scale, 1e-5, (sizes, kinds, scale, options))
 
@@ -94,7 +96,7 @@ def test_a_row_may_be_left_out_but_for_its_own_pair(objective: str) -> None:
     u, v = features(20, 45, 24)
     options = {"objective": objective, "keys": (torch.zeros(20).long(), torch.zeros(45).long())}
     for scale in (1.0, 100.0):
-        actual = [x.cpu() for x in triton(u.float(), v.float(), scale, **options)]
+        actual = triton(u.float(), v.float(), scale, **options)
         assert_exact(actual, oracle(u, v, scale, **options), scale, 1e-5, (scale, objective))
         assert objective == "sigmoid" or abs(float(actual[0])) < 1e-5
 
@@ -102,7 +104,7 @@ def test_a_row_may_be_left_out_but_for_its_own_pair(objective: str) -> None:
 @pytest.mark.parametrize("far", [0.9, -0.2])
 def test_where_nearly_all_of_a_sum_is_left_out_the_rest_is_exact(far: float) -> None:
     u, v, same = near(far)
-    actual = [x.cpu() for x in triton(u.float(), v.float(), 100.0, keys=same)]
+    actual = triton(u.float(), v.float(), 100.0, keys=same)
     assert_exact(actual, oracle(u.float(), v.float(), 100.0, keys=(same, same)), 100.0, 1e-5, far)
 
 
@@ -113,7 +115,7 @@ def test_scores_that_span_more_than_float32_are_exact(kind: str) -> None:
         u = -u
         u[7].neg_()
     for objective in SOFTMAXES:
-        actual = [x.cpu() for x in triton(u.float(), v.float(), 100.0, objective=objective)]
+        actual = triton(u.float(), v.float(), 100.0, objective=objective)
         assert_exact(actual, oracle(u, v, 100.0, objective=objective), 100.0, 1e-5, (kind, objective))
 
 
@@ -129,7 +131,7 @@ def test_half_precision_is_no_further_from_the_truth_than_twice_plain_torch(obje
         u, v = (x.to(dtype) for x in features(35, 70, 40, kind))
         options = {"objective": objective, "shared": shared}
         options |= {} if shared == "ignore" else {"keys": (torch.arange(35) // 2, torch.arange(70) // 2)}
-        assert_near_plain_torch([x.cpu() for x in triton(u, v, scale, **options)], u, v, scale, **options)
+        assert_near_plain_torch(triton(u, v, scale, **options), u, v, scale, **options)
 
 
 def test_tiny_sigmoid_terms_keep_their_precision() -> None:
@@ -222,7 +224,7 @@ def test_a_frozen_side_changes_nothing_for_the_other() -> None:
             scale = torch.tensor(14.3, device=DEVICE, requires_grad=True)
             contrastive_loss(*inputs, scale, logit_bias=-2.0, objective=objective, backend="triton").backward()
             for x, expected, true in zip((*inputs, scale), (*trained, True), full[1:]):
-                assert (x.grad is not None) == expected and (x.grad is None or torch.equal(x.grad, true))
+                assert (x.grad is not None) == expected and (x.grad is None or torch.equal(x.grad.cpu(), true))
 
 
 def test_a_block_may_have_its_positives_anywhere_or_none() -> None:
@@ -299,17 +301,6 @@ def test_columns_far_below_the_largest_row_keep_their_terms(c: float, gap: float
     v[1, 2] = math.sqrt(max(0.0, 1 - c * c - gap * gap))
     v[2, 1], v[2, 3] = unit(0.236)
     assert_nothing_is_lost(normalize(u, dim=1), normalize(v, dim=1))
-
-
-def test_two_and_three_pairs_in_every_direction_lose_nothing() -> None:
-    """Directed: all angles of a fan of unit rows, so that scores lie up to 288 units of log 2 apart in one tile."""
-    fan = [torch.tensor([math.cos(a), math.sin(a)], dtype=torch.float64) for a in (0.0, 0.8, 1.6, 2.4, math.pi)]
-    pairs = list(itertools.product(fan, repeat=2))
-    for number, (first, second) in enumerate(itertools.product(pairs, repeat=2)):
-        if number % 36 == 0:
-            third = [pairs[number % len(pairs)]] if number % 72 else []
-            images, texts = (torch.stack(side) for side in zip(first, second, *third))
-            assert_nothing_is_lost(images, texts, objectives=["softmax"])
 
 
 @settings(max_examples=15, derandomize=True, deadline=None)
