@@ -18,13 +18,9 @@ T = TypeVar("T")
 class Machine:
     """The machine of this process."""
 
-    def __init__(
-        self, panel_bytes: int = 512 << 20, partial_bytes: int = 128 << 20, ranks_of_node: int | None = None
-    ) -> None:
-        """panel_bytes: of score gradients at most at a time, whatever the tiles say. partial_bytes: of partial sums, a
-        32k x 32k panel of 128 x 128 tiles. ranks_of_node: that torchrun or Slurm have started on each node; None: as
-        they say."""
-        self.panel_bytes = panel_bytes
+    def __init__(self, partial_bytes: int = 128 << 20, ranks_of_node: int | None = None) -> None:
+        """partial_bytes: of partial sums, a 32k x 32k panel of 128 x 128 tiles. ranks_of_node: that torchrun or Slurm
+        have started on each node; None: as they say."""
         self.partial_bytes = partial_bytes
         self.ranks_of_node = ranks_of_node
 

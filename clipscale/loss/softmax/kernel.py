@@ -12,6 +12,8 @@ Letters: N rows (images) and M columns (texts) of the panel, D feature width; BM
 # mypy: disable-error-code="no-untyped-def"
 # (the arguments of a kernel are Triton's pointers and numbers)
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -173,18 +175,19 @@ def joined(parts: Tensor) -> Tensor:
     return total.log2_().add_(top)
 
 
-def factors(side: RowBlock, nat: Tensor) -> dict[str, Tensor]:
-    """What the gradient kernel takes of a side, float32: log-sum-exps in units of log 2, weights times UNIT, corrected
-    for the rounding of those, and the weights of its positives. Without a softmax in its direction: no probabilities.
+def in_log2(side: RowBlock, nat: Tensor) -> RowBlock:
+    """The side as the gradient kernel takes it, float32: log-sum-exps in units of log 2; weights times UNIT, corrected
+    for the rounding of those; and, as its targets, the weights of its positives times UNIT. Without a softmax in its
+    direction there are no probabilities.
     """
     if side.weight is None or side.lse is None:
         nothing = side.features.new_zeros(len(side), dtype=torch.float32)
-        return {"lse": nothing + torch.inf, "weight": nothing, "target": nothing}
+        return replace(side, lse=nothing + torch.inf, weight=nothing, target=nothing)
     exact = side.lse[:, 0] * nat
     rounded = exact.float()
     weight = side.weight * UNIT.value * (rounded - exact).exp2()
     share = side.weight if side.share is None else side.share
-    return {"lse": rounded, "weight": weight.float(), "target": share * UNIT.value}
+    return replace(side, lse=rounded, weight=weight.float(), target=share * UNIT.value)
 
 
 class TritonSoftmax(TritonBackend):
@@ -224,9 +227,12 @@ class TritonSoftmax(TritonBackend):
         """Add scale G V to the rows' gradient, scale G' U to the columns', sum_ij G_ij <u_i, v_j> to the scale's."""
         factor, nat = log2_factor(block.parameters.scale)
         t = self.tiles_of(block)
+        block = replace(block, rows=in_log2(block.rows, nat), cols=in_log2(block.cols, nat))
         for panel, store in self.gradient_panels(block):
             products = store.new_empty(programs(panel, t), dtype=torch.float32)
-            sides = {f"row_{name}": x for name, x in factors(panel.rows, nat).items()}
-            sides |= {f"col_{name}": x for name, x in factors(panel.cols, nat).items()}
-            self.launch(softmax_gradient_kernel, panel, factor, store, products=products, **sides)
+            rows, cols = panel.rows, panel.cols
+            self.launch(
+                softmax_gradient_kernel, panel, factor, store, products=products, row_lse=rows.lse, col_lse=cols.lse,
+                row_weight=rows.weight, col_weight=cols.weight, row_target=rows.target, col_target=cols.target,
+            )  # fmt: skip
             block.parameters.add_scale_grad(products.sum(dtype=torch.float64) / UNIT.value)

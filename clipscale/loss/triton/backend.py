@@ -84,7 +84,7 @@ class TritonBackend:
         features, store = block.rows.features, None
         factor = block.parameters.scale_number / UNIT.value  # the panel holds UNIT * G
         t = self.tiles_of(block)
-        for panel in self.panels(block, min(self.machine.panel_bytes, t.panel_bytes) // features.itemsize):
+        for panel in self.panels(block, t.panel_bytes // features.itemsize):
             n, m = len(panel.rows), len(panel.cols)
             if store is None:  # the first panel is the largest
                 store = features.new_empty(triton.cdiv(n, t.rows) * t.rows, triton.cdiv(m, t.cols) * t.cols)

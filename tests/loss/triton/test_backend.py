@@ -7,8 +7,9 @@ The interpreter must be chosen before Triton is imported, so the ordinary suite 
 import itertools
 import math
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ from clipscale.loss.machine import Machine  # noqa: E402
 from clipscale.loss.objectives import OBJECTIVES  # noqa: E402
 from clipscale.loss.softmax.kernel import TritonSoftmax  # noqa: E402
 from clipscale.loss.triton import tuning  # noqa: E402
-from clipscale.loss.triton.tuning import FLOAT32, Tiles  # noqa: E402
-from tests.loss.cases import assert_exact, assert_near_plain_torch, features, keys, oracle, results  # noqa: E402
+from clipscale.loss.triton.tuning import FLOAT32, INTERPRETER, Tiles  # noqa: E402
+from tests.loss.cases import Tiled, assert_exact, assert_near_plain_torch, features, keys, oracle, results  # noqa: E402
 from tests.loss.test_keys import keyed, near  # noqa: E402
 from tests.loss.workers import Workers, check, stacked, stacked_again  # noqa: E402
 from tests.support.ranks import workers  # noqa: E402
@@ -144,34 +145,6 @@ def test_tiny_sigmoid_terms_keep_their_precision() -> None:
         assert abs(float(actual - true)) <= 2e-6 * float(true)
 
 
-class WithDescriptors(Machine):
-    """Operands are loaded as Hopper and Blackwell do, through tensor descriptors."""
-
-    def has_descriptors(self, x: Tensor) -> bool:
-        return True
-
-
-class Tiled(Machine):
-    """Interprets the tiles of a GPU."""
-
-    def __init__(self, *tiles: Tiles, tma: bool = False) -> None:
-        super().__init__(panel_bytes=2**17)
-        self.shapes, self.tma = tiles, tma
-
-    def candidates(self, device: torch.device, dtype: torch.dtype) -> tuple[Tiles, ...]:
-        return self.shapes
-
-    def has_descriptors(self, x: Tensor) -> bool:
-        return self.tma
-
-    def name(self, device: torch.device) -> str:
-        return "NVIDIA H100"
-
-    def seconds(self, work: Callable[[], None], device: torch.device) -> float:
-        work()
-        return 1.0
-
-
 SHAPES = {(t.rows, t.cols, t.depth, number >= 9) for number, shapes in tuning.SHAPES.items() for t in shapes}
 SHAPES |= {(FLOAT32.rows, FLOAT32.cols, FLOAT32.depth, False)}
 
@@ -194,7 +167,7 @@ def test_a_trial_computes_and_leaves_no_trace_in_the_loss(tmp_path: Path, monkey
     u, v = (x.float() for x in features(20, 33, 24))
     for objective in ("softmax_text", "sigmoid"):
         plain = triton(u, v, 14.3, objective=objective)
-        actual = triton(u, v, 14.3, objective=objective, machine=Tiled(tuning.INTERPRETER, FLOAT32))
+        actual = triton(u, v, 14.3, objective=objective, machine=Tiled(INTERPRETER, FLOAT32))
         assert all(map(torch.equal, plain, actual))
     assert len(list(tmp_path.glob("clipscale/tiles/*"))) == 2
 
@@ -207,8 +180,10 @@ def test_panels_stripes_and_descriptors_change_nothing_but_rounding(
     options = {"objective": objective, "keys": keys(40, 75)}
     plain, again = (triton(u, v, 14.3, **options) for _ in range(2))
     assert all(map(torch.equal, plain, again)), "the same inputs give the same bits"
-    machines = [Machine(panel_bytes=2048, partial_bytes=2048)] + ([WithDescriptors()] if DEVICE == "cpu" else [])
-    for machine in machines:
+    tiles = Machine().candidates(torch.device(DEVICE), torch.float32)[0]
+    small = Tiled(replace(tiles, panel_bytes=2048))
+    small.partial_bytes = 2048
+    for machine in (small, Tiled(tiles, tma=DEVICE == "cpu")):
         actual = triton(u, v, 14.3, machine=machine, **options)
         assert_exact(actual, [x.double() for x in plain], 14.3, 2e-6, type(machine))
     monkeypatch.setattr("clipscale.loss.autograd.STRIPE", 16)

@@ -1,6 +1,7 @@
 """The memory tracker, and CPU tensors without values that take memory like a GPU's."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from clipscale.loss.api import contrastive_loss
 from clipscale.loss.machine import Machine
 from clipscale.loss.triton.tuning import INTERPRETER, Tiles
 from clipscale.tools.plan.memory_tracker import DryMachine, MemoryTracker, cuda_autocast, without_memory
+from tests.loss.cases import Tiled
 
 
 def test_a_storage_counts_once_and_until_its_last_view_is_gone() -> None:
@@ -47,14 +49,17 @@ def peak_of_loss(memory: MemoryTracker, rows: int, cols: int, width: int, object
     scale, bias = (torch.tensor(value).requires_grad_() for value in (10.0, -10.0))
     memory.take_peak()
     before = memory.live
-    machine.panel_bytes, machine.partial_bytes = 2**15, 2**13
+    machine.partial_bytes = 2**13
     options = {"objective": objective, "backend": "triton", "check": False, "machine": machine}
     loss = contrastive_loss(u, v, scale, logit_bias=bias, **options)
     loss.backward()
     return memory.take_peak() - before
 
 
-class WithoutKernels(Machine):
+SMALL = replace(INTERPRETER, panel_bytes=2**15)
+
+
+class WithoutKernels(Tiled):
     """This machine, with kernels that do nothing: Triton's interpreter takes memory itself."""
 
     def launch(self, *arguments: Any, **constants: Any) -> None:
@@ -63,7 +68,7 @@ class WithoutKernels(Machine):
 
 class DryInterpreter(DryMachine):
     def candidates(self, device: torch.device, dtype: torch.dtype) -> tuple[Tiles, ...]:
-        return (INTERPRETER,)
+        return (SMALL,)
 
 
 @pytest.mark.parametrize("objective", ["softmax", "softmax_image", "sigmoid"])
@@ -74,7 +79,7 @@ def test_the_triton_backend_takes_the_buffers_of_a_real_run(
     """On real tensors, with many small panels."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with MemoryTracker() as memory:
-        measured = peak_of_loss(memory, *shape, objective, WithoutKernels())
+        measured = peak_of_loss(memory, *shape, objective, WithoutKernels(SMALL))
     with without_memory() as memory:
         predicted = peak_of_loss(memory, *shape, objective, DryInterpreter(90))
     assert predicted == pytest.approx(measured, rel=0.01), f"predicted {predicted} bytes, measured {measured}"
