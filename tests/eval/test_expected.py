@@ -30,7 +30,7 @@ def test_a_line_says_whether_results_are_expected(results: dict[str, dict[str, f
     assert compared(EXPECTED, results) == line
 
 
-@pytest.mark.parametrize("band", [[20, 18.5], [18.5], 19, [0.1, 200], "19"])
+@pytest.mark.parametrize("band", [[18.5], 19, [0.1, 200], "19"])
 def test_a_band_is_two_percentages(band: Any) -> None:
-    with pytest.raises(UserError, match=r"expected: imagenet1k\.top1 is .*two percentages"):
+    with pytest.raises(UserError, match=r"expected\.imagenet1k\.top1=.*: give"):
         bands_of({"imagenet1k": {"top1": band}})

@@ -4,7 +4,6 @@ b: samples of one rank, c: samples of a chunk, P: ranks, D: feature width. All s
 """
 
 import copy
-import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -133,7 +132,7 @@ class DryRun:
     ) -> None:
         """`model`: on the meta device; it gets tensors of the dry run."""
         before = tracker.live
-        place(model)
+        model.to_empty(device=CPU)
         self.config, self.ranks, self.tracker = config, ranks, tracker
         self.captions = config.data.texts_per_step
         self.memory = StepMemory({}, {})
@@ -161,11 +160,6 @@ class DryRun:
     def inputs(self, tower: int, rows: int, resident: bool) -> Chunked:
         """So many inputs of the image (0) or the text tower (1)."""
         return self.state.past_trunk(TOWERS[tower], StagedRows(self, tower, rows, resident))
-
-    def waiting_bytes(self, batch: int) -> int:
-        """The inputs of both towers, of so many samples."""
-        tokens = self.captions * self.context_length * torch.int32.itemsize
-        return batch * (math.prod(self.row) + tokens)
 
     def step(self, chunks: tuple[int, int], batch: int, *, resident: bool) -> StepMemory:
         """One optimizer step over `batch` samples of this rank, with chunks of the given sizes for the two towers.
@@ -338,20 +332,6 @@ def shorten(tower: nn.Module, blocks: int) -> None:
     """Leave so many of a tower's alike blocks: the first ones, and the last."""
     stack = alike_blocks(tower)
     del stack[blocks - 1 : len(stack) - 1]
-
-
-def place(model: nn.Module) -> None:
-    """Give a model on the meta device parameters and buffers of a device."""
-    placed: dict[Tensor, Tensor] = {}
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None and tensor not in placed:
-                    copy = torch.empty_like(tensor, device=CPU)
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    placed[tensor] = nn.Parameter(copy, tensor.requires_grad) if is_parameter else copy
-                if tensor is not None:
-                    tensors[name] = placed[tensor]  # type: ignore[assignment]
 
 
 def model_without_values(config: ModelConfig) -> ClipModel:

@@ -3,7 +3,6 @@
 A result depends on the shapes of the arguments alone.
 """
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
-from torch.utils._pytree import tree_any
+from torch.utils._pytree import tree_any, tree_map, tree_map_only
 
 
 class Form(NamedTuple):
@@ -37,7 +36,7 @@ class KnownResults:
         if effect == "view" and isinstance(args[0], FakeTensor):
             with in_kernel_invocation_manager(self.mode):
                 views = func(*args, **kwargs)
-            return each(views, Tensor, lambda view: FakeTensor(self.mode, view, args[0].fake_device))
+            return tree_map_only(Tensor, lambda view: FakeTensor(self.mode, view, args[0].fake_device), views)
         if effect != "new":
             return func(*args, **kwargs)
         key = (func, described(args), described([*kwargs.items()]))
@@ -45,20 +44,15 @@ class KnownResults:
             result = func(*args, **kwargs)
             if tree_any(lambda leaf: not isinstance(leaf, FakeTensor), result):
                 return result
-            self.known[key] = each(result, FakeTensor, form_of)
+            self.known[key] = tree_map_only(FakeTensor, form_of, result)
             return result
-        return each(self.known[key], Form, self.tensor)
+        return tree_map(self.tensor, self.known[key], is_leaf=lambda form: isinstance(form, Form))
 
     def tensor(self, form: Form) -> FakeTensor:
         """A new tensor of a form."""
         with torch._C._DisableTorchDispatch():
             memory = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="meta")
         return FakeTensor(self.mode, memory, form.device)
-
-
-def each(results: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """What `change` makes of a result, or of each one of a list."""
-    return change(results) if isinstance(results, kind) else type(results)(change(result) for result in results)
 
 
 def form_of(tensor: Tensor) -> Form:

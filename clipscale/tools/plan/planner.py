@@ -104,18 +104,15 @@ class Prediction:
             image, text = (size if setting == 0 else setting for setting in sizes)
             return image, text
 
-        def fits(size: int) -> bool:
-            return self.model.at(self.local, chunks(size), resident=self.resident).highest <= self.target.free
-
         most = min(CPU_CHUNK if self.target.gpu is None else ASSUMED.auto_chunk, self.local)
         graph = max(self.model.graph(tower, most) for tower in (0, 1) if sizes[tower] == 0)
-        before = self.run.static
-        if self.resident:
-            before += self.run.base.waiting_bytes(self.local)
-        size = most
-        while size > 1 and before + graph * size / most > self.target.free:
-            size //= 2
-        return chunks(largest(size, 1, size, fits) or 1)
+
+        def fits(size: int) -> bool:
+            if self.run.static + graph * size / most > self.target.free:
+                return False
+            return self.model.at(self.local, chunks(size), resident=self.resident).highest <= self.target.free
+
+        return chunks(largest(most, 1, most, fits) or 1)
 
     def node_bytes(self, batch: int) -> int:
         """Of a node's host memory, for so many samples on each rank."""
