@@ -3,11 +3,9 @@
 b: samples of one rank, c: samples of a chunk, P: ranks, D: feature width. All sizes in bytes.
 """
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +15,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import _disable_current_modes
 
 from clipscale.config.sections import ModelConfig
 from clipscale.config.train import TrainConfig
@@ -37,8 +34,6 @@ from clipscale.tools.plan.memory_tracker import DryMachine, MemoryTracker, cuda_
 CPU = torch.device("cpu")
 TOWERS = ("image", "text")
 PHASES = ("encode", "loss", "replay", "optim")
-FEWEST = 2
-"""Blocks of the shallowest tower: the first, and the last, whose forward pass may be shorter."""
 LAPS = 4
 """Most ranks of the loss's ring: further visits take no more memory."""
 
@@ -131,15 +126,12 @@ class DryRun:
         model: ClipModel,
     ) -> None:
         """`model`: on the meta device; it gets tensors of the dry run."""
-        before = tracker.live
         model.to_empty(device=CPU)
         self.config, self.ranks, self.tracker = config, ranks, tracker
         self.captions = config.data.texts_per_step
         self.memory = StepMemory({}, {})
         """Of the step that runs."""
         self.stage = ""
-        self.others = 0
-        """Live bytes of other dry runs, which this one does not count."""
         world = DryRunWorld(0, ranks, CPU)
         self.state = TrainState(config, world, parts(config, model, world, machine))
         if machine.capability and type(self.state.optimizer).__module__.startswith("torch.optim"):
@@ -155,7 +147,8 @@ class DryRun:
         self.state.optimizer.zero_grad()
         if config.launch.parallel != "ddp" and ranks > 1:
             self.step((1, 1), 1, resident=False)  # FSDP2 allocates in its first step
-        self.static = tracker.live - before
+        self.static = tracker.live
+        """Bytes of the model and the optimizer's state."""
 
     def inputs(self, tower: int, rows: int, resident: bool) -> Chunked:
         """So many inputs of the image (0) or the text tower (1)."""
@@ -171,7 +164,6 @@ class DryRun:
         state = self.state
         towers = state.cache.towers
         self.memory = StepMemory({}, {})
-        self.others = self.tracker.live - getattr(self, "static", self.tracker.live)
         for tower, size in zip(towers, chunks):
             tower.size = size
         self.enter("encode")
@@ -183,29 +175,20 @@ class DryRun:
         del features, rows
         self.enter("replay")
         state.cache.replay()
-        self.enter("optim norm")
-        norm = state.gradient_norm()
-        gradients = {p: p.grad for p in state.trained}
-        # One group of parameters after the other, so that each one's peak is a straight line in the depth.
-        for i, group in enumerate(state.optimizer.param_groups):
-            for p in gradients:
-                p.grad = None
-            for p in group["params"]:
-                p.grad = gradients[p]
-            self.enter(f"optim group {i}")
-            state.update(norm)
+        self.enter("optim")
+        state.update(state.gradient_norm())
         self.enter("")
         state.optimizer.zero_grad()
         return self.memory
 
     def enter(self, stage: str) -> None:
         """A stage of the step begins: a phase, or a tower's part of it. Empty: the step ends."""
-        peak = self.tracker.take_peak() - self.others
+        peak = self.tracker.take_peak()
         if self.stage:
             self.memory.peak[self.stage] = max(peak, self.memory.peak.get(self.stage, 0))
         phase = stage.partition(" ")[0]
         if phase:
-            self.memory.before.setdefault(phase, self.tracker.live - self.others)
+            self.memory.before.setdefault(phase, self.tracker.live)
         self.stage = stage
 
     def targets(self, batch: int) -> dict[str, Tensor]:
@@ -258,82 +241,6 @@ class StagedRows(ChunkLoader):
         return super().chunk(start, stop)
 
 
-class DeepDryRun:
-    """A dry run of a model whose blocks are alike: of its first, its last and one in the middle.
-
-    Memory is a straight line in a tower's depth. So up to three shallow models are run: with FEWEST blocks in both
-    towers, and with one more in either. Towers that train in part keep their depth.
-    """
-
-    def __init__(
-        self, config: TrainConfig, model: ClipModel, ranks: int, tracker: MemoryTracker, machine: DryMachine
-    ) -> None:
-        """`model`: of the settings, on the meta device; it loses blocks."""
-        fewest = FEWEST
-        if config.launch.parallel != "ddp":
-            fewest += 1  # FSDP2 gathers one block ahead
-        self.missing: dict[str, int] = {}
-        """Blocks of each tower that the base lacks; only of deep towers that train whole or not at all."""
-        for tower in TOWERS:
-            depth = len(alike_blocks(getattr(model, tower)))
-            if depth > fewest + 1 and getattr(config.model, tower).train in ("all", "none"):
-                self.missing[tower] = depth - fewest
-        for tower in self.missing:
-            shorten(getattr(model, tower), fewest + 1)
-
-        def run(deep: str) -> DryRun:
-            """With the fewest blocks in each deep tower, and one more in the tower `deep`."""
-            with _disable_current_modes():
-                copied = copy.deepcopy(model)
-            for tower in self.missing:
-                if tower != deep:
-                    shorten(getattr(copied, tower), fewest)
-            return DryRun(config, ranks, tracker, machine, copied)
-
-        self.base = run("")
-        self.base_step = cache(self.base.step)
-        self.deeper = {tower: run(tower) for tower in self.missing}
-
-    def step(self, chunks: tuple[int, int], batch: int, *, resident: bool) -> StepMemory:
-        """As `DryRun.step`."""
-        base = self.base_step(chunks, batch, resident=resident)
-        memory = base
-        for tower, run in self.deeper.items():
-            memory = memory.moved(base, run.step(chunks, batch, resident=resident), self.missing[tower])
-        return memory
-
-    def graph(self, tower: int, size: int) -> int:
-        """As `DryRun.graph`."""
-        return self.extrapolated(lambda run: run.graph(tower, size))
-
-    @property
-    def static(self) -> int:
-        """As `DryRun.static`."""
-        return self.extrapolated(lambda run: run.static)
-
-    def extrapolated(self, measure: Callable[[DryRun], int]) -> int:
-        """What `measure` would say of the whole model: it is a straight line in a tower's depth."""
-        base = measure(self.base)
-        return base + sum(self.missing[tower] * (measure(run) - base) for tower, run in self.deeper.items())
-
-
-def alike_blocks(tower: nn.Module) -> nn.ModuleList | nn.Sequential:
-    """A tower's longest list of blocks of one kind, with parameters of equal shapes."""
-
-    def kind(block: nn.Module) -> tuple[Any, ...]:
-        return type(block), *(p.shape for p in block.parameters())
-
-    stacks = [module for module in tower.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
-    alike = [stack for stack in stacks if len(set(map(kind, stack))) == 1]
-    return max(alike, key=len, default=nn.ModuleList())
-
-
-def shorten(tower: nn.Module, blocks: int) -> None:
-    """Leave so many of a tower's alike blocks: the first ones, and the last."""
-    stack = alike_blocks(tower)
-    del stack[blocks - 1 : len(stack) - 1]
-
-
 def model_without_values(config: ModelConfig) -> ClipModel:
     """The model of these settings on the meta device."""
     with torch.device("meta"):
@@ -365,7 +272,7 @@ def parts(config: TrainConfig, model: ClipModel, world: World, machine: DryMachi
 @contextmanager
 def dry_run(
     config: TrainConfig, model: ClipModel, ranks: int, capability: int | None, nodes: int = 1
-) -> Iterator[DeepDryRun]:
+) -> Iterator[DryRun]:
     """A dry run on one of `ranks` GPUs of a compute capability, or (None) in one of `ranks` CPU processes.
 
     `model`: by `model_without_values`.
@@ -382,4 +289,4 @@ def dry_run(
         tracker = stack.enter_context(without_memory())
         if capability:
             stack.enter_context(cuda_autocast())
-        yield DeepDryRun(config, model, ranks, tracker, DryMachine(capability, ranks // nodes))
+        yield DryRun(config, ranks, tracker, DryMachine(capability, ranks // nodes), model)

@@ -18,7 +18,7 @@ from clipscale.models.families import family_of
 from clipscale.models.towers import ClipModel
 from clipscale.step.kept_graphs import MARGIN
 from clipscale.tools.plan import ASSUMED
-from clipscale.tools.plan.dry_run import DeepDryRun, DryRun, StepMemory
+from clipscale.tools.plan.dry_run import DryRun, StepMemory
 from clipscale.tools.plan.settings import PlanConfig
 
 Chunks = tuple[int | None, int | None]
@@ -28,17 +28,17 @@ Chunks = tuple[int | None, int | None]
 class MemoryModel:
     """Memory of a step at any batch. With given chunks, every stage's peak is a straight line in b."""
 
-    def __init__(self, run: DeepDryRun, captions: float = 1.0) -> None:
+    def __init__(self, run: DryRun, captions: float = 1.0) -> None:
         """`captions`: tokens of an average caption as a share of the context. More sorted ones fit a chunk."""
         self.run, self.captions = run, captions
         self._step = cache(run.step)
-        self._loss = cache(run.base.loss)
+        self._loss = cache(run.loss)
         self.graph = cache(run.graph)
         """Bytes of the graph of one chunk of a tower (0 or 1) by its rows."""
 
     def sizes(self, batch: int, chunks: Chunks) -> tuple[int, int]:
         """The rows of an image and of a text chunk of a batch."""
-        texts = batch * self.run.base.captions
+        texts = batch * self.run.captions
         image, text = chunks
         return min(image or batch, batch), min(text or texts, texts)
 
@@ -49,21 +49,19 @@ class MemoryModel:
         """
         whole = max([c for c in chunks if c] or [64])
         # With several ranks the last chunk differs from the others, because gradients are summed over ranks in it.
-        near = (2 if self.run.base.ranks == 1 else 3) * whole
+        near = (2 if self.run.ranks == 1 else 3) * whole
         if batch <= near + whole:
             memory = self._step(self.sizes(batch, chunks), batch, resident=resident)
-        else:  # what a further chunk adds does not depend on the depth
-            sizes = self.sizes(near, chunks)
-            memory = self._step(sizes, near, resident=resident)
-            start = self.run.base_step(sizes, near, resident=resident)
-            end = self.run.base_step(self.sizes(near + whole, chunks), near + whole, resident=resident)
-            memory = memory.moved(start, end, (batch - near) / whole)
+        else:
+            start = self._step(self.sizes(near, chunks), near, resident=resident)
+            end = self._step(self.sizes(near + whole, chunks), near + whole, resident=resident)
+            memory = end.moved(start, end, (batch - near) / whole - 1)
         return replace(memory, peak={**memory.peak, "loss": memory.before["loss"] + self.loss(batch)})
 
     def counts(self, batch: int, chunks: Chunks) -> list[int]:
         """Image and text chunks of a batch."""
         image, text = self.sizes(batch, chunks)
-        return [math.ceil(batch / image), math.ceil(batch * self.run.base.captions * self.captions / text)]
+        return [math.ceil(batch / image), math.ceil(batch * self.run.captions * self.captions / text)]
 
     def loss(self, batch: int) -> int:
         """The loss and its gradients, beyond the features."""

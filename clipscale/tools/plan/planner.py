@@ -3,26 +3,21 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
-
-import yaml
 
 from clipscale.common.hardware import Hardware
 from clipscale.common.terminal import say
 from clipscale.common.units import format_bytes, format_count
-from clipscale.config import stages
-from clipscale.config.parse import accepted
-from clipscale.config.setting import settings_of
+from clipscale.config.sections import CacheConfig
 from clipscale.models.flops import PassFlops
 from clipscale.step.chunk_sizes import CPU_CHUNK, batch_norm_chunk, sizes_of_settings
 from clipscale.tools.plan import ASSUMED
-from clipscale.tools.plan.dry_run import PHASES, TOWERS, DeepDryRun, StepMemory, dry_run, model_without_values
+from clipscale.tools.plan.dry_run import PHASES, TOWERS, DryRun, StepMemory, dry_run, model_without_values
 from clipscale.tools.plan.memory import Chunks, MemoryModel, caption_width, host_memory, keep_bytes, outside_torch
 from clipscale.tools.plan.settings import PlanConfig, target_gpu
 from clipscale.tools.plan.step_time import StepTime, pass_flops
 
-SETTINGS = {setting.name: setting for setting in settings_of(PlanConfig)}
 OFFLOADS = ("none", "host", "encoded")
 """Where pixels wait, the fastest first."""
 Result = dict[str, Any]
@@ -65,7 +60,7 @@ class Prediction:
         self,
         config: PlanConfig,
         target: Target,
-        run: DeepDryRun,
+        run: DryRun,
         model: MemoryModel,
         flops: tuple[PassFlops, PassFlops],
     ) -> None:
@@ -75,7 +70,7 @@ class Prediction:
         self.resident = config.offload == "none"
         self.chunks = self.chunk_sizes()
         self.step = self.memory(self.local)
-        self.host = host_memory(config, run.base, self.local, self.chunks[0], self.step.highest)
+        self.host = host_memory(config, run, self.local, self.chunks[0], self.step.highest)
 
     def memory(self, batch: int) -> StepMemory:
         """Of a step of `batch` samples on a rank, with the graphs that `cache.keep` keeps."""
@@ -85,8 +80,8 @@ class Prediction:
 
     def chunk_sizes(self) -> Chunks:
         """Chunk sizes as set, or assumed: the largest up to `auto_chunk` that fits."""
-        state = self.run.base.state
-        settings = sizes_of_settings(self.config.cache, self.local, self.run.base.captions)
+        state = self.run.state
+        settings = sizes_of_settings(self.config.cache, self.local, self.run.captions)
         rows = self.model.sizes(self.local, (None, None))
         sizes: list[int | None] = []
         for name, tower, most in zip(TOWERS, (state.model.image, state.model.text), rows):
@@ -112,12 +107,14 @@ class Prediction:
                 return False
             return self.model.at(self.local, chunks(size), resident=self.resident).highest <= self.target.free
 
-        return chunks(largest(most, 1, most, fits) or 1)
+        if not fits(most) and not fits(1):  # nor does any between them
+            return chunks(1)
+        return chunks(largest(most, 1, most, fits))
 
     def node_bytes(self, batch: int) -> int:
         """Of a node's host memory, for so many samples on each rank."""
         taken = self.memory(batch).highest
-        node: int = host_memory(self.config, self.run.base, batch, self.chunks[0], taken)["node_bytes"]
+        node: int = host_memory(self.config, self.run, batch, self.chunks[0], taken)["node_bytes"]
         return node
 
     def fits(self, batch: int) -> bool:
@@ -136,14 +133,14 @@ class Prediction:
     def second_pass(self) -> list[float]:
         """The share of each tower's chunks that have one, because their graphs are not kept; 0 of a frozen tower."""
         counts = self.model.counts(self.local, self.chunks)
-        towers = self.run.base.state.cache.towers
+        towers = self.run.state.cache.towers
         pairs = zip(towers, self.step.kept, counts)
         return [1 - graphs / count if tower.trained else 0.0 for tower, graphs, count in pairs]
 
     def result(self) -> Result:
         """The object of docs/plan.md, without a largest batch."""
         config, target, step = self.config, self.target, self.step
-        time = StepTime(config, target.gpu, self.run.base, self.flops, self.second_pass())
+        time = StepTime(config, target.gpu, self.run, self.flops, self.second_pass())
         estimate = time.estimate()
         phases = {}
         for name in PHASES:
@@ -158,14 +155,14 @@ class Prediction:
             "loss_bytes": phases["loss"]["extra_bytes"],
             "host_bytes": node,
             "step_s": estimate["step_s"] if estimate else None,
-            "least_step_s": time.step(1.0)["step_s"],
+            "least_step_s": time.step_s(1.0),
             "model": config.model.name,
             "batch": config.batch,
             "hardware": config.hardware,
             "gpus": config.gpus,
             "nodes": config.nodes,
             "offload": config.offload,
-            "exchange": self.run.base.config.loss.exchange,
+            "exchange": self.run.config.loss.exchange,
             "local_batch": self.local,
             "chunk": dict(zip(TOWERS, self.model.sizes(self.local, self.chunks))),
             "kept": dict(zip(TOWERS, step.kept)),
@@ -223,27 +220,18 @@ def largest(size: int, least: int, most: int, fits: Callable[[int], bool]) -> in
     return size if size >= least else 0
 
 
-def changed(config: PlanConfig, words: str) -> PlanConfig:
-    """The settings with others, `SECTION.NAME=VALUE` and so on."""
-    for word in words.split():
-        name, _, value = word.partition("=")
-        config = stages.changed(config, name, accepted(SETTINGS[name], yaml.safe_load(value)))
-    return config
-
-
 def fitted(config: PlanConfig) -> Result:
     """The plan of the largest batch, with the fastest place of its pixels, and the fastest chunks and kept graphs."""
     with predictions(config) as predict:
-        best, batch = config, 0
-        for offload in OFFLOADS:
-            trial = changed(config, f"offload={offload} cache.chunk=auto cache.keep=none")
-            size = predict(trial).largest_batch()["largest_batch"]
-            if size > batch:
-                best, batch = trial, size
+        trials = [replace(config, offload=offload, cache=CacheConfig(["auto"], "none")) for offload in OFFLOADS]
+        found = [predict(trial).largest_batch() for trial in trials]
+        largest = max(found, key=lambda batch: batch["largest_batch"])
+        best = trials[found.index(largest)]
         results = []
         for keep in ("none", "auto"):
-            trial = changed(best, f"batch={batch or config.batch} cache.keep={keep}")
-            results.append(predict(trial).result() | {"keep": keep, "largest_batch": batch})
+            batch = largest["largest_batch"] or config.batch
+            trial = replace(best, batch=batch, cache=replace(best.cache, keep=keep))
+            results.append(predict(trial).result() | {"keep": keep} | largest)
     fitting = [result for result in results if result["fits"]]
     result = min(fitting, key=lambda result: result["least_step_s"], default=results[0])
     words = "batch={batch} offload={offload} cache.chunk=[{chunk[image]},{chunk[text]}]"

@@ -6,9 +6,8 @@ b: samples of one rank, D: feature width.
 import json
 import math
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -26,18 +25,13 @@ PUBLISHED = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(
 A100 = HARDWARE["a100-80g"]
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """The share of the GPU's peak that steps reach: where sources differ, the lowest and the highest."""
 
     what: str
     """The evidence."""
     low: float
     high: float
-
-    @property
-    def middle(self) -> float:
-        return math.sqrt(self.low * self.high)
 
 
 class StepTime:
@@ -56,46 +50,41 @@ class StepTime:
         self.gpu = gpu or UNKNOWN
         image, text = flops
         self.forward = image.forward + text.forward * run.captions
-        """FLOPs of a sample's first pass, as those that follow."""
-        self.again = self.backward = 0.0
-        trained = 0
+        """FLOPs of a sample's first pass."""
+        again = backward = trained = 0.0
         towers = zip(TOWERS, run.state.cache.towers, flops, (1, run.captions), second_pass)
         for name, tower, passes, inputs, share in towers:
             if tower.trained and name not in run.state.trunks:  # a frozen trunk has no second pass
                 trained += 1
-                self.again += inputs * passes.forward * share
-                self.backward += inputs * (passes.backward + passes.forward * config.model.grad_checkpointing)
+                again += inputs * passes.forward * share
+                backward += inputs * (passes.backward + passes.forward * config.model.grad_checkpointing)
         sweeps = OBJECTIVES[config.loss.objective].sweeps if trained else 1
-        copies = config.gpus * config.nodes if config.loss.exchange == "replicated" else 1
-        self.loss = (sweeps + trained) * 2.0 * config.batch * run.captions * copies * run.width
+        loss = (sweeps + trained) * 2 * config.batch * run.captions * run.width
+        self.plain = self.forward + loss + backward
+        """FLOPs of a sample in a step without a second pass."""
+        self.cached = self.plain + again
 
-    def step(self, share: float) -> dict[str, float]:
-        """Seconds of a step by part and in all, at a share of the peak; its speed, and that without a second pass."""
-        batch = self.config.batch / (self.config.gpus * self.config.nodes)
-        second = batch / (share * self.gpu.peak(self.config.precision))
-        plain = self.forward + self.loss + self.backward
-        return {
-            "encode_s": second * self.forward,
-            "loss_s": second * self.loss,
-            "replay_s": second * (self.again + self.backward),
-            "step_s": second * (plain + self.again),
-            "samples_per_s": self.config.batch / (second * (plain + self.again)),
-            "plain_samples_per_s": self.config.batch / (second * plain),
-        }
+    def step_s(self, share: float) -> float:
+        """Seconds at a share of the peak."""
+        samples = self.config.batch / (self.config.gpus * self.config.nodes)
+        return samples * self.cached / (share * self.gpu.peak(self.config.precision))
 
     def estimate(self) -> dict[str, Any] | None:
-        """`step` at the share that is known, with the evidence, the range, and the seconds of the whole run."""
+        """`time` of docs/plan.md; None: nothing is known."""
         known = self.known()
         if known is None:
             return None
-        seconds = self.step(known.middle)
-        rates = [self.step(share)["samples_per_s"] for share in (known.low, known.high)]
-        samples = self.config.samples
-        return seconds | {
+        share = math.sqrt(known.low * known.high)
+        step = self.step_s(share)
+        rate = self.config.batch / step
+        return {
             "what": known.what,
-            "share": known.middle,
-            "range": rates,
-            "run_s": samples / seconds["samples_per_s"] if samples else None,
+            "share": share,
+            "step_s": step,
+            "samples_per_s": rate,
+            "range": [rate * known.low / share, rate * known.high / share],
+            "plain_samples_per_s": rate * self.cached / self.plain,
+            "run_s": self.config.samples / rate if self.config.samples else None,
         }
 
     def known(self) -> Share | None:

@@ -1,18 +1,15 @@
 """Predicted memory equals measured memory, in every phase of real steps on the CPU."""
 
-from copy import deepcopy
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from clipscale.common.units import parse_memory
 from clipscale.config.train import TrainConfig
-from clipscale.tools.plan import dry_run as dry_run_module
-from clipscale.tools.plan.dry_run import PHASES, DeepDryRun, StepMemory, dry_run, model_without_values
+from clipscale.tools.plan.dry_run import PHASES, DryRun, StepMemory, dry_run, model_without_values
 from clipscale.tools.plan.memory import MemoryModel
 from tests.support.ranks import run_ranks
-from tests.tools.plan.measure import ARCHITECTURE, measured, measured_on_a_rank, settings
+from tests.tools.plan.measure import measured, measured_on_a_rank, settings
 
 BAR = 0.10
 """Relative error allowed; usual errors are below one per cent."""
@@ -27,7 +24,7 @@ def predicted(config: TrainConfig, ranks: int = 1) -> StepMemory:
         return at(run, config.batch // ranks, chunk, keep, resident=config.offload == "none")
 
 
-def at(run: DeepDryRun, batch: int, chunk: int, keep: float, *, resident: bool = False) -> StepMemory:
+def at(run: DryRun, batch: int, chunk: int, keep: float, *, resident: bool = False) -> StepMemory:
     """A step with `keep` bytes for kept graphs."""
     model, chunks = MemoryModel(run), (chunk, chunk)
     return model.with_kept(model.at(batch, chunks, resident=resident), batch, chunks, keep)
@@ -97,34 +94,6 @@ def test_two_ranks(parallel: str) -> None:
     real, _ = run_ranks(measured_on_a_rank, 2, changed)
     step = predicted(settings(**changed), ranks=2)
     assert_agree(step, real, peaks=parallel == "ddp")
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {},
-        pytest.param({"optim__name": "muon", "ema": 0.99}, marks=pytest.mark.slow),
-        pytest.param({"launch__parallel": "zero3"}, marks=pytest.mark.slow),
-        pytest.param({"precision": "fp32", "model__grad_checkpointing": True}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_a_deep_model_is_predicted_from_shallow_ones(changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if all of its blocks were run."""
-    deep = deepcopy(ARCHITECTURE)
-    deep["vision_cfg"]["layers"], deep["text_cfg"]["layers"] = 9, 6
-    config = settings(**{"model__architecture": deep, "precision": "bf16"} | changed)
-    steps, graphs, weights = [], [], []
-    for fewest in (dry_run_module.FEWEST, 100):
-        monkeypatch.setattr(dry_run_module, "FEWEST", fewest)
-        with dry_run(config, model_without_values(config.model), 4, 90) as run:
-            steps.append(at(run, 200, 16, keep=1e6))
-            graphs.append([run.graph(tower, 16) for tower in (0, 1)])
-            weights.append(run.static)
-    assert steps[0].before == steps[1].before and steps[0].kept == steps[1].kept
-    assert steps[0].peak == pytest.approx(steps[1].peak, abs=4096)
-    assert graphs[0] == graphs[1]
-    assert weights[0] == weights[1]
 
 
 @pytest.mark.slow

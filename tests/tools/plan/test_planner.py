@@ -16,7 +16,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.units import format_count
 from clipscale.log.metrics import read_metrics
 from clipscale.tools.plan import of_run
-from clipscale.tools.plan.planner import changed, plan, predicted
+from clipscale.tools.plan.planner import plan, predicted
 from tests.conftest import TINIEST, TINY
 from tests.support.forks import forks
 
@@ -96,14 +96,13 @@ def test_hard_negatives_are_texts_that_are_encoded_and_compared() -> None:
 
 def test_the_largest_batch_and_its_fastest_settings() -> None:
     """It is planned again as it is named, and its double does not fit."""
-    config = settings(*TINIEST, "hardware=v100-16g", "host_memory=20G", "fit=true")
-    words = plan(config)["fit"]
-    assert {word.partition("=")[0] for word in words.split()} >= {"batch", "offload", "cache.chunk", "cache.keep"}
-    config = replace(config, fit=False)
-    assert predicted(changed(config, words), search=False)["fits"]
-    double = 2 * changed(config, words).batch
+    tiny = (*TINIEST, "hardware=v100-16g", "host_memory=20G")
+    words = plan(settings(*tiny, "fit=true"))["fit"].split()
+    assert {word.partition("=")[0] for word in words} >= {"batch", "offload", "cache.chunk", "cache.keep"}
+    found = settings(*tiny, *words)
+    assert predicted(found, search=False)["fits"]
     for offload in ("none", "host", "encoded"):
-        assert not predicted(changed(config, f"{words} offload={offload} batch={double}"), search=False)["fits"]
+        assert not predicted(replace(found, offload=offload, batch=2 * found.batch), search=False)["fits"]
 
 
 def test_a_run_is_planned_before_it_starts_and_compared_when_asked(
