@@ -37,8 +37,8 @@ def count_samples(urls: Sequence[str], subset: Subset | None = None, *, scan: bo
     if scan and unknown and all(map(is_local, unknown)):
         known = _scanned(urls, unknown, subset)
     if known.damaged:
-        number = min(known.damaged)
-        first = f"{urls[number]}, {known.damaged[number].reason}"
+        url = next(url for url in urls if url in known.damaged)
+        first = f"{url}, {known.damaged[url].reason}"
         what = f"{len(known.damaged)} of {len(urls)} shards are damaged (first: {first})"
         log.warning(f"{what}: what lies behind the damage is left out; `clipscale data check` shows it all")
     return known.samples
@@ -56,7 +56,8 @@ def _scanned(urls: Sequence[str], unknown: Sequence[str], subset: Subset | None)
             if known.samples[number] is None:
                 entry = index.scan(url, subset)
                 known.samples[number] = entry.samples
-                known.damaged |= {number: entry} if entry.reason else {}
+                if entry.reason:
+                    known.damaged[url] = entry
     known.samples = [count or 0 for count in known.samples]
     return known
 

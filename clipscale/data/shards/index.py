@@ -8,7 +8,6 @@ import logging
 import os
 import sqlite3
 import tarfile
-import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -45,9 +44,6 @@ _LOOKUP = f"CREATE INDEX IF NOT EXISTS states ON shards ({_COLUMNS})"
 ROWS = 4096
 """Rows that are read at once."""
 THREADS = 16
-SOME = 64
-"""Files whose answers show how long others take."""
-AT_ONCE_S = 1e-4
 
 FEW = 16
 """Fewer shards are scanned by one process; starting others would take longer."""
@@ -122,8 +118,8 @@ class Known:
     """Bytes of the shards that are known."""
     stale: list[str]
     """The shards that have changed since their entries were made."""
-    damaged: dict[int, Entry]
-    """The entries of damaged shards, by the shards' numbers."""
+    damaged: dict[str, Entry]
+    """The entries of damaged shards."""
 
 
 def current(urls: Sequence[str], part: Part | None = None) -> Known:
@@ -132,52 +128,46 @@ def current(urls: Sequence[str], part: Part | None = None) -> Known:
     Remote shards are assumed unchanged, since asking takes a request each; `sample_offsets` compares them when they are
     opened. An outdated index does not hide a newer one in the cache.
     """
-    known = Known([None] * len(urls), 0, [], {})
-    samples = known.samples
-    folders: dict[str, list[int]] = defaultdict(list)
-    for number, url in enumerate(urls):
-        folders[head_of(url)].append(number)
-    for numbers in folders.values():
-        first: dict[str, int] = {}
-        same = [first.setdefault(leaf_of(urls[number]), number) for number in numbers]
+    known = Known([], 0, [], {})
+    folders: dict[str, dict[str, str]] = defaultdict(dict)
+    for url in urls:
+        folders[head_of(url)][leaf_of(url)] = url
+    samples: dict[str, int] = {}
+    for shards in folders.values():
         changed = set()
-        for number, row, holds in _looked_up(urls, first, part):
+        for url, row, holds in _looked_up(shards, part):
             if not holds:
-                changed.add(number)
-            elif samples[number] is None:
-                samples[number] = row[3]
+                changed.add(url)
+            elif url not in samples:
+                samples[url] = row[3]
                 known.size += row[1]
                 if row[4]:
-                    known.damaged[number] = Entry(*row)
-        known.stale += [urls[number] for number in changed if samples[number] is None]
-        for number, earlier in zip(numbers, same):
-            samples[number] = samples[earlier]
+                    known.damaged[url] = Entry(*row)
+        known.stale += changed - samples.keys()
+    known.samples = [samples.get(folders[head_of(url)][leaf_of(url)]) for url in urls]
     return known
 
 
-def _looked_up(urls: Sequence[str], first: dict[str, int], part: Part | None) -> Iterator[tuple[int, Row, bool]]:
-    """The rows of a folder's shards, each with the number of its shard, and whether it holds for it now."""
-    url = urls[next(iter(first.values()))]
-    for path in index_paths(folder_of(url), part):
-        rows = (row for row in query(path, f"SELECT {_COLUMNS} FROM shards") if row[0] in first)
+def _looked_up(shards: dict[str, str], part: Part | None) -> Iterator[tuple[str, Row, bool]]:
+    """The rows of a folder's shards, `shards` by their names: each with its shard, and whether it holds for it now."""
+    first = next(iter(shards.values()))
+    for path in index_paths(folder_of(first), part):
+        rows = (row for row in query(path, f"SELECT {_COLUMNS} FROM shards") if row[0] in shards)
         while block := list(islice(rows, ROWS)):
-            numbers = [first[row[0]] for row in block]
-            hold = [True] * len(block)
-            if is_local(url):
-                states = _states([urls[number] for number in numbers])
-                hold = [state == row[1:3] for state, row in zip(states, block, strict=True)]
-            yield from zip(numbers, block, hold)
+            urls = [shards[row[0]] for row in block]
+            states = _states(urls) if is_local(first) else [row[1:3] for row in block]
+            for url, row, state in zip(urls, block, states, strict=True):
+                yield url, row, state == row[1:3]
 
 
 def _states(paths: Sequence[str]) -> list[State | None]:
-    """The states of files; None: it cannot be looked at. Threads wait where answers come over a network; where a local
-    disk gives them, threads would only wait for each other."""
-    begun = time.perf_counter()
-    states = list(map(_state, paths[:SOME]))
-    if time.perf_counter() - begun < SOME * AT_ONCE_S:
-        return [*states, *map(_state, paths[SOME:])]
+    """The states of files; None: it cannot be looked at. Threads wait where answers come over a network. Each takes
+    many files: where a local disk answers, threads wait for each other.
+    """
+    size = -(-len(paths) // THREADS)
+    parts = [paths[start : start + size] for start in range(0, len(paths), size)]
     with ThreadPoolExecutor(THREADS) as pool:
-        return [*states, *pool.map(_state, paths[SOME:])]
+        return [state for states in pool.map(lambda part: [*map(_state, part)], parts) for state in states]
 
 
 def _state(path: str) -> State | None:
