@@ -1,7 +1,6 @@
 """Remote shards are read like local ones, over any network: faults are retried and counted, changes are noticed."""
 
 import asyncio
-import random
 import re
 import time
 from collections import Counter
@@ -19,7 +18,7 @@ from clipscale.data.shards.listing import expand
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from tests.data.files import write_shards
-from tests.data.shards.web import FAULTS, Web, serving
+from tests.data.shards.web import Web, serving
 from tests.data.streams import contents, ids, open_stream
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("small_blocks")]
@@ -54,19 +53,6 @@ def test_the_next_block_is_on_its_way_while_one_is_read(tmp_path: Path, web: Web
     stream.seek(100)
     assert stream.read(10) == path.read_bytes()[100:110]
     stream.close()
-
-
-def test_an_epoch_over_a_bad_network_loses_nothing(tmp_path: Path, web: Web) -> None:
-    """With exact epochs by an index of the remote shards; every fault is counted."""
-    sizes, rng = [60, 45], random.Random(5)
-    paths = write_shards(tmp_path / "set", sizes)
-    dict(index.update_indexes([f"{web.url}/set/{path.name}" for path in paths]))
-    web.faults = lambda number, path: rng.choice(FAULTS) if rng.random() < 0.2 else None
-    with open_stream(f"{web.url}/set/{{00000..00001}}.tar", batch=21) as stream:
-        assert stream.samples_per_epoch == sum(sizes)
-        assert contents(stream, 10) == contents(open_stream(tmp_path / "set", batch=21), 10)
-        assert not stream.broken and 5 < stream.faults.total() <= web.done.total()
-        assert set(stream.faults) <= {"http_503", "failed_request", "short_answer", "wrong_range"}
 
 
 @pytest.mark.parametrize("same_size", [True, False])
