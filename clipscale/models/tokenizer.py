@@ -1,11 +1,12 @@
-"""open_clip's tokenizers, for captions of any length. Data workers import this, and no open_clip."""
+"""open_clip's tokenizers, for captions of any length. Data workers import this, and nothing else of open_clip."""
 
 import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from clipscale.common.errors import UserError, first_line
 from clipscale.common.scratch import scratch
-from clipscale.models.byte_pairs import CLEANINGS, BytePairs, cleaned
 
 DEFAULT_CONTEXT_LENGTH = 77
 FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -26,6 +26,43 @@ OPTIONS = {
 """What is read of a tokenizer's configuration, beside its special tokens. Other values may be paths."""
 CHARS_PER_TOKEN = 32
 """Characters that are kept for each token of the context. No token of CLIP's vocabulary stands for more."""
+
+
+def _open_clips() -> Any:
+    """open_clip's module of tokenizers by itself: the import of its package takes three times as long as torch's."""
+    package = find_spec("open_clip")
+    assert package is not None and package.origin is not None
+    spec = spec_from_file_location("open_clip_tokenizer", Path(package.origin).with_name("tokenizer.py"))
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+OPEN_CLIP = _open_clips()
+WORDS = 2**16
+"""Words whose tokens are remembered; open_clip's tokenizer remembers all, for ever."""
+
+
+class ClipTokenizer(OPEN_CLIP.SimpleTokenizer):  # type: ignore[name-defined]
+    """open_clip's tokenizer in bounded memory, and faster. All share one table. Can be sent by pickle."""
+
+    def __init__(self, clean: str = "lower") -> None:
+        self.__dict__.update(vars(OPEN_CLIP._tokenizer))
+        self.clean = clean
+        self.clean_fn = OPEN_CLIP.get_clean_fn(clean)
+        self.word_tokens = lru_cache(WORDS)(self._word_tokens)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ClipTokenizer, (self.clean,)
+
+    def encode(self, text: str) -> list[int]:
+        return [token for word in self.pat.findall(self.clean_fn(text)) for token in self.word_tokens(word)]
+
+    def _word_tokens(self, word: str) -> list[int]:
+        self.cache = {name: name for name in ("<start_of_text>", "<end_of_text>")}
+        letters = "".join(self.byte_encoder[byte] for byte in word.encode())
+        return [self.encoder[part] for part in self.bpe(letters).split(" ")]
 
 
 class Tokenizer:
@@ -43,7 +80,7 @@ class Tokenizer:
 
     @cached_property
     def inner(self) -> Any:
-        """open_clip's tokenizer, or `BytePairs` in its place."""
+        """open_clip's tokenizer."""
         return self._load()
 
     def __call__(self, texts: list[str]) -> Tensor:
@@ -81,12 +118,13 @@ class RustTokens:
         """`whole`: open_clip's HFTokenizer."""
         whole(["a"], length)  # sets how the part cuts and pads
         self.part = whole.tokenizer.backend_tokenizer
-        self.clean = whole.clean_fn.__name__.removeprefix("_clean_")
+        self.clean = whole.clean_fn.__name__
         self.separator = whole.tokenizer.sep_token_id if whole.strip_sep_token else -1
         """Becomes 0."""
 
     def __call__(self, texts: list[str], length: int) -> np.ndarray:
-        encoded = self.part.encode_batch([cleaned(text, self.clean) for text in texts])
+        clean = getattr(OPEN_CLIP, self.clean)
+        encoded = self.part.encode_batch([clean(text) for text in texts])
         rows = np.array([caption.ids for caption in encoded])
         return np.where(rows == self.separator, 0, rows)
 
@@ -102,9 +140,9 @@ def tokenizer_of(name: str, text: dict[str, Any]) -> Tokenizer:
 def _loaded(name: str, text: dict[str, Any]) -> Any:
     options = dict(text.get("tokenizer_kwargs") or {})
     source = text.get("hf_tokenizer_name")
-    if not source and options in [{}, *({"clean": how} for how in CLEANINGS)]:
-        return BytePairs(**options)
     try:
+        if not source and options.keys() <= {"clean"}:
+            return ClipTokenizer(**options)
         from open_clip.tokenizer import HFTokenizer, SimpleTokenizer
 
         if source:

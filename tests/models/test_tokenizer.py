@@ -1,4 +1,4 @@
-"""Byte pairs are open_clip's, without its import."""
+"""Tokens are open_clip's, without the import of its package."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from open_clip.tokenizer import SimpleTokenizer
 
-from clipscale.models.byte_pairs import BytePairs
+from clipscale.models.tokenizer import ClipTokenizer
 
 TEXTS = [
     "",
@@ -25,7 +25,7 @@ TEXTS = [
 @pytest.mark.parametrize("length", [77, 16, 1])
 def test_tokens_are_open_clips(clean: str, length: int) -> None:
     expected = SimpleTokenizer(clean=clean)(TEXTS, length)
-    assert np.array_equal(BytePairs(clean)(TEXTS, length), expected)
+    assert np.array_equal(ClipTokenizer(clean)(TEXTS, length), expected)
 
 
 def test_what_workers_import_needs_no_open_clip() -> None:
