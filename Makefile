@@ -40,7 +40,7 @@ lint: $(INSTALLED)
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
 
-# ---- what only a CUDA device can show: one target a question, each within ten minutes on one H200 (docs/benchmarks/README.md has the
+# ---- what only a CUDA device can show: one target a question, each within ten minutes on one H100 or H200 (docs/benchmarks/README.md has the
 # arithmetic, and an order). RESULTS=FOLDER is where a target leaves its records, at most six files in folders of their own; each is whole
 # after every measurement. A line that starts with - may fail without those after it being left out.
 
@@ -91,21 +91,21 @@ gpu-train:
 
 # Is the step fast: three models, plain and cached, with kept graphs, beside open_clip's. $(1): folder, $(2): seconds it may take.
 step = -$(WITHIN) $(2) $(RUN) benchmarks/step.py device=cuda precision=bf16 out=$(RESULTS)/$(1)
-# What fits a whole batch of $(1), and cached steps.
-WAYS = plain@$(1),open_clip-plain@$(1),cache,keep-80G,open_clip
+# Whole batches of $(1), which fit 80 GB by calculation, and cached steps.
+WAYS = plain@$(1),open_clip-plain@$(1),cache,keep-50G,open_clip
 gpu-step:
-	$(call step,vit-l14,190) model=vit-l14 chunk=128 batch=8k repeats=2 methods=$(call WAYS,512) $(SMALLER_STEP)
-	$(call step,vit-b16,190) model=vit-b16 chunk=256 batch=16k repeats=2 methods=$(call WAYS,1536) $(SMALLER_STEP)
-	$(call step,vit-b32,190) model=vit-b32 chunk=512 batch=32k repeats=2 methods=$(call WAYS,4k) $(SMALLER_STEP)
+	$(call step,vit-l14,190) model=vit-l14 chunk=128 batch=8k repeats=2 methods=$(call WAYS,256) $(SMALLER_STEP)
+	$(call step,vit-b16,190) model=vit-b16 chunk=256 batch=16k repeats=2 methods=$(call WAYS,768) $(SMALLER_STEP)
+	$(call step,vit-b32,190) model=vit-b32 chunk=512 batch=32k repeats=2 methods=$(call WAYS,2k) $(SMALLER_STEP)
 
 # Compiled towers. Each row compiles anew.
 COMPILED = cache,compiled,plain@$(1),compiled-plain@$(1),compiled-open_clip
 gpu-compiled:
-	$(call step,compiled-b16,290) model=vit-b16 chunk=256 batch=8k repeats=2 methods=$(call COMPILED,1536) $(SMALLER_STEP)
-	$(call step,compiled-b32,290) model=vit-b32 chunk=512 batch=16k repeats=2 methods=$(call COMPILED,4k) $(SMALLER_STEP)
+	$(call step,compiled-b16,290) model=vit-b16 chunk=256 batch=8k repeats=2 methods=$(call COMPILED,768) $(SMALLER_STEP)
+	$(call step,compiled-b32,290) model=vit-b32 chunk=512 batch=16k repeats=2 methods=$(call COMPILED,2k) $(SMALLER_STEP)
 
 gpu-step-large:
-	$(call step,vit-b32-large,590) model=vit-b32 chunk=512 batch=256k repeats=1 methods=plain@4k,cache,keep-80G,frozen,compiled $(SMALLER_STEP)
+	$(call step,vit-b32-large,590) model=vit-b32 chunk=512 batch=256k repeats=1 methods=plain@2k,cache,keep-50G,frozen,compiled $(SMALLER_STEP)
 
 # Is memory flat in the batch, and is it as predicted: steps with few chunks of distinct pixels, then short runs beside what plan says.
 SETTINGS := device=cuda precision=bf16 data=demo data.workers=$(CORES) eval.sets=[] eval.every=0
@@ -113,7 +113,7 @@ SETTINGS := device=cuda precision=bf16 data=demo data.workers=$(CORES) eval.sets
 predicted = -{ rm -rf $(RUNS)/gpu-$(1) && $(WITHIN) $(2) $(CLIPSCALE) train run=$(RUNS)/gpu-$(1) $(or $(SMALLER_RUN),$(SETTINGS) $(3)) && \
 	    $(CLIPSCALE) plan run=$(RUNS)/gpu-$(1); } 2>&1 | tee -a $(RESULTS)/memory-$(1).txt
 gpu-memory:
-	$(call step,flat,300) model=vit-b32 chunk=512 repeats=1 methods=plain@4k,cache@32k,cache@128k $(SMALLER_STEP)
+	$(call step,flat,300) model=vit-b32 chunk=512 repeats=1 methods=plain@2k,cache@32k,cache@128k $(SMALLER_STEP)
 	$(CLIPSCALE) data demo
 	$(call predicted,b32,70,model=vit-b32 batch=16k samples=48k cache.chunk=512)
 	$(call predicted,b32-keep,70,model=vit-b32 batch=16k samples=48k cache.chunk=512 cache.keep=40G)

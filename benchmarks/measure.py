@@ -25,6 +25,7 @@ import psutil
 import torch
 
 from clipscale.common.errors import UserError
+from clipscale.common.files import write_json, write_text
 from clipscale.common.units import nearest, parse_count
 from clipscale.log.environment import environment
 
@@ -63,9 +64,9 @@ def main(
         record["rows"] += rows
         record["written"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         compare(record["rows"])
-        (out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+        write_json(out / f"{name}.json", record)
         table = markdown(columns, record["rows"])
-        (out / f"{name}.md").write_text(table + "\n")
+        write_text(out / f"{name}.md", table + "\n")
         print(markdown(columns, rows).splitlines()[2], flush=True)
     print(f"\n{table}")
 

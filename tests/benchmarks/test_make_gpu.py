@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 TARGETS = re.findall(r"[\w-]+", " ".join(re.findall(r"^(?:GPU|MORE) := (.*)$", (ROOT / "Makefile").read_text(), re.M)))
 SMALLER = {
     "SMALLER_LOSS": "device=cpu dtype=fp32 n=32 d=32 repeats=1",
-    "SMALLER_STEP": "device=cpu model=tiny batch=16 chunk=8 repeats=1 methods=plain@16,cache,keep-80G,frozen,open_clip",
+    "SMALLER_STEP": "device=cpu model=tiny batch=16 chunk=8 repeats=1 methods=plain@16,cache,keep-50G,frozen,open_clip",
     "SMALLER_DATA": "repeats=1 batch=32 sizes=64 stream=64 image_size=32 pictures=4",
     "SMALLER_TRAIN": "device=cpu precision=fp32 model=small batch=8 side=32 steps=6 methods=clipscale,open_clip",
     "SMALLER_RUN": "device=cpu precision=fp32 model=tiny data=demo eval.sets=[] batch=32 samples=32 cache.chunk=8",
