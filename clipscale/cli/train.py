@@ -1,5 +1,6 @@
 """The verb `train`: checks the settings, renders a missing demo set, plans the run on this machine, and starts it."""
 
+from pathlib import Path
 from typing import Any
 
 from clipscale.config.eval import check_places
@@ -42,7 +43,9 @@ def main(config: TrainConfig, *, isolated: bool = False) -> dict[str, Any]:
     if not isolated and config.data.workers != 0:
         warm_up()  # beside the imports of planning and training
     if config.plan and not local.under_torchrun():
+        from clipscale.launch.run_lock import check_free
         from clipscale.tools.plan.of_run import before
 
+        check_free(Path(config.run))
         before(config, local.workers(config))
     return local.run(config, isolated=isolated)

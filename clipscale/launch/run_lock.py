@@ -19,6 +19,14 @@ WAIT_S = 10.0
 """Wait for a run that is about to end. The lock ends with its process, so a longer wait is for a run that goes on."""
 
 
+def check_free(folder: Path) -> None:
+    """Raise UserError where another run keeps the folder: at once, before a plan and workers."""
+    if (folder / FILE).exists():
+        lock = RunLock(folder)
+        lock.acquire()
+        lock.release()
+
+
 class RunLock:
     """The lock of a run's folder: `flock` on run.lock, which the kernel releases however the process ends. The file
     names process and host for the message."""

@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from clipscale.cli import train
 from clipscale.common.errors import UserError
+from clipscale.config.data import DataConfig
+from clipscale.config.train import TrainConfig
 from clipscale.launch import run_lock
 from clipscale.launch.run_lock import RunLock
+from clipscale.tools.plan import of_run
 
 HOLD = "import sys; from pathlib import Path; from clipscale.launch.run_lock import RunLock\n"
 HOLD += "lock = RunLock(Path(sys.argv[1])); lock.acquire(); print('held', flush=True); sys.stdin.read()"
@@ -33,6 +37,16 @@ def test_a_second_run_is_refused_with_the_holder_and_a_killed_one_holds_nothing(
     lock.release()
     lock.release()
     RunLock(tmp_path).acquire()
+
+
+def test_a_second_start_is_refused_before_it_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lock, "WAIT_S", 0.0)
+    monkeypatch.setattr(of_run, "before", lambda *_: pytest.fail("planned"))
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    with pytest.raises(UserError, match=f"run={tmp_path} is in use by process {os.getpid()}"):
+        train.main(TrainConfig(run=str(tmp_path), data=DataConfig(workers=0)))
+    lock.release()
 
 
 def test_a_run_that_is_about_to_end_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
