@@ -87,11 +87,11 @@ def render_demo(root: Path, train_samples: int = 20_000) -> bool:
 
     Raises UserError if `root` holds something else.
     """
-    recipe = {"recipe": RECIPE_VERSION, "train_samples": train_samples}
+    recipe = json.dumps({"recipe": RECIPE_VERSION, "train_samples": train_samples}) + "\n"
     if train_samples < TRAIN_SHARDS:
         raise UserError(f"samples={train_samples}: the demo set needs at least {TRAIN_SHARDS}, one for each shard")
     note = root / "recipe.json"
-    if note.is_file() and json.loads(note.read_text()) == recipe:
+    if note.is_file() and note.read_bytes() == recipe.encode():
         return False
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise UserError(f"root={root}: exists and is not this demo set; remove it, or choose a new folder")
@@ -100,7 +100,7 @@ def render_demo(root: Path, train_samples: int = 20_000) -> bool:
         with tempfile.TemporaryDirectory(prefix=f".{root.name}-", dir=root.parent) as temporary:
             new = Path(temporary) / "new"
             _write_all(new, train_samples)
-            (new / "recipe.json").write_text(json.dumps(recipe) + "\n")
+            (new / "recipe.json").write_text(recipe)
             new.rename(root)
     except OSError as error:
         raise UserError(f"root={root}: cannot be written ({error.strerror}); choose another folder") from error

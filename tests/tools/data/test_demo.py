@@ -106,8 +106,11 @@ def test_a_set_is_reused_and_other_folders_are_refused(
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "thesis.tex").write_text("years of work")
-    with pytest.raises(UserError, match="not this demo set"):
-        demo.render_demo(foreign, 64)
+    for recipe in ("", '{"recipe": 1}', "no JSON"):
+        with pytest.raises(UserError, match="not this demo set"):
+            demo.render_demo(foreign, 64)
+        assert (foreign / "thesis.tex").read_text() == "years of work"
+        (foreign / "recipe.json").write_text(recipe)
     with pytest.raises(UserError, match="at least 16"):
         demo.render_demo(tmp_path / "few", 3)
     with pytest.raises(UserError, match=r"root=.*cannot be written"):
