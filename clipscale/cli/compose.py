@@ -19,6 +19,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from clipscale.cli.flags import refuse_flags
 from clipscale.cli.verbs import VERBS
 from clipscale.common.errors import UserError
 from clipscale.common.units import nearest, one_of, split
@@ -34,43 +35,26 @@ class Parser(ArgumentParser):
         raise UserError(message)
 
 
-FLAGS = ("--multirun", "--cfg", "--config-dir")
+def parse(name: str, argv: Sequence[str]) -> Namespace:
+    """Flags (multirun, cfg, config_dir) and `words` of a verb: settings, and plain words such as shards.
 
-
-def refuse_flags(argv: Sequence[str]) -> None:
-    """Raise UserError for flags of other programs, with the settings that are meant, as words to copy."""
-    flags = [n for n, word in enumerate(argv) if word.startswith("--") and word.partition("=")[0] not in FLAGS]
-    if not flags:
-        return
-    settings = []
-    for at in flags:
-        name, _, value = argv[at].partition("=")
-        following = argv[at + 1] if at + 1 < len(argv) else "--"
-        if not value and not following.startswith("-") and "=" not in following:
-            value = following
-        settings.append(meant_by(name.lstrip("-"), value))
-    typed_flags = ", ".join(argv[at] for at in flags)
-    raise UserError(f"unrecognized {typed_flags}; settings have no dashes: {' '.join(settings)}")
-
-
-def meant_by(flag: str, value: str) -> str:
-    """The setting that a flag of open_clip means, as `KEY=VALUE`."""
-    name = flag.replace("-", "_")
-    meant = "model.name" if name == "model" else MEANT.get(name, name)
-    if "=" in meant:
-        return meant
-    return f"{meant}={MEANT.get(f'{meant}={value}', value) or '...'}"
-
-
-def parse(argv: Sequence[str]) -> Namespace:
-    """Flags (multirun, cfg, config_dir) and `words`: settings, and plain words such as shards. Raises UserError."""
+    Raises UserError.
+    """
     parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("-m", "--multirun", action="store_true")
     parser.add_argument("--cfg", choices=["job"])
     parser.add_argument("--config-dir")
     parser.add_argument("words", nargs="*")
-    refuse_flags(argv)
+    refuse_flags(name, argv, {setting.name for setting in settings_of(VERBS[name].settings)})
     return parser.parse_intermixed_args(argv)
+
+
+QUOTES = "\u201c\u201d\u2018\u2019"
+"""Those of a word processor, which no shell takes away."""
+
+
+def plainly(text: str) -> str:
+    return text.strip(QUOTES)
 
 
 def overrides(name: str, words: Iterable[str], *, sweep: bool = False) -> tuple[list[str], list[str]]:
@@ -84,6 +68,8 @@ def overrides(name: str, words: Iterable[str], *, sweep: bool = False) -> tuple[
     values: dict[str, str] = {}
     for word in words:
         key, equals, value = word.lstrip("+").partition("=")
+        if {word[0:1], word[-1:], value[0:1]} & {*QUOTES}:
+            raise UserError(f"{word}: these are a word processor's quotes; write {plainly(key)}={plainly(value)}")
         if VERBS[name].words and not (equals and re.fullmatch(r"[a-z_.]+", key)):
             plain.append(word)
             continue
@@ -130,7 +116,8 @@ def settings(name: str, words: Sequence[str], config_dir: str | None = None) -> 
         if any(f"{key}.".startswith(f"{name}.") for name in dictionaries):
             word = f"++{word}"  # new keys
         elif key not in {*names, *groups}:
-            if within(trains, key) and not within(names, key):
+            meant = MEANT.get(key, key).partition("=")[0]
+            if within(trains, meant) and not within(names, meant):
                 raise UserError(f"{key}: {name} does not use it; `clipscale {name} --help` lists what it uses")
             raise UserError(misnamed(key, [*names, *groups]))
         changes.append(word)
@@ -212,8 +199,7 @@ def explained(error: Exception) -> UserError:
             text += "; shards are given by data.train=PATH"
     elif isinstance(error, OverrideParseException):
         key, _, value = str(error.override).partition("=")
-        plain = value.strip("= \u201c\u201d\u2018\u2019")  # quotes of a word processor
-        text = f"{error.override}: cannot be read; write {key}={plain}, in plain quotes if need be"
+        text = f"{error.override}: cannot be read; write {key}={value.strip('= ')}, in plain quotes if need be"
     elif several := re.search(r"Ambiguous value for argument '((.*?)=(.*?))' 1\.", text):
         word, key, value = several.groups()
         text = f"{word}: several values; add -m for a sweep, or write {key}=[{value}] for a list"

@@ -36,7 +36,7 @@ def show_verbs(names: Iterable[str]) -> None:
     print("clipscale: contrastive image-text pretraining at any batch size\n")
     print("Usage: clipscale VERB [KEY=VALUE ...]\n")
     columns((name, summary(VERBS[name].settings)) for name in names)
-    print("\nExamples\n" + textwrap.indent(f"clipscale data demo\n{VERBS['train'].examples}", "  "))
+    show_examples(f"clipscale data demo\n{VERBS['train'].examples}")
     print("\n`clipscale VERB --help` describes a verb. CLIPSCALE_DEBUG=1 shows tracebacks.")
 
 
@@ -56,8 +56,10 @@ def show_verb(name: str) -> None:
         options = group_options()
         marked = {group: [f"{o}*" if o == choice else o for o in options[group]] for group, choice in chosen.items()}
         columns((f"{group}=", ", ".join(names)) for group, names in marked.items())
-    print("\nExamples\n" + textwrap.indent(verb.examples, "  "))
-    print(f"\n{COUNTS}\n{verb.notes}".rstrip())
+    show_examples(verb.examples)
+    print()
+    for line in (COUNTS, *verb.notes.splitlines()):
+        print(textwrap.fill(line, terminal_width(), break_on_hyphens=False))
 
 
 def show_section(name: str, section: str) -> None:
@@ -70,6 +72,24 @@ def show_section(name: str, section: str) -> None:
     describe(setting for setting in settings_of(VERBS[name].settings) if setting.name.startswith(section + "."))
     if section in groups:
         columns((f"{section}={option}", header(section, option)) for option in group_options()[section])
+
+
+def show_examples(text: str) -> None:
+    """Commands, a line each. One that is too long goes on in the next, as a shell reads it, below its remark."""
+    print("\nExamples")
+    for line in text.splitlines():
+        if len(line) + 2 <= terminal_width():
+            print(f"  {line}")
+            continue
+        command, _, remark = line.partition(" # ")
+        if remark:
+            print(f"  # {remark}")
+        parts = textwrap.wrap(command, terminal_width() - 8, break_long_words=False, break_on_hyphens=False)
+        print("  " + " \\\n      ".join(parts))
+
+
+def terminal_width() -> int:
+    return min(shutil.get_terminal_size((110, 24)).columns, WIDTH)
 
 
 def describe(declared: Iterable[Setting]) -> None:
@@ -89,8 +109,7 @@ def columns(rows: Iterable[Sequence[str]]) -> None:
     rows = list(rows)
     widths = [max(map(len, cells)) + 2 for cells in zip(*rows)]
     margin = " " * (2 + sum(widths[:-1]))
-    columns = min(shutil.get_terminal_size((110, 24)).columns, WIDTH)
     for *cells, text in rows:
         start = "  " + "".join(cell.ljust(width) for cell, width in zip(cells, widths))
-        lines = textwrap.fill(margin + text, columns, subsequent_indent=margin, break_on_hyphens=False)
+        lines = textwrap.fill(margin + text, terminal_width(), subsequent_indent=margin, break_on_hyphens=False)
         print(start + lines.lstrip())

@@ -54,15 +54,15 @@ def run(argv: list[str]) -> int:
         return 0
     asked = argv[1:] if argv[:1] == ["help"] else argv
     words = [word for word in asked if word not in ("-h", "--help")]
-    if words[1:] == ["help"]:
-        words = words[:1]
+    if "help" in words[1:3]:
+        words.remove("help")
     if not words or words != argv:
-        help.show([word for word in words if word not in ("-m", "--multirun")])
+        help.show([word for word in words if not word.startswith("-") and "=" not in word])
         return 0
     name, words = split_verb(words)
     from clipscale.cli import compose  # imports Hydra
 
-    verb, line = VERBS[name], compose.parse(words)
+    verb, line = VERBS[name], compose.parse(name, words)
     if line.multirun:
         from clipscale.cli import sweep
 

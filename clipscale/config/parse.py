@@ -113,7 +113,8 @@ def misnamed(key: str, names: Iterable[str]) -> str:
     inside = [name for name in names if name.startswith(key + ".")]
     if inside:
         return f"{key} is a section of settings; give one of its keys: {', '.join(inside)}"
-    meant = MEANT.get(key.replace("-", "_"), key)
+    word = key.replace("-", "_")
+    meant = MEANT.get(word) or MEANT.get(word.rpartition(".")[2], key)
     likely = f"; did you mean '{meant}'?" if meant.partition("=")[0] in names else nearest(key, names)
     return f"unknown key '{key}'{likely or '; --help lists the keys'}"
 

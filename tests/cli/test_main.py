@@ -53,6 +53,21 @@ def test_help_shows_groups_with_their_defaults_and_what_each_preset_is_for(cli: 
     assert re.search(r"schedule.warmup +5% ", cli("train", "--help", "schedule")[1]), "the default of conf/"
 
 
+def test_a_finished_run_is_answered_from_its_folder(
+    cli: Cli, shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets = f"eval.sets={classification_set(tmp_path / 'colours')}"
+    words = tiny(f"data.train={shards}", "run=a", sets)
+    assert cli(*words)[0] == 0
+    monkeypatch.setattr("clipscale.launch.local.run", lambda *given, **options: pytest.fail("it starts again"))
+    status, out, err = cli(*words)
+    assert (status, err) == (0, "") and "run=runs/a is complete at step 2" in out and "colours" in out
+    (tmp_path / "runs/a/eval/step_00000002.json").unlink()
+    for others in ([], ["seed=1"]):  # an evaluation that is missing, and other settings
+        with pytest.raises(pytest.fail.Exception, match="it starts again"):
+            cli(*words, *others)
+
+
 def test_a_long_warm_up_gives_a_line_and_a_finished_run_keeps_its_settings(
     cli: Cli, shards: str, tmp_path: Path
 ) -> None:
@@ -91,6 +106,18 @@ def test_a_word_composes_as_typed(cli: Cli, tmp_path: Path, typed: str, composed
     _, out, _ = cli("train", typed, "--cfg", "job")  # then the same checks as at a start: there is no such data
     assert composed in out
     assert list(tmp_path.iterdir()) == [], "nothing is written by composing"
+
+
+def test_help_fits_a_narrow_terminal_with_examples_to_copy(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    for verb in VERBS:
+        out = cli(*verb.split(), "--help")[1]
+        examples = out.partition("Examples\n")[2]
+        wide = [line for line in examples.splitlines() if len(line) > 60 and " " in line.strip(" \\")]
+        assert not wide, wide
+        commands = [line.partition("   #")[0] for line in VERBS[verb].examples.splitlines()]
+        joined = examples.replace("\\\n", "")
+        assert all(command.split() in [line.split() for line in joined.splitlines()] for command in commands), out
 
 
 def test_config_dir_adds_experiments(cli: Cli, tmp_path: Path) -> None:
@@ -142,9 +169,9 @@ def test_the_version_is_printed(cli: Cli, words: list[str]) -> None:
     assert cli(*words) == (0, f"clipscale {__version__}\n", "")
 
 
-@pytest.mark.parametrize("words", [["train", "help"], ["help", "train"], ["train", "-m", "--help"]])
-def test_help_is_found_by_any_of_its_words(cli: Cli, words: list[str]) -> None:
-    assert cli(*words) == cli("train", "--help")
+@pytest.mark.parametrize("words", ["train help", "help train", "train -m --help", "train data=demo -m --help"])
+def test_help_is_found_by_any_of_its_words(cli: Cli, words: str) -> None:
+    assert cli(*words.split()) == cli("train", "--help")
 
 
 def test_a_plus_before_a_setting_is_as_without(cli: Cli) -> None:
