@@ -41,7 +41,7 @@ def main(name: str, line: Namespace) -> int:
     if line.cfg:
         for config in configs:
             print(f"# {config.run}\n{to_yaml(config)}", flush=True)
-            cli_train.dry_check(config)
+            cli_train.check(config, starts=False)
         return 0
     for config in configs:
         cli_train.check(config)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from clipscale.cli import train
@@ -62,7 +63,7 @@ torchrun --nproc-per-node 8 -m clipscale train run=b32 batch=64k data=/data/laio
         often="model.name data.train data.workers optim.lr cache.chunk eval.sets eval.every checkpoint.every "
         "launch.procs",
         check=train.check,
-        only_check=train.dry_check,
+        only_check=partial(train.check, starts=False),
         notes="""\
 -m runs every combination of the comma-separated values. --cfg job prints the settings, and checks them as a start does.
 --config-dir DIR adds your own presets, such as DIR/experiment/mine.yaml.""",

@@ -1,13 +1,17 @@
 """The settings of `clipscale eval`, and what all verbs share that take a run or any weights."""
 
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
+import yaml
+
 from clipscale.common.errors import UserError
-from clipscale.common.units import run_folder
+from clipscale.common.units import nearest, run_folder
 from clipscale.config import sections
+from clipscale.config.libraries import pretrained_tags
+from clipscale.config.secrets import restored
 from clipscale.config.setting import differing, setting
 
 MODEL = "name architecture weights image.weights text.weights image_size context_length preprocess"
@@ -60,8 +64,11 @@ def existing_run(run: str) -> Path:
     return folder
 
 
-def model_run(config: AnyModel) -> Path | None:
-    """The folder of the run; None for weights of another source. Raises UserError if neither is given, or both."""
+def model_run(config: AnyModel, weights: str) -> Path | None:
+    """The folder of the run; None for weights of another source. Raises UserError if neither is given, or both.
+
+    `weights`: `trained`, or of a run `ema`.
+    """
     model = config.model
     if config.run:
         if others := differing(asdict(sections.ModelConfig(name="")), asdict(model)):
@@ -69,7 +76,31 @@ def model_run(config: AnyModel) -> Path | None:
         return existing_run(config.run)
     if not (model.weights or model.image.weights or model.text.weights):
         raise UserError("run is not set; give run=NAME or run=PATH, or model=vit-b32 model.weights=laion2b_s34b_b79k")
+    if config.checkpoint != "latest" or weights == "ema":
+        raise UserError(f"checkpoint={config.checkpoint}, {weights} weights: only a run has them; give run=NAME")
+    check_weights(model)
     return None
+
+
+def check_weights(config: sections.ModelConfig) -> None:
+    """Raises UserError for weights that are not on this machine, and are no tag of open_clip and no hub's either."""
+    tags = pretrained_tags()
+    for key, value in (
+        ("model.weights", config.weights),
+        ("model.image.weights", config.image.weights),
+        ("model.text.weights", config.text.weights),
+    ):
+        if not value or value.startswith("hf-hub:") or Path(value).expanduser().exists():
+            continue
+        if value.startswith("run:"):
+            if not run_folder(value.removeprefix("run:")).is_dir():
+                raise UserError(f"{key}={value!r}: there is no run {run_folder(value.removeprefix('run:'))}")
+        elif run_folder(value).is_dir():
+            raise UserError(f"{key}={value!r} is a run; say so, {key}=run:{value}")
+        elif "/" in value:
+            raise UserError(f"{key}={value!r}: there is no such file or folder; check the path")
+        elif tags and value not in tags:
+            raise UserError(f"{key}={value!r} is no file, no folder and no tag of open_clip{nearest(value, tags)}")
 
 
 def check_places(config: sections.EvalConfig) -> None:
@@ -77,16 +108,34 @@ def check_places(config: sections.EvalConfig) -> None:
     for path in config.sets:
         if not Path(path).expanduser().exists():
             raise UserError(f"eval.sets: {path} does not exist; give the folder of a set, or a caption file")
+    if config.suite != "none" and config.root is None:
+        raise UserError(f"eval.suite={config.suite} needs eval.root=DIR, the folder with its sets")
+    if config.root is not None and not Path(config.root).expanduser().is_dir():
+        raise UserError(f"eval.root={config.root}: there is no such folder; give the one with the sets")
+
+
+def completed(config: sections.EvalConfig, settings: Path) -> sections.EvalConfig:
+    """The settings, with the run's own `sets`, `suite` and `root` where none are given. UserError without any set."""
+    saved = yaml.safe_load(settings.read_text(encoding="utf-8")).get("eval", {}) if settings.is_file() else {}
+    if not config.has_sets:
+        config = replace(config, sets=restored(saved.get("sets", [])), suite=saved.get("suite", "none"))
+    if config.root is None:
+        config = replace(config, root=restored(saved.get("root")))
+    if not config.has_sets:
+        raise UserError("eval.sets is empty, here and in the settings of a run; give eval.sets=[FOLDER,...]")
+    return config
 
 
 def check_eval(config: EvalRunConfig) -> Path:
-    """The folder of the results. Raises UserError for a model that is not given, or given twice."""
-    folder = model_run(config)
-    if not folder and not config.eval.has_sets:
-        raise UserError("eval.sets is empty; give eval.sets=[FOLDER,...]")
+    """The folder of the results. Raises UserError for a model that is not given or given twice, and for sets that are
+    not there."""
+    folder = model_run(config, config.eval.weights)
     if folder and config.out:
         raise UserError(f"out={config.out}: the results of a run are in its folder; leave it out")
+    check_places(completed(config.eval, folder / "config.yaml") if folder else config.eval)
     if folder:
         return folder
+    if not config.eval.has_sets:
+        raise UserError("eval.sets is empty; give eval.sets=[FOLDER,...]")
     name = re.sub(r"[^\w.-]+", "-", f"{config.model.name}-{config.model.weights}").strip("-.")
     return Path(config.out).expanduser() if config.out else run_folder(f"eval-{name}")

@@ -2,13 +2,11 @@
 
 import re
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from clipscale.common.errors import UserError
 from clipscale.common.units import nearest, parse_count, parse_memory
+from clipscale.config.libraries import architectures, optimizers
 from clipscale.config.parse import typed
 from clipscale.config.setting import setting
 from clipscale.loss.objectives import BACKENDS, EXCHANGES, OBJECTIVES, SHARED
@@ -23,6 +21,8 @@ WEIGHTS = ("trained", "ema")
 WEIGHTS_HELP = "The weights as they are (`trained`), or their moving average (`ema`), which a run with `ema` keeps."
 MAX_LOGIT_SCALE = 100.0
 """The logit scale is clamped to this after each step, as in CLIP."""
+STEPS = re.compile(r"(\d+)|(\d*\.?\d+)(%|ep)")
+"""A number of steps: itself, a share of the run in per cent, or epochs."""
 UNITS = {"m": 60, "h": 3600}
 """Seconds of the units of time."""
 SUITES = ("none", "imagenet", "infcl-table3", "vtab", "datacomp", "retrieval")
@@ -74,7 +74,10 @@ class OptimConfig:
     lr: float = setting(5e-4, "Peak of the schedule.", least=0)
     weight_decay: float = setting(0.2, "Of matrices; gains, biases and the logit scale are never decayed.", least=0)
     betas: tuple[float, float] = setting(
-        (0.9, 0.98), "Decay rates of both moments (adafactorbv: momentum and the cap of the second moment's rate)."
+        (0.9, 0.98),
+        "Decay rates of both moments (adafactorbv: momentum and the cap of the second moment's rate).",
+        least=0,
+        below=1,
     )
     eps: float | None = setting(1e-6, "Epsilon of the update's denominator; null: the optimizer's default.")
     clip_norm: float | None = setting(None, "Largest global gradient norm; null or 0: no clipping.", least=0)
@@ -90,6 +93,12 @@ class OptimConfig:
     )
     options: dict[str, Any] = setting({}, "Further keyword arguments of timm's factory.")
 
+    def check(self) -> None:
+        """Raises UserError for a name that timm does not know."""
+        known = optimizers()
+        if known and self.name not in known:
+            raise UserError(f"optim.name={self.name!r} is not one of timm's optimizers{nearest(self.name, known)}")
+
 
 @dataclass(frozen=True)
 class ScheduleConfig:
@@ -98,7 +107,16 @@ class ScheduleConfig:
     name: str = setting("cosine", "`cosine`, or `constant` with a cooldown.", choices=("cosine", "constant"))
     warmup: str = setting("5%", "Linear warm-up: steps (`2000`), a share of the run (`5%`) or epochs (`0.5ep`).")
     cooldown: str = setting("0", "Linear cooldown at the end of a constant schedule, in the same forms.")
-    final: float = setting(0.0, "Learning rate at the end, as a share of the peak.")
+    final: float = setting(0.0, "Learning rate at the end, as a share of the peak.", least=0)
+
+    def check(self) -> None:
+        """Raises UserError for other forms of steps, and for more than the whole run."""
+        for name, text in (("warmup", self.warmup), ("cooldown", self.cooldown)):
+            parts = STEPS.fullmatch(text)
+            if not parts:
+                raise UserError(f"schedule.{name}={text!r}: give steps (2000), a share (5%) or epochs (0.5ep)")
+            if parts[3] == "%" and float(parts[2]) > 100:
+                raise UserError(f"schedule.{name}={text}: that is more than the run; give at most 100%")
 
 
 @dataclass(frozen=True)
@@ -284,14 +302,6 @@ class ModelConfig:
             known = architectures()
             if self.name.replace("/", "-") not in known:
                 raise UserError(f"model.name={self.name!r} is not an open_clip architecture{nearest(self.name, known)}")
-
-
-@cache
-def architectures() -> list[str]:
-    """The names that open_clip knows, by its files: to import it takes seconds."""
-    package = find_spec("open_clip")
-    places = package.submodule_search_locations if package else None
-    return sorted(file.stem for place in places or [] for file in Path(place, "model_configs").glob("*.json"))
 
 
 @dataclass(frozen=True)

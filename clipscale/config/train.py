@@ -73,6 +73,30 @@ def shared(batch: int, count: int, among: str, remedy: str = "") -> None:
         raise UserError(f"batch={batch} cannot be shared evenly by {among}; choose a multiple of {count}{remedy}")
 
 
+def samples_of(config: TrainConfig, epoch: int | None) -> int:
+    """The samples of a run, or of a stage's settings; `epoch`: those of an epoch of the data.
+
+    Raises UserError for less than a batch, and where the length needs an epoch's that are not known.
+    """
+    batch, samples = config.batch, config.samples
+    if samples is not None:
+        if samples < batch:
+            raise UserError(f"samples={samples} is less than one batch={batch}; nothing would be trained")
+        return samples
+    epochs = config.epochs or EPOCHS
+    if epoch is None:
+        remedy = "run `clipscale data index`, or give samples=N"
+        raise UserError(f"epochs={epochs:g}: the samples of an epoch are not known; {remedy}")
+    samples = round(epochs * epoch)
+    if samples < batch:
+        made = f"{samples} in epochs={epochs:g}" if config.epochs else f"{samples} in {epochs:g} epochs, the default"
+        raise UserError(
+            f"batch={batch}: the {epoch} samples in data.train make {made}, less than one batch; take a smaller batch, "
+            "or more epochs"
+        )
+    return samples
+
+
 def check_sigmoid(config: TrainConfig) -> None:
     """Raise UserError for the sigmoid loss without its bias."""
     if OBJECTIVES[config.loss.objective].needs_bias and config.model.init_bias is None and not config.model.weights:
@@ -122,6 +146,9 @@ def check(config: TrainConfig) -> None:
     for stage in stages_of(config):
         shared(stage.batch, procs or 1, f"launch.procs={procs} processes")
         check_sigmoid(stage)
+        stage.schedule.check()
+        if stage.samples is not None:
+            samples_of(stage, None)
 
 
 def settled(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:

@@ -6,13 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from clipscale import checkpoint
-from clipscale.common.errors import UserError
 from clipscale.common.terminal import say
-from clipscale.config.eval import EvalRunConfig, check_eval
-from clipscale.config.secrets import restored
+from clipscale.config.eval import EvalRunConfig, check_eval, completed
 from clipscale.config.sections import EvalConfig, SinkConfig
 from clipscale.distributed.world import join, leave
 from clipscale.eval.run import Results, ResultsFile, check, evaluate
@@ -79,15 +75,3 @@ def _print(config: EvalConfig, results: Results, title: str) -> None:
     print_results(results, title)
     if config.suite != "none":
         plain_console().print(suite_table(config.suite, chosen_sets(config), results, title))
-
-
-def completed(config: EvalConfig, settings: Path) -> EvalConfig:
-    """The settings, with the run's own `sets`, `suite` and `root` where none are given. UserError without any set."""
-    saved = yaml.safe_load(settings.read_text(encoding="utf-8")).get("eval", {}) if settings.is_file() else {}
-    if not config.has_sets:
-        config = replace(config, sets=restored(saved.get("sets", [])), suite=saved.get("suite", "none"))
-    if config.root is None:
-        config = replace(config, root=restored(saved.get("root")))
-    if not config.has_sets:
-        raise UserError("eval.sets is empty, here and in the settings of a run; give eval.sets=[FOLDER,...]")
-    return config

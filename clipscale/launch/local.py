@@ -20,6 +20,7 @@ from clipscale.common.hardware import cores
 from clipscale.common.scratch import scratch
 from clipscale.common.signals import blocked
 from clipscale.config.batches import published_batch
+from clipscale.config.eval import check_weights
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train import TrainConfig, check, shared, warnings
 from clipscale.data.loader.fork_server import warm_up
@@ -74,9 +75,7 @@ def check_train(config: TrainConfig) -> None:
     if under_torchrun() and not config.run:
         raise UserError("run is not set; under torchrun all ranks need the same name, run=NAME")
     check(config)
-    weights = config.model.weights or ""
-    if weights.startswith(("/", "./", "../", "~")) and not Path(weights).expanduser().exists():
-        raise UserError(f"model.weights={weights!r}: there is no such file or folder; check the path")
+    check_weights(config.model)
     if config.device == "cuda" and not any(map(os.path.exists, GPU_DRIVERS)):
         raise UserError("device=cuda: this machine has no GPU with a driver; use device=cpu or fix the driver")
     if config.log.wandb == "online" and main_rank():

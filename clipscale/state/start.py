@@ -15,7 +15,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import say
 from clipscale.config.stages import stages_of
-from clipscale.config.train import TrainConfig, shared
+from clipscale.config.train import TrainConfig, samples_of, shared
 from clipscale.data.columns import Columns, columns_of
 from clipscale.data.features import stored_teachers
 from clipscale.data.loader.host_batch import Offload
@@ -28,7 +28,6 @@ from clipscale.models.towers import architecture, inputs_of
 from clipscale.models.weights import described
 from clipscale.state.train_state import TrainState, parts_of
 from clipscale.step.chunk_sizes import sizes_of_settings
-from clipscale.step.optim import known_optimizer
 
 
 @dataclass(frozen=True)
@@ -50,19 +49,7 @@ class Stage:
 
     def samples(self, epoch: int | None) -> int:
         """The samples of the stage, `epoch`: those of an epoch. Raises UserError for less than a batch."""
-        samples = self.config.samples
-        if samples is None:
-            assert self.config.epochs is not None
-            if epoch is None:
-                remedy = "run `clipscale data index`, or give samples=N"
-                raise UserError(f"epochs={self.config.epochs}: the samples of an epoch are not known; {remedy}")
-            samples = round(self.config.epochs * epoch)
-            if samples < self.config.batch:
-                made = f"epochs={self.config.epochs:g} of the {epoch} samples in data.train make {samples}"
-                raise UserError(f"{made}, less than one batch={self.config.batch}; take a smaller one, or more epochs")
-        if samples < self.config.batch:
-            raise UserError(f"samples={samples} is less than one batch={self.config.batch}; nothing would be trained")
-        return samples
+        return samples_of(self.config, epoch)
 
 
 @dataclass(frozen=True)
@@ -202,7 +189,6 @@ def resolved_stages(config: TrainConfig, world: World) -> list[Stage]:
 def check_machine(config: TrainConfig, world: World) -> None:
     """Raise UserError for settings that this machine or a library refuses, before a model is built."""
     shared(config.batch, world.size, f"{world.size} processes")
-    known_optimizer(config.optim)
     sizes_of_settings(config.cache, config.batch // world.size, config.data.texts_per_step)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if config.loss.backend == "triton" and world.device.type == "cpu" and not interpreted:

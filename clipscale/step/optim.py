@@ -1,7 +1,6 @@
 """Optimizers of timm's factory, parameter groups and learning-rate schedules."""
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from clipscale.common.errors import UserError
 from clipscale.common.units import nearest
-from clipscale.config.sections import OptimConfig, ScheduleConfig
+from clipscale.config.sections import STEPS, OptimConfig, ScheduleConfig
 from clipscale.distributed.world import local
 
 SHARDED = (
@@ -117,7 +116,7 @@ def parse_steps(text: str, setting: str, *, total: int, per_epoch: float | None)
         raise UserError(
             f"{setting}={text}: the number of samples an epoch is not known here; give steps or a percentage"
         )
-    parts = re.fullmatch(r"(\d+)|(\d*\.?\d+)(%|ep)", text)
+    parts = STEPS.fullmatch(text)
     if not parts:
         raise UserError(f"{setting}={text!r}: give steps (2000), a share (5%) or epochs (0.5ep)")
     steps, count, unit = parts.groups()

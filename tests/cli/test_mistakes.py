@@ -28,6 +28,8 @@ MISTAKES = [
     ("a bracket that stays open", "train optim.betas=[0.9", "optim.betas", "cannot be read"),
     ("two equals signs", "train data=demo batch==16", "batch==16", "write batch=16"),
     ("quotes of a word processor", "train data=demo batch=“16”", "batch=“16”", "write batch=16"),
+    ("quotes of a word processor around a text", "train data=demo run=“mine”", "run=“mine”", "write run=mine"),
+    ("quotes of a word processor around it all", "train “batch=16”", "“batch=16”", "write batch=16"),
     ("a letter of another alphabet", "train data=demo bätch=16", "bätch", "batch"),
     ("the same key twice", "train batch=64 batch=128", "batch", "twice"),
     ("braces without quotes", "train data.train=/d/0.tar data.train=/d/1.tar", "data.train", "data.train='...'"),
@@ -40,6 +42,18 @@ MISTAKES = [
         "model.name=ViT-B-32 batch=256 precision=fp16 resume=auto loss=siglip",
     ),
     ("its flag of the loss", "train --siglip", "--siglip", "loss=siglip"),
+    ("its flags that mean one setting", "train --local-loss --gather-with-grad", "--local-loss", "train loss=openclip"),
+    ("its flags of both betas", "train --beta1 0.9 --beta2 0.99", "--beta1, --beta2", "'optim.betas=[0.9,0.99]'"),
+    ("its samples of an epoch", "train --epochs 3 --train-num-samples 50", "--epochs", "train samples=150"),
+    (
+        "its flag without a value",
+        "train data=demo --resume --lr 1e-3",
+        "--resume",
+        "data=demo resume=auto optim.lr=1e-3",
+    ),
+    ("its flag that has no counterpart", "train --ddp-static-graph", "--ddp-static-graph", "left out: --ddp-static"),
+    ("a dash before a setting of the verb", "plan --gpus 8", "--gpus", "clipscale plan gpus=8"),
+    ("its word in a section", "train model.pretrained=openai", "model.pretrained", "'model.weights'"),
     ("its word of the model", "train model=ViT-L-14", "model=ViT-L-14", "vit-l14"),
     ("the paper's word of the model", "train model=ViT-B/32", "model=ViT-B/32", "vit-b32"),
     ("its word of the precision", "train precision=amp", "precision=amp", "fp16"),
@@ -67,6 +81,11 @@ MISTAKES = [
     ("adapters in shards", "train data=x.tar model.weights=x model.lora=4 launch.parallel=zero3", "zero3", "ddp"),
     ("a tower trained in part", "train data=x.tar model.text.train=half", "model.text.train=half", "all, none"),
     ("a time without its unit", "train data=x.tar checkpoint.every=1.5", "checkpoint.every=1.5", "30m"),
+    ("no share of a run", "train data=x.tar schedule.warmup=200%", "schedule.warmup=200%", "at most 100%"),
+    ("no form of a length", "train data=x.tar schedule.cooldown=soon", "schedule.cooldown='soon'", "5%"),
+    ("a rate of decay beyond 1", "train data=x.tar optim.betas=[0.9,1.2]", "optim.betas=[0.9,1.2]", "less than 1"),
+    ("another optimizer", "train data=x.tar optim.name=adamww", "optim.name='adamww'", "'adamw'"),
+    ("less than a batch", "train data=x.tar samples=8 batch=16", "samples=8", "batch=16"),
     ("no chunk", "train data=x.tar cache.chunk=many", "cache.chunk=many", "auto"),
     ("a hue beyond the circle", "train data.augment.jitter=[.3,.3,.3,.8]", "data.augment.jitter", "0.5 or less"),
     ("half a condition", "train data.filter=[similarity]", "data.filter='similarity'", "similarity>=0.3"),
@@ -98,6 +117,9 @@ MISTAKES = [
     ("ZeRO for features", "embed run=a launch.parallel=zero1", "launch.parallel", "embed --help"),
     ("an order of features", "embed run=a data=x.tar out=y data.shuffle=4", "data.shuffle", "embed does not use it"),
     ("augmentation of an exploration", "explore run=a data.augment.flip=1", "data.augment.flip", "explore --help"),
+    ("a filter of features", "embed run=a data.filter.min_side=64", "data.filter.min_side", "embed does not use it"),
+    ("a checkpoint of no run", "eval model=tiny model.weights=openai checkpoint=3", "checkpoint=3", "run=NAME"),
+    ("an average of no run", "embed model=tiny model.weights=openai out=y weights=ema", "ema weights", "run=NAME"),
     ("a section of another verb", "explore run=a eval.sets=[a]", "eval.sets", "explore --help"),
     ("a preset of another verb", "embed run=a loss=clip", "loss", "embed --help"),
     ("evaluations in between", "eval run=a eval.every=5", "eval.every", "eval --help"),
@@ -113,6 +135,15 @@ MISTAKES = [
     ("a set that is not there", "train data=demo eval.sets=/nowhere", "eval.sets: /nowhere", "folder of a set"),
     ("weights that are not there", "train data=demo model.weights=/nowhere.pt", "'/nowhere.pt'", "check the path"),
     ("no set", "eval model=vit-b32 model.weights=openai", "eval.sets is empty", "eval.sets=[FOLDER"),
+    ("sets of weights", "eval model=vit-b32 model.weights=openai eval.sets=/nowhere", "eval.sets: /nowhere", "a set"),
+    ("sets of a run", "eval run=. eval.sets=/nowhere", "eval.sets: /nowhere", "folder of a set"),
+    ("a folder of a suite", "train data=demo eval.suite=imagenet", "eval.suite=imagenet", "eval.root=DIR"),
+    ("tags of weights", "train data=demo model.weights=laion9b", "model.weights='laion9b'", "'laion2b'"),
+    ("weights of a tower", "train data=demo model.text.weights=/no", "model.text.weights='/no'", "check the path"),
+    ("a run of weights", "train data=demo model.weights=run:no", "model.weights='run:no'", "runs/no"),
+    ("data of features", "embed model=vit-b32 model.weights=openai out=y", "data.train is not set", "data="),
+    ("shards of features", "embed run=. out=y data=/nowhere/0.tar", "data.train='/nowhere/0.tar'", "a brace list"),
+    ("features to explore", "explore run=. data=/nowhere", "/nowhere", "`clipscale embed`"),
     ("a model", "train data=demo model.name=ViT-B-33", "model.name='ViT-B-33'", "'ViT-B-32'"),
     ("a picture of a run", "report a out=x.gif", "out=x.gif", "out=FILE.html"),
     # settings that are only printed
@@ -143,14 +174,10 @@ def one_line(answer: tuple[int, str, str], wrong: str, remedy: str) -> None:
 LATER = [
     # what only a look at the machine, the shards and the model shows
     ("loss.backend=triton", "loss.backend=triton", "loss.backend=tiled"),
-    ("optim.name=adamww", "optim.name='adamww'", "'adamw'"),
     ("cache.chunk=17", "cache.chunk=17", "1 to 16"),
     ("log=wandb", "log=wandb", "wandb login"),
-    ("eval.suite=imagenet", "eval.suite=imagenet", "eval.root=DIR"),
     ("run=./taken/run", "run=taken/run", "run=PATH"),
     # with a model
-    ("samples=8", "samples=8", "batch=16"),
-    ("schedule.warmup=soon", "schedule.warmup='soon'", "5%"),
     ("model.image_size=31", "model.image_size=31", "30"),
 ]
 
@@ -161,11 +188,18 @@ def test_what_cannot_work_is_refused_before_a_step_and_mostly_before_a_model_is_
     cli: Cli, shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: tuple[str, str, str]
 ) -> None:
     (tmp_path / "taken").write_text("a file, not a folder")
-    part = "state.train_state.build_model" if row in LATER[:-3] else "train.Run.train_step"
+    part = "state.train_state.build_model" if row in LATER[:-1] else "train.Run.train_step"
     monkeypatch.setattr(f"clipscale.{part}", lambda *given: pytest.fail("too late"))
     monkeypatch.setattr("wandb.login", lambda **options: False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     one_line(cli(*tiny(f"data.train={shards}", *row[0].split())), *row[1:])
+
+
+def test_a_batch_beyond_the_data_is_refused_from_its_counts(cli: Cli, shards: str) -> None:
+    """In the words that were typed: 48 samples, and no length or some epochs."""
+    words = [word for word in tiny(f"data.train={shards}", "batch=4k") if not word.startswith("samples=")]
+    one_line(cli(*words), "batch=4096: the 48 samples in data.train make 1536", "32 epochs, the default")
+    one_line(cli(*words, "epochs=2"), "batch=4096: the 48 samples in data.train make 96", "epochs=2")
 
 
 def test_under_torchrun_a_sweep_and_a_run_without_a_name_are_refused(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +211,7 @@ def test_under_torchrun_a_sweep_and_a_run_without_a_name_are_refused(cli: Cli, m
 
 def test_help_and_mistakes_need_no_torch() -> None:
     """So that they are answered within a second."""
-    commands = [["train", "-h"], *(words.split() for _, words, *_ in MISTAKES[::6] if not words.startswith("plan"))]
+    commands = [["train", "-h"], *(shlex.split(words) for _, words, *_ in MISTAKES if words != "report")]
     code = f"import sys; from {main.__module__} import main; [main(words) for words in {commands!r}]"
     code += "; sys.exit(bool({'torch', 'open_clip', 'torchvision', 'timm'} & {*sys.modules}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
@@ -16,6 +17,8 @@ Once = Callable[[Callable[[], Counts]], Counts]
 
 SCAN_AT_MOST = 256
 """Shards that are scanned to count their samples if no index has them; more would delay the start of a run."""
+SMALL = 2**26
+"""Bytes that are read to count samples before a run is planned."""
 
 
 def here(work: Callable[[], Counts]) -> Counts:
@@ -42,6 +45,21 @@ def count_samples(urls: Sequence[str], subset: Subset | None = None, *, scan: bo
         what = f"{len(known.damaged)} of {len(urls)} shards are damaged (first: {first})"
         log.warning(f"{what}: what lies behind the damage is left out; `clipscale data check` shows it all")
     return known.samples
+
+
+def counted_at_once(config: DataConfig, urls: Sequence[str]) -> int | None:
+    """The samples of an epoch of local shards, where that takes no time; else None.
+
+    By indexes, or by reading a few small files. Writes nothing and warns of nothing: the run itself does.
+    """
+    if config.weights is not None or config.order == "resampled" or len(urls) > SCAN_AT_MOST:
+        return None
+    subset = subset_of(config.only_keys)
+    counts = index.current(urls, subset).samples
+    unknown = [url for url, count in zip(urls, counts) if count is None]
+    if sum(Path(url).stat().st_size for url in unknown) > SMALL:
+        return None
+    return sum(count for count in counts if count) + sum(index.scan(url, subset).samples for url in unknown)
 
 
 def _scanned(urls: Sequence[str], unknown: Sequence[str], subset: Subset | None) -> index.Known:

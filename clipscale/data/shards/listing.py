@@ -39,13 +39,23 @@ def list_shards(config: DataConfig) -> tuple[list[str], list[int] | None]:
     return urls, [number for number, source in enumerate(listed) for _ in source]
 
 
-def check_local(config: DataConfig) -> None:
-    """Raise UserError for a source on this machine that names no shard. Asks no server and loads no torch."""
+def local_shards(config: DataConfig) -> list[str] | None:
+    """The shards of all sources; None: some are not on this machine. Asks no server and loads no torch.
+
+    Raises UserError for a source on this machine that names no shard.
+    """
+    shards: list[str] = []
     for source in config.train or []:
+        names = [source]
         if source.startswith("@"):
-            _from_list(Path(source[1:]).expanduser(), config.allow_pipe, "data.train")
-        elif is_local(source) and not _existing(_local(source, "data.train")):
+            names = _from_list(Path(source[1:]).expanduser(), config.allow_pipe, "data.train")
+        elif is_local(source):
+            names = _local(source, "data.train")
+        present = _existing(names)
+        if not present:
             raise UserError(f"data.train={source!r} {NOTHING}")
+        shards += present
+    return shards if all(map(is_local, shards)) else None
 
 
 def expand(source: str, allow_pipe: bool = False, *, setting: str = "data.train") -> list[str]:

@@ -42,4 +42,10 @@ def check_embed(config: EmbedConfig) -> Path | None:
         raise UserError("out is not set; give the folder to write, out=DIR")
     if config.teacher and not re.fullmatch(r"[a-z0-9_-]+", config.teacher):
         raise UserError(f"teacher={config.teacher}: take lower-case letters, digits, _ and -")
-    return model_run(config)
+    folder = model_run(config, config.weights)
+    if not config.data.train:
+        raise UserError("data.train is not set; give shards, data='/data/{00000..00099}.tar'")
+    from clipscale.data.shards.listing import local_shards
+
+    local_shards(config.data)
+    return folder

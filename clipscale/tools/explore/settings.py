@@ -1,6 +1,7 @@
 """The settings of `clipscale explore`."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar
 
 from clipscale.common.errors import UserError
@@ -25,8 +26,11 @@ class ExploreConfig(AnyModel):
 
 
 def check_explore(config: ExploreConfig) -> None:
-    """Raises UserError for a model that is not given, or given twice, and for no folder or several."""
-    model_run(config)
+    """Raises UserError for a model that is not given, or given twice, and for no folder of `embed` or several."""
+    model_run(config, config.weights)
     folders = config.data.train or []
     if len(folders) != 1:
         raise UserError(f"data.train={folders}: give one folder of `clipscale embed`, data=PATH")
+    from clipscale.tools.embed.arrays import EmbeddedSet
+
+    EmbeddedSet(Path(folders[0]).expanduser())

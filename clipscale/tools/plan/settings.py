@@ -33,16 +33,16 @@ def on_machine(config: PlanConfig) -> PlanConfig:
     """
     if config.run or config.hardware:
         return config
-    import torch
-
-    from clipscale.data.loader.memory import free_memory
-
     gpu = gpu_here()
     name = "cpu" if config.fit else None
     if gpu:
         name = hardware_of(gpu)
     if name is None:
         raise UserError("hardware is not set; give the GPU, hardware=a100-80g, or run=NAME to compare with a run")
+    import torch
+
+    from clipscale.data.loader.memory import free_memory
+
     memory = config.host_memory or free_memory()
     return replace(config, hardware=name, gpus=max(1, torch.cuda.device_count()), nodes=1, host_memory=memory)
 
