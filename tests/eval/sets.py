@@ -41,20 +41,22 @@ def write_shards(root: Path, shards: Sequence[Sequence[tuple[str, bytes]]], file
     return root
 
 
-def members(kind: str, texts: Sequence[str], shown: Sequence[str] = NAMES, broken: int = -1) -> list[tuple[str, bytes]]:
-    """A text of this kind and a picture for each colour in `shown`; the picture of the index `broken` is none."""
-    pairs = []
-    for i, (text, name) in enumerate(zip(texts, shown, strict=True)):
-        data = b"no picture" if i == broken else picture(name)
-        pairs += [(f"{i:04d}.{kind}", text.encode()), (f"{i:04d}.png", data)]
-    return pairs
+def members(kind: str, texts: Sequence[str], pictures: Sequence[bytes]) -> list[tuple[str, bytes]]:
+    """Samples of a text of this kind and a picture."""
+    pairs = [((f"{i:04d}.{kind}", texts[i].encode()), (f"{i:04d}.png", data)) for i, data in enumerate(pictures)]
+    return [member for pair in pairs for member in pair]
+
+
+def shown(names: Sequence[str] = NAMES, broken: int = -1) -> list[bytes]:
+    """A picture for each colour; that of the index `broken` is none."""
+    return [b"no picture" if i == broken else picture(name) for i, name in enumerate(names)]
 
 
 def classification_set(root: Path, labels: Sequence[str] = NAMES, wrong: Sequence[int] = (), broken: int = -1) -> Path:
     """One picture a label, in two shards. Pictures at the indices `wrong` show the next colour instead of their own."""
     numbers = [NAMES.index(label) for label in labels]
-    shown = [NAMES[(number + (i in wrong)) % len(NAMES)] for i, number in enumerate(numbers)]
-    both = members("cls", list(map(str, numbers)), shown, broken)
+    colours = [NAMES[(number + (i in wrong)) % len(NAMES)] for i, number in enumerate(numbers)]
+    both = members("cls", list(map(str, numbers)), shown(colours, broken))
     files = {"classnames.txt": "\n".join(NAMES), "zeroshot_classification_templates.txt": "\n".join(TEMPLATES)}
     return write_shards(root, [both[: len(labels) // 2 * 2], both[len(labels) // 2 * 2 :]], files)
 
@@ -66,14 +68,14 @@ def retrieval_set(
 ) -> Path:
     """One picture a colour, with two captions by default."""
     texts = ["\n".join(captions(name)) for name in NAMES]
-    return write_shards(root, [members("txt", texts, broken=broken)], {"dataset_type.txt": "retrieval\n"})
+    return write_shards(root, [members("txt", texts, shown(broken=broken))], {"dataset_type.txt": "retrieval\n"})
 
 
 def pair_set(root: Path, broken: int = -1) -> Path:
     """Training's layout: a picture of each colour with two captions."""
     root.mkdir(parents=True)
     texts = [json.dumps({"captions": [name, f"all {name}"]}) for name in NAMES]
-    write_tar(root / "00000.tar", members("json", texts, broken=broken))
+    write_tar(root / "00000.tar", members("json", texts, shown(broken=broken)))
     return root
 
 

@@ -15,7 +15,7 @@ from clipscale.eval.verb import main
 from clipscale.models.towers import build_model
 from clipscale.tools.export.settings import ExportSettings
 from clipscale.tools.export.verb import main as export
-from tests.eval.sets import write_shards
+from tests.eval.sets import members, write_shards
 from tests.eval.test_verb import TINY, save
 
 pytest.importorskip("clip_benchmark", reason="clip-benchmark is not installed")
@@ -42,20 +42,12 @@ def sets(root: Path) -> dict[str, Path]:
     """
     paths = {}
     for name, classnames in {"classes": NAMES, "twins": TWINS}.items():
-        labels = (i * 5 % len(classnames) for i in range(48))
-        members = [
-            m for i, y in enumerate(labels) for m in ((f"{i:03}.cls", str(y).encode()), (f"{i:03}.png", noise(i)))
-        ]
+        labels = [str(i * 5 % len(classnames)) for i in range(48)]
+        samples = members("cls", labels, [noise(i) for i in range(48)])
         files = {"classnames.txt": "\n".join(classnames), "zeroshot_classification_templates.txt": "\n".join(TEMPLATES)}
-        paths[name] = write_shards(root / name, [members[:50], members[50:]], files)
-    captioned = [
-        member
-        for i in range(40)
-        for member in (
-            (f"{i:03}.txt", "\n".join(f"picture {i} of a {NAMES[i % 8]} {k}" for k in range(1 + i % 3)).encode()),
-            (f"{i:03}.png", noise(100 + i)),
-        )
-    ]
+        paths[name] = write_shards(root / name, [samples[:50], samples[50:]], files)
+    captions = ["\n".join(f"picture {i} of a {NAMES[i % 8]} {k}" for k in range(1 + i % 3)) for i in range(40)]
+    captioned = members("txt", captions, [noise(100 + i) for i in range(40)])
     paths["captions"] = write_shards(root / "captions", [captioned], {"dataset_type.txt": "retrieval"})
     return paths
 

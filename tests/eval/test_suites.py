@@ -17,8 +17,9 @@ from tests.eval.sets import (
     ColourModel,
     classification_set,
     karpathy_json,
-    picture,
+    members,
     retrieval_set,
+    shown,
     write_shards,
 )
 from tests.eval.test_layouts import folders
@@ -106,10 +107,9 @@ def test_class_folders_without_the_published_prompts_are_refused(tmp_path: Path)
 
 
 def test_the_main_metric_of_some_sets_is_their_mean_class_recall(tmp_path: Path) -> None:
-    members = []
-    for i, (seen, label) in enumerate(zip([*range(6), 0, 0, 1], [0, 1, 2, 3, 4, 5, 1, 0, 1])):  # the seventh is wrong
-        members += [(f"{i}.png", picture(NAMES[seen])), (f"{i}.cls", str(label).encode())]
+    seen = [*NAMES, NAMES[0], NAMES[0], NAMES[1]]
+    samples = members("cls", [*"012345101"], shown(seen))  # the seventh is wrong
     files = {"classnames.txt": "\n".join(NAMES), "zeroshot_classification_templates.txt": "{c}"}
-    write_shards(tmp_path / "wds_vtab-pets_test", [members], files)
+    write_shards(tmp_path / "wds_vtab-pets_test", [samples], files)
     results = evaluate(ColourModel(), EvalConfig(suite="datacomp", root=str(tmp_path)), ALONE)
     assert results["vtab/pets"]["main"] == pytest.approx((1 + 2 / 3 + 4) / 6)
