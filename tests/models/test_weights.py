@@ -22,7 +22,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig, TowerConfig
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import described, find
-from clipscale.tools.export.open_clip import description
+from clipscale.tools.export.open_clip import description, weights
 from tests.support.checkpoints import save
 from tests.support.towers import architecture
 
@@ -49,9 +49,7 @@ def random_model(seed: int, **values: Any) -> ClipModel:
 
 def state_of(model: ClipModel) -> dict[str, Tensor]:
     """open_clip's names of the weights."""
-    state = {f"visual.{name}": value for name, value in model.image.encoder.state_dict().items()}
-    state |= {f"text.{name}": value for name, value in model.text.encoder.state_dict().items()}
-    return {name: x.contiguous() for name, x in state.items()} | {"logit_scale": model.logit_scale.detach()}
+    return weights(model, torch.float32)
 
 
 def run(folder: Path, model: ClipModel) -> Path:
