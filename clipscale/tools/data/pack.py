@@ -82,6 +82,8 @@ def prepared(source: str, settings: PackSettings) -> Path:
             raise UserError(f"out={out}: exists and was not written by this command; choose a new folder")
         for folder in ("parts", *PARTS.values()):
             (out / folder).mkdir(parents=True, exist_ok=True)
+        for half in out.rglob(".*.tmp"):  # a killed command's
+            half.unlink()
         files.write_json(note, begun)
     return out
 

@@ -190,7 +190,7 @@ def test_large_pictures_are_resized_by_their_shorter_side(pictures: Path, tmp_pa
 
 
 def test_a_stopped_command_goes_on(pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts that are complete are not made again, and one that was being made is."""
+    """Parts that are complete are not made again, and one that was being made is. What a kill has left of it goes."""
     monkeypatch.setattr(pack, "SHARD_SAMPLES", 2)
     source, out = as_csv(pictures), tmp_path / "out"
     pack.main([str(source)], PackSettings(out=str(out)))
@@ -198,7 +198,9 @@ def test_a_stopped_command_goes_on(pictures: Path, tmp_path: Path, monkeypatch: 
     before = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
     assert len(before) == 3
     (out / "parts/00001.json").unlink()
+    (out / ".00001.tar-0123456789abcdef.tmp").write_bytes(b"half of it")
     pack.main([str(source)], PackSettings(out=str(out)))
+    assert not [*out.rglob("*.tmp")]
     after = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
     assert [name for name in before if before[name] != after[name]] == ["00001.tar"]
     assert samples(out) == expected
