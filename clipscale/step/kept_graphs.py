@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 MARGIN = {"cuda": 0.9, "cpu": 0.5}
 """Share of the free memory that a step may use. Fragmentation costs the rest; a CPU's memory has other users."""
+HOST_LEFT = 4 << 30
+"""Bytes of a host that are always left to others."""
 MEASURE = 1
 """A budget in bytes with which a step measures its graphs and keeps none."""
 
@@ -132,13 +134,16 @@ class KeepBudget:
         """Take in what the step has needed. All ranks call it."""
         if self._bytes is None:
             device = self._world.device
-            rest = int(MARGIN[device.type] * free_bytes(device)) - phases.working_bytes()
+            rest = usable_bytes(device) - phases.working_bytes()
             self._bytes = -self._world.highest(-max(0, rest))[0]  # the least of all ranks
 
 
-def free_bytes(device: torch.device) -> int:
-    """Memory that is free: of a GPU with what torch's allocator holds in reserve, of a host this process's share."""
+def usable_bytes(device: torch.device) -> int:
+    """Free memory that a step may use, of a host this process's share."""
     if device.type == "cpu":
-        return free_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        free = free_memory()
+        usable = min(int(MARGIN["cpu"] * free), free - HOST_LEFT)
+        return usable // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(MARGIN["cuda"] * (free + reserve))

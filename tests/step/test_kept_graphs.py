@@ -96,7 +96,7 @@ def test_a_graph_that_is_measured_is_gone_at_once() -> None:
 
 def test_auto_measures_in_the_first_step_and_then_keeps_what_it_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the rank that has least."""
-    monkeypatch.setattr(kept_graphs, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(kept_graphs, "usable_bytes", lambda device: 900)
     monkeypatch.setattr(World, "highest", lambda self, *values: [max(-750, *values)])
     budget, phases = KeepBudget("auto", World(0, 1, torch.device("cuda"))), Phases(torch.device("cuda"))
     phases.before, phases.peak = {"encode": 60}, {"replay": 160}
@@ -121,6 +121,16 @@ def test_on_a_cpu_auto_keeps_the_graphs_of_a_batch_that_fits_from_the_second_ste
         budget.after_step(Phases(world.device))
         assert len(calls) == expected
     assert 2**20 < budget.bytes < psutil.virtual_memory().total // 2
+
+
+@pytest.mark.parametrize(("free", "usable"), [(20, 10), (6, 2), (3, 0)])
+def test_on_a_cpu_auto_leaves_memory_to_others(monkeypatch: pytest.MonkeyPatch, free: int, usable: int) -> None:
+    """Half of it and 4 GiB at least; the ranks of a machine share the rest."""
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(kept_graphs, "free_memory", lambda: free << 30)
+    assert max(0, kept_graphs.usable_bytes(cpu)) == usable << 30
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert max(0, kept_graphs.usable_bytes(cpu)) == usable << 29
 
 
 @pytest.mark.parametrize("full", [0, 2])

@@ -1,6 +1,7 @@
 """Whether the memory of a rank's batches fits this machine."""
 
 import os
+from collections.abc import Iterator
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -19,17 +20,33 @@ REMEDIES = {
     "host": "offload=encoded (the pictures' own bytes), data.buffers=1, a smaller batch or more machines",
     "encoded": "data.buffers=1, a smaller batch or more machines",
 }
-_GROUP = Path("/sys/fs/cgroup")
+GROUPS = Path("/sys/fs/cgroup")
+OWN_GROUPS = Path("/proc/self/cgroup")
+"""Lines `number:controllers:path`; without controllers in version 2 of control groups."""
+LIMITS = {"memory.max": ("anon", "shmem"), "memory.limit_in_bytes": ("total_rss", "total_shmem")}
+"""The files of limits in versions 2 and 1, and what counts as used in `memory.stat`. The page cache makes way."""
 
 
 def free_memory() -> int:
-    """Bytes that are free on this machine and in this process's control group (container)."""
+    """Bytes that are free on this machine and in this process's control groups (container, Slurm job, service)."""
     free = int(psutil.virtual_memory().available)
-    limit, stat = _GROUP / "memory.max", _GROUP / "memory.stat"
-    if limit.is_file() and stat.is_file() and (most := limit.read_text().strip()) != "max":
-        used = dict(line.split() for line in stat.read_text().splitlines())
-        free = min(free, int(most) - int(used.get("anon", 0)) - int(used.get("shmem", 0)))
+    for folder in control_groups():
+        for name, kinds in LIMITS.items():
+            limit = folder / name
+            if limit.is_file() and (most := limit.read_text().strip()) != "max":
+                used = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                free = min(free, int(most) - sum(int(used.get(kind, 0)) for kind in kinds))
     return max(0, free)
+
+
+def control_groups() -> Iterator[Path]:
+    """The folders of this process's memory groups, each with those around it. Some do not exist in a container."""
+    for line in OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(",") or not controllers:
+            folder = GROUPS / controllers / path.lstrip("/")
+            yield folder
+            yield from folder.parents
 
 
 def picture_bytes(url: str, layout: Layout, store: Store) -> float | None:
