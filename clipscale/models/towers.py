@@ -86,16 +86,19 @@ class ImageTower(Tower):
         super().__init__(encoder)
         self.register_buffer("mean", 255 * torch.tensor(mean).view(3, 1, 1), persistent=False)
         self.register_buffer("std", 255 * torch.tensor(std).view(3, 1, 1), persistent=False)
+        convolutions = sum(isinstance(module, nn.Conv2d) for module in encoder.modules())
+        self.layout = torch.channels_last if convolutions > 1 else torch.contiguous_format
+        """Of the pixels: convolutional networks pass it on from layer to layer, and compute faster channels last."""
 
     def prepared(self, inputs: Tensor) -> Tensor:
         if not inputs.is_cuda:
-            return (inputs - self.mean) / self.std
+            return ((inputs - self.mean) / self.std).contiguous(memory_format=self.layout)
         autocast = torch.is_autocast_enabled("cuda")
         return self.normalised(inputs, torch.get_autocast_dtype("cuda") if autocast else self.mean.dtype)
 
     def normalised(self, pixels: Tensor, dtype: torch.dtype) -> Tensor:
         """`(pixels - mean) / std` in one kernel, in the type that the patch embedding computes in."""
-        out = torch.empty_like(pixels, dtype=dtype)
+        out = torch.empty_like(pixels, dtype=dtype, memory_format=self.layout)
         return torch.addcmul(-self.mean / self.std, pixels, 1 / self.std, out=out)
 
 
@@ -227,7 +230,7 @@ def encoders_of(description: dict[str, Any], image_size: int | None = None) -> C
 def _check_patches(side: int, vision: dict[str, Any]) -> None:
     """Raise UserError for pictures that the patches do not divide."""
     of_timm = re.search(r"_patch(\d+)", vision.get("timm_model_name", ""))
-    patch = int(of_timm[1]) if of_timm else vision.get("patch_size", 1)
+    patch = int(of_timm[1]) if of_timm else vision.get("patch_size") or 1
     if side % patch:
         near = max(1, round(side / patch)) * patch
         raise UserError(

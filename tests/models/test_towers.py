@@ -114,6 +114,34 @@ def with_tokenizer(source: str) -> ModelConfig:
     return ModelConfig("own", SMALL | {"text_cfg": SMALL["text_cfg"] | own | {"pool_type": "last"}})
 
 
+def test_a_convolutional_tower_computes_channels_last_and_the_same() -> None:
+    """Its parameters keep their layout, and so do checkpoints, FSDP2 and optimizers."""
+    vision = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "patch_size": None}
+    model = build_model(ModelConfig("small", SMALL | {"vision_cfg": vision}, image_size=64, batch_norm="frozen"))
+    tower = model.image.double()
+    torch.manual_seed(0)
+    for p in tower.parameters():
+        torch.nn.init.normal_(p, std=0.2)
+    layouts = []
+    last = tower.encoder.layer4[-1]
+    last.register_forward_hook(
+        lambda _, inputs, out: layouts.append(out.is_contiguous(memory_format=torch.channels_last))
+    )
+    pixels = torch.randint(0, 256, (3, 3, 64, 64), dtype=torch.uint8)
+    results = []
+    for layout in (tower.layout, torch.contiguous_format):
+        tower.layout = layout
+        tower.zero_grad()
+        rows = tower(pixels)
+        rows.square().cumsum(1).sum().backward()
+        results.append([rows.detach(), *(p.grad for p in tower.parameters())])
+    assert layouts == [True, False]
+    assert all(p.is_contiguous() for p in tower.parameters())
+    for first, second in zip(*results, strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-9, atol=1e-12)
+    assert small_model().image.layout == torch.contiguous_format
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pixels_are_normalised_in_the_type_of_the_patch_embedding(dtype: torch.dtype) -> None:
     """In one kernel on a GPU; here its rounding."""
