@@ -219,6 +219,7 @@ def measure(**job: Any) -> list[Row]:
     flops = Flops(step.config, step.model, step.device)  # while the model has its towers
     whole = step.kind == "compiled" and step.base.endswith("plain")  # its graphs know one size alone
     batch, meters = job["batch"], []
+    whole = whole or step.cache.keep_bytes > 0  # the first step at a batch measures its graphs
     step.run(step.inputs(batch if whole else min(2 * job["chunk"], batch)), lambda part: None)
     for _ in range(job["repeats"]):
         step.clear()
