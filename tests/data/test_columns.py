@@ -14,25 +14,32 @@ from tests.data.streams import content, open_stream
 from tests.data.test_filters import raw
 
 
-def test_keys_follow_the_field_and_captions_their_sample(tmp_path: Path) -> None:
-    """Three samples in a row share a url, and have as many captions as their place among them."""
+def test_keys_follow_the_field_and_texts_their_sample(tmp_path: Path) -> None:
+    """Three samples in a row share a url, and have as many captions and hard negatives as their place among them."""
     members = []
     for i in range(30):
-        about = {"url": f"u{i // 3}", "captions": [f"{i:02d} {c}" for c in range(i % 3 + 1)]}
+        captions = [f"{i:02d} {c}" for c in range(i % 3 + 1)]
+        about = {"url": f"u{i // 3}", "captions": captions, "hard": [f"{text} no" for text in captions]}
         members += [(f"{i:02d}.png", picture(i)), (f"{i:02d}.json", json.dumps(about).encode())]
     write_tar(tmp_path / "0.tar", members)
     options = {"batch": 16, "shard_streams": 8, "same": "url", "captions": ["json:captions"]}
-    one, several = (open_stream(tmp_path, captions_per_step=k, **options) for k in (1, 2))
+    several_texts = {"captions_per_step": 2, "negatives": "json:hard", "negatives_per_step": 2}
+    one, several = (open_stream(tmp_path, **options, **more) for more in ({}, several_texts))
     by_key = {}
     for _ in range(6):
         (first, alone), (batch, both) = ((b, content(b)) for b in (one.next_batch(), several.next_batch()))
         assert (alone[0], alone[1], alone[3]) == (both[0], both[1], both[3]), "their number changes nothing else"
         assert first.tokens(0, 16).equal(batch.tokens(0, 32)[::2])
-        captions = [bytes(row.tolist()).decode().strip() for row in batch.tokens(0, 32)]
+        texts = [bytes(row.tolist()).decode().strip() for row in batch.tokens(0, batch.texts)]
+        captions, negatives = texts[:32], texts[32:]
         keys = batch.column(KEYS)
-        for key, here, there in zip(keys.tolist(), captions[::2], captions[1::2], strict=True):
-            assert here[:2] == there[:2], "of one sample"
-            assert (here == there) == (int(here[:2]) % 3 == 0), "drawn twice only where there is no other"
+        pairs = (captions[::2], captions[1::2], negatives[::2], negatives[1::2])
+        for key, here, there, *hard in zip(keys.tolist(), *pairs, strict=True):
+            assert len({text[:2] for text in (here, there, *hard)}) == 1, "of one sample"
+            assert all(text.endswith("no") for text in hard)
+            assert (here == there) == (hard[0] == hard[1]) == (int(here[:2]) % 3 == 0), (
+                "drawn twice only where there is no other"
+            )
             by_key.setdefault(key, set()).add(int(here[:2]) // 3)
     assert len(by_key) == 10 and all(len(urls) == 1 for urls in by_key.values())
 

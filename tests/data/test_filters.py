@@ -119,23 +119,10 @@ def test_captions_are_drawn_without_replacement_and_then_again() -> None:
     assert first["t"] / 4000 == pytest.approx(2 / 3, abs=0.03), "a list shares its source's weight"
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_negatives_follow_all_captions(tmp_path: Path, count: int) -> None:
-    """Of each sample its own, repeated where there are fewer; one without any is left out and counted."""
-    members: list[tuple[str, bytes]] = []
-    for i in range(40):
-        about = {"hard": [None, f"{i:02d}no", [f"{i:02d}no", "", f"{i:02d}not"]][i % 3]}
-        texts = (("txt", f"{i:02d}yes".encode()), ("json", json.dumps(about).encode()))
-        members += [(f"{i:02d}.{extension}", data) for extension, data in (("png", picture(i)), *texts)]
-    write_tar(tmp_path / "0.tar", members)
-    options = {"batch": 8, "shard_streams": 4, "negatives": "json:hard", "negatives_per_step": count}
-    with open_stream(tmp_path, **options) as stream:
-        for _ in range(6):
-            batch = stream.next_batch()
-            texts = [bytes(row.tolist()).decode().strip() for row in batch.tokens(0, batch.texts)]
-            for caption, hard in zip(texts[:8], zip(*[iter(texts[8:])] * count), strict=True):
-                available = (
-                    {f"{caption[:2]}no", f"{caption[:2]}not"} if int(caption[:2]) % 3 == 2 else {f"{caption[:2]}no"}
-                )
-                assert {*hard} == available if count > 1 else {*hard} <= available
-        assert set(stream.broken) == {"no_negative"} and stream.broken["no_negative"] > 10
+def test_negatives_are_drawn_as_captions_and_a_sample_without_one_is_broken() -> None:
+    selected = selection(DataConfig(negatives="json:hard", negatives_per_step=3))
+    assert sorted(selected.draw_negatives(raw(hard=["a", " ", "b"]).members, CounterRNG(0))[:2]) == ["a", "b"]
+    assert selected.draw_negatives(raw(hard="a").members, CounterRNG(0)) == ["a", "a", "a"]
+    for sample in (raw(), raw(hard=[])):
+        with pytest.raises(BrokenSampleError, match="no_negative"):
+            selected.draw_negatives(sample.members, CounterRNG(0))
