@@ -118,8 +118,6 @@ def _write_all(root: Path, train_samples: int) -> None:
     for shard in range(TRAIN_SHARDS):
         start, stop = (train_samples * number // TRAIN_SHARDS for number in (shard, shard + 1))
         shards[root / f"train/{shard:05d}.tar"] = partial(_train_samples, shard, start, stop)
-        stats = {"count": stop - start, "successes": stop - start, "failed_to_download": 0, "failed_to_resize": 0}
-        (root / f"train/{shard:05d}_stats.json").write_text(json.dumps(stats) + "\n")
     # the text files that CLIP_benchmark's reader expects beside the shards
     for name in TEST_SETS:
         (root / name / "test" / "nshards.txt").write_text("1\n")
