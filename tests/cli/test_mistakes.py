@@ -67,7 +67,7 @@ MISTAKES = [
     ("not a count", "train batch=many", "batch=many", "768k"),
     ("not yes or no", "train model.compile=maybe", "model.compile=maybe", "true or false"),
     ("too small", "train samples=-5", "samples=-5", "at least 1"),
-    ("too large", "plan hardware=h100-80g utilisation=40", "utilisation=40", "at most 1"),
+    ("too large", "train model.image.layer_decay=2", "layer_decay=2", "at most 1"),
     ("one number for two", "train optim.betas=0.9", "optim.betas=0.9", "[...]"),
     ("another word for a choice", "train offload=cpu", "offload=cpu", "host"),
     ("bytes with a unit of two letters", "train data=demo cache.keep=20GB", "cache.keep=20GB", "8G"),

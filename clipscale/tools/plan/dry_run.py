@@ -54,15 +54,13 @@ class StepMemory:
     def highest(self) -> float:
         return max(self.peak.values())
 
-    def moved(self, start: "StepMemory", end: "StepMemory", times: float) -> "StepMemory":
-        """This memory further along the line from `start` to `end`, by so many times their distance."""
+    def beyond(self, start: "StepMemory", times: float) -> "StepMemory":
+        """Further along the line from `start` to this, by so many times their distance."""
 
-        def along(sizes: dict[str, float], first: dict[str, float], second: dict[str, float]) -> dict[str, float]:
-            return {name: size + round(times * (second[name] - first[name])) for name, size in sizes.items()}
+        def along(sizes: dict[str, float], first: dict[str, float]) -> dict[str, float]:
+            return {name: size + round(times * (size - first[name])) for name, size in sizes.items()}
 
-        return replace(
-            self, before=along(self.before, start.before, end.before), peak=along(self.peak, start.peak, end.peak)
-        )
+        return StepMemory(along(self.before, start.before), along(self.peak, start.peak))
 
 
 class DryRunWorld(World):
@@ -191,21 +189,20 @@ class DryRun:
             self.memory.before.setdefault(phase, self.tracker.live)
         self.stage = stage
 
-    def targets(self, batch: int) -> dict[str, Tensor]:
-        """What the loss takes beside the features."""
-        return {
-            column.name: torch.empty(batch, *column.shape, dtype=getattr(torch, column.dtype))
-            for column in self.columns.beside
-            if column.for_loss
-        }
-
     def loss(self, batch: int) -> int:
         """Bytes that the loss of `batch` samples of this rank and its gradients take, beyond the features."""
         towers, rows = self.state.cache.towers, (batch, batch * self.captions)
         features = [torch.empty(n, self.width).requires_grad_(t.trained) for n, t in zip(rows, towers)]
         self.tracker.take_peak()
         before = self.tracker.live
-        self.state.loss(*features, targets=self.targets(batch)).backward()
+        self.state.loss(
+            *features,
+            targets={
+                column.name: torch.empty(batch, *column.shape, dtype=getattr(torch, column.dtype))
+                for column in self.columns.beside
+                if column.for_loss
+            },
+        ).backward()
         self.state.optimizer.zero_grad()
         return self.tracker.take_peak() - before
 

@@ -55,7 +55,7 @@ class MemoryModel:
         else:
             start = self._step(self.sizes(near, chunks), near, resident=resident)
             end = self._step(self.sizes(near + whole, chunks), near + whole, resident=resident)
-            memory = end.moved(start, end, (batch - near) / whole - 1)
+            memory = end.beyond(start, (batch - near) / whole - 1)
         return replace(memory, peak={**memory.peak, "loss": memory.before["loss"] + self.loss(batch)})
 
     def counts(self, batch: int, chunks: Chunks) -> list[int]:
@@ -77,18 +77,19 @@ class MemoryModel:
             return step
         counts = self.counts(batch, chunks)
         each = [self.graph(tower, size) for tower, size in enumerate(self.sizes(batch, chunks))]
-        image = min(counts[0], int(keep // each[0])) if each[0] else 0
-        text = min(counts[1], int((keep - image * each[0]) // each[1])) if each[1] else 0
-        held = [image * each[0], text * each[1]]
+        image = min(counts[0], int(keep // max(each[0], 1)))
+        text = min(counts[1], int((keep - image * each[0]) // max(each[1], 1)))
+        kept = (image if each[0] else 0, text if each[1] else 0)  # a frozen tower has no graphs
+        held = [number * size for number, size in zip(kept, each)]
         # `step` has the graph of one chunk already: in the last forward pass if it is kept, and in the second pass.
-        last = [size if kept == count else 0 for size, kept, count in zip(each, (image, text), counts)]
+        last = [size if kept == count else 0 for size, kept, count in zip(each, kept, counts)]
         extra = {
             "encode image": held[0] - last[0],
             "encode text": sum(held) - last[1],
             "loss": sum(held),
             "replay": sum(held),
-            "replay image": max(0, image - 1) * each[0] + held[1],
-            "replay text": max(0, text - 1) * each[1],
+            "replay image": max(0, held[0] - each[0]) + held[1],
+            "replay text": max(0, held[1] - each[1]),
         }
         peak = {stage: size + extra.get(stage, 0) for stage, size in step.peak.items()}
         # The forward pass of a kept chunk leaves its graph behind, so none of its memory is freed when it ends.
@@ -97,7 +98,7 @@ class MemoryModel:
         before = dict(step.before)
         for phase in ("loss", "replay"):
             before[phase] += sum(held)
-        return StepMemory(before, peak, (image, text))
+        return StepMemory(before, peak, kept)
 
 
 def caption_width(model: ClipModel) -> int:

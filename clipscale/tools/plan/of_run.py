@@ -20,7 +20,7 @@ from clipscale.config.stages import stages_of
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.memory import free_memory
 from clipscale.log.metrics import read_metrics
-from clipscale.tools.plan.planner import plan, shares
+from clipscale.tools.plan.planner import plan
 from clipscale.tools.plan.settings import PlanConfig
 
 FILE = "plan.json"
@@ -59,7 +59,7 @@ def before(config: TrainConfig, processes: int) -> None:
 def largest_stage(configs: list[PlanConfig]) -> Result:
     """The plan of the stage that needs most."""
     plans = [plan(config, search=False) for config in configs]
-    return max(plans, key=lambda result: max(shares(result).values()))
+    return max(plans, key=lambda result: (not result["fits"], result["peak_bytes"]))
 
 
 def of_training(trained: TrainConfig, machine: PlanConfig) -> PlanConfig:

@@ -70,7 +70,7 @@ class Prediction:
         self.resident = config.offload == "none"
         self.chunks = self.chunk_sizes()
         self.step = self.memory(self.local)
-        self.host = host_memory(config, run, self.local, self.chunks[0], self.step.highest)
+        self.host = self.host_of(self.local)
 
     def memory(self, batch: int) -> StepMemory:
         """Of a step of `batch` samples on a rank, with the graphs that `cache.keep` keeps."""
@@ -111,24 +111,24 @@ class Prediction:
             return chunks(1)
         return chunks(largest(most, 1, most, fits))
 
-    def node_bytes(self, batch: int) -> int:
-        """Of a node's host memory, for so many samples on each rank."""
-        taken = self.memory(batch).highest
-        node: int = host_memory(self.config, self.run, batch, self.chunks[0], taken)["node_bytes"]
-        return node
+    def host_of(self, batch: int) -> dict[str, Any]:
+        """The host's memory, for so many samples on each rank."""
+        return host_memory(self.config, self.run, batch, self.chunks[0], self.memory(batch).highest)
 
     def fits(self, batch: int) -> bool:
         """Whether so many samples on each rank fit, with these chunks."""
         if self.memory(batch).highest > self.target.free:
             return False
-        return self.node_bytes(batch) <= (self.config.host_memory or math.inf)
+        most = self.config.host_memory
+        return most is None or self.host_of(batch)["node_bytes"] <= most
 
     def largest_batch(self) -> dict[str, int]:
         """Of this batch, its halves and doubles, with these chunks (0: none), and what it needs of the host."""
         ranks = self.target.ranks
         least = max(chunk or 1 for chunk in self.chunks)
         batch = largest(self.local, least, ASSUMED.largest_batch // ranks, self.fits)
-        return {"largest_batch": batch * ranks, "largest_host_bytes": self.node_bytes(batch) if batch else 0}
+        node = self.host_of(batch)["node_bytes"] if batch else 0
+        return {"largest_batch": batch * ranks, "largest_host_bytes": node}
 
     def second_pass(self) -> list[float]:
         """The share of each tower's chunks that have one, because their graphs are not kept; 0 of a frozen tower."""
@@ -238,27 +238,25 @@ def fitted(config: PlanConfig) -> Result:
     return result | {"fit": f"{words} cache.keep={{keep}}".format(**result)}
 
 
-def shares(result: Result) -> dict[str, float]:
-    """The shares of the GPU's and of the host's memory that a run takes. It fits up to 1."""
-    device, host = result["device"], result["host"]
-    gpu = device["total_bytes"] / (device["usable_bytes"] or math.inf)
-    return {"gpu": gpu, "host": host["node_bytes"] / (host["memory_bytes"] or math.inf)}
-
-
 def conclusion(result: Result) -> str:
     """Whether it fits, and if not, what to change: one line."""
-    usable, most = result["device"]["usable_bytes"], result["host"]["memory_bytes"]
-    total, node = format_bytes(result["device"]["total_bytes"]), format_bytes(result["host_bytes"])
-    sizes = f"{total} of {format_bytes(usable)} usable on each GPU" if usable else f"{total} in each process"
-    node += (f" of {format_bytes(most)}" if most else "") + " of host memory on each node"
+    total, usable = result["device"]["total_bytes"], result["device"]["usable_bytes"]
+    node, most = result["host_bytes"], result["host"]["memory_bytes"]
+    smaller: list[str] = []
+    sizes, host = f"{format_bytes(total)} in each process", f"{format_bytes(node)} of host memory on each node"
+    if usable:
+        sizes = f"{format_bytes(total)} of {format_bytes(usable)} usable on each GPU"
+        smaller += ASSUMED.smaller["gpu"] if total > usable else []
+    if most:
+        host = f"{format_bytes(node)} of {format_bytes(most)} of host memory on each node"
+        smaller += ASSUMED.smaller["host"] if node > most else []
     if not result["fits"]:
-        smaller = [words for part, share in shares(result).items() if share > 1 for words in ASSUMED.smaller[part]]
         if batch := result.get("largest_batch"):
             smaller.append(f"batch={format_count(batch)}")
         advice = f"try {', '.join(smaller)}; `clipscale plan` with fit=true finds the largest batch that fits"
-        return f"does not fit: {sizes}, {node}; {advice}"
+        return f"does not fit: {sizes}, {host}; {advice}"
     if "fit" in result:
-        return f"the largest and fastest that fits: {result['fit']}; {sizes}, {node}"
+        return f"the largest and fastest that fits: {result['fit']}; {sizes}, {host}"
     if most:
-        return f"fits: {sizes}, {node}"
-    return f"fits the GPUs: {sizes}; {node}, which is not checked: give what a node has, as in host_memory=128G"
+        return f"fits: {sizes}, {host}"
+    return f"fits the GPUs: {sizes}; {host}, which is not checked: give what a node has, as in host_memory=128G"

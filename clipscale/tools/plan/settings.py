@@ -19,9 +19,6 @@ class PlanConfig(TrainConfig):
     gpus: int = setting(1, "GPUs per node; one process each.", least=1)
     nodes: int = setting(1, "Nodes.", least=1)
     host_memory: int | None = setting(None, "Host memory of a node in bytes (`1024G`); null: not compared.")
-    utilisation: float | None = setting(
-        None, "Share of the GPU's peak FLOP/s, for the time; null: what was measured or published.", above=0, most=1
-    )
     fit: bool = setting(False, "Find the largest batch that fits, and the fastest chunks and offload.")
     json: bool = setting(False, "Print one JSON object instead of tables.")
 

@@ -88,11 +88,9 @@ class StepTime:
         }
 
     def known(self) -> Share | None:
-        """The best evidence of the share: what was measured here, what the user says, what is published."""
+        """The best evidence of the share: what was measured here, else what is published."""
         if measured := self.measured():
             return measured
-        if utilisation := self.config.utilisation:
-            return Share("utilisation=", utilisation, utilisation)
         return None if self.gpu is UNKNOWN else self.published()
 
     def published(self) -> Share:
@@ -105,9 +103,9 @@ class StepTime:
         chip = self.gpu.words[0]
         relative = PUBLISHED["chips"].get(chip, self.gpu.half / A100.half)
         low, high = (3 * row * nearest["gflop"] * 1e9 * relative / (self.gpu.half * 1e12) for row in nearest["a100"])
-        rates = f"{nearest['a100'][0]} to {nearest['a100'][1]} images/s of {nearest['model']} in plain steps on an A100"
-        times = "" if chip == "A100" else f", {chip} taken as {relative:.3g} times as fast"
-        return Share(f"published, {rates}{times} ({nearest['source']})", low, high)
+        rates = "{} to {} images/s".format(*nearest["a100"])
+        what = f"published, {rates} of {nearest['model']} in plain steps on an A100 ({nearest['source']})"
+        return Share(what if chip == "A100" else f"{what}, {chip} taken as {relative:.3g} times as fast", low, high)
 
     def measured(self) -> Share | None:
         """The newest measurement on such a machine among the runs here, of the same model before any other."""
