@@ -138,8 +138,9 @@ def start(config: Launched, main: str, count: int) -> dict[str, Any]:
     from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
     from torch.distributed.launcher.api import elastic_launch
 
-    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # the exceptions below say it once
+    for name in [*logging.root.manager.loggerDict]:  # each of torch's modules has set its own level
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # the exceptions below say it once
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // count)))
     handlers = {number: signal.getsignal(number) for number in HANDLED}  # torch sets its own
