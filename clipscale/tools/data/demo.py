@@ -103,6 +103,8 @@ def render_demo(root: Path, train_samples: int = 20_000) -> bool:
             (new / "recipe.json").write_text(recipe)
             new.rename(root)
     except OSError as error:
+        if note.is_file() and note.read_bytes() == recipe.encode():  # by another process meanwhile
+            return False
         raise UserError(f"root={root}: cannot be written ({error.strerror}); choose another folder") from error
     return True
 

@@ -59,6 +59,18 @@ def test_training_renders_the_set_that_is_missing(few: None, tmp_path: Path, mon
     assert len(expand(demo.paths().train)) == 16 and tmp_path in demo.paths().root.parents
 
 
+def test_of_two_who_render_at_once_one_writes(few: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = demo._write_all
+
+    def after_another(root: Path, samples: int) -> None:
+        monkeypatch.setattr(demo, "_write_all", write)
+        assert demo.render_demo(tmp_path / "demo", samples)
+        write(root, samples)
+
+    monkeypatch.setattr(demo, "_write_all", after_another)
+    assert not demo.render_demo(tmp_path / "demo", 64)
+
+
 def test_no_training_scene_holds_an_unseen_combination(root: Path) -> None:
     captions = "\n".join(json.loads(s.members["json"])["caption"].lower() for s in train(root))
     assert {pair for pair in scenes.CLASSES if " ".join(pair) in captions} == set(scenes.SEEN)
