@@ -146,7 +146,8 @@ class Run:
     def go(self) -> dict[str, Any]:
         """All steps that are left, and the evaluation at the end."""
         config, results = self.config, {}
-        with self.stop:  # to the end of the last save: schedulers and launchers send their signals more than once
+        # to the end of the last save: schedulers and launchers send their signals more than once
+        with self.stop, self.world.limited(config.launch.timeout_s):
             try:
                 if self.step == 0 < self.total and config.model.weights and config.eval.has_sets:
                     self.evaluate()  # what the weights can do before they are trained

@@ -73,7 +73,7 @@ def limited(rank: int, world: int, sleeper: int) -> tuple[str, bool]:
     here.highest(0)  # the group is there
     world_module.ANSWER_S = 2.0
     try:
-        with here.limited(1.0):
+        with here.limited(20.0), here.limited(1.0):  # a run, and a step of it
             if rank == sleeper:
                 time.sleep(6.0)
                 return "slept", False
