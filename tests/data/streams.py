@@ -104,12 +104,11 @@ def items_of(
     window: int = 256,
     seed: int = 0,
     kinds: Any = None,
-    store: Store | None = None,
     use: Callable[[Any], Any] = lambda item: item,
 ) -> list[Any]:
     """Every item of a shard's segment in its order, or what `use` makes of it."""
     shards, items = OrderedShards((url,), Once(segment, seed), window), []  # type: ignore[arg-type]
-    reader = ShardReader(shards, StreamPosition(0, 0, 0), kinds, store or Store())
+    reader = ShardReader(shards, StreamPosition(0, 0, 0), kinds, Store())
     for _, item in reader.items:
         if reader.epoch:
             reader.close()

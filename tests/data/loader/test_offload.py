@@ -5,7 +5,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -94,15 +93,6 @@ def test_what_does_not_fit_is_refused_with_what_to_do(mixed: Path, monkeypatch: 
         message = rf"offload={backend}: 1 x 50 samples need .*free for each of 4; take {remedy}"
         with pytest.raises(UserError, match=message):
             open_stream(mixed, batch=BATCH, side=64, backend=backend, chunk=CHUNK)
-
-
-def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "memory.max").write_text("5000000\n")
-    (tmp_path / "memory.stat").write_text("anon 1000000\nfile 90000000\nshmem 500000\n")
-    monkeypatch.setattr(memory, "_GROUP", tmp_path)
-    assert memory.free_memory() == 3_500_000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert memory.free_memory() == pytest.approx(psutil.virtual_memory().available, rel=0.2)
 
 
 # -- overlap -----------------------------------------------------------------------------------------------------------

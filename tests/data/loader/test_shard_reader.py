@@ -1,9 +1,10 @@
 """A shard stream's windows: the same order from any start, bounded memory, and nothing that is read in vain."""
 
 import gzip
+import io
 import tracemalloc
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from clipscale.data.loader import shard_reader
 from clipscale.data.order import Segment
 from clipscale.data.sample import RawSample, limits
 from clipscale.data.shards import index
+from clipscale.data.shards.remote import State
 from clipscale.data.shards.store import Store
 from tests.data.files import write_tar
 from tests.data.streams import items_of
@@ -66,28 +68,18 @@ def test_a_stream_holds_about_one_window_of_bytes(tmp_path: Path, monkeypatch: p
 def test_with_an_index_a_resumed_stream_reads_nothing_twice(tmp_path: Path) -> None:
     path = pictures(tmp_path, [2000] * 60)
     dict(index.update_indexes([str(path)]))
-
-    class CountingStore(Store):
-        read_bytes = 0
-
-        def open(self, url: str) -> Any:
-            (stream, state), store = super().open(url), self
-
-            class Counted:
-                def __getattr__(self, name: str) -> Any:
-                    return getattr(stream, name)
-
-                def read(self, size: int = -1) -> bytes:
-                    data = stream.read(size)
-                    store.read_bytes += len(data)
-                    return data
-
-            return Counted(), state
-
     whole = items_of(Segment(0, 0, 0, 60, 60), str(path), window=16, kinds=limits(["png"]))
-    store = CountingStore()
-    rest = items_of(Segment(0, 0, 37, 60, 60), str(path), window=16, kinds=limits(["png"]), store=store)
-    assert [item.key for item in rest] == [item.key for item in whole[37:]] and len(rest) == 23
-    assert store.read_bytes <= sum(item.extent for item in rest) + rest[0].extent, (
-        "the samples, and one of the next epoch"
-    )
+    asked = []
+
+    class File(io.FileIO):
+        def read(self, size: int | None = -1) -> bytes:
+            asked.append(size)
+            return super().read(size)
+
+    def opened(store: Store, url: str) -> tuple[File, State]:
+        return File(url), store.state(url)
+
+    with mock.patch.object(Store, "open", opened):
+        rest = items_of(Segment(0, 0, 37, 60, 60), str(path), window=16, kinds=limits(["png"]))
+    assert [item.key for item in rest] == [item.key for item in whole[37:]]
+    assert sum(asked) <= sum(item.extent for item in rest) + rest[0].extent, "the samples, and one of the next epoch"
