@@ -37,9 +37,11 @@ class KnownResults:
             with in_kernel_invocation_manager(self.mode):
                 views = func(*args, **kwargs)
             return tree_map_only(Tensor, lambda view: FakeTensor(self.mode, view, args[0].fake_device), views)
-        if effect != "new":
+        if effect == "else":
             return func(*args, **kwargs)
         key = (func, described(args), described([*kwargs.items()]))
+        if effect == "out":
+            return self.written(key, func, args, kwargs)
         if key not in self.known:
             result = func(*args, **kwargs)
             if tree_any(lambda leaf: not isinstance(leaf, FakeTensor), result):
@@ -47,6 +49,16 @@ class KnownResults:
             self.known[key] = tree_map_only(FakeTensor, form_of, result)
             return result
         return tree_map(self.tensor, self.known[key], is_leaf=lambda form: isinstance(form, Form))
+
+    def written(self, key: Any, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What `func` returns, which writes into its argument `out`. Muon's products do so, five times for a matrix."""
+        if key in self.known:
+            return kwargs["out"]
+        before = form_of(kwargs["out"])
+        result = func(*args, **kwargs)
+        if form_of(result) == before:
+            self.known[key] = None
+        return result
 
     def tensor(self, form: Form) -> FakeTensor:
         """A new tensor of a form."""
@@ -70,9 +82,12 @@ def described(value: Any) -> Any:
 
 @cache
 def effect_of(func: OpOverload) -> str:
-    """What an operation does: a `view` of its first argument, `new` tensors, or else."""
+    """What an operation does: a `view` of its first argument, `new` tensors, the one tensor `out`, or else."""
     schema = func._schema
     if func.is_view or func is torch.ops.aten._unsafe_view.default:
         return "view"
-    aliases = any(part.alias_info for part in (*schema.arguments, *schema.returns))
-    return "else" if aliases or func.namespace != "aten" else "new"
+    if func.namespace != "aten":
+        return "else"
+    if [part.name for part in schema.arguments if part.alias_info] == ["out"] and len(schema.returns) == 1:
+        return "out"
+    return "else" if any(part.alias_info for part in (*schema.arguments, *schema.returns)) else "new"

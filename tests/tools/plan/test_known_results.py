@@ -17,9 +17,13 @@ def test_a_result_is_computed_once_for_each_form_of_its_arguments() -> None:
     assert len(known.known) == 2
 
 
-def test_what_writes_into_its_arguments_is_computed_each_time() -> None:
+def test_what_writes_is_computed_until_its_output_has_the_form() -> None:
     with FakeTensorMode() as mode:
         known = KnownResults(mode)
+        arguments = (torch.empty(3, 4), torch.empty(4, 5))
         out = torch.empty(0)
-        known.run(torch.ops.aten.mm.out, (torch.empty(3, 4), torch.empty(4, 5)), {"out": out})
-    assert out.shape == (3, 5) and not known.known
+        known.run(torch.ops.aten.mm.out, arguments, {"out": out})
+        assert out.shape == (3, 5) and not known.known
+        for other in (out, torch.empty(3, 5)):
+            assert known.run(torch.ops.aten.mm.out, arguments, {"out": other}) is other
+    assert len(known.known) == 1
