@@ -76,10 +76,10 @@ def answers(result: Result, config: PlanConfig) -> Iterator[str]:
         gpus = config.gpus * config.nodes
         rate, plain = time["samples_per_s"], time["plain_samples_per_s"] / gpus
         low, high = (end / gpus for end in time["range"])
-        spread = f" ({low:.3g} to {high:.3g})" if high > low else ""
+        spread = f" ({rounded(low)} to {rounded(high)})" if high > low else ""
         yield (
-            f"speed: about {rate / gpus:.3g} images/s per GPU{spread}, {rate:,.0f} in all; a plain step, with all "
-            f"graphs kept, {plain:.3g} per GPU. By what is {printable(time['what'])}"
+            f"speed: about {rounded(rate / gpus)} images/s per GPU{spread}, {rounded(rate)} in all; a plain step, with "
+            f"all graphs kept, {rounded(plain)} per GPU. By what is {printable(time['what'])}"
         )
         length = "give samples= for the length of the run"
         if time["run_s"]:
@@ -90,6 +90,10 @@ def answers(result: Result, config: PlanConfig) -> Iterator[str]:
     if batch := result.get("largest_batch"):
         node = format_bytes(result["largest_host_bytes"])
         yield f"largest batch with these chunks: {format_count(batch)}, with {node} of host memory on each node"
+
+
+def rounded(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def gib(size: float) -> str:
