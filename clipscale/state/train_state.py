@@ -246,13 +246,11 @@ class TrainState:
     # ---- save and load ----
 
     def saved_bytes(self) -> int:
-        """Bytes of a checkpoint, as far as they are known before the first step."""
+        """Bytes of a checkpoint, at least: what other optimizers keep is not known before the first step."""
         trained = sum(p.nbytes for p in self.trained)
         weights = trained if self.frozen is not None else sum(p.nbytes for p in self.model.parameters())
-        states = [value for state in self.optimizer.state.values() for value in state.values()]
-        moments = sum(value.nbytes for value in states if isinstance(value, Tensor))
         average = trained if self.average else 0
-        return weights + average + (moments or MOMENTS.get(self.config.optim.name, 0) * trained)
+        return weights + average + MOMENTS.get(self.config.optim.name, 0) * trained
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds of it, sharded where the weights are. Its tensors change with the next step."""

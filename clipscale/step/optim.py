@@ -24,7 +24,7 @@ SHARDED = (
 """Optimizers whose update of a matrix in shards is the one of the whole matrix: a test compares them."""
 
 MOMENTS = {"adamw": 2, "adam": 2, "nadamw": 2, "lamb": 2, "lion": 1}
-"""Values that an optimizer keeps of each weight; those of others are known after their first step."""
+"""Values that an optimizer keeps of each weight."""
 
 
 def known_optimizer(config: OptimConfig) -> None:
