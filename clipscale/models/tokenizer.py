@@ -40,8 +40,8 @@ def _open_clips() -> Any:
 
 
 OPEN_CLIP = _open_clips()
-WORDS = 2**16
-"""Words whose tokens are remembered; open_clip's tokenizer remembers all, for ever."""
+WORDS, LONGEST = 2**15, 32
+"""Words whose tokens are remembered, and the longest; open_clip's tokenizer remembers all, for ever."""
 
 
 class ClipTokenizer(OPEN_CLIP.SimpleTokenizer):  # type: ignore[name-defined]
@@ -51,13 +51,16 @@ class ClipTokenizer(OPEN_CLIP.SimpleTokenizer):  # type: ignore[name-defined]
         self.__dict__.update(vars(OPEN_CLIP._tokenizer))
         self.clean = clean
         self.clean_fn = OPEN_CLIP.get_clean_fn(clean)
-        self.word_tokens = lru_cache(WORDS)(self._word_tokens)
+        self.known_tokens = lru_cache(WORDS)(self._word_tokens)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ClipTokenizer, (self.clean,)
 
     def encode(self, text: str) -> list[int]:
-        return [token for word in self.pat.findall(self.clean_fn(text)) for token in self.word_tokens(word)]
+        tokens: list[int] = []
+        for word in self.pat.findall(self.clean_fn(text)):
+            tokens += self.known_tokens(word) if len(word) <= LONGEST else self._word_tokens(word)
+        return tokens
 
     def _word_tokens(self, word: str) -> list[int]:
         self.cache = {name: name for name in ("<start_of_text>", "<end_of_text>")}

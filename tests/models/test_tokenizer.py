@@ -17,6 +17,7 @@ TEXTS = [
     "aaaaaaa ababababab ooooo mississippi",
     "<start_of_text> a <END_OF_TEXT> <end_of_text>",
     "日本語 한국어 🎉🇩🇪 İstanbul \u017f \u212a ﬁ Ⅷ ² ½ x̧",
+    "a long" + "word" * 40,
     "word " * 40,
 ]
 
