@@ -55,7 +55,7 @@ class MetricLog:
         self.settings = yaml.safe_load(resolved_config)
         # No highlighting and no wrapping: they put control codes and line breaks into lines that are meant for grep.
         self.console = console or Console(highlight=False, soft_wrap=True, emoji=False)
-        self.progress = Progress(self.message)
+        self.progress = Progress(self.message if config.progress else lambda line: None)
         self._unprinted = ""
         self._printed_at = -math.inf
         self._recent: list[Record] = []

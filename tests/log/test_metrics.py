@@ -211,15 +211,15 @@ def test_wandb_offline_needs_no_network_and_goes_on_with_its_run(
     assert not any(b"a-token" in file.read_bytes() for file in runs), "the address of the folder's git remote"
 
 
-def test_long_work_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten parts of 25 seconds, and ten of a millisecond."""
+@pytest.mark.parametrize("shown", [True, False])
+def test_long_work_shows_how_far_it_is(shown: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten parts of 25 seconds, and ten of a millisecond; `log.progress=false` shows none."""
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    with closing(open_log(tmp_path)) as log:
+    with closing(open_log(tmp_path, LogConfig(progress=shown))) as log:
         for what, seconds in (("step 1", 0.001), ("step 2", 25.0)):
             for done in range(11):
                 log.progress(what, done, 10)
                 clock[0] += seconds
-    assert printed(log).splitlines() == [
-        f"step 2: {done} of 10, {10 * done}%, {timedelta(seconds=250 - 25 * done)} left" for done in (3, 6, 9)
-    ]
+    lines = [f"step 2: {done} of 10, {10 * done}%, {timedelta(seconds=250 - 25 * done)} left" for done in (3, 6, 9)]
+    assert printed(log).splitlines() == (lines if shown else [])
