@@ -17,11 +17,12 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipscale import checkpoint
+from clipscale.common import files
 from clipscale.common.errors import DataError, StoppedError, UserError, first_line
 from clipscale.common.phases import Phases, Readback
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import say
-from clipscale.config.train import TrainConfig, changes_since, to_yaml
+from clipscale.config.train import RESULT, TrainConfig, changes_since, to_yaml
 from clipscale.data.loader.captions import SortedCaptions
 from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.loader.stream import merge_positions
@@ -63,6 +64,8 @@ def train(config: TrainConfig) -> dict[str, Any]:
             run = Run(config, world, lock)
             results = run.go()
             if run.resolved.stage.last:
+                if world.main:
+                    files.write_json(run.resolved.folder / RESULT, results)
                 return results
             del run
             gc.collect()  # before the next stage's model is built
@@ -84,9 +87,7 @@ class Run:
         self.config = self.resolved.config
         self.step = self.resolved.step
         self.loss = self.resolved.loss
-        begun = begin(self.resolved, world)
-        self.state = begun.state
-        self.stream = begun.stream
+        self.state, self.stream = begin(self.resolved, world)
         self.stream.defer_failures()
         self.schedule = self.plan_schedule()
         self.total = self.schedule.first + self.schedule.total
@@ -121,6 +122,7 @@ class Run:
     def open_log(self) -> MetricLog:
         """The log of this start, on rank 0, and what the user should know of it."""
         config, step, folder = self.resolved.written, self.step, self.resolved.folder
+        (folder / RESULT).unlink(missing_ok=True)
         if step:
             checkpoint.set_aside(folder, step)
             changes = changes_since(folder / "config.yaml", config)

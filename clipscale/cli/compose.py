@@ -5,7 +5,7 @@ Every mistake becomes a UserError of one line.
 
 import re
 from argparse import ArgumentParser, Namespace
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,7 +23,7 @@ from clipscale.cli.flags import refuse_flags
 from clipscale.cli.verbs import VERBS
 from clipscale.common.errors import UserError
 from clipscale.common.units import nearest, one_of, split
-from clipscale.config.parse import MEANT, as_typed, misnamed, typed
+from clipscale.config.parse import MEANT, as_typed, misnamed, typed, within
 from clipscale.config.presets import conf_dir, default_choices
 from clipscale.config.secrets import from_environment
 from clipscale.config.setting import flat, settings_of
@@ -49,12 +49,8 @@ def parse(name: str, argv: Sequence[str]) -> Namespace:
     return parser.parse_intermixed_args(argv)
 
 
-QUOTES = "\u201c\u201d\u2018\u2019"
+QUOTES = re.compile("(?:^|(?<==))[\u201c\u2018]|[\u201d\u2019]$")
 """Those of a word processor, which no shell takes away."""
-
-
-def plainly(text: str) -> str:
-    return text.strip(QUOTES)
 
 
 def overrides(name: str, words: Iterable[str], *, sweep: bool = False) -> tuple[list[str], list[str]]:
@@ -68,8 +64,8 @@ def overrides(name: str, words: Iterable[str], *, sweep: bool = False) -> tuple[
     values: dict[str, str] = {}
     for word in words:
         key, equals, value = word.lstrip("+").partition("=")
-        if {word[0:1], word[-1:], value[0:1]} & {*QUOTES}:
-            raise UserError(f"{word}: these are a word processor's quotes; write {plainly(key)}={plainly(value)}")
+        if QUOTES.search(word):
+            raise UserError(f"{word}: these are a word processor's quotes; write {QUOTES.sub('', word)}")
         if VERBS[name].words and not (equals and re.fullmatch(r"[a-z_.]+", key)):
             plain.append(word)
             continue
@@ -129,23 +125,7 @@ def settings(name: str, words: Sequence[str], config_dir: str | None = None) -> 
             tree: Any = OmegaConf.to_container(compose(verb.conf or "settings", changes), resolve=True)
     except (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
         raise explained(error) from error
-    return typed(verb.settings, without(tree, trains - names))  # of presets, such as those of training in data=demo
-
-
-def within(names: Iterable[str], key: str) -> bool:
-    """Whether a key is among the names, or a section of them."""
-    return any(f"{name}.".startswith(f"{key}.") for name in names)
-
-
-def without(tree: dict[str, Any], keys: Collection[str], prefix: str = "") -> dict[str, Any]:
-    """Nested values without those of the dotted `keys`, and without sections that hold nothing else."""
-    kept = {}
-    for name, value in tree.items():
-        key = prefix + name
-        inner = without(value, keys, f"{key}.") if isinstance(value, dict) else value
-        if key not in keys and not (value and inner == {}):
-            kept[name] = inner
-    return kept
+    return typed(verb.settings, tree, ignored=trains - names)  # by presets, such as those of training in data=demo
 
 
 def beside_experiment(words: Sequence[str], config_dir: str | None) -> list[str]:

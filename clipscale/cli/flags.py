@@ -12,49 +12,32 @@ FLAGS = ("--multirun", "--cfg", "--config-dir")
 
 def refuse_flags(verb: str, words: Sequence[str], names: Collection[str]) -> None:
     """Raise UserError for other flags than FLAGS, with the command that is meant. `names`: the verb's settings."""
-    settings: dict[str, str | None] = {}
+    command: dict[str, str] = {}
     unknown: list[str] = []
     left_out: list[str] = []
-    betas = {"beta1": "0.9", "beta2": "0.98"}
     left = list(words)
     while left:
         word = left.pop(0)
-        flag, equals, value = word.partition("=")
+        flag, _, value = word.partition("=")
         if not flag.startswith("--") or flag in FLAGS:
-            settings[flag] = value if equals else None
+            command[flag] = word
             continue
         unknown.append(word)
-        if not equals and left and not left[0].startswith("-") and "=" not in left[0]:
+        if word == flag and left and not left[0].startswith("-") and "=" not in left[0]:
             value = left.pop(0)
         name = flag.removeprefix("--").replace("-", "_")
-        if name in betas:
-            betas[name] = value
-            name, value = "optim.betas", f"[{','.join(betas.values())}]"
-        key, fixed = meant_by(name, names)
-        if not key or "..." in fixed:
-            left_out.append(flag)
-        elif fixed:
-            settings.setdefault(key, fixed)
+        meant = name if name in names else MEANT.get(name, "nothing here")
+        key, _, fixed = meant.partition("=")
+        if meant == "nothing here" or "..." in fixed:
+            left_out.append(f"{flag} ({meant})")
         else:
-            settings[key] = MEANT.get(f"{key}={value}", value or "true")
+            command[key] = f"{key}={fixed or MEANT.get(f'{key}={value}') or value or 'true'}"
     if not unknown:
         return
-    samples, epochs = settings.get("samples"), settings.get("epochs")
-    if samples and epochs and samples.isdecimal() and epochs.isdecimal():  # open_clip's are those of an epoch
-        settings["samples"] = str(int(samples) * int(epochs))
-        del settings["epochs"]
-    command = shlex.join(key if value is None else f"{key}={value}" for key, value in settings.items())
-    line = f"unrecognized {', '.join(unknown)}; settings have no dashes: clipscale {verb} {command}"
-    if "--batch-size" in " ".join(unknown):
-        line += " (batch: of all GPUs together)"
-    raise UserError(f"{line}; left out: {', '.join(left_out)}" if left_out else line)
-
-
-def meant_by(name: str, names: Collection[str]) -> tuple[str, str]:
-    """The setting that a flag means, and its value if the flag has none; two empty texts for an unknown flag."""
-    if name == "model":  # there a name, here a group
-        return "model.name", ""
-    if name in names:
-        return name, ""
-    key, _, value = MEANT.get(name, "").partition("=")
-    return key, value
+    meant = shlex.join(command.values())
+    line = f"unrecognized {', '.join(unknown)}; settings have no dashes: clipscale {verb} {meant}"
+    if left_out:
+        line += f"; left out: {', '.join(left_out)}"
+    if "batch" in command:
+        line += "; batch: of all GPUs together"
+    raise UserError(line)

@@ -66,9 +66,10 @@ def show_section(name: str, section: str) -> None:
     """All keys of a section, and the presets of the group of that name."""
     sections = nested(VERBS[name].settings)
     groups = default_choices(VERBS[name].conf)
-    if section not in {**sections, **groups}:
-        raise UserError(f"{name} --help {section}: no such section{nearest(section, {**sections, **groups})}")
-    print(f"{section}: {summary(sections[section]) if section in sections else 'whole sets of settings'}")
+    meaning = dict.fromkeys(groups, "whole sets of settings") | {key: summary(of) for key, of in sections.items()}
+    if section not in meaning:
+        raise UserError(f"{name} --help {section}: no such section{nearest(section, meaning)}")
+    print(f"{section}: {meaning[section]}")
     describe(setting for setting in settings_of(VERBS[name].settings) if setting.name.startswith(section + "."))
     if section in groups:
         columns((f"{section}={option}", header(section, option)) for option in group_options()[section])

@@ -71,9 +71,9 @@ def run(argv: list[str]) -> int:
     settings = compose.settings(name, overrides, line.config_dir)
     if line.cfg:
         print(to_yaml(settings), end="", flush=True)
-        verb.dry_check(settings)
-        return 0
     verb.check(settings)
+    if line.cfg:
+        return 0
     function = resolve_name(verb.main)
     status = function(plain, settings) if verb.words else function(settings)
     return status if isinstance(status, int) else 0

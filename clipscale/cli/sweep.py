@@ -33,18 +33,18 @@ def main(name: str, line: Namespace) -> int:
         raise UserError(f"{name} takes no -m; give one value for each setting")
     if local.under_torchrun():
         raise UserError("-m under torchrun would start the whole sweep in every rank; leave torchrun out")
-    combinations = without_repeats(compose.combinations(line.words, line.config_dir))
+    runs = {to_yaml(config): (words, config) for words, config in compose.combinations(line.words, line.config_dir)}
+    combinations = [*runs.values()]  # those with equal settings once
     run = combinations[0][1].run
     now = Path("runs") / f"{datetime.now():sweep-%Y%m%d-%H%M%S}"
     folder = run_folder(run) if run else unused(now)
     configs = [replace(config, run=str(folder / folder_name(words))) for words, config in combinations]
-    if line.cfg:
-        for config in configs:
-            print(f"# {config.run}\n{to_yaml(config)}", flush=True)
-            cli_train.check(config, starts=False)
-        return 0
     for config in configs:
+        if line.cfg:
+            print(f"# {config.run}\n{to_yaml(config)}", flush=True)
         cli_train.check(config)
+    if line.cfg:
+        return 0
     os.environ.setdefault("WANDB_RUN_GROUP", folder.name)  # wandb shows the runs as one group
     results: list[dict[str, Any]] = []
     try:
@@ -59,11 +59,6 @@ def main(name: str, line: Namespace) -> int:
     if failed:
         say(f"error: {failed} of {len(results)} runs failed", error=True)
     return int(failed > 0)
-
-
-def without_repeats(runs: Sequence[tuple[list[str], TrainConfig]]) -> list[tuple[list[str], TrainConfig]]:
-    """The runs of a sweep, those with equal settings once."""
-    return [run for number, run in enumerate(runs) if all(run[1] != earlier for _, earlier in runs[:number])]
 
 
 def folder_name(combination: Sequence[str]) -> str:

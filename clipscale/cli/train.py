@@ -7,62 +7,40 @@ from typing import Any
 from clipscale.common.terminal import say
 from clipscale.config.eval import check_places
 from clipscale.config.stages import stages_of
-from clipscale.config.train import TrainConfig, changes_since, samples_of, settled
+from clipscale.config.train import RESULT, TrainConfig, changes_since, samples_of, settled
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.launch import local
 
 
-def check(config: TrainConfig, *, starts: bool = True) -> None:
-    """Every check that needs no torch, local shards among them. Raises UserError, prints warnings.
-
-    `starts`: a run follows, so that a missing demo set is rendered.
-    """
+def check(config: TrainConfig) -> None:
+    """Every check that needs no torch, local shards among them. Raises UserError, prints warnings. Writes nothing."""
     local.check_train(config)
     if local.under_torchrun():  # there all ranks find missing shards together
         return
-    from clipscale.tools.data import demo
-
-    sources = config.data.train or ()
-    if starts:
-        demo.render_missing(sources)
-    elif demo.is_missing(sources):
-        return
-    epoch = samples_of_epoch(config)
-    for stage in stages_of(config):
-        if epoch is not None:
-            samples_of(stage, epoch)
-    check_places(config.eval)
-
-
-def samples_of_epoch(config: TrainConfig) -> int | None:
-    """Of the data, where that is known at once. Raises UserError for shards that are not there."""
     from clipscale.data.shards.counts import counted_at_once
     from clipscale.data.shards.listing import local_shards
+    from clipscale.tools.data import demo
 
+    if demo.is_missing(config.data.train or ()):
+        return
+    check_places(config.eval)
     shards = local_shards(config.data)
-    return counted_at_once(config.data, shards) if shards else None
+    epoch = counted_at_once(config.data, shards) if shards else None
+    if epoch is not None:
+        for stage in stages_of(config):
+            samples_of(stage, epoch)
 
 
 def finished(config: TrainConfig) -> dict[str, Any] | None:
     """What the run returned, from its folder, if it is complete with these settings; None: there is work to do."""
     folder = Path(config.run)
-    if config.resume != "auto" or not (folder / "checkpoints").is_dir():
+    if config.resume != "auto" or not (folder / RESULT).is_file():
         return None
-    epoch = samples_of_epoch(config) if config.samples is None and not config.stages else None
-    if config.samples is None and epoch is None:
-        return None
-    step = sum(samples_of(stage, epoch) // stage.batch for stage in stages_of(config))
-    saved = folder / "checkpoints" / f"step_{step:08d}" / "meta.json"
-    evaluated = folder / "eval" / f"step_{step:08d}.json"
+    result: dict[str, Any] = json.loads((folder / RESULT).read_text(encoding="utf-8"))
     described = ("model.preprocess",) if config.model.weights else ()  # by the weights
     changes = [change for change in changes_since(folder / "config.yaml", config) if not change.startswith(described)]
-    if changes or not saved.is_file() or not (folder / "config.yaml").is_file():
-        return None
-    results = json.loads(evaluated.read_text(encoding="utf-8"))["results"] if evaluated.is_file() else {}
-    if config.eval.suite != "none" or len(results) < len(config.eval.sets):
-        return None
-    values = json.loads(saved.read_text(encoding="utf-8"))["meta"]["values"]
-    return {"run": str(folder), "step": step, "loss": values["loss"], "eval": results}
+    saved = folder / "checkpoints" / f"step_{result['step']:08d}"
+    return result if saved.is_dir() and not changes else None
 
 
 def main(config: TrainConfig, *, isolated: bool = False) -> dict[str, Any]:
@@ -71,7 +49,11 @@ def main(config: TrainConfig, *, isolated: bool = False) -> dict[str, Any]:
     `isolated`: in processes of its own, also if it is one. Raises as `launch.local.run` does, and UserError for a run
     that cannot fit.
     """
+    from clipscale.tools.data import demo
+
     config = settled(config)
+    if not local.under_torchrun():
+        demo.render_missing(config.data.train or ())
     result = None if local.under_torchrun() else finished(config)
     if result:
         from clipscale.log.table import print_results

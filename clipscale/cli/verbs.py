@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from clipscale.cli import train
@@ -34,15 +33,9 @@ class Verb:
     notes: str = ""
     """The last lines of the help."""
     check: Callable[[Any], object] = lambda settings: None
-    """Raises UserError for wrong settings, before `main` is imported."""
-    only_check: Callable[[Any], object] | None = None
-    """The same without what `check` prepares for a start."""
+    """Raises UserError for wrong settings, before `main` is imported. Writes nothing."""
     conf: str = ""
     """The file of conf/ with the verb's presets, NAME.yaml; empty: none."""
-
-    def dry_check(self, settings: Any) -> None:
-        """Raises UserError for wrong settings; writes nothing."""
-        (self.only_check or self.check)(settings)
 
 
 @dataclass(frozen=True)
@@ -63,7 +56,6 @@ torchrun --nproc-per-node 8 -m clipscale train run=b32 batch=64k data=/data/laio
         often="model.name data.train data.workers optim.lr cache.chunk eval.sets eval.every checkpoint.every "
         "launch.procs",
         check=train.check,
-        only_check=partial(train.check, starts=False),
         notes="""\
 -m runs every combination of the comma-separated values. --cfg job prints the settings, and checks them as a start does.
 --config-dir DIR adds your own presets, such as DIR/experiment/mine.yaml.""",

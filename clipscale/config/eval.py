@@ -85,22 +85,14 @@ def model_run(config: AnyModel, weights: str) -> Path | None:
 def check_weights(config: sections.ModelConfig) -> None:
     """Raises UserError for weights that are not on this machine, and are no tag of open_clip and no hub's either."""
     tags = pretrained_tags()
-    for key, value in (
-        ("model.weights", config.weights),
-        ("model.image.weights", config.image.weights),
-        ("model.text.weights", config.text.weights),
-    ):
-        if not value or value.startswith("hf-hub:") or Path(value).expanduser().exists():
+    towers = {"model": config, "model.image": config.image, "model.text": config.text}
+    for key, value in ((f"{section}.weights", part.weights) for section, part in towers.items()):
+        if not value or value.startswith("hf-hub:") or value in tags:
             continue
-        if value.startswith("run:"):
-            if not run_folder(value.removeprefix("run:")).is_dir():
-                raise UserError(f"{key}={value!r}: there is no run {run_folder(value.removeprefix('run:'))}")
-        elif run_folder(value).is_dir():
-            raise UserError(f"{key}={value!r} is a run; say so, {key}=run:{value}")
-        elif "/" in value:
-            raise UserError(f"{key}={value!r}: there is no such file or folder; check the path")
-        elif tags and value not in tags:
-            raise UserError(f"{key}={value!r} is no file, no folder and no tag of open_clip{nearest(value, tags)}")
+        path = run_folder(value[4:]) if value.startswith("run:") else Path(value).expanduser()
+        if not path.exists():
+            forms = "give a path that exists, run:NAME, hf-hub:ORG/NAME, or a tag of open_clip"
+            raise UserError(f"{key}={value!r}: there is no {path}; {forms}{nearest(value, tags)}")
 
 
 def check_places(config: sections.EvalConfig) -> None:
@@ -114,13 +106,14 @@ def check_places(config: sections.EvalConfig) -> None:
         raise UserError(f"eval.root={config.root}: there is no such folder; give the one with the sets")
 
 
-def completed(config: sections.EvalConfig, settings: Path) -> sections.EvalConfig:
-    """The settings, with the run's own `sets`, `suite` and `root` where none are given. UserError without any set."""
-    saved = yaml.safe_load(settings.read_text(encoding="utf-8")).get("eval", {}) if settings.is_file() else {}
-    if not config.has_sets:
-        config = replace(config, sets=restored(saved.get("sets", [])), suite=saved.get("suite", "none"))
-    if config.root is None:
-        config = replace(config, root=restored(saved.get("root")))
+def completed(config: sections.EvalConfig, run: Path | None) -> sections.EvalConfig:
+    """The settings, with a run's own `sets`, `suite` and `root` where none are given. UserError without any set."""
+    if run and (run / "config.yaml").is_file():
+        saved = restored(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")).get("eval", {}))
+        if not config.has_sets:
+            config = replace(config, sets=saved.get("sets", []), suite=saved.get("suite", "none"))
+        if config.root is None:
+            config = replace(config, root=saved.get("root"))
     if not config.has_sets:
         raise UserError("eval.sets is empty, here and in the settings of a run; give eval.sets=[FOLDER,...]")
     return config
@@ -132,10 +125,8 @@ def check_eval(config: EvalRunConfig) -> Path:
     folder = model_run(config, config.eval.weights)
     if folder and config.out:
         raise UserError(f"out={config.out}: the results of a run are in its folder; leave it out")
-    check_places(completed(config.eval, folder / "config.yaml") if folder else config.eval)
+    check_places(completed(config.eval, folder))
     if folder:
         return folder
-    if not config.eval.has_sets:
-        raise UserError("eval.sets is empty; give eval.sets=[FOLDER,...]")
     name = re.sub(r"[^\w.-]+", "-", f"{config.model.name}-{config.model.weights}").strip("-.")
     return Path(config.out).expanduser() if config.out else run_folder(f"eval-{name}")

@@ -23,9 +23,9 @@ MEANT: dict[str, str] = yaml.safe_load((Path(__file__).parent / "meant.yaml").re
 BOUNDS = {"least": (ge, "at least"), "above": (gt, "more than"), "below": (lt, "less than"), "most": (le, "at most")}
 
 
-def typed(declared: type[T], values: dict[str, Any], prefix: str = "") -> T:
+def typed(declared: type[T], values: dict[str, Any], prefix: str = "", ignored: Iterable[str] = ()) -> T:
     """Plain nested values as the dataclass `declared`; what is not given has its default. `prefix`: of the names in
-    messages. Raises UserError."""
+    messages. `ignored`: names that may have values all the same. Raises UserError."""
     settings = {setting.name: setting for setting in settings_of(declared, prefix)}
 
     def build(section: type, values: dict[str, Any], prefix: str) -> Any:
@@ -38,7 +38,7 @@ def typed(declared: type[T], values: dict[str, Any], prefix: str = "") -> T:
                 arguments[name] = [staged(number, stage) for number, stage in enumerate(value or [], 1)]
             elif key in settings:
                 arguments[name] = accepted(settings[key], value)
-            else:
+            elif not within(ignored, key):
                 raise UserError(misnamed(key, settings))
         built = section(**arguments)
         if hasattr(built, "check"):
@@ -105,6 +105,11 @@ def scalar(kind: type, key: str, value: Any) -> Any:
                 return kind(value)
     forms = {bool: "true or false", int: "a whole number", float: "a number", str: "one text"}
     raise UserError(f"{key}={as_typed(value)}: give {forms[kind]}")
+
+
+def within(names: Iterable[str], key: str) -> bool:
+    """Whether a key is among the names, or a section of them."""
+    return any(f"{name}.".startswith(f"{key}.") for name in names)
 
 
 def misnamed(key: str, names: Iterable[str]) -> str:

@@ -21,6 +21,8 @@ from clipscale.loss.objectives import OBJECTIVES
 
 EPOCHS = 32.0
 """Length of a run whose settings give none."""
+RESULT = "result.json"
+"""In a run's folder: what the run returned. There only when it is complete."""
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ def main(config: EvalRunConfig) -> Results:
     """Evaluate, on `launch.procs` processes or as one of torchrun's. Raises UserError. Without sets it takes the run's
     own, and without a root the run's."""
     folder = check_eval(config)
-    if not config.eval.has_sets or (config.eval.suite != "none" and config.eval.root is None):
-        config = replace(config, eval=completed(config.eval, folder / "config.yaml"))
+    if config.run:
+        config = replace(config, eval=completed(config.eval, folder))
     return local.run(config, f"{__name__}:work")
 
 

@@ -87,14 +87,6 @@ class Resolved:
         return Path(self.config.run)
 
 
-@dataclass(frozen=True)
-class Begun:
-    """What a run has built at its start."""
-
-    state: TrainState
-    stream: TrainStream
-
-
 def resolve(config: TrainConfig, world: World) -> Resolved:
     """Settle a run: its stages, its checkpoint, its stage, and what the weights describe. Raises UserError.
 
@@ -132,7 +124,7 @@ def checkpoint_of(config: TrainConfig, world: World) -> Path | None:
     return newest or checkpoint.to_resume(folder, config.resume, world)
 
 
-def begin(run: Resolved, world: World) -> Begun:
+def begin(run: Resolved, world: World) -> tuple[TrainState, TrainStream]:
     """The data at its place, the model and the optimizer, and this rank's random numbers. Raises UserError.
 
     Data workers start first, and read while the model is built, unless their buffers have the size of a chunk.
@@ -150,7 +142,7 @@ def begin(run: Resolved, world: World) -> Begun:
         stream = stream or undo.enter_context(read(state.chunks["image"]))
         settle(run, state, stream, world)
         undo.pop_all()
-    return Begun(state, stream)
+    return state, stream
 
 
 def settle(run: Resolved, state: TrainState, stream: TrainStream, world: World) -> None:

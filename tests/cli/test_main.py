@@ -62,10 +62,11 @@ def test_a_finished_run_is_answered_from_its_folder(
     monkeypatch.setattr("clipscale.launch.local.run", lambda *given, **options: pytest.fail("it starts again"))
     status, out, err = cli(*words)
     assert (status, err) == (0, "") and "run=runs/a is complete at step 2" in out and "colours" in out
-    (tmp_path / "runs/a/eval/step_00000002.json").unlink()
-    for others in ([], ["seed=1"]):  # an evaluation that is missing, and other settings
-        with pytest.raises(pytest.fail.Exception, match="it starts again"):
-            cli(*words, *others)
+    with pytest.raises(pytest.fail.Exception, match="it starts again"):
+        cli(*words, "seed=1")
+    (tmp_path / "runs/a/result.json").unlink()
+    with pytest.raises(pytest.fail.Exception, match="it starts again"):
+        cli(*words)
 
 
 def test_a_long_warm_up_gives_a_line_and_a_finished_run_keeps_its_settings(

@@ -5,12 +5,11 @@ from pathlib import Path
 from clipscale.common.errors import UserError
 from clipscale.tools.embed.arrays import EmbeddedSet
 from clipscale.tools.explore.search import Pictures, SearchModel
-from clipscale.tools.explore.settings import ExploreConfig, check_explore
+from clipscale.tools.explore.settings import ExploreConfig
 
 
 def main(config: ExploreConfig) -> None:
     """Serve the page until it is interrupted. Raises UserError."""
-    check_explore(config)
     try:
         import uvicorn
 

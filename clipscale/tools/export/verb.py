@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 import yaml
+from jinja2 import Template
 
 from clipscale import __version__
 from clipscale.common import files
@@ -12,7 +13,7 @@ from clipscale.config.eval import existing_run
 from clipscale.config.sections import WEIGHTS, ModelConfig
 from clipscale.config.setting import flat
 from clipscale.log.records import read_evaluations
-from clipscale.log.table import TextTable, result_tables
+from clipscale.log.table import result_tables
 from clipscale.models.towers import ClipModel, load_model
 from clipscale.tools.export import open_clip
 from clipscale.tools.export.average import average
@@ -51,18 +52,9 @@ def card(run: Path, model: ClipModel, config: ModelConfig, note: dict[str, str],
     """The text of README.md. `call` loads the folder; `note` has the run, its step and which weights."""
     path = run / "config.yaml"
     settings = dict(flat(yaml.safe_load(path.read_text(encoding="utf-8")))) if path.is_file() else {}
-    rows = [("model", config.name), ("image size", str(model.image_size))]
-    rows += [("step", note["step"]), ("weights", note["weights"])]
-    rows += [(name, str(settings[name])) for name in SHOWN if settings.get(name) is not None]
-    head = {"library_name": "open_clip", "tags": ["clip", "zero-shot-image-classification"]}
-    parts = [f"---\n{yaml.safe_dump(head).strip()}\n---", f"# {note['run']}, step {note['step']}"]
-    parts.append(f"Trained and exported with clipscale {__version__}. Load it with\n\n    {call}")
-    parts.append("## Training\n\n" + TextTable(("setting", "value"), rows, left=("value",)).markdown())
     records = read_evaluations(run) if note["weights"] in WEIGHTS else []  # those of an average are not known
-    results = [record["results"] for record in records if str(record["step"]) == note["step"]]
-    for result in results:
-        scores = "\n\n".join(table.markdown() for table in result_tables(result))
-        parts.append(f"## Scores at this step\n\nPer cent, except counts and ranks.\n\n{scores}")
-    if not results:
-        parts.append("## Scores\n\nThis has not been evaluated.")
-    return "\n\n".join(parts) + "\n"
+    scores = [result_tables(record["results"]) for record in records if str(record["step"]) == note["step"]]
+    text = Path(__file__).with_name("card.md").read_text(encoding="utf-8")
+    template = Template(text, trim_blocks=True, keep_trailing_newline=True)
+    values = {"model": model, "config": config, "note": note, "settings": settings, "scores": scores}
+    return template.render(values, shown=SHOWN, call=call, version=__version__)

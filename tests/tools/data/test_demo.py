@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from clipscale.cli.train import check as check_train
+from clipscale.cli import train as cli_train
 from clipscale.common.errors import UserError
 from clipscale.data.sample import RawSample
 from clipscale.data.shards.listing import expand
@@ -55,7 +55,8 @@ def test_the_bytes_are_always_the_same(few: None, tmp_path: Path) -> None:
 def test_training_renders_the_set_that_is_missing(few: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(demo, "main", lambda settings: demo.render_demo(demo.paths().root, 64))
-    check_train(settings(demo.paths().root, tmp_path / "run"))
+    monkeypatch.setattr("clipscale.launch.local.run", lambda *given, **options: {})
+    cli_train.main(settings(demo.paths().root, tmp_path / "run"))
     assert len(expand(demo.paths().train)) == 16 and tmp_path in demo.paths().root.parents
 
 
