@@ -85,14 +85,14 @@ def model_run(config: AnyModel, weights: str) -> Path | None:
 def check_weights(config: sections.ModelConfig) -> None:
     """Raises UserError for weights that are not on this machine, and are no tag of open_clip and no hub's either."""
     tags = pretrained_tags()
-    towers = {"model": config, "model.image": config.image, "model.text": config.text}
-    for key, value in ((f"{section}.weights", part.weights) for section, part in towers.items()):
+    named = {"model": config.weights, "model.image": config.image.weights, "model.text": config.text.weights}
+    for section, value in named.items():
         if not value or value.startswith("hf-hub:") or value in tags:
             continue
         path = run_folder(value[4:]) if value.startswith("run:") else Path(value).expanduser()
         if not path.exists():
             forms = "give a path that exists, run:NAME, hf-hub:ORG/NAME, or a tag of open_clip"
-            raise UserError(f"{key}={value!r}: there is no {path}; {forms}{nearest(value, tags)}")
+            raise UserError(f"{section}.weights={value!r}: there is no {path}; {forms}{nearest(value, tags)}")
 
 
 def check_places(config: sections.EvalConfig) -> None:
