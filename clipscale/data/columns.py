@@ -84,7 +84,7 @@ def _key(same: str, sample: ChosenSample) -> int:
     Captions are compared without regard to case and white space, a field's text or number without white space around
     it. A sample without it has a key of its own, by its place.
     """
-    value: Any = None
+    value = None
     if same == "caption":
         value = " ".join(sample.captions[0].casefold().split())
     elif "json" in sample.raw.members:

@@ -47,7 +47,7 @@ class Selection:
         sources = [source for source, _ in self.captions]
         if self.first:
             return [first_caption(members, sources)]
-        pool: list[tuple[str, float]] = []
+        pool = []
         for source, weight in self.captions:
             if weight:
                 with suppress(BrokenSampleError):

@@ -17,7 +17,7 @@ from clipscale.config.data import DataConfig
 from clipscale.data.columns import KEYS, columns_of, sample_id
 from clipscale.data.loader import stream as loader
 from clipscale.data.loader.host_batch import Arena, HostBatch, Offload
-from clipscale.data.loader.shard_reader import OrderedShards, ShardReader, StreamPosition
+from clipscale.data.loader.shard_reader import OrderedShards, ShardReader
 from clipscale.data.loader.shard_stream import BatchFiller, Report, WorkerSpec
 from clipscale.data.loader.stream import TrainStream, merge_positions
 from clipscale.data.loader.workers import Workers
@@ -108,10 +108,10 @@ def items_of(
 ) -> list[Any]:
     """Every item of a shard's segment in its order, or what `use` makes of it."""
     shards, items = OrderedShards((url,), Once(segment, seed), window), []  # type: ignore[arg-type]
-    reader = ShardReader(shards, StreamPosition(0, 0, 0), kinds, Store())
+    reader = ShardReader(shards, 0, [0, 0], kinds, Store())
     for _, item in reader.items:
         if reader.epoch:
-            reader.close()
+            reader.items.close()
             break
         items.append(use(item))
     return items

@@ -9,7 +9,7 @@ import numpy as np
 
 from clipscale.common.errors import UserError
 from clipscale.data.loader.host_batch import Slot
-from clipscale.data.loader.shard_reader import StreamPosition
+from clipscale.data.loader.shard_reader import Place
 from clipscale.data.loader.shard_stream import Report, WorkerSpec
 from clipscale.data.loader.workers import InProcess, Workers
 
@@ -19,8 +19,8 @@ class _Filling:
     """A batch that the workers fill."""
 
     done: list[int]  # how many of its places each worker has filled
-    unfinished: set[int]  # workers that have not reported their positions after this batch
-    positions: dict[int, StreamPosition] = field(default_factory=dict)
+    unfinished: set[int]  # workers that have not reported where their streams stand after this batch
+    places: dict[int, Place] = field(default_factory=dict)
 
 
 class BatchAssembler:
@@ -58,14 +58,14 @@ class BatchAssembler:
         missing = (int(places[done]) for places, done in zip(self._places, batch.done) if done < len(places))
         return min(max(0, min(missing, default=self.size)), self.size)  # places outside of it are another rank's
 
-    def finish(self, step: int) -> dict[int, StreamPosition]:
-        """Block until the batch is complete; returns the position of every stream after it.
+    def finish(self, step: int) -> dict[int, Place]:
+        """Block until the batch is complete; returns where every stream stands after it.
 
         Some are missing if the workers cannot go on.
         """
         batch = self._batches[step]
         self._wait(lambda: sorted(batch.unfinished))
-        return batch.positions
+        return batch.places
 
     def forget(self, step: int) -> None:
         """The batch's slot will be filled again."""
@@ -101,9 +101,9 @@ class BatchAssembler:
             if not isinstance(message, Report):
                 continue
             self.counts.update(message.counts)
-            if message.positions is not None:
+            if message.places is not None:
                 batch = self._batches[message.step]
-                batch.positions |= {position.stream: position for position in message.positions}
+                batch.places |= message.places
                 batch.unfinished.remove(number)
             elif message.step >= 0:
                 self._batches[message.step].done[number] = message.done

@@ -5,7 +5,6 @@ N: samples of the local batch, T: tokens of the context.
 
 from collections import Counter
 from collections.abc import Callable
-from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -72,32 +71,20 @@ class SortedCaptions(ChunkLoader):
         self._agreed = agreed
         self._spans: list[tuple[int, int]] = []
 
-    @cached_property
-    def _captions(self) -> Tensor:
-        return self._tokens(0, self.count)
-
-    @cached_property
-    def _widths(self) -> np.ndarray:
-        return widths_of(self._lengths(), self._captions.shape[1])
-
-    @cached_property
-    def _runs(self) -> list[Run]:
-        return runs_of(self._widths)
-
-    @cached_property
-    def _order(self) -> Tensor:
-        """The row at each position. Equal lengths keep the batch's order."""
-        order = torch.from_numpy(np.argsort(-self._widths, kind="stable"))
-        return order.pin_memory() if self.copies else order
-
-    @cached_property
-    def _rows(self) -> Tensor:
-        return self._order.to(self.device, non_blocking=True)
-
     def cut(self, size: int) -> int:
-        """Cut the captions into chunks of `size` captions of the whole context; returns how many there are."""
+        """Cut the captions into chunks of `size` captions of the whole context; returns how many there are.
+
+        Blocks until all have arrived; the methods below need it.
+        """
         if not self._spans:
-            self._spans = cut(self._runs, size * self._captions.shape[1], max(size, MOST))
+            self._captions = self._tokens(0, self.count)
+            context = self._captions.shape[1]
+            widths = widths_of(self._lengths(), context)
+            self._runs = runs_of(widths)
+            order = torch.from_numpy(np.argsort(-widths, kind="stable"))  # equal lengths keep the batch's order
+            self._order = order.pin_memory() if self.copies else order
+            self._rows = self._order.to(self.device, non_blocking=True)
+            self._spans = cut(self._runs, size * context, max(size, MOST))
         return len(self._spans)
 
     def spans(self, size: int) -> list[tuple[int, int]]:
@@ -112,7 +99,7 @@ class SortedCaptions(ChunkLoader):
 
     def widths(self) -> Counter[int]:
         """Captions by the width at which the tower has computed them."""
-        widths: Counter[int] = Counter()
+        widths = Counter[int]()
         for start, stop in self._spans:
             widths[width_at(self._runs, start)] += stop - start
         return widths

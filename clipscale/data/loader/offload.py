@@ -11,45 +11,29 @@ from clipscale.data.loader.host_batch import Arena, Slot
 from clipscale.data.order import CounterRNG
 
 
-def open_backend(arena: Arena) -> "PixelBackend":
-    """One process's access to the image rows of an arena."""
-    if arena.layout.backend == "encoded":
-        return EncodedBackend(arena)
-    return PixelBackend(arena)
-
-
 class PixelBackend:
-    """Stores pixels (`host`)."""
+    """One process's access to the image rows of an arena.
+
+    With `encoded`, pictures are stored as their bytes, at the beginning of their rows: memory is used only where it is
+    written to. A slot's `recipes` hold the number of a picture's bytes and its crop. A picture with more bytes than
+    pixels is stored as pixels, with 0 for the number of bytes.
+    """
 
     def __init__(self, arena: Arena) -> None:
         self._transform = arena.layout.columns.images
+        self._encoded = arena.layout.backend == "encoded"
         self._row = np.empty(self._transform.shape, np.uint8)
 
     def put(self, slot: Slot, place: int, data: bytes, rng: CounterRNG) -> None:
         """Store a sample. Raises BrokenSampleError before anything is written."""
-        self._transform(data, rng, slot["rows"][place])
-
-    def check(self, data: bytes, rng: CounterRNG) -> None:
-        """Raise BrokenSampleError where `put` does, but store nothing."""
-        self._transform(data, rng, self._row)
-
-    def load(self, slot: Slot, start: int, out: np.ndarray) -> None:
-        np.copyto(out, slot["rows"][start : start + len(out)])
-
-
-class EncodedBackend(PixelBackend):
-    """Stores pictures as their bytes, at the beginning of their rows: memory is used only where it is written to.
-
-    A slot's `recipes` hold the number of a picture's bytes and its crop. A picture with more bytes than pixels is
-    stored as pixels, with 0 for the number of bytes.
-    """
-
-    def put(self, slot: Slot, place: int, data: bytes, rng: CounterRNG) -> None:
+        row = slot["rows"][place]
+        if not self._encoded:
+            self._transform(data, rng, row)
+            return
         picture = Picture(data, self._transform.max_pixels)
         crop = self._transform.crop(picture, rng)
-        # Decoded here already, so that a broken picture is skipped as with the other backends.
+        # Decoded here already, so that a broken picture is skipped as with `host`.
         decoded = picture.decode(crop.reduce)
-        row = slot["rows"][place]
         size = len(data)
         if size < row.nbytes:
             row.reshape(-1)[:size] = np.frombuffer(data, np.uint8)
@@ -58,7 +42,12 @@ class EncodedBackend(PixelBackend):
             size = 0
         slot["recipes"][place] = (size, *crop)
 
+    def check(self, data: bytes, rng: CounterRNG) -> None:
+        """Raise BrokenSampleError where `put` does, but store nothing."""
+        self._transform(data, rng, self._row)
+
     def load(self, slot: Slot, start: int, out: np.ndarray) -> None:
+        """Decode stored pictures, from row `start` on, into `out`."""
         rows = slot["rows"][start : start + len(out)]
         recipes = slot["recipes"][start : start + len(out)]
         for pixels, row, (size, *numbers) in zip(out, rows, recipes.tolist()):

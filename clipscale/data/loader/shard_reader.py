@@ -5,6 +5,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count, islice
+from typing import Any
 
 from clipscale.data.order import WINDOW, Epochs, Mixed, Order, Segment, fingerprint, permutation
 from clipscale.data.sample import RawSample
@@ -47,15 +48,9 @@ class OrderedShards:
         return [replace(self, order=order.within(source), window=window) for source, window in enumerate(windows)]
 
 
-@dataclass(frozen=True)
-class StreamPosition:
-    """A shard stream, and how far it has been read: its epoch, and samples read in that epoch, broken ones included."""
-
-    stream: int
-    epoch: int
-    index: int
-    sources: tuple[tuple[int, int], ...] = ()
-    """With data.weights: `index` counts usable samples, and each source has an epoch and an index here."""
+Place = list[Any]
+"""How far a shard stream has been read, as checkpoints record it: its epoch, and samples read in that epoch, broken
+ones included. With data.weights: 0, the usable samples, and the epoch and samples of each source."""
 
 
 class Windows:
@@ -121,29 +116,26 @@ class ShardReader:
     def __init__(
         self,
         shards: OrderedShards,
-        start: StreamPosition,
+        stream: int,
+        start: Place,
         kinds: Mapping[str, int],
         store: Store,
         opens: Callable[[str], None] = lambda url: None,
     ) -> None:
         """`opens` is told of each shard before it is opened."""
         self._shards = shards
-        self._stream = start.stream
+        self._stream = stream
         self._kinds = kinds
         self._store = store
         self._opens = opens
         self.url = ""
         """The shard that is read now."""
-        self.epoch = start.epoch
-        self.index = start.index
+        self.epoch, self.index = start
         # The items of the window that is given out, with their epoch, the next one last.
         self._ready: list[tuple[int, Segment, RawSample]] = []
         self._ready_bytes = 0
         self.items = self._items()
         """Every item from the position on, with its segment."""
-
-    def close(self) -> None:
-        self.items.close()
 
     def _items(self) -> Generator[tuple[Segment, RawSample], None, None]:
         """Give out a window while the next is read: an item for every sample read, so requests are spread evenly.
@@ -172,7 +164,7 @@ class ShardReader:
         try:
             following = True
             while following:
-                raws: list[RawSample] = []
+                raws = []
                 extent = 0  # bytes of the window
                 for raw in islice(reader, windows.size):
                     self._store.tick()

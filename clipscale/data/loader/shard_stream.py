@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -18,8 +18,8 @@ from clipscale.data.columns import Columns
 from clipscale.data.decode import IMAGE_TYPES, image_bytes
 from clipscale.data.filters import Selection, name_of
 from clipscale.data.loader.host_batch import Arena
-from clipscale.data.loader.offload import open_backend
-from clipscale.data.loader.shard_reader import OrderedShards, ShardReader, StreamPosition
+from clipscale.data.loader.offload import PixelBackend
+from clipscale.data.loader.shard_reader import OrderedShards, Place, ShardReader
 from clipscale.data.order import AUGMENT, CAPTION, NEGATIVE, BatchShare, CounterRNG, Mixed, Segment
 from clipscale.data.sample import BrokenSampleError, ChosenSample, RawSample, limits
 from clipscale.data.shards.remote import RETRIES
@@ -46,66 +46,54 @@ class WorkerSpec:
     columns: Columns
     tokenizer: Any  # captions -> tokens
     selection: Selection
-    streams: tuple[StreamPosition, ...]  # the worker's shard streams, and where each starts
+    streams: dict[int, Place]  # the worker's shard streams, and where each starts
     share: BatchShare
     piece: int  # samples that the worker delivers at once
 
     def places(self) -> list[np.ndarray]:
         """The places of each stream in the local part of a batch; those outside are another rank's."""
         count = self.shards.order.streams
-        return [np.array(self.share.places(start.stream, count)) for start in self.streams]
-
-
-class Taken(NamedTuple):
-    """A usable sample without its picture."""
-
-    texts: list[str]
-    """Its captions, then its hard negatives."""
-    values: dict[str, Any]
-    """Of each column, by their names."""
+        return [np.array(self.share.places(stream, count)) for stream in self.streams]
 
 
 class ShardStream:
     """Gives one usable sample of a shard stream after another."""
 
-    def __init__(self, spec: WorkerSpec, start: StreamPosition, store: Store, begin: Begin) -> None:
+    def __init__(self, spec: WorkerSpec, stream: int, store: Store, begin: Begin) -> None:
         """`store` opens the shards, and counts what is skipped by its reason."""
         self._spec = spec
         self._begin = begin
-        self._start = start
+        self._stream = stream
         self._counts = store.counts
         members = spec.selection.members().union(*(column.members for column in spec.columns.beside))
         kinds = limits(IMAGE_TYPES, members, spec.config.max_bytes)
         sources = spec.shards.sources
         self._weighted = isinstance(spec.shards.order, Mixed)
-        starts = [start]
-        if self._weighted:
-            places = start.sources or [(0, 0)] * len(sources)
-            starts = [StreamPosition(start.stream, epoch, index) for epoch, index in places]
+        start = spec.streams[stream]
+        starts = (start[2:] or [[0, 0]] * len(sources)) if self._weighted else [start]
         self._readers = [
-            ShardReader(source, place, kinds, store, partial(begin, SHARD))
+            ShardReader(source, stream, place, kinds, store, partial(begin, SHARD))
             for source, place in zip(sources, starts, strict=True)
         ]
-        self._used = start.index  # usable samples
+        self._used = start[1]  # usable samples
         self._forget_skipped()
 
     @property
-    def position(self) -> StreamPosition:
+    def place(self) -> Place:
         """Where the stream stands."""
-        places = tuple((reader.epoch, reader.index) for reader in self._readers)
-        if self._weighted:
-            return StreamPosition(self._start.stream, 0, self._used, places)
-        return StreamPosition(self._start.stream, *places[0])
+        places: list[Place] = [[reader.epoch, reader.index] for reader in self._readers]
+        return [0, self._used, *places] if self._weighted else places[0]
 
-    def take(self, put: Callable[[bytes, CounterRNG], None]) -> Taken:
-        """Give the next usable sample's picture to `put`; returns the rest of it. Raises UserError.
+    def take(self, put: Callable[[bytes, CounterRNG], None]) -> tuple[list[str], dict[str, Any]]:
+        """Give the next usable sample's picture to `put`; returns its captions and behind them its hard negatives, and
+        its value of each column, by their names. Raises UserError.
 
         `put` raises BrokenSampleError before it writes anything. A weighted source's broken sample is replaced by the
         same source's next.
         """
         spec = self._spec
         order = spec.shards.order
-        source = order.source(self._start.stream, self._used) if isinstance(order, Mixed) else 0
+        source = order.source(self._stream, self._used) if isinstance(order, Mixed) else 0
         while True:
             reader = self._readers[source]
             self._begin(SHARD, reader.url)
@@ -127,11 +115,11 @@ class ShardStream:
             else:
                 self._used += 1
                 self._forget_skipped()
-                return Taken(captions + negatives, values)
+                return captions + negatives, values
 
     def close(self) -> None:
         for reader in self._readers:
-            reader.close()
+            reader.items.close()
 
     def _forget_skipped(self) -> None:
         self._reasons: Counter[str] = Counter()
@@ -176,7 +164,7 @@ class Report:
     step: int
     done: int
     counts: Counter[str]  # what it has counted since its last report; names that begin with EVENT cost no sample
-    positions: tuple[StreamPosition, ...] | None = None
+    places: dict[int, Place] | None = None
     """Where its streams stand after the batch; in the last report of a batch."""
 
 
@@ -187,12 +175,12 @@ class BatchFiller:
         self, spec: WorkerSpec, arena: Arena, tick: Callable[[], None], begin: Begin = lambda kind, name: None
     ) -> None:
         self.counts: Counter[str] = Counter()
-        self.backend = open_backend(arena)
+        self.backend = PixelBackend(arena)
         self._spec = spec
         self._arena = arena
         self._tick = tick
         store = Store(spec.config, self.counts, tick)
-        self.streams = [ShardStream(spec, start, store, begin) for start in spec.streams]
+        self.streams = {stream: ShardStream(spec, stream, store, begin) for stream in spec.streams}
 
     def fill(self, step: int) -> Iterator[Report]:
         """Fill this worker's places of a batch. Yields a report after every piece, and one with the positions.
@@ -202,7 +190,7 @@ class BatchFiller:
         """
         slot = self._arena.slot(step)
         local = range(self._spec.share.samples)
-        pairs = zip(self.streams, self._spec.places())
+        pairs = zip(self.streams.values(), self._spec.places())
         work = [(stream, int(place)) for stream, places in pairs for place in places]
         for start in range(0, len(work), self._spec.piece):
             piece = work[start : start + self._spec.piece]
@@ -210,9 +198,9 @@ class BatchFiller:
             for stream, place in piece:
                 self._tick()
                 if place in local:
-                    taken = stream.take(partial(self.backend.put, slot, place))
-                    texts.update(zip(self._arena.layout.text_rows(place), taken.texts, strict=True))
-                    for name, value in taken.values.items():
+                    of_sample, values = stream.take(partial(self.backend.put, slot, place))
+                    texts.update(zip(self._arena.layout.text_rows(place), of_sample, strict=True))
+                    for name, value in values.items():
                         slot[name][place] = value
                 else:
                     stream.take(self.backend.check)
@@ -224,7 +212,7 @@ class BatchFiller:
                 if pad is not None:
                     slot["lengths"][rows] = lengths(tokens, pad)
             yield self.report(step, start + len(piece))
-        yield replace(self.report(step), positions=tuple(stream.position for stream in self.streams))
+        yield replace(self.report(step), places={number: stream.place for number, stream in self.streams.items()})
 
     def report(self, step: int = -1, done: int = 0) -> Report:
         """What has happened since the last report."""
@@ -233,5 +221,5 @@ class BatchFiller:
         return report
 
     def close(self) -> None:
-        for stream in self.streams:
+        for stream in self.streams.values():
             stream.close()

@@ -7,6 +7,7 @@ rows that wait elsewhere.
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from clipscale.data.loader.assembler import BatchAssembler
 from clipscale.data.loader.host_batch import HOST, Arena, HostBatch, Layout, Offload
 from clipscale.data.loader.memory import picture_bytes, stated_memory
 from clipscale.data.loader.prefetch import Prefetcher
-from clipscale.data.loader.shard_reader import OrderedShards, StreamPosition
+from clipscale.data.loader.shard_reader import OrderedShards, Place
 from clipscale.data.loader.shard_stream import WorkerSpec
 from clipscale.data.loader.workers import InProcess, Workers
 from clipscale.data.order import BatchShare
@@ -43,7 +44,7 @@ class TrainStream:
     def __init__(
         self,
         shards: OrderedShards,
-        start: Sequence[StreamPosition],
+        start: dict[int, Place],
         arena: Arena,
         assembler: BatchAssembler,
         prefetcher: Prefetcher | None,
@@ -53,9 +54,10 @@ class TrainStream:
         self._shards = shards
         self._arena = arena
         self._assembler = assembler
+        self.workers = assembler.workers
         self._prefetcher = prefetcher
         self.memory = memory
-        self._positions = {position.stream: position for position in start}
+        self._places = start
         self._streams = len(start)
         self._step = -1
         self._given_back = False
@@ -63,10 +65,6 @@ class TrainStream:
         """Over all ranks; None where shards are drawn with replacement."""
         for step in range(len(arena.slots)):
             assembler.begin(step)
-
-    @property
-    def workers(self) -> Workers | InProcess:
-        return self._assembler.workers
 
     @property
     def broken(self) -> Counter[str]:
@@ -108,7 +106,7 @@ class TrainStream:
         self._step = step
         slot = self._arena.slot(step)
         if before >= 0:
-            self._positions = assembler.finish(before)
+            self._places = assembler.finish(before)
         if prefetcher:
             prefetcher.open(slot)
         if before >= 0:  # give the slot of the batch before to the workers again
@@ -136,13 +134,13 @@ class TrainStream:
         `at` maps each stream to epoch and samples read. A stream that two ranks read stands at the same place for both.
         Raises the `failure`, if that left the place unknown.
         """
-        at = self._positions if self._step < 0 or self._given_back else self._assembler.finish(self._step)
+        at = self._places if self._step < 0 or self._given_back else self._assembler.finish(self._step)
         if self.failure and len(at) < self._streams:
             raise self.failure
         return {
             "order": self._shards.fingerprint,
             "streams": self._shards.order.streams,
-            "at": {str(stream): [at[stream].epoch, at[stream].index, *at[stream].sources] for stream in sorted(at)},
+            "at": {str(stream): at[stream] for stream in sorted(at)},
         }
 
     def close(self) -> None:
@@ -203,7 +201,9 @@ def open_stream(
             columns=columns,
             tokenizer=tokenizer,
             selection=chosen,
-            streams=tuple(start[number::count]),  # so that all workers fill the batch from its first rows on
+            streams=dict(
+                islice(start.items(), number, None, count)
+            ),  # so that all workers fill the batch from its first rows on
             share=share,
             piece=max(PIECE, share.samples // (count * PIECES)),
         )
@@ -218,7 +218,7 @@ def open_stream(
     return TrainStream(shards, start, arena, assembler, prefetcher, memory)
 
 
-def start_positions(shards: OrderedShards, position: dict[str, Any] | None, share: BatchShare) -> list[StreamPosition]:
+def start_positions(shards: OrderedShards, position: dict[str, Any] | None, share: BatchShare) -> dict[int, Place]:
     """Where each of this rank's shard streams starts."""
     streams = share.streams(shards.order.streams)
     if position is None or position["order"] != shards.fingerprint:
@@ -227,9 +227,8 @@ def start_positions(shards: OrderedShards, position: dict[str, Any] | None, shar
                 "the shards, batch, data.shuffle, data.order, data.weights or seed differ from the checkpoint's: this "
                 "data is read from its first sample on"
             )
-        return [StreamPosition(stream, 0, 0) for stream in streams]
-    places = ((stream, position["at"][str(stream)]) for stream in streams)
-    return [StreamPosition(stream, epoch, index, tuple(sources)) for stream, (epoch, index, *sources) in places]
+        return {stream: [0, 0] for stream in streams}
+    return {stream: position["at"][str(stream)] for stream in streams}
 
 
 def worker_count(config: DataConfig, streams: int) -> int:

@@ -18,7 +18,7 @@ from functools import partial
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from clipscale.data.shards.archive import Archive
 from clipscale.data.shards.remote import State
 from clipscale.data.shards.store import Store, local_state
 from clipscale.data.shards.tar import BLOCK, DAMAGE, unpacked
+
+if TYPE_CHECKING:  # which has an index of its own
+    from clipscale.data.shards.subset import Subset as Part
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -76,23 +79,14 @@ def folder_of(url: str) -> str:
     return str(Path(url).absolute().parent) if is_local(url) else url.rsplit("/", 1)[0]
 
 
-class Part(Protocol):
-    """A part of the shards' samples that has an index of its own."""
-
-    @property
-    def name(self) -> str: ...
-
-    def scan(self, url: str) -> Entry: ...
-
-
-def index_paths(folder: str, part: Part | None = None) -> list[Path]:
+def index_paths(folder: str, part: "Part | None" = None) -> list[Path]:
     """Where a folder's index, or that of a part, may be: beside local shards, preferably, or in the user's cache."""
     suffix = f"-{part.name}.sqlite" if part else ".sqlite"
     cached = user_cache() / "index" / f"{digest(folder)}{suffix}"
     return [Path(folder) / FILE.replace(".sqlite", suffix), cached] if is_local(folder) else [cached]
 
 
-def writable_path(folder: str, part: Part | None = None) -> Path:
+def writable_path(folder: str, part: "Part | None" = None) -> Path:
     """Where to write a folder's index: beside its shards, or in the user's cache if it is remote or read-only."""
     return index_paths(folder, part)[0 if os.access(folder, os.W_OK) else -1]
 
@@ -122,7 +116,7 @@ class Known:
     """The entries of damaged shards."""
 
 
-def current(urls: Sequence[str], part: Part | None = None) -> Known:
+def current(urls: Sequence[str], part: "Part | None" = None) -> Known:
     """What the indexes know of these shards.
 
     Remote shards are assumed unchanged, since asking takes a request each; `sample_offsets` compares them when they are
@@ -132,7 +126,7 @@ def current(urls: Sequence[str], part: Part | None = None) -> Known:
     folders: dict[str, dict[str, str]] = defaultdict(dict)
     for url in urls:
         folders[head_of(url)][leaf_of(url)] = url
-    samples: dict[str, int] = {}
+    samples = {}
     for shards in folders.values():
         changed = set()
         for url, row, holds in _looked_up(shards, part):
@@ -148,7 +142,7 @@ def current(urls: Sequence[str], part: Part | None = None) -> Known:
     return known
 
 
-def _looked_up(shards: dict[str, str], part: Part | None) -> Iterator[tuple[str, Row, bool]]:
+def _looked_up(shards: dict[str, str], part: "Part | None") -> Iterator[tuple[str, Row, bool]]:
     """The rows of a folder's shards, `shards` by their names: each with its shard, and whether it holds for it now."""
     first = next(iter(shards.values()))
     for path in index_paths(folder_of(first), part):
@@ -177,7 +171,7 @@ def _state(path: str) -> State | None:
         return None
 
 
-def sample_offsets(url: str, state: State, part: Part | None = None) -> np.ndarray | None:
+def sample_offsets(url: str, state: State, part: "Part | None" = None) -> np.ndarray | None:
     """Where an opened shard's samples begin, (samples + 1,) int64; None if no index has an entry of its state."""
     stale = False
     question = "SELECT size, version, offsets FROM shards WHERE name = ?"
@@ -244,20 +238,20 @@ Outcome = Entry | str | None
 
 
 def update_indexes(
-    urls: Sequence[str], part: Part | None = None, *, beside: bool = True, workers: int = 1
+    urls: Sequence[str], part: "Part | None" = None, *, beside: bool = True, workers: int = 1
 ) -> Iterator[tuple[str, Outcome]]:
     """Bring the indexes of these shards' folders up to date, at `writable_path` (`beside`) or in the user's cache.
 
     Yields each shard when it is done. Skips those whose entry still holds. Entries are written one by one, so a killed
     run can go on. Raises UserError.
     """
-    folders: dict[str, list[str]] = defaultdict(list)
+    folders = defaultdict(list)
     for url in urls:
         folders[folder_of(url)].append(url)
     for folder, shards in folders.items():
         path = writable_path(folder, part) if beside else index_paths(folder, part)[-1]
         rows = query(path, "SELECT name, size, version FROM shards")
-        states: dict[str, State] = {name: (size, version) for name, size, version in rows}
+        states = {name: (size, version) for name, size, version in rows}
         old = [states.get(leaf_of(url)) for url in shards]
         with _writing(path) as base:
             for url, outcome in zip(shards, map_shards(partial(_scan_changed, part), workers, shards, old)):
@@ -266,12 +260,12 @@ def update_indexes(
                 yield url, outcome
 
 
-def scan(url: str, part: Part | None = None) -> Entry:
+def scan(url: str, part: "Part | None" = None) -> Entry:
     """The entry of a shard, or of a part of it. Raises OSError or SourceError if the shard cannot be read."""
     return part.scan(url) if part else scan_shard(url)
 
 
-def _scan_changed(part: Part | None, url: str, old: State | None) -> Outcome:
+def _scan_changed(part: "Part | None", url: str, old: State | None) -> Outcome:
     try:
         return None if Store().state(url) == old else scan(url, part)
     except (OSError, SourceError) as error:

@@ -44,17 +44,9 @@ def local_shards(config: DataConfig) -> list[str] | None:
 
     Raises UserError for a source on this machine that names no shard.
     """
-    shards: list[str] = []
+    shards = []
     for source in config.train or []:
-        names = [source]
-        if source.startswith("@"):
-            names = _from_list(Path(source[1:]).expanduser(), config.allow_pipe, "data.train")
-        elif is_local(source):
-            names = _local(source, "data.train")
-        present = _existing(names)
-        if not present:
-            raise UserError(f"data.train={source!r} {NOTHING}")
-        shards += present
+        shards += _present(source, config.allow_pipe, "data.train")[0] if is_local(source) else [source]
     return shards if all(map(is_local, shards)) else None
 
 
@@ -65,20 +57,25 @@ def expand(source: str, allow_pipe: bool = False, *, setting: str = "data.train"
     Warns of missing local shards, and leaves them out: downloads have gaps. Raises UserError if no shard is left, or
     for `pipe:` without `allow_pipe`.
     """
+    if not is_local(source):
+        return [url for part in source.split("::") for url in _remote(part, allow_pipe, setting)]
+    present, missing = _present(source, allow_pipe, setting)
+    if missing:
+        counts = f"{len(missing)} of {len(missing) + len(present)} shards do not exist (first: {min(missing)})"
+        log.warning("%s: %s; going on without them", setting, counts)
+    return present
+
+
+def _present(source: str, allow_pipe: bool, setting: str) -> tuple[list[str], list[str]]:
+    """The shards that a list or a source on this machine names: those that exist, and those that do not."""
     if source.startswith("@"):
         names = _from_list(Path(source[1:]).expanduser(), allow_pipe, setting)
-    elif is_local(source):
-        names = _local(source, setting)
     else:
-        return [url for part in source.split("::") for url in _remote(part, allow_pipe, setting)]
+        names = _local(source, setting)
     present = _existing(names)
-    if 0 < len(present) < len(names):
-        missing = set(names) - set(present)
-        counts = f"{len(missing)} of {len(names)} shards do not exist (first: {min(missing)})"
-        log.warning("%s: %s; going on without them", setting, counts)
     if not present:
         raise UserError(f"{setting}={source!r} {NOTHING}")
-    return present
+    return present, sorted(set(names).difference(present))
 
 
 def _local(source: str, setting: str) -> list[str]:
@@ -146,7 +143,7 @@ def _remote(source: str, allow_pipe: bool, setting: str) -> list[str]:
         return urls
     from fsspec.core import get_filesystem_class, url_to_fs
 
-    names: list[str] = []
+    names = []
     try:
         get_filesystem_class(scheme)
         if not PATTERN.search(source):

@@ -10,15 +10,18 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from clipscale.common.errors import UserError
 from clipscale.data.shards.addresses import SourceError, scheme_of
+
+if TYPE_CHECKING:
+    from clipscale.data.shards.store import Store
 
 RETRIES = 8
 """Requests that may fail, one after another, before the shard is given up: about a minute."""
@@ -55,14 +58,6 @@ class TransientError(SourceError):
     """A request failed in a way that may pass. `reason` names its counter."""
 
 
-class Reader(Protocol):
-    """For whom objects are read: a Store."""
-
-    tick: Callable[[], None]
-
-    def count(self, event: str) -> None: ...
-
-
 def begin(url: str, start: int, stop: int) -> Request:
     """Begin a request for bytes start..stop of an object."""
     from fsspec.asyn import get_loop
@@ -70,7 +65,7 @@ def begin(url: str, start: int, stop: int) -> Request:
     return asyncio.run_coroutine_threadsafe(_request(url, start, stop), get_loop())
 
 
-def fetch(reader: Reader, url: str, start: int, stop: int, request: Request | None = None) -> tuple[bytes, State]:
+def fetch(reader: "Store", url: str, start: int, stop: int, request: Request | None = None) -> tuple[bytes, State]:
     """Bytes start..stop of an object, or as many of them as came at once, and its state. `request` is the first
     attempt, if it has begun. Failures are counted by the reader. Raises SourceError, `unreachable_shard` after
     RETRIES + 1 of them. After a time-out the next attempt asks for fewer bytes.
@@ -100,7 +95,7 @@ def fetch(reader: Reader, url: str, start: int, stop: int, request: Request | No
 class RemoteFile(io.RawIOBase):
     """An object as a seekable file. While one block is read, the next one is on its way. Raises SourceError."""
 
-    def __init__(self, url: str, reader: Reader) -> None:
+    def __init__(self, url: str, reader: "Store") -> None:
         self._url = url
         self._reader = reader
         self._at = self._start = 0
