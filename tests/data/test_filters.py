@@ -15,7 +15,7 @@ from clipscale.data.filters import Selection, selection
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError, RawSample
 from tests.data.files import picture, write_tar
-from tests.data.streams import contents, flat, ids, open_stream
+from tests.data.streams import flat, ids, open_stream
 
 
 def chosen(*conditions: str, captions: Sequence[str] = ("txt",)) -> Selection:
@@ -85,14 +85,9 @@ def test_a_stream_drops_by_reason_and_keeps_the_rest_exact(tmp_path: Path) -> No
         members += [(f"k{i:02d}.png", picture(i % 5)), (f"k{i:02d}.txt", b"x" * (i % 4 + 1))]
         members += [(f"k{i:02d}.json", json.dumps({"similarity": i / 40}).encode())]
     write_tar(tmp_path / "00000.tar", members)
-    config = ["caption>=2", "similarity>=0.5"]
-    stream = open_stream(tmp_path, batch=15, shard_streams=1, filter=config)
-    epoch = flat(ids(stream, 1))
-    assert len(set(epoch)) == 15
-    assert stream.broken["filter_caption"] + stream.broken["filter_similarity"] <= 25
-    position = stream.position()
-    again = open_stream(tmp_path, batch=15, shard_streams=1, filter=config, position=position)
-    assert contents(again, 2) == contents(stream, 2)
+    stream = open_stream(tmp_path, batch=15, shard_streams=1, filter=["caption>=2", "similarity>=0.5"])
+    assert len(set(flat(ids(stream, 1)))) == 15
+    assert 10 <= stream.broken["filter_caption"] + stream.broken["filter_similarity"] <= 25
 
 
 def test_sources_are_drawn_by_weight() -> None:

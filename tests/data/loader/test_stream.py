@@ -164,7 +164,6 @@ def test_a_truncated_shard_loses_only_its_rest(tmp_path: Path) -> None:
         ({"weights": [1.0, 2.0]}, r"data\.weights=.*2 weights for 1 source"),
         ({"weights": [1.0], "order": "epochs"}, r"data\.weights and data\.order=epochs"),
         ({"train": ["https://host/{0..9}.tar"], "order": "epochs"}, r"data\.order=epochs: .* of 10 of 10 .*data index"),
-        ({"batch": 2**36, "side": 224, "workers": 1}, r"offload=host: .* TiB of host memory .*offload=encoded"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_in_one_line(

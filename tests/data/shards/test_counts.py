@@ -6,19 +6,8 @@ import pytest
 
 from clipscale.config.data import DataConfig
 from clipscale.data.order import BatchShare
-from clipscale.data.shards import index
-from clipscale.data.shards.counts import build_order, count_samples
-from tests.data.files import sample, write_shards, write_tar
-
-
-def test_scanned_counts_are_remembered_until_the_shard_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_shards(tmp_path, [5])[0]
-    assert count_samples([str(path)]) == [5]
-    with monkeypatch.context() as patch:
-        patch.setattr(index, "scan_shard", lambda *_: pytest.fail("scanned again"))
-        assert count_samples([str(path)]) == [5]
-    write_tar(path, sample("a") + sample("b"))
-    assert count_samples([str(path)]) == [2]
+from clipscale.data.shards.counts import build_order
+from tests.data.files import write_shards
 
 
 @pytest.mark.parametrize("cut", [100, 600, 3072], ids=["within a header", "within a picture", "between samples"])
