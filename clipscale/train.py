@@ -22,7 +22,7 @@ from clipscale.common.errors import DataError, StoppedError, UserError, first_li
 from clipscale.common.phases import Phases, Readback
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import say
-from clipscale.config.train import RESULT, TrainConfig, changes_since, to_yaml
+from clipscale.config.train import RESULT, TrainConfig, changes_since, samples_of, to_yaml
 from clipscale.data.loader.captions import SortedCaptions
 from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.loader.stream import merge_positions
@@ -111,7 +111,7 @@ class Run:
         """The learning rates of this stage's steps."""
         config, stage = self.config, self.resolved.stage
         epoch = self.stream.samples_per_epoch
-        samples = stage.samples(epoch)
+        samples = samples_of(stage.config, epoch)
         return Schedule.build(config.schedule, config.optim, config.batch, samples, epoch, stage.first)
 
     def flops(self) -> Flops:

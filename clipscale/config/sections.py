@@ -21,13 +21,19 @@ WEIGHTS = ("trained", "ema")
 WEIGHTS_HELP = "The weights as they are (`trained`), or their moving average (`ema`), which a run with `ema` keeps."
 MAX_LOGIT_SCALE = 100.0
 """The logit scale is clamped to this after each step, as in CLIP."""
-STEPS = re.compile(r"(\d+)|(\d*\.?\d+)(%|ep)")
-"""A number of steps: itself, a share of the run in per cent, or epochs."""
 UNITS = {"m": 60, "h": 3600}
 """Seconds of the units of time."""
 SUITES = ("none", "imagenet", "infcl-table3", "vtab", "datacomp", "retrieval")
 """No suite, and those of clipscale/eval/sets/known.yaml."""
 SUITE_HELP = "A suite of published sets, each looked for in the folder `eval.root`."
+
+
+def steps_of(setting: str, text: str) -> tuple[str, str, str]:
+    """A number of steps; or a count and its unit, `%` of the run or `ep`, epochs. Raises UserError for other texts."""
+    parts = re.fullmatch(r"(\d+)|(\d*\.?\d+)(%|ep)", text)
+    if not parts:
+        raise UserError(f"{setting}={text!r}: give steps (2000), a share (5%) or epochs (0.5ep)")
+    return parts[1], parts[2], parts[3]
 
 
 @dataclass(frozen=True)
@@ -112,10 +118,8 @@ class ScheduleConfig:
     def check(self) -> None:
         """Raises UserError for other forms of steps, and for more than the whole run."""
         for name, text in (("warmup", self.warmup), ("cooldown", self.cooldown)):
-            parts = STEPS.fullmatch(text)
-            if not parts:
-                raise UserError(f"schedule.{name}={text!r}: give steps (2000), a share (5%) or epochs (0.5ep)")
-            if parts[3] == "%" and float(parts[2]) > 100:
+            _, count, unit = steps_of(f"schedule.{name}", text)
+            if unit == "%" and float(count) > 100:
                 raise UserError(f"schedule.{name}={text}: that is more than the run; give at most 100%")
 
 

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import psutil
 from torch import Tensor
@@ -10,9 +9,8 @@ from torch import Tensor
 from clipscale.common.phases import Phases, Readback
 from clipscale.data.loader.stream import TrainStream
 from clipscale.log.metrics import MetricLog
+from clipscale.log.records import Record
 from clipscale.models.flops import Flops
-
-Record = dict[str, Any]
 
 
 class StepRecords:

@@ -1,4 +1,4 @@
-"""Tables of text for the console and Markdown, and evaluation results in that form."""
+"""Tables of text for the console, and evaluation results in that form."""
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,9 +33,6 @@ class TextTable:
     left: Container[str] = ()
     """Heads of further text columns. Like the first column they are flush left; figures are flush right."""
 
-    def is_text(self, column: int) -> bool:
-        return column == 0 or self.heads[column] in self.left
-
     def __rich_console__(self, *_: object) -> Iterator[Text | Table]:
         if self.title:
             yield Text(printable(self.title))
@@ -45,18 +42,13 @@ class TextTable:
         for column, head in enumerate(self.heads):
             table.add_column(
                 Text(printable(head)),
-                justify="left" if self.is_text(column) else "right",
+                justify="left" if column == 0 or head in self.left else "right",
                 no_wrap=column == 0 and names <= NAME_WIDTH,
                 overflow="fold",
             )
         for row in self.rows:
             table.add_row(*(Text(printable(cell)) for cell in row))
         yield table
-
-    def markdown(self) -> str:
-        rows = [[*row, *[""] * (len(self.heads) - len(row))] for row in self.rows]
-        rules = ["---" if self.is_text(column) else "--:" for column in range(len(self.heads))]
-        return "\n".join("| " + " | ".join(cells) + " |" for cells in (self.heads, rules, *rows))
 
 
 def plain_console() -> Console:

@@ -47,10 +47,6 @@ class Stage:
         """Samples of the run before a step."""
         return self.earlier + (step - self.first) * self.config.batch
 
-    def samples(self, epoch: int | None) -> int:
-        """The samples of the stage, `epoch`: those of an epoch. Raises UserError for less than a batch."""
-        return samples_of(self.config, epoch)
-
 
 @dataclass(frozen=True)
 class Resolved:
@@ -173,7 +169,7 @@ def resolved_stages(config: TrainConfig, world: World) -> list[Stage]:
         stages.append(stage)
         if config.stages:
             architecture(part.model)
-            step += stage.samples(None) // part.batch
+            step += samples_of(part, None) // part.batch
             samples = stage.seen(step)
     return stages
 

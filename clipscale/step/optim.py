@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from clipscale.common.errors import UserError
 from clipscale.common.units import nearest
-from clipscale.config.sections import STEPS, OptimConfig, ScheduleConfig
+from clipscale.config.sections import OptimConfig, ScheduleConfig, steps_of
 from clipscale.distributed.world import local
 
 SHARDED = (
@@ -116,10 +116,7 @@ def parse_steps(text: str, setting: str, *, total: int, per_epoch: float | None)
         raise UserError(
             f"{setting}={text}: the number of samples an epoch is not known here; give steps or a percentage"
         )
-    parts = STEPS.fullmatch(text)
-    if not parts:
-        raise UserError(f"{setting}={text!r}: give steps (2000), a share (5%) or epochs (0.5ep)")
-    steps, count, unit = parts.groups()
+    steps, count, unit = steps_of(setting, text)
     if steps:
         return int(steps)
     return round(float(count) / 100 * total if unit == "%" else float(count) * (per_epoch or 0))

@@ -108,7 +108,7 @@ def test_the_card_names_settings_and_scores_of_the_step_and_no_path(tmp_path: Pa
         results = {"objects": {"top1": top1, "images": 8}}
         (run / f"eval/step_{step:08d}.json").write_text(json.dumps({"step": step, "results": results}))
     card = (main(ExportSettings(run=str(run))) / "README.md").read_text()
-    for line in ("| batch | 64 |", "| schedule.name | cosine |", "| step | 7 |", "62.5", "local-dir:export"):
+    for line in ("| batch | 64 |", "| schedule.name | cosine |", "| objects | 8 | 62.5 |", "local-dir:export"):
         assert line in card, f"{line} is not in\n{card}"
     assert "87.5" not in card, "the score of another step"
     assert "samples" not in card, "it is not set"
