@@ -80,7 +80,7 @@ def test_every_block_is_marked_and_its_commands_are_right(
 def composed(words: list[str]) -> None:
     """Compose and check a command's settings, as if the runs that it names were there."""
     name, words = split_verb(words)
-    line = compose.parse(words)
+    line = compose.parse(name, words)
     for _, _, run in (word.partition("=") for word in words if word.startswith(("run=", "resume="))):
         (Path(run) if "/" in run else Path("runs") / run).mkdir(parents=True, exist_ok=True)
     if line.multirun:
