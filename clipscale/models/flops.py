@@ -1,7 +1,7 @@
 """Counts the FLOPs of a model's passes: those of matrix products, 2 per multiply-add. MFU follows from them."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -22,37 +22,24 @@ class PassFlops(NamedTuple):
     backward: int
 
 
-class Trained(NamedTuple):
-    """What trains of a tower, by open_clip's names."""
-
-    whole: bool = False
-    parameters: frozenset[str] = frozenset()
-    adapted: frozenset[str] = frozenset()
-    """Layers with low-rank adapters."""
+def trained_of(encoder: nn.Module) -> set[str]:
+    """The parameters of a built encoder that train, and its low-rank adapters, by open_clip's names."""
+    return {name.replace(".base_layer", "") for name, p in encoder.named_parameters() if p.requires_grad}
 
 
-def trained_of(encoder: nn.Module) -> Trained:
-    """What trains of a built encoder: its parameters' `requires_grad`."""
-    parameters = {name: p.requires_grad for name, p in encoder.named_parameters()}
-    names = {name.replace(".base_layer", "") for name, trains in parameters.items() if trains}
-    adapted = {name.partition(".lora_")[0] for name in names if ".lora_" in name}
-    return Trained(all(parameters.values()), frozenset(names), frozenset(adapted))
-
-
-NOTHING = Trained()
-
-
-def image_flops(config: ModelConfig, trained: Trained = NOTHING) -> PassFlops:
-    """Of one image. `config`: the model's settings. A backward pass computes what `trained` needs, layer by layer."""
+def image_flops(config: ModelConfig, trained: Set[str] = frozenset()) -> PassFlops:
+    """Of one image. `config`: the model's settings. A backward pass computes what the parameters `trained` need, layer
+    by layer."""
     encoder = _encoders_of(config).visual
     size = encoder.image_size
     height, width = size if isinstance(size, tuple) else (size, size)
     # Of a tower that trains whole, the pixels' gradient counts too: three forward passes in all, as usual.
-    pixels = torch.empty(1, 3, height, width, device="meta", requires_grad=trained.whole)
+    is_whole = all(name in trained for name, _ in encoder.named_parameters())
+    pixels = torch.empty(1, 3, height, width, device="meta", requires_grad=is_whole)
     return _count(encoder, pixels, trained)
 
 
-def text_flops(config: ModelConfig, trained: Trained = NOTHING, length: int | None = None) -> PassFlops:
+def text_flops(config: ModelConfig, trained: Set[str] = frozenset(), length: int | None = None) -> PassFlops:
     """As `image_flops`, of one caption of `length` tokens; None: the whole context."""
     encoders = _encoders_of(config)
     context = encoders.context_length
@@ -79,11 +66,12 @@ def _encoders(model: str) -> Any:
         return encoders_of(architecture(config), image_size).eval()
 
 
-def _count(encoder: nn.Module, inputs: Tensor, trained: Trained) -> PassFlops:
+def _count(encoder: nn.Module, inputs: Tensor, trained: Set[str]) -> PassFlops:
+    adapted = {name.partition(".lora_")[0] for name in trained if ".lora_" in name}
     for name, p in encoder.named_parameters():
         layer, _, last = name.rpartition(".")
         # An adapter, like a bias, needs the gradient of its layer's output. Its own products are few: not counted.
-        p.requires_grad_(name in trained.parameters or (layer in trained.adapted and last.endswith("bias")))
+        p.requires_grad_(name in trained or (layer in adapted and last.endswith("bias")))
     with ProductCounter() as counter, torch.enable_grad():
         encoder(inputs)
     return PassFlops(counter.forward, counter.backward)
