@@ -273,7 +273,7 @@ def build_model(config: ModelConfig, *, lean: bool = True, tokenizer: Tokenizer 
     for name, tower, settings in (("image", model.image, config.image), ("text", model.text, config.text)):
         unlocked = settings.groups
         if config.lora and settings.train != "none":
-            unlocked = 0 if unlocked is None else unlocked
+            unlocked = unlocked or 0
             lora.add(tower.encoder, name, config.lora, unlocked)
         if unlocked is not None:
             lock(tower.encoder, name, unlocked)

@@ -28,6 +28,7 @@ from clipscale.common.errors import UserError, first_line, one_line
 from clipscale.common.units import nearest, run_folder
 from clipscale.config.parse import typed
 from clipscale.config.sections import ModelConfig, Preprocess
+from clipscale.models.tokenizer import CONFIG as TOKENIZER
 
 log = logging.getLogger(__name__)
 
@@ -165,32 +166,24 @@ def _beside(folder: Path, source: Source) -> Source:
     if (folder / OPEN_CLIP).is_file():
         content = json.loads((folder / OPEN_CLIP).read_text(encoding="utf-8"))
         check_names(content["model_cfg"])
-        description = with_own_tokenizer(content["model_cfg"], folder)
-        return replace(source, description=description, pixels=checked_pixels(content.get("preprocess_cfg") or {}))
+        text = content["model_cfg"]["text_cfg"]
+        # Its tokenizer is the folder that it came with, if the files are there, as in open_clip.
+        if "hf_tokenizer_name" in text and not text.get("hf_model_name") and (folder / TOKENIZER).is_file():
+            text["hf_tokenizer_name"] = str(folder.resolve())
+        pixels = checked_pixels(content.get("preprocess_cfg") or {})
+        return replace(source, description=content["model_cfg"], pixels=pixels)
     if not (folder / CONFIG).is_file():
         return source
     content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     if "architecture" in content:  # a tower of timm
         prepared = content.get("pretrained_cfg") or content
-        return replace(
-            source, pixels=checked_pixels({key: prepared[key] for key in ("mean", "std") if key in prepared})
-        )
+        pixels = checked_pixels({key: prepared[key] for key in ("mean", "std") if key in prepared})
+        return replace(source, pixels=pixels)
     if content.get("model_type") == "clip":
         raise UserError(
             f"{source.setting}: a CLIP model of transformers; docs/howto/hugging_face.py makes an open_clip folder"
         )
     return source
-
-
-def with_own_tokenizer(description: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """open_clip's description; its tokenizer is the folder that it came with, if the files are there, as in open_clip.
-
-    A description with a tower of transformers stays.
-    """
-    text = description["text_cfg"]
-    if "hf_tokenizer_name" in text and not text.get("hf_model_name") and (folder / "tokenizer_config.json").is_file():
-        return description | {"text_cfg": text | {"hf_tokenizer_name": str(folder.resolve())}}
-    return description
 
 
 def check_names(description: dict[str, Any]) -> None:
