@@ -211,7 +211,7 @@ def _backend(name: str, objective: Objective, inputs: Inputs, similarity: Simila
     if name == "triton":
         from clipscale.loss.triton.trial import chosen_tiles
 
-        return objective.kernels(machine, chosen_tiles(objective, inputs, machine))
+        return objective.kernels()(machine, chosen_tiles(objective, inputs, machine))
     return TorchBackend(objective.tile(), similarity, machine, dense=name == "dense")
 
 

@@ -203,11 +203,10 @@ def striped(backend: Backend, rows: RowBlock, parameters: Parameters, out: Tenso
 
     def visit(cols: RowBlock, positive: int | None) -> None:
         block = Block(rows, cols, parameters, positive)
-        for start in range(0, len(rows), STRIPE):
-            stripe = block.tile(start, STRIPE, 0, len(cols))
+        for stripe, grad in zip(block.tiles(STRIPE, len(cols)), out.split(STRIPE)):
             stripe.rows.grad = stripe.rows.empty_grad()
             backend.backward(stripe)
-            out[start : start + STRIPE] = stripe.rows.grad.mul_(factor)
+            grad.copy_(stripe.rows.grad.mul_(factor))
 
     return visit
 

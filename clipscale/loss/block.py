@@ -3,6 +3,7 @@
 Letters: n rows (images), m columns (texts), D feature width.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -92,10 +93,12 @@ class Block:
     parameters: Parameters
     positive: int | None
 
-    def tile(self, row: int, height: int, col: int, width: int) -> "Block":
-        """The part of the block from (row, col) on, at most height x width. All tensors are views."""
-        positive = None if self.positive is None else self.positive + row - col
-        return Block(self.rows[row : row + height], self.cols[col : col + width], self.parameters, positive)
+    def tiles(self, height: int, width: int) -> Iterator["Block"]:
+        """Its parts of at most height x width, row of tiles by row. All tensors are views."""
+        for row in range(0, len(self.rows), height):
+            for col in range(0, len(self.cols), width):
+                positive = None if self.positive is None else self.positive + row - col
+                yield Block(self.rows[row : row + height], self.cols[col : col + width], self.parameters, positive)
 
     def same(self) -> Tensor:
         """Whether the keys of row and column are equal, (n, m) bool."""

@@ -18,10 +18,11 @@ T = TypeVar("T")
 class Machine:
     """The machine of this process."""
 
-    def __init__(self, partial_bytes: int = 128 << 20, ranks_of_node: int | None = None) -> None:
-        """partial_bytes: of partial sums, a 32k x 32k panel of 128 x 128 tiles. ranks_of_node: that torchrun or Slurm
-        have started on each node; None: as they say."""
-        self.partial_bytes = partial_bytes
+    partial_bytes = 128 << 20
+    """Of partial sums: a 32k x 32k panel of 128 x 128 tiles."""
+
+    def __init__(self, ranks_of_node: int | None = None) -> None:
+        """ranks_of_node: that torchrun or Slurm have started on each node; None: as they say."""
         self.ranks_of_node = ranks_of_node
 
     def nodes(self, ranks: int) -> int:

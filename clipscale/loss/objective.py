@@ -6,10 +6,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from clipscale.loss.autograd import Backend
-    from clipscale.loss.machine import Machine
     from clipscale.loss.tile import ObjectiveTile
-    from clipscale.loss.triton.tuning import Tiles
+    from clipscale.loss.triton.backend import TritonBackend
 
 
 @dataclass(frozen=True)
@@ -45,6 +43,6 @@ class Objective:
         """What it does with a tile of scores, in torch."""
         raise NotImplementedError
 
-    def kernels(self, machine: "Machine", tiles: "Tiles | None") -> "Backend":
-        """The backend with its Triton kernels. Imports Triton. tiles: None: the machine's first candidate."""
+    def kernels(self) -> "type[TritonBackend]":
+        """The backend with its Triton kernels. Imports Triton."""
         raise NotImplementedError

@@ -42,9 +42,8 @@ class TorchBackend:
         n, m = height, width = len(block.rows), len(block.cols)
         if not self.dense:
             height, width = self.similarity.tile_shape(self.machine.is_gpu(block.rows.features.device))
-        tiles = (block.tile(row, height, col, width) for row in range(0, n, height) for col in range(0, m, width))
         buffers = block.parameters.scale.new_empty(2, min(n, height) * min(m, width))
-        for tile in self.machine.parts(tiles):
+        for tile in self.machine.parts(block.tiles(height, width)):
             shape = len(tile.rows), len(tile.cols)
             out, spare = buffers[:, : shape[0] * shape[1]].unflatten(1, shape)
             yield tile, out, spare

@@ -11,10 +11,8 @@ from clipscale.loss.objective import Objective
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from clipscale.loss.autograd import Backend
-    from clipscale.loss.machine import Machine
     from clipscale.loss.tile import ObjectiveTile
-    from clipscale.loss.triton.tuning import Tiles
+    from clipscale.loss.triton.backend import TritonBackend
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class Sigmoid(Objective):
 
         return SigmoidTile()
 
-    def kernels(self, machine: "Machine", tiles: "Tiles | None") -> "Backend":
+    def kernels(self) -> "type[TritonBackend]":
         from clipscale.loss.sigmoid.kernel import TritonSigmoid
 
-        return TritonSigmoid(machine, tiles)
+        return TritonSigmoid

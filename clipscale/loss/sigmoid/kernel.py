@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from clipscale.loss.block import Block
-from clipscale.loss.triton.backend import TritonBackend, programs
+from clipscale.loss.triton.backend import TritonBackend
 from clipscale.loss.triton.tiles import (
     LOG2E,
     NOTHING,
@@ -97,9 +97,8 @@ class TritonSigmoid(TritonBackend):
         the rows' gradient, scale * G' U to the columns', sum_ij G_ij to the bias's and sum_ij G_ij <u_i, v_j> to the
         scale's."""
         parameters, target = block.parameters, block.rows.target
-        t = self.tiles_of(block)
         for panel, store in self.gradient_panels(block):
-            sums = store.new_empty(3, programs(panel, t), dtype=torch.float32)
+            sums = store.new_empty(3, self.programs(panel), dtype=torch.float32)
             self.launch(sigmoid_kernel, panel, parameters.scale, store, bias=parameters.bias, sums=sums)
             value, bias_grad, scale_grad = sums.sum(1, dtype=torch.float64).unbind()
             if target is not None:

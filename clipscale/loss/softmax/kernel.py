@@ -22,7 +22,7 @@ from torch import Tensor
 from clipscale.loss.block import Block, RowBlock
 from clipscale.loss.similarity import row_products
 from clipscale.loss.softmax.tile import positive_weights
-from clipscale.loss.triton.backend import TritonBackend, programs
+from clipscale.loss.triton.backend import TritonBackend
 from clipscale.loss.triton.tiles import (
     LOG2E,
     NOTHING,
@@ -197,7 +197,7 @@ class TritonSoftmax(TritonBackend):
         """Log-sum-exps by the kernel, targets by the library; of several positives by the kernel."""
         features, scale = block.rows.features, block.parameters.scale
         factor, nat = log2_factor(scale)
-        t = self.tiles_of(block)
+        t = self.tiles
         # Four numbers of four bytes a tile row and a tile column.
         for panel in self.panels(block, self.machine.partial_bytes // 8 * t.rows * t.cols // (t.rows + t.cols)):
             n, m = len(panel.rows), len(panel.cols)
@@ -205,7 +205,7 @@ class TritonSoftmax(TritonBackend):
             col_parts = torch.empty(2, triton.cdiv(n, t.rows), m, device=features.device)
             targets = None
             if panel.rows.share is not None:
-                targets = torch.empty(programs(panel, t), device=features.device)
+                targets = torch.empty(self.programs(panel), device=features.device)
             self.launch(
                 lse_kernel, panel, factor, row_parts=row_parts, col_parts=col_parts, targets=targets,
                 row_share=panel.rows.share, col_share=panel.cols.share,
@@ -226,10 +226,9 @@ class TritonSoftmax(TritonBackend):
     def backward(self, block: Block) -> None:
         """Add scale G V to the rows' gradient, scale G' U to the columns', sum_ij G_ij <u_i, v_j> to the scale's."""
         factor, nat = log2_factor(block.parameters.scale)
-        t = self.tiles_of(block)
         block = replace(block, rows=in_log2(block.rows, nat), cols=in_log2(block.cols, nat))
         for panel, store in self.gradient_panels(block):
-            products = store.new_empty(programs(panel, t), dtype=torch.float32)
+            products = store.new_empty(self.programs(panel), dtype=torch.float32)
             rows, cols = panel.rows, panel.cols
             self.launch(
                 softmax_gradient_kernel, panel, factor, store, products=products, row_lse=rows.lse, col_lse=cols.lse,

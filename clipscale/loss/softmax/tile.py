@@ -27,38 +27,36 @@ class SoftmaxTile(ObjectiveTile):
     """A side without weights takes no part."""
 
     def forward(self, scores: Tensor, tile: Block, bound: float, spare: Tensor) -> None:
-        x = scores
         sides = directions(tile)
         reference = _reference(bound)
         i, j = tile.positives()
         if tile.rows.target is not None:
-            tile.rows.target.index_put_((i,), positive_weights(tile, i, j) * x[i, j], accumulate=True)
-        exponentials = torch.sub(x, reference, out=spare).exp_() if reference else torch.exp(x, out=spare)
+            tile.rows.target.index_put_((i,), positive_weights(tile, i, j) * scores[i, j], accumulate=True)
+        exponentials = torch.sub(scores, reference, out=spare).exp_() if reference else torch.exp(scores, out=spare)
         for _, lse, dim in sides:
             total = exponentials.sum(dim)
             underflow = reference > 0 and bool(total.min() < SMALLEST_SUM)
-            there = _logsumexp(x, dim) if underflow else total.double().log_().add_(reference)
+            there = _logsumexp(scores, dim) if underflow else total.double().log_().add_(reference)
             lse.copy_(torch.logaddexp(lse, there))
 
     def backward(self, scores: Tensor, tile: Block, bound: float, spare: Tensor) -> Tensor:
-        x = scores
         sides = directions(tile)
         reference = _reference(bound)
         # One exponential an element suffices where e^(t - r) and e^(t - c) are finite, and what underflows in e^(x - t)
         # is nothing beside them.
         if all(reference - float(lse.min()) <= MARGIN for _, lse, _ in sides):
             if reference:
-                x.sub_(reference)
-            x.exp_()
-            factors = [(weight * (reference - lse).exp()).to(x.dtype).unsqueeze(dim) for weight, lse, dim in sides]
-            x.mul_(torch.add(*factors, out=spare) if len(factors) == 2 else factors[0])
+                scores.sub_(reference)
+            scores.exp_()
+            factors = [(weight * (reference - lse).exp()).to(scores.dtype).unsqueeze(dim) for weight, lse, dim in sides]
+            scores.mul_(torch.add(*factors, out=spare) if len(factors) == 2 else factors[0])
         else:
-            terms = [_weighted_probabilities(x, *side) for side in sides]
-            torch.add(*terms, out=x) if len(terms) == 2 else x.copy_(terms[0])
+            terms = [_weighted_probabilities(scores, *side) for side in sides]
+            torch.add(*terms, out=scores) if len(terms) == 2 else scores.copy_(terms[0])
         # In the tile, not as a correction afterwards: a p - a cancels to nothing where the positive has all the mass.
         i, j = tile.positives()
-        x[i, j] -= positive_weights(tile, i, j).to(x.dtype)
-        return x
+        scores[i, j] -= positive_weights(tile, i, j).to(scores.dtype)
+        return scores
 
 
 def directions(block: Block) -> list[Direction]:

@@ -27,17 +27,20 @@ class TritonBackend:
     """A backend (see TorchBackend) on CUDA or in Triton's interpreter, for bfloat16, float16 and float32 features whose
     width is a multiple of WIDTH_STEP. An objective's own is beside its kernels."""
 
-    def __init__(self, machine: Machine, tiles: Tiles | None = None) -> None:
-        """tiles: None: the machine's first candidate."""
+    def __init__(self, machine: Machine, tiles: Tiles) -> None:
         self.machine = machine
         self.tiles = tiles
 
-    def tiles_of(self, block: Block) -> Tiles:
-        features = block.rows.features
-        return self.tiles or self.machine.candidates(features.device, features.dtype)[0]
-
     def forward(self, block: Block) -> None:
         """See TorchBackend: nothing, where there are no log-sum-exps."""
+
+    def backward(self, block: Block) -> None:
+        """See TorchBackend."""
+        raise NotImplementedError
+
+    def programs(self, panel: Block) -> int:
+        """The number of tiles."""
+        return triton.cdiv(len(panel.rows), self.tiles.rows) * triton.cdiv(len(panel.cols), self.tiles.cols)
 
     def launch(self, kernel: Any, panel: Block, scale: Tensor, store: Tensor | None = None, **arguments: Any) -> None:
         """Run a program of the kernel for each tile of the panel, with the operands and the keys beside `arguments`.
@@ -45,7 +48,7 @@ class TritonBackend:
         `scale` is 0-d; `store` is where the kernel stores a panel.
         """
         u, v = panel.rows.features, panel.cols.features
-        t = self.tiles_of(panel)
+        t = self.tiles
         if u.dtype == torch.bfloat16 and u.device.type == "cpu":
             u, v = u.float(), v.float()  # the interpreter multiplies bfloat16 by its bits
         tma = self.machine.has_descriptors(u)
@@ -62,7 +65,7 @@ class TritonBackend:
         if store is not None:
             arguments |= {"panel": described(store, t.rows, t.cols // 4), "stride_panel": store.stride(0)}
         self.machine.launch(
-            kernel, programs(panel, t), u.device,
+            kernel, self.programs(panel), u.device,
             described(u, t.rows, t.depth), described(v, t.cols, t.depth), scale,
             len(u), len(v), u.shape[1], u.stride(0), v.stride(0),
             **arguments, TMA=tma, BM=t.rows, BN=t.cols, BK=t.depth, num_warps=t.warps, num_stages=t.stages,
@@ -71,19 +74,17 @@ class TritonBackend:
 
     def panels(self, block: Block, area: int) -> Iterator[Block]:
         """The block in about equal panels of whole tiles, of at most about `area`, as square as the block allows."""
-        t = self.tiles_of(block)
+        t = self.tiles
         n, m = len(block.rows), len(block.cols)
         height = _even(n, min(n, max(math.isqrt(area), area // m, 1)), t.rows)
         width = _even(m, min(m, max(area // height, 1)), t.cols)
-        return self.machine.parts(
-            block.tile(row, height, col, width) for row in range(0, n, height) for col in range(0, m, width)
-        )
+        return self.machine.parts(block.tiles(height, width))
 
     def gradient_panels(self, block: Block) -> Iterator[tuple[Block, Tensor]]:
         """Panels with memory for score gradients; what the caller stores there joins the feature gradients."""
         features, store = block.rows.features, None
         factor = block.parameters.scale_number / UNIT.value  # the panel holds UNIT * G
-        t = self.tiles_of(block)
+        t = self.tiles
         for panel in self.panels(block, t.panel_bytes // features.itemsize):
             n, m = len(panel.rows), len(panel.cols)
             if store is None:  # the first panel is the largest
@@ -94,11 +95,6 @@ class TritonBackend:
                 self.machine.add_product(panel.rows.grad, g_nm, panel.cols.features, factor)
             if panel.cols.grad is not None:
                 self.machine.add_product(panel.cols.grad, g_nm.T, panel.rows.features, factor)
-
-
-def programs(panel: Block, tiles: Tiles) -> int:
-    """The number of tiles."""
-    return triton.cdiv(len(panel.rows), tiles.rows) * triton.cdiv(len(panel.cols), tiles.cols)
 
 
 def _even(size: int, most: int, tile: int) -> int:

@@ -210,7 +210,8 @@ def test_a_block_may_have_its_positives_anywhere_or_none() -> None:
         rows, cols = (RowBlock(x, weight=torch.ones(len(x), device=DEVICE)) for x in (u, v))
         rows.lse, cols.lse = (x.empty_lse().clamp_min(before) for x in (rows, cols))
         rows.target = torch.zeros(20, dtype=torch.float64, device=DEVICE)
-        TritonSoftmax(Machine()).forward(Block(rows, cols, Parameters(scale, scale), positive))
+        tiles = Machine().candidates(u.device, u.dtype)[0]
+        TritonSoftmax(Machine(), tiles).forward(Block(rows, cols, Parameters(scale, scale), positive))
         for actual, dim in ((rows.lse, 1), (cols.lse, 0)):
             true = torch.logaddexp(scores.logsumexp(dim), torch.tensor(before, dtype=torch.float64, device=DEVICE))
             assert float((actual[:, 0] - true).abs().max()) <= 6e-5, f"positive={positive}"
