@@ -89,11 +89,21 @@ class Run:
         self.loss = self.resolved.loss
         self.state, self.stream = begin(self.resolved, world)
         self.stream.defer_failures()
-        self.schedule = self.plan_schedule()
+        stage = self.resolved.stage
+        epoch = self.stream.samples_per_epoch
+        self.schedule = Schedule.build(
+            self.config.schedule,
+            self.config.optim,
+            self.config.batch,
+            samples_of(stage.config, epoch),
+            epoch,
+            stage.first,
+        )
         self.total = self.schedule.first + self.schedule.total
         if self.step < self.total:
             world.on_main(lambda: checkpoint.check_room(self.resolved.folder, self.state.saved_bytes()))
-        self.records = StepRecords(self.open_log() if world.main else None, world.size, self.flops(), self.stream)
+        flops = Flops(self.config.model, self.state.model, world.device, self.config.data.texts_per_step)
+        self.records = StepRecords(self.open_log() if world.main else None, world.size, flops, self.stream)
         self.saver = checkpoint.Saver(self.resolved.folder, world, self.config.checkpoint)
         if config.resume in ("auto", "none"):  # the step is another run's otherwise
             self.saver.last_step = self.step
@@ -103,21 +113,9 @@ class Run:
         self.stop = Stop(world)
         self.chunks = 0
         """Chunks of this step that are begun."""
-        self.agreement = Later(torch.zeros(2))
+        self.agreement = Later(torch.tensor([0, 0]))
         """What all ranks agree on in a step: the chunks of captions, and whether it is time for a checkpoint."""
         self.state.cache.before_chunk = self.between_chunks
-
-    def plan_schedule(self) -> Schedule:
-        """The learning rates of this stage's steps."""
-        config, stage = self.config, self.resolved.stage
-        epoch = self.stream.samples_per_epoch
-        samples = samples_of(stage.config, epoch)
-        return Schedule.build(config.schedule, config.optim, config.batch, samples, epoch, stage.first)
-
-    def flops(self) -> Flops:
-        """Of a sample."""
-        texts = self.config.data.texts_per_step
-        return Flops(self.config.model, self.state.model, self.world.device, texts)
 
     def open_log(self) -> MetricLog:
         """The log of this start, on rank 0, and what the user should know of it."""
@@ -327,7 +325,7 @@ class Run:
             self.records.log.eval(self.step, results)
             for line in fallen(ResultsFile(self.resolved.folder, 0).record()["results"], results):
                 self.records.log.message(f"warning: {line}")
-        return dict(results)
+        return results
 
     def save_due(self) -> bool:
         """Whether this step ends with a checkpoint: by steps, by time, and at the end. All ranks agree.

@@ -92,7 +92,7 @@ def read_meta(path: Path) -> dict[str, Any]:
         start, _, text = (path / META).read_text().removesuffix("}\n").partition(', "meta": ')
         if start != f'{{"crc32": {zlib.crc32(text.encode())}':
             raise ValueError(f"checksum of {META} differs")
-        meta: dict[str, Any] = json.loads(text, object_hook=decoded)
+        meta = json.loads(text, object_hook=decoded)
     except (OSError, ValueError) as error:
         raise damaged(path, error) from error
     if meta["format"] != FORMAT:
@@ -101,8 +101,7 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 
 def read_values(path: Path) -> State:
-    values: State = read_meta(path)["values"]
-    return values
+    return read_meta(path)["values"]
 
 
 # ---- checksums ----
@@ -121,7 +120,6 @@ def sum_of(file: Path) -> tuple[int, int]:
 
 def verify(path: Path, rank: int = 0, world: int = 1) -> None:
     """Compare a rank's share of a checkpoint's files with their checksums. Raises UserError for a damaged one."""
-
     sums = read_meta(path)["files"]
     names = list(sums)[rank::world]
     try:
@@ -145,10 +143,10 @@ class Reader(dcp.FileSystemReader):
         try:
             with (Path(self.path) / ".metadata").open("rb") as file:
                 metadata = MetadataUnpickler(file).load()
+            if not isinstance(metadata, Metadata):
+                raise TypeError(".metadata holds something else")
         except Exception as error:  # pickle raises whatever its bytes lead to
             raise damaged(Path(self.path), error) from error
-        if not isinstance(metadata, Metadata):
-            raise damaged(Path(self.path), TypeError(".metadata holds something else"))
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 

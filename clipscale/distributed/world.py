@@ -35,20 +35,19 @@ ASK_S = 0.05
 set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # torch 2.11
 
 
+@dataclass(frozen=True)
 class Later:
     """The result of a reduction that goes on in the background."""
 
-    def __init__(self, tensor: Tensor, work: dist.Work | None = None) -> None:
-        """`work`: None: `tensor` is the result."""
-        self._tensor = tensor
-        self._work = work
+    tensor: Tensor
+    work: dist.Work | None = None
+    """None: `tensor` is the result."""
 
     def values(self) -> list[int]:
         """Wait for the result."""
-        if self._work:
-            self._work.wait()
-            self._work = None
-        return [int(value) for value in self._tensor.tolist()]
+        if self.work:
+            self.work.wait()
+        return self.tensor.tolist()
 
 
 @dataclass(frozen=True)
@@ -125,8 +124,7 @@ class World:
 
     def on_main(self, work: Callable[[], T]) -> T:
         """The result of `work`, which rank 0 does while the others wait. Raises its UserError on every rank."""
-        result: T = self.broadcast(self.on_all(lambda: work() if self.main else None))
-        return result
+        return self.broadcast(self.on_all(lambda: work() if self.main else None))
 
     def on_all(self, work: Callable[[], T]) -> T:
         """The result of `work`, which every rank does for itself. Raises the UserError of one rank on every rank."""
@@ -196,8 +194,7 @@ class World:
         if self.device.type == "cuda":
             tower = convert_sync_batchnorm(tower)
         if parallel != "ddp":
-            stage = int(parallel.removeprefix("zero"))
-            return ShardedTower(tower, self.mesh(), stage, dtype)
+            return ShardedTower(tower, self.mesh(), int(parallel.removeprefix("zero")), dtype)
         ids = [self.device.index] if self.device.type == "cuda" else None
         constant_buffers: dict[str, Any] = {_BUFFERS: False}
         wrapped = DistributedDataParallel(tower, device_ids=ids, gradient_as_bucket_view=True, **constant_buffers)
@@ -261,11 +258,9 @@ def join(device: str, timeout_s: float = TIMEOUT.total_seconds()) -> World:
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # the ring's transfers start beside full kernels
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # connects the ranks that talk; else all with all
         backend = "nccl" if chosen.type == "cuda" else "gloo"
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            store = attempt_store(rank, size, timeout)
-            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
-        else:
-            dist.init_process_group(backend, timeout=timeout)
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        store = attempt_store(rank, size, timeout) if agent else None
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
     return World(rank, size, chosen, timeout)
 
 

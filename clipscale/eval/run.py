@@ -48,7 +48,7 @@ class ResultsFile:
     def record(self) -> dict[str, Any]:
         """What the file holds; no results where there is none."""
         if self.path.exists():
-            return dict(json.loads(self.path.read_text(encoding="utf-8")))
+            return json.loads(self.path.read_text(encoding="utf-8"))
         return {"step": self.step, "results": {}, "measured": {}}
 
     def add(self, label: str, metrics: dict[str, float], measured: dict[str, Any]) -> None:

@@ -47,24 +47,18 @@ def suite_sets(suite: str, root: str | None) -> list[EvalSet]:
         raise UserError(f"eval.suite={suite} needs eval.root=DIR, the folder with its sets")
     folder = Path(root).expanduser().absolute()
     entries = [known_sets()[name] for name in table()["suites"][suite]["sets"]]
-    sets = []
-    missing = []
-    for known in entries:
-        place = known.find(folder)
-        if place is None:
-            missing.append(known)
-        else:
-            sets.append(_known_set(known, place))
+    places = [known.find(folder) for known in entries]
+    sets = [_known_set(known, place) for known, place in zip(entries, places) if place]
     if not sets:
         raise UserError(
             f"eval.root={root} holds none of the {len(entries)} sets of eval.suite={suite}; {entries[0].name} is "
             f"looked for as {', '.join(entries[0].candidates)} and comes from {entries[0].source}"
         )
-    for known in missing if os.environ.get("RANK", "0") == "0" else ():
-        names = ", ".join(known.candidates)
-        log.warning(
-            "eval.suite=%s: %s is missing in %s (as %s); it comes from %s", suite, known.name, root, names, known.source
-        )
+    for known, place in zip(entries, places):
+        if place is None and os.environ.get("RANK", "0") == "0":
+            names = ", ".join(known.candidates)
+            missing = f"{known.name} is missing in {root} (as {names}); it comes from {known.source}"
+            log.warning("eval.suite=%s: %s", suite, missing)
     return sets
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from clipscale import checkpoint
 from clipscale.common.terminal import say
 from clipscale.config.eval import EvalRunConfig, check_eval, completed
-from clipscale.config.sections import EvalConfig, SinkConfig
+from clipscale.config.sections import SinkConfig
 from clipscale.distributed.world import join, leave
 from clipscale.eval.run import Results, ResultsFile, check, evaluate
 from clipscale.eval.suites import chosen_sets, suite_table
@@ -61,17 +61,14 @@ def work(config: EvalRunConfig) -> Results:
                     progress=Progress(say) if world.main else lambda *_: None,
                 )
                 if world.main:
-                    _print(config.eval, results, folder.name if step is None else f"{folder.name}, step {step}")
-                if world.main and step is not None:
-                    sinks.eval(step, results)
+                    title = folder.name if step is None else f"{folder.name}, step {step}"
+                    print_results(results, title)
+                    if config.eval.suite != "none":
+                        plain_console().print(suite_table(config.eval.suite, chosen_sets(config.eval), results, title))
+                    if step is not None:
+                        sinks.eval(step, results)
     finally:
         leave()
     if every and world.main and (folder / "metrics.jsonl").is_file():
         say(f"clipscale report {folder} shows the results of all checkpoints as curves")
     return results
-
-
-def _print(config: EvalConfig, results: Results, title: str) -> None:
-    print_results(results, title)
-    if config.suite != "none":
-        plain_console().print(suite_table(config.suite, chosen_sets(config), results, title))

@@ -96,13 +96,12 @@ def run(config: Launched, main: str = TRAIN, *, isolated: bool = False) -> dict[
     Returns its result on rank 0. Raises UserError if a worker does, WorkerError for other failures, StoppedError for a
     signal. No worker outlives this call.
     """
-    count = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if under_torchrun() else workers(config)
     if under_torchrun():
         return join(config, main)
+    count = workers(config)
     if count > 1 or isolated:
         return start(config, main, count)
-    result: dict[str, Any] = resolve_name(main)(config)
-    return result
+    return resolve_name(main)(config)
 
 
 def workers(config: Launched) -> int:
@@ -122,7 +121,7 @@ def join(config: Launched, main: str) -> dict[str, Any]:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_the_launcher()
     try:
-        result: dict[str, Any] | None = record(resolve_name(main))(config)
+        result = record(resolve_name(main))(config)
     except UserError as error:
         if os.environ["RANK"] != "0" and "TORCHELASTIC_RUN_ID" not in os.environ:  # rank 0's is printed by the caller
             terminal.report(f"rank {os.environ['RANK']}: {error}")
@@ -160,8 +159,7 @@ def start(config: Launched, main: str, count: int) -> dict[str, Any]:
         with blocked():  # starts the resource tracker that the workers share
             pass
         try:
-            results: dict[int, dict[str, Any]] = elastic_launch(elastic, worker)(config, main)
-            return results[0]
+            return elastic_launch(elastic, worker)(config, main)[0]
         except ChildFailedError as error:
             raise first_failure(error, Path(folder)) from None
         except SignalException as error:
@@ -187,8 +185,7 @@ def worker(config: Launched, main: str) -> dict[str, Any]:
     terminal.prepare()
     if main == TRAIN and isinstance(config, TrainConfig) and config.data.workers != 0:
         warm_up()  # beside the imports of training
-    result: dict[str, Any] = resolve_name(main)(config)
-    return result
+    return resolve_name(main)(config)
 
 
 def first_failure(error: "ChildFailedError", folder: Path) -> UserError | WorkerError:

@@ -6,7 +6,6 @@ These processes import this module, so it imports no models, whose libraries loa
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 from clipscale.common.errors import first_line
 from clipscale.common.units import format_bytes
 from clipscale.config.eval import EvalRunConfig
+from clipscale.config.sections import LaunchConfig
 from clipscale.data.loader.memory import free_memory
 from clipscale.distributed.world import World, join, leave
 from clipscale.launch import local
@@ -68,8 +68,7 @@ def loss() -> Iterator[Finding]:
     """One process for each GPU (two on a CPU) compute one loss around a ring."""
     count = torch.cuda.device_count() or 2
     started = time.monotonic()
-    config = EvalRunConfig()
-    config = replace(config, launch=replace(config.launch, procs=count, timeout_s=TIMEOUT_S))
+    config = EvalRunConfig(launch=LaunchConfig(procs=count, timeout_s=TIMEOUT_S))
     error = local.start(config, "clipscale.tools.doctor:ring", count)["error"]
     seconds = time.monotonic() - started
     message = (

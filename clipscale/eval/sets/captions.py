@@ -49,7 +49,7 @@ def _images_beside(file: Path, names: Sequence[str]) -> list[ImageRef]:
     leaves = [PurePosixPath(name).name for name in names]
     near = file.parent
     places: list[Path] = []
-    missing: Sequence[str] = names
+    missing = names
     for folder in (near, *_folders(near), near.parent, *_folders(near.parent)):
         for paths in (names, leaves):
             absent = [path for path in paths if not (folder / path).is_file()]

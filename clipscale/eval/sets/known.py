@@ -39,8 +39,7 @@ class KnownSet:
 @cache
 def table() -> dict[str, Any]:
     """The content of known.yaml: `sets` and `suites`."""
-    content: dict[str, Any] = yaml.safe_load(resources.files(__package__).joinpath("known.yaml").read_text("utf-8"))
-    return content
+    return yaml.safe_load(resources.files(__package__).joinpath("known.yaml").read_text("utf-8"))
 
 
 @cache

@@ -36,27 +36,21 @@ def _name(path: Path) -> str:
 def load_set(path: Path) -> EvalSet:
     """Recognise the layout of `path` and load the set. Raises UserError, whatever is wrong with its files."""
     try:
-        return _load_set(path)
+        if not path.exists():
+            raise UserError(f"eval.sets: {path} does not exist; give the folder of a set, or a caption file")
+        if path.is_file() and path.suffix != ".json":
+            raise UserError(f"eval.sets: {path} is no caption file (.json); give the set's folder, unpacked")
+        if (path / "test" / "nshards.txt").is_file():
+            return shards.load(path)
+        if path.is_dir() and folders.has_class_folders(path):
+            return folders.load(path)
+        if tars := sorted(path.glob("*.tar")):
+            return shards.load_pairs(path, tars)
+        jsons = [path] if path.is_file() else list(path.glob("*.json"))
+        if len(jsons) == 1:
+            return captions.load(jsons[0])
     except (OSError, ValueError) as error:  # a file that cannot be read, or a text that is not UTF-8
         raise UserError(f"eval.sets: {path} cannot be read ({one_line(error)}); fetch it again") from error
-
-
-def _load_set(path: Path) -> EvalSet:
-    if not path.exists():
-        raise UserError(f"eval.sets: {path} does not exist; give the folder of a set, or a caption file")
-    if path.is_file():
-        if path.suffix != ".json":
-            raise UserError(f"eval.sets: {path} is no caption file (.json); give the set's folder, unpacked")
-        return captions.load(path)
-    if (path / "test" / "nshards.txt").is_file():
-        return shards.load(path)
-    if folders.has_class_folders(path):
-        return folders.load(path)
-    if tars := sorted(path.glob("*.tar")):
-        return shards.load_pairs(path, tars)
-    jsons = sorted(path.glob("*.json"))
-    if len(jsons) == 1:
-        return captions.load(jsons[0])
     raise UserError(
         f"eval.sets: {path} is none of the known layouts; it needs test/nshards.txt (CLIP_benchmark), shards of pairs "
         f"(*.tar), folders of images ({', '.join(IMAGE_SUFFIXES)}) named after their classes, or one caption JSON"

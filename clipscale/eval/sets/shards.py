@@ -62,15 +62,12 @@ def load_pairs(root: Path, tars: Sequence[Path]) -> PairSet:
     for shard in tars:
         for _, image, members in _samples(shard):
             with suppress(BrokenSampleError):
-                answers.append(captions_of(members, "json:captions" if has_captions(members) else "txt"))
+                listed = json_fields(members.get("json", b"{}")).get("captions")
+                answers.append(captions_of(members, "json:captions" if isinstance(listed, list) else "txt"))
                 images.append(image)
     if not images:
         raise UserError(f"eval.sets: {root} holds no picture with a caption (.txt, or `captions` in .json)")
     return PairSet(name=root.name, path=root, images=images, answers=answers)
-
-
-def has_captions(members: dict[str, bytes]) -> bool:
-    return isinstance(json_fields(members.get("json", b"{}")).get("captions"), list)
 
 
 def _dataset_type(root: Path) -> str:
