@@ -129,8 +129,11 @@ class Run:
         if step >= self.total:
             say(f"run={config.run} is complete at step {step}: nothing is left to train; more samples= go on with it")
         elif 0 < self.schedule.total <= self.schedule.warmup:
-            covered = f"covers all {self.schedule.total} steps of the run; give a share, as in schedule.warmup=5%"
-            say(f"warning: schedule.warmup={config.schedule.warmup} {covered}", error=True)
+            say(
+                f"warning: schedule.warmup={config.schedule.warmup} covers all {self.schedule.total} steps of the run; "
+                "give a share, as in schedule.warmup=5%",
+                error=True,
+            )
         log = MetricLog(
             folder,
             config.log,
@@ -168,8 +171,11 @@ class Run:
                 raise
             except SignalError as signal:  # on all ranks
                 self.save_at_once()
-                line = f"stopped by {Signals(signal.number).name} after step {self.step}"
-                raise StoppedError(f"{line}; go on with run={config.run} resume=auto", signal.number) from None
+                raise StoppedError(
+                    f"stopped by {Signals(signal.number).name} after step {self.step}; go on with run={config.run} "
+                    "resume=auto",
+                    signal.number,
+                ) from None
             finally:
                 self.stream.close()
                 self.saver.close()
@@ -197,7 +203,7 @@ class Run:
 
     def train_step(self) -> None:
         """One exact optimizer step over the global batch."""
-        state, cache, size = self.state, self.state.cache, self.config.batch
+        state, cache = self.state, self.state.cache
         phases = Phases(self.world.device)
         lr = self.schedule.apply(state.optimizer, self.step)
         state.optimizer.zero_grad()
@@ -233,7 +239,7 @@ class Run:
         record = {
             "step": self.step + 1,
             "samples": self.resolved.stage.seen(self.step + 1),
-            "batch": size,
+            "batch": self.config.batch,
             "loss": self.loss,
             "lr": lr,
             "grad_norm": grad_norm if finite else None,
@@ -263,8 +269,7 @@ class Run:
         if self.world.main and self.step == 0:
             write_samples(self.resolved.folder / SHEET, batch, self.state.model.tokenizer)
         batch.expect(self.state.reads(len(batch)))
-        resident = self.config.offload == "none"
-        images = ChunkLoader(batch.pixels, len(batch), self.world.device, resident=resident)
+        images = ChunkLoader(batch.pixels, len(batch), self.world.device, resident=self.config.offload == "none")
         return images, self.state.captions.input(batch, lambda _: self.agreement.values()[0])
 
     @contextmanager
@@ -358,5 +363,7 @@ class Run:
         self.saver.save(self.step, state, last=last or removed)
         self.saved_at = time.monotonic()
         if removed:
-            lost = "its folder was removed while it trained, with its records"
-            raise UserError(f"run={self.config.run}: {lost}; a new one holds step {self.step}: go on with resume=auto")
+            raise UserError(
+                f"run={self.config.run}: its folder was removed while it trained, with its records; a new one holds "
+                f"step {self.step}: go on with resume=auto"
+            )

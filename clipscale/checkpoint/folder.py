@@ -28,12 +28,13 @@ def make_folder(run: Path) -> None:
 def check_room(run: Path, size: int) -> None:
     """Raise UserError where the disk has no room for two checkpoints of `size` bytes: one that stays while the next is
     written. One that is there already counts."""
-    needed = size if checkpoints_of(run) else 2 * size
     there = next(path for path in (run, *run.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
-    if free < needed:
-        room = f"its disk has {format_bytes(free)} free, and two checkpoints take {format_bytes(size)} each"
-        raise UserError(f"run={run}: {room}; make room, or choose another run=PATH")
+    if free < (size if checkpoints_of(run) else 2 * size):
+        raise UserError(
+            f"run={run}: its disk has {format_bytes(free)} free, and two checkpoints take {format_bytes(size)} each; "
+            "make room, or choose another run=PATH"
+        )
 
 
 def remove_temporary(run: Path) -> None:

@@ -190,7 +190,6 @@ def load(
         raise UserError(f"checkpoint {path} does not exist")
     if not verified:
         verify(path)
-    values = read_values(path)
     reader = Reader(path)
     tensors: dict[str, Any] = {}
     for name, stored in reader.read_metadata().state_dict_metadata.items():
@@ -206,7 +205,7 @@ def load(
     if tensors:
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         dcp.load(tensors, storage_reader=reader, no_dist=True)
-    return join(values, tensors)
+    return join(read_values(path), tensors)
 
 
 def damaged(path: Path, error: BaseException) -> UserError:

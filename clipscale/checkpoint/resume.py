@@ -39,8 +39,7 @@ def to_resume(run: Path, resume: str, world: World) -> Path | None:
             world.on_main(partial(set_damaged_aside, damaged, candidate, rename=resume == "auto"))
             return candidate
     if damaged:
-        newest = damaged[candidates[0]]
-        raise UserError(f"resume={resume}: {newest}; no other can be read, begin another run=NAME")
+        raise UserError(f"resume={resume}: {damaged[candidates[0]]}; no other can be read, begin another run=NAME")
     return None
 
 

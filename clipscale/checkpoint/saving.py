@@ -60,11 +60,12 @@ class Saver:
         owners = shares({n: t.nbytes for n, t in tensors.items() if not isinstance(t, DTensor)}, self.world.size)
         rank = self.world.rank
         several = self.world.size > 1
-        text = values_text(values | {"step": step})
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # also in the thread that writes
         result = dcp.async_save(
             {name: tensor for name, tensor in tensors.items() if owners.get(name, rank) == rank},
-            storage_writer=Writer(self._temporary(step), text, partial(self._complete, step)),
+            storage_writer=Writer(
+                self._temporary(step), values_text(values | {"step": step}), partial(self._complete, step)
+            ),
             process_group=self.world.background if several else None,
             async_stager=self._stager,
             no_dist=not several,
@@ -89,9 +90,8 @@ class Saver:
             reasons = [cause.strerror or cause for cause, _ in error.failures.values() if isinstance(cause, OSError)]
             if not reasons:
                 raise
-            path = folder.path_of(self.run, step)
             raise UnwritableError(
-                f"checkpoint {path} could not be written ({reasons[0]}); earlier ones stay"
+                f"checkpoint {folder.path_of(self.run, step)} could not be written ({reasons[0]}); earlier ones stay"
             ) from error
 
     def close(self) -> None:
@@ -173,8 +173,12 @@ class Writer(dcp.FileSystemWriter):
         """On rank 0, when all ranks have written: torch's metadata, then ours. Raises OSError."""
         super().finish(metadata, results)
         path = Path(self.path)
-        written = [result for rank in results for result in rank if isinstance(result, Written)]
-        files = {result.storage_data.relative_path: result.file for result in written}
+        files = {
+            result.storage_data.relative_path: result.file
+            for rank in results
+            for result in rank
+            if isinstance(result, Written)
+        }
         files[".metadata"] = sum_of(path / ".metadata")
         with (path / META).open("w") as file:
             file.write(meta_text(self._values, files))

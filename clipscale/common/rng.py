@@ -22,8 +22,9 @@ class RandomState:
     def now(device: torch.device | None = None) -> "RandomState":
         """The present state. Without `device`, that of the current GPU if one is in use."""
         on_gpu = torch.cuda.is_initialized() if device is None else device.type == "cuda"
-        cuda = torch.cuda.get_rng_state(device or "cuda") if on_gpu else None
-        return RandomState(torch.get_rng_state(), cuda, device)
+        return RandomState(
+            torch.get_rng_state(), torch.cuda.get_rng_state(device or "cuda") if on_gpu else None, device
+        )
 
     def restore(self) -> None:
         """Continue from this state."""

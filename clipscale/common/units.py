@@ -21,7 +21,7 @@ def run_folder(name: str) -> Path:
 def unused(folder: Path) -> Path:
     """The folder, or if it exists, the first free one with a number appended."""
     numbered = (folder.with_name(f"{folder.name}-{i}") for i in range(2, 10_000))
-    return folder if not folder.exists() else next(path for path in numbered if not path.exists())
+    return next(path for path in (folder, *numbered) if not path.exists())
 
 
 def parse_count(text: str) -> int:

@@ -59,8 +59,7 @@ def policy(tower: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolicy:
     """
     if dtype == torch.float32 or not PER_PARAMETER:
         return MixedPrecisionPolicy()
-    kinds = (nn.Linear, _ConvNd, nn.MultiheadAttention)
-    layers = [module for module in tower.modules() if isinstance(module, kinds)]
+    layers = [module for module in tower.modules() if isinstance(module, nn.Linear | _ConvNd | nn.MultiheadAttention)]
     cast = {id(p) for layer in layers for p in layer.parameters(recurse=False)}
     cast -= {id(module.weight) for module in tower.modules() if isinstance(module, nn.Embedding)}  # tied weights
 

@@ -160,8 +160,9 @@ class World:
                 raise
             silent, first = self.silent_ranks()
             names = ", ".join(map(str, silent)) or "unknown"
-            line = f"timed out: rank {names} of {self.size} does not answer ({first_line(error)})"
-            raise LostRankError(line, first=first) from error
+            raise LostRankError(
+                f"timed out: rank {names} of {self.size} does not answer ({first_line(error)})", first=first
+            ) from error
         finally:
             for group in groups:
                 set_timeout(self.timeout, group)
@@ -228,8 +229,8 @@ _BUFFERS = next(
 
 
 def _sum(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])
+    reduced = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return reduced.then(lambda future: future.value()[0])
 
 
 def join(device: str, timeout_s: float = TIMEOUT.total_seconds()) -> World:

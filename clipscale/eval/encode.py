@@ -43,8 +43,7 @@ def join(parts: Sequence[Tensor], count: int, batch: int, world: World) -> Tenso
     """The rows of all batches on every rank, in order: (count, ...). `parts`: the rows of this rank's `spans`."""
     batch = min(batch, count)
     rows = torch.stack([torch.cat([part, part.new_zeros(batch - len(part), *part.shape[1:])]) for part in parts])
-    joined = world.gather_rows(rows)
-    ordered = joined.view(world.size, len(parts), *rows.shape[1:]).transpose(0, 1)
+    ordered = world.gather_rows(rows).view(world.size, len(parts), *rows.shape[1:]).transpose(0, 1)
     return ordered.reshape(-1, *rows.shape[2:])[:count]
 
 
@@ -76,8 +75,7 @@ class Encoder:
         """Features (N, D) of all texts, on every rank."""
 
         def features(span: range) -> Tensor:
-            tokens = self.model.tokenizer([texts[i] for i in span])
-            return F.normalize(self.text(tokens).float(), dim=-1)
+            return F.normalize(self.text(self.model.tokenizer([texts[i] for i in span])).float(), dim=-1)
 
         return self.joined(len(texts), self.batch, "captions", features)
 
@@ -123,8 +121,8 @@ class Encoder:
         batches = spans(len(eval_set), self.batch, self.world)
         blank = torch.zeros(3, transform.side, transform.side, dtype=torch.uint8)
         with ThreadPoolExecutor(self.threads) as pool:
-            decoded_batches = ahead(pool, pixels_of, batches)
-            for span, (_, decoded) in zip(self.counted(batches, f"{eval_set.label}'s pictures"), decoded_batches):
+            counted = self.counted(batches, f"{eval_set.label}'s pictures")
+            for span, (_, decoded) in zip(counted, ahead(pool, pixels_of, batches)):
                 self.before_batch()
                 usable = torch.tensor([pixels is not None for pixels in decoded], device=device, dtype=torch.bool)
                 pixels = torch.stack([blank if p is None else p for p in decoded or [None]]).to(device)

@@ -89,8 +89,9 @@ def evaluate(
     Raises UserError for sets that cannot be used, and OSError where `file` cannot be written.
     """
     sets = check(config, world)
-    threads = min(8, cores_of_rank())
-    encoder = Encoder(model, world, autocast, config.batch, threads, before_batch, progress, config.loss_batch)
+    encoder = Encoder(
+        model, world, autocast, config.batch, min(8, cores_of_rank()), before_batch, progress, config.loss_batch
+    )
     results: Results = {}
     with torch.no_grad(), ExitStack() as stack:
         stack.callback(model.train, model.training)

@@ -45,9 +45,8 @@ def suite_sets(suite: str, root: str | None) -> list[EvalSet]:
     Raises UserError if there are none, and for a set that cannot be used."""
     if root is None:
         raise UserError(f"eval.suite={suite} needs eval.root=DIR, the folder with its sets")
-    folder = Path(root).expanduser().absolute()
     entries = [known_sets()[name] for name in table()["suites"][suite]["sets"]]
-    places = [known.find(folder) for known in entries]
+    places = [known.find(Path(root).expanduser().absolute()) for known in entries]
     sets = [_known_set(known, place) for known, place in zip(entries, places) if place]
     if not sets:
         raise UserError(

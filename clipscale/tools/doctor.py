@@ -46,8 +46,8 @@ def main(_: object = None) -> int:
 
 
 def devices() -> Iterator[Finding]:
-    here = environment()
-    yield "ok", ", ".join(f"{name} {version}" for name, version in here["versions"].items() if version)
+    versions = environment()["versions"]
+    yield "ok", ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     driver = shutil.which("nvidia-smi") or Path("/proc/driver/nvidia/version").exists()
     yield "ok", f"{format_bytes(free_memory())} of host memory are free for this process"
     if not torch.cuda.is_available() and driver:
@@ -70,9 +70,9 @@ def loss() -> Iterator[Finding]:
     started = time.monotonic()
     config = EvalRunConfig(launch=LaunchConfig(procs=count, timeout_s=TIMEOUT_S))
     error = local.start(config, "clipscale.tools.doctor:ring", count)["error"]
-    seconds = time.monotonic() - started
     message = (
-        f"{count} processes, {seconds:.0f} s with their start; their gradient differs from float64's by {error:.0e}"
+        f"{count} processes, {time.monotonic() - started:.0f} s with their start; their gradient differs from "
+        f"float64's by {error:.0e}"
     )
     if error <= ALLOWED:  # false for NaN too
         yield "ok", message
@@ -95,8 +95,8 @@ def ring(config: EvalRunConfig) -> dict[str, float]:
 def loss_error(world: World) -> float:
     """Largest error of this rank's part of the float32 gradient, over the largest entry of the dense float64 one."""
     generator = torch.Generator().manual_seed(0)
-    shape = (2, PAIRS * world.size, WIDTH)
-    whole = F.normalize(torch.randn(shape, generator=generator, dtype=torch.float64), dim=-1).requires_grad_()
+    entries = torch.randn(2, PAIRS * world.size, WIDTH, generator=generator, dtype=torch.float64)
+    whole = F.normalize(entries, dim=-1).requires_grad_()
     dense_contrastive_loss(whole[0], whole[1], SCALE).backward()
     rows = slice(PAIRS * world.rank, PAIRS * (world.rank + 1))
     features = whole.detach()[:, rows].float().to(world.device).requires_grad_()

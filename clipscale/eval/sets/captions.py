@@ -22,8 +22,9 @@ def load(file: Path) -> RetrievalSet:
     answers = {name: texts for name, texts in captions_of.items() if texts}
     if not answers:
         raise UserError(f"eval.sets: {file} holds no image with captions in its test split")
-    images = _images_beside(file, list(answers))
-    return RetrievalSet(name=file.stem, path=file, images=images, answers=list(answers.values()))
+    return RetrievalSet(
+        name=file.stem, path=file, images=_images_beside(file, list(answers)), answers=list(answers.values())
+    )
 
 
 def _karpathy(record: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
@@ -48,16 +49,13 @@ def _images_beside(file: Path, names: Sequence[str]) -> list[ImageRef]:
             raise UserError(f"eval.sets: {file} names {name!r}, which lies outside the set; fetch it again")
     leaves = [PurePosixPath(name).name for name in names]
     near = file.parent
-    places: list[Path] = []
     missing = names
     for folder in (near, *_folders(near), near.parent, *_folders(near.parent)):
         for paths in (names, leaves):
             absent = [path for path in paths if not (folder / path).is_file()]
-            if len(absent) < len(missing):
-                missing = absent
-                places = [folder / path for path in paths]
-        if not missing:
-            return [ImageRef(place) for place in places]
+            if not absent:
+                return [ImageRef(folder / path) for path in paths]
+            missing = min(missing, absent, key=len)
     raise UserError(
         f"eval.sets: {len(missing)} of {len(names)} images of {file} are missing, such as {missing[0]}; put them into "
         "one folder beside it"

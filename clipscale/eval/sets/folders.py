@@ -35,9 +35,9 @@ def load(root: Path) -> ClassificationSet:
     label_of = {folder: int(folder) if numbers else place for place, folder in enumerate(folders)}
     names = _classnames(root, folders, numbers=numbers)
     if max(label_of.values()) >= len(names) or (not numbers and len(names) != len(folders)):
-        highest = "" if not numbers else f", up to the number {max(label_of.values())},"
         raise UserError(
-            f"eval.sets: {root} has {len(folders)} class folders{highest} but {len(names)} lines in {CLASSNAMES}"
+            f"eval.sets: {root} has {len(folders)} class folders, labels up to {max(label_of.values())}, but "
+            f"{len(names)} lines in {CLASSNAMES}"
         )
     by_label = sorted(folders, key=label_of.__getitem__)
     files = [file for folder in by_label for file in sorted((root / folder).iterdir()) if _is_image(file)]

@@ -80,6 +80,9 @@ class EvalSet(ABC):
             return self
         by_class = sorted(range(len(self)), key=self.class_of)
         chosen = sorted(by_class[i * len(self) // limit] for i in range(limit))
-        images = [self.images[i] for i in chosen]
-        answers = [self.answers[i] for i in chosen]
-        return replace(self, images=images, answers=answers, marks=(f"limit {limit}", *self.marks))
+        return replace(
+            self,
+            images=[self.images[i] for i in chosen],
+            answers=[self.answers[i] for i in chosen],
+            marks=(f"limit {limit}", *self.marks),
+        )
