@@ -172,13 +172,13 @@ def _loss(arguments: Arguments, choices: Choices) -> Tensor:
             widths = tuple((a.shape[1], float(t)) for a, _, t in arguments.teachers)
             objective = Distillation((0.5, 0.5), log_sum_exps=1 + len(widths), teachers=widths)
         backend = _chosen_backend(choices.backend, objective, module, inputs, machine)
-    except ValueError as error:
+    except ValueError:
         if comm is not None and choices.check:
-            comm.agree([0] * len(FACTS), FACTS, error, device)
+            comm.agree(FACTS, None, device)
         raise
     if comm is not None and choices.check:
         number = list(OBJECTIVES).index(choices.objective)
-        comm.agree(inputs.facts(number, choices.exchange, choices.shared), FACTS, None, device)
+        comm.agree(FACTS, inputs.facts(number, choices.exchange, choices.shared), device)
     inputs = with_shares(inputs, comm, positive=choices.shared == "positive" or choices.captions > 1)
     if backend == "triton":
         inputs = inputs.padded(WIDTH_STEP)
@@ -226,7 +226,7 @@ def _exchange(name: str, comm: Communicator | None, inputs: Inputs, machine: Mac
     if name == "replicated":
         return Replicated(comm)
     if name == "nodes" and nodes > 1:
-        return Ring.between_nodes(comm, nodes)
+        return Ring(comm, nodes)
     return Ring(comm) if name == "ring" else Gather(comm)
 
 

@@ -219,13 +219,12 @@ def _gradient_dtype(call: LossCall, features: Tensor) -> torch.dtype:
 @contextlib.contextmanager
 def _arithmetic(call: LossCall, device: torch.device) -> Iterator[None]:
     """Autocast off, since features are cast already, and float32 matmuls in IEEE precision on CUDA."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.autocast(device.type, enabled=False))
-        # A module keeps the caller's setting. Half-precision numbers widened to float32 multiply exactly in TF32, too.
-        if device.type == "cuda" and call.similarity.homogeneous:
-            beside = [side["teachers"].dtype for side in call.inputs.beside if "teachers" in side]
-            types = [call.inputs.dtype, *beside]
-            stack.enter_context(float32_matmuls("tf32" if all(x.itemsize == 2 for x in types) else "ieee"))
+    matmuls: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    # A module keeps the caller's setting. Half-precision numbers widened to float32 multiply exactly in TF32, too.
+    if device.type == "cuda" and call.similarity.homogeneous:
+        types = [call.inputs.dtype, *(side["teachers"].dtype for side in call.inputs.beside if "teachers" in side)]
+        matmuls = float32_matmuls("tf32" if all(x.itemsize == 2 for x in types) else "ieee")
+    with torch.autocast(device.type, enabled=False), matmuls:
         yield
 
 

@@ -88,14 +88,12 @@ class Communicator:
         dist.all_reduce(x, op, group=self.group)
         return x
 
-    def agree(
-        self, facts: Sequence[int], names: Sequence[str], problem: Exception | None, device: torch.device
-    ) -> None:
+    def agree(self, names: Sequence[str], facts: Sequence[int] | None, device: torch.device) -> None:
         """Raise ValueError if another rank has a problem, or if the ranks differ in one of the named facts. Otherwise
-        the others would wait for a rank that raises, or that brings another batch size."""
-        mine = torch.tensor([problem is not None, *facts], dtype=torch.int64, device=device)
+        the others would wait for a rank that raises, or that brings another batch size. None: of a rank that raises."""
+        mine = torch.tensor([facts is None, *(facts or [0] * len(names))], dtype=torch.int64, device=device)
         failed, *gathered = self.gather(mine).view(self.size, -1).T.tolist()
-        if problem is not None:
+        if facts is None:
             return
         faulty = [str(rank) for rank, has_failed in enumerate(failed) if has_failed]
         if faulty:
@@ -231,19 +229,14 @@ class Gather(Grouped):
 class Ring(Grouped):
     """Rows stay. Columns travel from rank to rank, and their sums follow one hop behind."""
 
-    def __init__(
-        self, communicator: Communicator, ring: Communicator | None = None, inner: Single | None = None
-    ) -> None:
-        """`ring`: the ranks that columns travel over, None: all. `inner`: how the others see what arrives."""
+    def __init__(self, communicator: Communicator, nodes: int = 1) -> None:
+        """Of several `nodes`, columns travel to a rank's like in the others, and are gathered in each."""
         super().__init__(communicator)
-        self.ring = ring or communicator
-        self.inner = inner or Single()
-
-    @classmethod
-    def between_nodes(cls, communicator: Communicator, nodes: int) -> "Ring":
-        """Each rank's columns travel to its like in the other nodes, and are gathered in each."""
-        outer, inner = grid(communicator.group, nodes)
-        return cls(communicator, outer, Gather(inner) if inner.size > 1 else None)
+        self.ring = communicator
+        self.inner = Single()
+        if nodes > 1:
+            self.ring, node = grid(communicator.group, nodes)
+            self.inner = Gather(node) if node.size > 1 else self.inner
 
     def sweep(self, cols: RowBlock, sums: Sequence[Sums], visit: Visit) -> list[Tensor]:
         behind: Transfer | None = None
