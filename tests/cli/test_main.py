@@ -30,8 +30,9 @@ def test_the_overview_lists_the_verbs_that_begin_with_the_words(cli: Cli, words:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_help_lists_every_declared_key(cli: Cli, verb: str) -> None:
+def test_help_lists_every_declared_key(cli: Cli, verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the help of the verb or of a section."""
+    monkeypatch.setenv("COLUMNS", "120")
     settings = VERBS[verb].settings
     status, out, _ = cli(*verb.split(), "--help")
     assert status == 0

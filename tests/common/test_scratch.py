@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,9 +23,16 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def started(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
+def short() -> Iterator[Path]:
+    """A folder of a short path: a socket's has at most 107 characters."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def started(short: Path) -> Iterator[list[subprocess.Popen[str]]]:
     """Two processes with temporary files, each the first of its group."""
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    environment = os.environ | {"TMPDIR": str(short)}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", HOLD],
@@ -46,7 +54,7 @@ def left(folder: Path) -> int:
     return len(list(folder.glob("*"))) + len(list(Path("/dev/shm").glob(f"sem.{folder.name}-*")))
 
 
-def test_a_killed_groups_files_go_with_the_next_start(tmp_path: Path, started: list[subprocess.Popen[str]]) -> None:
+def test_a_killed_groups_files_go_with_the_next_start(short: Path, started: list[subprocess.Popen[str]]) -> None:
     folders = []
     for process in started:
         assert process.stdout
@@ -55,15 +63,15 @@ def test_a_killed_groups_files_go_with_the_next_start(tmp_path: Path, started: l
     killed, living = folders
     held = [left(folder) for folder in folders]
     assert held == [4, 4], "a lock, a socket, two semaphores"
-    others = tmp_path / "clipscale-of-something-else"
+    others = short / "clipscale-of-something-else"
     others.mkdir()
     os.killpg(started[0].pid, signal.SIGKILL)
     started[0].wait()
     assert left(killed) == 4
     code = "from clipscale.common.scratch import scratch; scratch()"
-    subprocess.run([sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(tmp_path)}, check=True)
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(short)}, check=True)
     assert left(killed) == 0 and left(living) == 4
-    assert sorted(tmp_path.iterdir()) == sorted([living, others])
+    assert sorted(short.iterdir()) == sorted([living, others])
     started[1].communicate()
     assert left(living) == 0
-    assert list(tmp_path.iterdir()) == [others]
+    assert list(short.iterdir()) == [others]

@@ -127,14 +127,19 @@ def test_a_long_caption_is_cut_before_it_is_tokenised() -> None:
 def test_secrets_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: str, capsys: Cap) -> None:
     monkeypatch.setenv("CLIPSCALE_ENV_READ", "")
     monkeypatch.setenv("SECRET_SHARDS", shards)
-    words = [*TINY, "data.train=${oc.env:SECRET_SHARDS}", f"run={tmp_path}/run", "eval.root=https://me:pass@host/x"]
+    words = [
+        *TINY,
+        "data.train=${oc.env:SECRET_SHARDS}",
+        f"run={tmp_path}/run",
+        "expected.source=https://me:pass@host/x",
+    ]
     assert main(["train", *words]) == 0
     written = [
         path.read_text() for path in (tmp_path / "run").glob("*.*") if path.suffix in (".yaml", ".json", ".jsonl")
     ]
     assert len(written) >= 3 and not any(shards in text or "me:pass" in text for text in written)
     config = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
-    assert config["data"]["train"] == ["${oc.env:SECRET_SHARDS}"] and config["eval"]["root"] == "https://host/x"
+    assert config["data"]["train"] == ["${oc.env:SECRET_SHARDS}"] and config["expected"]["source"] == "https://host/x"
     assert restored(config["data"]["train"]) == [shards]
     assert hidden(json.loads(json.dumps({"a": [f"see {shards}", 3]}))) == {"a": ["see ${oc.env:SECRET_SHARDS}", 3]}
     assert main(["train", *TINY, f"data.train={shards}", "resume=https://me:pass@host/x"]) == 2

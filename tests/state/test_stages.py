@@ -235,6 +235,6 @@ def test_stages_on_two_ranks_follow_the_curve_of_one(shards: str, tmp_path: Path
 def test_epochs_of_too_few_samples_are_said_as_epochs(shards: str, tmp_path: Path) -> None:
     """Nobody has typed `samples`."""
     config = replace(small(shards, tmp_path / "run"), samples=None, epochs=0.1)
-    message = r"epochs=0\.1 of the \d+ samples in data\.train make \d+, less than one batch=12"
+    message = r"batch=12: the \d+ samples in data\.train make \d+ in epochs=0\.1, less than one batch"
     with pytest.raises(UserError, match=message):
         train(config)

@@ -68,7 +68,7 @@ def config_of(shard: str, run: Path, shared: str = "mask", k: int = 1, **given: 
 def one_step(rank: int, world: int, config: TrainConfig) -> tuple[Any, ...]:
     """Weights before a float64 step, its gradients and value, and this rank's pixels, tokens, keys and teachers."""
     cpu = torch.device("cpu")
-    with mock.patch.object(train_state, "build_model", lambda config: build_model(config).double()):
+    with mock.patch.object(train_state, "build_model", lambda config, **given: build_model(config, **given).double()):
         run = Run(config, World(rank, world, cpu))
     for _ in range(1 + (config.cache.keep != "none")):  # the first step measures graphs
         weights = {name: whole(value).detach().clone() for name, value in run.state.model.state_dict().items()}

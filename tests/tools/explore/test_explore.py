@@ -16,6 +16,7 @@ from PIL import Image
 
 from clipscale.common.errors import UserError
 from clipscale.tools.explore import search, verb
+from clipscale.tools.explore.settings import check_explore
 from tests.data.files import picture
 from tests.tools.explore.conftest import client, config
 
@@ -80,7 +81,7 @@ def test_a_folder_with_features_of_another_model_is_refused(place: Path) -> None
     with pytest.raises(UserError, match=r"of-a: has no features of b, step 7; embed the set with that model"):
         verb.prepared(config(place, "of-a", run=str(place / "b")))
     with pytest.raises(UserError, match="give one folder of `clipscale embed`"):
-        verb.main(config(place, "of-a", "of-b"))
+        check_explore(config(place, "of-a", "of-b"))
 
 
 def test_large_and_foreign_bodies_are_refused(page: Any, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
