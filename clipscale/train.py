@@ -20,6 +20,7 @@ from clipscale import checkpoint
 from clipscale.common import files
 from clipscale.common.errors import DataError, StoppedError, UserError, first_line
 from clipscale.common.phases import Phases, Readback
+from clipscale.common.record import Record
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import say
 from clipscale.config.train import RESULT, TrainConfig, changes_since, samples_of, to_yaml
@@ -50,7 +51,7 @@ STEPS = 10
 """From the second step on ranks wait for each other as long as so many of the slowest step take."""
 
 
-def train(config: TrainConfig) -> dict[str, Any]:
+def train(config: TrainConfig) -> Record:
     """Train as configured, from the start or from the newest checkpoint, and evaluate at the end.
 
     Returns {"run": folder, "step": steps done, "loss": last loss, "eval": results by set}, the same on every rank.
@@ -146,7 +147,7 @@ class Run:
         log.message(self.stream.memory)
         return log
 
-    def go(self) -> dict[str, Any]:
+    def go(self) -> Record:
         """All steps that are left, and the evaluation at the end."""
         config, results = self.config, {}
         # to the end of the last save: schedulers and launchers send their signals more than once
@@ -310,7 +311,7 @@ class Run:
         late = self.world.main and 0 < seconds < time.monotonic() - self.saved_at
         self.agreement = self.world.highest_later(chunks, int(late))
 
-    def evaluate(self) -> dict[str, Any]:
+    def evaluate(self) -> Record:
         """Zero-shot and retrieval metrics of the model as it is now, also written to RUN/eval/step_N.json."""
         state, config = self.state, self.config
         self.records.finish()

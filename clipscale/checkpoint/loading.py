@@ -20,13 +20,14 @@ from torch.distributed.tensor import DTensor
 
 from clipscale.common.errors import UserError, first_line
 from clipscale.common.hardware import cores
+from clipscale.common.record import Record
 
 META = "meta.json"
 FORMAT = 1
 SEPARATOR = "/"
 BLOCK = 2**24
 """Bytes that are read at a time for a checksum."""
-State = dict[str, Any]
+State = Record
 
 
 # ---- a state and its parts ----
@@ -80,10 +81,10 @@ def meta_text(values: str, files: Mapping[str, tuple[int, int]]) -> str:
     return f'{{"crc32": {zlib.crc32(text.encode())}, "meta": {text}}}\n'
 
 
-def read_meta(path: Path) -> dict[str, Any]:
+def read_meta(path: Path) -> Record:
     """What `meta_text` has written: `files` and `values`. Raises UserError."""
 
-    def decoded(node: dict[str, Any]) -> Any:
+    def decoded(node: Record) -> Any:
         if node.keys() == {"base64"}:
             return torch.from_numpy(np.frombuffer(base64.b64decode(node["base64"]), np.uint8).copy())
         return getattr(torch, node["dtype"]) if node.keys() == {"dtype"} else node
@@ -191,7 +192,7 @@ def load(
     if not verified:
         verify(path)
     reader = Reader(path)
-    tensors: dict[str, Any] = {}
+    tensors: Record = {}
     for name, stored in reader.read_metadata().state_dict_metadata.items():
         keys = name.split(SEPARATOR)
         if parts is None or keys[0] in parts:

@@ -4,11 +4,11 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from clipscale.checkpoint import folder
 from clipscale.checkpoint.loading import verify
 from clipscale.common.errors import UserError
+from clipscale.common.record import Record
 from clipscale.config.train import TrainConfig
 from clipscale.distributed.world import World
 
@@ -67,9 +67,7 @@ def set_damaged_aside(damaged: dict[Path, str], used: Path, *, rename: bool) -> 
         log.warning("%s%s; the run goes on from %s", reason, renamed, used.name)
 
 
-def check_fits(
-    saved: dict[str, Any] | None, run: Path, config: TrainConfig, samples_before: Callable[[int], int]
-) -> None:
+def check_fits(saved: Record | None, run: Path, config: TrainConfig, samples_before: Callable[[int], int]) -> None:
     """Raise UserError where a run with these settings cannot go on from a checkpoint.
 
     `saved`: the checkpoint's values; None: the run begins. `samples_before(step)`: the number

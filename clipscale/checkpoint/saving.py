@@ -7,7 +7,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, Metadata, SavePlan, SavePlanner
@@ -20,6 +19,7 @@ from clipscale.checkpoint import folder
 from clipscale.checkpoint.loading import META, meta_text, split, sum_of, values_text
 from clipscale.common.errors import UserError, first_line
 from clipscale.common.files import sync_folder
+from clipscale.common.record import Record
 from clipscale.common.terminal import say
 from clipscale.config.sections import CheckpointConfig
 from clipscale.distributed.world import World
@@ -46,7 +46,7 @@ class Saver:
         pinned = world.device.type == "cuda"
         self._stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
 
-    def save(self, step: int, state: dict[str, Any], *, last: bool = False) -> None:
+    def save(self, step: int, state: Record, *, last: bool = False) -> None:
         """Begin to write `state` as the checkpoint at `step`, when the one before is complete. Wait for the `last`.
 
         `state`: a tree of dictionaries with plain values and tensors. Tensors below a dictionary are the same on every

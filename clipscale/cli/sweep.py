@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from clipscale.cli import compose
 from clipscale.cli import train as cli_train
 from clipscale.common.errors import StoppedError, UserError
+from clipscale.common.record import Record
 from clipscale.common.terminal import report, say
 from clipscale.common.units import run_folder, unused
 from clipscale.config.train import TrainConfig, to_yaml
@@ -46,7 +46,7 @@ def main(name: str, line: Namespace) -> int:
     if line.cfg:
         return 0
     os.environ.setdefault("WANDB_RUN_GROUP", folder.name)  # wandb shows the runs as one group
-    results: list[dict[str, Any]] = []
+    results: list[Record] = []
     try:
         for number, config in enumerate(configs):
             run = Path(config.run).name
@@ -67,7 +67,7 @@ def folder_name(combination: Sequence[str]) -> str:
     return name if len(name) <= 100 else f"{name[:90]}-{zlib.crc32(varying.encode()):08x}"
 
 
-def train(config: TrainConfig) -> dict[str, Any]:
+def train(config: TrainConfig) -> Record:
     """The result of one run, in processes of its own, or its error: a failure does not end the sweep, a signal does."""
     try:
         return cli_train.main(config, isolated=True)
@@ -78,7 +78,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
         return {"error": str(error)}
 
 
-def show(results: Sequence[dict[str, Any]], folder: Path) -> None:
+def show(results: Sequence[Record], folder: Path) -> None:
     """Print a row for each run, with its error if it failed, and the results of all."""
     rows = [
         (r["name"], str(r.get("step", "")), f"{r['loss']:.4f}" if "loss" in r else "", r.get("error", "done"))

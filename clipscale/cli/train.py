@@ -2,8 +2,8 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
+from clipscale.common.record import Record
 from clipscale.common.terminal import say
 from clipscale.config.eval import check_places
 from clipscale.config.stages import stages_of
@@ -31,19 +31,19 @@ def check(config: TrainConfig) -> None:
             samples_of(stage, epoch)
 
 
-def finished(config: TrainConfig) -> dict[str, Any] | None:
+def finished(config: TrainConfig) -> Record | None:
     """What the run returned, from its folder, if it is complete with these settings; None: there is work to do."""
     folder = Path(config.run)
     if config.resume != "auto" or not (folder / RESULT).is_file():
         return None
-    result: dict[str, Any] = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+    result: Record = json.loads((folder / RESULT).read_text(encoding="utf-8"))
     described = ("model.preprocess",) if config.model.weights else ()  # by the weights
     changes = [change for change in changes_since(folder / "config.yaml", config) if not change.startswith(described)]
     saved = folder / "checkpoints" / f"step_{result['step']:08d}"
     return result if saved.is_dir() and not changes else None
 
 
-def main(config: TrainConfig, *, isolated: bool = False) -> dict[str, Any]:
+def main(config: TrainConfig, *, isolated: bool = False) -> Record:
     """Say whether the run fits this machine, then start it. torchrun's workers start without a plan.
 
     `isolated`: in processes of its own, also if it is one. Raises as `launch.local.run` does, and UserError for a run

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, get_args
 import yaml
 
 from clipscale.common.errors import UserError
+from clipscale.common.record import Record
 from clipscale.common.units import nearest, one_of, parse_count
 from clipscale.config.setting import Setting, nested, settings_of
 from clipscale.config.stages import SETTINGS
@@ -23,12 +24,12 @@ MEANT: dict[str, str] = yaml.safe_load((Path(__file__).parent / "meant.yaml").re
 BOUNDS = {"least": (ge, "at least"), "above": (gt, "more than"), "below": (lt, "less than"), "most": (le, "at most")}
 
 
-def typed(declared: type[T], values: dict[str, Any], prefix: str = "", ignored: Iterable[str] = ()) -> T:
+def typed(declared: type[T], values: Record, prefix: str = "", ignored: Iterable[str] = ()) -> T:
     """Plain nested values as the dataclass `declared`; what is not given has its default. `prefix`: of the names in
     messages. `ignored`: names that may have values all the same. Raises UserError."""
     settings = {setting.name: setting for setting in settings_of(declared, prefix)}
 
-    def build(section: type, values: dict[str, Any], prefix: str) -> Any:
+    def build(section: type, values: Record, prefix: str) -> Any:
         inside, arguments = nested(section), {}
         for name, value in values.items():
             key = f"{prefix}{name}"
@@ -45,7 +46,7 @@ def typed(declared: type[T], values: dict[str, Any], prefix: str = "", ignored: 
             built.check()
         return built
 
-    def staged(number: int, values: Any) -> dict[str, Any]:
+    def staged(number: int, values: Any) -> Record:
         keys = {key: settings[name] for key, name in SETTINGS.items()}
         keys["optimizer"] = Setting("", str, "continue", "", choices=("continue", "restart"))
         if not isinstance(values, dict) or values.keys() - keys:

@@ -2,9 +2,9 @@
 
 import re
 from dataclasses import dataclass, field
-from typing import Any
 
 from clipscale.common.errors import UserError
+from clipscale.common.record import Record
 from clipscale.common.units import nearest, parse_count, parse_memory
 from clipscale.config.libraries import architectures, optimizers
 from clipscale.config.parse import typed
@@ -97,7 +97,7 @@ class OptimConfig:
         "When the loss or gradient is not finite: `stop` before the weights change, or `skip` the step (10 in a row).",
         choices=("stop", "skip"),
     )
-    options: dict[str, Any] = setting({}, "Further keyword arguments of timm's factory.")
+    options: Record = setting({}, "Further keyword arguments of timm's factory.")
 
     def check(self) -> None:
         """Raises UserError for a name that timm does not know."""
@@ -258,7 +258,7 @@ class ModelConfig:
     """Which encoders are trained, and which parts are frozen."""
 
     name: str = setting("ViT-B-32", "An open_clip architecture, or any name if `architecture` describes one.")
-    architecture: dict[str, Any] = setting(
+    architecture: Record = setting(
         {}, "open_clip's model description (embed_dim, vision_cfg, text_cfg); empty: the one registered under `name`."
     )
     weights: str | None = setting(
@@ -289,7 +289,7 @@ class ModelConfig:
         None, "Initial logit scale (the factor, not its logarithm); null: the architecture's, 1/0.07 for CLIP.", above=0
     )
     init_bias: float | None = setting(None, "Initial logit bias, -10 for the sigmoid loss; null: the architecture's.")
-    preprocess: dict[str, Any] = setting(
+    preprocess: Record = setting(
         {},
         "How pictures are prepared, as open_clip's preprocess_cfg: mean, std, resize_mode (shortest, squash, longest), "
         "interpolation (bicubic, bilinear); empty: as for the weights, else as CLIP's.",

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from clipscale.common.errors import UserError
+from clipscale.common.record import Record
 
 T = TypeVar("T")
 SETTINGS = {
@@ -32,7 +33,7 @@ def changed(config: Any, name: str, value: Any) -> Any:
     return replace(config, **{head: changed(getattr(config, head), rest, value) if rest else value})
 
 
-def total_samples(stages: list[dict[str, Any]], samples: int | None, epochs: float | None) -> int | None:
+def total_samples(stages: list[Record], samples: int | None, epochs: float | None) -> int | None:
     """The samples of a run's stages; of the run, if it has none. Raises UserError for another sum."""
     lengths: list[Any] = [stage.get("samples") for stage in stages]
     if stages and (None in lengths or epochs is not None or samples not in (None, sum(lengths))):

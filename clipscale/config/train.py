@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from clipscale.common.errors import UserError
+from clipscale.common.record import Record
 from clipscale.common.units import format_count, run_folder, unused
 from clipscale.config import sections
 from clipscale.config.data import DataConfig
@@ -32,7 +33,7 @@ class TrainConfig:
     batch: int = setting(256, "Pairs per optimizer step, over all processes.", least=1)
     samples: int | None = setting(None, "Length of the run in pairs.", least=1)
     epochs: float | None = setting(None, "Length of the run in epochs of the data; 32 if no length is given.", above=0)
-    stages: list[dict[str, Any]] = setting(
+    stages: list[Record] = setting(
         [],
         "Parts of the run with their own samples, batch, image_size, context_length, text, patch_dropout, lr, warmup, "
         "final, loss, and optimizer (`continue`, `restart`): [{samples:1M,image_size:112},{samples:64k}].",
@@ -63,7 +64,7 @@ class TrainConfig:
     log: sections.LogConfig = field(default_factory=sections.LogConfig)
     checkpoint: sections.CheckpointConfig = field(default_factory=sections.CheckpointConfig)
     launch: sections.LaunchConfig = field(default_factory=sections.LaunchConfig)
-    expected: dict[str, Any] = setting(
+    expected: Record = setting(
         {},
         "What a preset's run should end with, SET.METRIC: [LOW, HIGH] in percent, and the `source`; said at the end.",
     )

@@ -9,12 +9,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import simplejpeg
 from PIL import Image
 
+from clipscale.common.record import Record
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError
 
@@ -35,7 +36,7 @@ ROWS = 64
 """Rows of a 16-bit picture that are turned into 8 bits at once."""
 
 
-def json_fields(text: str | bytes) -> dict[str, Any]:
+def json_fields(text: str | bytes) -> Record:
     """The fields of a json member, none where it holds no object. Raises BrokenSampleError `bad_json`."""
     try:
         fields = json.loads(text)

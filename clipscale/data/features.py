@@ -7,11 +7,11 @@ import io
 import json
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from clipscale.common.errors import UserError
+from clipscale.common.record import Record
 from clipscale.config.data import DataConfig
 from clipscale.config.sections import DistillConfig
 from clipscale.data.conditions import source_names
@@ -90,7 +90,7 @@ def stored_teachers(data: DataConfig, config: DistillConfig) -> tuple[TeacherFea
     return tuple(teachers)
 
 
-def notes_beside(url: str, store: Store) -> dict[str, Any]:
+def notes_beside(url: str, store: Store) -> Record:
     """The notes of the features in a shard, of each teacher by its name; empty if there is no such file.
 
     Raises UserError for one that cannot be read.

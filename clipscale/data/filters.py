@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
+from clipscale.common.record import Record
 from clipscale.config.data import DataConfig
 from clipscale.data.conditions import CAPTION, SIZES, Condition, caption_sources, conditions
 from clipscale.data.decode import Picture, captions_of, first_caption, image_bytes, json_fields
@@ -71,7 +71,7 @@ class Selection:
         """Raise BrokenSampleError with the filter's reason for a sample that a filter drops."""
         if self.skipped and name_of(sample) in self.skipped:
             raise BrokenSampleError("skipped", "data.skip")
-        fields: dict[str, Any] | None = None
+        fields: Record | None = None
         picture: Picture | None = None
         for condition in self.conditions:
             if condition.name == CAPTION:

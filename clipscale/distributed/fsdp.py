@@ -12,6 +12,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.modules.conv import _ConvNd
 
+from clipscale.common.record import Record
+
 PER_PARAMETER = "param_dtype_override_fn" in signature(MixedPrecisionPolicy).parameters
 """Whether this torch (2.15 or later) gathers each parameter in a type of its own."""
 
@@ -66,7 +68,7 @@ def policy(tower: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolicy:
     def of_parameter(p: nn.Parameter) -> torch.dtype:
         return dtype if id(p) in cast else p.dtype
 
-    options: dict[str, Any] = {"param_dtype_override_fn": of_parameter}
+    options: Record = {"param_dtype_override_fn": of_parameter}
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False, **options)
 
 

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from clipscale.common.errors import LOST, LostRankError, UserError, first_line
 from clipscale.common.hardware import cores
+from clipscale.common.record import Record
 from clipscale.distributed.fsdp import ShardedTower
 
 T = TypeVar("T")
@@ -197,7 +198,7 @@ class World:
         if parallel != "ddp":
             return ShardedTower(tower, self.mesh(), int(parallel.removeprefix("zero")), dtype)
         ids = [self.device.index] if self.device.type == "cuda" else None
-        constant_buffers: dict[str, Any] = {_BUFFERS: False}
+        constant_buffers: Record = {_BUFFERS: False}
         wrapped = DistributedDataParallel(tower, device_ids=ids, gradient_as_bucket_view=True, **constant_buffers)
         wrapped.register_comm_hook(None, _sum)
         return wrapped

@@ -6,10 +6,10 @@ N: images, n: images of a batch, C: classes, U: distinct class names, D: feature
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from clipscale.common.record import Record
 from clipscale.eval import zero_shot
 from clipscale.eval.encode import MISSED, Encoder, join
 from clipscale.eval.sets.item import EvalSet
@@ -28,7 +28,7 @@ class ClassificationSet(EvalSet):
     def class_of(self, index: int) -> int:
         return self.answers[index]
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Record:
         digest = hashlib.blake2b("\n".join(self.classnames).encode(), digest_size=16).hexdigest()
         return {"prompts": list(self.templates), "classes": len(self.classnames), "classnames": digest}
 

@@ -19,6 +19,7 @@ from clipscale import __version__
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores_of_rank
+from clipscale.common.record import Record
 from clipscale.config.sections import EvalConfig
 from clipscale.distributed.world import World
 from clipscale.eval.encode import Encoder
@@ -37,7 +38,7 @@ class ResultsFile:
 
     run_dir: Path
     step: int | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: Record = field(default_factory=dict)
     """What the caller knows of the results, such as the precision."""
 
     @property
@@ -45,13 +46,13 @@ class ResultsFile:
         name = "final" if self.step is None else f"step_{self.step:08d}"
         return self.run_dir / "eval" / f"{name}.json"
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Record:
         """What the file holds; no results where there is none."""
         if self.path.exists():
             return json.loads(self.path.read_text(encoding="utf-8"))
         return {"step": self.step, "results": {}, "measured": {}}
 
-    def add(self, label: str, metrics: dict[str, float], measured: dict[str, Any]) -> None:
+    def add(self, label: str, metrics: dict[str, float], measured: Record) -> None:
         """Write a set's metrics and what they belong to. Results of other sets stay. Raises OSError."""
         record = self.record()
         record["results"][label] = metrics
@@ -113,7 +114,7 @@ def evaluate(
     return results
 
 
-def measured(eval_set: EvalSet) -> dict[str, Any]:
+def measured(eval_set: EvalSet) -> Record:
     """What the results of a set belong to: its images, its prompts, and versions."""
     facts = {"path": str(eval_set.path), "kind": eval_set.kind, "images": len(eval_set)} | eval_set.facts()
     if eval_set.metric:

@@ -4,9 +4,9 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from clipscale import checkpoint
+from clipscale.common.record import Record
 from clipscale.common.terminal import say
 from clipscale.config.eval import EvalRunConfig, check_eval, completed
 from clipscale.config.sections import SinkConfig
@@ -47,7 +47,7 @@ def work(config: EvalRunConfig) -> Results:
             for path in paths:
                 load = partial(load_any, run, path, config.eval.weights, config.model, world.on_main)
                 model, settings, step = world.on_all(load)
-                facts: dict[str, Any] = {"precision": config.precision}
+                facts: Record = {"precision": config.precision}
                 if run:
                     facts["checkpoint"] = Path(path).name
                 else:

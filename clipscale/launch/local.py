@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from clipscale.common import terminal
 from clipscale.common.errors import LOST, LoaderError, StoppedError, UserError
 from clipscale.common.hardware import cores
+from clipscale.common.record import Record
 from clipscale.common.scratch import scratch
 from clipscale.common.signals import blocked
 from clipscale.config.batches import published_batch
@@ -90,7 +91,7 @@ def check_train(config: TrainConfig) -> None:
             terminal.say(line, error=True)
 
 
-def run(config: Launched, main: str = TRAIN, *, isolated: bool = False) -> dict[str, Any]:
+def run(config: Launched, main: str = TRAIN, *, isolated: bool = False) -> Record:
     """Call `main` in several workers, or here: under torchrun, or where one worker that is not `isolated` is enough.
 
     Returns its result on rank 0. Raises UserError if a worker does, WorkerError for other failures, StoppedError for a
@@ -114,7 +115,7 @@ def workers(config: Launched) -> int:
     return count
 
 
-def join(config: Launched, main: str) -> dict[str, Any]:
+def join(config: Launched, main: str) -> Record:
     """This process's part of a run under torchrun, which finds a failure in the file that `record` writes."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -130,7 +131,7 @@ def join(config: Launched, main: str) -> dict[str, Any]:
     return result
 
 
-def start(config: Launched, main: str, count: int) -> dict[str, Any]:
+def start(config: Launched, main: str, count: int) -> Record:
     """Start `count` workers and wait for their end. Raises as `run` does."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -179,7 +180,7 @@ def end_with_the_launcher() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
 
 
-def worker(config: Launched, main: str) -> dict[str, Any]:
+def worker(config: Launched, main: str) -> Record:
     """The main function of a process that `start` starts."""
     end_with_the_launcher()
     terminal.prepare()
@@ -213,12 +214,12 @@ def first_failure(error: "ChildFailedError", folder: Path) -> UserError | Worker
     return WorkerError(f"worker {rank} failed: {message.strip().splitlines()[0]}", details)
 
 
-def recorded(folder: Path) -> dict[int, dict[str, Any]]:
+def recorded(folder: Path) -> dict[int, Record]:
     """What torch has recorded of each rank that failed: `message` and the traceback in `extraInfo`."""
     return {int(file.parent.name): json.loads(file.read_text())["message"] for file in folder.rglob("error.json")}
 
 
-def mistake(message: dict[str, Any]) -> UserError | None:
+def mistake(message: Record) -> UserError | None:
     """A worker's UserError, from its recorded message `TYPE: text`; None for any other exception."""
     name, _, text = message["message"].partition(": ")
     if name == "StoppedError":
@@ -228,6 +229,6 @@ def mistake(message: dict[str, Any]) -> UserError | None:
     return UserError(text) if name in ("UserError", "UnwritableError", "DataError") else None
 
 
-def _follows(message: dict[str, Any]) -> bool:
+def _follows(message: Record) -> bool:
     """Whether a rank failed because it has lost another one."""
     return any(sign in message["message"] for sign in LOST)

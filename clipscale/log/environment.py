@@ -8,12 +8,12 @@ import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import clipscale
 from clipscale.common.hardware import cores
+from clipscale.common.record import Record
 from clipscale.config.secrets import hidden
 
 PACKAGES = (
@@ -23,7 +23,7 @@ VARIABLES = ("NCCL_", "OMP_", "GOMP_", "CUDA_VISIBLE", "SLURM_JOB_ID")
 """Beginnings of the environment variables that affect a run."""
 
 
-def environment(world: int = 1) -> dict[str, Any]:
+def environment(world: int = 1) -> Record:
     """A JSON-like record of this process's environment, without secrets."""
     gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     record = {

@@ -2,11 +2,9 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 from clipscale.common import files
-
-Record = dict[str, Any]
+from clipscale.common.record import Record
 
 
 def read_metrics(path: Path) -> list[Record]:

@@ -7,9 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from clipscale.common.record import Record
 from clipscale.config.sections import SinkConfig
 
-Sink = tuple[Callable[[int, dict[str, Any]], None], Callable[[], None]]
+Sink = tuple[Callable[[int, Record], None], Callable[[], None]]
 """Takes the numbers of a step; and is closed at the end."""
 
 
@@ -64,7 +65,7 @@ def tensorboard(run_dir: Path, resume_step: int) -> Sink:
     # purge_step hides what the interrupted run wrote after the resumed step.
     writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resume_step + 1 if resume_step else None)
 
-    def write(step: int, values: dict[str, Any]) -> None:
+    def write(step: int, values: Record) -> None:
         for name, value in values.items():
             writer.add_scalar(name, value, step)
 
@@ -93,7 +94,7 @@ def wandb(run_dir: Path, config: SinkConfig, settings: Mapping[str, Any]) -> Sin
     # wandb's own step counter cannot go back when a run is resumed; our step is the x axis instead.
     run.define_metric("*", step_metric="step")
 
-    def write(step: int, values: dict[str, Any]) -> None:
+    def write(step: int, values: Record) -> None:
         run.log({**values, "step": step})
 
     return write, run.finish

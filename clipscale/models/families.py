@@ -13,9 +13,10 @@ from open_clip.transformer import TextTransformer, VisionTransformer
 from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
 from torch import nn
 
+from clipscale.common.record import Record
 from clipscale.models.lean import LeanText, LeanVision, lean
 
-GROUPS: dict[str, Any] = {
+GROUPS: Record = {
     "stem": r"conv|bn|(?:class|positional|token)_embedding|cls_emb|ln_pre|transformer\.(?:embed|shared|layernorm_emb)",
     "blocks": [
         (r"transformer\.resblocks\.(\d+)", None),
@@ -43,7 +44,7 @@ class Family:
     cuts_captions: Callable[[Any], bool] = lambda encoder: False
     """For `plan`, whose encoders have no values: whether a caption's feature stays the same without its padding. A run
     tries it (`step/captions.py`)."""
-    groups: dict[str, Any] = field(default_factory=lambda: GROUPS)
+    groups: Record = field(default_factory=lambda: GROUPS)
 
 
 def _cuts_captions(encoder: TextTransformer) -> bool:

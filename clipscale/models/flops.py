@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from clipscale.common.hardware import HARDWARE, hardware_of
+from clipscale.common.record import Record
 from clipscale.config.sections import ModelConfig
 from clipscale.models.towers import ClipModel, architecture, encoders_of
 
@@ -87,7 +88,7 @@ class ProductCounter(TorchDispatchMode):
         super().__init__()
         self.forward = self.backward = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Record | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         formula = flop_registry.get(func.overloadpacket)
         if formula is not None:

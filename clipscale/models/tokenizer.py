@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from clipscale.common.errors import UserError, first_line
+from clipscale.common.record import Record
 from clipscale.common.scratch import scratch
 
 DEFAULT_CONTEXT_LENGTH = 77
@@ -132,7 +133,7 @@ class RustTokens:
         return np.where(rows == self.separator, 0, rows)
 
 
-def tokenizer_of(name: str, text: dict[str, Any]) -> Tokenizer:
+def tokenizer_of(name: str, text: Record) -> Tokenizer:
     """The tokenizer of a model by its open_clip description's `text_cfg`. `name`: the model's, for messages.
 
     `hf_tokenizer_name` names a tokenizer of transformers, or a folder with its files; none of its code is run.
@@ -140,7 +141,7 @@ def tokenizer_of(name: str, text: dict[str, Any]) -> Tokenizer:
     return Tokenizer(partial(_loaded, name, text), text.get("context_length", DEFAULT_CONTEXT_LENGTH))
 
 
-def _loaded(name: str, text: dict[str, Any]) -> Any:
+def _loaded(name: str, text: Record) -> Any:
     options = dict(text.get("tokenizer_kwargs") or {})
     source = text.get("hf_tokenizer_name")
     try:

@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError, first_line
+from clipscale.common.record import Record
 from clipscale.common.units import nearest
 from clipscale.config.parse import typed
 from clipscale.config.sections import ModelConfig
@@ -176,7 +177,7 @@ def frozen(module: nn.Module) -> bool:
     return bool(flags) and not any(flags)
 
 
-def architecture(config: ModelConfig) -> dict[str, Any]:
+def architecture(config: ModelConfig) -> Record:
     """open_clip's description of the model (embed_dim, vision_cfg, text_cfg), changed by the settings of `config`.
 
     Raises UserError for a name that open_clip does not know.
@@ -209,7 +210,7 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
     return description
 
 
-def encoders_of(description: dict[str, Any], image_size: int | None = None) -> CustomTextCLIP:
+def encoders_of(description: Record, image_size: int | None = None) -> CustomTextCLIP:
     """open_clip's model by its description, on torch's default device; a tower of timm for pictures of `image_size`.
 
     Raises UserError where it cannot be built.
@@ -227,7 +228,7 @@ def encoders_of(description: dict[str, Any], image_size: int | None = None) -> C
     return encoders
 
 
-def _check_patches(side: int, vision: dict[str, Any]) -> None:
+def _check_patches(side: int, vision: Record) -> None:
     """Raise UserError for pictures that the patches do not divide."""
     of_timm = re.search(r"_patch(\d+)", vision.get("timm_model_name", ""))
     patch = int(of_timm[1]) if of_timm else vision.get("patch_size") or 1
@@ -301,9 +302,9 @@ def load_model(run: Path, which: str = "latest", weights: str = "trained") -> tu
     return model.eval(), replace(without_weights(config), lora=0), int(state["step"])
 
 
-def fit_positions(weights: dict[str, Any], model: ClipModel) -> list[str]:
+def fit_positions(weights: Record, model: ClipModel) -> list[str]:
     """Interpolate position embeddings among a run's weights for the model's patches and tokens; returns their names."""
-    ours: dict[str, Any] = dict(model.named_parameters())
+    ours: Record = dict(model.named_parameters())
     names = [name for name, value in weights.items() if name in ours and value.shape != ours[name].shape]
     for name in names:
         parameter = ours[name]

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from clipscale import checkpoint
 from clipscale.checkpoint.loading import META
 from clipscale.common.errors import UserError, first_line, one_line
+from clipscale.common.record import Record
 from clipscale.common.units import nearest, run_folder
 from clipscale.config.parse import typed
 from clipscale.config.sections import ModelConfig, Preprocess
@@ -51,9 +52,9 @@ class Source:
     setting: str
     """The setting that asked for them, and its value: the beginning of messages."""
     path: Path
-    description: dict[str, Any] = field(default_factory=dict)
+    description: Record = field(default_factory=dict)
     """open_clip's description of the architecture; empty: not known."""
-    pixels: dict[str, Any] = field(default_factory=dict)
+    pixels: Record = field(default_factory=dict)
     """The settings of the model by which its pictures were prepared; empty: not known."""
     quick_gelu: bool | None = None
 
@@ -186,7 +187,7 @@ def _beside(folder: Path, source: Source) -> Source:
     return source
 
 
-def check_names(description: dict[str, Any]) -> None:
+def check_names(description: Record) -> None:
     """Raise ValueError for an open_clip description with a text that could be a path or an address."""
     for key, value in description.items():
         if isinstance(value, dict):
@@ -219,7 +220,7 @@ def _of_tag(tag: str, name: str, origin: str) -> Source:
 # -- how their pictures are prepared -----------------------------------------------------------------------------------
 
 
-def checked_pixels(values: dict[str, Any]) -> dict[str, Any]:
+def checked_pixels(values: Record) -> Record:
     """Of these values those of `model.preprocess`, with their types. Raises UserError."""
     names = {part.name for part in fields(Preprocess)}
     known = {key: value for key, value in values.items() if key in names}

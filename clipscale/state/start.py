@@ -6,12 +6,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
+from clipscale.common.record import Record
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import say
 from clipscale.config.stages import stages_of
@@ -58,7 +58,7 @@ class Resolved:
     stage: Stage
     checkpoint: Path | None
     """What the run goes on from; None: it begins."""
-    saved: dict[str, Any] | None
+    saved: Record | None
     """The values of the checkpoint, without tensors."""
     written: TrainConfig
     """The settings as config.yaml keeps them, of all stages."""

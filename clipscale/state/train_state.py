@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
+from clipscale.common.record import Record
 from clipscale.common.terminal import say
 from clipscale.config.sections import MAX_LOGIT_SCALE
 from clipscale.config.train import TrainConfig
@@ -53,7 +53,7 @@ class Parts:
     captions: CaptionRule
     teachers: tuple[TeacherFeatures, ...] = ()
     """Read the features of `distill.teachers`."""
-    chunks: dict[str, Any] | None = None
+    chunks: Record | None = None
     """Samples per chunk of the `image` and `text` tower; None: as the settings say, or found by trial."""
     machine: Machine | None = None
     """What the loss runs on; None: this machine."""
@@ -127,7 +127,7 @@ class TrainState:
             like = dict(self.model.named_parameters())
             self.load(checkpoint.load(saved, verified=True, like=like), stage)
 
-    def chunk_sizes(self, earlier: dict[str, Any]) -> dict[str, Any]:
+    def chunk_sizes(self, earlier: Record) -> Record:
         """Samples per chunk of the `image` and `text` tower, and their `device`; `earlier`: the checkpoint's."""
         side, length, device = self.model.image_size, self.model.context_length, self.world.device
 
@@ -169,7 +169,7 @@ class TrainState:
         config = self.config.loss
         bias = self.model.logit_bias if OBJECTIVES[config.objective].needs_bias else None
         captions = self.config.data.captions_per_step
-        options: dict[str, Any] = {
+        options: Record = {
             "logit_bias": bias,
             "captions": captions,
             "keys": targets.get(KEYS),
@@ -252,7 +252,7 @@ class TrainState:
         average = trained if self.average else 0
         return weights + average + MOMENTS.get(self.config.optim.name, 0) * trained
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Record:
         """What a checkpoint holds of it, sharded where the weights are. Its tensors change with the next step."""
         optimizer = get_optimizer_state_dict(self.model, self.optimizer)
         return {
@@ -268,7 +268,7 @@ class TrainState:
             "ema": self.average.state_dict() if self.average else None,
         }
 
-    def load(self, saved: dict[str, Any], stage: str = "") -> None:
+    def load(self, saved: Record, stage: str = "") -> None:
         """Take weights, optimizer and scaler from a checkpoint. Raises UserError where it trains other parameters.
 
         Settings of the optimizer are those of now. In a new `stage` the averages of resized position embeddings begin

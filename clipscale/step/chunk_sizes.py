@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipscale.common.errors import UserError
+from clipscale.common.record import Record
 from clipscale.common.rng import RandomState
 from clipscale.config.sections import CacheConfig
 from clipscale.distributed.world import World
@@ -57,7 +58,7 @@ def agreed_chunk_sizes(
     world: World,
     earlier: Mapping[str, Any],
     captions: int = 1,
-) -> dict[str, Any]:
+) -> Record:
     """Samples per chunk by tower, with the `device` that they hold for, the same on all ranks.
 
     They come from the settings; else from the checkpoint (`earlier`), if that is of the same kind of device, because
@@ -66,7 +67,7 @@ def agreed_chunk_sizes(
     settings = sizes_of_settings(config, local_batch, captions)
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     device = " and ".join(sorted(set(world.gather(name))))
-    sizes: dict[str, Any] = {"device": device}
+    sizes: Record = {"device": device}
     for name, (tower, sample) in towers.items():
         rows = captions * local_batch if name == "text" else local_batch
         size = batch_norm_chunk(tower, name, settings[name], rows) or settings[name]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from clipscale.common.record import Record
 from clipscale.distributed.fsdp import reshard
 from clipscale.distributed.world import local
 
@@ -31,7 +32,7 @@ class WeightAverage:
         values = [local(self.values[name]) for name in self.weights]
         torch._foreach_lerp_(values, [local(w.detach()) for w in self.weights.values()], 1 - decay)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Record:
         """What a checkpoint holds."""
         return {"updates": self.updates, "weights": dict(self.values)}
 

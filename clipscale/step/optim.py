@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import timm.optim
 import timm.optim.muon
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from clipscale.common.errors import UserError
+from clipscale.common.record import Record
 from clipscale.common.units import nearest
 from clipscale.config.sections import OptimConfig, ScheduleConfig, steps_of
 from clipscale.distributed.world import local
@@ -53,7 +53,7 @@ def build_optimizer(
     Raises UserError for an optimizer that is not known, and for options that the optimizer does not take.
     """
     known_optimizer(config)
-    options: dict[str, Any] = dict(config.options)
+    options: Record = dict(config.options)
     info = timm.optim.get_optimizer_info(config.name)
     if info.has_betas:
         options.setdefault("betas", tuple(config.betas))
@@ -83,7 +83,7 @@ def build_optimizer(
         ) from error
 
 
-def parameter_groups(model: nn.Module, config: OptimConfig, scales: Mapping[str, float]) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, config: OptimConfig, scales: Mapping[str, float]) -> list[Record]:
     """Trainable parameters in four groups: matrices and token embeddings with weight decay; vectors, scalars without.
 
     A group is split where `scales` has factors of some parameters' rates.
@@ -93,7 +93,7 @@ def parameter_groups(model: nn.Module, config: OptimConfig, scales: Mapping[str,
     fused optimizer loops do not mix sharded with whole tensors.
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    split: dict[tuple[int, float], dict[str, Any]] = {}
+    split: dict[tuple[int, float], Record] = {}
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue

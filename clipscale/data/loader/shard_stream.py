@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from clipscale.common.errors import DataError, LoaderError
+from clipscale.common.record import Record
 from clipscale.config.data import DataConfig
 from clipscale.data.columns import Columns
 from clipscale.data.decode import IMAGE_TYPES, image_bytes
@@ -84,7 +85,7 @@ class ShardStream:
         places: list[Place] = [[reader.epoch, reader.index] for reader in self._readers]
         return [0, self._used, *places] if self._weighted else places[0]
 
-    def take(self, put: Callable[[bytes, CounterRNG], None]) -> tuple[list[str], dict[str, Any]]:
+    def take(self, put: Callable[[bytes, CounterRNG], None]) -> tuple[list[str], Record]:
         """Give the next usable sample's picture to `put`; returns its captions and behind them its hard negatives, and
         its value of each column, by their names. Raises UserError.
 

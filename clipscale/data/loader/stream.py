@@ -14,6 +14,7 @@ import numpy as np
 
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores_of_rank
+from clipscale.common.record import Record
 from clipscale.config.data import DataConfig
 from clipscale.data.columns import Columns
 from clipscale.data.filters import selection
@@ -77,7 +78,7 @@ class TrainStream:
         counts = self._assembler.counts.items()
         return Counter({name.removeprefix(EVENT): n for name, n in counts if name.startswith(EVENT)})
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Record:
         """This rank's counts since the start, and `waited_s` since the last call, by the names of `metrics.jsonl`."""
         broken, faults = self.broken, self.faults
         counts = {"broken": broken.total(), "faults": faults.total(), "waited_s": self._assembler.waited_s()}
@@ -128,7 +129,7 @@ class TrainStream:
         """Count the batch handed out last as not used: `position` is the one before it, and no other batch follows."""
         self._given_back = True
 
-    def position(self) -> dict[str, Any]:
+    def position(self) -> Record:
         """Where this rank's shard streams stand after the last batch handed out. Blocks until that batch is complete.
 
         `at` maps each stream to epoch and samples read. A stream that two ranks read stands at the same place for both.
@@ -156,7 +157,7 @@ class TrainStream:
 
 
 def ordered_shards(
-    config: DataConfig, share: BatchShare, seed: int, position: dict[str, Any] | None = None, once: Once = here
+    config: DataConfig, share: BatchShare, seed: int, position: Record | None = None, once: Once = here
 ) -> OrderedShards:
     """The training data, listed, counted and ordered; over the shard streams of `position`, if they fit.
 
@@ -174,7 +175,7 @@ def open_stream(
     tokenizer: Callable[[list[str]], Any],
     shards: OrderedShards,
     *,
-    position: dict[str, Any] | None = None,
+    position: Record | None = None,
     offload: Offload = HOST,
     free: int | None = None,
 ) -> TrainStream:
@@ -218,7 +219,7 @@ def open_stream(
     return TrainStream(shards, start, arena, assembler, prefetcher, memory)
 
 
-def start_positions(shards: OrderedShards, position: dict[str, Any] | None, share: BatchShare) -> dict[int, Place]:
+def start_positions(shards: OrderedShards, position: Record | None, share: BatchShare) -> dict[int, Place]:
     """Where each of this rank's shard streams starts."""
     streams = share.streams(shards.order.streams)
     if position is None or position["order"] != shards.fingerprint:
@@ -252,7 +253,7 @@ def layout_of(
     )
 
 
-def merge_positions(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def merge_positions(records: Sequence[Record]) -> Record:
     """The whole run's position, from `position()` of every rank. Raises UserError if ranks read different shards."""
     first = records[0]
     if any(record | {"at": {}} != first | {"at": {}} for record in records):

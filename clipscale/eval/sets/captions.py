@@ -6,6 +6,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from clipscale.common.errors import UserError
+from clipscale.common.record import Record
 from clipscale.eval.retrieval import RetrievalSet
 from clipscale.eval.sets.item import ImageRef
 from clipscale.eval.sets.prompts import stripped
@@ -27,14 +28,14 @@ def load(file: Path) -> RetrievalSet:
     )
 
 
-def _karpathy(record: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
+def _karpathy(record: Record) -> Iterator[tuple[str, list[str]]]:
     for image in record["images"]:
         if image["split"] == "test":
             name = PurePosixPath(image.get("filepath", "")) / image["filename"]
             yield str(name), [sentence["raw"] for sentence in image["sentences"]]
 
 
-def _coco(record: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
+def _coco(record: Record) -> Iterator[tuple[str, list[str]]]:
     texts: dict[Any, list[str]] = {image["id"]: [] for image in record["images"]}
     for annotation in record["annotations"]:
         texts[annotation["image_id"]].append(annotation["caption"])

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from clipscale.common.record import Record
 from clipscale.data.sample import MAX_IMAGE_BYTES
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class EvalSet(ABC):
     def measure(self, encoder: Encoder) -> dict[str, float]:
         """The metrics, with `broken`, the number of unreadable images; the same on every rank. A collective."""
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Record:
         """What the metrics depend on besides the images."""
         return {}
 

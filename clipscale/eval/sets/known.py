@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import yaml
+
+from clipscale.common.record import Record
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class KnownSet:
 
 
 @cache
-def table() -> dict[str, Any]:
+def table() -> Record:
     """The content of known.yaml: `sets` and `suites`."""
     return yaml.safe_load(resources.files(__package__).joinpath("known.yaml").read_text("utf-8"))
 

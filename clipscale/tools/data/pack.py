@@ -20,6 +20,7 @@ from PIL import Image
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores
+from clipscale.common.record import Record
 from clipscale.common.terminal import say
 from clipscale.common.units import format_bytes
 from clipscale.data.decode import Picture, broken_pictures, open_picture
@@ -34,7 +35,7 @@ PARTS = {"pairs": "", "held-out pairs": "holdout"}
 """The folders of the shards in DIR, by what is in them."""
 QUALITY = 95
 """Of JPEGs that are resized."""
-Note = dict[str, dict[str, Any]]
+Note = dict[str, Record]
 """Of a part: for each folder its shards and their samples; `left_out`: for each reason the pictures."""
 
 
@@ -135,7 +136,7 @@ def usable(pairs: Iterable[tuple[int, Pair]], side: int | None, left_out: dict[s
             left_out.setdefault(error.reason, []).append(pair.name)
 
 
-def sample_of(number: int, pair: Pair, side: int | None) -> dict[str, Any]:
+def sample_of(number: int, pair: Pair, side: int | None) -> Record:
     """A sample as webdataset's writer takes it. Its picture has been decoded once. Raises BrokenSampleError."""
     captions = [text for caption in pair.captions if (text := caption.strip("\ufeff\x00 \t\r\n"))]
     if not captions:
@@ -151,14 +152,14 @@ def sample_of(number: int, pair: Pair, side: int | None) -> dict[str, Any]:
         data = encoded.getvalue()
     with broken_pictures():
         kind = str(open_picture(data).format).lower().replace("jpeg", "jpg")
-    fields: dict[str, Any] = pair.fields | {"source": pair.name, "width": width, "height": height}
+    fields: Record = pair.fields | {"source": pair.name, "width": width, "height": height}
     if len(captions) > 1:
         fields["captions"] = captions
     texts = {"txt": captions[0].encode("utf-8", "replace"), "json": json.dumps(fields, default=str).encode()}
     return {"__key__": f"{number:09d}", kind: data, **texts}
 
 
-def write_shards(folder: Path, name: str, samples: Iterator[dict[str, Any]]) -> dict[str, int]:
+def write_shards(folder: Path, name: str, samples: Iterator[Record]) -> dict[str, int]:
     """Write shards of at most about SHARD_BYTES. Returns the samples of each."""
     from clipscale.data.shards.writer import shard_writer  # here: webdataset loads torch
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import fsspec
 
 from clipscale.common.errors import UserError, first_line
+from clipscale.common.record import Record
 from clipscale.data.decode import IMAGE_TYPES
 from clipscale.data.sample import MAX_IMAGE_BYTES, MAX_TEXT_BYTES, BrokenSampleError
 from clipscale.data.shards.addresses import is_local
@@ -19,7 +20,7 @@ USUAL = ("image", "filepath", "file_name"), ("caption", "captions", "text", "tit
 TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
 STREAMED = {"block_size": 0}
 """Of fsspec: not in ranges of bytes, which not all servers of pictures answer."""
-Row = dict[str, Any]
+Row = Record
 
 
 class Cell(NamedTuple):

@@ -9,12 +9,12 @@ import linecache
 from bisect import bisect_right
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
+from clipscale.common.record import Record
 from clipscale.data.features import NOTE
 
 SHARDS = "shards.json"
@@ -31,7 +31,7 @@ class EmbeddedSet:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         with files.reported("data", folder / SHARDS, "give a folder of `clipscale embed`"):
-            self.note: dict[str, Any] = json.loads((folder / NOTE).read_text())["features"]
+            self.note: Record = json.loads((folder / NOTE).read_text())["features"]
             shards = json.loads((folder / SHARDS).read_text())
         if any(name.endswith(".tar") for name in shards):
             raise UserError(f"data={folder}: it holds a teacher's shards; embed without teacher=")
@@ -47,7 +47,7 @@ class EmbeddedSet:
         """Of each part, (rows, D), mapped."""
         yield from (np.load(array_path(path, kind), mmap_mode="r") for path in self.paths)
 
-    def sample(self, number: int) -> dict[str, Any]:
+    def sample(self, number: int) -> Record:
         """The row of that number, counted through all parts, as the page names and shows it."""
         place = bisect_right(self.firsts, number) - 1
         path = self.paths[place]

@@ -11,13 +11,13 @@ import json
 import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
+from clipscale.common.record import Record
 from clipscale.common.terminal import say
 from clipscale.config.secrets import hidden
 from clipscale.config.sections import ModelConfig
@@ -45,12 +45,12 @@ DAMAGED = ("truncated_shard", "unreadable_shard")
 """Reasons that lie in the shard itself, and stay. The others lie in the network or the server."""
 
 
-def main(config: EmbedConfig) -> dict[str, Any]:
+def main(config: EmbedConfig) -> Record:
     """Write features on `launch.procs` processes, or as one of torchrun's. Returns the folder and its samples."""
     return local.run(config, f"{__name__}:work")
 
 
-def work(config: EmbedConfig) -> dict[str, Any]:
+def work(config: EmbedConfig) -> Record:
     """One process's part. Raises UserError."""
     world = join(config.device, config.launch.timeout_s)
     out = Path(config.out).expanduser()
@@ -80,7 +80,7 @@ def work(config: EmbedConfig) -> dict[str, Any]:
     return {"out": str(out), "samples": samples}
 
 
-def features_note(config: EmbedConfig, model: ClipModel, settings: ModelConfig) -> dict[str, Any]:
+def features_note(config: EmbedConfig, model: ClipModel, settings: ModelConfig) -> Record:
     """What the features are: the weights that compute them, and how their inputs are made."""
     note = {
         "model": settings.name,
@@ -100,7 +100,7 @@ def features_note(config: EmbedConfig, model: ClipModel, settings: ModelConfig) 
     return note
 
 
-def prepared(config: EmbedConfig, out: Path, note: dict[str, Any]) -> dict[str, str]:
+def prepared(config: EmbedConfig, out: Path, note: Record) -> dict[str, str]:
     """Write the note. Returns the shards by the names of their files in `out`.
 
     Raises UserError where two shards have one name, or where `out` has features of another kind or from elsewhere.
@@ -127,7 +127,7 @@ def prepared(config: EmbedConfig, out: Path, note: dict[str, Any]) -> dict[str, 
     return shards
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> Record:
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
@@ -140,7 +140,7 @@ def address(url: str) -> str:
     return hidden(str(Path(url).expanduser().absolute()) if is_local(url) else unsigned(url))
 
 
-def embed_shard(encoder: FeatureEncoder, url: str, path: Path) -> dict[str, Any] | None:
+def embed_shard(encoder: FeatureEncoder, url: str, path: Path) -> Record | None:
     """Write one shard's features completely or not at all, unless they are there. Returns its entry in SHARDS.
 
     A damaged shard is written as far as it can be read: it will not get better. None for one that could not be fetched.

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from clipscale.common.errors import UserError
+from clipscale.common.record import Record
 from clipscale.config.data import DataConfig
 from clipscale.config.eval import existing_run
 from clipscale.data.decode import IMAGE_TYPES, broken_pictures, image_bytes, open_picture
@@ -86,7 +86,7 @@ class SearchModel:
         with self.lock, torch.no_grad(), self.precision.autocast():
             return F.normalize(tower(inputs.to(self.device)).float(), dim=-1)
 
-    def matches(self, query_D: Tensor, kind: str, count: int) -> list[dict[str, Any]]:
+    def matches(self, query_D: Tensor, kind: str, count: int) -> list[Record]:
         """The samples whose feature of that kind is nearest to a query, with their similarity, best first."""
         rows = nearest(self.embedded.features(kind), query_D, count)
         return [{**self.embedded.sample(row), "score": score} for row, score in rows]

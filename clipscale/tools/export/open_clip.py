@@ -2,7 +2,6 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from open_clip.constants import HF_CONFIG_NAME, HF_SAFE_WEIGHTS_NAME
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
+from clipscale.common.record import Record
 from clipscale.config.sections import ModelConfig
 from clipscale.models.towers import ClipModel, architecture, encoders_of
 
@@ -43,7 +43,7 @@ def weights(model: ClipModel, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: (value.to(dtype) if name in matrices else value).contiguous() for name, value in state.items()}
 
 
-def description(model: ClipModel, config: ModelConfig) -> dict[str, Any]:
+def description(model: ClipModel, config: ModelConfig) -> Record:
     """open_clip's description of the model and of its preprocessing."""
     details = architecture(config) | {"custom_text": True}
     details["vision_cfg"].pop("patch_dropout", None)  # for training only
@@ -52,7 +52,7 @@ def description(model: ClipModel, config: ModelConfig) -> dict[str, Any]:
     return {"model_cfg": details, "preprocess_cfg": {"size": model.image_size} | asdict(config.pixels)}
 
 
-def check_same(model: ClipModel, details: dict[str, Any], config: ModelConfig) -> None:
+def check_same(model: ClipModel, details: Record, config: ModelConfig) -> None:
     """Raise UserError unless open_clip builds this image tower by its description: it has timm's towers as they are."""
     with torch.device("meta"):
         reference = encoders_of({key: value for key, value in details.items() if key != "custom_text"}).visual

@@ -12,6 +12,8 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils._pytree import tree_any, tree_map, tree_map_only
 
+from clipscale.common.record import Record
+
 
 class Form(NamedTuple):
     """All that a tensor without memory has."""
@@ -30,7 +32,7 @@ class KnownResults:
         self.mode = mode
         self.known: dict[Any, Any] = {}
 
-    def run(self, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
+    def run(self, func: OpOverload, args: Any, kwargs: Record) -> Any:
         """What `func` returns."""
         effect = effect_of(func)
         if effect == "view" and isinstance(args[0], FakeTensor):
@@ -50,7 +52,7 @@ class KnownResults:
             return result
         return tree_map(self.tensor, self.known[key], is_leaf=lambda form: isinstance(form, Form))
 
-    def written(self, key: Any, func: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
+    def written(self, key: Any, func: OpOverload, args: Any, kwargs: Record) -> Any:
         """What `func` returns, which writes into its argument `out`. Muon's products do so, five times for a matrix."""
         if key in self.known:
             return kwargs["out"]

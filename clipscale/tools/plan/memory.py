@@ -6,8 +6,8 @@ b: samples of one rank, c: samples of a chunk. All sizes in bytes, of one GPU un
 import math
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
+from clipscale.common.record import Record
 from clipscale.common.units import parse_memory
 from clipscale.data.loader.captions import GRAIN
 from clipscale.data.loader.host_batch import Offload
@@ -125,7 +125,7 @@ def keep_bytes(config: PlanConfig, step: StepMemory, available: float | None) ->
     return max(0.0, MARGIN[device] * (available - start) - (step.highest - start))
 
 
-def host_memory(config: PlanConfig, run: DryRun, batch: int, chunk: int | None, step: float = 0) -> dict[str, Any]:
+def host_memory(config: PlanConfig, run: DryRun, batch: int, chunk: int | None, step: float = 0) -> Record:
     """Host memory of a node: `process_bytes`, of one process with its loader workers, by what holds them; `processes`
     and `node_bytes`.
 

@@ -4,7 +4,6 @@ import json
 from dataclasses import fields, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 import yaml
@@ -12,6 +11,7 @@ import yaml
 from clipscale.common import files
 from clipscale.common.errors import UserError, first_line
 from clipscale.common.hardware import gpu_here, hardware_of
+from clipscale.common.record import Record
 from clipscale.common.terminal import say
 from clipscale.common.units import format_bytes
 from clipscale.config.parse import typed
@@ -27,7 +27,6 @@ FILE = "plan.json"
 """In a run's folder: its plan beside what it has measured."""
 FIRST = 2
 """The step from which on a run is compared: the first creates the optimizer's state and DDP's buckets."""
-Result = dict[str, Any]
 
 
 def before(config: TrainConfig, processes: int) -> None:
@@ -56,7 +55,7 @@ def before(config: TrainConfig, processes: int) -> None:
         say(f"plan: a step takes about {time['step_s']:.3g} s, by what is {time['what']}")
 
 
-def largest_stage(configs: list[PlanConfig]) -> Result:
+def largest_stage(configs: list[PlanConfig]) -> Record:
     """The plan of the stage that needs most."""
     plans = [plan(config, search=False) for config in configs]
     return max(plans, key=lambda result: (not result["fits"], result["peak_bytes"]))
@@ -83,7 +82,7 @@ def configs_of(folder: Path) -> list[PlanConfig]:
     return [of_training(stage, target) for stage in stages_of(config)]
 
 
-def compare(folder: Path) -> Result:
+def compare(folder: Path) -> Record:
     """The plan of a run with `compared`: each figure beside the median of the run's records, and their ratio; None:
     not measured. `largest_error`: of the device's memory. Also written to RUN/plan.json, for `report` and later plans.
 
@@ -102,7 +101,7 @@ def compare(folder: Path) -> Result:
     figures["peak"] = ("mem_peak_bytes", result["peak_bytes"])
     figures["host"] = ("host_rss_bytes", host)
     figures["step"] = ("step_s", result["step_s"])
-    compared: Result = {}
+    compared: Record = {}
     for name, (key, predicted) in figures.items():
         values = [record[key] for record in records if record.get(key) is not None]
         measured = median(values) if values else None

@@ -4,9 +4,9 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 from clipscale.common.hardware import Hardware
+from clipscale.common.record import Record
 from clipscale.common.terminal import say
 from clipscale.common.units import format_bytes, format_count
 from clipscale.config.sections import CacheConfig
@@ -20,7 +20,6 @@ from clipscale.tools.plan.step_time import StepTime, pass_flops
 
 OFFLOADS = ("none", "host", "encoded")
 """Where pixels wait, the fastest first."""
-Result = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ class Prediction:
             return chunks(1)
         return chunks(largest(most, 1, most, fits))
 
-    def host_of(self, batch: int) -> dict[str, Any]:
+    def host_of(self, batch: int) -> Record:
         """The host's memory, for so many samples on each rank."""
         return host_memory(self.config, self.run, batch, self.chunks[0], self.memory(batch).highest)
 
@@ -137,7 +136,7 @@ class Prediction:
         pairs = zip(towers, self.step.kept, counts)
         return [1 - graphs / count if tower.trained else 0.0 for tower, graphs, count in pairs]
 
-    def result(self) -> Result:
+    def result(self) -> Record:
         """The object of docs/plan.md, without a largest batch."""
         config, target, step = self.config, self.target, self.step
         time = StepTime(config, target.gpu, self.run, self.flops, self.second_pass())
@@ -174,7 +173,7 @@ class Prediction:
         }
 
 
-def plan(config: PlanConfig, *, search: bool = True) -> Result:
+def plan(config: PlanConfig, *, search: bool = True) -> Record:
     """The object that `json=true` prints (docs/plan.md). Raises UserError.
 
     `search`: also look for the largest batch.
@@ -201,7 +200,7 @@ def predictions(config: PlanConfig) -> Iterator[Callable[[PlanConfig], Predictio
         yield lambda settings: Prediction(settings, target, run, memory, flops)
 
 
-def predicted(config: PlanConfig, *, search: bool = True) -> Result:
+def predicted(config: PlanConfig, *, search: bool = True) -> Record:
     """The plan of these settings. Raises UserError for settings that do not go together."""
     with predictions(config) as predict:
         prediction = predict(config)
@@ -220,7 +219,7 @@ def largest(size: int, least: int, most: int, fits: Callable[[int], bool]) -> in
     return size if size >= least else 0
 
 
-def fitted(config: PlanConfig) -> Result:
+def fitted(config: PlanConfig) -> Record:
     """The plan of the largest batch, with the fastest place of its pixels, and the fastest chunks and kept graphs."""
     with predictions(config) as predict:
         trials = [replace(config, offload=offload, cache=CacheConfig(["auto"], "none")) for offload in OFFLOADS]
@@ -238,7 +237,7 @@ def fitted(config: PlanConfig) -> Result:
     return result | {"fit": f"{words} cache.keep={{keep}}".format(**result)}
 
 
-def conclusion(result: Result) -> str:
+def conclusion(result: Record) -> str:
     """Whether it fits, and if not, what to change: one line."""
     total, usable = result["device"]["total_bytes"], result["device"]["usable_bytes"]
     node, most = result["host_bytes"], result["host"]["memory_bytes"]

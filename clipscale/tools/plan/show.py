@@ -3,8 +3,8 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
+from clipscale.common.record import Record
 from clipscale.common.terminal import printable
 from clipscale.common.units import format_bytes, format_count, format_decimal
 from clipscale.config.batches import published_batch
@@ -14,8 +14,6 @@ from clipscale.log.table import TextTable, plain_console
 from clipscale.tools.plan.of_run import compare, configs_of
 from clipscale.tools.plan.planner import plan
 from clipscale.tools.plan.settings import PlanConfig, on_machine
-
-Result = dict[str, Any]
 
 
 def main(config: PlanConfig) -> int:
@@ -33,7 +31,7 @@ def main(config: PlanConfig) -> int:
     return 0 if all(result["fits"] for result in results) else 1
 
 
-def show(results: list[Result], texts: list[Iterator[TextTable | str]], *, as_json: bool) -> None:
+def show(results: list[Record], texts: list[Iterator[TextTable | str]], *, as_json: bool) -> None:
     """Print results as one JSON object, or their tables and lines."""
     console = plain_console()
     if as_json:
@@ -44,7 +42,7 @@ def show(results: list[Result], texts: list[Iterator[TextTable | str]], *, as_js
             console.print(part, soft_wrap=isinstance(part, str))
 
 
-def parts(result: Result, config: PlanConfig) -> Iterator[TextTable | str]:
+def parts(result: Record, config: PlanConfig) -> Iterator[TextTable | str]:
     """A plan as lines and tables: what most people ask first, then what it rests on."""
     yield result["conclusion"]
     yield from answers(result, config)
@@ -70,7 +68,7 @@ def parts(result: Result, config: PlanConfig) -> Iterator[TextTable | str]:
     yield from result["notes"]
 
 
-def answers(result: Result, config: PlanConfig) -> Iterator[str]:
+def answers(result: Record, config: PlanConfig) -> Iterator[str]:
     """How fast it is, how long it takes, and which batch: a line each, of what is known."""
     if time := result["time"]:
         gpus = config.gpus * config.nodes
@@ -108,7 +106,7 @@ def duration(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def comparison(result: Result) -> Iterator[TextTable | str]:
+def comparison(result: Record) -> Iterator[TextTable | str]:
     """Predicted and measured figures side by side."""
     rows = []
     for name, entry in result["compared"].items():

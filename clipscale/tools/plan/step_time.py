@@ -7,11 +7,12 @@ import json
 import math
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import yaml
 
 from clipscale.common.hardware import HARDWARE, Hardware
+from clipscale.common.record import Record
 from clipscale.config.sections import ModelConfig
 from clipscale.loss.objectives import OBJECTIVES
 from clipscale.models.flops import PassFlops, image_flops, text_flops, trained_of
@@ -69,7 +70,7 @@ class StepTime:
         samples = self.config.batch / (self.config.gpus * self.config.nodes)
         return samples * self.cached / (share * self.gpu.peak(self.config.precision))
 
-    def estimate(self) -> dict[str, Any] | None:
+    def estimate(self) -> Record | None:
         """`time` of docs/plan.md; None: nothing is known."""
         known = self.known()
         if known is None:
