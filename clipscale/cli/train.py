@@ -21,9 +21,10 @@ def check(config: TrainConfig) -> None:
     from clipscale.data.shards.listing import local_shards
     from clipscale.tools.data import demo
 
-    if demo.is_missing(config.data.train or ()):
+    missing = demo.is_missing(config.data.train or ())
+    check_places(config.eval, rendered=map(str, demo.paths().tests.values()) if missing else ())
+    if missing:
         return
-    check_places(config.eval)
     shards = local_shards(config.data)
     epoch = counted_at_once(config.data, shards) if shards else None
     if epoch is not None:

@@ -1,6 +1,7 @@
 """The settings of `clipscale eval`, and what all verbs share that take a run or any weights."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
@@ -95,9 +96,9 @@ def check_weights(config: sections.ModelConfig) -> None:
             raise UserError(f"{section}.weights={value!r}: there is no {path}; {forms}{nearest(value, tags)}")
 
 
-def check_places(config: sections.EvalConfig) -> None:
-    """Raises UserError for sets that are not there."""
-    for path in config.sets:
+def check_places(config: sections.EvalConfig, rendered: Iterable[str] = ()) -> None:
+    """Raises UserError for sets that are not there, but for those that the start renders."""
+    for path in sorted(set(config.sets).difference(rendered)):
         if not Path(path).expanduser().exists():
             raise UserError(f"eval.sets: {path} does not exist; give the folder of a set, or a caption file")
     if config.suite != "none" and config.root is None:
