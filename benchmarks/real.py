@@ -50,7 +50,7 @@ DEFAULTS = {
     "out": "runs/bench",
 }
 METHODS = {"clipscale": 1, "open_clip": 1, "clipscale-4x": 4}
-"""And the factor of the batch, whose root is the rate's. Encoded in chunks of `batch`, it takes the same memory."""
+"""And the factor of the batch, whose root is the rate's. It is encoded in chunks of `batch`."""
 RATE = 1e-3
 CLASSES = ["t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot"]
 TEMPLATES = ["a photo of a {c}", "a small grey picture of a {c}", "a {c} in a shop", "the {c} is for sale", "{c}"]
