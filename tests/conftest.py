@@ -12,7 +12,8 @@ import gc
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,13 @@ def finished(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     made = shared(tmp_path_factory, "finished", make)
     return shutil.copytree(made, tmp_path_factory.mktemp("runs") / "finished")
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder of a short path, for sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

@@ -16,6 +16,8 @@ from typing import IO
 
 PREFIX = f"clipscale-{socket.gethostname()}-"
 """Of the folders' names: a machine that shares the place does not see who lives on another."""
+LONGEST = 80
+"""Characters of a folder's path without the last 8: a socket in it has at most 107, of which its own name takes 18."""
 LOCK = "lock"
 SEMAPHORES = Path("/dev/shm")
 """Where Linux keeps them, as sem.NAME."""
@@ -39,9 +41,15 @@ def scratch() -> Path:
     return Path(config["scratch"])
 
 
+def place() -> Path:
+    """Where the folders are: TMPDIR, or /tmp where a path there is too long for a socket."""
+    folder = Path(tempfile.gettempdir())
+    return folder if len(f"{folder}/{PREFIX}") <= LONGEST else Path("/tmp")
+
+
 def remove_litter() -> None:
     """Remove the folders, and the semaphores with their names, of this user's processes that have ended."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    for folder in place().glob(f"{PREFIX}*"):
         # one without a lock has just begun; that of a process that lives is locked
         with suppress(OSError), (folder / LOCK).open("r+") as lock:
             if folder.stat().st_uid == os.getuid():
@@ -52,7 +60,7 @@ def remove_litter() -> None:
 def _locked_folder() -> tuple[Path, IO[str]]:
     """A new folder and its lock."""
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place()))
         lock = (folder / LOCK).open("w")
         fcntl.flock(lock, fcntl.LOCK_EX)
         if folder.exists():  # nobody has taken it for litter before it was locked

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,13 +19,6 @@ forkserver.ensure_running()
 print("holds", flush=True)
 sys.stdin.read()
 """
-
-
-@pytest.fixture
-def short() -> Iterator[Path]:
-    """A folder of a short path: a socket's has at most 107 characters."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        yield Path(folder)
 
 
 @pytest.fixture
@@ -75,3 +67,14 @@ def test_a_killed_groups_files_go_with_the_next_start(short: Path, started: list
     started[1].communicate()
     assert left(living) == 0
     assert list(short.iterdir()) == [others]
+
+
+def test_a_long_place_for_temporary_files_does_not_end_a_start(tmp_path: Path) -> None:
+    """A socket's path has at most 107 characters."""
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    answer = subprocess.run(
+        [sys.executable, "-c", HOLD], env=os.environ | {"TMPDIR": str(long)}, input="", capture_output=True, text=True
+    )
+    assert answer.stdout.splitlines()[1:] == ["holds"], answer.stderr
+    assert not Path(answer.stdout.splitlines()[0]).exists()

@@ -38,13 +38,12 @@ Running = tuple[subprocess.Popen[str], list[psutil.Process], list[psutil.Process
 
 
 @pytest.fixture
-def training(tmp_path: Path, environment: dict[str, str], shards: str) -> Iterator[Running]:
+def training(tmp_path: Path, short: Path, environment: dict[str, str], shards: str) -> Iterator[Running]:
     """A running run in its own session, its two workers, and all its child processes."""
-    (tmp_path / "tmp").mkdir()
     process = subprocess.Popen(
         [sys.executable, "-m", "clipscale", "train", *LONG, f"data.train={shards}"],
         cwd=tmp_path,
-        env=environment | {"TMPDIR": str(tmp_path / "tmp")},
+        env=environment | {"TMPDIR": str(short)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -192,12 +191,12 @@ def test_a_killed_launcher_takes_its_workers_along(training: Running) -> None:
 
 @pytest.mark.slow
 def test_what_a_killed_group_leaves_goes_with_the_next_start(
-    training: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    training: Running, short: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process, _, everyone = training
-    (folder,) = (tmp_path / "tmp").glob("clipscale-*")
+    (folder,) = short.glob("clipscale-*")
     semaphores = list(Path("/dev/shm").glob(f"sem.{folder.name}-*"))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", str(short))
     remove_litter()
     assert folder.exists() and len(semaphores) >= 9 and all(map(Path.exists, semaphores)), "the run goes on"
     os.killpg(process.pid, signal.SIGKILL)
