@@ -70,7 +70,8 @@ TEXT = {"context_length": 24, "vocab_size": 49408, "width": 128, "heads": 4, "la
 def plan(settings: SimpleNamespace) -> tuple[str, list[Row]]:
     """Makes the sets that are not there yet. Raises UserError for folders and methods that are none."""
     sources = {name: Path(getattr(settings, name)).expanduser() for name in SIDES if getattr(settings, name)}
-    methods, work = settings.methods.split(","), Path(settings.work).expanduser().absolute()
+    methods = settings.methods.split(",")
+    work = Path(settings.work).expanduser().absolute()
     if not sources or not {*methods} <= {*METHODS}:
         raise UserError(f"give fashion=FOLDER or emoji=FOLDER, and methods= of {', '.join(METHODS)}")
     for name, source in sources.items():
@@ -138,7 +139,8 @@ def emoji(source: Path, folder: Path) -> Iterator[tuple[Image.Image, str]]:
 
 def measure(set: str, method: str, seed: int, epochs: int, batch: int, work: str) -> list[Row]:
     """Train and evaluate. What is left of an epoch after whole batches is not trained on."""
-    place, factor = Path(work, set), METHODS[method]
+    place = Path(work, set)
+    factor = METHODS[method]
     pairs = [pair for pair in pairs_of(f"{place}/pairs.csv", None) if not held_out(pair, HOLDOUT / 100)]
     steps = epochs * (len(pairs) // batch)
     side, patch = SIDES[set]
@@ -177,7 +179,8 @@ def measure(set: str, method: str, seed: int, epochs: int, batch: int, work: str
 def called(*words: str) -> Row:
     """What a program took, on one thread: seconds, of the processors too, and its largest process. Raises
     RuntimeError with its last line."""
-    began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    began = time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     variables = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=variables)
     if done.returncode:

@@ -62,7 +62,8 @@ def run(argv: list[str]) -> int:
     name, words = split_verb(words)
     from clipscale.cli import compose  # imports Hydra
 
-    verb, line = VERBS[name], compose.parse(name, words)
+    verb = VERBS[name]
+    line = compose.parse(name, words)
     if line.multirun:
         from clipscale.cli import sweep
 

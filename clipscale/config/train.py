@@ -81,7 +81,8 @@ def samples_of(config: TrainConfig, epoch: int | None) -> int:
 
     Raises UserError for less than a batch, and where the length needs an epoch's that are not known.
     """
-    batch, samples = config.batch, config.samples
+    batch = config.batch
+    samples = config.samples
     if samples is not None:
         if samples < batch:
             raise UserError(f"samples={samples} is less than one batch={batch}; nothing would be trained")

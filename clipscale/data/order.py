@@ -21,7 +21,13 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 # The use of a random number. It is part of every key, so that no two uses share a sequence.
-SHARDS, WINDOW, DRAW, AUGMENT, CAPTION, MIX, NEGATIVE = 1, 2, 3, 4, 5, 6, 7
+SHARDS = 1
+WINDOW = 2
+DRAW = 3
+AUGMENT = 4
+CAPTION = 5
+MIX = 6
+NEGATIVE = 7
 
 MIXED = 64
 """Places of a stream that are shared among the sources at once: few, so that every batch is mixed."""

@@ -41,7 +41,8 @@ def _open_clips() -> Any:
 
 
 OPEN_CLIP = _open_clips()
-WORDS, LONGEST = 2**15, 32
+WORDS = 2**15
+LONGEST = 32
 """Words whose tokens are remembered, and the longest; open_clip's tokenizer remembers all, for ever."""
 
 

@@ -139,7 +139,8 @@ class TrainState:
 
         towers = {"image": (self.model.image, pixels), "text": (self.model.text, tokens)}
         with self.precision.autocast():
-            local_batch, texts = self.config.batch // self.world.size, self.config.data.texts_per_step
+            local_batch = self.config.batch // self.world.size
+            texts = self.config.data.texts_per_step
             return agreed_chunk_sizes(self.config.cache, towers, local_batch, self.world, earlier, texts)
 
     @property

@@ -40,7 +40,8 @@ class CaptionRule:
 
     def input(self, batch: HostBatch, agreed: Callable[[int], int]) -> ChunkLoader | SortedCaptions:
         """The text tower's input; sorted if this run sorts, in as many chunks as the ranks have `agreed` on."""
-        device, count = self.world.device, batch.texts
+        device = self.world.device
+        count = batch.texts
         if self.pad is None:
             return ChunkLoader(batch.tokens, count, device, resident=self.resident)
         return SortedCaptions(batch.tokens, batch.lengths, count, device, resident=self.resident, agreed=agreed)

@@ -239,10 +239,13 @@ def fitted(config: PlanConfig) -> Record:
 
 def conclusion(result: Record) -> str:
     """Whether it fits, and if not, what to change: one line."""
-    total, usable = result["device"]["total_bytes"], result["device"]["usable_bytes"]
-    node, most = result["host_bytes"], result["host"]["memory_bytes"]
+    total = result["device"]["total_bytes"]
+    usable = result["device"]["usable_bytes"]
+    node = result["host_bytes"]
+    most = result["host"]["memory_bytes"]
     smaller: list[str] = []
-    sizes, host = f"{format_bytes(total)} in each process", f"{format_bytes(node)} of host memory on each node"
+    sizes = f"{format_bytes(total)} in each process"
+    host = f"{format_bytes(node)} of host memory on each node"
     if usable:
         sizes = f"{format_bytes(total)} of {format_bytes(usable)} usable on each GPU"
         smaller += ASSUMED.smaller["gpu"] if total > usable else []

@@ -47,7 +47,8 @@ def parts(result: Record, config: PlanConfig) -> Iterator[TextTable | str]:
     yield result["conclusion"]
     yield from answers(result, config)
     chunk, kept, host, again = result["chunk"], result["kept"], result["host"], result["second_pass"]
-    batch, local = format_count(result["batch"]), format_count(result["local_batch"])
+    batch = format_count(result["batch"])
+    local = format_count(result["local_batch"])
     yield (
         f"{printable(config.model.name)}, batch {batch}: {local} samples on each of {config.nodes} x {config.gpus} x "
         f"{config.hardware}, {config.precision}, {config.optim.name}, offload={result['offload']}, "
@@ -72,7 +73,8 @@ def answers(result: Record, config: PlanConfig) -> Iterator[str]:
     """How fast it is, how long it takes, and which batch: a line each, of what is known."""
     if time := result["time"]:
         gpus = config.gpus * config.nodes
-        rate, plain = time["samples_per_s"], time["plain_samples_per_s"] / gpus
+        rate = time["samples_per_s"]
+        plain = time["plain_samples_per_s"] / gpus
         low, high = (end / gpus for end in time["range"])
         spread = f" ({rounded(low)} to {rounded(high)})" if high > low else ""
         yield (
