@@ -220,7 +220,7 @@ def data_stream(run: Resolved, columns: Columns, tokenizer: Tokenizer, world: Wo
         config.data,
         share,
         columns,
-        tokenizer.for_workers(),
+        tokenizer.rows,
         shards,
         position=position,
         offload=Offload(backend, chunk, world.device.type == "cuda"),

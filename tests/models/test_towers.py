@@ -14,7 +14,6 @@ from torchvision.transforms.functional import normalize
 
 from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig
-from clipscale.models.tokenizer import RustTokens
 from clipscale.models.towers import build_model
 from tests.support.towers import architecture, small_model
 
@@ -74,8 +73,17 @@ def test_tokens_of_a_caption_are_open_clips_however_long_it_is(text: str) -> Non
     tokenizer = build_model(small()).tokenizer
     expected = open_clip.SimpleTokenizer(context_length=8)([text.replace("\ud800", "?")])
     assert torch.equal(tokenizer([text]), expected)
-    of_worker = pickle.loads(pickle.dumps(tokenizer.for_workers()))
-    assert np.array_equal(of_worker([text]), expected)
+    assert np.array_equal(pickle.loads(pickle.dumps(tokenizer.rows))([text]), expected), "as a worker has it"
+
+
+def test_words_beyond_some_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stranger's captions have new words for ever."""
+    monkeypatch.setattr("clipscale.models.tokenizer.WORDS", 10)
+    tokenizer = build_model(small()).tokenizer
+    for start in range(0, 100, 5):
+        captions = [f"word{chr(97 + number % 26)}{number:x}x a" for number in range(start, start + 5)]
+        assert torch.equal(tokenizer(captions), open_clip.SimpleTokenizer(context_length=8)(captions))
+        assert len(tokenizer.inner.cache) <= 30
 
 
 def test_an_architecture_brings_its_tokenizer_from_local_files(tmp_path: Path) -> None:
@@ -93,8 +101,7 @@ def test_an_architecture_brings_its_tokenizer_from_local_files(tmp_path: Path) -
     tokens = model.tokenizer(["A red, SQUARE!", "a " * 20])
     assert tokens.tolist() == [[2, 3, 4, 1, 1, 1, 1, 1], [2] * 7 + [1]]
     assert model.tokenizer.decoded(tokens[0].tolist()) == "a red square", "as a sheet of samples shows it"
-    of_worker = pickle.loads(pickle.dumps(model.tokenizer.for_workers()))
-    assert isinstance(of_worker.__self__.inner, RustTokens)
+    of_worker = pickle.loads(pickle.dumps(model.tokenizer.rows))
     assert np.array_equal(of_worker(["A red, SQUARE!", "a " * 20]), tokens)
     assert model.text(tokens).shape == (2, 16)
 

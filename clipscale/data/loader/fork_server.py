@@ -7,8 +7,7 @@ from clipscale.common.scratch import scratch
 from clipscale.common.signals import blocked
 
 PRELOADED = ["__main__", "clipscale.data.loader.workers", "clipscale.models.tokenizer"]
-"""What workers import, once for all of them: torch for its resizing, and a tokenizer without open_clip, whose import
-takes three times as long as torch's."""
+"""What workers import, once for all of them: torch for its resizing, and open_clip's tokenizers."""
 
 
 def warm_up() -> None:

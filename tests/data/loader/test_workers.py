@@ -59,7 +59,7 @@ def test_a_silent_worker_is_named(tmp_path: Path) -> None:
 
 def test_a_worker_has_little_memory_of_its_own(tmp_path: Path) -> None:
     write_shards(tmp_path, [200])
-    tokenizer = tokenizer_of("ViT-B-32", {}).for_workers()
+    tokenizer = tokenizer_of("ViT-B-32", {}).rows
     with open_stream(tmp_path, batch=100, workers=2, tokenizer=tokenizer) as stream:
         contents(stream, 2)
         for process in processes_of(stream):
