@@ -9,10 +9,12 @@ import pytest
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import clipscale
 from clipscale.config.sections import LossConfig, ModelConfig
 from clipscale.train import Run, train
 from tests.support.runs import ARCHITECTURE, small
 
+PACKAGE = str(Path(clipscale.__file__).parent)
 WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero", "aten::masked_select"}
 """Operations for whose result the host would wait on a GPU."""
 ON_A_CPU = {
@@ -30,7 +32,7 @@ READ = {
 
 def place() -> str:
     """Our innermost function."""
-    ours = [frame for frame in traceback.extract_stack() if "/clipscale/" in frame.filename]
+    ours = [frame for frame in traceback.extract_stack() if frame.filename.startswith(PACKAGE)]
     return f"{Path(ours[-1].filename).name}:{ours[-1].name}"
 
 
