@@ -34,11 +34,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_the_package_and_its_configuration(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    sources = {f"clipscale/{path.relative_to(PACKAGE)}" for path in PACKAGE.rglob("*.py")}
-    sources |= {
-        f"clipscale/tools/{verb}/page.{kind}" for verb in ("explore", "report") for kind in ("html", "css", "js")
-    }
-    sources.add("clipscale/log/figures.yaml")
+    files = [path for kind in ("py", "html", "css", "js", "yaml") for path in PACKAGE.rglob(f"*.{kind}")]
+    sources = {f"clipscale/{path.relative_to(PACKAGE)}" for path in files}
     settings = {f"clipscale/conf/{path.relative_to(CHECKOUT / 'conf')}" for path in CHECKOUT.glob("conf/**/*.yaml")}
     assert settings
     assert not (sources | settings) - names

@@ -11,15 +11,15 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from clipscale.config.data import DataConfig
 from clipscale.data.conditions import source_names
 from clipscale.data.decode import first_caption, image_bytes
 from clipscale.data.eval_transform import ahead
 from clipscale.data.sample import BrokenSampleError, RawSample
 from clipscale.models.towers import ClipModel
 from clipscale.step.precision import Precision
-from clipscale.tools.embed.settings import EmbedConfig
 
 T = TypeVar("T")
 THREADS = 4
@@ -41,36 +41,36 @@ class Group:
 class FeatureEncoder:
     """Computes unit features on one device."""
 
-    def __init__(self, config: EmbedConfig, model: ClipModel, device: torch.device) -> None:
-        self.config = config
-        self.model = model
+    def __init__(self, model: ClipModel, device: torch.device, precision: str, data: DataConfig) -> None:
+        self.model = model.to(device)
         self.device = device
-        self.precision = Precision(config.precision, device)
-        model.image.to(device)
-        model.text.to(device)
-        self.captions = source_names(config.data.captions)
-        self.transform = replace(model.eval_transform(), max_pixels=config.data.max_pixels)
+        self.precision = Precision(precision, device)
+        self.captions = source_names(data.captions)
+        self.transform = replace(model.eval_transform(), max_pixels=data.max_pixels)
 
-    def groups(self, raws: Iterable[RawSample]) -> Iterator[Group]:
-        """All samples in their order. Threads decode the next group meanwhile."""
+    def groups(self, raws: Iterable[RawSample], batch: int, dtype: str) -> Iterator[Group]:
+        """All samples in their order, at most `batch` in a group. Threads decode the next group meanwhile."""
         with ThreadPoolExecutor(THREADS) as pool:
-            for batch, pictures in ahead(pool, self.pixels, batches(raws, self.config.batch)):
-                yield self.group(batch, pictures)
+            for group, pictures in ahead(pool, self.pixels, batches(raws, batch)):
+                captions = [self.caption(raw) for raw in group]
+                rows = np.stack([self.images(pictures), self.texts(captions)], 1)
+                yield Group(group, captions, rows.astype(dtype))
 
-    def group(self, raws: list[RawSample], pictures: Sequence[np.ndarray | None]) -> Group:
-        model = self.model
-        captions = [self.caption(raw) for raw in raws]
-        image = self.encode(pictures, lambda usable: model.image(torch.from_numpy(np.stack(usable)).to(self.device)))
-        text = self.encode(captions, lambda usable: model.text(model.tokenizer(usable).to(self.device)))
-        return Group(raws, captions, np.stack([image, text], 1))
+    def images(self, pictures: Sequence[np.ndarray | None]) -> np.ndarray:
+        """A float32 feature row for each picture's pixels, (n, D); NaN for None."""
+        return self.encode(self.model.image, stacked, pictures)
 
-    def encode(self, inputs: Sequence[T | None], tower: Callable[[list[T]], Tensor]) -> np.ndarray:
-        """A feature row for every input, (n, D); NaN for None."""
-        rows = np.full((len(inputs), self.model.width), np.nan, self.config.dtype)
+    def texts(self, texts: Sequence[str | None]) -> np.ndarray:
+        """The same for texts."""
+        return self.encode(self.model.text, self.model.tokenizer, texts)
+
+    def encode(self, tower: nn.Module, prepared: Callable[[list[T]], Tensor], inputs: Sequence[T | None]) -> np.ndarray:
+        rows = np.full((len(inputs), self.model.width), np.nan, np.float32)
         usable = [x for x in inputs if x is not None]
         if usable:
             with torch.inference_mode(), self.precision.autocast():
-                rows[[x is not None for x in inputs]] = tower(usable).float().cpu().numpy().astype(self.config.dtype)
+                features = tower(prepared(usable).to(self.device))
+            rows[[x is not None for x in inputs]] = features.float().cpu().numpy()
         return rows
 
     def pixels(self, raw: RawSample) -> np.ndarray | None:
@@ -84,6 +84,10 @@ class FeatureEncoder:
         with suppress(BrokenSampleError):
             return first_caption(raw.members, self.captions)
         return None
+
+
+def stacked(pictures: list[np.ndarray]) -> Tensor:
+    return torch.from_numpy(np.stack(pictures))
 
 
 def batches(raws: Iterable[RawSample], most: int) -> Iterator[list[RawSample]]:

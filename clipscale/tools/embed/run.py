@@ -37,7 +37,7 @@ from clipscale.launch import local
 from clipscale.models.towers import ClipModel, load_any
 from clipscale.tools.embed.arrays import SHARDS, array_path
 from clipscale.tools.embed.encode import FeatureEncoder, Group
-from clipscale.tools.embed.settings import IMAGE, KINDS, EmbedConfig, check_embed
+from clipscale.tools.embed.settings import KINDS, EmbedConfig, check_embed
 
 log = logging.getLogger(__name__)
 
@@ -60,20 +60,16 @@ def work(config: EmbedConfig) -> Record:
         model, settings, _ = load_any(run, config.checkpoint, config.weights, config.model, world.on_main)
         note = features_note(config, model, settings)
         sources = world.on_main(lambda: prepared(config, out, note))
-        encoder = FeatureEncoder(config, model, world.device)
+        encoder = FeatureEncoder(model, world.device, config.precision, config.data)
         names = list(sources)[world.rank :: world.size]
-        parts = world.gather({name: embed_shard(encoder, sources[name], out / name) for name in names})
+        parts = world.gather({name: embed_shard(encoder, config, sources[name], out / name) for name in names})
     finally:
         leave()
     entries = {name: entry for part in parts for name, entry in part.items() if entry}
     samples = sum(entry["samples"] for entry in entries.values())
     if world.main:
-        listed = dict(sorted((read(out / SHARDS) | entries).items()))
-        files.write_json(out / SHARDS, listed)
-        remedy = ""
-        if config.teacher:
-            remedy = f"; train with data.train={out} distill.teachers=[{config.teacher}]"
-        say(f"features of {samples} samples: {out}{remedy}")
+        files.write_json(out / SHARDS, dict(sorted((read(out / SHARDS) | entries).items())))
+        say(f"features of {samples} samples: {out}")
     unread = len(sources) - len(entries)
     if unread:
         raise UserError(f"out={out}: {unread} of {len(sources)} shards could not be fetched; start again to fetch them")
@@ -140,33 +136,33 @@ def address(url: str) -> str:
     return hidden(str(Path(url).expanduser().absolute()) if is_local(url) else unsigned(url))
 
 
-def embed_shard(encoder: FeatureEncoder, url: str, path: Path) -> Record | None:
+def embed_shard(encoder: FeatureEncoder, config: EmbedConfig, url: str, path: Path) -> Record | None:
     """Write one shard's features completely or not at all, unless they are there. Returns its entry in SHARDS.
 
     A damaged shard is written as far as it can be read: it will not get better. None for one that could not be fetched.
     """
-    as_tar = path.suffix == ".tar"
     if not path.is_file():
+        groups = shard_groups(encoder, config, url)
         try:
-            groups = shard_groups(encoder, url, all_members=as_tar)
-            if as_tar:
-                write_tar(path, groups, encoder.config.teacher)
+            if config.teacher:
+                write_tar(path, groups, config.teacher)
             else:
                 write_npy(path, groups)
         except SourceError:
             return None
-    samples = scan_shard(str(path)).samples if as_tar else len(np.load(array_path(path, IMAGE), mmap_mode="r"))
+    samples = scan_shard(str(path)).samples if config.teacher else len(path.read_bytes().splitlines())
     return {"source": address(url), "samples": samples}
 
 
-def shard_groups(encoder: FeatureEncoder, url: str, *, all_members: bool) -> Iterator[Group]:
-    """A shard's samples with their features. Raises SourceError for a shard that could not be fetched."""
+def shard_groups(encoder: FeatureEncoder, config: EmbedConfig, url: str) -> Iterator[Group]:
+    """A shard's samples with their features; of a teacher, with all their members. Raises SourceError for a shard that
+    could not be fetched."""
     problem = ReadProblem()
-    data = encoder.config.data
     captions = {source.partition(":")[0] for source in encoder.captions}
-    kinds = None if all_members else limits(IMAGE_TYPES, captions, data.max_bytes)
+    kinds = None if config.teacher else limits(IMAGE_TYPES, captions, config.data.max_bytes)
+    raws = read_shard(url, problem, kinds=kinds, store=Store(config.data))
     missing = samples = 0
-    for group in encoder.groups(read_shard(url, problem, kinds=kinds, store=Store(data))):
+    for group in encoder.groups(raws, config.batch, config.dtype):
         samples += len(group.raws)
         missing += int(np.isnan(group.rows).all(2).any(1).sum())
         yield group

@@ -103,11 +103,11 @@ def test_an_interrupted_embedding_goes_on_and_gives_the_same_bytes(
     whole = contents(embed(run, tmp_path / "in", tmp_path / "whole", **form))
     encode, passes = FeatureEncoder.encode, []
 
-    def interrupted(self: FeatureEncoder, inputs: Any, tower: Any) -> np.ndarray:
+    def interrupted(self: FeatureEncoder, tower: Any, prepared: Any, inputs: Any) -> np.ndarray:
         passes.append(len(inputs))
         if len(passes) == 10:  # in the second shard
             raise KeyboardInterrupt
-        return encode(self, inputs, tower)
+        return encode(self, tower, prepared, inputs)
 
     monkeypatch.setattr(FeatureEncoder, "encode", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -12,16 +12,15 @@ function make(tag, values = {}, ...children) {
   return node;
 }
 
-async function answer(path, body) {
+async function answer(body) {
   const json = !(body instanceof Blob);
-  const response = await fetch(path, {
+  const response = await fetch("search", {
     method: "POST",
     body: json ? JSON.stringify(body) : body,
     headers: { "Content-Type": json ? "application/json" : "application/octet-stream" },
   });
-  const result = await response.json().catch(() => ({ error: `the server answers ${response.status}` }));
-  if (!response.ok) throw Object.assign(new Error(result.error), { status: response.status });
-  return result;
+  if (!response.ok) throw new Error(await response.text());
+  return response.json();
 }
 
 function say(text, bad = false) {
@@ -32,12 +31,12 @@ function say(text, bad = false) {
 }
 
 // Ask, and show the answer unless another question has been asked since.
-async function ask(path, body, show) {
+async function ask(body, show) {
   const mine = ++latest;
   say("Searching");
   const start = performance.now();
   try {
-    const result = await answer(path, body);
+    const result = await answer(body);
     if (mine !== latest) return;
     show(result);
     const seconds = ((performance.now() - start) / 1000).toFixed(2);
@@ -90,7 +89,7 @@ function search(text) {
   id("query").hidden = true;
   asked = null;
   history.replaceState(null, "", `#${encodeURIComponent(text)}`);
-  ask("search", { text }, (result) =>
+  ask({ text }, (result) =>
     pictures(`Pictures for “${text}”`, result.images));
 }
 
@@ -98,7 +97,7 @@ function look(picture, about, source) {
   asked = picture;
   id("text").value = "";
   history.replaceState(null, "", " ");
-  ask(picture instanceof Blob ? "picture" : "sample", picture, (result) => {
+  ask(picture, (result) => {
     id("query").hidden = false;
     id("asked").src = source;
     id("about").textContent = about;
