@@ -131,6 +131,9 @@ def check(config: TrainConfig) -> None:
         "data.captions_per_step: with it, take loss.shared=positive and data.same=url or another field": (
             several and (data.same == "caption" or config.loss.shared == "mask")
         ),
+        "loss.backend=triton: its kernels take neither loss.shared nor several captions; take loss.backend=auto": (
+            config.loss.backend == "triton" and (several or config.loss.shared != "ignore")
+        ),
         f"resume={config.resume}: there is no such file or run folder": (
             other and not Path(config.resume).expanduser().exists()
         ),

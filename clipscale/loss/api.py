@@ -103,7 +103,8 @@ def contrastive_loss(
             (all-gather of the texts, reduce-scatter of their gradients; DisCo-CLIP) | ring (the texts travel; least
             memory) | nodes (gather within a node, a ring between nodes) | auto (in one node ring; across nodes gather
             where that is small, else nodes). In a group of one they are the same.
-        backend: dense (a block's scores at once) | tiled (torch, any device) | triton (CUDA, dot product) | auto.
+        backend: dense (a block's scores at once) | tiled (torch, any device) | triton (CUDA; the dot product, without
+            keys, one caption an image) | auto.
         group: the process group, or a mesh of one dimension (FSDP2's, or the data dimension beside tensor parallel's);
             None: the default group, if there is one. Each rank passes its own rows, equally many.
         keys: int64, (n,) of the images, or with hard negatives that and (m,) of the texts. Samples of equal keys (the
@@ -241,6 +242,8 @@ def _chosen_backend(name: str, objective: Objective, module: nn.Module | None, i
         obstacle = "the similarity is not the dot product"
     elif inputs.dtype == torch.float64:
         obstacle = "the features are float64"
+    elif "keys" in inputs.beside[0] or inputs.captions > 1:
+        obstacle = "the kernels take neither keys nor several captions"
     elif not on_gpu and (name == "auto" or os.environ.get("TRITON_INTERPRET") != "1"):
         obstacle = f"the features are on {device.type}"
     if name == "triton" and obstacle:

@@ -96,6 +96,12 @@ MISTAKES = [
         "negatives",
         "shared",
     ),
+    (
+        "kernels for keys",
+        "train data=x.tar data.same=url loss.shared=mask loss.backend=triton",
+        "loss.backend=triton",
+        "loss.backend=auto",
+    ),
     ("another word of pixels", "train model.preprocess.crop=3", "model.preprocess.crop", "model.preprocess.std"),
     ("two numbers for three channels", "train model.preprocess.mean=[0,0]", "model.preprocess.mean=[0,0]", "3 numbers"),
     ("three chunks", "train data=x.tar cache.chunk=[1,2,3]", "cache.chunk=[1,2,3]", "[IMAGES,TEXTS]"),

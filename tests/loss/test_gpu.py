@@ -24,10 +24,6 @@ pytestmark = on_device
 BACKENDS = ["dense", "tiled", pytest.param("triton", marks=with_kernels)]
 
 
-def moved(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return pair[0].to(DEVICE), pair[1].to(DEVICE)
-
-
 def rows(n: int, m: int, width: int, kind: str = "random") -> tuple[Tensor, Tensor]:
     """Unit rows on the device, in float64."""
     u, v = features(n, m, width, kind)
@@ -35,18 +31,24 @@ def rows(n: int, m: int, width: int, kind: str = "random") -> tuple[Tensor, Tens
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("has_keys", [False, True])
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_float32_is_exact(objective: str, has_keys: bool, backend: str) -> None:
-    n, m, width = sized(3001, 4100, 768)
-    options = {"objective": objective}
-    if has_keys:
-        options["keys"] = moved(keys(n, m))
+def test_float32_is_exact(objective: str, backend: str) -> None:
     for kind, scale in (("random", 14.3), ("aligned", 100.0), ("low", 100.0)):
-        u, v = rows(n, m, width, kind)
-        true = oracle(u, v, scale, **options)
-        actual = results(contrastive_loss, u.float(), v.float(), scale, backend=backend, **options)
-        assert_exact(actual, true, scale, 1e-5, (kind, scale, objective, has_keys, backend))
+        u, v = rows(*sized(3001, 4100, 768), kind)
+        true = oracle(u, v, scale, objective=objective)
+        actual = results(contrastive_loss, u.float(), v.float(), scale, backend=backend, objective=objective)
+        assert_exact(actual, true, scale, 1e-5, (kind, scale, objective, backend))
+
+
+@pytest.mark.parametrize("shared", ["mask", "positive"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_keys_are_exact_in_the_tiles_of_torch(objective: str, shared: str) -> None:
+    n, m, width = sized(3001, 4100, 768)
+    u, v = rows(n, m, width, "aligned")
+    images, texts = keys(n, m)
+    options = {"objective": objective, "shared": shared, "keys": (images.to(DEVICE), texts.to(DEVICE))}
+    actual = results(contrastive_loss, u.float(), v.float(), 100.0, **options)
+    assert_exact(actual, oracle(u, v, 100.0, **options), 100.0, 1e-5, (objective, shared))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -43,6 +43,11 @@ REFUSALS = {
         {"similarity": nn.Bilinear(4, 4, 1), "backend": "triton"},
         "since the similarity is not the dot product",
     ),
+    "Triton with keys": ({"keys": torch.arange(6), "text_features": V[:6], "backend": "triton"}, "neither keys nor"),
+    "Triton for several captions": (
+        {"captions": 2, "text_features": torch.cat([V, V])[:12], "backend": "triton"},
+        "backend=triton cannot be had, since the kernels take neither keys nor several captions; use backend=tiled",
+    ),
     "Triton in float64": ({"image_features": U.double(), "text_features": V.double(), "backend": "triton"}, "float64"),
 }
 

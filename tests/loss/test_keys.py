@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from clipscale import contrastive_loss
+from clipscale.loss.machine import Machine
 from clipscale.loss.objectives import OBJECTIVES
 from tests.loss.cases import Phi, assert_exact, assert_near_plain_torch, features, keys, oracle, results
 from tests.loss.workers import Workers, check, stacked, stacked_again
@@ -64,6 +65,23 @@ def test_keys_are_exact_on_ranks(ranks: Workers, objective: str, exchange: str) 
         u, v = stacked(world, n, m, 8)
         options = {"objective": objective, "exchange": exchange, "tile": 3, "captions": k, "shared": shared}
         check(ranks, world, u, v, 14.3, options, keys=(images.view(world, n), stacked_again(texts, world, n * k)))
+
+
+class Gpu(Machine):
+    """Says that this machine's CPU is a GPU."""
+
+    def is_gpu(self, device: torch.device) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("captions", [1, 2])
+def test_a_gpu_takes_keys_and_captions_in_the_tiles_of_torch(captions: int) -> None:
+    u, v, options = keyed((6, 3, captions), 4, 0, "mask")
+    tiled, auto = (
+        results(contrastive_loss, u.float(), v.float(), 14.3, backend=backend, machine=Gpu(), **options)
+        for backend in ("tiled", "auto")
+    )
+    assert all(map(torch.equal, tiled, auto))
 
 
 def keyed(sizes: tuple[int, int, int], kinds: int, seed: int, shared: str) -> tuple[Tensor, Tensor, dict[str, Any]]:

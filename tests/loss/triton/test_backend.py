@@ -33,9 +33,8 @@ from clipscale.loss.objectives import OBJECTIVES  # noqa: E402
 from clipscale.loss.softmax.kernel import TritonSoftmax  # noqa: E402
 from clipscale.loss.triton import tuning  # noqa: E402
 from clipscale.loss.triton.tuning import FLOAT32, INTERPRETER, Tiles  # noqa: E402
-from tests.loss.cases import Tiled, assert_exact, assert_near_plain_torch, features, keys, oracle, results  # noqa: E402
-from tests.loss.test_keys import keyed, near  # noqa: E402
-from tests.loss.workers import Workers, check, stacked, stacked_again  # noqa: E402
+from tests.loss.cases import Tiled, assert_exact, assert_near_plain_torch, features, oracle, results  # noqa: E402
+from tests.loss.workers import Workers, check, stacked  # noqa: E402
 from tests.support.ranks import workers  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -58,55 +57,16 @@ def extreme(n: int, m: int, width: int) -> tuple[Tensor, Tensor]:
     return normalize(u, dim=1), normalize(v, dim=1)
 
 
-@pytest.mark.parametrize("shared", ["ignore", "mask", "positive"])
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_float32_is_exact(objective: str, shared: str) -> None:
+def test_float32_is_exact(objective: str) -> None:
     for n, m, width, scale, kind in (
         (1, 1, 1, 100.0, "random"),
         (33, 36, 40, 14.3, "random"),
         (20, 70, 24, 100.0, "aligned"),
     ):
         u, v = features(n, m, width, kind)
-        options = {"objective": objective, "shared": shared, "keys": keys(n, m)}
-        actual = triton(u.float(), v.float(), scale, **options)
-        assert_exact(actual, oracle(u, v, scale, **options), scale, 1e-5, (n, m, width, kind))
-
-
-@settings(max_examples=15, derandomize=True, deadline=None)
-@given(
-    sizes=st.tuples(st.integers(1, 40), st.integers(0, 20), st.integers(1, 3)),
-    kinds=st.integers(1, 40),
-    seed=st.integers(0, 99),
-    scale=st.sampled_from([1.0, 14.3, 100.0]),
-    objective=st.sampled_from(sorted(OBJECTIVES)),
-    shared=st.sampled_from(["mask", "positive"]),
-)
-def test_any_keys_and_captions_are_exact(
-    sizes: tuple[int, int, int], kinds: int, seed: int, scale: float, objective: str, shared: str
-) -> None:
-    u, v, options = keyed(sizes, kinds, seed, shared)
-    options["objective"] = objective
-    actual = triton(u.float(), v.float(), scale, **options)
-    true = oracle(u.float(), v.float(), scale, **options)
-    assert_exact(actual, true, scale, 1e-5, (sizes, kinds, scale, options))
-
-
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_a_row_may_be_left_out_but_for_its_own_pair(objective: str) -> None:
-    """Every key is the same: nothing but the pairs is left of a softmax, and hard negatives are in no sum."""
-    u, v = features(20, 45, 24)
-    options = {"objective": objective, "keys": (torch.zeros(20).long(), torch.zeros(45).long())}
-    for scale in (1.0, 100.0):
-        actual = triton(u.float(), v.float(), scale, **options)
-        assert_exact(actual, oracle(u, v, scale, **options), scale, 1e-5, (scale, objective))
-        assert objective == "sigmoid" or abs(float(actual[0])) < 1e-5
-
-
-@pytest.mark.parametrize("far", [0.9, -0.2])
-def test_where_nearly_all_of_a_sum_is_left_out_the_rest_is_exact(far: float) -> None:
-    u, v, same = near(far)
-    actual = triton(u.float(), v.float(), 100.0, keys=same)
-    assert_exact(actual, oracle(u.float(), v.float(), 100.0, keys=(same, same)), 100.0, 1e-5, far)
+        actual = triton(u.float(), v.float(), scale, objective=objective)
+        assert_exact(actual, oracle(u, v, scale, objective=objective), scale, 1e-5, (n, m, width, kind))
 
 
 @pytest.mark.parametrize("kind", ["equal", "low", "far row", "extreme"])
@@ -123,26 +83,18 @@ def test_scores_that_span_more_than_float32_are_exact(kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
 def test_half_precision_is_no_further_from_the_truth_than_twice_plain_torch(objective: str, dtype: torch.dtype) -> None:
-    for kind, scale, shared in (
-        ("random", 14.3, "ignore"),
-        ("aligned", 14.3, "mask"),
-        ("low", 100.0, "ignore"),
-        ("duplicates", 14.3, "positive"),
-    ):
+    for kind, scale in (("random", 14.3), ("aligned", 14.3), ("low", 100.0), ("duplicates", 14.3)):
         u, v = (x.to(dtype) for x in features(35, 70, 40, kind))
-        options = {"objective": objective, "shared": shared}
-        options |= {} if shared == "ignore" else {"keys": (torch.arange(35) // 2, torch.arange(70) // 2)}
-        assert_near_plain_torch(triton(u, v, scale, **options), u, v, scale, **options)
+        actual = triton(u, v, scale, objective=objective)
+        assert_near_plain_torch(actual, u, v, scale, objective=objective)
 
 
 def test_tiny_sigmoid_terms_keep_their_precision() -> None:
     """log(1 + e^-20) computed as the logarithm of a rounded sum would be off by a factor; so would the loss of a fresh
     SigLIP."""
     u, v = (x.float() for x in features(17, 33, 16, "equal"))
-    same = torch.zeros(17, dtype=torch.int64), torch.arange(33)
-    for options in ({}, {"keys": same}):
-        actual, true = (f(u, v, 0.001, -20.0, objective="sigmoid", **options)[0] for f in (triton, oracle))
-        assert abs(float(actual - true)) <= 2e-6 * float(true)
+    actual, true = (f(u, v, 0.001, -20.0, objective="sigmoid")[0] for f in (triton, oracle))
+    assert abs(float(actual - true)) <= 2e-6 * float(true)
 
 
 SHAPES = {(t.rows, t.cols, t.depth, number >= 9) for number, shapes in tuning.SHAPES.items() for t in shapes}
@@ -177,17 +129,17 @@ def test_panels_stripes_and_descriptors_change_nothing_but_rounding(
     objective: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     u, v = (x.float() for x in features(40, 75, 41))
-    options = {"objective": objective, "keys": keys(40, 75)}
-    plain, again = (triton(u, v, 14.3, **options) for _ in range(2))
+    plain, again = (triton(u, v, 14.3, objective=objective) for _ in range(2))
     assert all(map(torch.equal, plain, again)), "the same inputs give the same bits"
     tiles = Machine().candidates(torch.device(DEVICE), torch.float32)[0]
     small = Tiled(replace(tiles, panel_bytes=2048))
     small.partial_bytes = 2048
     for machine in (small, Tiled(tiles, tma=DEVICE == "cpu")):
-        actual = triton(u, v, 14.3, machine=machine, **options)
+        actual = triton(u, v, 14.3, machine=machine, objective=objective)
         assert_exact(actual, [x.double() for x in plain], 14.3, 2e-6, type(machine))
     monkeypatch.setattr("clipscale.loss.autograd.STRIPE", 16)
-    assert_exact(triton(u, v, 14.3, **options), [x.double() for x in plain], 14.3, 2e-6, "stripes")
+    actual = triton(u, v, 14.3, objective=objective)
+    assert_exact(actual, [x.double() for x in plain], 14.3, 2e-6, "stripes")
 
 
 def test_a_frozen_side_changes_nothing_for_the_other() -> None:
@@ -317,7 +269,3 @@ def test_on_ranks_it_is_exact(forked: Workers, objective: str, exchange: str) ->
     u, v = stacked(2, 18, 20, 24)
     options = {"objective": objective, "exchange": exchange, "backend": "triton"}
     check(forked, 2, u.float(), v.float(), 14.3, options, bar=1e-5)
-    for shared in ("mask", "positive"):
-        images, texts = keys(36, 40)
-        pairs = images.view(2, 18), stacked_again(texts, 2, 18)
-        check(forked, 2, u.float(), v.float(), 14.3, options | {"shared": shared}, bar=1e-5, keys=pairs)
