@@ -1,6 +1,6 @@
 """Finds pairs that are no negatives: samples that share a key (the same caption or picture), an image's captions.
 
-A tile leaves such pairs out, or takes them as positives (`Block.left_out`, `RowBlock.share`).
+A tile of the torch backend leaves such pairs out, or takes them as positives (`Block.left_out`, `RowBlock.share`).
 
 Letters: n rows (images) and m columns (texts), k captions of an image.
 """

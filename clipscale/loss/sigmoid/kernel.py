@@ -26,7 +26,7 @@ from clipscale.loss.triton.tiles import (
     summable,
     tile_dots,
     tile_position,
-    where_counted,
+    where_inside,
 )
 
 
@@ -51,12 +51,11 @@ def log1p(x):
 @triton.jit(do_not_specialize=["n", "m", "positive"])
 def sigmoid_kernel(
     u, v, scale, n, m, depth, stride_u, stride_v, positive, panel, stride_panel, bias, sums,
-    row_keys, col_keys, SHARED: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """panel (whole tiles) = UNIT * G of one tile, zero past the end; G is sigmoid(l), -sigmoid(l) at positives.
 
-    sums (3, programs) = the tile's sum of softplus(l), of UNIT * G, and of UNIT * G_ij <u_i, v_j>. Pairs of equal keys
-    are left out (SHARED="mask"), or are the positives ("positive"); otherwise ("ignore") there need be no keys.
+    sums (3, programs) = the tile's sum of softplus(l), of UNIT * G, and of UNIT * G_ij <u_i, v_j>.
     """
     tile_row, tile_col = tile_position(n, m, BM, BN)
     dots = tile_dots(u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v, TMA, BM, BN, BK)
@@ -71,15 +70,15 @@ def sigmoid_kernel(
         first_col = tile_col * BN + part * WIDTH
         cols = first_col + tl.arange(0, WIDTH)
         logits = parts[part] * scale_ + bias_
-        with_positives = has_positives(tile_row * BM, first_col, positive, SHARED, BM, WIDTH)
+        with_positives = has_positives(tile_row * BM, first_col, positive, BM, WIDTH)
         if with_positives:
-            logits = tl.where(positives(rows, cols, n, m, positive, row_keys, col_keys, SHARED), -logits, logits)
-        logits = where_counted(logits, NOTHING, rows, cols, n, m, positive, row_keys, col_keys, SHARED)
+            logits = tl.where(positives(rows, cols, positive), -logits, logits)
+        logits = where_inside(logits, NOTHING, rows, cols, n, m)
         small = tl.exp2(-tl.abs(logits) * LOG2E)
         value += tl.sum(tl.maximum(logits, 0.0) + log1p(small), axis=1)
         g = UNIT * tl.where(logits >= 0, 1.0, small) / (1.0 + small)  # nothing cancels
         if with_positives:
-            g = tl.where(positives(rows, cols, n, m, positive, row_keys, col_keys, SHARED), -g, g)
+            g = tl.where(positives(rows, cols, positive), -g, g)
         store_part(panel, g, tile_row * BM, first_col, stride_panel, TMA)
         total += tl.sum(g, axis=1)
         product += tl.sum(g * summable(parts[part], n), axis=1)

@@ -27,7 +27,6 @@ from clipscale.loss.triton.tiles import (
     LOG2E,
     NOTHING,
     UNIT,
-    equal_keys,
     has_positives,
     positives,
     quarters,
@@ -35,7 +34,7 @@ from clipscale.loss.triton.tiles import (
     summable,
     tile_dots,
     tile_position,
-    where_counted,
+    where_inside,
 )
 
 # A sum of 2^(y - t) that is at least this large, with t at or above every y, has lost less than 2^-50 of itself to
@@ -45,15 +44,14 @@ SOUND = tl.constexpr(2.0**-60)
 
 @triton.jit
 def reference_of(top):
-    """A whole number just above the largest score; 0 where there is no score."""
+    """A whole number just above the largest score; 0 past the end, where there is no score."""
     return tl.where(top == NOTHING, 0.0, tl.ceil(top))
 
 
-@triton.jit(do_not_specialize=["n", "m", "positive"])
+@triton.jit(do_not_specialize=["n", "m"])
 def lse_kernel(
     u, v, factor, n, m, depth, stride_u, stride_v, row_parts, col_parts,
-    positive, row_keys, col_keys, row_share, col_share, targets,
-    SHARED: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """The references and the sums of 2^(y - reference) of one tile's rows, to row_parts (2, ceil(M / BN), N), and of
     its columns, to col_parts (2, ceil(N / BM), M).
@@ -61,21 +59,11 @@ def lse_kernel(
     One exponential an element, relative to the tile's largest score, serves both sums. Where a row or a column lies so
     far below that its sum is not sound, they are taken again, each row and each column relative to its own largest
     score.
-
-    SHARED says what pairs of equal keys are: left out ("mask"), or positives ("positive"), each with its row's and its
-    column's share of their weights: targets (programs,) = the tile's sum of (row_share_i + col_share_j) <u_i, v_j> over
-    them. Otherwise ("ignore") all arguments from `positive` on may be None.
     """
     tile_row, tile_col = tile_position(n, m, BM, BN)
     rows, cols = tile_row * BM + tl.arange(0, BM), tile_col * BN + tl.arange(0, BN)
     dots = tile_dots(u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v, TMA, BM, BN, BK)
-    if SHARED == "positive":
-        row_weights = tl.load(row_share + tl.minimum(rows, n - 1))
-        col_weights = tl.load(col_share + tl.minimum(cols, m - 1))
-        weights = row_weights[:, None] + col_weights[None, :]
-        weights = tl.where(equal_keys(row_keys, col_keys, rows, cols, n, m), weights, 0.0)
-        tl.store(targets + tl.program_id(0), tl.sum(tl.sum(weights * summable(dots, n), axis=1), axis=0))
-    dots = where_counted(dots, NOTHING, rows, cols, n, m, positive, row_keys, col_keys, SHARED)
+    dots = where_inside(dots, NOTHING, rows, cols, n, m)
     scale = tl.load(factor)
     top = reference_of(tl.max(tl.max(dots, axis=1), axis=0) * scale)
     # A quarter's column sums are stored before the next quarter's are taken: all at once they would spill.
@@ -118,17 +106,16 @@ def store_line(parts, tops, sums, line, first, size, across, STEP: tl.constexpr)
 def softmax_gradient_kernel(
     u, v, factor, n, m, depth, stride_u, stride_v, positive,
     panel, stride_panel, row_lse, col_lse, row_weight, col_weight, row_target, col_target, products,
-    row_keys, col_keys,
-    SHARED: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """panel (N and M rounded up to whole tiles) = UNIT * G of one tile, zero past the end, from recomputed scores:
 
         G_ij = a_i 2^(y_ij - r_i) + b_j 2^(y_ij - c_j) - (a_i + b_j) [j = positive + i]
 
-    with the complete log-sum-exps r and c, the weights a and b, and the targets' weights a and b; 0 at pairs that are
-    left out. Of several positives the last term is at pairs of equal keys (SHARED: see lse_kernel). All weights are
-    times UNIT. products (programs,) = the tile's sum of UNIT * G_ij <u_i, v_j>, before the panel's type rounds G. No
-    exponential that counts overflows, as y_ij <= r_i and y_ij <= c_j.
+    with the complete log-sum-exps r and c, the weights a and b, and the targets' weights a and b, which are not
+    corrected for the rounding of r and c. All weights are times UNIT. products (programs,) = the tile's sum of
+    UNIT * G_ij <u_i, v_j>, before the panel's type rounds G. No exponential that counts overflows, as y_ij <= r_i and
+    y_ij <= c_j.
     """
     tile_row, tile_col = tile_position(n, m, BM, BN)
     dots = tile_dots(u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v, TMA, BM, BN, BK)
@@ -147,10 +134,10 @@ def softmax_gradient_kernel(
         g = a[:, None] * tl.exp2(tl.fma(parts[part], scale, -r[:, None]))
         g += b[None, :] * tl.exp2(tl.fma(parts[part], scale, -c[None, :]))
         # Late in training a positive's probabilities are near 1, and what the weights leave of them is the gradient.
-        if has_positives(tile_row * BM, first_col, positive, SHARED, BM, WIDTH):
+        if has_positives(tile_row * BM, first_col, positive, BM, WIDTH):
             target = tl.load(row_target + row_at)[:, None] + tl.load(col_target + col_at)[None, :]
-            g = tl.where(positives(rows, cols, n, m, positive, row_keys, col_keys, SHARED), g - target, g)
-        g = where_counted(g, 0.0, rows, cols, n, m, positive, row_keys, col_keys, SHARED)
+            g = tl.where(positives(rows, cols, positive), g - target, g)
+        g = where_inside(g, 0.0, rows, cols, n, m)
         store_part(panel, g, tile_row * BM, first_col, stride_panel, TMA)
         product += tl.sum(g * summable(parts[part], n), axis=1)
     tl.store(products + tl.program_id(0), tl.sum(product, axis=0))
@@ -169,15 +156,14 @@ def joined(parts: Tensor) -> Tensor:
     float64, since float32 would round a value near 100 by 4e-6, and with it every probability of that row.
     """
     tops, sums = parts
-    tops.masked_fill_(sums == 0, -torch.inf)
-    top = tops.amax(0).clamp_min_(torch.finfo(tops.dtype).min)
+    top = tops.amax(0)
     total = tops.sub_(top).exp2_().mul_(sums).sum(0, dtype=torch.float64)
     return total.log2_().add_(top)
 
 
 def in_log2(side: RowBlock, nat: Tensor) -> RowBlock:
     """The side as the gradient kernel takes it, float32: log-sum-exps in units of log 2; weights times UNIT, corrected
-    for the rounding of those; and, as its targets, the weights of its positives times UNIT. Without a softmax in its
+    for the rounding of those; and, as its targets, the weights themselves times UNIT. Without a softmax in its
     direction there are no probabilities.
     """
     if side.weight is None or side.lse is None:
@@ -186,15 +172,14 @@ def in_log2(side: RowBlock, nat: Tensor) -> RowBlock:
     exact = side.lse[:, 0] * nat
     rounded = exact.float()
     weight = side.weight * UNIT.value * (rounded - exact).exp2()
-    share = side.weight if side.share is None else side.share
-    return replace(side, lse=rounded, weight=weight.float(), target=share * UNIT.value)
+    return replace(side, lse=rounded, weight=weight.float(), target=side.weight * UNIT.value)
 
 
 class TritonSoftmax(TritonBackend):
     """One matmul unit (2 n m D FLOP) in the forward pass, three in the backward pass."""
 
     def forward(self, block: Block) -> None:
-        """Log-sum-exps by the kernel, targets by the library; of several positives by the kernel."""
+        """Log-sum-exps by the kernel, targets by the library."""
         features, scale = block.rows.features, block.parameters.scale
         factor, nat = log2_factor(scale)
         t = self.tiles
@@ -203,19 +188,11 @@ class TritonSoftmax(TritonBackend):
             n, m = len(panel.rows), len(panel.cols)
             row_parts = torch.empty(2, triton.cdiv(m, t.cols), n, device=features.device)
             col_parts = torch.empty(2, triton.cdiv(n, t.rows), m, device=features.device)
-            targets = None
-            if panel.rows.share is not None:
-                targets = torch.empty(self.programs(panel), device=features.device)
-            self.launch(
-                lse_kernel, panel, factor, row_parts=row_parts, col_parts=col_parts, targets=targets,
-                row_share=panel.rows.share, col_share=panel.cols.share,
-            )  # fmt: skip
-            if targets is not None and block.rows.target is not None:
-                block.rows.target[0] += scale * targets.sum(dtype=torch.float64)
+            self.launch(lse_kernel, panel, factor, row_parts=row_parts, col_parts=col_parts)
             for side, parts in ((panel.rows, row_parts), (panel.cols, col_parts)):
                 if side.lse is not None:
                     torch.logaddexp(side.lse, (joined(parts) / nat)[:, None], out=side.lse)
-        diagonal = None if block.rows.share is not None else block.diagonal()
+        diagonal = block.diagonal()
         if diagonal is not None:
             i, j = diagonal
             assert block.rows.target is not None

@@ -25,7 +25,7 @@ from clipscale.loss.triton.tuning import Tiles
 
 class TritonBackend:
     """A backend (see TorchBackend) on CUDA or in Triton's interpreter, for bfloat16, float16 and float32 features whose
-    width is a multiple of WIDTH_STEP. An objective's own is beside its kernels."""
+    width is a multiple of WIDTH_STEP, without keys. An objective's own is beside its kernels."""
 
     def __init__(self, machine: Machine, tiles: Tiles) -> None:
         self.machine = machine
@@ -43,9 +43,9 @@ class TritonBackend:
         return triton.cdiv(len(panel.rows), self.tiles.rows) * triton.cdiv(len(panel.cols), self.tiles.cols)
 
     def launch(self, kernel: Any, panel: Block, scale: Tensor, store: Tensor | None = None, **arguments: Any) -> None:
-        """Run a program of the kernel for each tile of the panel, with the operands and the keys beside `arguments`.
+        """Run a program of the kernel for each tile of the panel, with the operands beside `arguments`.
 
-        `scale` is 0-d; `store` is where the kernel stores a panel.
+        `scale` is 0-d; `store` is where a gradient kernel, which needs the place of the positives, stores a panel.
         """
         u, v = panel.rows.features, panel.cols.features
         t = self.tiles
@@ -56,14 +56,10 @@ class TritonBackend:
         def described(x: Tensor, height: int, width: int) -> Any:
             return TensorDescriptor.from_tensor(x, [height, width]) if tma else x
 
-        shared = "ignore"
-        if panel.rows.keys is not None:
-            shared = "mask" if panel.rows.share is None else "positive"
-        arguments |= {"row_keys": panel.rows.keys, "col_keys": panel.cols.keys, "SHARED": shared}
-        # Without a positive, one past the end: no row reaches it.
-        arguments["positive"] = len(v) if panel.positive is None else panel.positive
         if store is not None:
             arguments |= {"panel": described(store, t.rows, t.cols // 4), "stride_panel": store.stride(0)}
+            # Without a positive, one past the end: no row reaches it.
+            arguments["positive"] = len(v) if panel.positive is None else panel.positive
         self.machine.launch(
             kernel, self.programs(panel), u.device,
             described(u, t.rows, t.depth), described(v, t.cols, t.depth), scale,

@@ -59,19 +59,8 @@ def tile_dots(
 
 
 @triton.jit
-def equal_keys(row_keys, col_keys, rows, cols, n, m):
-    """Whether the keys of row and column are equal, (BM, BN)."""
-    left = tl.load(row_keys + tl.minimum(rows, n - 1))
-    right = tl.load(col_keys + tl.minimum(cols, m - 1))
-    return (left[:, None] == right[None, :]) & (rows < n)[:, None] & (cols < m)[None, :]
-
-
-@triton.jit
-def where_counted(x, other, rows, cols, n, m, positive, row_keys, col_keys, SHARED: tl.constexpr):
-    """x (BM, BN), and `other` past the end and at pairs that are left out: of equal keys, not belonging together."""
-    if SHARED == "mask":
-        apart = cols[None, :] != (rows + positive)[:, None]
-        x = tl.where(equal_keys(row_keys, col_keys, rows, cols, n, m) & apart, other, x)
+def where_inside(x, other, rows, cols, n, m):
+    """x (BM, BN), and `other` past the end."""
     if (tl.max(rows, axis=0) >= n) | (tl.max(cols, axis=0) >= m):
         x = tl.where((rows < n)[:, None] & (cols < m)[None, :], x, other)
     return x
@@ -108,17 +97,15 @@ def summable(dots, n):
 
 
 @triton.jit
-def has_positives(first_row, first_col, positive, SHARED: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+def has_positives(first_row, first_col, positive, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
     """Whether this part of the scores may contain a positive. Most do not."""
     start = first_row + positive
-    return (start < first_col + WIDTH) & (start + HEIGHT > first_col) | (SHARED == "positive")
+    return (start < first_col + WIDTH) & (start + HEIGHT > first_col)
 
 
 @triton.jit
-def positives(rows, cols, n, m, positive, row_keys, col_keys, SHARED: tl.constexpr):
-    """Whether row and column are positives, (BM, BN): by their keys, or by their places."""
-    if SHARED == "positive":
-        return equal_keys(row_keys, col_keys, rows, cols, n, m)
+def positives(rows, cols, positive):
+    """Whether row and column belong together, (BM, BN)."""
     return cols[None, :] == (rows + positive)[:, None]
 
 

@@ -38,13 +38,13 @@ _chosen: dict[Path, Tiles] = {}
 
 
 def chosen_tiles(objective: Objective, inputs: Inputs, machine: Machine) -> Tiles:
-    """The tiles for a call. The machine's first candidate without gradients, for small blocks, for keys, whose kernels
-    spill in wide tiles, and with CLIPSCALE_LOSS_TRIAL=0."""
+    """The tiles for a call. The machine's first candidate without gradients, for small blocks, and with
+    CLIPSCALE_LOSS_TRIAL=0."""
     rows = inputs.rows
     candidates = machine.candidates(rows.device, inputs.dtype)
     is_small = min(len(rows), len(inputs.cols)) < SIDE
     is_off = os.environ.get("CLIPSCALE_LOSS_TRIAL") == "0" or not torch.is_grad_enabled()
-    if len(candidates) == 1 or is_small or is_off or "keys" in inputs.beside[0]:
+    if len(candidates) == 1 or is_small or is_off:
         return candidates[0]
     of = f"{machine.name(rows.device)} {type(objective).__name__} {inputs.dtype} {rows.shape[1]} {triton.__version__}"
     path = user_cache() / "tiles" / re.sub(r"[^\w.]+", "-", of)
@@ -77,6 +77,6 @@ def tried(path: Path, candidates: Sequence[Tiles], objective: Objective, inputs:
 def step(tiles: Tiles, objective: Objective, inputs: Inputs, machine: Machine) -> None:
     """Value and gradients of the first SIDE rows and columns, by themselves."""
     u, v = (x[:SIDE].detach().requires_grad_() for x in (inputs.rows, inputs.cols))
-    small = replace(inputs, rows=u, cols=v, captions=1)
+    small = replace(inputs, rows=u, cols=v)
     call = LossCall(Single(), objective.kernels()(machine, tiles), Dot(), objective, small, check=False, trains=True)
     ContrastiveLoss.apply(call, u, v, inputs.scale.detach(), inputs.bias.detach()).backward()

@@ -15,15 +15,12 @@ from clipscale.loss.sigmoid.kernel import sigmoid_kernel
 from clipscale.loss.softmax.kernel import lse_kernel, softmax_gradient_kernel
 from clipscale.loss.triton.tuning import SHAPES, Tiles, candidates_for
 
-KEYS, SHARES = ("row_keys", "col_keys"), ("row_share", "col_share", "targets")
 KERNELS = [lse_kernel, softmax_gradient_kernel, sigmoid_kernel]
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SHARED = {80: 99, 90: 227, 100: 227}
 """KiB of shared memory that a program may have; for sm_80 as much as sm_86 and sm_89."""
 SPILLED = {
     "fp32": 256,
-    "mask": 256,
-    "positive": 256,
     "sigmoid_kernel sm_80 wide": 176,
     "sigmoid_kernel sm_100 wide": 192,
 }
@@ -44,16 +41,12 @@ def compiled(kernel: Any, capability: int, types: dict[str, str], constants: dic
     return triton.compile(source, target=target, options=options | {"enable_fp_fusion": True})
 
 
-@pytest.mark.parametrize("shared", ["ignore", *(pytest.param(x, marks=pytest.mark.slow) for x in ("mask", "positive"))])
 @pytest.mark.parametrize("form", ["bf16", *(pytest.param(x, marks=pytest.mark.slow) for x in ("fp16", "fp32"))])
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
-def test_a_kernel_compiles_and_spills_little(
-    kernel: Any, capability: int, form: str, shared: str, tmp_path: Path
-) -> None:
+def test_a_kernel_compiles_and_spills_little(kernel: Any, capability: int, form: str, tmp_path: Path) -> None:
     tiles = candidates_for(capability, TYPES[form])[0]
-    most = max(SPILLED.get(form, FEW), SPILLED.get(shared, FEW))
-    assert stack(kernel, capability, form, shared, tiles, tmp_path) <= most
+    assert stack(kernel, capability, form, tiles, tmp_path) <= SPILLED.get(form, FEW)
 
 
 @pytest.mark.slow
@@ -62,19 +55,16 @@ def test_a_kernel_compiles_and_spills_little(
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
 def test_a_wide_tile_spills_little(kernel: Any, capability: int, form: str, tmp_path: Path) -> None:
     most = SPILLED.get(f"{kernel.__name__} sm_{capability} wide", FEW)
-    assert stack(kernel, capability, form, "ignore", SHAPES[capability // 10][1], tmp_path) <= most
+    assert stack(kernel, capability, form, SHAPES[capability // 10][1], tmp_path) <= most
 
 
-def stack(kernel: Any, capability: int, form: str, shared: str, t: Tiles, folder: Path) -> int:
+def stack(kernel: Any, capability: int, form: str, t: Tiles, folder: Path) -> int:
     """Bytes of stack of a thread, where registers are spilled to."""
     tma = capability >= 90 and form != "fp32"
     shapes = {"u": (t.rows, t.depth), "v": (t.cols, t.depth), "panel": (t.rows, t.cols // 4)}
     types = {name: f"tensordesc<{form}{list(shape)}>" if tma else f"*{form}" for name, shape in shapes.items()}
     types |= dict.fromkeys(("n", "m", "depth", "stride_u", "stride_v", "stride_panel", "positive"), "i32")
-    types |= dict.fromkeys(KEYS, "*i64")
-    absent = {"ignore": KEYS + SHARES, "mask": SHARES, "positive": ()}[shared]
-    constants = {name: None for name in absent if name in kernel.arg_names}
-    constants |= {"SHARED": shared, "TMA": tma, "BM": t.rows, "BN": t.cols, "BK": t.depth}
+    constants = {"TMA": tma, "BM": t.rows, "BN": t.cols, "BK": t.depth}
     options = {"num_warps": t.warps, "num_stages": t.stages, "maxnreg": t.registers}
     built = compiled(kernel, capability, types, constants, **options)
     assert built.metadata.shared <= SHARED[capability] * 1024
@@ -84,5 +74,5 @@ def stack(kernel: Any, capability: int, form: str, shared: str, t: Tiles, folder
     usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     match = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert match and int(match[1]) <= 65536 // (32 * t.warps), f"a multiprocessor has 65,536 registers: {usage}"
-    print(f"{kernel.__name__} sm_{capability} {form} {shared} {t.rows}x{t.cols}: {match[0]}")
+    print(f"{kernel.__name__} sm_{capability} {form} {t.rows}x{t.cols}: {match[0]}")
     return int(match[2])

@@ -37,9 +37,9 @@ class Timed(Machine):
         return self.times.pop(0)
 
 
-def inputs(n: int = 32, width: int = 64, keys: torch.Tensor | None = None) -> Inputs:
+def inputs(n: int = 32, width: int = 64) -> Inputs:
     u, v = torch.ones(n, width), torch.ones(40, width)
-    return checked_inputs(Arguments(u, v[:n], 10.0, keys=keys), captions=1, has_module=False, check=True)
+    return checked_inputs(Arguments(u, v[:n], 10.0), captions=1, has_module=False, check=True)
 
 
 @pytest.fixture(autouse=True)
@@ -89,10 +89,9 @@ def test_without_a_folder_to_keep_it_there_is_no_choice(cache: Path) -> None:
     assert trial.chosen_tiles(SOFTMAX, inputs(), Timed(*[0.02, 0.01] * 3)) == CANDIDATES[0]
 
 
-def test_no_trial_for_small_blocks_keys_evaluation_or_where_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_trial_for_small_blocks_evaluation_or_where_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Timed()
     assert trial.chosen_tiles(SOFTMAX, inputs(n=31), machine) == CANDIDATES[0]
-    assert trial.chosen_tiles(SOFTMAX, inputs(keys=torch.arange(32)), machine) == CANDIDATES[0]
     with torch.no_grad():
         assert trial.chosen_tiles(SOFTMAX, inputs(), machine) == CANDIDATES[0]
     monkeypatch.setenv("CLIPSCALE_LOSS_TRIAL", "0")
