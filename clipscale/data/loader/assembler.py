@@ -9,7 +9,7 @@ import numpy as np
 
 from clipscale.common.errors import UserError
 from clipscale.data.loader.host_batch import Slot
-from clipscale.data.loader.shard_reader import Place
+from clipscale.data.loader.shard_reader import Position
 from clipscale.data.loader.shard_stream import Report, WorkerSpec
 from clipscale.data.loader.workers import InProcess, Workers
 
@@ -20,7 +20,7 @@ class _Filling:
 
     done: list[int]  # how many of its places each worker has filled
     unfinished: set[int]  # workers that have not reported where their streams stand after this batch
-    places: dict[int, Place] = field(default_factory=dict)
+    positions: dict[int, Position] = field(default_factory=dict)
 
 
 class BatchAssembler:
@@ -58,14 +58,14 @@ class BatchAssembler:
         missing = (int(places[done]) for places, done in zip(self._places, batch.done) if done < len(places))
         return min(max(0, min(missing, default=self.size)), self.size)  # places outside of it are another rank's
 
-    def finish(self, step: int) -> dict[int, Place]:
+    def finish(self, step: int) -> dict[int, Position]:
         """Block until the batch is complete; returns where every stream stands after it.
 
         Some are missing if the workers cannot go on.
         """
         batch = self._batches[step]
         self._wait(lambda: sorted(batch.unfinished))
-        return batch.places
+        return batch.positions
 
     def forget(self, step: int) -> None:
         """The batch's slot will be filled again."""
@@ -101,9 +101,9 @@ class BatchAssembler:
             if not isinstance(message, Report):
                 continue
             self.counts.update(message.counts)
-            if message.places is not None:
+            if message.positions is not None:
                 batch = self._batches[message.step]
-                batch.places |= message.places
+                batch.positions |= message.positions
                 batch.unfinished.remove(number)
             elif message.step >= 0:
                 self._batches[message.step].done[number] = message.done

@@ -1,11 +1,11 @@
 """Reads the samples of one shard stream in their order: window after window, each in a random order."""
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from clipscale.data.order import WINDOW, Epochs, Mixed, Order, Segment, fingerprint, permutation
 from clipscale.data.sample import RawSample
@@ -48,9 +48,18 @@ class OrderedShards:
         return [replace(self, order=order.within(source), window=window) for source, window in enumerate(windows)]
 
 
-Place = list[Any]
-"""How far a shard stream has been read, as checkpoints record it: its epoch, and samples read in that epoch, broken
-ones included. With data.weights: 0, the usable samples, and the epoch and samples of each source."""
+class Position(NamedTuple):
+    """How far a shard stream has been read."""
+
+    epoch: int
+    samples: int
+    """Read in that epoch, broken ones included; with data.weights usable samples, and the epoch is 0."""
+    sources: Sequence[tuple[int, int]] = ()
+    """With data.weights: the epoch and the samples read of each source."""
+
+    def record(self) -> list[Any]:
+        """As checkpoints have it."""
+        return [self.epoch, self.samples, *self.sources]
 
 
 class Windows:
@@ -117,12 +126,12 @@ class ShardReader:
         self,
         shards: OrderedShards,
         stream: int,
-        start: Place,
+        start: tuple[int, int],
         kinds: Mapping[str, int],
         store: Store,
         opens: Callable[[str], None] = lambda url: None,
     ) -> None:
-        """`opens` is told of each shard before it is opened."""
+        """`start`: epoch and samples read in it. `opens` is told of each shard before it is opened."""
         self._shards = shards
         self._stream = stream
         self._kinds = kinds

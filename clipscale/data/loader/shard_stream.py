@@ -20,7 +20,7 @@ from clipscale.data.decode import IMAGE_TYPES, image_bytes
 from clipscale.data.filters import Selection, name_of
 from clipscale.data.loader.host_batch import Arena
 from clipscale.data.loader.offload import PixelBackend
-from clipscale.data.loader.shard_reader import OrderedShards, Place, ShardReader
+from clipscale.data.loader.shard_reader import OrderedShards, Position, ShardReader
 from clipscale.data.order import AUGMENT, CAPTION, NEGATIVE, BatchShare, CounterRNG, Mixed, Segment
 from clipscale.data.sample import BrokenSampleError, ChosenSample, RawSample, limits
 from clipscale.data.shards.remote import RETRIES
@@ -47,7 +47,7 @@ class WorkerSpec:
     columns: Columns
     tokenizer: Any  # captions -> tokens
     selection: Selection
-    streams: dict[int, Place]  # the worker's shard streams, and where each starts
+    streams: dict[int, Position]  # the worker's shard streams, and where each starts
     share: BatchShare
     piece: int  # samples that the worker delivers at once
 
@@ -71,19 +71,21 @@ class ShardStream:
         sources = spec.shards.sources
         self._weighted = isinstance(spec.shards.order, Mixed)
         start = spec.streams[stream]
-        starts = (start[2:] or [[0, 0]] * len(sources)) if self._weighted else [start]
+        starts = [(start.epoch, start.samples)]
+        if self._weighted:
+            starts = list(start.sources) or [(0, 0)] * len(sources)
         self._readers = [
             ShardReader(source, stream, place, kinds, store, partial(begin, SHARD))
             for source, place in zip(sources, starts, strict=True)
         ]
-        self._used = start[1]  # usable samples
+        self._used = start.samples  # usable samples
         self._forget_skipped()
 
     @property
-    def place(self) -> Place:
+    def position(self) -> Position:
         """Where the stream stands."""
-        places: list[Place] = [[reader.epoch, reader.index] for reader in self._readers]
-        return [0, self._used, *places] if self._weighted else places[0]
+        of_sources = [(reader.epoch, reader.index) for reader in self._readers]
+        return Position(0, self._used, of_sources) if self._weighted else Position(*of_sources[0])
 
     def take(self, put: Callable[[bytes, CounterRNG], None]) -> tuple[list[str], Record]:
         """Give the next usable sample's picture to `put`; returns its captions and behind them its hard negatives, and
@@ -165,7 +167,7 @@ class Report:
     step: int
     done: int
     counts: Counter[str]  # what it has counted since its last report; names that begin with EVENT cost no sample
-    places: dict[int, Place] | None = None
+    positions: dict[int, Position] | None = None
     """Where its streams stand after the batch; in the last report of a batch."""
 
 
@@ -213,7 +215,7 @@ class BatchFiller:
                 if pad is not None:
                     slot["lengths"][rows] = lengths(tokens, pad)
             yield self.report(step, start + len(piece))
-        yield replace(self.report(step), places={number: stream.place for number, stream in self.streams.items()})
+        yield replace(self.report(step), positions={number: stream.position for number, stream in self.streams.items()})
 
     def report(self, step: int = -1, done: int = 0) -> Report:
         """What has happened since the last report."""

@@ -22,7 +22,7 @@ from clipscale.data.loader.assembler import BatchAssembler
 from clipscale.data.loader.host_batch import HOST, Arena, HostBatch, Layout, Offload
 from clipscale.data.loader.memory import picture_bytes, stated_memory
 from clipscale.data.loader.prefetch import Prefetcher
-from clipscale.data.loader.shard_reader import OrderedShards, Place
+from clipscale.data.loader.shard_reader import OrderedShards, Position
 from clipscale.data.loader.shard_stream import WorkerSpec
 from clipscale.data.loader.workers import InProcess, Workers
 from clipscale.data.order import BatchShare
@@ -45,7 +45,7 @@ class TrainStream:
     def __init__(
         self,
         shards: OrderedShards,
-        start: dict[int, Place],
+        start: dict[int, Position],
         arena: Arena,
         assembler: BatchAssembler,
         prefetcher: Prefetcher | None,
@@ -58,7 +58,7 @@ class TrainStream:
         self.workers = assembler.workers
         self._prefetcher = prefetcher
         self.memory = memory
-        self._places = start
+        self._positions = start
         self._streams = len(start)
         self._step = -1
         self._given_back = False
@@ -107,7 +107,7 @@ class TrainStream:
         self._step = step
         slot = self._arena.slot(step)
         if before >= 0:
-            self._places = assembler.finish(before)
+            self._positions = assembler.finish(before)
         if prefetcher:
             prefetcher.open(slot)
         if before >= 0:  # give the slot of the batch before to the workers again
@@ -135,13 +135,13 @@ class TrainStream:
         `at` maps each stream to epoch and samples read. A stream that two ranks read stands at the same place for both.
         Raises the `failure`, if that left the place unknown.
         """
-        at = self._places if self._step < 0 or self._given_back else self._assembler.finish(self._step)
+        at = self._positions if self._step < 0 or self._given_back else self._assembler.finish(self._step)
         if self.failure and len(at) < self._streams:
             raise self.failure
         return {
             "order": self._shards.fingerprint,
             "streams": self._shards.order.streams,
-            "at": {str(stream): at[stream] for stream in sorted(at)},
+            "at": {str(stream): at[stream].record() for stream in sorted(at)},
         }
 
     def close(self) -> None:
@@ -219,7 +219,7 @@ def open_stream(
     return TrainStream(shards, start, arena, assembler, prefetcher, memory)
 
 
-def start_positions(shards: OrderedShards, position: Record | None, share: BatchShare) -> dict[int, Place]:
+def start_positions(shards: OrderedShards, position: Record | None, share: BatchShare) -> dict[int, Position]:
     """Where each of this rank's shard streams starts."""
     streams = share.streams(shards.order.streams)
     if position is None or position["order"] != shards.fingerprint:
@@ -228,8 +228,9 @@ def start_positions(shards: OrderedShards, position: Record | None, share: Batch
                 "the shards, batch, data.shuffle, data.order, data.weights or seed differ from the checkpoint's: this "
                 "data is read from its first sample on"
             )
-        return {stream: [0, 0] for stream in streams}
-    return {stream: position["at"][str(stream)] for stream in streams}
+        return {stream: Position(0, 0) for stream in streams}
+    at = {stream: position["at"][str(stream)] for stream in streams}
+    return {stream: Position(epoch, index, sources) for stream, (epoch, index, *sources) in at.items()}
 
 
 def worker_count(config: DataConfig, streams: int) -> int:
