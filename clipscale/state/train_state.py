@@ -99,8 +99,8 @@ class TrainState:
             torch._dynamo.config.recompile_limit = 64
             torch._dynamo.config.optimize_ddp = False  # no graph is cut at a bucket: gradients are summed once a step
             for name, tower in (("image", self.model.image), ("text", self.model.text)):
-                several_lengths = name == "text" and self.captions.pad is not None
-                dynamic = True if several_lengths else None
+                # Sizes of pictures are few, and torch 2.11 cannot compile a tower for any of them.
+                dynamic = name == "text" and self.captions.pad is not None
                 if config.launch.parallel != "ddp" and world.size > 1:
                     for block in blocks(tower):  # FSDP2 gathers weights around them, which no graph contains
                         block.forward = torch.compile(block.forward, dynamic=dynamic)

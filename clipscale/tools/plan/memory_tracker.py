@@ -1,6 +1,7 @@
 """Counts the bytes of live tensors by watching every operation, and makes tensors that have a shape but no memory."""
 
 import itertools
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -132,10 +133,11 @@ class DryMachine(Machine):
 def cuda_autocast() -> Iterator[None]:
     """Inside, autocast on a CPU runs the operations in float32 that it runs so on CUDA."""
     kernels = torch.library.Library("aten", "IMPL")
-    for name in ASSUMED.float32_on_cuda:
-        packet, _, overload = name.partition(".")
-        operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
-        kernels.impl(name, partial(_in_float32, operation), "AutocastCPU")
+    with warnings.catch_warnings(action="ignore"):  # torch 2.11 says that some are there already
+        for name in ASSUMED.float32_on_cuda:
+            packet, _, overload = name.partition(".")
+            operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
+            kernels.impl(name, partial(_in_float32, operation), "AutocastCPU")
     try:
         yield
     finally:
