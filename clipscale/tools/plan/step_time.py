@@ -95,18 +95,24 @@ class StepTime:
         return None if self.gpu is UNKNOWN else self.published()
 
     def published(self) -> Share:
-        """By plain steps of the published model nearest in kind and size, on an A100, and the chip beside it."""
-        name = self.config.model.name
-        nearest = min(
-            PUBLISHED["images_per_s"],
-            key=lambda row: (row["model"][:2] != name[:2], abs(math.log(row["gflop"] * 1e9 / self.forward))),
-        )
-        chip = self.gpu.words[0]
-        relative = PUBLISHED["chips"].get(chip, self.gpu.half / A100.half)
-        low, high = (3 * row * nearest["gflop"] * 1e9 * relative / (self.gpu.half * 1e12) for row in nearest["a100"])
-        rates = "{} to {} images/s".format(*nearest["a100"])
-        what = f"published, {rates} of {nearest['model']} in plain steps on an A100 ({nearest['source']})"
-        return Share(what if chip == "A100" else f"{what}, {chip} taken as {relative:.3g} times as fast", low, high)
+        """By plain steps of the model that is nearest: in kind, in the speed of its chip, and in operations."""
+        name, chip, own = self.config.model.name, self.gpu.words[0], self.gpu.half * 1e12
+        speeds = PUBLISHED["chips"]
+        speed = speeds.get(chip, self.gpu.half / A100.half)
+
+        def distance(row: Record) -> tuple[bool, float, float]:
+            operations = abs(math.log(row["gflop"] * 1e9 / self.forward))
+            return row["model"][:2] != name[:2], abs(math.log(speeds[row["chip"]] / speed)), operations
+
+        nearest = min(PUBLISHED["images_per_s"], key=distance)
+        relative = speed / speeds[nearest["chip"]]
+        low, high = (3 * rate * nearest["gflop"] * 1e9 * relative / own for rate in nearest["rates"])
+        rates = " to ".join(f"{rate}" for rate in dict.fromkeys(nearest["rates"]))
+        what = f"published, {rates} images/s of {nearest['model']} in plain steps on an {nearest['chip']}"
+        what = f"{what} ({nearest['source']})"
+        if chip != nearest["chip"]:
+            what = f"{what}, {chip} taken as {relative:.3g} times as fast"
+        return Share(what, low, high)
 
     def measured(self) -> Share | None:
         """The newest measurement on such a machine among the runs here, of the same model before any other."""

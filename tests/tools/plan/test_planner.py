@@ -159,6 +159,7 @@ OPEN_CLIP = {
     "model=vit-l14 batch=1M hardware=a100-80g gpus=8": (150, 195),
     "model=vit-b32 batch=32k hardware=a100-80g gpus=8 nodes=8": (900, 1130),
     "model=vit-b32 batch=32k hardware=rtx4090": (500, 600),
+    "model=vit-b16 batch=8k hardware=h100-80g gpus=1": (1700, 2220),  # measured: 2,216 with short captions
     "model=siglip-b16 loss=siglip batch=32k hardware=a100-80g gpus=8": (300, 375),
     "model=vit-h14 batch=64k hardware=a100-80g gpus=8 nodes=8": (68, 75),
 }
