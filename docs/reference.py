@@ -15,7 +15,7 @@ from clipscale.config.setting import Setting, nested, settings_of, summary
 from clipscale.config.train import TrainConfig
 
 LIMITS = {"least": "at least", "above": "more than", "below": "less than", "most": "at most"}
-SHARED = {setting.name for setting in settings_of(TrainConfig)}
+SHARED = settings_of(TrainConfig)
 """Settings that have their row on the page of `train`."""
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
@@ -40,7 +40,7 @@ def verbs() -> str:
         "What `clipscale train` has too is in [Settings](settings.md). `clipscale VERB --help` shows all.",
     ]
     for name, verb in VERBS.items():
-        own = [setting for setting in settings_of(verb.settings) if setting.name not in SHARED]
+        own = [setting for setting in settings_of(verb.settings).values() if setting.name not in SHARED]
         usage = " ".join(word for word in ("clipscale", name, verb.words, "[KEY=VALUE ...]") if word)
         parts += [f"## {name}", f"{sentence(summary(verb.settings))} `{usage}`"]
         parts += [f"```sh\n{verb.examples}\n```", *([" ".join(verb.notes.split())] if verb.notes else [])]
@@ -50,7 +50,6 @@ def verbs() -> str:
 
 def settings() -> str:
     """All settings of `train`, section by section."""
-    declared = settings_of(TrainConfig)
     sections = {
         "": "Keys without a section.",
         **{name: summary(of) for name, of in nested(VERBS["train"].settings).items()},
@@ -59,7 +58,7 @@ def settings() -> str:
     parts = ["# Settings", f"`clipscale train KEY=VALUE ...`. {COUNTS} Empty defaults are null, or nothing."]
     parts += [f"Sections: {links}."]
     for section, help in sections.items():
-        rows = [setting for setting in declared if setting.name.rpartition(".")[0].split(".")[0] == section]
+        rows = [setting for setting in SHARED.values() if setting.name.rpartition(".")[0].split(".")[0] == section]
         parts += [f"## {section or 'The run'}", help, table(rows)]
     return "\n\n".join(parts) + "\n"
 

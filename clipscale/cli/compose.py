@@ -45,7 +45,7 @@ def parse(name: str, argv: Sequence[str]) -> Namespace:
     parser.add_argument("--cfg", choices=["job"])
     parser.add_argument("--config-dir")
     parser.add_argument("words", nargs="*")
-    refuse_flags(name, argv, {setting.name for setting in settings_of(VERBS[name].settings)})
+    refuse_flags(name, argv, settings_of(VERBS[name].settings))
     return parser.parse_intermixed_args(argv)
 
 
@@ -58,10 +58,10 @@ def overrides(name: str, words: Iterable[str], *, sweep: bool = False) -> tuple[
 
     Texts such as paths are quoted, and of `samples` and `epochs` the one that is not typed becomes null.
     """
-    declared = {setting.name: setting for setting in settings_of(VERBS[name].settings)}
+    declared = settings_of(VERBS[name].settings)
     texts = {key for key, setting in declared.items() if setting.kind in (str, list)} - {"stages"}
-    plain: list[str] = []
-    values: dict[str, str] = {}
+    plain = []
+    values = {}
     for word in words:
         key, equals, value = word.lstrip("+").partition("=")
         if QUOTES.search(word):
@@ -102,20 +102,19 @@ def settings(name: str, words: Sequence[str], config_dir: str | None = None) -> 
     verb = VERBS[name]
     if config_dir and not Path(config_dir).is_dir():
         raise UserError(f"--config-dir {config_dir}: there is no such folder; it holds experiment/NAME.yaml")
-    names = {setting.name for setting in settings_of(verb.settings)}
-    trains = {setting.name for setting in settings_of(TrainConfig)}
-    dictionaries = [s.name for s in settings_of(verb.settings) if s.kind is dict]
+    declared = settings_of(verb.settings)
+    trains = settings_of(TrainConfig)
     groups = default_choices(verb.conf)
     changes = beside_experiment(words, config_dir)
     for word in words:
         key = word.partition("=")[0]
-        if any(f"{key}.".startswith(f"{name}.") for name in dictionaries):
+        if any(setting.kind is dict and within([key], setting.name) for setting in declared.values()):
             word = f"++{word}"  # new keys
-        elif key not in {*names, *groups}:
+        elif key not in declared and key not in groups:
             meant = MEANT.get(key, key).partition("=")[0]
-            if within(trains, meant) and not within(names, meant):
+            if within(trains, meant) and not within(declared, meant):
                 raise UserError(f"{key}: {name} does not use it; `clipscale {name} --help` lists what it uses")
-            raise UserError(misnamed(key, [*names, *groups]))
+            raise UserError(misnamed(key, [*declared, *groups]))
         changes.append(word)
     if config_dir:
         changes.append(f"hydra.searchpath=[file://{Path(config_dir).resolve()}]")
@@ -125,7 +124,9 @@ def settings(name: str, words: Sequence[str], config_dir: str | None = None) -> 
             tree: Any = OmegaConf.to_container(compose(verb.conf or "settings", changes), resolve=True)
     except (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
         raise explained(error) from error
-    return typed(verb.settings, tree, ignored=trains - names)  # by presets, such as those of training in data=demo
+    return typed(
+        verb.settings, tree, ignored=trains.keys() - declared
+    )  # by presets, such as those of training in data=demo
 
 
 def beside_experiment(words: Sequence[str], config_dir: str | None) -> list[str]:
@@ -152,7 +153,7 @@ def combinations(words: Sequence[str], config_dir: str | None) -> list[tuple[lis
         (jobs,) = BasicSweeper.split_arguments(parsed, None)
     except HydraException as error:
         raise explained(error) from error
-    common = set(jobs[0]).intersection(*jobs)
+    common = set.intersection(*map(set, jobs))
     return [([w for w in job if w not in common], settings("train", job, config_dir)) for job in jobs]
 
 
@@ -173,8 +174,8 @@ def explained(error: Exception) -> UserError:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, choice = str(error.missing_cfg_file).partition("/")
         options = error.options or []
-        likely = nearest(MEANT.get(f"{group}={choice}", choice.lower()), options)
-        text = f"{group}={choice}: unknown; choose {one_of(options)}{likely}"
+        meant = MEANT.get(f"{group}={choice}", choice.lower())
+        text = f"{group}={choice}: unknown; choose {one_of(options)}{nearest(meant, options)}"
         if group == "data":
             text += "; shards are given by data.train=PATH"
     elif isinstance(error, OverrideParseException):

@@ -12,9 +12,9 @@ FLAGS = ("--multirun", "--cfg", "--config-dir")
 
 def refuse_flags(verb: str, words: Sequence[str], names: Collection[str]) -> None:
     """Raise UserError for other flags than FLAGS, with the command that is meant. `names`: the verb's settings."""
-    command: dict[str, str] = {}
-    unknown: list[str] = []
-    left_out: list[str] = []
+    command = {}
+    unknown = []
+    left_out = []
     left = list(words)
     while left:
         word = left.pop(0)

@@ -43,11 +43,11 @@ def show_verbs(names: Iterable[str]) -> None:
 def show_verb(name: str) -> None:
     """The keys of a verb; of those inside sections only what is often set."""
     verb = VERBS[name]
-    usage = f"clipscale {name} {verb.words} [KEY=VALUE ...]".replace("  ", " ")
-    print(f"clipscale {name}: {summary(verb.settings)}\n\nUsage: {usage}\n")
-    declared = {setting.name: setting for setting in settings_of(verb.settings)}
-    often = verb.often.split()
-    describe([*(setting for key, setting in declared.items() if "." not in key), *(declared[key] for key in often)])
+    print(f"clipscale {name}: {summary(verb.settings)}\n")
+    print(f"Usage: clipscale {name} {verb.words} [KEY=VALUE ...]\n".replace("  ", " "))
+    declared = settings_of(verb.settings)
+    top = [setting for key, setting in declared.items() if "." not in key]
+    describe([*top, *(declared[key] for key in verb.often.split())])
     if sections := nested(verb.settings):
         print(f"\nSections: `clipscale {name} --help SECTION` lists their keys")
         columns((f"{section}.", summary(of)) for section, of in sections.items())
@@ -70,7 +70,8 @@ def show_section(name: str, section: str) -> None:
     if section not in meaning:
         raise UserError(f"{name} --help {section}: no such section{nearest(section, meaning)}")
     print(f"{section}: {meaning[section]}")
-    describe(setting for setting in settings_of(VERBS[name].settings) if setting.name.startswith(section + "."))
+    declared = settings_of(VERBS[name].settings)
+    describe(declared[key] for key in declared if key.startswith(section + "."))
     if section in groups:
         columns((f"{section}={option}", header(section, option)) for option in group_options()[section])
 
@@ -109,8 +110,8 @@ def columns(rows: Iterable[Sequence[str]]) -> None:
     """Print rows of equally many cells, aligned. The last column is wrapped at the terminal's width."""
     rows = list(rows)
     widths = [max(map(len, cells)) + 2 for cells in zip(*rows)]
-    margin = " " * (2 + sum(widths[:-1]))
+    wrapper = textwrap.TextWrapper(terminal_width(), break_long_words=False, break_on_hyphens=False)
+    wrapper.subsequent_indent = " " * (2 + sum(widths[:-1]))
     for *cells, text in rows:
-        start = "  " + "".join(cell.ljust(width) for cell, width in zip(cells, widths))
-        lines = textwrap.fill(margin + text, terminal_width(), subsequent_indent=margin, break_on_hyphens=False)
-        print(start + lines.lstrip())
+        wrapper.initial_indent = "  " + "".join(map(str.ljust, cells, widths))
+        print(wrapper.fill(text))

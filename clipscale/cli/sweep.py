@@ -36,8 +36,7 @@ def main(name: str, line: Namespace) -> int:
     runs = {to_yaml(config): (words, config) for words, config in compose.combinations(line.words, line.config_dir)}
     combinations = [*runs.values()]  # those with equal settings once
     run = combinations[0][1].run
-    now = Path("runs") / f"{datetime.now():sweep-%Y%m%d-%H%M%S}"
-    folder = run_folder(run) if run else unused(now)
+    folder = run_folder(run) if run else unused(Path("runs") / f"{datetime.now():sweep-%Y%m%d-%H%M%S}")
     configs = [replace(config, run=str(folder / folder_name(words))) for words, config in combinations]
     for config in configs:
         if line.cfg:
@@ -46,7 +45,7 @@ def main(name: str, line: Namespace) -> int:
     if line.cfg:
         return 0
     os.environ.setdefault("WANDB_RUN_GROUP", folder.name)  # wandb shows the runs as one group
-    results: list[Record] = []
+    results = []
     try:
         for number, config in enumerate(configs):
             run = Path(config.run).name
@@ -58,7 +57,8 @@ def main(name: str, line: Namespace) -> int:
     failed = sum("error" in result for result in results)
     if failed:
         say(f"error: {failed} of {len(results)} runs failed", error=True)
-    return int(failed > 0)
+        return 1
+    return 0
 
 
 def folder_name(combination: Sequence[str]) -> str:
@@ -84,6 +84,6 @@ def show(results: Sequence[Record], folder: Path) -> None:
         (r["name"], str(r.get("step", "")), f"{r['loss']:.4f}" if "loss" in r else "", r.get("error", "done"))
         for r in results
     ]
-    heads = ("run", "steps", "loss", "outcome")
-    plain_console().print(TextTable(heads, rows, f"{folder}: {len(results)} runs", left=("outcome",)))
+    title = f"{folder}: {len(results)} runs"
+    plain_console().print(TextTable(("run", "steps", "loss", "outcome"), rows, title, left=("outcome",)))
     print_results({f"{r['name']}, {name}": metrics for r in results for name, metrics in r.get("eval", {}).items()})

@@ -37,11 +37,11 @@ def finished(config: TrainConfig) -> Record | None:
     folder = Path(config.run)
     if config.resume != "auto" or not (folder / RESULT).is_file():
         return None
-    result: Record = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+    result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
     described = ("model.preprocess",) if config.model.weights else ()  # by the weights
-    changes = [change for change in changes_since(folder / "config.yaml", config) if not change.startswith(described)]
+    changed = any(not change.startswith(described) for change in changes_since(folder / "config.yaml", config))
     saved = folder / "checkpoints" / f"step_{result['step']:08d}"
-    return result if saved.is_dir() and not changes else None
+    return result if saved.is_dir() and not changed else None
 
 
 def main(config: TrainConfig, *, isolated: bool = False) -> Record:
@@ -53,19 +53,20 @@ def main(config: TrainConfig, *, isolated: bool = False) -> Record:
     from clipscale.tools.data import demo
 
     config = settled(config)
-    if not local.under_torchrun():
+    alone = not local.under_torchrun()
+    if alone:
         demo.render_missing(config.data.train or ())
-    result = None if local.under_torchrun() else finished(config)
-    if result:
-        from clipscale.log.table import print_results
+        result = finished(config)
+        if result:
+            from clipscale.log.table import print_results
 
-        step = result["step"]
-        say(f"run={config.run} is complete at step {step}: nothing is left to train; more samples= go on with it")
-        print_results(result["eval"], f"{Path(config.run).name}, step {step}")
-        return result
+            step = result["step"]
+            say(f"run={config.run} is complete at step {step}: nothing is left to train; more samples= go on with it")
+            print_results(result["eval"], f"{Path(config.run).name}, step {step}")
+            return result
     if not isolated and config.data.workers != 0:
         warm_up()  # beside the imports of planning and training
-    if config.plan and not local.under_torchrun():
+    if config.plan and alone:
         from clipscale.launch.run_lock import check_free
         from clipscale.tools.plan.of_run import before
 

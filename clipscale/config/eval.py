@@ -92,8 +92,10 @@ def check_weights(config: sections.ModelConfig) -> None:
             continue
         path = run_folder(value[4:]) if value.startswith("run:") else Path(value).expanduser()
         if not path.exists():
-            forms = "give a path that exists, run:NAME, hf-hub:ORG/NAME, or a tag of open_clip"
-            raise UserError(f"{section}.weights={value!r}: there is no {path}; {forms}{nearest(value, tags)}")
+            raise UserError(
+                f"{section}.weights={value!r}: there is no {path}; give a path that exists, run:NAME, "
+                f"hf-hub:ORG/NAME, or a tag of open_clip{nearest(value, tags)}"
+            )
 
 
 def check_places(config: sections.EvalConfig, rendered: Iterable[str] = ()) -> None:

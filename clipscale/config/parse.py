@@ -27,10 +27,11 @@ BOUNDS = {"least": (ge, "at least"), "above": (gt, "more than"), "below": (lt, "
 def typed(declared: type[T], values: Record, prefix: str = "", ignored: Iterable[str] = ()) -> T:
     """Plain nested values as the dataclass `declared`; what is not given has its default. `prefix`: of the names in
     messages. `ignored`: names that may have values all the same. Raises UserError."""
-    settings = {setting.name: setting for setting in settings_of(declared, prefix)}
+    settings = settings_of(declared, prefix)
 
     def build(section: type, values: Record, prefix: str) -> Any:
-        inside, arguments = nested(section), {}
+        inside = nested(section)
+        arguments = {}
         for name, value in values.items():
             key = f"{prefix}{name}"
             if name in inside and isinstance(value, dict):
@@ -53,8 +54,7 @@ def typed(declared: type[T], values: Record, prefix: str = "", ignored: Iterable
             raise UserError(f"stages: {number}. is {as_typed(values)}; give it some of {', '.join(keys)}")
         return {k: accepted(replace(keys[k], name=f"stages: {number}. {k}"), value) for k, value in values.items()}
 
-    result: T = build(declared, values, prefix)
-    return result
+    return build(declared, values, prefix)
 
 
 def accepted(setting: Setting, value: Any) -> Any:
@@ -94,11 +94,11 @@ def scalar(kind: type, key: str, value: Any) -> Any:
         return str(value)
     if kind is bool and isinstance(value, bool):
         return value
-    try:
-        if kind is int and isinstance(value, str):
+    if kind is int and isinstance(value, str):
+        try:
             return parse_count(value)
-    except ValueError as error:
-        raise UserError(f"{key}={value}: {error}") from error
+        except ValueError as error:
+            raise UserError(f"{key}={value}: {error}") from error
     if kind in (int, float) and not isinstance(value, bool):
         with suppress(ValueError, TypeError):
             number = float(value)

@@ -57,31 +57,31 @@ class Setting:
         return get_origin(self.required) or self.required
 
 
-def settings_of(declared: type, prefix: str = "") -> tuple[Setting, ...]:
-    """All settings of a dataclass in the order of declaration, nested sections flattened to dotted names.
+def settings_of(declared: type, prefix: str = "") -> dict[str, Setting]:
+    """All settings of a dataclass by name in the order of declaration, nested sections flattened to dotted names.
 
     A dataclass that uses a section in part has a dictionary ONLY: section -> the names of what it uses.
     """
-    settings: list[Setting] = []
+    settings: dict[str, Setting] = {}
     inside = nested(declared)
     defaults = declared()
-    only: Mapping[str, str] = getattr(declared, "ONLY", {})
+    only = getattr(declared, "ONLY", {})
     for part in fields(declared):
         name = prefix + part.name
         if part.name in inside:
-            used = tuple(f"{name}.{each}" for each in only.get(part.name, "").split())
+            used = [f"{name}.{each}" for each in only.get(part.name, "").split()]
             inner = settings_of(inside[part.name], name + ".")
-            settings += [setting for setting in inner if not used or setting.name in used]
+            settings |= {key: inner[key] for key in used or inner}
         else:
-            settings.append(Setting(name, part.type, getattr(defaults, part.name), **part.metadata))
-    return tuple(settings)
+            settings[name] = Setting(name, part.type, getattr(defaults, part.name), **part.metadata)
+    return settings
 
 
 def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """The dotted keys of nested values that differ, with both values."""
-    before, after = dict(flat(old)), dict(flat(new))
-    pairs = {key: (before.get(key), after.get(key)) for key in {**before, **after}}
-    return {key: (was, now) for key, (was, now) in pairs.items() if was != now}
+    before = dict(flat(old))
+    after = dict(flat(new))
+    return {key: (before.get(key), after.get(key)) for key in before | after if before.get(key) != after.get(key)}
 
 
 def nested(declared: type) -> dict[str, type]:

@@ -19,7 +19,7 @@ def stages_of(config: T) -> list[T]:
     """The settings of each stage of a run (TrainConfig); without stages, those of the run."""
     parts = []
     for stage in config.stages:  # type: ignore[attr-defined]
-        part: Any = config
+        part = config
         for key, value in stage.items():
             if key in SETTINGS:
                 part = changed(part, SETTINGS[key], value)

@@ -1,6 +1,5 @@
 """All settings of a training run in one tree, their checks that need neither machine nor data, and their YAML form."""
 
-import json
 import re
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
@@ -89,22 +88,23 @@ def samples_of(config: TrainConfig, epoch: int | None) -> int:
         return samples
     epochs = config.epochs or EPOCHS
     if epoch is None:
-        remedy = "run `clipscale data index`, or give samples=N"
-        raise UserError(f"epochs={epochs:g}: the samples of an epoch are not known; {remedy}")
+        raise UserError(
+            f"epochs={epochs:g}: the samples of an epoch are not known; run `clipscale data index`, or give samples=N"
+        )
     samples = round(epochs * epoch)
     if samples < batch:
-        made = f"{samples} in epochs={epochs:g}" if config.epochs else f"{samples} in {epochs:g} epochs, the default"
+        length = f"epochs={epochs:g}" if config.epochs else f"{epochs:g} epochs, the default"
         raise UserError(
-            f"batch={batch}: the {epoch} samples in data.train make {made}, less than one batch; take a smaller batch, "
-            "or more epochs"
+            f"batch={batch}: the {epoch} samples in data.train make {samples} in {length}, less than one batch; take a "
+            "smaller batch, or more epochs"
         )
     return samples
 
 
 def check_sigmoid(config: TrainConfig) -> None:
     """Raise UserError for the sigmoid loss without its bias."""
-    if OBJECTIVES[config.loss.objective].needs_bias and config.model.init_bias is None and not config.model.weights:
-        name = config.loss.objective
+    name = config.loss.objective
+    if OBJECTIVES[name].needs_bias and config.model.init_bias is None and not config.model.weights:
         raise UserError(f"loss.objective={name} needs its scale and bias: take loss=siglip, or give model.init_bias")
 
 
@@ -112,7 +112,6 @@ def check(config: TrainConfig) -> None:
     """Raise UserError for the first mistake that spans sections; what lies in one is checked by it."""
     data, lora = config.data, config.model.lora
     several = data.captions_per_step > 1
-    other = config.resume not in ("auto", "none")
     mistakes = {
         f"samples={config.samples} and epochs={config.epochs}: give the length of the run with one of them": (
             config.samples is not None and config.epochs is not None
@@ -135,7 +134,7 @@ def check(config: TrainConfig) -> None:
             config.loss.backend == "triton" and (several or config.loss.shared != "ignore")
         ),
         f"resume={config.resume}: there is no such file or run folder": (
-            other and not Path(config.resume).expanduser().exists()
+            config.resume not in ("auto", "none") and not Path(config.resume).expanduser().exists()
         ),
         f"model.lora={lora}: the checkpoint holds adapters only; give what they adapt, model.weights=...": (
             lora > 0 and not config.model.weights
@@ -176,8 +175,7 @@ PRETRAINING_LR = 5e-4
 
 def warnings(config: TrainConfig) -> list[str]:
     """Warnings about settings that are allowed but probably not intended, a line each."""
-    random_image = not (config.model.weights or config.model.image.weights)
-    if config.model.image.groups == 0 and random_image:
+    if config.model.image.groups == 0 and not (config.model.weights or config.model.image.weights):
         return ["model.image.train=none locks a tower of random weights; give model.image.weights=PATH"]
     whole = not config.model.lora and None in (config.model.image.groups, config.model.text.groups)
     if config.model.weights and config.optim.name == "adamw" and config.optim.lr >= PRETRAINING_LR:
@@ -198,5 +196,5 @@ def changes_since(file: Path, config: TrainConfig) -> list[str]:
 
 def to_yaml(config: Any) -> str:
     """The configuration as YAML without its secrets. `typed` reads it back, after `restored`."""
-    plain = hidden(json.loads(json.dumps(asdict(config))))  # tuples become lists: YAML has no tuples
-    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+    # hidden: tuples become lists, since YAML has no tuples
+    return yaml.safe_dump(hidden(asdict(config)), sort_keys=False, allow_unicode=True)

@@ -81,7 +81,7 @@ def test_a_run_must_exist_and_a_sweep_is_no_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_setting_has_help_and_accepts_its_default(verb: str) -> None:
     declared = VERBS[verb].settings
-    silent = [setting.name for setting in settings_of(declared) if not setting.help]
+    silent = [name for name, setting in settings_of(declared).items() if not setting.help]
     silent += [name for name, section in nested(declared).items() if not summary(section)]
     assert not silent, f"without help: {silent}"
     assert compose.settings(verb, []) == declared(), "conf/ has no other defaults"
