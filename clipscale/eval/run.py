@@ -93,7 +93,7 @@ def evaluate(
     encoder = Encoder(
         model, world, autocast, config.batch, min(8, cores_of_rank()), before_batch, progress, config.loss_batch
     )
-    results: Results = {}
+    results = {}
     with torch.no_grad(), ExitStack() as stack:
         stack.callback(model.train, model.training)
         model.train(False)

@@ -36,7 +36,7 @@ def work(config: EvalRunConfig) -> Results:
     run = folder if config.run else None
     every = run is not None and config.checkpoint == "all"
     world = join(config.device, config.launch.timeout_s)
-    results: Results = {}
+    results = {}
     try:
         check(config.eval, world)  # before a model is loaded: a mistyped path is reported at once
         precision = Precision(config.precision, world.device)

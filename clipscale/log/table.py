@@ -84,5 +84,5 @@ def print_results(results: Results, title: str = "", console: Console | None = N
 
 
 def _cell(metric: str, value: float) -> str:
-    plain: str | None = FIGURES["plain"].get(metric)
+    plain = FIGURES["plain"].get(metric)
     return plain.format(value) if plain else f"{100 * value:.1f}"

@@ -34,7 +34,7 @@ def warnings_of(records: Sequence[Mapping[str, Any]], settings: Mapping[str, Any
 
     `settings`: the run's, nested.
     """
-    warnings: dict[str, str] = {}
+    warnings = {}
     last = records[-1]
     full = len(records) == WINDOW
     if len(records) <= FIRST:

@@ -17,7 +17,7 @@ from clipscale.models.families import family_of
 
 def layer_groups(encoder: nn.Module, tower: str) -> list[list[str]]:
     """The names of an encoder's parameters by group. `tower`: `image` or `text`, for messages. Raises UserError."""
-    trunk: Any = getattr(encoder, "trunk", None)
+    trunk = getattr(encoder, "trunk", None)
     if trunk is not None and not hasattr(trunk, "group_matcher"):
         raise UserError(
             f"model.{tower}: timm has no layer groups of {type(trunk).__name__}; take layer_decay=1, train=all or none"

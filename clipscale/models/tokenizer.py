@@ -55,7 +55,7 @@ class Tokenizer:
         return self._load()
 
     def __call__(self, texts: list[str]) -> Tensor:
-        tokens: Tensor = self.inner([self.cut(text) for text in texts], self.length)
+        tokens = self.inner([self.cut(text) for text in texts], self.length)
         if isinstance(self.inner, SimpleTokenizer) and len(self.inner.cache) > WORDS:
             self.inner.cache = {name: name for name in ("<start_of_text>", "<end_of_text>")}
         return tokens
@@ -68,7 +68,7 @@ class Tokenizer:
         """The text of a caption's tokens, without padding and the tokens at its ends."""
         if hasattr(self.inner, "tokenizer"):  # of transformers
             return str(self.inner.tokenizer.decode(tokens, skip_special_tokens=True))
-        text: str = self.inner.decode(tokens)
+        text = self.inner.decode(tokens)
         return text.partition("<end_of_text>")[0].removeprefix("<start_of_text>").strip()
 
     def cut(self, text: str) -> str:

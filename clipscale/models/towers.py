@@ -141,9 +141,9 @@ class ClipModel(nn.Module):
         self.logit_scale = encoders.logit_scale
         self.logit_bias = encoders.logit_bias
         size = encoders.visual.image_size
-        self.image_size: int = size[0] if isinstance(size, tuple) else size
+        self.image_size = size[0] if isinstance(size, tuple) else size
         self.pixels = config.pixels
-        self.context_length: int = encoders.context_length
+        self.context_length = encoders.context_length
         self.tokenizer = tokenizer
         self.batch_norm_frozen = config.batch_norm == "frozen"
 
@@ -304,7 +304,7 @@ def load_model(run: Path, which: str = "latest", weights: str = "trained") -> tu
 
 def fit_positions(weights: Record, model: ClipModel) -> list[str]:
     """Interpolate position embeddings among a run's weights for the model's patches and tokens; returns their names."""
-    ours: Record = dict(model.named_parameters())
+    ours = dict(model.named_parameters())
     names = [name for name, value in weights.items() if name in ours and value.shape != ours[name].shape]
     for name in names:
         parameter = ours[name]

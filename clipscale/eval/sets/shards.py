@@ -57,8 +57,8 @@ def load(root: Path) -> EvalSet:
 def load_pairs(root: Path, tars: Sequence[Path]) -> PairSet:
     """Pictures with their captions: the list `captions` of the json, or else the text. Samples without one are left
     out. Raises UserError."""
-    images: list[ImageRef] = []
-    answers: list[list[str]] = []
+    images = []
+    answers = []
     for shard in tars:
         for _, image, members in _samples(shard):
             with suppress(BrokenSampleError):
@@ -99,8 +99,8 @@ def _samples(shard: Path) -> Iterator[tuple[str, ImageRef, dict[str, bytes]]]:
         with shard.open("rb") as tar:
             archive = Archive(tar, can_seek=True, most=MAX_IMAGE_BYTES)
             for key, members in archive.samples():
-                image: ImageRef | None = None
-                texts: dict[str, bytes] = {}
+                image = None
+                texts = {}
                 for member in members:
                     if member.extension in IMAGE_SUFFIXES:
                         image = ImageRef(shard, tar.tell(), member.size)

@@ -31,11 +31,11 @@ class EmbeddedSet:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         with files.reported("data", folder / SHARDS, "give a folder of `clipscale embed`"):
-            self.note: Record = json.loads((folder / NOTE).read_text())["features"]
+            self.note = json.loads((folder / NOTE).read_text())["features"]
             shards = json.loads((folder / SHARDS).read_text())
         if any(name.endswith(".tar") for name in shards):
             raise UserError(f"data={folder}: it holds a teacher's shards; embed without teacher=")
-        self.sources: dict[str, str] = {Path(name).stem: entry["source"] for name, entry in shards.items()}
+        self.sources = {Path(name).stem: entry["source"] for name, entry in shards.items()}
         """The shard that has the pictures of each part."""
         self.paths = [folder / name for name in shards]
         self.firsts = [0, *itertools.accumulate(entry["samples"] for entry in shards.values())]

@@ -92,7 +92,7 @@ def stacked(pictures: list[np.ndarray]) -> Tensor:
 
 def batches(raws: Iterable[RawSample], most: int) -> Iterator[list[RawSample]]:
     """Consecutive samples, at most `most` together, and no more once they have GROUP_BYTES."""
-    batch: list[RawSample] = []
+    batch = []
     size = 0
     for raw in raws:
         batch.append(raw)

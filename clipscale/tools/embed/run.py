@@ -101,7 +101,7 @@ def prepared(config: EmbedConfig, out: Path, note: Record) -> dict[str, str]:
 
     Raises UserError where two shards have one name, or where `out` has features of another kind or from elsewhere.
     """
-    shards: dict[str, str] = {}
+    shards = {}
     sources = {name: entry["source"] for name, entry in read(out / SHARDS).items()}
     for url in list_shards(config.data)[0]:
         name = name_of(url) + (".tar" if config.teacher else ".jsonl")

@@ -50,7 +50,7 @@ def application(explorer: Explorer) -> Starlette:
         """The pictures nearest to a text; the captions and pictures nearest to a picture, sent or of the set."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind == "application/octet-stream":
-            question: Any = await body_of(request, explorer.data.max_bytes)
+            question = await body_of(request, explorer.data.max_bytes)
         elif kind == "application/json":
             question = await asked(request)
         else:  # what a form of another page may send

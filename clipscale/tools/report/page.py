@@ -59,7 +59,7 @@ def page(runs: Sequence[Run], expected: str = "") -> str:
     templates.filters["bytes"] = format_bytes
     keys = sorted({key for run in runs for key in run.settings if key != "run"})
     named = "{1}" if len(runs) == 1 else "{0}, {1}"
-    newest: Record = {}
+    newest = {}
     for run in runs:
         for evaluation in run.evaluations:
             for name, metrics in evaluation["results"].items():
@@ -122,7 +122,7 @@ def charts_of(runs: Sequence[Run], expected: str = "") -> list[Record]:
 def evaluation_chart(key: str, runs: Sequence[Run]) -> list[Record]:
     """The chart of `eval/SET/METRIC`, with the `band` where it should end, if the settings of a run say so."""
     name, metric = key.removeprefix("eval/").rsplit("/", 1)
-    chart: Record = {"evaluation": True, "key": key}
+    chart = {"evaluation": True, "key": key}
     if metric not in FIGURES["plain"]:
         chart |= {"unit": "%", "per": 0.01, "zero": True}
     for run in runs:

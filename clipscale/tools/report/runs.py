@@ -42,7 +42,7 @@ class Run:
 
 def read_runs(names: Sequence[str | Path]) -> list[Run]:
     """The runs of these names, or folders; a sweep's folder means all of its runs."""
-    folders: list[Path] = []
+    folders = []
     for source in names:
         name = str(source.resolve()) if isinstance(source, Path) else source
         inside = sorted(path.parent for path in run_folder(name).glob("*/config.yaml"))
