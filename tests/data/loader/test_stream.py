@@ -140,16 +140,6 @@ def test_data_without_a_usable_sample_ends_with_the_reason(
     assert "\n" not in str(error.value)
 
 
-def test_a_truncated_shard_loses_only_its_rest(tmp_path: Path) -> None:
-    paths = write_shards(tmp_path, [20, 20])
-    stream = open_stream(tmp_path, batch=4, shard_streams=2)
-    paths[0].write_bytes(paths[0].read_bytes()[: paths[0].stat().st_size // 2])
-    names = Counter(flat(ids(stream, 12)))
-    assert stream.broken["truncated_shard"] + stream.broken["missing_from_shard"] >= 8
-    assert set(stream.broken) <= {"truncated_shard", "missing_from_shard", "no_caption"}
-    assert len(names) >= 28
-
-
 # -- settings ----------------------------------------------------------------------------------------------------------
 
 
