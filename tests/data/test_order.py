@@ -1,7 +1,5 @@
 """Which sample comes when: the order is a pure function, and an epoch holds every sample exactly once."""
 
-import hashlib
-import json
 import time
 from collections import Counter
 
@@ -37,18 +35,6 @@ def test_an_epoch_holds_every_place_of_every_shard_once(order: Epochs, epoch: in
             assert segment.stop is not None and segment.stop <= order.counts[segment.shard]
             places.update((segment.shard, i) for i in range(segment.start, segment.stop))
     assert places == Counter((shard, i) for shard, count in enumerate(order.counts) for i in range(count))
-
-
-@given(epoch_orders(), st.integers(1, 300))
-def test_stretches_and_fingerprint_are_those_of_the_plain_definition(order: Epochs, window: int) -> None:
-    """Of which every checkpoint has one: a run that another version began must go on."""
-    streams = range(order.streams)
-    samples = sum(order.counts)
-    starts = [stream * order.batch // order.streams * samples // order.batch for stream in streams]
-    assert [order.reach(stream) for stream in streams] == list(zip(starts, [*starts[1:], samples], strict=True))
-    names = [f"{shard:05d}.tar" for shard in range(len(order.counts))]
-    text = json.dumps([["epochs", order.seed, starts], names, list(order.counts), window])
-    assert fingerprint(order, names, window) == hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def test_a_start_does_not_grow_with_the_streams_of_all_ranks() -> None:
