@@ -225,7 +225,8 @@ class Run:
             if self.stream.failure:  # no rank updates its weights then
                 state.spoil_gradients()
             norm = state.gradient_norm()
-            self.loss, grad_norm = Readback(value, norm).read()  # the only place where the host waits for the device
+            # The host waits for the device here, and in the loss's backward pass for the scale.
+            self.loss, grad_norm = Readback(value, norm).read()
             finite = math.isfinite(self.loss) and math.isfinite(grad_norm)
             if not finite:
                 self.world.on_all(self.stream.check)

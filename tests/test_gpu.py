@@ -4,6 +4,7 @@ tests/support/device.py: they run without one too, to see that the tests themsel
 """
 
 import math
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,9 @@ from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.step.grad_cache import GradCache
 from clipscale.tools.data.demo import paths
-from clipscale.train import train
+from clipscale.train import Run, train
 from tests.step.test_grad_cache import assert_same, batch, gradients, models, one_graph
-from tests.support.device import CUDA, DEVICE, on_device
+from tests.support.device import CUDA, DEVICE, on_device, only_on_cuda
 from tests.support.runs import curve, records, settings
 from tests.test_exactness import Case, inputs_of, model_of
 
@@ -179,3 +180,22 @@ def test_a_resumed_run_goes_on_as_the_uninterrupted_one(demo: Path, plain: list[
     whole = run(demo, tmp_path / "whole", schedule=total)
     run(demo, tmp_path / "parts", schedule=total, samples=320)
     assert run(demo, tmp_path / "parts", schedule=total) == pytest.approx(whole, rel=1e-4)
+
+
+@only_on_cuda
+def test_the_host_waits_for_the_scale_of_the_loss_alone(
+    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the events that it waits for: the loss, the norm, and the records of the step before."""
+    train_step, waited = Run.train_step, []
+
+    def watched(run: Run) -> None:
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            torch.cuda.set_sync_debug_mode("warn" if run.step >= 2 else "default")  # the first steps measure graphs
+            train_step(run)
+            torch.cuda.set_sync_debug_mode("default")
+        waited.extend(f"{Path(w.filename).name}: {w.message}" for w in caught if "synchronizing CUDA" in str(w.message))
+
+    monkeypatch.setattr(Run, "train_step", watched)
+    run(demo, tmp_path / "run", samples=64 * 5)
+    assert all(text.startswith("block.py") for text in waited), waited
