@@ -27,9 +27,11 @@ def published_batch(config: TrainConfig) -> str:
     row = PUBLISHED[distances.index(min(distances))]
     known = f"{format_count(row['batch'])} at {format_decimal(row['samples'])} samples ({row['source']})"
     if config.batch > FAR * row["batch"]:
-        times = f"{config.batch / row['batch']:.0f} times what was published for about as many samples"
-        advice = "fewer steps may cost more than more negatives give (docs/loss.md)"
-        return f"warning: batch={format_count(config.batch)} is {times}, {known}; {advice}"
+        return (
+            f"warning: batch={format_count(config.batch)} is {config.batch / row['batch']:.0f} times what was "
+            f"published for about as many samples, {known}; fewer steps may cost more than more negatives give "
+            "(docs/loss.md)"
+        )
     if min(distances) > math.log(NEAR):
         return ""
     return f"published for about as many samples: batch {known}"

@@ -62,7 +62,7 @@ def accepted(setting: Setting, value: Any) -> Any:
     if value is None and setting.optional:
         return None
     key, result = setting.name, converted(setting, value)
-    if setting.choices is not None and result not in setting.choices:
+    if setting.choices and result not in setting.choices:
         meant = MEANT.get(f"{key}={result}", str(result))
         raise UserError(f"{key}={result}: choose {one_of(setting.choices)}{nearest(meant, setting.choices)}")
     for name, bound in setting.bounds.items():

@@ -1,5 +1,6 @@
 """The files in conf/: groups of presets, and the defaults of each verb."""
 
+import re
 from pathlib import Path
 
 import yaml
@@ -28,6 +29,5 @@ def default_choices(conf: str) -> dict[str, str | None]:
 
 def header(group: str, option: str) -> str:
     """The first comment of a preset's file."""
-    lines = (conf_dir() / group / f"{option}.yaml").read_text(encoding="utf-8").splitlines()
-    comments = [line.removeprefix("# ") for line in lines if line.startswith("# ")]
-    return next(comment for comment in comments if not comment.startswith("@"))
+    text = (conf_dir() / group / f"{option}.yaml").read_text(encoding="utf-8")
+    return re.findall(r"^# ([^@].*)", text, re.M)[0]

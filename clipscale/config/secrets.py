@@ -41,8 +41,8 @@ def restored(tree: Any) -> Any:
 
     Raises UserError.
     """
-    pattern = re.compile(r"\$\{oc\.env:(\w+)\}")
-    return each_text(tree, lambda text: pattern.sub(lambda match: str(from_environment(match[1])), text))
+    name = r"\$\{oc\.env:(\w+)\}"
+    return each_text(tree, lambda text: re.sub(name, lambda match: str(from_environment(match[1])), text))
 
 
 def each_text(tree: Any, change: Callable[[str], str]) -> Any:

@@ -1,7 +1,7 @@
 """How a setting is declared: a dataclass field with its help and what it accepts. Lists all settings of a dataclass."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
 from types import NoneType
@@ -10,13 +10,13 @@ from typing import Any, get_args, get_origin
 from clipscale.common.units import one_of
 
 
-def setting(default: Any, help: str, *, choices: Collection[str] | None = None, **bounds: float) -> Any:
+def setting(default: Any, help: str, *, choices: tuple[str, ...] = (), **bounds: float) -> Any:
     """A dataclass field: its default, one or two sentences of help, and what it accepts.
 
     choices: the texts that it accepts. bounds of a number, or of each of several: `least` and `most`, which it may be,
     `above` and `below`, which it may not.
     """
-    metadata = {"help": help, "choices": choices and tuple(choices), "bounds": bounds}
+    metadata = {"help": help, "choices": choices, "bounds": bounds}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -32,7 +32,7 @@ class Setting:
     """The annotation: `int | None`, `list[str]`, ..."""
     default: Any
     help: str
-    choices: tuple[str, ...] | None = None
+    choices: tuple[str, ...] = ()
     bounds: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -43,8 +43,8 @@ class Setting:
     @property
     def meaning(self) -> str:
         """The help, with choices that it does not explain."""
-        explained = all(f"`{choice}`" in self.help for choice in self.choices or ())
-        return self.help if explained else f"{self.help} Choose {one_of(self.choices or ())}."
+        explained = all(f"`{choice}`" in self.help for choice in self.choices)
+        return self.help if explained else f"{self.help} Choose {one_of(self.choices)}."
 
     @property
     def required(self) -> Any:

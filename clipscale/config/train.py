@@ -157,15 +157,14 @@ def check(config: TrainConfig) -> None:
             samples_of(stage, None)
 
 
-def settled(config: TrainConfig, *, now: datetime | None = None) -> TrainConfig:
+def settled(config: TrainConfig) -> TrainConfig:
     """The configuration with the run's folder and its length, where the settings leave them open."""
     samples = total_samples(config.stages, config.samples, config.epochs)
     epochs = EPOCHS if samples is None and config.epochs is None else config.epochs
     folder = run_folder(config.run)
     if not config.run:
-        time = f"{now or datetime.now():%Y%m%d-%H%M%S}"
         model = re.sub(r"[^A-Za-z0-9.-]+", "-", config.model.name).lower()
-        folder = unused(Path("runs") / f"{time}-{model}-{format_count(config.batch)}")
+        folder = unused(Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-{model}-{format_count(config.batch)}")
     return replace(config, samples=samples, epochs=epochs, run=str(folder))
 
 

@@ -42,5 +42,5 @@ class ClassificationSet(EvalSet):
             ranks_n = zero_shot.target_ranks(scores_nC, target_N[span.start : span.stop])
             ranks.append(ranks_n.masked_fill(~usable_n, MISSED))
         ranks_N = join(ranks, len(self), encoder.batch, encoder.world)
-        counts = {"images": len(self), "broken": int((ranks_N == MISSED).sum())}
-        return zero_shot.accuracy_metrics(ranks_N, target_N) | counts
+        broken = int((ranks_N == MISSED).sum())
+        return zero_shot.accuracy_metrics(ranks_N, target_N) | {"images": len(self), "broken": broken}

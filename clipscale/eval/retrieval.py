@@ -74,8 +74,8 @@ class PairSet(RetrievalSet):
             )
             for images_nD, texts_nD in zip(pairs[0][:whole].split(size), pairs[1][:whole].split(size))
         ]
-        loss = {"loss": float(torch.stack(losses).mean())}
-        return loss | retrieval_metrics(images_ND, captions_MD, owner_M, usable_N, mean_rank=True)
+        metrics = retrieval_metrics(images_ND, captions_MD, owner_M, usable_N, mean_rank=True)
+        return {"loss": float(torch.stack(losses).mean())} | metrics
 
 
 def first_right_ranks(

@@ -55,9 +55,10 @@ def suite_sets(suite: str, root: str | None) -> list[EvalSet]:
         )
     for known, place in zip(entries, places):
         if place is None and os.environ.get("RANK", "0") == "0":
-            names = ", ".join(known.candidates)
-            missing = f"{known.name} is missing in {root} (as {names}); it comes from {known.source}"
-            log.warning("eval.suite=%s: %s", suite, missing)
+            log.warning(
+                f"eval.suite={suite}: {known.name} is missing in {root} (as {', '.join(known.candidates)}); it comes "
+                f"from {known.source}"
+            )
     return sets
 
 

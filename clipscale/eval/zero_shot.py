@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipscale.eval.sets.prompts import render
-
 
 def class_embeddings(
     encode_text: Callable[[Tensor], Tensor],
@@ -18,14 +16,15 @@ def class_embeddings(
     classnames: Sequence[str],
     templates: Sequence[str],
     *,
-    batch: int = 256,
+    batch: int,
 ) -> Tensor:
     """Class embeddings: the normalised mean over templates of normalised prompt features (CLIP, section 3.1.4).
 
     encode_text: (n, T) integer tokens -> (n, D), called with exactly `batch` rows except at the end. templates: with
     {c} for the class. Returns (C, D) float32 on the device of the encoder's output, rows of length 1.
     """
-    prompts = [render(template, name) for name in classnames for template in templates]
+    # Not by str.format, because templates may contain other braces.
+    prompts = [template.replace("{c}", name) for name in classnames for template in templates]
     batches = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
     features = F.normalize(torch.cat([encode_text(tokenizer(texts)) for texts in batches]).double(), dim=-1)
     # A product with the 0/1 membership matrix adds in a fixed order on every device; index_add does not.

@@ -41,7 +41,7 @@ def environment(world: int = 1) -> Record:
         "cuda": torch.version.cuda,
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
     }
-    return dict(hidden(record))
+    return hidden(record)
 
 
 def _commit() -> str | None:

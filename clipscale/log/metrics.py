@@ -6,6 +6,7 @@ The console, wandb and TensorBoard are sinks. A sink that fails does not stop th
 import json
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -58,8 +59,8 @@ class MetricLog:
         self.progress = Progress(self.message if config.progress else lambda line: None)
         self._unprinted = ""
         self._printed_at = -math.inf
-        self._recent: list[Record] = []
-        self._times: list[float] = []
+        self._recent: deque[Record] = deque(maxlen=WINDOW)
+        self._times: deque[float] = deque(maxlen=WINDOW)
         self._warned: set[str] = set()
         self._unwritten = bytearray()
         path = run_dir / "metrics.jsonl"
@@ -89,15 +90,15 @@ class MetricLog:
         if self.total and self._times:
             pace = (now - self._times[0]) / len(self._times)
             shown["left"] = timedelta(seconds=round(pace * (self.total - record["step"])))
-        self._times = [*self._times[1 - WINDOW :], now]
+        self._times.append(now)
         self._unprinted = console_line(shown)
         if now - self._printed_at >= PAUSE_S and record["step"] % self.config.every == 0:
             self.message(self._unprinted)
             self._unprinted = ""
             self._printed_at = now
         if record["step"] > FIRST:
-            self._recent = [*self._recent[1 - WINDOW :], record]
-            warnings = warnings_of(self._recent, self.settings)
+            self._recent.append(record)
+            warnings = warnings_of([*self._recent], self.settings)
             for kind in warnings.keys() - self._warned:
                 self.message(f"warning: step {record['step']}: {warnings[kind]}")
             self._warned |= warnings.keys()
@@ -156,5 +157,6 @@ class Progress:
 
 def console_line(record: Record) -> str:
     """`step=120 samples=30720 loss=2.1034 ...`, for grep and awk: the fields that figures.yaml has for the console."""
-    formats = FIGURES["console"].items()
-    return " ".join(form.format(record[name]) for name, form in formats if record.get(name) is not None)
+    return " ".join(
+        form.format(record[name]) for name, form in FIGURES["console"].items() if record.get(name) is not None
+    )

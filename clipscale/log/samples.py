@@ -27,5 +27,5 @@ def write_samples(path: Path, batch: HostBatch, tokenizer: Tokenizer) -> None:
         tokens = batch.tokens(row * batch.captions, (row + 1) * batch.captions)
         captions = [tokenizer.decoded(caption) for caption in tokens.tolist()]
         samples.append((base64.b64encode(picture.getvalue()).decode(), captions))
-    template = Template(Path(__file__).with_name(SHEET).read_text(encoding="utf-8"), autoescape=True)
-    files.write_text(path, template.render(samples=samples))
+    template = Path(__file__).with_name(SHEET).read_text(encoding="utf-8")
+    files.write_text(path, Template(template, autoescape=True).render(samples=samples))

@@ -41,8 +41,7 @@ class Sinks:
 
     def eval(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
         """Give evaluation results to every sink, as `eval/SET/METRIC`."""
-        values = {f"eval/{name}/{k}": v for name, metrics in results.items() for k, v in metrics.items()}
-        self.write(step, values)
+        self.write(step, {f"eval/{name}/{k}": v for name, metrics in results.items() for k, v in metrics.items()})
 
     def close(self) -> None:
         """Close every sink. Safe to call twice."""

@@ -28,16 +28,16 @@ class StepRecords:
         `widths`: captions by width. The record has the names of `largest_rms` as its `update_rms_tensor`.
         """
         self.finish()
-        before = self._measured_at
         now = time.monotonic()
-        self._measured_at = now
         measured = {
             "time": round(time.time(), 3),
-            "samples_per_s_wall": record["batch"] / (now - before),  # with waiting, evaluations and saves between steps
+            # With waiting, evaluations and saves between steps.
+            "samples_per_s_wall": record["batch"] / (now - self._measured_at),
             "host_rss_bytes": psutil.Process().memory_info().rss,
             **self._stream.record(),
             "caption_tokens": sum(width * count for width, count in widths.items()) / sum(widths.values()),
         }
+        self._measured_at = now
         self._unfinished = record | measured, phases, Readback(*values), dict(widths)
 
     def poll(self) -> None:

@@ -63,9 +63,8 @@ def result_tables(results: Results, title: str = "") -> list[TextTable]:
     """One table for each group of evaluation sets that share their metrics; fractions in per cent."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, result in results.items():
-        known = [metric for metric in TITLES if metric in result]
-        others = [metric for metric in result if metric not in TITLES]
-        groups.setdefault((*known, *others), []).append(name)
+        metrics = tuple(metric for metric in {**TITLES, **result} if metric in result)
+        groups.setdefault(metrics, []).append(name)
     tables: list[TextTable] = []
     for metrics, names in groups.items():
         # Broken images are rare: a column of zeros is left out.
@@ -76,11 +75,10 @@ def result_tables(results: Results, title: str = "") -> list[TextTable]:
     return tables
 
 
-def print_results(results: Results, title: str = "", console: Console | None = None) -> None:
+def print_results(results: Results, title: str = "") -> None:
     """Print evaluation results as tables."""
-    console = console or plain_console()
     for table in result_tables(results, title):
-        console.print(table)
+        plain_console().print(table)
 
 
 def _cell(metric: str, value: float) -> str:

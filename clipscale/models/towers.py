@@ -190,8 +190,10 @@ def architecture(config: ModelConfig) -> Record:
     else:
         description = open_clip.get_model_config(config.name.replace("/", "-"))  # a copy
         if description is None:
-            near = nearest(config.name, open_clip.list_models())
-            raise UserError(f"model.name={config.name!r} is not an open_clip architecture{near}")
+            raise UserError(
+                f"model.name={config.name!r} is not an open_clip architecture"
+                f"{nearest(config.name, open_clip.list_models())}"
+            )
     if "multimodal_cfg" in description:
         raise UserError(f"model.name={config.name!r} is a captioning model; choose a two-tower architecture")
     description.pop("custom_text", None)
@@ -220,8 +222,9 @@ def encoders_of(description: Record, image_size: int | None = None) -> CustomTex
     except Exception as error:  # open_clip and timm check little of what they are given
         needs_transformers = description["text_cfg"].get("hf_model_name") and find_spec("transformers") is None
         lacks = "; pip install 'clipscale[hf]'" if needs_transformers else ""
-        reason = first_line(error)
-        raise UserError(f"model.architecture does not describe an open_clip model ({reason}){lacks}") from error
+        raise UserError(
+            f"model.architecture does not describe an open_clip model ({first_line(error)}){lacks}"
+        ) from error
     trunk: Any = getattr(encoders.visual, "trunk", None)
     if image_size and hasattr(trunk, "set_input_size"):
         trunk.set_input_size(img_size=(image_size, image_size))

@@ -8,7 +8,7 @@ import logging
 import re
 import zipfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from clipscale.common.record import Record
 from clipscale.common.units import nearest, run_folder
 from clipscale.config.parse import typed
 from clipscale.config.sections import ModelConfig, Preprocess
+from clipscale.config.setting import settings_of
 from clipscale.models.tokenizer import CONFIG as TOKENIZER
 
 log = logging.getLogger(__name__)
@@ -105,8 +106,7 @@ def described(config: ModelConfig, saved: Mapping[str, Any] | None = None) -> Mo
 def without_weights(config: ModelConfig) -> ModelConfig:
     """The settings of the same model that loads nothing."""
     image = replace(config.image, weights=None)
-    text = replace(config.text, weights=None)
-    return replace(config, weights=None, image=image, text=text)
+    return replace(config, weights=None, image=image, text=replace(config.text, weights=None))
 
 
 def load(encoders: CustomTextCLIP, config: ModelConfig, *, quick_gelu: bool) -> None:
@@ -210,8 +210,9 @@ def _of_tag(tag: str, name: str, origin: str) -> Source:
     tags = open_clip.list_pretrained_tags_by_model(name)
     if tag not in tags:
         known = f"; the tags of {name} are {', '.join(tags)}" if tags else ""
-        meant = nearest(tag, tags)
-        raise UserError(f"{origin} is no file, no folder, no run and no tag of model.name={name}{meant}{known}")
+        raise UserError(
+            f"{origin} is no file, no folder, no run and no tag of model.name={name}{nearest(tag, tags)}{known}"
+        )
     pretrained = open_clip.get_pretrained_cfg(name, tag)
     path = Path(open_clip.download_pretrained(pretrained))
     return Source(origin, path, pixels=checked_pixels(pretrained), quick_gelu=pretrained.get("quick_gelu", False))
@@ -222,10 +223,9 @@ def _of_tag(tag: str, name: str, origin: str) -> Source:
 
 def checked_pixels(values: Record) -> Record:
     """Of these values those of `model.preprocess`, with their types. Raises UserError."""
-    names = {part.name for part in fields(Preprocess)}
-    known = {key: value for key, value in values.items() if key in names}
-    settings = asdict(typed(Preprocess, known))
-    return {key: settings[key] for key in known}
+    known = {key: value for key, value in values.items() if key in settings_of(Preprocess)}
+    checked = asdict(typed(Preprocess, known))
+    return {key: checked[key] for key in known}
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -286,9 +286,9 @@ def resized(state: dict[str, Tensor], encoders: CustomTextCLIP, source: Source) 
         before = state.get(name)
         if before is not None and name in ours and before.shape != ours[name].shape:
             encoder = encoders.text if name.startswith("text.") else encoders.visual
-            state[name] = interpolated(before, ours[name].shape, encoder)
-            lengths = before.shape[-2], ours[name].shape[-2]
-            log.warning("%s: %s resized from %s to %s positions", source.setting, name, *lengths)
+            after = ours[name].shape
+            state[name] = interpolated(before, after, encoder)
+            log.warning(f"{source.setting}: {name} resized from {before.shape[-2]} to {after[-2]} positions")
     return state
 
 

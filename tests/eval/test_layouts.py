@@ -11,9 +11,17 @@ from clipscale.config.sections import EvalConfig
 from clipscale.eval.classification import ClassificationSet
 from clipscale.eval.sets.item import ImageRef
 from clipscale.eval.sets.load import load_set, load_sets
-from clipscale.eval.sets.prompts import render
 from clipscale.eval.suites import chosen_sets
-from tests.eval.sets import NAMES, classification_set, karpathy_json, picture, retrieval_set, write_shards, write_tar
+from tests.eval.sets import (
+    NAMES,
+    TEMPLATES,
+    classification_set,
+    karpathy_json,
+    picture,
+    retrieval_set,
+    write_shards,
+    write_tar,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +33,7 @@ def test_classification_shards(tmp_path: Path) -> None:
     eval_set = load_set(classification_set(tmp_path / "colours"))
     assert (eval_set.kind, len(eval_set), eval_set.answers) == ("classification", 6, list(range(6)))
     assert eval_set.classnames == NAMES
-    assert [render(t, "red") for t in eval_set.templates] == ["a photo of red.", "the colour red {{no braces}}"]
+    assert eval_set.templates == TEMPLATES
     assert [image.read() for image in eval_set.images] == [picture(name) for name in NAMES]
 
 

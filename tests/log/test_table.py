@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from clipscale.log.table import TextTable, print_results, result_tables
+from clipscale.log.table import TextTable, result_tables
 
 
 def test_tables_group_sets_by_their_metrics() -> None:
@@ -21,7 +21,7 @@ def test_nine_columns_fit_a_plain_terminal_and_markup_is_printed_as_it_is() -> N
     shares = {f"{direction}_r{k}": 1.0 for direction in ("image_to_text", "text_to_image") for k in (1, 5, 10)}
     file = io.StringIO()
     console = Console(file=file, width=80)
-    print_results({"flickr30k-test": shares | {"images": 31000, "captions": 155000, "broken": 0}}, "t", console)
+    console.print(*result_tables({"flickr30k-test": shares | {"images": 31000, "captions": 155000, "broken": 0}}))
     text = file.getvalue()
     assert "flickr30k-test" in text and "155,000" in text and text.count("100.0") == 6, text
     console.print(TextTable(["name", "count"], [("[bold]x[/bold]", "1"), ("short row",)], title="a [title]"))

@@ -41,11 +41,6 @@ def templates(root: Path, *, imagenet: bool = False) -> list[str]:
     return [place.sub("{c}", line) for line in texts]
 
 
-def render(template: str, name: str) -> str:
-    """The prompt for a class. Not by str.format, because templates may contain other braces."""
-    return template.replace("{c}", name)
-
-
 def lines(file: Path) -> list[str]:
     """The lines of a text in a set's folder without spaces around them; empty ones are left out. Raises UserError."""
     texts = stripped(file.read_text(encoding="utf-8").splitlines())

@@ -58,8 +58,7 @@ def work(config: EmbedConfig) -> Record:
         torch.manual_seed(0)
         run = check_embed(config)
         model, settings, _ = load_any(run, config.checkpoint, config.weights, config.model, world.on_main)
-        note = features_note(config, model, settings)
-        sources = world.on_main(lambda: prepared(config, out, note))
+        sources = world.on_main(lambda: prepared(config, out, features_note(config, model, settings)))
         encoder = FeatureEncoder(model, world.device, config.precision, config.data)
         names = list(sources)[world.rank :: world.size]
         parts = world.gather({name: embed_shard(encoder, config, sources[name], out / name) for name in names})
@@ -104,7 +103,7 @@ def prepared(config: EmbedConfig, out: Path, note: Record) -> dict[str, str]:
     shards = {}
     sources = {name: entry["source"] for name, entry in read(out / SHARDS).items()}
     for url in list_shards(config.data)[0]:
-        name = name_of(url) + (".tar" if config.teacher else ".jsonl")
+        name = leaf_of(url).partition(".tar")[0] + (".tar" if config.teacher else ".jsonl")
         other = sources.setdefault(name, address(url))
         if other != address(url):
             raise UserError(f"out={out}: {name} is of {other} and of {address(url)}; choose an out=DIR for each source")
@@ -125,10 +124,6 @@ def prepared(config: EmbedConfig, out: Path, note: Record) -> dict[str, str]:
 
 def read(path: Path) -> Record:
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
-
-
-def name_of(url: str) -> str:
-    return leaf_of(url).partition(".tar")[0]
 
 
 def address(url: str) -> str:

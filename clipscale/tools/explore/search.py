@@ -77,8 +77,8 @@ class Explorer:
 
     def matches(self, query_D: np.ndarray, kind: str, count: int) -> list[Record]:
         """The samples whose feature of that kind is nearest to a query, with their similarity, best first."""
-        rows = nearest(self.embedded.features(kind), query_D, count)
-        return [{**self.embedded.sample(row), "score": score} for row, score in rows]
+        matches = nearest(self.embedded.features(kind), query_D, count)
+        return [self.embedded.sample(row) | {"score": score} for row, score in matches]
 
     def picture(self, part: str, row: int) -> bytes:
         """A sample's encoded picture. Raises BrokenSampleError, also for no such sample and an unreadable shard."""

@@ -63,16 +63,17 @@ def application(explorer: Explorer) -> Starlette:
         Route("/search", search, methods=["POST"]),
         Mount("/", StaticFiles(directory=Path(__file__).with_name("page"), html=True)),
     ]
-    hosts = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
-    own = Middleware(BaseHTTPMiddleware, dispatch=refuse_other_pages)
-    return Starlette(routes=routes, middleware=[hosts, own], exception_handlers={BrokenSampleError: unusable})
+    middleware = [
+        Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"]),
+        Middleware(BaseHTTPMiddleware, dispatch=refuse_other_pages),
+    ]
+    return Starlette(routes=routes, middleware=middleware, exception_handlers={BrokenSampleError: unusable})
 
 
 async def refuse_other_pages(request: Request, following: RequestResponseEndpoint) -> Response:
     """Other pages may not ask: their browser says where a request comes from."""
-    origin = request.headers.get("origin")
-    own = origin is None or origin == f"{request.url.scheme}://{request.headers['host']}"
-    if not own or request.headers.get("sec-fetch-site") not in OWN:
+    own = f"{request.url.scheme}://{request.headers['host']}"
+    if request.headers.get("origin", own) != own or request.headers.get("sec-fetch-site") not in OWN:
         return PlainTextResponse("another page asks", 403)
     response = await following(request)
     response.headers.update(HEADERS)

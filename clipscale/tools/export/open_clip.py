@@ -21,11 +21,10 @@ def write(model: ClipModel, config: ModelConfig, out: Path, dtype: torch.dtype, 
 
     Raises OSError, and UserError for a model that open_clip would build otherwise.
     """
-    described = description(model, config)
-    check_same(model, described["model_cfg"], config)
+    check_same(model, config)
     with files.replacing(out / HF_SAFE_WEIGHTS_NAME) as file:
         save_file(weights(model, dtype), file.name, metadata={"format": "pt"} | note)
-    files.write_json(out / HF_CONFIG_NAME, described)
+    files.write_json(out / HF_CONFIG_NAME, description(model, config))
     tokenizer = getattr(model.tokenizer, "inner", model.tokenizer)
     if isinstance(tokenizer, HFTokenizer):
         tokenizer.save_pretrained(str(out))
@@ -39,8 +38,10 @@ def weights(model: ClipModel, dtype: torch.dtype) -> dict[str, Tensor]:
     state["logit_scale"] = model.logit_scale.detach()
     if model.logit_bias is not None:
         state["logit_bias"] = model.logit_bias.detach()
-    matrices = {name for name, value in state.items() if value.is_floating_point() and value.dim() > 1}
-    return {name: (value.to(dtype) if name in matrices else value).contiguous() for name, value in state.items()}
+    for name, value in state.items():
+        if value.is_floating_point() and value.dim() > 1:
+            state[name] = value.to(dtype)
+    return {name: value.contiguous() for name, value in state.items()}
 
 
 def description(model: ClipModel, config: ModelConfig) -> Record:
@@ -52,10 +53,11 @@ def description(model: ClipModel, config: ModelConfig) -> Record:
     return {"model_cfg": details, "preprocess_cfg": {"size": model.image_size} | asdict(config.pixels)}
 
 
-def check_same(model: ClipModel, details: Record, config: ModelConfig) -> None:
+def check_same(model: ClipModel, config: ModelConfig) -> None:
     """Raise UserError unless open_clip builds this image tower by its description: it has timm's towers as they are."""
+    details = architecture(config)
     with torch.device("meta"):
-        reference = encoders_of({key: value for key, value in details.items() if key != "custom_text"}).visual
+        reference = encoders_of(details).visual
     if shapes_of(reference) != shapes_of(model.image.encoder):
         name = details["vision_cfg"].get("timm_model_name", config.name)
         raise UserError(

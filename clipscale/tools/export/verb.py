@@ -42,8 +42,8 @@ def main(settings: ExportSettings) -> Path:
     note = {"run": run.name, "step": str(step), "weights": origin}
     out.mkdir(parents=True, exist_ok=True)
     call = open_clip.write(model, config, out, getattr(torch, settings.dtype), note)
-    here = call.format(out.name)  # the card goes where the folder goes: it names no path of this machine
-    files.write_text(out / "README.md", card(run, model, config, note, here))
+    # The card goes where the folder goes: it names no path of this machine.
+    files.write_text(out / "README.md", card(run, model, config, note, call.format(out.name)))
     say(f"{out}: step {step}; {call.format(out.resolve())}")
     return out
 

@@ -134,8 +134,7 @@ def evaluation_chart(key: str, runs: Sequence[Run]) -> list[Record]:
 def points(run: Run, chart: Record) -> np.ndarray:
     """The rows that have the chart's field, N x AXES; a value that is not finite is NaN."""
     key = chart["key"]
-    gaps = chart.get("gaps")
-    shown = [row for row in run.rows if row.get(key) is not None or (gaps and key in row)]
+    shown = [row for row in run.rows if row.get(key) is not None or (chart.get("gaps") and key in row)]
     rows = [[row[name] for name in (*AXES[:3], key)] for row in shown]
     table = np.array(rows, float).reshape(-1, 4) / [1, 1, 1, chart.get("per", 1)]
     table[~np.isfinite(table[:, 3]), 3] = np.nan

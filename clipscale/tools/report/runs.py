@@ -71,7 +71,6 @@ def _read(folder: Path) -> Run:
             row |= {f"eval/{name}/{metric}": value for metric, value in metrics.items()}
         rows.append(row)
     config = _content(folder / "config.yaml")
-    environment = _content(folder / "env.json")
     foreseen = config.pop("expected", {})
     expected: dict[str, Record] = {}
     for key, band in bands_of(foreseen).items():
@@ -81,6 +80,7 @@ def _read(folder: Path) -> Run:
     settings = {name: as_typed(value) for name, value in flat(config)}
     samples = folder / SHEET
     sheet = samples.read_text(encoding="utf-8").partition("<body>")[2] if samples.is_file() else ""
+    environment = _content(folder / "env.json")
     return Run(folder.resolve().name, folder, records, evaluations, rows, settings, expected, environment, sheet)
 
 
