@@ -13,8 +13,7 @@ import torch
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
-from clipscale.config.sections import CheckpointConfig, ModelConfig
-from clipscale.config.train import TrainConfig
+from clipscale.config.sections import CheckpointConfig
 from clipscale.distributed.world import World
 from tests.support.checkpoints import ALONE, save
 
@@ -54,8 +53,6 @@ def test_a_run_taken_back_keeps_what_it_saves(tmp_path: Path) -> None:
     for step, keep in ((9, 0), (10, 0), (5, 2), (6, 2), (7, 2)):
         save(tmp_path, step, some_state(), keep=keep)
     assert [checkpoint.step_of(path) for path in checkpoint.checkpoints_of(tmp_path)] == [6, 7, 9, 10]
-    checkpoint.set_aside(tmp_path, 7)
-    assert [checkpoint.step_of(path) for path in checkpoint.checkpoints_of(tmp_path)] == [6, 7]
 
 
 def test_what_a_dead_run_was_writing_is_removed(tmp_path: Path) -> None:
@@ -163,17 +160,3 @@ def test_ranks_that_see_different_checkpoints_do_not_start(tmp_path: Path) -> No
 
     with pytest.raises(UserError, match="the processes see different checkpoints; put the folder on storage"):
         checkpoint.to_resume(tmp_path, "auto", Peer(0, 1, torch.device("cpu")))
-
-
-def test_what_does_not_fit_the_run_is_refused(tmp_path: Path) -> None:
-    state = {"model_config": {"name": "ViT-B-32", "architecture": {}}, "batch": 256, "optimizer_name": "adamw"}
-    state |= {"step": 3, "samples": 768}
-
-    def check(samples_before: Callable[[int], int] = lambda step: 256 * step, **changes: Any) -> None:
-        checkpoint.check_fits(state, tmp_path, TrainConfig(**changes), samples_before)
-
-    check(model=ModelConfig(name="ViT-B-32", patch_dropout=0.5), batch=256)
-    with pytest.raises(UserError, match=r"model.name='ViT-L-14': the checkpoint was trained with 'ViT-B-32'"):
-        check(model=ModelConfig(name="ViT-L-14"), batch=256)
-    with pytest.raises(UserError, match=r"has seen 768 samples in 3 steps, which these stages"):
-        check(samples_before=lambda step: 100 * step, model=ModelConfig(name="ViT-B-32"), batch=256)

@@ -1,12 +1,9 @@
 """The stages of a run are one run: one curve, one order of samples, resumed anywhere bit for bit."""
 
-import os
 import shutil
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -28,7 +25,6 @@ from clipscale.data.loader.stream import DataConfig
 from clipscale.train import Run, train
 from tests.support import runs
 from tests.support.checkpoints import ALONE
-from tests.support.forks import forks
 from tests.support.ranks import run_ranks
 from tests.support.runs import curve, records, small
 
@@ -83,11 +79,6 @@ def test_the_data_is_read_in_streams_that_fit_the_batches_of_all_stages(shards: 
     assert train(staged(shards, tmp_path / "run", stages, data=data))["step"] == 4
     for path in checkpoint.checkpoints_of(tmp_path / "run"):
         assert len(checkpoint.read_values(path)["position"]["at"]) == 2
-    whole = shutil.copytree(tmp_path / "run", tmp_path / "whole")
-    for path in checkpoint.checkpoints_of(tmp_path / "run")[3:]:
-        shutil.rmtree(path)
-    train(staged(shards, tmp_path / "run", stages, data=data))
-    assert same(tmp_path / "run", whole, 4)
 
 
 def test_one_stage_is_the_plain_run_bit_for_bit(shards: str, tmp_path: Path) -> None:
@@ -116,30 +107,6 @@ def test_a_run_goes_on_inside_and_between_stages_bit_for_bit(
     run = stopped(undisturbed, tmp_path, step)
     assert train(staged(shards, run))["step"] == 7
     assert same(run, undisturbed, 7)
-
-
-def killed(config: TrainConfig) -> None:
-    """A run that is killed in its sixth step, between two chunks."""
-    between_chunks = Run.between_chunks
-
-    def kills(run: Run) -> None:
-        if run.step == 5 and run.chunks == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        between_chunks(run)
-
-    with mock.patch.object(Run, "between_chunks", kills):
-        train(config)
-
-
-def test_a_kill_inside_the_second_stage_changes_nothing(shards: str, undisturbed: Path, tmp_path: Path) -> None:
-    config = staged(shards, tmp_path / "run")
-    process = forks().Process(target=killed, args=(config,))
-    process.start()
-    process.join(200)
-    assert process.exitcode == -signal.SIGKILL
-    assert 4 <= len(checkpoint.checkpoints_of(tmp_path / "run")) <= 5
-    train(config)
-    assert same(tmp_path / "run", undisturbed, 7)
 
 
 def test_a_resumed_run_has_the_optimizers_settings_that_are_given_now(

@@ -52,8 +52,11 @@ def test_a_run_taken_back_goes_on_from_there(demo: Path, tmp_path: Path) -> None
 
 def test_what_does_not_fit_a_checkpoint_is_named(demo: Path, finished: Path) -> None:
     other = {**ARCHITECTURE, "embed_dim": 16}
+    stages = [{"samples": 160, "batch": 32}, {"samples": 480}]
     for changes, message in (
         ({"model": ModelConfig(name="test", architecture=other)}, "model.architecture"),
+        ({"model": ModelConfig(name="other", architecture=ARCHITECTURE)}, "model.name='other': .* trained with 'test'"),
+        ({"stages": stages, "samples": None}, "has seen 640 samples in 10 steps, which these stages"),
         ({"resume": "none"}, "already holds checkpoints"),
         ({"batch": 128, "cache": CacheConfig(chunk=["64"])}, "batch=128: the checkpoint was trained with 64"),
         ({"optim": OptimConfig(name="lamb")}, "trained with .adamw."),
