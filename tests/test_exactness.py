@@ -203,7 +203,7 @@ def test_the_step_is_that_of_one_graph(ranks: int, dtype: str) -> None:
     if ranks == 1:
         answers = [[cut_up(case, 0) for case in chosen]]
     else:
-        answers = run_ranks(all_cut_up, ranks, [asdict(case) for case in chosen], timeout_s=240)
+        answers = run_ranks(all_cut_up, ranks, [asdict(case) for case in chosen])
     tolerance = {"float64": 1e-12, "float32": 1e-5}[dtype]
     for i, case in enumerate(chosen):
         expected, value = one_graph(case)

@@ -4,17 +4,19 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from clipscale.cli import train
+from clipscale.cli import train as verb
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.config.train import TrainConfig
 from clipscale.launch import run_lock
 from clipscale.launch.run_lock import RunLock
 from clipscale.tools.plan import of_run
+from clipscale.train import train
 
 HOLD = "import sys; from pathlib import Path; from clipscale.launch.run_lock import RunLock\n"
 HOLD += "lock = RunLock(Path(sys.argv[1])); lock.acquire(); print('held', flush=True); sys.stdin.read()"
@@ -39,14 +41,19 @@ def test_a_second_run_is_refused_with_the_holder_and_a_killed_one_holds_nothing(
     RunLock(tmp_path).acquire()
 
 
-def test_a_second_start_is_refused_before_it_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("start", [verb.main, train])
+def test_a_second_start_is_refused_before_it_is_planned_and_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Callable[[TrainConfig], object]
+) -> None:
+    """By the command line and, under torchrun for one, by the run."""
     monkeypatch.setattr(run_lock, "WAIT_S", 0.0)
     monkeypatch.setattr(of_run, "before", lambda *_: pytest.fail("planned"))
     lock = RunLock(tmp_path)
     lock.acquire()
     with pytest.raises(UserError, match=f"run={tmp_path} is in use by process {os.getpid()}"):
-        train.main(TrainConfig(run=str(tmp_path), data=DataConfig(workers=0)))
+        start(TrainConfig(run=str(tmp_path), device="cpu", data=DataConfig(workers=0)))
     lock.release()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "run.lock"]
 
 
 def test_a_run_that_is_about_to_end_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

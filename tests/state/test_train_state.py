@@ -70,18 +70,6 @@ def test_an_update_clips_the_unscaled_gradient_and_bounds_the_logit_scale(
     assert run.state.model.logit_scale.exp().item() == pytest.approx(3.0)
 
 
-def test_a_sharded_run_writes_whole_tensors_that_one_process_reads(shards: str, tmp_path: Path) -> None:
-    fsdp, given = LaunchConfig(parallel="zero3"), {"precision": "fp32", "ema": 0.9}
-    run_ranks(on_a_rank, 2, small(shards, tmp_path / "run", samples=24, launch=fsdp, **given))
-    train(small(shards, tmp_path / "one", samples=24, **given))
-    shards_of_two, whole = (checkpoint.load(checkpoint.path_of(tmp_path / run, 2)) for run in ("run", "one"))
-    for part in ("model", "ema"):
-        torch.testing.assert_close(shards_of_two[part], whole[part], rtol=1e-2, atol=1e-4)
-    torch.testing.assert_close(shards_of_two["optimizer"]["state"], whole["optimizer"]["state"], rtol=1e-2, atol=1e-4)
-    train(small(shards, tmp_path / "run", **given))
-    assert len(records(tmp_path / "run")) == 4
-
-
 def test_a_run_normalises_as_its_weights_were_trained_and_goes_on_so(
     shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

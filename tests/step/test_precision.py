@@ -18,6 +18,7 @@ from clipscale.step.precision import Precision
 from clipscale.train import Run, train
 from tests.support.checkpoints import ALONE
 from tests.support.runs import ARCHITECTURE, small
+from tests.support.towers import RESNET
 
 
 def test_a_frozen_image_tower_gives_the_same_bits_from_half_the_memory() -> None:
@@ -35,11 +36,8 @@ def test_a_frozen_image_tower_gives_the_same_bits_from_half_the_memory() -> None
     assert all(p.dtype == torch.float32 for p in half.text.parameters()), "the trained tower keeps its float32 weights"
 
 
-RESNET = ARCHITECTURE | {"vision_cfg": {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "head_width": 64}}
-
-
 def resnet(shards: str, run: Path, batch_norm: str, chunk: int | None) -> TrainConfig:
-    model = ModelConfig(name="rn", architecture=RESNET, batch_norm=batch_norm)
+    model = ModelConfig(name="rn", architecture=ARCHITECTURE | {"vision_cfg": RESNET}, batch_norm=batch_norm)
     cache = CacheConfig(chunk=[str(chunk), "6"]) if chunk else CacheConfig()
     return small(shards, run, model=model, cache=cache, precision="fp32", samples=24)
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.support.forks import forks
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 240.0
 
 
 class Workers:
@@ -25,9 +25,7 @@ class Workers:
     def __init__(self, pipes: list[Connection]) -> None:
         self._pipes = pipes
 
-    def run(
-        self, function: Callable[..., Any], ranks: int | tuple[int, ...], *args: Any, timeout_s: float = TIMEOUT_S
-    ) -> list[Any]:
+    def run(self, function: Callable[..., Any], ranks: int | tuple[int, ...], *args: Any) -> list[Any]:
         """On the named ranks, or on the first so many. Fails with the traceback of each rank that failed."""
         chosen = tuple(range(ranks)) if isinstance(ranks, int) else ranks
         order = _packed((function, chosen, args))
@@ -35,7 +33,7 @@ class Workers:
             pipe.send_bytes(order)
         answers = []
         for rank, pipe in enumerate(self._pipes):
-            assert pipe.poll(timeout_s), f"rank {rank} did not answer within {timeout_s} s"
+            assert pipe.poll(TIMEOUT_S), f"rank {rank} did not answer within {TIMEOUT_S} s"
             answers.append(torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False))
         failed = [f"rank {rank} failed:\n{value}" for rank, (ok, value) in enumerate(answers) if not ok]
         assert not failed, "\n".join(failed)
@@ -67,13 +65,13 @@ def workers(world: int, context: Any = None) -> Iterator[Workers]:
                 process.kill()
 
 
-def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
     """`function(rank, world, *args)` in `world` processes of their own; their return values in rank order.
 
     Functions and arguments must be importable from the test's module.
     """
     with workers(world) as started:
-        return started.run(_called, world, function, world, args, timeout_s=timeout_s)
+        return started.run(_called, world, function, world, args)
 
 
 def _called(group: dist.ProcessGroup, rank: int, function: Callable[..., Any], world: int, args: Any) -> Any:
