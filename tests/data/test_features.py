@@ -1,7 +1,7 @@
 """Teachers' features are written beside the pictures and read with them; their note says what they are."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ from clipscale.tools.embed.run import main
 from clipscale.tools.embed.settings import EmbedConfig
 from tests.data.files import sample, write_tar
 from tests.eval.test_verb import TINY
-from tests.support.checkpoints import save
+from tests.support.checkpoints import save_model
 
 
 def with_array(content: bytes | None) -> ChosenSample:
@@ -44,7 +44,7 @@ def test_a_member_that_is_no_array_of_this_shape_is_broken() -> None:
 def test_teachers_are_written_beside_the_pictures_and_read_with_them(tmp_path: Path) -> None:
     torch.manual_seed(3)
     model = build_model(TINY)
-    save(tmp_path / "run", 7, {"model": model.state_dict(), "model_config": asdict(TINY)}, keep=0)
+    save_model(tmp_path / "run", model, TINY)
     options = {"run": str(tmp_path / "run"), "device": "cpu", "dtype": "float32"}
     write_tar(tmp_path / "0.tar", [m for i in range(9) for m in (sample(f"{i:02d}", i) if i else [("0.txt", b"x")])])
     folder = str(tmp_path / "0.tar")

@@ -16,7 +16,8 @@ from clipscale.models.towers import build_model
 from clipscale.tools.export.settings import ExportSettings
 from clipscale.tools.export.verb import main as export
 from tests.eval.sets import members, write_shards
-from tests.eval.test_verb import TINY, save
+from tests.eval.test_verb import TINY
+from tests.support.checkpoints import save_model
 
 pytest.importorskip("clip_benchmark", reason="clip-benchmark is not installed")
 from clip_benchmark.datasets.builder import build_dataset
@@ -54,14 +55,13 @@ def sets(root: Path) -> dict[str, Path]:
 
 def test_the_figures_are_clip_benchmarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(3)
-    save(tmp_path / "run", build_model(TINY), 7)
+    save_model(tmp_path / "run", build_model(TINY), TINY)
     paths = sets(tmp_path)
     chosen = EvalConfig(sets=[str(path) for path in paths.values()], batch=16)
     ours = main(EvalRunConfig(run=str(tmp_path / "run"), device="cpu", eval=chosen))
 
     out = export(ExportSettings(run=str(tmp_path / "run"), out=str(tmp_path / "out")))
-    folder = None
-    model, transform, tokenizer = load_clip("open_clip", f"local-dir:{out}", folder, "", device="cpu")
+    model, transform, tokenizer = load_clip("open_clip", f"local-dir:{out}", None, "", device="cpu")
     model.eval()
 
     def loader(name: str, task: str = "zeroshot_classification") -> Any:

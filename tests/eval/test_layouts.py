@@ -192,9 +192,3 @@ def test_shards_of_pairs(tmp_path: Path) -> None:
     assert eval_set.kind == "pairs"
     assert eval_set.answers == [["red,\nall of it"], ["green", "as grass"]]
     assert [image.read() for image in eval_set.images] == [picture("red"), picture("green")]
-
-
-def test_shards_without_pairs_are_refused(tmp_path: Path) -> None:
-    write_tar(tmp_path / "00000.tar", [("a.png", picture("red"))])
-    with pytest.raises(UserError, match="holds no picture with a caption"):
-        load_set(tmp_path)

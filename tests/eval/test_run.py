@@ -76,17 +76,8 @@ def test_held_out_pairs_have_the_training_loss(tmp_path: Path, bias: torch.Tenso
     results = evaluate(model, EvalConfig(sets=[str(root)], loss_batch=2), ALONE)["pairs"]
     colours = torch.tensor([COLOURS[name] for name in NAMES if name != NAMES[1]], dtype=torch.float64) - 125
     features = F.normalize(colours, dim=-1)
-    objective = "softmax" if bias is None else "sigmoid"
-    losses = [
-        dense_contrastive_loss(
-            features[i : i + 2],
-            features[i : i + 2],
-            math.exp(0.7),
-            logit_bias=-2.0,
-            objective=objective,
-        )
-        for i in (0, 2)
-    ]
+    options = {"logit_bias": -2.0, "objective": "softmax" if bias is None else "sigmoid"}
+    losses = [dense_contrastive_loss(part, part, math.exp(0.7), **options) for part in features[:4].split(2)]
     assert results["loss"] == pytest.approx(float(sum(losses)) / 2, rel=1e-5)
     assert (results["images"], results["captions"], results["broken"]) == (6, 12, 1)
     assert results["image_to_text_mean_rank"] == results["text_to_image_mean_rank"] == 1

@@ -23,7 +23,7 @@ from clipscale.config.sections import ModelConfig, TowerConfig
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import described, find
 from clipscale.tools.export.open_clip import description, weights
-from tests.support.checkpoints import save
+from tests.support.checkpoints import save_model
 from tests.support.towers import architecture
 
 SMALL = architecture(32, 8, 12)
@@ -53,7 +53,7 @@ def state_of(model: ClipModel) -> dict[str, Tensor]:
 
 
 def run(folder: Path, model: ClipModel) -> Path:
-    save(folder, 3, {"model": model.state_dict(), "model_config": asdict(config())}, keep=1)
+    save_model(folder, model, config(), 3)
     return folder
 
 
@@ -220,7 +220,7 @@ def test_a_longer_context_has_interpolated_positions_and_is_exported(tmp_path: P
     assert torch.equal(ours.text.encoder.positional_embedding, expected)
     assert ours.tokenizer(["word " * 20, "a red ring"]).shape == (2, 30)
     assert description(ours, start)["model_cfg"]["text_cfg"]["context_length"] == 30
-    save(tmp_path / "run", 1, {"model": ours.state_dict(), "model_config": asdict(start)}, keep=1)
+    save_model(tmp_path / "run", ours, start)
     again = build_model(described(ModelConfig(name="", weights=f"run:{tmp_path}/run")))
     assert torch.equal(again.text.encoder.positional_embedding, ours.text.encoder.positional_embedding)
     with pytest.raises(UserError, match=r"model.context_length=99: a text tower of transformers has its own"):

@@ -1,13 +1,15 @@
 """Writes checkpoints without a run."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from clipscale import checkpoint
-from clipscale.config.sections import CheckpointConfig
+from clipscale.config.sections import CheckpointConfig, ModelConfig
 from clipscale.distributed.world import World
+from clipscale.models.towers import ClipModel
 
 ALONE = World(0, 1, torch.device("cpu"))
 """A run of one process."""
@@ -18,3 +20,8 @@ def save(run: Path, step: int, state: dict[str, Any], *, keep: int, keep_every: 
     config = CheckpointConfig(keep=keep, keep_every=keep_every)
     checkpoint.Saver(run, ALONE, config).save(step, state, last=True)
     return checkpoint.path_of(run, step)
+
+
+def save_model(run: Path, model: ClipModel, config: ModelConfig, step: int = 7) -> None:
+    """Write a checkpoint of a model alone, which `config` describes."""
+    save(run, step, {"model": model.state_dict(), "model_config": asdict(config)}, keep=0)

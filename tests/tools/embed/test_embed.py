@@ -2,7 +2,7 @@
 
 import io
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from clipscale.tools.embed.run import main
 from clipscale.tools.embed.settings import EmbedConfig
 from tests.data.files import picture, sample, write_shards, write_tar
 from tests.eval.test_verb import TINY
-from tests.support.checkpoints import save
+from tests.support.checkpoints import save_model
 from tests.support.ranks import run_ranks
 
 SHARDS = {"teacher": "t"}
@@ -32,7 +32,7 @@ Rows = dict[str, tuple[np.ndarray, np.ndarray]]
 def run(tmp_path_factory: pytest.TempPathFactory) -> str:
     torch.manual_seed(3)
     folder = tmp_path_factory.mktemp("run")
-    save(folder, 7, {"model": build_model(TINY).state_dict(), "model_config": asdict(TINY)}, keep=0)
+    save_model(folder, build_model(TINY), TINY)
     return str(folder)
 
 

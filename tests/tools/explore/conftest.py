@@ -1,6 +1,5 @@
 """Two runs, an embedded set of the first, and the page's client."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from clipscale.tools.explore.search import Explorer
 from clipscale.tools.explore.settings import ExploreConfig
 from tests.data.files import picture, write_tar
 from tests.eval.test_verb import TINY
-from tests.support.checkpoints import save
+from tests.support.checkpoints import save_model
 from tests.tools.embed.test_embed import embed
 
 
@@ -31,8 +30,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_tar(root / f"shards/{shard:05d}.tar", members)
     for seed, name in enumerate("ab"):
         torch.manual_seed(seed)
-        state = {"model": build_model(TINY).state_dict(), "model_config": asdict(TINY)}
-        save(root / name, 7, state, keep=0)
+        save_model(root / name, build_model(TINY), TINY)
     embed(str(root / "a"), root / "shards", root / "of-a")
     return root
 

@@ -1,6 +1,5 @@
 """Averages of weights: exact at their ends, and refused where models differ."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from clipscale.models.towers import build_model
 from clipscale.models.weights import described
 from clipscale.tools.export.settings import ExportSettings
 from clipscale.tools.export.verb import main
-from tests.support.checkpoints import save
+from tests.support.checkpoints import save_model
 from tests.support.towers import RESNET, architecture
 
 ARCHITECTURE = architecture(words=99) | {"vision_cfg": RESNET}
@@ -27,7 +26,7 @@ def saved(run: Path, seed: int, described: dict[str, Any] = ARCHITECTURE, **sett
     model = build_model(config)
     for buffer in model.buffers():
         buffer.add_(seed)  # statistics, and their counts
-    save(run, seed, {"model": model.state_dict(), "model_config": asdict(config)}, keep=0)
+    save_model(run, model, config, seed)
     return run
 
 
