@@ -65,7 +65,7 @@ class EvalSet(ABC):
         """The metrics, with `broken`, the number of unreadable images; the same on every rank. A collective."""
 
     def facts(self) -> Record:
-        """What the metrics depend on besides the images."""
+        """What the metrics depend on, other than the images."""
         return {}
 
     def class_of(self, index: int) -> int:
