@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from clipscale.cli.flags import refuse_flags
 from clipscale.cli.verbs import VERBS
+from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.units import nearest, one_of, split
 from clipscale.config.parse import MEANT, as_typed, misnamed, typed, within
@@ -70,8 +71,10 @@ def overrides(name: str, words: Iterable[str], *, sweep: bool = False) -> tuple[
             plain.append(word)
             continue
         if not (key and equals):
-            file = "a file of them: --config-dir DIR experiment=NAME"
-            raise UserError(f"{word}: give settings as KEY=VALUE, as in {word}=... or run={word}; {file}")
+            raise UserError(
+                f"{word}: give settings as KEY=VALUE, as in {word}=... or run={word}; a file of them: --config-dir DIR "
+                "experiment=NAME"
+            )
         if key == "data" and re.search(r"[/*{@.[]", value):
             key = "data.train"
         if key in values:
@@ -139,7 +142,7 @@ def beside_experiment(words: Sequence[str], config_dir: str | None) -> list[str]
         for folder in (conf_dir(), Path(config_dir or conf_dir())):
             file = folder / group / f"{typed_words.get(group)}.yaml"
             if file.exists():
-                preset = yaml.safe_load(file.read_text(encoding="utf-8"))
+                preset = files.read_yaml(file)
                 values += flat(preset if group in preset else {group: preset})
     return [f"{key}={as_typed(value)}" for key, value in dict(values).items() if value != {}]
 

@@ -54,8 +54,10 @@ def show_verb(name: str) -> None:
     if chosen := default_choices(verb.conf):
         print("\nGroups: named sets of values, from conf/ (* the default)")
         options = group_options()
-        marked = {group: [f"{o}*" if o == choice else o for o in options[group]] for group, choice in chosen.items()}
-        columns((f"{group}=", ", ".join(names)) for group, names in marked.items())
+        columns(
+            (f"{group}=", ", ".join(f"{o}*" if o == choice else o for o in options[group]))
+            for group, choice in chosen.items()
+        )
     show_examples(verb.examples)
     print()
     for line in (COUNTS, *verb.notes.splitlines()):

@@ -1,8 +1,8 @@
 """The verb `train`: checks the settings and what lies on this machine, plans the run, and starts it."""
 
-import json
 from pathlib import Path
 
+from clipscale.common import files
 from clipscale.common.record import Record
 from clipscale.common.terminal import say
 from clipscale.config.eval import check_places
@@ -37,7 +37,7 @@ def finished(config: TrainConfig) -> Record | None:
     folder = Path(config.run)
     if config.resume != "auto" or not (folder / RESULT).is_file():
         return None
-    result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+    result = files.read_json(folder / RESULT)
     described = ("model.preprocess",) if config.model.weights else ()  # by the weights
     changed = any(not change.startswith(described) for change in changes_since(folder / "config.yaml", config))
     saved = folder / "checkpoints" / f"step_{result['step']:08d}"

@@ -7,8 +7,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
+from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.units import nearest
 
@@ -60,7 +59,7 @@ class Hardware:
         return 1e12 * (self.tf32 if precision == "fp32" else self.half)
 
 
-TABLE = yaml.safe_load(Path(__file__).with_name("hardware.yaml").read_text(encoding="utf-8"))
+TABLE = files.read_yaml(Path(__file__).with_name("hardware.yaml"))
 HARDWARE = {name: Hardware(**values) for name, values in TABLE.items()}
 """By the name that `hardware=` accepts."""
 

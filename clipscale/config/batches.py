@@ -3,12 +3,11 @@
 import math
 from pathlib import Path
 
-import yaml
-
+from clipscale.common import files
 from clipscale.common.units import format_count, format_decimal
 from clipscale.config.train import TrainConfig
 
-PUBLISHED = yaml.safe_load(Path(__file__).with_name("batches.yaml").read_text(encoding="utf-8"))
+PUBLISHED = files.read_yaml(Path(__file__).with_name("batches.yaml"))
 NEAR = 3
 """So many times more or fewer samples are about as many."""
 FAR = 4

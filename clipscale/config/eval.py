@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
-import yaml
-
+from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.units import nearest, run_folder
 from clipscale.config import sections
@@ -112,7 +111,7 @@ def check_places(config: sections.EvalConfig, rendered: Iterable[str] = ()) -> N
 def completed(config: sections.EvalConfig, run: Path | None) -> sections.EvalConfig:
     """The settings, with a run's own `sets`, `suite` and `root` where none are given. UserError without any set."""
     if run and (run / "config.yaml").is_file():
-        saved = restored(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")).get("eval", {}))
+        saved = restored(files.read_yaml(run / "config.yaml").get("eval", {}))
         if not config.has_sets:
             config = replace(config, sets=saved.get("sets", []), suite=saved.get("suite", "none"))
         if config.root is None:

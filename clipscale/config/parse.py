@@ -10,8 +10,7 @@ from operator import ge, gt, le, lt
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-import yaml
-
+from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
 from clipscale.common.units import nearest, one_of, parse_count
@@ -19,7 +18,7 @@ from clipscale.config.setting import Setting, nested, settings_of
 from clipscale.config.stages import SETTINGS
 
 T = TypeVar("T")
-MEANT: dict[str, str] = yaml.safe_load((Path(__file__).parent / "meant.yaml").read_text(encoding="utf-8"))
+MEANT: dict[str, str] = files.read_yaml(Path(__file__).parent / "meant.yaml")
 """Words of open_clip and others -> the setting or preset that is meant."""
 BOUNDS = {"least": (ge, "at least"), "above": (gt, "more than"), "below": (lt, "less than"), "most": (le, "at most")}
 

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-import yaml
+from clipscale.common import files
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -23,7 +23,7 @@ def default_choices(conf: str) -> dict[str, str | None]:
     """Group -> the preset that conf/NAME.yaml begins with; none for an empty name."""
     if not conf:
         return {}
-    entries = yaml.safe_load((conf_dir() / f"{conf}.yaml").read_text(encoding="utf-8"))["defaults"]
+    entries = files.read_yaml(conf_dir() / f"{conf}.yaml")["defaults"]
     return {group: choice for entry in entries if isinstance(entry, dict) for group, choice in entry.items()}
 
 

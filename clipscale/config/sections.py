@@ -25,7 +25,6 @@ UNITS = {"m": 60, "h": 3600}
 """Seconds of the units of time."""
 SUITES = ("none", "imagenet", "infcl-table3", "vtab", "datacomp", "retrieval")
 """No suite, and those of clipscale/eval/sets/known.yaml."""
-SUITE_HELP = "A suite of published sets, each looked for in the folder `eval.root`."
 
 
 def steps_of(setting: str, text: str) -> tuple[str, str, str]:
@@ -320,7 +319,9 @@ class EvalConfig:
     batch: int = setting(256, "Images or captions encoded at once.", least=1)
     loss_batch: int = setting(1024, "Pairs of a batch of the loss on held-out pairs.", least=2)
     limit: int | None = setting(None, "Most images of each set, of each class in proportion; null: all.", least=1)
-    suite: str = setting("none", SUITE_HELP, choices=SUITES)
+    suite: str = setting(
+        "none", "A suite of published sets, each looked for in the folder `eval.root`.", choices=SUITES
+    )
     root: str | None = setting(None, "The folder with the sets of `eval.suite`.")
     weights: str = setting("trained", WEIGHTS_HELP, choices=WEIGHTS)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
 from clipscale.common.units import format_count, run_folder, unused
@@ -189,7 +190,7 @@ def changes_since(file: Path, config: TrainConfig) -> list[str]:
     """Settings that differ from those in a run's `config.yaml`, as `key old -> new`; except `run` and `resume`."""
     if not file.is_file():
         return []
-    changes = differing(yaml.safe_load(file.read_text(encoding="utf-8")), yaml.safe_load(to_yaml(config)))
+    changes = differing(files.read_yaml(file), yaml.safe_load(to_yaml(config)))
     return [f"{key} {old} -> {new}" for key, (old, new) in changes.items() if key not in ("run", "resume")]
 
 

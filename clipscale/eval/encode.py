@@ -82,8 +82,7 @@ class Encoder:
     def joined(self, count: int, batch: int, what: str, rows: Callable[[range], Tensor]) -> Tensor:
         """The rows (count, ...) that `rows` makes of each batch, on every rank. `what`: for the progress."""
         batches = self.counted(spans(count, batch, self.world), what)
-        parts = [rows(span or range(1))[: len(span)] for span in batches]
-        return join(parts, count, batch, self.world)
+        return join([rows(span or range(1))[: len(span)] for span in batches], count, batch, self.world)
 
     def classes(self, classnames: Sequence[str], templates: Sequence[str], label: str) -> tuple[Tensor, Tensor]:
         """Embeddings (U, D) of the distinct class names, and the row of each class (C,), on every rank. `label`: of the
@@ -95,8 +94,9 @@ class Encoder:
         names = list(row)
 
         def embeddings(span: range) -> Tensor:
-            of_span = [names[i] for i in span]
-            return zero_shot.class_embeddings(self.text, self.model.tokenizer, of_span, templates, batch=self.batch)
+            return zero_shot.class_embeddings(
+                self.text, self.model.tokenizer, [names[i] for i in span], templates, batch=self.batch
+            )
 
         batch = max(1, self.batch // len(templates))
         rows_C = torch.tensor([row[name] for name in classnames], device=self.world.device)
@@ -117,18 +117,17 @@ class Encoder:
                 broken["unreadable_file"] += 1
             return None
 
-        device = self.world.device
         batches = spans(len(eval_set), self.batch, self.world)
         blank = torch.zeros(3, transform.side, transform.side, dtype=torch.uint8)
         with ThreadPoolExecutor(self.threads) as pool:
             counted = self.counted(batches, f"{eval_set.label}'s pictures")
             for span, (_, decoded) in zip(counted, ahead(pool, pixels_of, batches)):
                 self.before_batch()
-                usable = torch.tensor([pixels is not None for pixels in decoded], device=device, dtype=torch.bool)
-                pixels = torch.stack([blank if p is None else p for p in decoded or [None]]).to(device)
+                usable = torch.tensor([pixels is not None for pixels in decoded], dtype=torch.bool)
+                pixels = torch.stack([blank if p is None else p for p in decoded or [None]])
                 with self.autocast():
-                    features = self.model.image(pixels)
-                yield span, F.normalize(features.float(), dim=-1)[: len(span)], usable
+                    features = self.model.image(pixels.to(self.world.device))
+                yield span, F.normalize(features.float(), dim=-1)[: len(span)], usable.to(self.world.device)
         if broken:
             reasons = ", ".join(f"{count} {reason}" for reason, count in broken.most_common())
             log.warning("eval.sets: %s: broken images, counted as misses: %s", eval_set.path, reasons)

@@ -3,7 +3,6 @@
 A set measures the model itself: `eval/classification.py`, `eval/retrieval.py`.
 """
 
-import json
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -49,7 +48,7 @@ class ResultsFile:
     def record(self) -> Record:
         """What the file holds; no results where there is none."""
         if self.path.exists():
-            return json.loads(self.path.read_text(encoding="utf-8"))
+            return files.read_json(self.path)
         return {"step": self.step, "results": {}, "measured": {}}
 
     def add(self, label: str, metrics: dict[str, float], measured: Record) -> None:
@@ -108,9 +107,8 @@ def evaluate(
                 metrics["main"] = sum(metrics[name] for name in eval_set.metric) / len(eval_set.metric)
             results[eval_set.label] = metrics
             if file is not None and world.main:
-                seconds = round(time.perf_counter() - started, 3)
-                encoded = {"batch": config.batch, "loss_batch": config.loss_batch, "seconds": seconds}
-                file.add(eval_set.label, metrics, measured(eval_set) | encoded)
+                facts = measured(eval_set) | {"batch": config.batch, "loss_batch": config.loss_batch}
+                file.add(eval_set.label, metrics, facts | {"seconds": round(time.perf_counter() - started, 3)})
     return results
 
 

@@ -82,10 +82,11 @@ def suite_table(
 def _known_set(known: KnownSet, place: Path) -> EvalSet:
     """The set under its published name. Raises UserError for class folders without the published prompts."""
     eval_set = load_set(place)
+    file = place / prompts.TEMPLATES
     single = isinstance(eval_set, ClassificationSet) and eval_set.templates == [prompts.SINGLE]
-    if single and not (place / prompts.TEMPLATES).is_file():
+    if single and not file.is_file():
         raise UserError(
             f"eval.root: {place} brings no prompts; take the webdataset of {known.name}, which has the published ones "
-            f"({known.source}), or write them into {place / prompts.TEMPLATES}"
+            f"({known.source}), or write them into {file}"
         )
     return replace(eval_set, name=known.name, metric=(known.metric,) if known.metric else eval_set.main)

@@ -45,8 +45,9 @@ def work(config: EvalRunConfig) -> Results:
             paths = world.on_main(lambda: [str(path) for path in checkpoint.checkpoints_of(folder)]) or ["latest"]
         with closing(Sinks(folder, config.log if world.main else SinkConfig(), {}, say)) as sinks:
             for path in paths:
-                load = partial(load_any, run, path, config.eval.weights, config.model, world.on_main)
-                model, settings, step = world.on_all(load)
+                model, settings, step = world.on_all(
+                    partial(load_any, run, path, config.eval.weights, config.model, world.on_main)
+                )
                 facts: Record = {"precision": config.precision}
                 if run:
                     facts["checkpoint"] = Path(path).name

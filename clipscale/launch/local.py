@@ -4,7 +4,6 @@ Imports torch only when a run starts.
 """
 
 import ctypes
-import json
 import logging
 import os
 import signal
@@ -14,7 +13,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Protocol
 
-from clipscale.common import terminal
+from clipscale.common import files, terminal
 from clipscale.common.errors import LOST, LoaderError, StoppedError, UserError
 from clipscale.common.hardware import cores
 from clipscale.common.record import Record
@@ -216,7 +215,7 @@ def first_failure(error: "ChildFailedError", folder: Path) -> UserError | Worker
 
 def recorded(folder: Path) -> dict[int, Record]:
     """What torch has recorded of each rank that failed: `message` and the traceback in `extraInfo`."""
-    return {int(file.parent.name): json.loads(file.read_text())["message"] for file in folder.rglob("error.json")}
+    return {int(file.parent.name): files.read_json(file)["message"] for file in folder.rglob("error.json")}
 
 
 def mistake(message: Record) -> UserError | None:

@@ -19,5 +19,5 @@ def read_evaluations(run_dir: Path) -> list[Record]:
     records = []
     for file in (run_dir / "eval").glob("step_*.json"):
         with files.reported("results", file, "evaluate again"):
-            records.append(json.loads(file.read_text()) | {"step": int(file.stem.removeprefix("step_"))})
+            records.append(files.read_json(file) | {"step": int(file.stem.removeprefix("step_"))})
     return sorted(records, key=lambda record: int(record["step"]))

@@ -4,17 +4,17 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from clipscale.common import files
 from clipscale.common.terminal import printable
 
 Results = Mapping[str, Mapping[str, float]]
 
-FIGURES = yaml.safe_load(Path(__file__).with_name("figures.yaml").read_text(encoding="utf-8"))
+FIGURES = files.read_yaml(Path(__file__).with_name("figures.yaml"))
 """The names of a run's figures, and how they are shown."""
 TITLES = FIGURES["heads"]
 NAME_WIDTH = 40

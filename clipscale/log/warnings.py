@@ -45,8 +45,10 @@ def warnings_of(records: Sequence[Mapping[str, Any]], settings: Mapping[str, Any
         worst = max(records[-10:], key=lambda r: r.get("update_rms") or 0)
         cause = "odd samples, or too high an optim.lr"
         if (worst.get("update_rms") or 0) > SPIKES_FROM:
-            outran = f"squared gradients outran their average at step {worst['step']} (RMS {worst['update_rms']:.1f})"
-            cause = f"{worst['update_rms_tensor']}, whose {outran}; a smaller beta2 helps"
+            cause = (
+                f"{worst['update_rms_tensor']}, whose squared gradients outran their average at step {worst['step']} "
+                f"(RMS {worst['update_rms']:.1f}); a smaller beta2 helps"
+            )
         warnings["spike"] = f"the loss jumped from {middle:.3f} to {last['loss']:.3f}; likely cause: {cause}"
     share = mean(r["data_wait_frac"] for r in records) if full else 0
     if share > 0.2:
@@ -54,6 +56,8 @@ def warnings_of(records: Sequence[Mapping[str, Any]], settings: Mapping[str, Any
     softmax = settings.get("loss", {}).get("objective", "softmax") == "softmax"
     warm = full and last["step"] >= 200 and last["lr"] <= records[0]["lr"]
     if softmax and warm and all(abs(r["loss"] - math.log(r["batch"])) < 0.01 * math.log(r["batch"]) for r in records):
-        why = "as if all features were alike: a lower optim.lr or a longer schedule.warmup"
-        warnings["collapse"] = f"the loss stays at ln(batch) = {math.log(last['batch']):.2f}, {why}"
+        warnings["collapse"] = (
+            f"the loss stays at ln(batch) = {math.log(last['batch']):.2f}, as if all features were alike: a lower "
+            "optim.lr or a longer schedule.warmup"
+        )
     return warnings

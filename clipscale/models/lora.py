@@ -40,12 +40,14 @@ def add(encoder: nn.Module, tower: str, rank: int, unlocked: int) -> None:
     except ImportError as error:
         raise UserError(f"model.lora={rank} needs peft; pip install 'clipscale[lora]'") from error
     groups = layer_groups(encoder, tower)
-    adapted_groups = groups[1 : len(groups) - max(1, unlocked)]
-    names = {name.rpartition(".")[0] for group in adapted_groups for name in group}
+    names = {name.rpartition(".")[0] for group in groups[1 : len(groups) - max(1, unlocked)] for name in group}
     modules = {name: encoder.get_submodule(name) for name in names}
     attentions = tuple(f"{name}." for name, module in modules.items() if isinstance(module, nn.MultiheadAttention))
-    layers = [name for name, module in modules.items() if isinstance(module, nn.Linear | nn.MultiheadAttention)]
-    targets = sorted(name for name in layers if not name.startswith(attentions))
+    targets = sorted(
+        name
+        for name, module in modules.items()
+        if isinstance(module, nn.Linear | nn.MultiheadAttention) and not name.startswith(attentions)
+    )
     trained = [p for p in encoder.parameters() if p.requires_grad]
     rule = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules="|".join(map(re.escape, targets)))
     peft.inject_adapter_in_model(rule, encoder)

@@ -14,6 +14,7 @@ import open_clip
 from open_clip.tokenizer import DEFAULT_CONTEXT_LENGTH, HFTokenizer, SimpleTokenizer
 from torch import Tensor
 
+from clipscale.common import files
 from clipscale.common.errors import UserError, first_line
 from clipscale.common.record import Record
 from clipscale.common.scratch import scratch
@@ -110,7 +111,7 @@ def without_paths(source: str) -> Iterator[str]:
     if not folder.is_dir():
         yield source
         return
-    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    config = files.read_json(folder / CONFIG)
     kept = {name: value for name, value in config.items() if name in OPTIONS or name.endswith("_token")}
     with tempfile.TemporaryDirectory(dir=scratch()) as copy:
         shutil.copy(folder / FILE, copy)

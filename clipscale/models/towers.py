@@ -94,8 +94,9 @@ class ImageTower(Tower):
     def prepared(self, inputs: Tensor) -> Tensor:
         if not inputs.is_cuda:
             return ((inputs - self.mean) / self.std).contiguous(memory_format=self.layout)
-        autocast = torch.is_autocast_enabled("cuda")
-        return self.normalised(inputs, torch.get_autocast_dtype("cuda") if autocast else self.mean.dtype)
+        if torch.is_autocast_enabled("cuda"):
+            return self.normalised(inputs, torch.get_autocast_dtype("cuda"))
+        return self.normalised(inputs, self.mean.dtype)
 
     def normalised(self, pixels: Tensor, dtype: torch.dtype) -> Tensor:
         """`(pixels - mean) / std` in one kernel, in the type that the patch embedding computes in."""
@@ -307,15 +308,14 @@ def load_model(run: Path, which: str = "latest", weights: str = "trained") -> tu
 
 def fit_positions(weights: Record, model: ClipModel) -> list[str]:
     """Interpolate position embeddings among a run's weights for the model's patches and tokens; returns their names."""
-    ours = dict(model.named_parameters())
-    names = [name for name, value in weights.items() if name in ours and value.shape != ours[name].shape]
-    for name in names:
-        parameter = ours[name]
-        tower = model.image if name.startswith("image.") else model.text
-        value = interpolated(weights[name], parameter.shape, tower.encoder)
-        if isinstance(parameter, DTensor):
-            value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
-        weights[name] = value
+    names = []
+    for name, parameter in model.named_parameters():
+        if name in weights and weights[name].shape != parameter.shape:
+            tower = model.image if name.startswith("image.") else model.text
+            weights[name] = interpolated(weights[name], parameter.shape, tower.encoder)
+            if isinstance(parameter, DTensor):
+                weights[name] = distribute_tensor(weights[name], parameter.device_mesh, parameter.placements)
+            names.append(name)
     return names
 
 

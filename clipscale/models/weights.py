@@ -3,7 +3,6 @@
 Names are looked up on the network only where the setting itself is a tag or begins with hf-hub:. Files execute no code.
 """
 
-import json
 import logging
 import re
 import zipfile
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 
 from clipscale import checkpoint
 from clipscale.checkpoint.loading import META
+from clipscale.common import files
 from clipscale.common.errors import UserError, first_line, one_line
 from clipscale.common.record import Record
 from clipscale.common.units import nearest, run_folder
@@ -165,7 +165,7 @@ def _in_checkpoint(folder: Path, origin: str) -> Source:
 def _beside(folder: Path, source: Source) -> Source:
     """The weights with what open_clip's or timm's configuration beside them says."""
     if (folder / OPEN_CLIP).is_file():
-        content = json.loads((folder / OPEN_CLIP).read_text(encoding="utf-8"))
+        content = files.read_json(folder / OPEN_CLIP)
         check_names(content["model_cfg"])
         text = content["model_cfg"]["text_cfg"]
         # Its tokenizer is the folder that it came with, if the files are there, as in open_clip.
@@ -175,7 +175,7 @@ def _beside(folder: Path, source: Source) -> Source:
         return replace(source, description=content["model_cfg"], pixels=pixels)
     if not (folder / CONFIG).is_file():
         return source
-    content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    content = files.read_json(folder / CONFIG)
     if "architecture" in content:  # a tower of timm
         prepared = content.get("pretrained_cfg") or content
         pixels = checked_pixels({key: prepared[key] for key in ("mean", "std") if key in prepared})

@@ -1,10 +1,10 @@
 """Reads caption files beside their images: COCO's annotations, and Karpathy's splits of COCO and Flickr."""
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
 from clipscale.eval.retrieval import RetrievalSet
@@ -15,7 +15,7 @@ from clipscale.eval.sets.prompts import stripped
 def load(file: Path) -> RetrievalSet:
     """COCO's caption annotations, or Karpathy's split (images marked `test`). Raises UserError."""
     try:
-        record = json.loads(file.read_text(encoding="utf-8"))
+        record = files.read_json(file)
         pairs = _karpathy(record) if "sentences" in record["images"][0] else _coco(record)
         captions_of = {name: stripped(texts) for name, texts in pairs}
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:

@@ -39,8 +39,8 @@ def load(root: Path) -> ClassificationSet:
             f"eval.sets: {root} has {len(folders)} class folders, labels up to {max(label_of.values())}, but "
             f"{len(names)} lines in {CLASSNAMES}"
         )
-    by_label = sorted(folders, key=label_of.__getitem__)
-    files = [file for folder in by_label for file in sorted((root / folder).iterdir()) if _is_image(file)]
+    folders.sort(key=label_of.__getitem__)
+    files = [file for folder in folders for file in sorted((root / folder).iterdir()) if _is_image(file)]
     return ClassificationSet(
         name=root.name,
         path=root,

@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from pathlib import Path
 
-import yaml
-
+from clipscale.common import files
 from clipscale.common.record import Record
 
 
@@ -40,7 +38,7 @@ class KnownSet:
 @cache
 def table() -> Record:
     """The content of known.yaml: `sets` and `suites`."""
-    return yaml.safe_load(resources.files(__package__).joinpath("known.yaml").read_text("utf-8"))
+    return files.read_yaml(Path(__file__).with_name("known.yaml"))
 
 
 @cache

@@ -77,7 +77,7 @@ def prepared(source: str, settings: PackSettings) -> Path:
     note = out / "pack.json"
     with files.reported("out", out, "choose another folder"):
         if note.is_file():
-            if json.loads(note.read_text(encoding="utf-8")) != begun:
+            if files.read_json(note) != begun:
                 raise UserError(f"out={out}: was packed of another source, or with other settings; choose a new folder")
         elif out.exists() and any(out.iterdir()):
             raise UserError(f"out={out}: exists and was not written by this command; choose a new folder")
@@ -102,7 +102,7 @@ def packed(source: str, settings: PackSettings, out: Path) -> list[Note]:
                 wait([futures[number - 2 * cores()]])
     for future in futures.values():
         future.result()
-    return [json.loads(note_file(out, number).read_text(encoding="utf-8")) for number in futures]
+    return [files.read_json(note_file(out, number)) for number in futures]
 
 
 def note_file(out: Path, number: int) -> Path:

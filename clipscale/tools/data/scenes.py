@@ -11,10 +11,11 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
-import yaml
 from PIL import Image, ImageDraw
 
-TABLES = yaml.safe_load(Path(__file__).with_name("scenes.yaml").read_text(encoding="utf-8"))
+from clipscale.common import files
+
+TABLES = files.read_yaml(Path(__file__).with_name("scenes.yaml"))
 COLOURS: dict[str, list[int]] = TABLES["colours"]
 SHAPES: list[str] = TABLES["shapes"]
 TEMPLATES: list[str] = TABLES["templates"]

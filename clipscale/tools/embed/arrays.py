@@ -31,8 +31,8 @@ class EmbeddedSet:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         with files.reported("data", folder / SHARDS, "give a folder of `clipscale embed`"):
-            self.note = json.loads((folder / NOTE).read_text())["features"]
-            shards = json.loads((folder / SHARDS).read_text())
+            self.note = files.read_json(folder / NOTE)["features"]
+            shards = files.read_json(folder / SHARDS)
         if any(name.endswith(".tar") for name in shards):
             raise UserError(f"data={folder}: it holds a teacher's shards; embed without teacher=")
         self.sources = {Path(name).stem: entry["source"] for name, entry in shards.items()}

@@ -60,8 +60,8 @@ def work(config: EmbedConfig) -> Record:
         model, settings, _ = load_any(run, config.checkpoint, config.weights, config.model, world.on_main)
         sources = world.on_main(lambda: prepared(config, out, features_note(config, model, settings)))
         encoder = FeatureEncoder(model, world.device, config.precision, config.data)
-        names = list(sources)[world.rank :: world.size]
-        parts = world.gather({name: embed_shard(encoder, config, sources[name], out / name) for name in names})
+        share = list(sources.items())[world.rank :: world.size]
+        parts = world.gather({name: embed_shard(encoder, config, url, out / name) for name, url in share})
     finally:
         leave()
     entries = {name: entry for part in parts for name, entry in part.items() if entry}
@@ -123,7 +123,7 @@ def prepared(config: EmbedConfig, out: Path, note: Record) -> dict[str, str]:
 
 
 def read(path: Path) -> Record:
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+    return files.read_json(path) if path.is_file() else {}
 
 
 def address(url: str) -> str:

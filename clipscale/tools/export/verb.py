@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import torch
-import yaml
 from jinja2 import Template
 
 from clipscale import __version__
@@ -51,10 +50,18 @@ def main(settings: ExportSettings) -> Path:
 def card(run: Path, model: ClipModel, config: ModelConfig, note: dict[str, str], call: str) -> str:
     """The text of README.md. `call` loads the folder; `note` has the run, its step and which weights."""
     path = run / "config.yaml"
-    settings = dict(flat(yaml.safe_load(path.read_text(encoding="utf-8")))) if path.is_file() else {}
+    settings = dict(flat(files.read_yaml(path))) if path.is_file() else {}
     records = read_evaluations(run) if note["weights"] in WEIGHTS else []  # those of an average are not known
     scores = [result_tables(record["results"]) for record in records if str(record["step"]) == note["step"]]
     text = Path(__file__).with_name("card.md").read_text(encoding="utf-8")
     template = Template(text, trim_blocks=True, keep_trailing_newline=True)
-    values = {"model": model, "config": config, "note": note, "settings": settings, "scores": scores}
-    return template.render(values, shown=SHOWN, call=call, version=__version__)
+    return template.render(
+        model=model,
+        config=config,
+        note=note,
+        settings=settings,
+        scores=scores,
+        shown=SHOWN,
+        call=call,
+        version=__version__,
+    )

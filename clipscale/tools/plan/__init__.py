@@ -3,7 +3,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 
-import yaml
+from clipscale.common import files
 
-ASSUMED = SimpleNamespace(**yaml.safe_load(Path(__file__).with_name("assumed.yaml").read_text(encoding="utf-8")))
+ASSUMED = SimpleNamespace(**files.read_yaml(Path(__file__).with_name("assumed.yaml")))
 """The figures of assumed.yaml."""

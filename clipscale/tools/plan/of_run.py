@@ -1,12 +1,10 @@
 """A run beside its plan: planned before it starts, and compared with what it has measured by `plan run=`."""
 
-import json
 from dataclasses import fields, replace
 from pathlib import Path
 from statistics import median
 
 import torch
-import yaml
 
 from clipscale.common import files
 from clipscale.common.errors import UserError, first_line
@@ -70,9 +68,9 @@ def of_training(trained: TrainConfig, machine: PlanConfig) -> PlanConfig:
 def configs_of(folder: Path) -> list[PlanConfig]:
     """The settings of a run's stages, on the machine that it ran on. Raises UserError."""
     with files.reported("the run's", folder / "config.yaml", "restore it"):
-        config = typed(TrainConfig, restored(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))))
+        config = typed(TrainConfig, restored(files.read_yaml(folder / "config.yaml")))
     with files.reported("the run's", folder / "env.json", "restore it"):
-        machine = json.loads((folder / "env.json").read_text(encoding="utf-8"))
+        machine = files.read_json(folder / "env.json")
     hardware = hardware_of(machine["gpus"][0]) if machine["gpus"] and config.device != "cpu" else "cpu"
     if hardware is None:
         raise UserError(f"run={folder.name}: it ran on {machine['gpus'][0]}, which plan does not know")

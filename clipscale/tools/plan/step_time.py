@@ -3,14 +3,12 @@
 b: samples of one rank, D: feature width.
 """
 
-import json
 import math
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-import yaml
-
+from clipscale.common import files
 from clipscale.common.hardware import HARDWARE, Hardware
 from clipscale.common.record import Record
 from clipscale.config.sections import ModelConfig
@@ -22,7 +20,7 @@ from clipscale.tools.plan.settings import PlanConfig
 
 UNKNOWN = Hardware([], 0, 0, 1e-12, 1e-12)
 """A CPU, whose peak no table has: the arithmetic gives operations instead of seconds, which a measurement divides."""
-PUBLISHED = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"))
+PUBLISHED = files.read_yaml(Path(__file__).with_name("published.yaml"))
 A100 = HARDWARE["a100-80g"]
 
 
@@ -119,7 +117,7 @@ class StepTime:
         measured = []
         for path in Path("runs").glob("*/plan.json"):
             with suppress(OSError, ValueError, KeyError, TypeError):  # a run that goes on, or has failed
-                plan = json.loads(path.read_text(encoding="utf-8"))
+                plan = files.read_json(path)
                 share = float(plan["compared"]["step"]["share"])
                 if plan["hardware"] == self.config.hardware:
                     same = plan["model"] == self.config.model.name

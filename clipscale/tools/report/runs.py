@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-import yaml
-
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import printable
@@ -86,4 +84,4 @@ def _read(folder: Path) -> Run:
 
 def _content(path: Path) -> Record:
     with files.reported("the run's", path, "restore it, or move it away"):
-        return yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}  # JSON is YAML
+        return files.read_yaml(path) if path.is_file() else {}  # JSON is YAML
