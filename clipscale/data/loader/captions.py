@@ -5,8 +5,6 @@ N: samples of the local batch, T: tokens of the context.
 
 from collections import Counter
 from collections.abc import Callable
-from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,25 +20,11 @@ CHUNK_COST = 1 / 16
 """What one more chunk is assumed to cost, in full chunks. Where cutting saves more padding, a chunk ends early."""
 
 
-class Run(NamedTuple):
-    """Captions of one width among those in order of their length, up to position `stop`."""
-
-    width: int
-    stop: int
-
-
 def widths_of(lengths: np.ndarray, context: int) -> np.ndarray:
     """The width of a chunk of such captions, (N,): steps of GRAIN, at least one, at most the context."""
     steps = (np.maximum(lengths.astype(np.int16), 1) + GRAIN - 1) // GRAIN
     widths: np.ndarray = np.minimum(steps * GRAIN, context).astype(np.int16)
     return widths
-
-
-def runs_of(widths: np.ndarray) -> list[Run]:
-    """The runs of captions sorted by falling width. There are few: one for each multiple of GRAIN in the context."""
-    values, counts = np.unique(widths, return_counts=True)
-    stops = np.cumsum(counts[::-1])
-    return [Run(width, stop) for width, stop in zip(values[::-1].tolist(), stops.tolist())]
 
 
 class SortedCaptions(ChunkLoader):
@@ -80,11 +64,11 @@ class SortedCaptions(ChunkLoader):
             self._captions = self._tokens(0, self.count)
             context = self._captions.shape[1]
             widths = widths_of(self._lengths(), context)
-            self._runs = runs_of(widths)
             order = torch.from_numpy(np.argsort(-widths, kind="stable"))  # equal lengths keep the batch's order
+            self._widths = widths[order.numpy()]
             self._order = order.pin_memory() if self.copies else order
             self._rows = self._order.to(self.device, non_blocking=True)
-            self._spans = cut(self._runs, size * context, max(size, MOST))
+            self._spans = cut(self._widths, size * context, max(size, MOST))
         return len(self._spans)
 
     def spans(self, size: int) -> list[tuple[int, int]]:
@@ -101,28 +85,22 @@ class SortedCaptions(ChunkLoader):
         """Captions by the width at which the tower has computed them."""
         widths = Counter[int]()
         for start, stop in self._spans:
-            widths[width_at(self._runs, start)] += stop - start
+            widths[int(self._widths[start])] += stop - start
         return widths
 
     def _cut(self, start: int, stop: int) -> Tensor:
-        captions = self._captions[:, : width_at(self._runs, start)]
+        captions = self._captions[:, : self._widths[start]]
         size = stop - start, captions.shape[1]
         chunk = torch.empty(size, dtype=captions.dtype, pin_memory=self.copies is not None)
         return torch.index_select(captions, 0, self._order[start:stop], out=chunk)
 
 
-def width_at(runs: list[Run], place: int) -> int:
-    """The width of the caption at a position."""
-    return next(run.width for run in runs if place < run.stop)
-
-
-def cut(runs: list[Run], budget: int, most: int) -> list[tuple[int, int]]:
-    """Chunks of sorted captions, of at most `budget` tokens and `most` captions, but at least one."""
+def cut(widths: np.ndarray, budget: int, most: int) -> list[tuple[int, int]]:
+    """Chunks of captions of falling width, of at most `budget` tokens and `most` captions, but at least one."""
     spans, start = [], 0
-    while start < runs[-1].stop:
-        width = width_at(runs, start)
-        stop = min(start + max(1, min(budget // width, most)), runs[-1].stop)
-        stop = early(runs, start, stop, CHUNK_COST * budget)
+    while start < len(widths):
+        fitting = max(1, min(budget // int(widths[start]), most))
+        stop = start + early(widths[start : start + fitting].astype(np.int64), CHUNK_COST * budget)
         spans.append((start, stop))
         start = stop
     return spans
@@ -137,10 +115,9 @@ def split(spans: list[tuple[int, int]], count: int) -> None:
         spans[i : i + 1] = [(start, middle), (middle, stop)]
 
 
-def early(runs: list[Run], start: int, stop: int, cost: float) -> int:
-    """Where a chunk of sorted captions ends: at the drop that saves the most padding, if more than `cost` tokens."""
-    width = width_at(runs, start)
-    drops = [(run.stop, (stop - run.stop) * (width - after.width)) for run, after in pairwise(runs)]
-    inside = [(end, saved) for end, saved in drops if start < end < stop]
-    best, saved = max(inside, key=lambda drop: drop[1], default=(stop, 0))
-    return best if saved > cost else stop
+def early(widths: np.ndarray, cost: float) -> int:
+    """How many captions a chunk of them takes: up to the drop that saves the most padding, if over `cost` tokens."""
+    count = len(widths)
+    saved = (count - np.arange(count)) * (widths[0] - widths)  # by an end before each
+    best = int(saved.argmax())
+    return best if saved[best] > cost else count

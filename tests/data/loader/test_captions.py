@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from clipscale.data.loader.captions import CHUNK_COST, GRAIN, SortedCaptions, cut, runs_of, widths_of
+from clipscale.data.loader.captions import CHUNK_COST, GRAIN, SortedCaptions, cut, widths_of
 from clipscale.data.loader.shard_stream import lengths
 
 CPU = torch.device("cpu")
@@ -89,7 +89,7 @@ def test_chunks_are_those_of_the_plain_rule(sizes: list[int], budget: int, most:
             stop = best
         expected.append((start, stop))
         start = stop
-    assert cut(runs_of(np.array(widths)), budget, most) == expected
+    assert cut(np.array(widths), budget, most) == expected
 
 
 def test_captions_of_a_million_samples_are_ordered_in_a_moment() -> None:
