@@ -14,7 +14,6 @@ from signal import Signals
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipscale import checkpoint
 from clipscale.common import files
@@ -43,6 +42,7 @@ from clipscale.log.warnings import fallen
 from clipscale.models.flops import Flops
 from clipscale.state.start import begin, resolve
 from clipscale.step.optim import Schedule, largest_rms
+from clipscale.step.pass_contexts import batch_norms
 
 RMS_EVERY = 10
 """Steps between measurements of the largest update."""
@@ -281,8 +281,8 @@ class Run:
         A resumed run takes it again, bit for bit.
         """
         random = RandomState.now(self.world.device)
-        norms = [module for module in self.state.model.modules() if isinstance(module, _BatchNorm)]
-        statistics = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
+        norms = batch_norms(self.state.model)
+        statistics = [(buffer, buffer.clone()) for norm in norms.values() for buffer in norm.buffers()]
         try:
             yield
         except (SignalError, DataError):

@@ -45,7 +45,7 @@ class Communicator:
     @classmethod
     def of(cls, group: dist.ProcessGroup | DeviceMesh | None) -> "Communicator | None":
         """The transfers of the group, or of a mesh of one dimension. None: the group is this process alone."""
-        if not dist.is_available() or not dist.is_initialized():
+        if not dist.is_initialized():
             return None
         if isinstance(group, DeviceMesh):
             group = group.get_group()

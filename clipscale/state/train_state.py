@@ -90,7 +90,8 @@ class TrainState:
         projecting = [name for name in ("image", "text") if getattr(self.model, name).trains_only_its_projection()]
         self.trunks = projecting if config.launch.parallel == "ddp" else []  # FSDP2 shards whole towers
         """The towers whose trunk runs once a step."""
-        towers = self.towers
+        towers: dict[str, nn.Module] = {"image": self.model.image, "text": self.model.text}
+        towers |= {name: Projection(towers[name]) for name in self.trunks}  # type: ignore[arg-type]
         for tower in towers.values():
             self.precision.store(tower)
         if config.model.compile:
@@ -143,22 +144,16 @@ class TrainState:
             texts = self.config.data.texts_per_step
             return agreed_chunk_sizes(self.config.cache, towers, local_batch, self.world, earlier, texts)
 
-    @property
-    def towers(self) -> dict[str, nn.Module]:
-        """The encoders of training: of a tower with a frozen trunk its projection."""
-        towers: dict[str, nn.Module] = {"image": self.model.image, "text": self.model.text}
-        return towers | {name: Projection(towers[name]) for name in self.trunks}  # type: ignore[arg-type]
-
     # ---- step ----
 
     def past_trunk(self, name: str, inputs: Chunked) -> Chunked:
-        """The input of a tower of `towers` by that of the whole one."""
+        """The input of what is trained of a tower, by that of the whole one."""
         whole = getattr(self.model, name)
         return TrunkFeatures(inputs, whole.trunk, self.precision.autocast) if name in self.trunks else inputs
 
     def reads(self, rows: int) -> Iterator[tuple[int, int]]:
         """The ranges of pixels that a step of `rows` samples reads, in order."""
-        return iter(self.cache.towers[0].cut(rows)) if "image" in self.trunks else self.cache.ranges(0, rows)
+        return iter(self.cache.towers[0].cut(rows)) if "image" in self.trunks else self.cache.towers[0].ranges(rows)
 
     def loss(
         self, image_features: Tensor, text_features: Tensor, *, targets: Mapping[str, Tensor] = MappingProxyType({})

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
 from clipscale.common.rng import RandomState
 from clipscale.config.sections import CacheConfig
 from clipscale.distributed.world import World
+from clipscale.step.pass_contexts import batch_norms
 
 CPU_CHUNK = 256
 """Samples per chunk on a CPU. Larger chunks fit there too, but are no faster."""
@@ -40,13 +40,13 @@ def sizes_of_settings(config: CacheConfig, local_batch: int, captions: int = 1) 
 def batch_norm_chunk(tower: nn.Module, name: str, size: int | None, local_batch: int) -> int | None:
     """The chunk size of a tower that trains batch normalisation: the whole local batch. None for any other tower.
     Raises UserError for a smaller `size`."""
-    mixing = [key for key, m in tower.named_modules() if isinstance(m, _BatchNorm) and m.training]
+    mixing = batch_norms(tower)
     if not mixing or not any(p.requires_grad for p in tower.parameters()):
         return None
     if size is not None and size < local_batch:
         raise UserError(
-            f"cache.chunk={size}: the {name} tower has batch normalisation ({mixing[0]}), which mixes the samples of a "
-            f"batch; set model.batch_norm=frozen, or cache.chunk={local_batch}, all that one process holds"
+            f"cache.chunk={size}: the {name} tower has batch normalisation ({next(iter(mixing))}), which mixes the "
+            f"samples of a batch; set model.batch_norm=frozen, or cache.chunk={local_batch}, all that one process holds"
         )
     return local_batch
 
@@ -110,14 +110,13 @@ def find_chunk(rate: Callable[[int], float], local_batch: int, device: torch.dev
 
 def samples_per_second(tower: nn.Module, inputs: Tensor) -> float:
     """Speed of one pass without a graph and one with, after a warm-up. Clears the gradients."""
-    seconds = 0.0
-    for attempt in range(2):
+    for _ in range(2):
         started = time.perf_counter()
         with torch.no_grad():
             out = tower(inputs)
         if any(p.requires_grad for p in tower.parameters()):
             tower(inputs).backward(torch.ones_like(out))
         torch.cuda.synchronize()
-        seconds = time.perf_counter() - started if attempt else 0.0
+        seconds = time.perf_counter() - started
     tower.zero_grad(set_to_none=True)
     return len(inputs) / seconds

@@ -16,12 +16,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map
 
 from clipscale.common.rng import RandomState
 from clipscale.step.kept_graphs import KeptGraphs
-from clipscale.step.pass_contexts import gradient_sync, repeatable, summing, unchanged_statistics
+from clipscale.step.pass_contexts import batch_norms, gradient_sync, repeatable, summing, unchanged_statistics
 
 
 @runtime_checkable
@@ -121,7 +120,7 @@ class GradCache:
             if any(other.graphs.exhausted for other in self.towers):
                 budget = 0
             representations.append(tower.encode(batch, budget, self.before_chunk))
-            budget -= tower.graphs.kept_bytes
+            budget -= tower.graphs.count * tower.graphs.bytes_each
         return representations
 
     def backward(self, value: Tensor) -> None:
@@ -136,18 +135,12 @@ class GradCache:
         for i, tower in enumerate(self.towers):
             for rows in tower.replay(self.before_chunk):
                 self.after_chunk(i, rows)
-        for tower in self.towers:
             tower.representations, tower.inputs = torch.empty(0), None  # frozen ones, too
 
     def calls(self, rows: int) -> int:
         """How often a step of `rows` samples calls `before_chunk`; where the last one was cut by itself, about that."""
         counts = [len(tower.spans) or len(tower.cut(rows)) for tower in self.towers]
         return sum(count * (1 + tower.trained) for count, tower in zip(counts, self.towers))
-
-    def ranges(self, tower: int, rows: int) -> Iterator[tuple[int, int]]:
-        """A tower's row ranges of the batch, in order, for both passes. Read at most one range ahead of them. Not for
-        an `Arranged` input, which cuts its own."""
-        return self.towers[tower].ranges(rows)
 
 
 @dataclass
@@ -229,7 +222,6 @@ class Tower:
                         out = self.run(start, stop)
                     out.backward(gradient[self.place(start, stop)])
                 yield stop - start
-        self.representations, self.inputs = self.representations.detach(), None
 
     def run(self, start: int, stop: int) -> Tensor:
         arguments = self.inputs.chunk(start, stop)
@@ -250,6 +242,8 @@ class Tower:
         return slice(start, stop) if self.order is None else self.order[start:stop]
 
     def ranges(self, rows: int) -> Iterator[tuple[int, int]]:
+        """The row ranges of the batch, in order, for both passes. Read at most one range ahead of them. Not for an
+        `Arranged` input, which cuts its own."""
         spans, trained = self.cut(rows), self.trained  # here, because gradients are off inside the first pass
 
         def both_passes() -> Iterator[tuple[int, int]]:
@@ -262,10 +256,8 @@ class Tower:
 
 def refuse_batch_norm(encoder: Callable[..., Tensor], chunks: int) -> None:
     """Raise ValueError for batch normalisation in training mode that does not see the whole batch at once."""
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    for name, module in encoder.named_modules() if isinstance(encoder, nn.Module) else ():
-        if not isinstance(module, _BatchNorm) or not module.training:
-            continue
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    for name, module in batch_norms(encoder).items():
         what = f"{name} is batch normalisation in training mode, which mixes the samples of a batch"
         if chunks > 1:
             raise ValueError(f"{what}: {chunks} chunks would be another function; freeze it (.eval()) or use one chunk")

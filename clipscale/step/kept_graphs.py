@@ -85,13 +85,9 @@ class KeptGraphs:
             return
         # Of several chunks not the first, which also sets aside what stays for all, such as gathered weights.
         largest = torch.tensor(max(self._measured[len(self._measured) > 2 :]), device=device)
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(largest, dist.ReduceOp.MAX)
         self.bytes_each = max(1, int(largest))
-
-    @property
-    def kept_bytes(self) -> int:
-        return self.count * self.bytes_each
 
 
 @contextmanager

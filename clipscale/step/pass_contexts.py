@@ -10,6 +10,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 
+def batch_norms(encoder: Callable[..., Tensor]) -> dict[str, _BatchNorm]:
+    """Its batch normalisation in training mode, by name: it mixes the samples of a batch, and keeps statistics."""
+    modules = encoder.named_modules() if isinstance(encoder, nn.Module) else ()
+    return {name: module for name, module in modules if isinstance(module, _BatchNorm) and module.training}
+
+
 @contextmanager
 def gradient_sync(encoder: Callable[..., Tensor], last: bool) -> Iterator[None]:
     """Around a chunk: its gradients are summed over ranks if it is a step's `last` one.
@@ -33,10 +39,8 @@ def gradient_sync(encoder: Callable[..., Tensor], last: bool) -> Iterator[None]:
 def repeatable(encoder: Callable[..., Tensor]) -> bool:
     """Whether a forward pass that failed may be repeated on this rank alone: it gathers no weights, and keeps no
     statistics."""
-    if isinstance(encoder, FSDPModule) or hasattr(encoder, "gradient_sync"):
-        return False
-    modules = encoder.modules() if isinstance(encoder, nn.Module) else ()
-    return not any(isinstance(m, _BatchNorm) and m.training for m in modules)
+    gathers = isinstance(encoder, FSDPModule) or hasattr(encoder, "gradient_sync")
+    return not gathers and not batch_norms(encoder)
 
 
 def summing(encoder: Callable[..., Tensor], out: Tensor) -> Tensor:
@@ -57,8 +61,7 @@ def summing(encoder: Callable[..., Tensor], out: Tensor) -> Tensor:
 @contextmanager
 def unchanged_statistics(encoder: Callable[..., Tensor]) -> Iterator[None]:
     """Restores the statistics of batch normalisation afterwards: the first pass alone updates them."""
-    modules = encoder.modules() if isinstance(encoder, nn.Module) else ()
-    buffers = [b for m in modules if isinstance(m, _BatchNorm) and m.training for b in m.buffers()]
+    buffers = [buffer for module in batch_norms(encoder).values() for buffer in module.buffers()]
     before = [b.clone() for b in buffers]
     try:
         yield
