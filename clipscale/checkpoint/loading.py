@@ -165,9 +165,11 @@ class MetadataUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if dtype or (module, name) in self.OTHERS or (module in self.MODULES and "." not in name):
+        if dtype or (module, name) in self.OTHERS:
+            return super().find_class(module, name)
+        if module in self.MODULES and "." not in name:
             value = super().find_class(module, name)
-            if dtype or (module, name) in self.OTHERS or getattr(value, "__module__", "") == module:
+            if getattr(value, "__module__", "") == module:
                 return value
         raise pickle.UnpicklingError(f"{module}.{name} does not belong into .metadata")
 

@@ -115,17 +115,12 @@ class World:
         assert isinstance(group, dist.ProcessGroup)
         return group
 
-    def broadcast(self, value: Any) -> Any:
-        """Rank 0's `value` on every rank."""
-        if self.size == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
-
     def on_main(self, work: Callable[[], T]) -> T:
         """The result of `work`, which rank 0 does while the others wait. Raises its UserError on every rank."""
-        return self.broadcast(self.on_all(lambda: work() if self.main else None))
+        box: list[Any] = [self.on_all(lambda: work() if self.main else None)]
+        if self.size > 1:
+            dist.broadcast_object_list(box, src=0)
+        return box[0]
 
     def on_all(self, work: Callable[[], T]) -> T:
         """The result of `work`, which every rank does for itself. Raises the UserError of one rank on every rank."""

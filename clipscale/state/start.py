@@ -60,6 +60,8 @@ class Resolved:
     """What the run goes on from; None: it begins."""
     saved: Record | None
     """The values of the checkpoint, without tensors."""
+    begins: bool
+    """Whether it goes on from the end of the stage before."""
     written: TrainConfig
     """The settings as config.yaml keeps them, of all stages."""
 
@@ -72,11 +74,6 @@ class Resolved:
     def loss(self) -> float:
         """The last step's; NaN: there is none."""
         return self.saved["loss"] if self.saved else math.nan
-
-    @property
-    def begins_stage(self) -> bool:
-        """Whether the checkpoint is the end of the stage before."""
-        return self.stage.first > 0 and self.step == self.stage.first
 
     @property
     def folder(self) -> Path:
@@ -108,7 +105,7 @@ def resolve(config: TrainConfig, world: World) -> Resolved:
         model = replace(model, image_size=sizes.image_size, context_length=sizes.context_length)
     settings = replace(stage.config, model=model)
     written = config if config.stages else settings
-    return Resolved(settings, tuple(stages), stage, path, saved, written)
+    return Resolved(settings, tuple(stages), stage, path, saved, begins, written)
 
 
 def checkpoint_of(config: TrainConfig, world: World) -> Path | None:
@@ -133,7 +130,7 @@ def begin(run: Resolved, world: World) -> tuple[TrainState, TrainStream]:
     with ExitStack() as undo:
         stream = undo.enter_context(read()) if config.offload != "encoded" else None
         parts = parts_of(config, world, tokenizer, teachers)
-        optimizer = run.stage.optimizer if run.begins_stage else ""
+        optimizer = run.stage.optimizer if run.begins else ""
         state = TrainState(config, world, parts, run.checkpoint, optimizer)
         stream = stream or undo.enter_context(read(state.chunks["image"]))
         settle(run, state, stream, world)

@@ -27,7 +27,7 @@ MOMENTS = {"adamw": 2, "adam": 2, "nadamw": 2, "lamb": 2, "lion": 1}
 """Values that an optimizer keeps of each weight."""
 
 
-def known_optimizer(config: OptimConfig) -> None:
+def known_optimizer(config: OptimConfig) -> timm.optim.OptimInfo:
     """Raise UserError for an optimizer that timm's factory does not know, or that cannot gather its statistics first.
 
     LaProp's average of gradients is one of updates, which are 0 while the rate is.
@@ -35,12 +35,14 @@ def known_optimizer(config: OptimConfig) -> None:
     known = [str(name) for name in timm.optim.list_optimizers()]
     if config.name not in known:
         raise UserError(f"optim.name={config.name!r} is not one of timm's optimizers{nearest(config.name, known)}")
-    gathers = timm.optim.get_optimizer_info(config.name).has_betas and "laprop" not in config.name
+    info = timm.optim.get_optimizer_info(config.name)
+    gathers = info.has_betas and "laprop" not in config.name
     if config.warm_statistics != "0" and not gathers:
         raise UserError(
             f"optim.warm_statistics={config.warm_statistics}: {config.name} has no moments to gather at a rate of 0; "
             "leave it out, or take optim=adamw"
         )
+    return info
 
 
 def build_optimizer(
@@ -52,9 +54,8 @@ def build_optimizer(
 
     Raises UserError for an optimizer that is not known, and for options that the optimizer does not take.
     """
-    known_optimizer(config)
+    info = known_optimizer(config)
     options: Record = dict(config.options)
-    info = timm.optim.get_optimizer_info(config.name)
     if info.has_betas:
         options.setdefault("betas", tuple(config.betas))
     elif config.name == "adafactorbv":

@@ -30,13 +30,8 @@ class Precision:
         return torch.autocast(self.device.type, dtype=self.dtype)
 
     @property
-    def loss_scale(self) -> float:
-        """The factor of the loss and its gradients; 1 without a scaler."""
-        return self.scaler.get_scale() if self.scaler else 1.0
-
-    @property
     def can_lower_loss_scale(self) -> bool:
-        return self.scaler is not None and self.loss_scale >= LEAST_LOSS_SCALE
+        return self.scaler is not None and self.scaler.get_scale() >= LEAST_LOSS_SCALE
 
     def store(self, tower: nn.Module) -> None:
         """Cast the matrices of a frozen tower in place. It computes the same as before, since autocast rounds them
