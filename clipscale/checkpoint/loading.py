@@ -27,15 +27,14 @@ FORMAT = 1
 SEPARATOR = "/"
 BLOCK = 2**24
 """Bytes that are read at a time for a checksum."""
-State = Record
 
 
 # ---- a state and its parts ----
 
 
-def split(state: Mapping[str, Any], prefix: str = "") -> tuple[State, dict[str, Tensor]]:
+def split(state: Mapping[str, Any], prefix: str = "") -> tuple[Record, dict[str, Tensor]]:
     """A tree of dictionaries without its tensors, and the tensors by their keys. Tensors in lists stay in the tree."""
-    values: State = {}
+    values: Record = {}
     tensors: dict[str, Tensor] = {}
     for key, value in state.items():
         if isinstance(value, Tensor):
@@ -48,7 +47,7 @@ def split(state: Mapping[str, Any], prefix: str = "") -> tuple[State, dict[str, 
     return values, tensors
 
 
-def join(values: State, tensors: Mapping[str, Tensor]) -> State:
+def join(values: Record, tensors: Mapping[str, Tensor]) -> Record:
     """Put the tensors of `split` back into the tree, in place."""
     for name, tensor in tensors.items():
         *path, last = name.split(SEPARATOR)
@@ -62,7 +61,7 @@ def join(values: State, tensors: Mapping[str, Tensor]) -> State:
 # ---- meta.json ----
 
 
-def values_text(values: State) -> str:
+def values_text(values: Record) -> str:
     """Values as JSON. Byte tensors, the random states, become base64. Raises TypeError for what JSON cannot hold."""
 
     def encoded(value: Any) -> dict[str, str]:
@@ -101,7 +100,7 @@ def read_meta(path: Path) -> Record:
     return meta
 
 
-def read_values(path: Path) -> State:
+def read_values(path: Path) -> Record:
     return read_meta(path)["values"]
 
 
@@ -180,7 +179,7 @@ def load(
     verified: bool = False,
     parts: Collection[str] | None = None,
     like: Mapping[str, Tensor] = MappingProxyType({}),
-) -> State:
+) -> Record:
     """A checkpoint's state on the CPU. Executes no pickled code.
 
     `verified`: its checksums have been verified. `parts`: read no tensors but those of these top-level entries.

@@ -11,7 +11,6 @@ from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.units import nearest
 
-GIB = 2**30
 CPU_SHARE = Path("/sys/fs/cgroup/cpu.max")
 """The CPU quota of the control group (container): microseconds or `max`, and the period."""
 
@@ -52,7 +51,7 @@ class Hardware:
 
     @property
     def memory_bytes(self) -> int:
-        return int(self.memory * GIB)
+        return int(self.memory * 2**30)
 
     def peak(self, precision: str) -> float:
         """Peak FLOP/s of matrix products in `fp32` (by TF32), `bf16` or `fp16`."""

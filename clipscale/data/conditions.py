@@ -64,8 +64,7 @@ def _equal(value: Any, text: str) -> bool:
 
 def conditions(texts: Sequence[str]) -> tuple[Condition, ...]:
     """Parse `data.filter`; what costs least is first: captions, fields, pictures. Raises UserError."""
-    parsed = [condition(text) for text in texts]
-    return tuple(sorted(parsed, key=lambda each: (each.name in SIZES, each.of_field)))
+    return tuple(sorted(map(condition, texts), key=lambda each: (each.name in SIZES, each.of_field)))
 
 
 def condition(text: str) -> Condition:

@@ -79,7 +79,6 @@ class TrainState:
         """`saved`: the checkpoint to go on from. `stage`: it ends another; `continue` or `restart` the optimizer."""
         self.config, self.world, self.parts = config, world, parts
         self.model, self.captions = parts.model, parts.captions
-        self.teachers = parts.teachers
         self.skipped = 0
         """Steps in a row that were left out since they were not finite."""
         self.precision = Precision(config.precision, world.device)
@@ -176,10 +175,10 @@ class TrainState:
         }
         scale = self.model.logit_scale.exp()
         with self.precision.autocast():
-            if not self.teachers:
+            if not self.parts.teachers:
                 return contrastive_loss(image_features, text_features, scale, **options)
             teachers = []
-            for teacher in self.teachers:
+            for teacher in self.parts.teachers:
                 rows = unit_rows(targets[teacher.member])
                 teachers.append((rows[:, 0], rows[:, 1], teacher.scale))
             weights = self.config.distill.weights

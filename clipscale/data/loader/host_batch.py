@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.reduction import DupFd
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from torch import Tensor
 
 from clipscale.common.units import format_bytes
 from clipscale.data.columns import IDS, Columns
+
+if TYPE_CHECKING:
+    from clipscale.data.loader.prefetch import Prefetcher
 
 log = logging.getLogger(__name__)
 
@@ -198,35 +201,29 @@ def _mapped(layout: Layout, fd: Any) -> Arena:
     return Arena(layout, fd.detach())
 
 
-def stored_rows(slot: Slot, start: int, stop: int) -> Tensor:
-    return torch.from_numpy(slot["rows"][start:stop])
-
-
 class HostBatch:
     """One local batch, valid until the next is asked for. Access to rows blocks until they have arrived."""
 
     def __init__(
-        self,
-        slot: Slot,
-        layout: Layout,
-        wait: Callable[[int], None],
-        read: Callable[[Slot, int, int], Tensor] = stored_rows,
-        expect: Callable[[Iterable[tuple[int, int]]], None] = lambda ranges: None,
+        self, slot: Slot, layout: Layout, wait: Callable[[int], None], prefetcher: "Prefetcher | None" = None
     ) -> None:
-        """`wait(stop)` blocks until rows 0..stop have arrived; `read(slot, start, stop)` gives image rows that have."""
+        """`wait(stop)` blocks until rows 0..stop have arrived; `prefetcher` has the pixels that the slot has not."""
         self._slot = slot
         self._columns = layout.columns.beside
         self._wait = wait
-        self._read = read
+        self._prefetcher = prefetcher
         self.captions = layout.texts[0]
         """Of a sample; caption j is of sample j // captions."""
         self.texts = len(slot["tokens"])
         """Captions, and behind them hard negatives."""
-        self.expect = expect
-        """Names the ranges of pixels that will be asked for, in order, so that they can be loaded ahead."""
 
     def __len__(self) -> int:
         return len(self._slot[IDS])
+
+    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Name the ranges of pixels that will be asked for, in order, so that they can be loaded ahead."""
+        if self._prefetcher:
+            self._prefetcher.expect(ranges)
 
     def pixels(self, start: int, stop: int) -> Tensor:
         """(stop - start, C, S, S) uint8, in host memory.
@@ -235,7 +232,9 @@ class HostBatch:
         workers cannot go on.
         """
         self._wait(stop)
-        return self._read(self._slot, start, stop)
+        if self._prefetcher:
+            return self._prefetcher.rows(start, stop)
+        return torch.from_numpy(self._slot["rows"][start:stop])
 
     def tokens(self, start: int, stop: int) -> Tensor:
         """Texts start..stop, (stop - start, T) int32, a view of the batch's memory. Raises UserError as `pixels`."""

@@ -50,7 +50,7 @@ class Prefetcher:
     def arrived(self, count: int) -> None:
         self._arrived = count
 
-    def rows(self, slot: Slot, start: int, stop: int) -> Tensor:
+    def rows(self, start: int, stop: int) -> Tensor:
         """Rows start..stop, which must have arrived. Without `copy` the tensor holds until the call after the next."""
         assert stop - start <= self._capacity
         span = start, stop

@@ -120,10 +120,7 @@ class TrainStream:
             if prefetcher:
                 prefetcher.arrived(assembler.arrived(step))
 
-        layout = self._arena.layout
-        if prefetcher is None:
-            return HostBatch(slot, layout, wait)
-        return HostBatch(slot, layout, wait, prefetcher.rows, prefetcher.expect)
+        return HostBatch(slot, self._arena.layout, wait, prefetcher)
 
     def give_back(self) -> None:
         """Count the batch handed out last as not used: `position` is the one before it, and no other batch follows."""

@@ -137,7 +137,7 @@ class DryRun:
                 group["foreach"] = True if group.get("foreach", False) is None else group.get("foreach", False)
         self.state.precision.scaler = None  # it takes a few bytes, and its test of every gradient needs values
         self.width, self.context_length = model.width, model.context_length
-        self.columns = columns_of(config.data, model.image_size, self.state.teachers)
+        self.columns = columns_of(config.data, model.image_size, self.state.parts.teachers)
         self.row = self.columns.images.shape
         for p in self.state.trained:  # the optimizer makes its state in the first update
             p.grad = torch.empty_like(p)
