@@ -170,15 +170,15 @@ def test_paths_that_are_no_set(tmp_path: Path) -> None:
     (tmp_path / "set.json").write_text("[1]")
     classification_set(tmp_path / "set")
     (tmp_path / "empty").mkdir()
-    for paths, message in (
-        ([tmp_path / "nowhere"], "does not exist"),
-        ([tmp_path / "empty"], "none of the known layouts"),
-        ([tmp_path / "set" / "test"], "no picture with a caption"),
-        ([tmp_path / "set.csv"], r"is no caption file \(\.json\)"),
-        ([tmp_path / "set.json"], "neither COCO's"),
-    ):
+    for name, message in {
+        "nowhere": "does not exist",
+        "empty": "none of the known layouts",
+        "set/test": "no picture with a caption",
+        "set.csv": r"is no caption file \(\.json\)",
+        "set.json": "neither COCO's",
+    }.items():
         with pytest.raises(UserError, match=message):
-            load_sets([str(path) for path in paths])
+            load_set(tmp_path / name)
 
 
 def test_shards_of_pairs(tmp_path: Path) -> None:

@@ -42,12 +42,10 @@ def test_features_are_open_clips_on_the_same_pixels() -> None:
 
 
 def test_scale_and_bias_start_as_asked() -> None:
-    assert build_model(small()).logit_scale.exp().item() == pytest.approx(1 / 0.07)
-    assert build_model(small()).logit_bias is None
+    model = build_model(small())
+    assert (model.logit_scale.exp().item(), model.logit_bias) == (pytest.approx(1 / 0.07), None)
     model = build_model(small(init_scale=10.0, init_bias=-10.0))
-    assert model.logit_scale.exp().item() == pytest.approx(10.0)
-    assert model.logit_bias is not None
-    assert model.logit_bias.item() == -10.0
+    assert (model.logit_scale.exp().item(), model.logit_bias) == (pytest.approx(10.0), -10.0)
 
 
 @pytest.mark.parametrize(

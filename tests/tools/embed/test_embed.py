@@ -2,7 +2,6 @@
 
 import io
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from clipscale.cli.main import main as cli
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
-from clipscale.config.sections import LaunchConfig
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.tools.embed.encode import FeatureEncoder
@@ -37,9 +35,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def embed(run: str, source: str | Path, out: Path, **changes: Any) -> Path:
-    data, launch = DataConfig(train=[str(source)]), LaunchConfig()
-    config = EmbedConfig(run=run, out=str(out), data=data, batch=4, dtype="float32", device="cpu", launch=launch)
-    return Path(main(replace(config, **changes))["out"])
+    options = {"run": run, "out": str(out), "batch": 4, "dtype": "float32", "device": "cpu"} | changes
+    return Path(main(EmbedConfig(data=DataConfig(train=[str(source)]), **options))["out"])
 
 
 def contents(folder: Path) -> dict[str, bytes]:
