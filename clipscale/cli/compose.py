@@ -137,14 +137,14 @@ def beside_experiment(words: Sequence[str], config_dir: str | None) -> list[str]
     typed_words = dict(word.split("=", 1) for word in words)
     if "experiment" not in typed_words:
         return []
-    values: list[tuple[str, Any]] = []
+    values: dict[str, Any] = {}
     for group in ("optim", "loss"):
         for folder in (conf_dir(), Path(config_dir or conf_dir())):
             file = folder / group / f"{typed_words.get(group)}.yaml"
             if file.exists():
                 preset = files.read_yaml(file)
-                values += flat(preset if group in preset else {group: preset})
-    return [f"{key}={as_typed(value)}" for key, value in dict(values).items() if value != {}]
+                values |= flat(preset if group in preset else {group: preset})
+    return [f"{key}={as_typed(value)}" for key, value in values.items() if value != {}]
 
 
 def combinations(words: Sequence[str], config_dir: str | None) -> list[tuple[list[str], TrainConfig]]:

@@ -34,7 +34,7 @@ def work(config: EvalRunConfig) -> Results:
     """One process's part. Rank 0 prints tables. Returns the results, of `checkpoint=all` those of the newest."""
     folder = check_eval(config)
     run = folder if config.run else None
-    every = run is not None and config.checkpoint == "all"
+    every = config.checkpoint == "all"
     world = join(config.device, config.launch.timeout_s)
     results = {}
     try:

@@ -43,10 +43,9 @@ def image_flops(config: ModelConfig, trained: Set[str] = frozenset()) -> PassFlo
 def text_flops(config: ModelConfig, trained: Set[str] = frozenset(), length: int | None = None) -> PassFlops:
     """As `image_flops`, of one caption of `length` tokens; None: the whole context."""
     encoders = _encoders_of(config)
-    context = encoders.context_length
-    tokens = torch.zeros(1, length or context, dtype=torch.long, device="meta")
+    tokens = torch.zeros(1, length or encoders.context_length, dtype=torch.long, device="meta")
     mask = getattr(encoders.text, "attn_mask", None)
-    if mask is None or length in (None, context):
+    if mask is None:
         return _count(encoders.text, tokens, trained)
     encoders.text.attn_mask = mask[:length, :length]
     flops = _count(encoders.text, tokens, trained)

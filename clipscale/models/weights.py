@@ -90,8 +90,12 @@ def described(config: ModelConfig, saved: Mapping[str, Any] | None = None) -> Mo
     """
     if saved is not None:
         trained = typed(ModelConfig, saved["model_config"])
-        sizes = {key: getattr(config, key) or getattr(trained, key) for key in ("image_size", "context_length")}
-        return replace(config, preprocess=trained.preprocess | config.preprocess, **sizes)
+        return replace(
+            config,
+            preprocess=trained.preprocess | config.preprocess,
+            image_size=config.image_size or trained.image_size,
+            context_length=config.context_length or trained.context_length,
+        )
     source = find(config.weights, config.name) if config.weights else None
     if source and not config.name:
         if not source.description:

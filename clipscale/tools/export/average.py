@@ -23,9 +23,10 @@ def average(
     Running statistics are averaged, too. Raises UserError for shares that do not add up to 1 and for models of another
     architecture or of other pixels.
     """
-    shares = shares or [1 / (len(others) + 1)] * (len(others) + 1)
-    if len(shares) != len(others) + 1 or not math.isclose(sum(shares), 1, abs_tol=1e-6):
-        raise UserError(f"shares={[*shares]}: give {len(others) + 1} that add up to 1: of the run, then of {[*others]}")
+    count = len(others) + 1
+    shares = shares or [1 / count] * count
+    if len(shares) != count or not math.isclose(sum(shares), 1, abs_tol=1e-6):
+        raise UserError(f"shares={[*shares]}: give {count} that add up to 1: of the run, then of {[*others]}")
     state = model.state_dict()
     largest = shares.index(max(shares))
     total: dict[str, Tensor] = {}
