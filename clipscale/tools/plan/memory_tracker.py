@@ -5,20 +5,21 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._library.utils import mutates_and_returns_first_arg
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from clipscale.loss.machine import Machine, T
 from clipscale.loss.triton.tuning import INTERPRETER, Tiles, candidates_for
 from clipscale.tools.plan import ASSUMED
-from clipscale.tools.plan.known_results import KnownResults
 
 ROUND = 512
 """torch's CUDA allocator hands out multiples of this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
@@ -29,11 +30,11 @@ class MemoryTracker(TorchDispatchMode):
     its last tensor, or the graph that saved it, is gone. What a kernel takes while it runs is not seen.
     """
 
-    def __init__(self, known: KnownResults | None = None) -> None:
-        """`known`: of tensors that have no values; reading a float gives 1.0, an integer 0, a condition false."""
+    def __init__(self, mode: FakeTensorMode | None = None) -> None:
+        """`mode`: of tensors that have no values; reading a float gives 1.0, an integer 0, a condition false."""
         super().__init__()
         self.live = self.peak = 0
-        self._known = known
+        self._mode = mode
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
@@ -46,16 +47,28 @@ class MemoryTracker(TorchDispatchMode):
             return args[0].fake_device  # a short cut: three quarters of all calls ask for the device
         if DTensor in types:
             return NotImplemented  # its local tensors come here later and are counted then
-        if self._known and func is torch.ops.aten._local_scalar_dense.default:
+        if self._mode and func is torch.ops.aten._local_scalar_dense.default:
             dtype = args[0].dtype
             if dtype == torch.bool:
                 return False
             return 1.0 if dtype.is_floating_point else 0
-        out = self._known.run(func, args, kwargs or {}) if self._known else func(*args, **(kwargs or {}))
+        out = self._run(func, args, kwargs or {})
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
                 self._count(leaf.untyped_storage())
         return out
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operation returns. FakeTensorMode takes long over all, even over views and what is updated."""
+        if self._mode and isinstance(args[0], FakeTensor):
+            if func.is_view:
+                with in_kernel_invocation_manager(self._mode):
+                    views = func(*args, **kwargs)
+                return tree_map_only(Tensor, lambda view: FakeTensor(self._mode, view, args[0].fake_device), views)
+            written = args[0] if updates(func) else kwargs.get("out")
+            if isinstance(written, Tensor) and written.numel():  # an empty one may get a shape
+                return written
+        return func(*args, **kwargs)
 
     def __enter__(self) -> "MemoryTracker":
         self._resize = torch.UntypedStorage.resize_
@@ -97,10 +110,16 @@ class MemoryTracker(TorchDispatchMode):
         return peak
 
 
+@cache
+def updates(operation: OpOverload) -> bool:
+    """Whether it writes into its first argument, returns it, and leaves its shape."""
+    return mutates_and_returns_first_arg(operation) and torch.Tag.inplace_view not in operation.tags
+
+
 @contextmanager
 def without_memory() -> Iterator[MemoryTracker]:
     """Inside, tensors have shapes and dtypes but no values, and the tracker counts the memory that they would take."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, MemoryTracker(KnownResults(mode)) as tracker:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, MemoryTracker(mode) as tracker:
         yield tracker
 
 

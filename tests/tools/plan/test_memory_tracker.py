@@ -85,7 +85,7 @@ def test_the_triton_backend_takes_the_buffers_of_a_real_run(
     assert predicted == pytest.approx(measured, rel=0.01), f"predicted {predicted} bytes, measured {measured}"
 
 
-def test_a_known_result_has_memory_of_its_own() -> None:
+def test_views_and_updates_take_no_memory() -> None:
     with without_memory() as tracker:
         x = torch.empty(1000)
         sums = [x + 1 for _ in range(3)]
@@ -93,6 +93,8 @@ def test_a_known_result_has_memory_of_its_own() -> None:
         halves = [each for _ in range(2) for each in x.split(500)]
         x += 1
         assert tracker.live == 4 * 4096  # neither views nor updates take memory
+        empty = torch.empty(0)
+        assert torch.add(x, 1, out=empty).shape == (1000,), "an output gets its shape"
     assert [s.shape for s in sums] == [(1000,)] * 3
     assert [half.storage_offset() for half in halves] == [0, 500, 0, 500]
     assert all(half.device.type == "cpu" for half in halves)
