@@ -23,6 +23,7 @@ from clipscale.cli.flags import refuse_flags
 from clipscale.cli.verbs import VERBS
 from clipscale.common import files
 from clipscale.common.errors import UserError
+from clipscale.common.record import Record
 from clipscale.common.units import nearest, one_of, split
 from clipscale.config.parse import MEANT, as_typed, misnamed, typed, within
 from clipscale.config.presets import conf_dir, default_choices
@@ -137,7 +138,7 @@ def beside_experiment(words: Sequence[str], config_dir: str | None) -> list[str]
     typed_words = dict(word.split("=", 1) for word in words)
     if "experiment" not in typed_words:
         return []
-    values: dict[str, Any] = {}
+    values: Record = {}
     for group in ("optim", "loss"):
         for folder in (conf_dir(), Path(config_dir or conf_dir())):
             file = folder / group / f"{typed_words.get(group)}.yaml"

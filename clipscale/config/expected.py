@@ -1,8 +1,6 @@
 """What a preset's run should end with: the setting `expected`, by set and metric."""
 
-from collections.abc import Mapping
-from typing import Any
-
+from clipscale.common.record import Record
 from clipscale.config.parse import accepted
 from clipscale.config.setting import Setting, flat
 
@@ -11,7 +9,7 @@ SOURCE = "source"
 PERCENT = {"least": 0, "most": 100}
 
 
-def bands_of(expected: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+def bands_of(expected: Record) -> dict[str, tuple[float, float]]:
     """`SET.METRIC` -> the lowest and the highest value, in percent. Raises UserError for other forms."""
     return {
         name: accepted(Setting(f"expected.{name}", tuple[float, float], None, "", bounds=PERCENT), band)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from types import NoneType
 from typing import Any, get_args, get_origin
 
+from clipscale.common.record import Record
 from clipscale.common.units import one_of
 
 
@@ -77,7 +78,7 @@ def settings_of(declared: type, prefix: str = "") -> dict[str, Setting]:
     return settings
 
 
-def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def differing(old: Record, new: Record) -> dict[str, tuple[Any, Any]]:
     """The dotted keys of nested values that differ, with both values."""
     before = dict(flat(old))
     after = dict(flat(new))
@@ -94,7 +95,7 @@ def summary(declared: type) -> str:
     return re.sub(r"^`clipscale.*?`: ", "", " ".join((declared.__doc__ or "").partition("\n\n")[0].split()))
 
 
-def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(tree: Record, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted key and value of every leaf.
 
     Free-form dictionaries are flattened too; lists and empty dictionaries are leaves.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from clipscale.common.record import Record
+from clipscale.common.record import Metrics, Record
 from clipscale.eval import zero_shot
 from clipscale.eval.encode import MISSED, Encoder, join
 from clipscale.eval.sets.item import EvalSet
@@ -32,7 +32,7 @@ class ClassificationSet(EvalSet):
         digest = hashlib.blake2b("\n".join(self.classnames).encode(), digest_size=16).hexdigest()
         return {"prompts": list(self.templates), "classes": len(self.classnames), "classnames": digest}
 
-    def measure(self, encoder: Encoder) -> dict[str, float]:
+    def measure(self, encoder: Encoder) -> Metrics:
         """Accuracies, and the mean recall of the classes."""
         target_N = torch.tensor(self.answers, device=encoder.world.device)
         classes_UD, rows_C = encoder.classes(self.classnames, self.templates, self.label)

@@ -1,13 +1,11 @@
 """Compares a run's results with what its preset says that it should end with."""
 
-from collections.abc import Mapping
-from typing import Any
-
+from clipscale.common.record import Record, Results
 from clipscale.config.expected import SOURCE, bands_of
 from clipscale.eval.sets.known import known_sets
 
 
-def compared(expected: Mapping[str, Any], results: Mapping[str, Mapping[str, float]]) -> str:
+def compared(expected: Record, results: Results) -> str:
     """One line on all results that `expected` (the setting) has a range for; empty: none.
 
     results: set -> metric -> share in [0, 1]. A published set goes by any name of its folder.

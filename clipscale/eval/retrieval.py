@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from clipscale.common.record import Metrics
 from clipscale.eval.encode import MISSED, Encoder, join
 from clipscale.eval.sets.item import EvalSet
 from clipscale.loss.api import contrastive_loss
@@ -24,7 +25,7 @@ class RetrievalSet(EvalSet):
 
     answers: Sequence[Sequence[str]]
 
-    def measure(self, encoder: Encoder) -> dict[str, float]:
+    def measure(self, encoder: Encoder) -> Metrics:
         """Recalls. Every rank ranks the whole set."""
         batches = list(encoder.images(self))
         images_ND = join([features for _, features, _ in batches], len(self), encoder.batch, encoder.world)
@@ -33,7 +34,7 @@ class RetrievalSet(EvalSet):
         broken = int((~usable_N).sum())
         captions = [(text, image) for image, texts in enumerate(self.answers) for text in texts]
         captions_MD = encoder.texts([text for text, _ in captions])
-        metrics: dict[str, float] = {"images": len(self), "captions": len(captions), "broken": broken}
+        metrics: Metrics = {"images": len(self), "captions": len(captions), "broken": broken}
         if broken < len(self):
             owner_M = torch.tensor([image for _, image in captions], device=encoder.world.device)
             metrics = self.metrics(encoder, images_ND, captions_MD, owner_M, usable_N) | metrics
@@ -41,7 +42,7 @@ class RetrievalSet(EvalSet):
 
     def metrics(
         self, encoder: Encoder, images_ND: Tensor, captions_MD: Tensor, owner_M: Tensor, usable_N: Tensor
-    ) -> dict[str, float]:
+    ) -> Metrics:
         """What `retrieval_metrics` gives for these features; a kind of set adds to it."""
         return retrieval_metrics(images_ND, captions_MD, owner_M, usable_N)
 
@@ -54,7 +55,7 @@ class PairSet(RetrievalSet):
 
     def metrics(
         self, encoder: Encoder, images_ND: Tensor, captions_MD: Tensor, owner_M: Tensor, usable_N: Tensor
-    ) -> dict[str, float]:
+    ) -> Metrics:
         """The mean `loss` of all whole batches of usable images, each with its first caption, in the set's order. It
         depends on the pairs of a batch, `encoder.loss_batch`, and not on how many are encoded at a time."""
         first_N = torch.searchsorted(owner_M, torch.arange(len(images_ND), device=owner_M.device))
@@ -100,7 +101,7 @@ def first_right_ranks(
 
 def retrieval_metrics(
     images_ND: Tensor, captions_MD: Tensor, owner_M: Tensor, usable_N: Tensor, *, mean_rank: bool = False
-) -> dict[str, float]:
+) -> Metrics:
     """`image_to_text_r{1,5,10}`: one of the image's captions is in the top k. `text_to_image_...`: its image is.
     And `..._mean_rank` of the first right one, from 1, if it is asked for.
 

@@ -18,17 +18,13 @@ from clipscale import __version__
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores_of_rank
-from clipscale.common.record import Record
+from clipscale.common.record import Metrics, Record, Results
 from clipscale.config.sections import EvalConfig
 from clipscale.distributed.world import World
 from clipscale.eval.encode import Encoder
 from clipscale.eval.sets.item import EvalSet
 from clipscale.eval.suites import chosen_sets
 from clipscale.models.towers import ClipModel
-
-Results = dict[str, dict[str, float]]
-"""Set name -> metric name -> value. Metrics are shares in [0, 1], except counts, losses and mean ranks.
-`main` is the set's main metric in its suite."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,7 @@ class ResultsFile:
             return files.read_json(self.path)
         return {"step": self.step, "results": {}, "measured": {}}
 
-    def add(self, label: str, metrics: dict[str, float], measured: Record) -> None:
+    def add(self, label: str, metrics: Metrics, measured: Record) -> None:
         """Write a set's metrics and what they belong to. Results of other sets stay. Raises OSError."""
         record = self.record()
         record["results"][label] = metrics

@@ -3,12 +3,13 @@
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 from clipscale.common.errors import UserError
+from clipscale.common.record import Results
 from clipscale.config.sections import EvalConfig
 from clipscale.eval.classification import ClassificationSet
 from clipscale.eval.sets import prompts
@@ -62,9 +63,7 @@ def suite_sets(suite: str, root: str | None) -> list[EvalSet]:
     return sets
 
 
-def suite_table(
-    suite: str, sets: Sequence[EvalSet], results: Mapping[str, Mapping[str, float]], name: str
-) -> TextTable:
+def suite_table(suite: str, sets: Sequence[EvalSet], results: Results, name: str) -> TextTable:
     """The columns of the suite for one model, in per cent: means of results, or `-` where one of them is missing."""
     of_set = {eval_set.name: results.get(eval_set.label, {}) for eval_set in sets}
     columns = table()["suites"][suite]["columns"]

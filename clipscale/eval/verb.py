@@ -6,12 +6,12 @@ from functools import partial
 from pathlib import Path
 
 from clipscale import checkpoint
-from clipscale.common.record import Record
+from clipscale.common.record import Record, Results
 from clipscale.common.terminal import say
 from clipscale.config.eval import EvalRunConfig, check_eval, completed
 from clipscale.config.sections import SinkConfig
 from clipscale.distributed.world import join, leave
-from clipscale.eval.run import Results, ResultsFile, check, evaluate
+from clipscale.eval.run import ResultsFile, check, evaluate
 from clipscale.eval.suites import chosen_sets, suite_table
 from clipscale.launch import local
 from clipscale.log.metrics import Progress

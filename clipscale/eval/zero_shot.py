@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from clipscale.common.record import Metrics
+
 
 def class_embeddings(
     encode_text: Callable[[Tensor], Tensor],
@@ -46,7 +48,7 @@ def target_ranks(scores_nC: Tensor, target_n: Tensor) -> Tensor:
     return torch.where(right_n1[:, 0].isnan(), scores_nC.shape[1], (~behind_nC).sum(1))
 
 
-def accuracy_metrics(ranks_N: Tensor, target_N: Tensor) -> dict[str, float]:
+def accuracy_metrics(ranks_N: Tensor, target_N: Tensor) -> Metrics:
     """`top1` and `top5`, and `mean_per_class_recall`: the mean top-1 of the classes with images.
 
     ranks_N: (N,) int64 of all images, from `target_ranks`. target_N: (N,) int64.

@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import yaml
 from rich.console import Console
 
 from clipscale.common import files
+from clipscale.common.record import Results
 from clipscale.common.terminal import printable
 from clipscale.config.sections import LogConfig
 from clipscale.log.environment import environment
@@ -114,7 +115,7 @@ class MetricLog:
                 self._warned.add("disk")
                 self.message(f"warning: {self._file.name} cannot be written ({error.strerror}): lines wait in memory")
 
-    def eval(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
+    def eval(self, step: int, results: Results) -> None:
         """Log evaluation results: one console line for each set, and `eval/SET/METRIC` for the sinks."""
         for name, metrics in results.items():
             values = " ".join(f"{k}={v:d}" if isinstance(v, int) else f"{k}={v:.4f}" for k, v in metrics.items())

@@ -2,12 +2,11 @@
 
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from clipscale.common.record import Record
+from clipscale.common.record import Record, Results
 from clipscale.config.sections import SinkConfig
 
 Sink = tuple[Callable[[int, Record], None], Callable[[], None]]
@@ -21,7 +20,7 @@ class Sinks:
         self,
         run_dir: Path,
         config: SinkConfig,
-        settings: Mapping[str, Any],
+        settings: Record,
         message: Callable[[str], None],
         resume_step: int = 0,
     ) -> None:
@@ -33,13 +32,13 @@ class Sinks:
         if config.wandb != "disabled":
             self._call("wandb", lambda: self._sinks.update(wandb=wandb(run_dir, config, settings)))
 
-    def write(self, step: int, record: Mapping[str, Any]) -> None:
+    def write(self, step: int, record: Record) -> None:
         """Give the numbers of a record to every sink, under their names."""
         values = {name: value for name, value in record.items() if isinstance(value, int | float)}
         for name, (write, _) in list(self._sinks.items()):
             self._call(name, partial(write, step, values))
 
-    def eval(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
+    def eval(self, step: int, results: Results) -> None:
         """Give evaluation results to every sink, as `eval/SET/METRIC`."""
         self.write(step, {f"eval/{name}/{k}": v for name, metrics in results.items() for k, v in metrics.items()})
 
@@ -71,7 +70,7 @@ def tensorboard(run_dir: Path, resume_step: int) -> Sink:
     return write, writer.close
 
 
-def wandb(run_dir: Path, config: SinkConfig, settings: Mapping[str, Any]) -> Sink:
+def wandb(run_dir: Path, config: SinkConfig, settings: Record) -> Sink:
     """One wandb run per run folder. Its id is kept in the folder, so that a resumed run continues the same curves."""
     import wandb as client
 

@@ -1,6 +1,6 @@
 """Tables of text for the console, and evaluation results in that form."""
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,9 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from clipscale.common import files
+from clipscale.common.record import Results
 from clipscale.common.terminal import printable
-
-Results = Mapping[str, Mapping[str, float]]
 
 FIGURES = files.read_yaml(Path(__file__).with_name("figures.yaml"))
 """The names of a run's figures, and how they are shown."""

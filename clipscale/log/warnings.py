@@ -1,9 +1,10 @@
 """Warnings during a run, with their likely cause: a pure function of its last records."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import mean, median
-from typing import Any
+
+from clipscale.common.record import Record, Results
 
 WINDOW, FIRST = 50, 10
 """Steps that are looked at, and the first ones, which start kernels, compilers and workers."""
@@ -14,7 +15,7 @@ FALLEN = 0.02
 """From so far below its start on, a score of a run from weights is warned of."""
 
 
-def fallen(start: Mapping[str, Mapping[str, float]], results: Mapping[str, Mapping[str, float]]) -> list[str]:
+def fallen(start: Results, results: Results) -> list[str]:
     """A line for each score that is below that of the weights which a run began with. Both: set -> metric -> value."""
     lines = []
     for name, metrics in results.items():
@@ -29,7 +30,7 @@ def fallen(start: Mapping[str, Mapping[str, float]], results: Mapping[str, Mappi
     return lines
 
 
-def warnings_of(records: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> dict[str, str]:
+def warnings_of(records: Sequence[Record], settings: Record) -> dict[str, str]:
     """Kind -> a line: what the newest record suggests beside the others: at most WINDOW, all after the FIRST.
 
     `settings`: the run's, nested.

@@ -6,7 +6,6 @@ Names are looked up on the network only where the setting itself is a tag or beg
 import logging
 import re
 import zipfile
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,8 @@ from clipscale.config.setting import settings_of
 from clipscale.models.tokenizer import CONFIG as TOKENIZER
 
 log = logging.getLogger(__name__)
+Weights = dict[str, Tensor]
+"""By name."""
 
 HUB = "hf-hub:"
 RUN = "run:"
@@ -82,7 +83,7 @@ def find(value: str, name: str, setting: str = "model.weights") -> Source:
         raise UserError(f"{origin} cannot be fetched ({first_line(error)}); download it elsewhere, give it") from error
 
 
-def described(config: ModelConfig, saved: Mapping[str, Any] | None = None) -> ModelConfig:
+def described(config: ModelConfig, saved: Record | None = None) -> ModelConfig:
     """The settings of a model with what its weights say of its pictures and, if no name is given, its architecture.
 
     Pictures are prepared as in the run's own checkpoint `saved`, else as the image tower's weights say, else as the
@@ -235,7 +236,7 @@ def checked_pixels(values: Record) -> Record:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def read(source: Source) -> dict[str, Tensor]:
+def read(source: Source) -> Weights:
     """The weights in a checkpoint or a file (safetensors, torch.save's), by open_clip's names.
 
     Raises UserError for a damaged file and for one that would execute code.
@@ -255,7 +256,7 @@ def read(source: Source) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
-def converted(state: dict[str, Tensor], encoders: CustomTextCLIP, source: Source) -> dict[str, Tensor]:
+def converted(state: Weights, encoders: CustomTextCLIP, source: Source) -> Weights:
     """The weights of a whole model under the names and in the shapes of `encoders`."""
     if "positional_embedding" in state:
         state = convert_to_custom_text_state_dict(state)
@@ -268,7 +269,7 @@ def converted(state: dict[str, Tensor], encoders: CustomTextCLIP, source: Source
     return resized(state, encoders, source)
 
 
-def of_tower(state: dict[str, Tensor], encoders: CustomTextCLIP, part: str, source: Source) -> dict[str, Tensor]:
+def of_tower(state: Weights, encoders: CustomTextCLIP, part: str, source: Source) -> Weights:
     """One tower's weights, under the names of the whole model: its part of a whole model, or a tower alone."""
     if any(name.startswith(("visual.", "text.")) for name in state):
         return {name: value for name, value in converted(state, encoders, source).items() if name.startswith(part)}
@@ -283,7 +284,7 @@ def of_tower(state: dict[str, Tensor], encoders: CustomTextCLIP, part: str, sour
     return resized(named, encoders, source)
 
 
-def resized(state: dict[str, Tensor], encoders: CustomTextCLIP, source: Source) -> dict[str, Tensor]:
+def resized(state: Weights, encoders: CustomTextCLIP, source: Source) -> Weights:
     """The weights with position embeddings for another number of patches or tokens interpolated, with a notice."""
     ours = encoders.state_dict()
     for name in ("visual.positional_embedding", "visual.trunk.pos_embed", "text.positional_embedding"):
@@ -317,7 +318,7 @@ def interpolated(positions: Tensor, shape: torch.Size, encoder: nn.Module) -> Te
 # -- filling -----------------------------------------------------------------------------------------------------------
 
 
-def fill(encoders: nn.Module, state: dict[str, Tensor], source: Source, part: str = "") -> None:
+def fill(encoders: nn.Module, state: Weights, source: Source, part: str = "") -> None:
     """Put weights into the model, or the tower whose names begin with `part`.
 
     The bias of the loss, and what surrounds a bare tower, may be missing or left over. Raises UserError for other

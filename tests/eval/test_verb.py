@@ -8,9 +8,10 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from clipscale.common.record import Results
 from clipscale.config.eval import EvalRunConfig
 from clipscale.config.sections import EvalConfig, LaunchConfig, ModelConfig, SinkConfig
-from clipscale.eval.run import Results, evaluate
+from clipscale.eval.run import evaluate
 from clipscale.eval.verb import main
 from clipscale.log.records import read_evaluations
 from clipscale.models.towers import ClipModel, build_model

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from clipscale.common.record import Record
+from clipscale.common.record import Metrics, Record
 from clipscale.data.sample import MAX_IMAGE_BYTES
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class EvalSet(ABC):
         return " ".join([self.name, *(f"({mark})" for mark in self.marks)])
 
     @abstractmethod
-    def measure(self, encoder: Encoder) -> dict[str, float]:
+    def measure(self, encoder: Encoder) -> Metrics:
         """The metrics, with `broken`, the number of unreadable images; the same on every rank. A collective."""
 
     def facts(self) -> Record:

@@ -15,6 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from clipscale.common.record import Record
 from clipscale.common.terminal import printable
 from clipscale.data.sample import BrokenSampleError
 from clipscale.tools.embed.settings import IMAGE, TEXT
@@ -107,7 +108,7 @@ async def asked(request: Request) -> Any:
         return None
 
 
-def found(explorer: Explorer, question: Any) -> dict[str, Any]:
+def found(explorer: Explorer, question: Any) -> Record:
     """The samples nearest to a question: the bytes of a picture, or {text}, or {part, row} of a picture of the set."""
     kinds = [TEXT, IMAGE]
     match question:

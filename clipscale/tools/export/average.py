@@ -4,13 +4,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import Tensor
-
 from clipscale.common.errors import UserError
 from clipscale.common.units import run_folder
 from clipscale.config.sections import ModelConfig
 from clipscale.models.towers import ClipModel, build_model, load_model
-from clipscale.models.weights import RUN, find, without_weights
+from clipscale.models.weights import RUN, Weights, find, without_weights
 
 
 def average(
@@ -29,7 +27,7 @@ def average(
         raise UserError(f"shares={[*shares]}: give {count} that add up to 1: of the run, then of {[*others]}")
     state = model.state_dict()
     largest = shares.index(max(shares))
-    total: dict[str, Tensor] = {}
+    total: Weights = {}
     for k, share in enumerate(shares):
         other = state if k == 0 else state_of(others[k - 1], config, weights)
         if {n: x.shape for n, x in other.items()} != {n: x.shape for n, x in state.items()}:
@@ -44,7 +42,7 @@ def average(
     return [*shares]
 
 
-def state_of(other: str, config: ModelConfig, weights: str) -> dict[str, Tensor]:
+def state_of(other: str, config: ModelConfig, weights: str) -> Weights:
     """The weights of a run (`run:NAME`), its checkpoint, or any `model.weights`. Raises UserError."""
     if other.startswith(RUN):
         path = run_folder(other.removeprefix(RUN))

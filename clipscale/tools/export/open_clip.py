@@ -7,13 +7,14 @@ import torch
 from open_clip.constants import HF_CONFIG_NAME, HF_SAFE_WEIGHTS_NAME
 from open_clip.tokenizer import HFTokenizer
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
 from clipscale.config.sections import ModelConfig
 from clipscale.models.towers import ClipModel, architecture, encoders_of
+from clipscale.models.weights import Weights
 
 
 def write(model: ClipModel, config: ModelConfig, out: Path, dtype: torch.dtype, note: dict[str, str]) -> str:
@@ -31,7 +32,7 @@ def write(model: ClipModel, config: ModelConfig, out: Path, dtype: torch.dtype, 
     return "open_clip.create_model_from_pretrained('local-dir:{}')"
 
 
-def weights(model: ClipModel, dtype: torch.dtype) -> dict[str, Tensor]:
+def weights(model: ClipModel, dtype: torch.dtype) -> Weights:
     """The state dict of open_clip's `CustomTextCLIP`, with matrices in `dtype`."""
     state = {f"visual.{name}": value for name, value in model.image.encoder.state_dict().items()}
     state |= {f"text.{name}": value for name, value in model.text.encoder.state_dict().items()}
