@@ -138,7 +138,6 @@ class DryRun:
         self.state.precision.scaler = None  # it takes a few bytes, and its test of every gradient needs values
         self.width, self.context_length = model.width, model.context_length
         self.columns = columns_of(config.data, model.image_size, self.state.parts.teachers)
-        self.row = self.columns.images.shape
         for p in self.state.trained:  # the optimizer makes its state in the first update
             p.grad = torch.empty_like(p)
         self.state.update(self.state.gradient_norm())
@@ -224,7 +223,7 @@ class StagedRows(ChunkLoader):
     """A tower's rows, made on demand. Asking for them begins that tower's stage of a step."""
 
     def __init__(self, run: DryRun, tower: int, rows: int, resident: bool) -> None:
-        shape, dtype = (run.row, torch.uint8) if tower == 0 else ((run.context_length,), torch.int32)
+        shape, dtype = (run.columns.images.shape, torch.uint8) if tower == 0 else ((run.context_length,), torch.int32)
 
         def read(start: int, stop: int) -> Tensor:
             return torch.empty(stop - start, *shape, dtype=dtype)

@@ -139,7 +139,8 @@ class Prediction:
     def result(self) -> Record:
         """The object of docs/plan.md, without a largest batch."""
         config, target, step = self.config, self.target, self.step
-        time = StepTime(config, target.gpu, self.run, self.flops, self.second_pass())
+        again = self.second_pass()
+        time = StepTime(config, target.gpu, self.run, self.flops, again)
         estimate = time.estimate()
         phases = {}
         for name in PHASES:
@@ -165,7 +166,7 @@ class Prediction:
             "local_batch": self.local,
             "chunk": dict(zip(TOWERS, self.model.sizes(self.local, self.chunks))),
             "kept": dict(zip(TOWERS, step.kept)),
-            "second_pass": dict(zip(TOWERS, self.second_pass())),
+            "second_pass": dict(zip(TOWERS, again)),
             "device": {"phases": phases, "total_bytes": peak + target.outside, "usable_bytes": target.usable},
             "host": self.host | {"memory_bytes": config.host_memory},
             "time": estimate,

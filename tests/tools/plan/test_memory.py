@@ -96,19 +96,6 @@ def test_two_ranks(parallel: str) -> None:
     assert_agree(step, real, peaks=parallel == "ddp")
 
 
-@pytest.mark.slow
-def test_more_chunks_follow_a_straight_line() -> None:
-    """The extrapolation from two chunks equals a dry run of twelve."""
-    config = settings(offload="none", precision="bf16")
-    with dry_run(config, model_without_values(config.model), 1, 90) as run:
-        step = MemoryModel(run).at(12 * 16, (16, 16), resident=True)
-        direct = run.step((16, 16), 12 * 16, resident=True)
-    step.peak.pop("loss")
-    direct.peak.pop("loss")  # a step takes it as measured alone
-    assert step.before == direct.before
-    assert step.peak == pytest.approx(direct.peak, rel=0.002)
-
-
 def test_a_frozen_tower_has_no_second_pass_and_no_graph() -> None:
     config = settings(model__image__train="none")
     with dry_run(config, model_without_values(config.model), 1, 90) as run:
