@@ -9,9 +9,9 @@ from clipscale.common.hardware import cores
 from clipscale.common.units import format_bytes
 from clipscale.config.data import DataConfig
 from clipscale.data.decode import IMAGE_TYPES, Picture, image_bytes
-from clipscale.data.filters import Selection, selection
+from clipscale.data.filters import selection
 from clipscale.data.order import CounterRNG
-from clipscale.data.sample import BrokenSampleError, RawSample, limits
+from clipscale.data.sample import BrokenSampleError, limits
 from clipscale.data.shards import index
 from clipscale.data.shards.addresses import leaf_of
 from clipscale.data.shards.reader import ReadProblem, read_shard
@@ -53,6 +53,7 @@ def main(sources: Sequence[str], settings: CheckSettings) -> int:
 
 
 def check_shard(url: str, config: DataConfig) -> Findings:
+    """Decode its samples as training does."""
     findings = Findings()
     problem = ReadProblem()
     chosen = selection(config)
@@ -61,18 +62,13 @@ def check_shard(url: str, config: DataConfig) -> Findings:
         findings.samples += 1
         findings.bytes += sample.extent
         try:
-            use(sample, chosen, config.max_pixels)
+            if sample.damage:
+                raise BrokenSampleError(sample.damage, sample.detail)
+            chosen.check(sample, chosen.draw(sample.members, CounterRNG(sample.index)))
+            Picture(image_bytes(sample.members), config.max_pixels).decode()
         except BrokenSampleError as error:
             findings.broken[error.reason] += 1
             findings.examples.setdefault(error.reason, f"{leaf_of(url)}/{sample.key}: {error}"[:200])
     if problem.reason:
         findings.damage = f"{problem.reason}: {problem.detail}".replace(f"{url}: ", "")
     return findings
-
-
-def use(sample: RawSample, chosen: Selection, max_pixels: int) -> None:
-    """Decode the sample as training does. Raises BrokenSampleError."""
-    if sample.damage:
-        raise BrokenSampleError(sample.damage, sample.detail)
-    chosen.check(sample, chosen.draw(sample.members, CounterRNG(sample.index)))
-    Picture(image_bytes(sample.members), max_pixels).decode()

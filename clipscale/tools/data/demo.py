@@ -87,11 +87,11 @@ def render_demo(root: Path, train_samples: int = 20_000) -> bool:
 
     Raises UserError if `root` holds something else.
     """
-    recipe = json.dumps({"recipe": RECIPE_VERSION, "train_samples": train_samples}) + "\n"
+    recipe = f"{json.dumps({'recipe': RECIPE_VERSION, 'train_samples': train_samples})}\n".encode()
     if train_samples < TRAIN_SHARDS:
         raise UserError(f"samples={train_samples}: the demo set needs at least {TRAIN_SHARDS}, one for each shard")
     note = root / "recipe.json"
-    if note.is_file() and note.read_bytes() == recipe.encode():
+    if note.is_file() and note.read_bytes() == recipe:
         return False
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise UserError(f"root={root}: exists and is not this demo set; remove it, or choose a new folder")
@@ -100,10 +100,10 @@ def render_demo(root: Path, train_samples: int = 20_000) -> bool:
         with tempfile.TemporaryDirectory(prefix=f".{root.name}-", dir=root.parent) as temporary:
             new = Path(temporary) / "new"
             _write_all(new, train_samples)
-            (new / "recipe.json").write_text(recipe)
+            (new / "recipe.json").write_bytes(recipe)
             new.rename(root)
     except OSError as error:
-        if note.is_file() and note.read_bytes() == recipe.encode():  # by another process meanwhile
+        if note.is_file() and note.read_bytes() == recipe:  # by another process meanwhile
             return False
         raise UserError(f"root={root}: cannot be written ({error.strerror}); choose another folder") from error
     return True

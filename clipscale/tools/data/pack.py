@@ -11,7 +11,7 @@ import multiprocessing
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import asdict
-from itertools import chain, count, islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -164,9 +164,8 @@ def write_shards(folder: Path, name: str, samples: Iterator[Record]) -> dict[str
     from clipscale.data.shards.writer import shard_writer  # here: webdataset loads torch
 
     sizes: dict[str, int] = {}
-    numbers = count(1)
     while first := next(samples, None):
-        shard = f"{name}_{next(numbers)}.tar" if sizes else f"{name}.tar"
+        shard = f"{name}_{len(sizes)}.tar" if sizes else f"{name}.tar"
         size = sizes[shard] = 0
         with shard_writer(folder / shard) as writer:
             for sample in chain([first], samples):

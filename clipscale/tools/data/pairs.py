@@ -18,9 +18,6 @@ from clipscale.data.shards.addresses import is_local
 USUAL = ("image", "filepath", "file_name"), ("caption", "captions", "text", "title")
 """Names of a table's columns: the picture's and the captions'."""
 TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
-STREAMED = {"block_size": 0}
-"""Of fsspec: not in ranges of bytes, which not all servers of pictures answer."""
-Row = Record
 
 
 class Cell(NamedTuple):
@@ -42,7 +39,7 @@ class Pair(NamedTuple):
     place: str | Cell
     """A path, an address, or a cell."""
     captions: list[str]
-    fields: Row
+    fields: Record
     """The other columns: texts, numbers and lists, such as hard negatives."""
 
 
@@ -104,7 +101,7 @@ def of_table(file: Path, columns: list[str] | None) -> Iterator[Pair]:
         raise UserError(f"{file}: row {len(chosen) and number + 1} cannot be read ({first_line(error)})") from error
 
 
-def text_rows(file: Path) -> Iterator[Row]:
+def text_rows(file: Path) -> Iterator[Record]:
     with file.open(encoding="utf-8-sig", newline="") as text:
         if file.suffix == ".jsonl":
             yield from (json.loads(line) for line in text if line.strip())
@@ -113,7 +110,7 @@ def text_rows(file: Path) -> Iterator[Row]:
         yield from csv.DictReader(text, delimiter="\t" if file.suffix == ".tsv" else ",")
 
 
-def parquet_rows(file: Path, columns: list[str] | None) -> Iterator[Row]:
+def parquet_rows(file: Path, columns: list[str] | None) -> Iterator[Record]:
     """Pictures inside are not read: a row has their cell. Raises UserError where pyarrow is not installed."""
     try:
         from pyarrow.parquet import ParquetFile
@@ -129,7 +126,7 @@ def parquet_rows(file: Path, columns: list[str] | None) -> Iterator[Row]:
             yield row | {image: Cell(str(file), group, number, image)} if inside else row
 
 
-def chosen_columns(file: Path, row: Row, columns: list[str] | None) -> list[str]:
+def chosen_columns(file: Path, row: Record, columns: list[str] | None) -> list[str]:
     """The picture's column and the captions'. Raises UserError for those that are not there."""
     chosen = columns or [next((name for name in usual if name in row), usual[0]) for usual in USUAL]
     for name in chosen:
@@ -148,7 +145,9 @@ def read_picture(place: str | Cell) -> bytes:
         elif is_local(place) and not Path(place).is_file():
             raise FileNotFoundError(f"{place}: no such file")
         else:
-            with fsspec.open(place, "rb", **(STREAMED if place.startswith("http") else {})) as source:
+            # Whole: not all servers of pictures answer ranges of bytes.
+            options = {"block_size": 0} if place.startswith("http") else {}
+            with fsspec.open(place, "rb", **options) as source:
                 data = source.read(MAX_IMAGE_BYTES + 1)
     except Exception as error:  # of many kinds, by the scheme
         raise BrokenSampleError("unreadable_file", str(error)) from error
