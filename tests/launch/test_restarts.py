@@ -1,6 +1,5 @@
 """Restarts by torchrun: of workers on one machine and on two, of a lost machine, and who ends with whom."""
 
-import json
 import socket
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from clipscale.distributed.world import attempt_store
+from clipscale.log.records import read_metrics
 from tests.conftest import TINY
 
 STEPS = 40
@@ -48,8 +48,7 @@ def test_a_start_shares_no_key_with_the_one_before_it(monkeypatch: pytest.Monkey
 
 def curve(run: Path) -> list[float]:
     """The losses; the last of a step that was taken twice."""
-    lines = run.joinpath("metrics.jsonl").read_text().splitlines() if run.joinpath("metrics.jsonl").exists() else []
-    losses = {record["step"]: record["loss"] for record in map(json.loads, lines)}
+    losses = {record["step"]: record["loss"] for record in read_metrics(run / "metrics.jsonl")}
     return [losses[step] for step in sorted(losses)]
 
 

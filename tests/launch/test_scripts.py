@@ -12,6 +12,7 @@ import yaml
 
 from clipscale.cli import compose
 from clipscale.config.presets import PACKAGE
+from clipscale.log.records import read_metrics
 from tests.conftest import TINY
 
 LAUNCH = PACKAGE.parent / "launch"
@@ -19,8 +20,7 @@ LONG = [*(word for word in TINY if not word.startswith("samples")), "run=long", 
 
 
 def steps(run: Path) -> list[int]:
-    path = run / "metrics.jsonl"
-    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+    return [record["step"] for record in read_metrics(run / "metrics.jsonl")]
 
 
 def test_the_kubernetes_manifest_starts_a_run_that_composes() -> None:
