@@ -42,7 +42,7 @@ from clipscale.log.warnings import fallen
 from clipscale.models.flops import Flops
 from clipscale.state.start import begin, resolve
 from clipscale.step.optim import Schedule, largest_rms
-from clipscale.step.pass_contexts import batch_norms
+from clipscale.step.pass_contexts import statistics
 
 RMS_EVERY = 10
 """Steps between measurements of the largest update."""
@@ -281,14 +281,12 @@ class Run:
         A resumed run takes it again, bit for bit.
         """
         random = RandomState.now(self.world.device)
-        norms = batch_norms(self.state.model)
-        statistics = [(buffer, buffer.clone()) for norm in norms.values() for buffer in norm.buffers()]
+        restore_statistics = statistics(self.state.model)
         try:
             yield
         except (SignalError, DataError):
             random.restore()
-            for buffer, value in statistics:
-                buffer.copy_(value)
+            restore_statistics()
             self.stream.give_back()
             reshard(self.state.model)  # FSDP2 may have left within a forward pass, with whole weights
             raise

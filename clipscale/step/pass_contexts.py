@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -58,14 +57,23 @@ def summing(encoder: Callable[..., Tensor], out: Tensor) -> Tensor:
         encoder.module = module
 
 
-@contextmanager
-def unchanged_statistics(encoder: Callable[..., Tensor]) -> Iterator[None]:
-    """Restores the statistics of batch normalisation afterwards: the first pass alone updates them."""
+def statistics(encoder: Callable[..., Tensor]) -> Callable[[], None]:
+    """Notes the statistics of batch normalisation. What it returns restores them."""
     buffers = [buffer for module in batch_norms(encoder).values() for buffer in module.buffers()]
     before = [b.clone() for b in buffers]
+
+    def restore() -> None:
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.data.copy_(value)  # `data` counts no change: the kept graph of another tower may hold the buffer
+
+    return restore
+
+
+@contextmanager
+def unchanged_statistics(encoder: Callable[..., Tensor]) -> Iterator[None]:
+    """Restores the statistics afterwards: the first pass alone updates them."""
+    restore = statistics(encoder)
     try:
         yield
     finally:
-        with torch.no_grad():
-            for buffer, value in zip(buffers, before, strict=True):
-                buffer.data.copy_(value)  # `data` counts no change: the kept graph of another tower may hold the buffer
+        restore()
