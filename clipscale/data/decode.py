@@ -181,14 +181,13 @@ def decode_by_pillow(image: Image.Image) -> np.ndarray:
     return np.array(image.convert("RGB"))
 
 
-Box = tuple[int, int, int, int]
-"""Left, top, right, bottom, in source pixels."""
-
-
-def random_box(width: int, height: int, scale: tuple[float, float], ratio: tuple[float, float], rng: CounterRNG) -> Box:
+def random_box(
+    width: int, height: int, scale: tuple[float, float], ratio: tuple[float, float], rng: CounterRNG
+) -> tuple[int, int, int, int]:
     """A random crop as by torchvision's RandomResizedCrop: area uniform in `scale`, aspect log-uniform in `ratio`.
 
-    After ten failed attempts it is the largest central crop whose aspect lies in `ratio`.
+    Returns left, top, right, bottom, in source pixels. After ten failed attempts it is the largest central crop whose
+    aspect lies in `ratio`.
     """
     low, high = math.log(ratio[0]), math.log(ratio[1])
     for _ in range(10):

@@ -154,8 +154,7 @@ class Epochs:
     def segments(self, stream: int, epoch: int, skip: int = 0) -> Iterator[Segment]:
         """The segments that a stream reads in an epoch, after its first `skip` samples."""
         shards, ends = _shard_order(self.counts, self.seed, epoch)
-        first, last = self.reach(stream)
-        first += skip
+        first, last = self._ends[stream] + skip, self._ends[stream + 1]
         at = int(np.searchsorted(ends, first, side="right"))
         while first < last:
             shard = int(shards[at])
@@ -164,10 +163,6 @@ class Epochs:
             if stop > first:
                 yield Segment(shard, epoch, first - begin, stop - begin, self.counts[shard])
             first, at = stop, at + 1
-
-    def reach(self, stream: int) -> tuple[int, int]:
-        """The stream's stretch of the epoch's concatenated shards."""
-        return self._ends[stream], self._ends[stream + 1]
 
     @cached_property
     def _ends(self) -> list[int]:

@@ -20,7 +20,6 @@ from clipscale.loss.block import RowBlock
 
 BLOCK, WAIT = "contrastive_loss: block", "contrastive_loss: wait"  # spans in a profiler's trace
 Visit = Callable[[RowBlock, int | None], None]  # computes the rows against these columns; the number is Block.positive
-Hop = tuple[int, int]  # (rank to send to, rank to receive from)
 
 
 @dataclass
@@ -57,8 +56,9 @@ class Communicator:
         self.group: dist.ProcessGroup = dist.distributed_c10d._get_default_group() if group is None else group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
-    def post(self, tensors: list[Tensor], hop: Hop, tag: int = 0) -> Transfer:
-        """Start to send the tensors to one rank and receive such from another. `tag` separates two streams."""
+    def post(self, tensors: list[Tensor], hop: tuple[int, int], tag: int = 0) -> Transfer:
+        """Start to send the tensors to the first rank of `hop` and receive such from the other. `tag` separates two
+        streams."""
         dest, src = (dist.get_global_rank(self.group, peer) for peer in hop)
         received = [torch.empty_like(x) for x in tensors]
         sends = [dist.P2POp(dist.isend, x, dest, self.group, tag) for x in tensors]

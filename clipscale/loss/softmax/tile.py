@@ -19,9 +19,6 @@ from clipscale.loss.tile import ObjectiveTile
 MARGIN = 60.0
 SMALLEST_SUM = 1e-25  # somewhat above e^-60: a smaller sum may have lost terms to underflow
 
-Direction = tuple[Tensor, Tensor, int]
-"""The weights and the log-sum-exps of a side, and the dimension of the scores that it sums over."""
-
 
 class SoftmaxTile(ObjectiveTile):
     """A side without weights takes no part."""
@@ -59,8 +56,9 @@ class SoftmaxTile(ObjectiveTile):
         return scores
 
 
-def directions(block: Block) -> list[Direction]:
-    """Image to text and text to image, where their side has weights."""
+def directions(block: Block) -> list[tuple[Tensor, Tensor, int]]:
+    """Image to text and text to image, where their side has weights: those, its log-sum-exps, and the dimension of the
+    scores that it sums over."""
     sides = []
     for side, dim in ((block.rows, 1), (block.cols, 0)):
         if side.weight is not None and side.lse is not None:
