@@ -134,7 +134,8 @@ class DryRun:
         self.state = TrainState(config, world, parts(config, model, world, machine))
         if machine.capability and type(self.state.optimizer).__module__.startswith("torch.optim"):
             for group in self.state.optimizer.param_groups:  # torch's own choice on CUDA
-                group["foreach"] = True if group.get("foreach", False) is None else group.get("foreach", False)
+                if group.get("foreach", False) is None:
+                    group["foreach"] = True
         self.state.precision.scaler = None  # it takes a few bytes, and its test of every gradient needs values
         self.width, self.context_length = model.width, model.context_length
         self.columns = columns_of(config.data, model.image_size, self.state.parts.teachers)

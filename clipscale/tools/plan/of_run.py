@@ -109,9 +109,7 @@ def compare(folder: Path) -> Record:
     if measured := compared["step"]["measured_s"]:  # the share of what the arithmetic allows
         compared["step"]["share"] = result["least_step_s"] / measured
     errors = [abs(compared[name]["ratio"] - 1) for name in (*phases, "peak") if compared[name]["ratio"]]
-    result["run"] = str(folder)
-    result["steps"] = len(records)
-    result["largest_error"] = max(errors, default=None)
-    result["compared"] = compared
+    error = max(errors, default=None)
+    result |= {"run": str(folder), "steps": len(records), "largest_error": error, "compared": compared}
     files.write_json(folder / FILE, result)
     return result

@@ -30,23 +30,14 @@ def at(run: DryRun, batch: int, chunk: int, keep: float, *, resident: bool = Fal
     return model.with_kept(model.at(batch, chunks, resident=resident), batch, chunks, keep)
 
 
+def figures(step: StepMemory, growth: bool, peaks: bool) -> dict[str, float]:
+    """Each phase's peak and, with `growth`, its peak beyond the memory before it."""
+    found = {phase: step.phase(phase) for phase in PHASES} if peaks else {}
+    return found | ({f"beyond, {phase}": step.phase(phase) - step.before[phase] for phase in PHASES} if growth else {})
+
+
 def assert_agree(ours: StepMemory, real: StepMemory, *, growth: bool = True, peaks: bool = True) -> None:
-    """Compare each phase's peak and, with `growth`, its peak beyond the memory before it."""
-    lines, worst = [""], 0.0
-    for phase in PHASES:
-        pairs = (
-            (ours.phase(phase), real.phase(phase)),
-            (ours.phase(phase) - ours.before[phase], real.phase(phase) - real.before[phase]),
-        )
-        for what, (guess, true) in zip(("peak", "beyond"), pairs):
-            error = abs(guess - true) / true if abs(guess - true) > SMALL else 0.0
-            worst = max(worst, error if (peaks if what == "peak" else growth) else 0.0)
-            lines.append(
-                f"{phase:6s} {what:6s} predicted {guess / 2**20:8.3f} MiB, measured {true / 2**20:8.3f}: "
-                f"{guess / true - 1:+.2%}"
-            )
-    print("\n".join(lines))
-    assert worst <= BAR, "\n".join(lines)
+    assert figures(ours, growth, peaks) == pytest.approx(figures(real, growth, peaks), rel=BAR, abs=SMALL)
 
 
 CHECKPOINTING = {"model__grad_checkpointing": True}
