@@ -47,7 +47,7 @@ MOST_COUNTED = 2**18
 """Pairs up to which a further step counts FLOPs."""
 COUNTED_UNITS = 4
 """Units of 2 N N D FLOP that every method is credited with: scores forward; scores again and two gradients backward."""
-WIDENED = {torch.ops.aten.addmm: lambda start, a, b, *rest, **options: 2 * a[0] * a[1] * b[1]}
+ADDMM_FLOPS = {torch.ops.aten.addmm: lambda start, a, b, *rest, **options: 2 * a[0] * a[1] * b[1]}
 """How addmm is counted: torch 2.11 cannot count one with `out`."""
 GEMM = {"cpu": (2048, 4), "cuda": (8192, 32)}  # side and number of the matrix products after each step
 SIGLIP_SCALE, SIGLIP_BIAS = 10.0, -10.0
@@ -186,7 +186,7 @@ def facts(loss: LossFunction, method: Method, job: Row) -> Row:
     forward -= gradients if method.sigmoid else 0  # which makes them in the forward pass
     row: Row = {"extra_bytes": max(forward, backward - gradients, 0)}
     if not method.cuda and job["method"] != "compile" and job["n"] <= MOST_COUNTED:
-        with FlopCounterMode(display=False, custom_mapping=WIDENED) as counter:
+        with FlopCounterMode(display=False, custom_mapping=ADDMM_FLOPS) as counter:
             step(loss, inputs)
         row["units"] = counter.get_total_flops() / (2 * job["n"] ** 2 * job["d"]) or None  # kernels are not counted
     if job["n"] <= job["reference"]:

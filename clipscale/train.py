@@ -42,7 +42,7 @@ from clipscale.log.warnings import fallen
 from clipscale.models.flops import Flops
 from clipscale.state.start import begin, resolve
 from clipscale.step.optim import Schedule, largest_rms
-from clipscale.step.pass_contexts import statistics
+from clipscale.step.pass_contexts import note_statistics
 
 RMS_EVERY = 10
 """Steps between measurements of the largest update."""
@@ -225,7 +225,7 @@ class Run:
             if self.stream.failure:  # no rank updates its weights then
                 state.spoil_gradients()
             norm = state.gradient_norm()
-            # The host waits for the device here, and in the loss's backward pass for the scale.
+            # The host waits for the device here, and where the gradients of the loss are computed, for its scale.
             self.loss, grad_norm = Readback(value, norm).read()
             finite = math.isfinite(self.loss) and math.isfinite(grad_norm)
             if not finite:
@@ -281,7 +281,7 @@ class Run:
         A resumed run takes it again, bit for bit.
         """
         random = RandomState.now(self.world.device)
-        restore_statistics = statistics(self.state.model)
+        restore_statistics = note_statistics(self.state.model)
         try:
             yield
         except (SignalError, DataError):

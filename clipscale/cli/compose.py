@@ -108,11 +108,12 @@ def settings(name: str, words: Sequence[str], config_dir: str | None = None) -> 
         raise UserError(f"--config-dir {config_dir}: there is no such folder; it holds experiment/NAME.yaml")
     declared = settings_of(verb.settings)
     trains = settings_of(TrainConfig)
+    dictionaries = [key for key, setting in declared.items() if setting.kind is dict]
     groups = default_choices(verb.conf)
     changes = beside_experiment(words, config_dir)
     for word in words:
         key = word.partition("=")[0]
-        if any(setting.kind is dict and within([key], setting.name) for setting in declared.values()):
+        if any(f"{key}.".startswith(f"{name}.") for name in dictionaries):
             word = f"++{word}"  # new keys
         elif key not in declared and key not in groups:
             meant = MEANT.get(key, key).partition("=")[0]
@@ -128,9 +129,8 @@ def settings(name: str, words: Sequence[str], config_dir: str | None = None) -> 
             tree: Any = OmegaConf.to_container(compose(verb.conf or "settings", changes), resolve=True)
     except (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
         raise explained(error) from error
-    return typed(
-        verb.settings, tree, ignored=trains.keys() - declared
-    )  # by presets, such as those of training in data=demo
+    # Presets may set what this verb does not use, such as settings of training in data=demo.
+    return typed(verb.settings, tree, ignored=trains.keys() - declared)
 
 
 def beside_experiment(words: Sequence[str], config_dir: str | None) -> list[str]:

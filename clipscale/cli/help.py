@@ -54,10 +54,9 @@ def show_verb(name: str) -> None:
     if chosen := default_choices(verb.conf):
         print("\nGroups: named sets of values, from conf/ (* the default)")
         options = group_options()
-        columns(
-            (f"{group}=", ", ".join(f"{o}*" if o == choice else o for o in options[group]))
-            for group, choice in chosen.items()
-        )
+        for group, choice in chosen.items():
+            options[group] = [f"{option}*" if option == choice else option for option in options[group]]
+        columns((f"{group}=", ", ".join(options[group])) for group in chosen)
     show_examples(verb.examples)
     print()
     for line in (COUNTS, *verb.notes.splitlines()):

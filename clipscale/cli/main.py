@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             report(error)
         if isinstance(error, StoppedError):
             return 128 + error.number
-        return 2 if isinstance(error, UserError) and not isinstance(error, LoaderError) else 1
+        is_mistake = isinstance(error, UserError) and not isinstance(error, LoaderError)
+        return 2 if is_mistake else 1
 
 
 def run(argv: list[str]) -> int:
@@ -51,8 +52,9 @@ def run(argv: list[str]) -> int:
     if argv in (["-V"], ["--version"], ["version"]):
         say(f"clipscale {__version__}")
         return 0
-    words = [word for word in argv if word not in ("-h", "--help")]
-    if "help" in words[:3]:
+    asked = argv[1:] if argv[:1] == ["help"] else argv
+    words = [word for word in asked if word not in ("-h", "--help")]
+    if "help" in words[1:3]:
         words.remove("help")
     if not words or words != argv:
         help.show([word for word in words if not word.startswith("-") and "=" not in word])

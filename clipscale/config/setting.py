@@ -72,7 +72,7 @@ def settings_of(declared: type, prefix: str = "") -> dict[str, Setting]:
         if part.name in inside:
             used = [f"{name}.{each}" for each in only.get(part.name, "").split()]
             inner = settings_of(inside[part.name], name + ".")
-            settings |= {key: inner[key] for key in used or inner}
+            settings |= {key: setting for key, setting in inner.items() if not used or key in used}
         else:
             settings[name] = Setting(name, part.type, getattr(defaults, part.name), **part.metadata)
     return settings

@@ -131,7 +131,8 @@ def check(config: TrainConfig) -> None:
         "data.captions_per_step: with it, take loss.shared=positive and data.same=url or another field": (
             several and (data.same == "caption" or config.loss.shared == "mask")
         ),
-        "loss.backend=triton: its kernels take neither loss.shared nor several captions; take loss.backend=auto": (
+        f"loss.backend=triton: its kernels take neither loss.shared={config.loss.shared} nor "
+        f"data.captions_per_step={data.captions_per_step}; take loss.backend=auto": (
             config.loss.backend == "triton" and (several or config.loss.shared != "ignore")
         ),
         f"resume={config.resume}: there is no such file or run folder": (
@@ -196,5 +197,5 @@ def changes_since(file: Path, config: TrainConfig) -> list[str]:
 
 def to_yaml(config: Any) -> str:
     """The configuration as YAML without its secrets. `typed` reads it back, after `restored`."""
-    # hidden: tuples become lists, since YAML has no tuples
+    # `hidden` makes lists of tuples, which YAML does not have.
     return yaml.safe_dump(hidden(asdict(config)), sort_keys=False, allow_unicode=True)

@@ -25,6 +25,7 @@ def write_samples(path: Path, batch: HostBatch, tokenizer: Tokenizer) -> None:
         pixels = batch.pixels(row, row + 1)[0].permute(1, 2, 0).numpy()
         Image.fromarray(pixels).save(picture, "WEBP", quality=90)
         tokens = batch.tokens(row * batch.captions, (row + 1) * batch.captions)
-        samples.append((base64.b64encode(picture.getvalue()).decode(), map(tokenizer.decoded, tokens.tolist())))
+        captions = [tokenizer.decoded(caption) for caption in tokens.tolist()]
+        samples.append((base64.b64encode(picture.getvalue()).decode(), captions))
     template = Path(__file__).with_name(SHEET).read_text(encoding="utf-8")
     files.write_text(path, Template(template, autoescape=True).render(samples=samples))

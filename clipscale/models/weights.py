@@ -228,7 +228,8 @@ def _of_tag(tag: str, name: str, origin: str) -> Source:
 
 def checked_pixels(values: Record) -> Record:
     """Of these values those of `model.preprocess`, with their types. Raises UserError."""
-    known = {key: value for key, value in values.items() if key in settings_of(Preprocess)}
+    names = settings_of(Preprocess)
+    known = {key: value for key, value in values.items() if key in names}
     checked = asdict(typed(Preprocess, known))
     return {key: checked[key] for key in known}
 

@@ -60,7 +60,7 @@ class Resolved:
     """What the run goes on from; None: it begins."""
     saved: Record | None
     """The values of the checkpoint, without tensors."""
-    begins: bool
+    begins_stage: bool
     """Whether it goes on from the end of the stage before."""
     written: TrainConfig
     """The settings as config.yaml keeps them, of all stages."""
@@ -130,7 +130,7 @@ def begin(run: Resolved, world: World) -> tuple[TrainState, TrainStream]:
     with ExitStack() as undo:
         stream = undo.enter_context(read()) if config.offload != "encoded" else None
         parts = parts_of(config, world, tokenizer, teachers)
-        optimizer = run.stage.optimizer if run.begins else ""
+        optimizer = run.stage.optimizer if run.begins_stage else ""
         state = TrainState(config, world, parts, run.checkpoint, optimizer)
         stream = stream or undo.enter_context(read(state.chunks["image"]))
         settle(run, state, stream, world)

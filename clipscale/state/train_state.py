@@ -99,7 +99,7 @@ class TrainState:
             torch._dynamo.config.recompile_limit = 64
             torch._dynamo.config.optimize_ddp = False  # no graph is cut at a bucket: gradients are summed once a step
             for name, tower in (("image", self.model.image), ("text", self.model.text)):
-                # Sizes of pictures are few, and torch 2.11 cannot compile a tower for any of them.
+                # Chunks of pictures have few sizes. torch 2.11 fails where one graph of an image tower is for all.
                 dynamic = name == "text" and self.captions.pad is not None
                 if config.launch.parallel != "ddp" and world.size > 1:
                     for block in blocks(tower):  # FSDP2 gathers weights around them, which no graph contains
@@ -152,7 +152,8 @@ class TrainState:
 
     def reads(self, rows: int) -> Iterator[tuple[int, int]]:
         """The ranges of pixels that a step of `rows` samples reads, in order."""
-        return iter(self.cache.towers[0].cut(rows)) if "image" in self.trunks else self.cache.towers[0].ranges(rows)
+        tower = self.cache.towers[0]
+        return iter(tower.cut(rows)) if "image" in self.trunks else tower.ranges(rows)
 
     def loss(
         self, image_features: Tensor, text_features: Tensor, *, targets: Mapping[str, Tensor] = MappingProxyType({})

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def batch_norms(encoder: Callable[..., Tensor]) -> dict[str, _BatchNorm]:
-    """Its batch normalisation in training mode, by name: it mixes the samples of a batch, and keeps statistics."""
+    """The encoder's modules of batch normalisation in training mode, by name. They mix samples and keep statistics."""
     modules = encoder.named_modules() if isinstance(encoder, nn.Module) else ()
     return {name: module for name, module in modules if isinstance(module, _BatchNorm) and module.training}
 
@@ -57,7 +57,7 @@ def summing(encoder: Callable[..., Tensor], out: Tensor) -> Tensor:
         encoder.module = module
 
 
-def statistics(encoder: Callable[..., Tensor]) -> Callable[[], None]:
+def note_statistics(encoder: Callable[..., Tensor]) -> Callable[[], None]:
     """Notes the statistics of batch normalisation. What it returns restores them."""
     buffers = [buffer for module in batch_norms(encoder).values() for buffer in module.buffers()]
     before = [b.clone() for b in buffers]
@@ -72,7 +72,7 @@ def statistics(encoder: Callable[..., Tensor]) -> Callable[[], None]:
 @contextmanager
 def unchanged_statistics(encoder: Callable[..., Tensor]) -> Iterator[None]:
     """Restores the statistics afterwards: the first pass alone updates them."""
-    restore = statistics(encoder)
+    restore = note_statistics(encoder)
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""A step over several ranks waits for the device once, and all ranks end with the same weights."""
+"""Ranks of a step send few messages, and all end with the same weights."""
 
 import time
 from pathlib import Path

@@ -110,7 +110,7 @@ def test_frozen_inputs_get_no_gradient_and_do_not_change_the_others(similarity: 
         x = {name: x.clone().requires_grad_(name in trained) for name, x in zip(SUBSETS[-1], (u, v, scale, bias))}
         options = {"logit_bias": x["bias"], "objective": objective, "similarity": module}
         contrastive_loss(x["u"], x["v"], x["scale"], **options).backward()
-        return {name: x.grad for name, x in x.items()}
+        return {name: leaf.grad for name, leaf in x.items()}
 
     with tiles_of(4):
         for objective in ("softmax", "sigmoid"):

@@ -118,6 +118,6 @@ def split(spans: list[tuple[int, int]], count: int) -> None:
 def early(widths: np.ndarray, cost: float) -> int:
     """How many captions a chunk of them takes: up to the drop that saves the most padding, if over `cost` tokens."""
     count = len(widths)
-    saved = (count - np.arange(count)) * (widths[0] - widths)  # by an end before each
+    saved = (count - np.arange(count)) * (widths[0] - widths)  # by a chunk that ends before each caption
     best = int(saved.argmax())
     return best if saved[best] > cost else count

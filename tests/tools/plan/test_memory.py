@@ -32,14 +32,21 @@ def at(run: DryRun, batch: int, chunk: int, keep: float, *, resident: bool = Fal
 
 def figures(step: StepMemory, growth: bool, peaks: bool) -> dict[str, float]:
     """Each phase's peak and, with `growth`, its peak beyond the memory before it."""
-    found = {phase: step.phase(phase) for phase in PHASES} if peaks else {}
-    return found | ({f"beyond, {phase}": step.phase(phase) - step.before[phase] for phase in PHASES} if growth else {})
+    compared = {}
+    for phase in PHASES:
+        if peaks:
+            compared[phase] = step.phase(phase)
+        if growth:
+            compared[f"beyond, {phase}"] = step.phase(phase) - step.before[phase]
+    return compared
 
 
 def assert_agree(
     ours: StepMemory, real: StepMemory, *, growth: bool = True, peaks: bool = True, small: int = SMALL
 ) -> None:
-    assert figures(ours, growth, peaks) == pytest.approx(figures(real, growth, peaks), rel=BAR, abs=small)
+    predicted, actual = figures(ours, growth, peaks), figures(real, growth, peaks)
+    print(f"predicted {predicted}\nmeasured {actual}")
+    assert predicted == pytest.approx(actual, rel=BAR, abs=small)
 
 
 CHECKPOINTING = {"model__grad_checkpointing": True}
