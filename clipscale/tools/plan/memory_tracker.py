@@ -59,7 +59,10 @@ class MemoryTracker(TorchDispatchMode):
         return out
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operation returns. FakeTensorMode takes long over all, even over views and what is updated."""
+        """What an operation returns.
+
+        Views, and tensors that are written into, need no FakeTensorMode, which takes long over each operation.
+        """
         if self._mode and isinstance(args[0], FakeTensor):
             if func.is_view:
                 with in_kernel_invocation_manager(self._mode):

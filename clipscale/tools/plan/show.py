@@ -58,7 +58,10 @@ def parts(result: Record, config: PlanConfig) -> Iterator[TextTable | str]:
         f"chunks of {chunk['image']} images and {chunk['text']} texts; graphs kept: {kept['image']} and "
         f"{kept['text']}; encoded twice: {again['image']:.0%} of the images and {again['text']:.0%} of the texts"
     )
-    phases = [[name, *map(gib, sizes.values())] for name, sizes in result["device"]["phases"].items()]
+    phases = [
+        [name, gib(sizes["before_bytes"]), gib(sizes["extra_bytes"]), gib(sizes["peak_bytes"])]
+        for name, sizes in result["device"]["phases"].items()
+    ]
     title = "memory of one GPU in a step, of torch's allocator"
     yield TextTable(["phase", "before, GiB", "extra", "peak"], phases, title)
     holders = [[what, gib(size)] for what, size in host["process_bytes"].items() if size]

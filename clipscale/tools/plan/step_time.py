@@ -20,7 +20,7 @@ from clipscale.tools.plan.settings import PlanConfig
 
 UNKNOWN = Hardware([], 0, 0, 1e-12, 1e-12)
 """A CPU, whose peak no table has: the arithmetic gives operations instead of seconds, which a measurement divides."""
-PUBLISHED = files.read_yaml(Path(__file__).with_name("published.yaml"))
+PLAIN_STEPS = files.read_yaml(Path(__file__).with_name("plain_steps.yaml"))
 A100 = HARDWARE["a100-80g"]
 
 
@@ -87,30 +87,29 @@ class StepTime:
         }
 
     def known(self) -> Share | None:
-        """The best evidence of the share: what was measured here, else what is published."""
+        """The best evidence of the share: what was measured here, else what is known of plain steps."""
         if measured := self.measured():
             return measured
-        return None if self.gpu is UNKNOWN else self.published()
+        return None if self.gpu is UNKNOWN else self.of_plain_steps()
 
-    def published(self) -> Share:
+    def of_plain_steps(self) -> Share:
         """By plain steps of the model that is nearest: in kind, in the speed of its chip, and in operations."""
-        name, chip, own = self.config.model.name, self.gpu.words[0], self.gpu.half * 1e12
-        speeds = PUBLISHED["chips"]
+        name = self.config.model.name
+        chip = self.gpu.words[0]
+        speeds = PLAIN_STEPS["chips"]
         speed = speeds.get(chip, self.gpu.half / A100.half)
 
         def distance(row: Record) -> tuple[bool, float, float]:
             operations = abs(math.log(row["gflop"] * 1e9 / self.forward))
             return row["model"][:2] != name[:2], abs(math.log(speeds[row["chip"]] / speed)), operations
 
-        nearest = min(PUBLISHED["images_per_s"], key=distance)
+        nearest = min(PLAIN_STEPS["images_per_s"], key=distance)
         relative = speed / speeds[nearest["chip"]]
-        low, high = (3 * rate * nearest["gflop"] * 1e9 * relative / own for rate in nearest["rates"])
-        rates = " to ".join(f"{rate}" for rate in dict.fromkeys(nearest["rates"]))
-        what = f"published, {rates} images/s of {nearest['model']} in plain steps on an {nearest['chip']}"
-        what = f"{what} ({nearest['source']})"
-        if chip != nearest["chip"]:
-            what = f"{what}, {chip} taken as {relative:.3g} times as fast"
-        return Share(what, low, high)
+        taken = "" if chip == nearest["chip"] else f", {chip} taken as {relative:.3g} times as fast"
+        plain = f"{nearest['model']} in plain steps on an {nearest['chip']} ({nearest['source']})"
+        flops = 3e9 * nearest["gflop"] * relative
+        low, high = (flops * rate / (self.gpu.half * 1e12) for rate in nearest["rates"])
+        return Share(f"known, {nearest['rates'][0]} to {nearest['rates'][1]} images/s of {plain}{taken}", low, high)
 
     def measured(self) -> Share | None:
         """The newest measurement on such a machine among the runs here, of the same model before any other."""

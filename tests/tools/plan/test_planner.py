@@ -40,7 +40,7 @@ def test_a_large_batch_of_a_small_model_fits(capsys: pytest.CaptureFixture[str])
     assert err.startswith("dry run of tiny on 8 x A800-80G") and err.count("\n") == 1
     first, speed, length, published, largest = out.splitlines()[:5]
     assert first.startswith("fits: ") and "GiB usable on each GPU" in first
-    assert "images/s per GPU" in speed and "a plain step" in speed and "published" in speed
+    assert "images/s per GPU" in speed and "a plain step" in speed and "By what is known" in speed
     assert "for 33.6M samples; a step takes about" in length
     assert published.startswith("warning: batch=1M is 256 times what was published for about as many samples")
     assert re.match(r"largest batch with these chunks: \d+M, with [\d.]+ GiB of host memory on each node", largest)
