@@ -64,9 +64,12 @@ def agents(folder: Path, environment: dict[str, str], words: list[str], nodes: i
         with (folder / "output.txt").open("a") as output:
             return psutil.Popen(command, cwd=folder, env=environment, stdout=output, stderr=output)
 
-    started = [start() for _ in range(nodes)]
+    started = [start()]
     started[0].again = start
     try:
+        while port not in [connection.laddr.port for connection in started[0].net_connections()]:
+            time.sleep(0.1)  # the first one holds the store, with which the others would end
+        started += [start() for _ in range(nodes - 1)]
         yield started
     finally:
         for agent in started:
