@@ -171,7 +171,9 @@ def test_the_version_is_printed(cli: Cli, words: list[str]) -> None:
     assert cli(*words) == (0, f"clipscale {__version__}\n", "")
 
 
-@pytest.mark.parametrize("words", ["train help", "help train", "train -m --help", "train data=demo -m --help"])
+@pytest.mark.parametrize(
+    "words", ["train help", "help train", "help train help", "train -m --help", "train data=demo -m --help"]
+)
 def test_help_is_found_by_any_of_its_words(cli: Cli, words: str) -> None:
     assert cli(*words.split()) == cli("train", "--help")
 

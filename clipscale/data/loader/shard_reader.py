@@ -131,7 +131,7 @@ class ShardReader:
         store: Store,
         opens: Callable[[str], None] = lambda url: None,
     ) -> None:
-        """`start`: epoch and samples read in it. `opens` is told of each shard before it is opened."""
+        """`start`: epoch and samples read in it. `opens` is called with each shard before it is opened."""
         self._shards = shards
         self._stream = stream
         self._kinds = kinds

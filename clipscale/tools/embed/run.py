@@ -68,7 +68,8 @@ def work(config: EmbedConfig) -> Record:
     samples = sum(entry["samples"] for entry in entries.values())
     if world.main:
         files.write_json(out / SHARDS, dict(sorted((read(out / SHARDS) | entries).items())))
-        say(f"features of {samples} samples: {out}")
+        remedy = f"; train with data.train={out} distill.teachers=[{config.teacher}]" if config.teacher else ""
+        say(f"features of {samples} samples: {out}{remedy}")
     unread = len(sources) - len(entries)
     if unread:
         raise UserError(f"out={out}: {unread} of {len(sources)} shards could not be fetched; start again to fetch them")
