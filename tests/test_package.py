@@ -18,6 +18,7 @@ from clipscale.config.train import TrainConfig
 from tests.conftest import TINY
 
 CHECKOUT = PACKAGE.parent
+ARCHITECTURE = CHECKOUT / "docs/contributing/architecture.md"
 ALONE = {"PYTHONPATH": ""}
 """Nothing but the environment's own packages."""
 
@@ -80,12 +81,12 @@ def test_the_wheel_trains_from_another_folder(
 
 def test_the_architecture_page_names_every_module_and_no_other() -> None:
     named = set()
-    for line in (CHECKOUT / "docs/architecture.md").read_text().partition("## Files")[2].splitlines():
+    for line in ARCHITECTURE.read_text().partition("## Files")[2].splitlines():
         if line.startswith("|") and ".py`" in line:
             folder, files = line.split("|")[1:3]
             named |= {folder.strip(" `") + name for name in re.findall(r"`(\w+\.py)`", files)}
     modules = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if not path.stem.startswith("__")}
-    assert (modules - named, named - modules) == (set(), set()), "docs/architecture.md lacks, and names in vain"
+    assert (modules - named, named - modules) == (set(), set()), f"{ARCHITECTURE} lacks, and names in vain"
 
 
 def definitions() -> set[str]:
@@ -103,7 +104,7 @@ def definitions() -> set[str]:
 
 
 def test_every_name_on_the_architecture_page_exists() -> None:
-    text = re.sub(r"^```.*?^```$", "", (CHECKOUT / "docs/architecture.md").read_text(), flags=re.M | re.S)
+    text = re.sub(r"^```.*?^```$", "", ARCHITECTURE.read_text(), flags=re.M | re.S)
     words = set(re.findall(r"`([\w./]+)`", text))
     places = [PACKAGE, CHECKOUT, *(path for path in PACKAGE.rglob("*") if path.is_dir())]
     known = definitions() | settings_of(TrainConfig).keys() | VERBS.keys()
