@@ -22,7 +22,11 @@ from clipscale.data.sample import BrokenSampleError
 if TYPE_CHECKING:  # `data check` decodes pictures without torch
     from torch import Tensor
 
-IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "gif", "bmp")
+IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "jpe", "jfif", "mpo", "apng")
+"""Names of pictures in lower case: a member's extension in a shard, and a file's suffix. The one list of the writer,
+training and evaluation. A sample with several pictures has the first of these."""
+NAME_OF = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp", "GIF": "gif", "BMP": "bmp"}
+"""The name by which a picture is written, by what Pillow finds in it. An MPO is a JPEG with more pictures after it."""
 Image.init()
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 """The decoders Pillow may use. EPS would run a program; a TIFF's tile is as large as it says, whatever its picture."""
@@ -125,7 +129,8 @@ class Picture:
     """A picture whose header has been read. Its upright width and height are known, its pixels are not decoded yet.
 
     As in open_clip, transparency is dropped and not composited. Unlike open_clip, this resolves palettes before
-    resizing, scales 16-bit pictures to 8 bits instead of clipping them, and applies the EXIF orientation.
+    resizing, scales 16-bit pictures to 8 bits instead of clipping them, and applies the EXIF orientation. Of a file of
+    several pictures (MPO, GIF, WebP) it is the first.
     Raises BrokenSampleError: `huge_image`, `unreadable_image`.
     """
 
@@ -133,7 +138,9 @@ class Picture:
         with broken_pictures():
             self._data = data
             self._image = open_picture(data, max_pixels)
-            self.is_jpeg = self._image.format == "JPEG" and self._image.mode in ("RGB", "L")
+            self.type = NAME_OF[str(self._image.format)]
+            """The one of IMAGE_TYPES that its content calls for."""
+            self.is_jpeg = self.type == "jpg" and self._image.mode in ("RGB", "L")
             """Whether it is a JPEG that can be decoded at a smaller size."""
             self.width, self.height = self._image.size
             has_exif = "exif" in self._image.info

@@ -12,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from clipscale.data.decode import BrokenSampleError, Picture, TrainTransform, captions_of, colour_changes
+from clipscale.data.decode import (
+    IMAGE_TYPES,
+    BrokenSampleError,
+    Picture,
+    TrainTransform,
+    captions_of,
+    colour_changes,
+    image_bytes,
+)
 from clipscale.data.eval_transform import EvalTransform
 from clipscale.data.order import CounterRNG
 from tests.data.files import photograph, picture
@@ -215,3 +223,20 @@ def test_a_moving_picture_is_its_first_frame_and_its_canvases_count() -> None:
     assert Picture(data, 4 * 60 * 60).decode()[0, 0, 0] > 200
     with pytest.raises(BrokenSampleError, match="huge_image"):
         Picture(data, 2 * 60 * 60)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP"])
+def test_the_name_of_a_pictures_content_is_one_that_readers_take(kind: str) -> None:
+    """Phones write MPO: two JPEGs in one file. Its first picture is decoded as a JPEG is."""
+    first, second = scene(64, 48), Image.new("RGB", (64, 48), "red")
+    data = encode(first, kind, **({"save_all": True, "append_images": [second]} if kind == "MPO" else {}))
+    picture = Picture(data)
+    assert image_bytes({picture.type: data}) == data
+    assert Image.registered_extensions()[f".{picture.type}"] == kind.replace("MPO", "JPEG")
+    assert np.array_equal(picture.decode(), np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
+
+
+def test_every_suffix_of_the_formats_is_taken() -> None:
+    kinds = {"JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP"}
+    known = {suffix[1:] for suffix, kind in Image.registered_extensions().items() if kind in kinds}
+    assert set(IMAGE_TYPES) >= known

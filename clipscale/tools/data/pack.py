@@ -23,7 +23,7 @@ from clipscale.common.hardware import cores
 from clipscale.common.record import Record
 from clipscale.common.terminal import say
 from clipscale.common.units import format_bytes
-from clipscale.data.decode import Picture, broken_pictures, open_picture
+from clipscale.data.decode import Picture
 from clipscale.data.sample import BrokenSampleError
 from clipscale.data.shards import index
 from clipscale.tools.data.pairs import Pair, pairs_of, read_picture
@@ -142,16 +142,15 @@ def sample_of(number: int, pair: Pair, side: int | None) -> Record:
     if not captions:
         raise BrokenSampleError("no_caption")
     data = read_picture(pair.place)
-    pixels = Picture(data).decode()
+    picture = Picture(data)
+    pixels, kind = picture.decode(), picture.type
     height, width = pixels.shape[:2]
     if side and min(width, height) > side:
         scale = side / min(width, height)
         width, height = round(width * scale), round(height * scale)
         encoded = io.BytesIO()
         Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC).save(encoded, "JPEG", quality=QUALITY)
-        data = encoded.getvalue()
-    with broken_pictures():
-        kind = str(open_picture(data).format).lower().replace("jpeg", "jpg")
+        data, kind = encoded.getvalue(), "jpg"
     fields: Record = pair.fields | {"source": pair.name, "width": width, "height": height}
     if len(captions) > 1:
         fields["captions"] = captions

@@ -139,6 +139,21 @@ def test_what_cannot_be_used_is_counted_and_left_out(
         assert expected in said.out + said.err
 
 
+@pytest.mark.parametrize("suffix", ["jpg", "JPG", "jfif", "jpe", "mpo"])
+def test_a_phones_pictures_are_packed_as_jpeg(tmp_path: Path, suffix: str) -> None:
+    """The name is that of the content, which readers take."""
+    other = Image.new("RGB", (8, 8), "blue")
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "mpo", "MPO", save_all=True, append_images=[other])
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name, data in (("one", (tmp_path / "mpo").read_bytes()), ("two", picture("red", "JPEG"))):
+        (folder / f"{name}.{suffix}").write_bytes(data)
+        (folder / f"{name}.txt").write_text(name)
+    assert main(["data", "pack", str(folder), f"out={tmp_path / 'out'}"]) == 0
+    assert [sorted(members) for members in samples(tmp_path / "out")] == [["jpg", "json", "txt"]] * 2
+    assert main(["data", "check", str(tmp_path / "out")]) == 0, "all are usable"
+
+
 def test_several_captions_and_other_columns_are_kept(pictures: Path, tmp_path: Path) -> None:
     (pictures / "table.jsonl").write_text(
         json.dumps(
