@@ -4,6 +4,7 @@ The same command again goes on with the sweep: every run resumes from its newest
 no further.
 """
 
+import math
 import os
 import re
 import zlib
@@ -21,7 +22,7 @@ from clipscale.common.terminal import report, say
 from clipscale.common.units import run_folder, unused
 from clipscale.config.train import TrainConfig, to_yaml
 from clipscale.launch import local
-from clipscale.log.table import TextTable, plain_console, print_results
+from clipscale.log.table import TextTable, loss_title, plain_console, print_results
 
 
 def main(name: str, line: Namespace) -> int:
@@ -50,7 +51,8 @@ def main(name: str, line: Namespace) -> int:
         for number, config in enumerate(configs):
             run = Path(config.run).name
             say(f"run {number + 1} of {len(configs)}: {run}")
-            results.append({"name": run} | train(config))
+            of = {"name": run, "batch": config.batch, "objective": config.loss.objective}
+            results.append(of | train(config))
     finally:
         if results:
             show(results, folder)
@@ -80,10 +82,11 @@ def train(config: TrainConfig) -> Record:
 
 def show(results: Sequence[Record], folder: Path) -> None:
     """Print a row for each run, with its error if it failed, and the results of all."""
-    rows = [
-        (r["name"], str(r.get("step", "")), f"{r['loss']:.4f}" if "loss" in r else "", r.get("error", "done"))
-        for r in results
-    ]
+    batches = {r["batch"] for r in results}
+    loss = loss_title(batches, {r["objective"] for r in results})
+    less = {batch: math.log(batch) if len(batches) > 1 else 0.0 for batch in batches}
+    losses = [f"{r['loss'] - less[r['batch']]:.4f}" if loss and "loss" in r else "" for r in results]
+    rows = [(r["name"], str(r.get("step", "")), value, r.get("error", "done")) for r, value in zip(results, losses)]
     title = f"{folder}: {len(results)} runs"
-    plain_console().print(TextTable(("run", "steps", "loss", "outcome"), rows, title, left=("outcome",)))
+    plain_console().print(TextTable(("run", "steps", loss, "outcome"), rows, title, left=("outcome",)))
     print_results({f"{r['name']}, {name}": metrics for r in results for name, metrics in r.get("eval", {}).items()})

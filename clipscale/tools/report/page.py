@@ -14,7 +14,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.terminal import say
 from clipscale.common.units import format_bytes, one_of
 from clipscale.log.records import Record
-from clipscale.log.table import FIGURES, result_tables
+from clipscale.log.table import FIGURES, loss_title, result_tables
 from clipscale.tools.report.runs import Run, read_runs
 from clipscale.tools.report.settings import ReportSettings
 
@@ -44,12 +44,11 @@ def write_report(names: Sequence[str | Path], out: str | None = None, expected: 
     path = Path(out).expanduser() if out else Path(above, "report.html")
     with files.reported("report", path, "give a place that can be written, out=FILE"):
         files.write_text(path, page(runs, expected))
-        files.write_text(path.with_name("plotly.min.js"), get_plotlyjs())
     return path
 
 
 def page(runs: Sequence[Run], expected: str = "") -> str:
-    """The page, which loads plotly.min.js from beside it. Everything that comes from files is escaped."""
+    """The page, with plotly inside, so that it can be sent. Everything that comes from files is escaped."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -69,6 +68,7 @@ def page(runs: Sequence[Run], expected: str = "") -> str:
         data=curves(runs, expected),
         typical=typical,
         results=result_tables(newest),
+        plotly=Markup(get_plotlyjs()),
         samples=Markup(runs[0].samples if len(runs) == 1 else ""),
         settings={key: [run.settings.get(key, "") for run in runs] for key in keys},
         **{kind: Markup((here / f"page.{kind}").read_text(encoding="utf-8")) for kind in ("css", "js")},
@@ -111,12 +111,15 @@ def charts_of(runs: Sequence[Run], expected: str = "") -> list[Record]:
     if expected and expected not in FIGURES["published"]:
         raise UserError(f"expected={expected}: choose {one_of(FIGURES['published'])}")
     charts = [dict(chart) for chart in FIGURES["charts"] if chart["key"] in keys]
+    batches = {record["batch"] for run in runs for record in run.records}
+    title = loss_title(batches, {run.settings.get("loss.objective", "softmax") for run in runs})
+    loss = [chart | {"title": title.capitalize(), "less_ln_batch": len(batches) > 1} for chart in charts[:1] if title]
     evaluations = [chart for key in keys if key.startswith("eval/") for chart in evaluation_chart(key, runs)]
     for number, chart in enumerate(evaluations):
         chart["more"] = number >= FIRST
         if expected and re.match(r"eval/imagenet[-_]?(1k|val)?( \(.*)?/top1$", chart["key"], re.IGNORECASE):
             chart["published"] = FIGURES["published"][expected]
-    return [*charts[:1], *evaluations, *charts[1:]]
+    return [*loss, *evaluations, *charts[1:]]
 
 
 def evaluation_chart(key: str, runs: Sequence[Run]) -> list[Record]:
@@ -137,6 +140,8 @@ def points(run: Run, chart: Record) -> np.ndarray:
     shown = [row for row in run.rows if row.get(key) is not None or (chart.get("gaps") and key in row)]
     rows = [[row[name] for name in (*AXES[:3], key)] for row in shown]
     table = np.array(rows, float).reshape(-1, 4) / [1, 1, 1, chart.get("per", 1)]
+    if chart.get("less_ln_batch"):
+        table[:, 3] -= np.log([row["batch"] for row in shown])
     table[~np.isfinite(table[:, 3]), 3] = np.nan
     return table
 
