@@ -9,10 +9,11 @@ import json
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import count, islice, pairwise, repeat
 from pathlib import Path
 from random import Random
 
@@ -26,15 +27,12 @@ from clipscale.tools.data.settings import DemoSettings
 Sample = dict[str, str | bytes]
 """A sample as webdataset's writer takes it: `__key__`, and bytes by extension."""
 
-RECIPE_VERSION = 2
+RECIPE_VERSION = 3
 """Goes up with every change of pictures, captions or layout."""
-SEED = 0
 SIDE = 30
 """Side of a picture in pixels."""
 TRAIN_SHARDS = 16
-KINDS = ("one", "count", "pair", "row")
-TRAIN_MIX = (0.6, 0.1, 0.2, 0.1)
-RETRIEVAL_MIX = (0.0, 0.2, 0.6, 0.2)
+TRAIN_MIX = {"one": 0.6, "across": 0.15, "down": 0.15, "row": 0.1}
 OBJECTS_PER_CLASS = 20
 UNSEEN_PER_CLASS = 60
 RETRIEVAL_IMAGES = 500
@@ -88,8 +86,6 @@ def render_demo(root: Path, train_samples: int = 20_000) -> bool:
     Raises UserError if `root` holds something else.
     """
     recipe = f"{json.dumps({'recipe': RECIPE_VERSION, 'train_samples': train_samples})}\n".encode()
-    if train_samples < TRAIN_SHARDS:
-        raise UserError(f"samples={train_samples}: the demo set needs at least {TRAIN_SHARDS}, one for each shard")
     note = root / "recipe.json"
     if note.is_file() and note.read_bytes() == recipe:
         return False
@@ -110,73 +106,71 @@ def render_demo(root: Path, train_samples: int = 20_000) -> bool:
 
 
 def _write_all(root: Path, train_samples: int) -> None:
-    for name in ("train", *(f"{name}/test" for name in TEST_SETS)):
-        (root / name).mkdir(parents=True)
-    shards: dict[Path, Callable[[], Iterator[Sample]]] = {
-        root / "objects/test/0.tar": partial(_class_samples, "objects", scenes.SEEN, OBJECTS_PER_CLASS),
-        root / "unseen/test/0.tar": partial(_class_samples, "unseen", scenes.UNSEEN, UNSEEN_PER_CLASS),
-        root / "retrieval/test/0.tar": _retrieval_samples,
+    names = {
+        "classnames.txt": "".join(f"{colour} {shape}\n" for colour, shape in scenes.CLASSES),
+        "zeroshot_classification_templates.txt": "\n".join(scenes.TEMPLATES) + "\n",
     }
-    for shard in range(TRAIN_SHARDS):
-        start, stop = (train_samples * number // TRAIN_SHARDS for number in (shard, shard + 1))
-        shards[root / f"train/{shard:05d}.tar"] = partial(_train_samples, shard, start, stop)
-    # the text files that CLIP_benchmark's reader expects beside the shards
     for name in TEST_SETS:
-        (root / name / "test" / "nshards.txt").write_text("1\n")
-        if name == "retrieval":
-            (root / name / "dataset_type.txt").write_text("retrieval\n")
-        else:
-            (root / name / "classnames.txt").write_text("".join(f"{c} {s}\n" for c, s in scenes.CLASSES))
-            (root / name / "zeroshot_classification_templates.txt").write_text("\n".join(scenes.TEMPLATES) + "\n")
+        (root / name / "test").mkdir(parents=True)
+        kind = {"dataset_type.txt": "retrieval\n"} if name == "retrieval" else names
+        for file, text in {"test/nshards.txt": "1\n", **kind}.items():
+            (root / name / file).write_text(text)
+    (root / "train").mkdir()
     # spawn: the caller may hold threads and locks; the fork server belongs to the loader's workers
     with ProcessPoolExecutor(min(cores(), 8), mp_context=multiprocessing.get_context("spawn")) as pool:
-        rendered = pool.map(_rendered, shards.values())
+        rendered = partial(pool.map, chunksize=250)
+        train = rendered(_train_sample, range(train_samples))
+        sets = {
+            "objects": rendered(_class_sample, count(), repeat("objects"), scenes.SEEN * OBJECTS_PER_CLASS),
+            "unseen": rendered(_class_sample, count(), repeat("unseen"), scenes.UNSEEN * UNSEEN_PER_CLASS),
+            "retrieval": rendered(_retrieval_sample, count(), _different_scenes()),
+        }
         from clipscale.data.shards.writer import shard_writer  # here: webdataset loads torch, while others render
 
-        for path, samples in zip(shards, rendered):
+        def write(path: Path, samples: Iterable[Sample]) -> None:
             with shard_writer(path) as writer:
                 for sample in samples:
                     writer.write(sample)
 
-
-def _rendered(samples: Callable[[], Iterator[Sample]]) -> list[Sample]:
-    return list(samples())
-
-
-def _train_samples(shard: int, start: int, stop: int) -> Iterator[Sample]:
-    for index in range(start, stop):
-        rng = Random(f"{SEED}/train/{index}")
-        scene = scenes.compose(rng, rng.choices(KINDS, TRAIN_MIX)[0])
-        words = scenes.caption(scene, rng)
-        key = f"{shard:05d}{index - start:04d}"
-        # JPEG like web data, at a quality and chroma resolution that leave 30 pixels readable
-        picture = _encode(scene, rng, "JPEG", quality=95, subsampling=0)
-        record = {"caption": words, "key": key, "status": "success", "width": SIDE, "height": SIDE}
-        yield {"__key__": key, "jpg": picture, "txt": words.encode(), "json": json.dumps(record).encode()}
+        bounds = [train_samples * number // TRAIN_SHARDS for number in range(TRAIN_SHARDS + 1)]
+        for number, (start, stop) in enumerate(pairwise(bounds)):
+            write(root / f"train/{number:05d}.tar", islice(train, stop - start))
+        for name, samples in sets.items():
+            write(root / name / "test/0.tar", samples)
 
 
-def _class_samples(split: str, classes: tuple[tuple[str, str], ...], number: int) -> Iterator[Sample]:
-    for index in range(len(classes) * number):
-        rng = Random(f"{SEED}/{split}/{index}")
-        pair = classes[index % len(classes)]
-        label = str(scenes.CLASSES.index(pair)).encode()
-        yield {"__key__": f"{index:06d}", "png": _encode(scenes.single(rng, pair), rng, "PNG"), "cls": label}
+def _train_sample(index: int) -> Sample:
+    rng = Random(f"train/{index}")
+    scene = scenes.compose(rng, rng.choices(*zip(*TRAIN_MIX.items()))[0])
+    words = scenes.caption(scene, rng)
+    # JPEG like web data, at a quality and chroma resolution that leave 30 pixels readable
+    picture = _encode(scene, rng, "JPEG", quality=95, subsampling=0)
+    record = {"caption": words, "key": f"{index:09d}", "status": "success", "width": SIDE, "height": SIDE}
+    return {"__key__": f"{index:09d}", "jpg": picture, "txt": words.encode(), "json": json.dumps(record).encode()}
 
 
-def _retrieval_samples() -> Iterator[Sample]:
-    """Images whose contents all differ, so that every caption has one right answer."""
-    rng = Random(f"{SEED}/retrieval")
-    taken: set[tuple[str, ...]] = set()
+def _class_sample(index: int, split: str, kind: scenes.Kind) -> Sample:
+    picture = _encode(scenes.Scene("one", (kind,)), Random(f"{split}/{index}"), "PNG")
+    return {"__key__": f"{index:06d}", "png": picture, "cls": str(scenes.CLASSES.index(kind)).encode()}
+
+
+def _different_scenes() -> Iterator[scenes.Scene]:
+    """So that every caption of the retrieval set has one right answer."""
+    rng = Random("scenes")
+    taken: set[scenes.Scene] = set()
     while len(taken) < RETRIEVAL_IMAGES:
-        scene = scenes.compose(rng, rng.choices(KINDS, RETRIEVAL_MIX)[0])
-        if scene.content() in taken:
-            continue
-        words: dict[str, None] = {}
-        while len(words) < CAPTIONS_PER_IMAGE:
-            words[scenes.caption(scene, rng)] = None
-        key = f"{len(taken):06d}"
-        taken.add(scene.content())
-        yield {"__key__": key, "png": _encode(scene, rng, "PNG"), "txt": "\n".join(words).encode()}
+        scene = scenes.compose(rng, rng.choice(("across", "down", "row")))
+        if scene not in taken:
+            taken.add(scene)
+            yield scene
+
+
+def _retrieval_sample(index: int, scene: scenes.Scene) -> Sample:
+    rng = Random(f"retrieval/{index}")
+    words: set[str] = set()
+    while len(words) < CAPTIONS_PER_IMAGE:
+        words.add(scenes.caption(scene, rng))
+    return {"__key__": f"{index:06d}", "png": _encode(scene, rng, "PNG"), "txt": "\n".join(sorted(words)).encode()}
 
 
 def _encode(scene: scenes.Scene, rng: Random, kind: str, **options: int) -> bytes:

@@ -14,7 +14,7 @@ class DemoSettings:
     """`clipscale data demo`: render a small set to try things on."""
 
     root: str | None = setting(None, "Folder to write; null: the user's cache folder.")
-    samples: int = setting(20_000, "Training pairs to render.")
+    samples: int = setting(20_000, "Training pairs to render, over 16 shards.", least=16)
 
 
 @dataclass(frozen=True)

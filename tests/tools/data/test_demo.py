@@ -124,7 +124,5 @@ def test_a_set_is_reused_and_other_folders_are_refused(
             demo.render_demo(foreign, 64)
         assert (foreign / "thesis.tex").read_text() == "years of work"
         (foreign / "recipe.json").write_text(recipe)
-    with pytest.raises(UserError, match="at least 16"):
-        demo.render_demo(tmp_path / "few", 3)
     with pytest.raises(UserError, match=r"root=.*cannot be written"):
         demo.render_demo(place / "recipe.json" / "below", 64)
