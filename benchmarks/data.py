@@ -103,13 +103,11 @@ def decoding(files: list[bytes], settings: SimpleNamespace) -> dict[str, Callabl
             decode(data, number)
         return len(files) / (time.process_time() - begun)
 
-    methods: dict[str, Callable[[], float]] = {}
-    for name in ("exact", "fast"):
-        transform = TrainTransform(settings.image_size, *crops, name == "fast")
-        decode = partial(lambda ours, data, number: ours(data, CounterRNG(0, AUGMENT, number), out), transform)
-        methods[f"decode={name}"] = partial(rate, decode)
-    methods[PEER] = partial(rate, lambda data, number: reference(Image.open(io.BytesIO(data)).convert("RGB")))
-    return methods
+    ours = TrainTransform(settings.image_size, *crops)
+    return {
+        "clipscale": partial(rate, lambda data, number: ours(data, CounterRNG(0, AUGMENT, number), out)),
+        PEER: partial(rate, lambda data, number: reference(Image.open(io.BytesIO(data)).convert("RGB"))),
+    }
 
 
 def streaming(folder: Path, files: list[bytes], settings: SimpleNamespace) -> dict[str, Callable[[], float]]:
@@ -124,10 +122,10 @@ def streaming(folder: Path, files: list[bytes], settings: SimpleNamespace) -> di
                 next(stream)
             return BATCHES * settings.batch / (time.perf_counter() - begun)
 
-    methods = {
-        f"decode={name}": partial(rate, partial(our_batches, pattern, name, settings)) for name in ("exact", "fast")
+    return {
+        "clipscale": partial(rate, partial(our_batches, pattern, settings)),
+        PEER: partial(rate, partial(peer_batches, pattern, settings)),
     }
-    return methods | {PEER: partial(rate, partial(peer_batches, pattern, settings))}
 
 
 def write_shards(folder: Path, files: list[bytes], shards: int, samples: int) -> str:
@@ -141,10 +139,10 @@ def write_shards(folder: Path, files: list[bytes], shards: int, samples: int) ->
     return f"{folder}/{{00000..{shards - 1:05d}}}.tar"
 
 
-def our_batches(pattern: str, decode: str, settings: SimpleNamespace) -> Generator[None]:
+def our_batches(pattern: str, settings: SimpleNamespace) -> Generator[None]:
     import open_clip
 
-    config = DataConfig(train=[pattern], workers=settings.workers, decode=decode, order="epochs")
+    config = DataConfig(train=[pattern], workers=settings.workers, order="epochs")
     tokenizer = open_clip.get_tokenizer("ViT-B-32")
     columns = columns_of(config, settings.image_size)
     share = BatchShare(settings.batch)

@@ -84,11 +84,6 @@ class DataConfig:
         [], "Samples to leave out, such as one that a loader does not survive: `[00012.tar/000123456]`."
     )
     augment: AugmentConfig = field(default_factory=AugmentConfig)
-    decode: str = setting(
-        "exact",
-        "`exact`: the pixels of open_clip's transform; `fast`: large JPEGs are decoded at 1/2, 1/4 or 1/8.",
-        choices=("exact", "fast"),
-    )
     max_pixels: int = setting(89_478_485, "Most pixels of an image; others are broken (`huge_image`).", least=1)
     allow_pipe: bool = setting(False, "Allow `pipe:` shards, which run a shell command.")
     timeout_s: float = setting(300.0, "Seconds without progress after which a worker ends the run.", above=0)

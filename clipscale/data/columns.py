@@ -63,7 +63,6 @@ def columns_of(
         augment.ratio,
         augment.flip,
         config.max_pixels,
-        fast=config.decode == "fast",
         colour=colour_changes(augment.jitter, augment.greyscale),
     )
     return Columns(images, tuple(beside), pad)

@@ -140,8 +140,6 @@ class Picture:
             self._image = open_picture(data, max_pixels)
             self.type = NAME_OF[str(self._image.format)]
             """The one of IMAGE_TYPES that its content calls for."""
-            self.is_jpeg = self.type == "jpg" and self._image.mode in ("RGB", "L")
-            """Whether it is a JPEG that can be decoded at a smaller size."""
             self.width, self.height = self._image.size
             has_exif = "exif" in self._image.info
             orientation = self._image.getexif().get(_ORIENTATION, 1) if has_exif else 1
@@ -149,22 +147,15 @@ class Picture:
             if self._orientation >= 5:
                 self.width, self.height = self.height, self.width
 
-    def decode(self, reduce: int = 1) -> np.ndarray:
-        """(H, W, C) uint8 RGB, upright. A JPEG can be decoded at 1/`reduce` (2, 4, 8) of its size, rounded up. Raises
-        BrokenSampleError."""
+    def decode(self) -> np.ndarray:
+        """(H, W, C) uint8 RGB, upright. Raises BrokenSampleError."""
         with broken_pictures():
             pixels = None
-            # Pillow tolerates defects, such as stray bytes between markers, that the strict decoder rejects with
-            # ValueError.
-            with suppress(ValueError):
-                for n in (reduce, 1) if self.is_jpeg else ():
-                    width, height = (-(-side // n) for side in self._image.size)
-                    decoded = simplejpeg.decode_jpeg(
-                        self._data, colorspace="RGB", min_height=height, min_width=width, min_factor=n
-                    )
-                    if n == 1 or decoded.shape[:2] == (height, width):
-                        pixels = decoded
-                        break
+            if self.type == "jpg" and self._image.mode in ("RGB", "L"):
+                # Pillow tolerates defects, such as stray bytes between markers, that the strict decoder rejects with
+                # ValueError.
+                with suppress(ValueError):
+                    pixels = simplejpeg.decode_jpeg(self._data, colorspace="RGB")
             if pixels is None:
                 pixels = decode_by_pillow(self._image)
             # The steps to upright, by the EXIF standard: swap the axes, then reverse the rows, reverse the columns.
@@ -234,8 +225,6 @@ class Crop(NamedTuple):
     top: int
     right: int
     bottom: int
-    reduce: int
-    """The picture is decoded at 1/`reduce` of its size."""
     flipped: bool
     colour: int
     """Seed of torch's random numbers for its colours."""
@@ -243,17 +232,13 @@ class Crop(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainTransform:
-    """Picture bytes to training pixels: random resized crop, flip, colours. The caller passes the random numbers.
-
-    With `fast`, a JPEG is decoded at 1/2, 1/4 or 1/8 of its size where the crop still has S pixels a side then.
-    """
+    """Picture bytes to training pixels: random resized crop, flip, colours. The caller passes the random numbers."""
 
     side: int
     scale: tuple[float, float]
     ratio: tuple[float, float]
     flip: float
     max_pixels: int
-    fast: bool = False
     colour: "Callable[[Tensor], Tensor] | None" = None
     """Changes the colours of (C, S, S) uint8, by torch's random numbers."""
 
@@ -261,24 +246,20 @@ class TrainTransform:
         """Write the pixels to `out`, (C, S, S) uint8. Raises BrokenSampleError before anything is written."""
         picture = Picture(data, self.max_pixels)
         crop = self.crop(picture, rng)
-        self.render(picture.decode(crop.reduce), picture, crop, out)
+        self.render(picture.decode(), crop, out)
 
     def crop(self, picture: Picture, rng: CounterRNG) -> Crop:
         """Draw the random choices for a picture. The crop is in pixels of its full size."""
         box = random_box(picture.width, picture.height, self.scale, self.ratio, rng)
-        most = min(box[2] - box[0], box[3] - box[1]) // self.side
-        reduce = next((n for n in (8, 4, 2) if n <= most), 1) if self.fast and picture.is_jpeg else 1
-        # Edges between two pixels of the reduced picture would shift its contents.
-        left, top, right, bottom = (reduce * (edge // reduce) for edge in box)
         flipped = self.flip > 0 and rng.uniform() < self.flip
-        return Crop(left, top, right, bottom, reduce, flipped, rng.integer(2**62) if self.colour else 0)
+        return Crop(*box, flipped, rng.integer(2**62) if self.colour else 0)
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """(C, S, S), of the pixels."""
         return 3, self.side, self.side
 
-    def render(self, decoded: np.ndarray, picture: Picture, crop: Crop, out: np.ndarray) -> None:
+    def render(self, decoded: np.ndarray, crop: Crop, out: np.ndarray) -> None:
         """Cut the crop out of the picture (H, W, C), resize, colour and mirror it, into `out`, (C, S, S) uint8.
 
         torch's vectorised uint8 kernel takes at most a quarter of the time of Pillow's resize. The two differ by 1/255
@@ -286,8 +267,7 @@ class TrainTransform:
         """
         import torch  # here: `data check` decodes pictures without torch
 
-        n = 1 if decoded.shape[:2] == (picture.height, picture.width) else crop.reduce  # 1: it could not be reduced
-        cut = decoded[crop.top // n : crop.bottom // n, crop.left // n : crop.right // n]
+        cut = decoded[crop.top : crop.bottom, crop.left : crop.right]
         image, size = torch.from_numpy(cut).permute(2, 0, 1), (self.side, self.side)
         if image.shape[1:] != size:
             image = torch.nn.functional.interpolate(image[None], size=size, mode="bicubic", antialias=True)[0]

@@ -161,26 +161,6 @@ def test_unusable_captions_have_a_reason(members: dict[str, bytes], key: str, re
     assert error.value.reason == reason
 
 
-@pytest.mark.parametrize("side", [20, 40, 80, 200])
-@pytest.mark.parametrize("orientation", [1, 6])
-def test_fast_pixels_are_near_the_exact_ones(side: int, orientation: int) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    data = encode(Image.open(io.BytesIO(photograph(320, side))), "JPEG", exif=exif)
-    transform = TrainTransform(side, (0.8, 1.0), (0.75, 4 / 3), 0.5, MOST, fast=True)
-    picture = Picture(data, MOST)
-    reduced = 0
-    for seed in range(8):
-        crop = transform.crop(picture, CounterRNG(seed))
-        fast, exact = np.empty((2, 3, side, side), np.uint8)
-        transform.render(picture.decode(crop.reduce), picture, crop, fast)
-        transform.render(picture.decode(), picture, crop, exact)
-        difference = np.abs(exact.astype(int) - fast).mean()
-        assert (difference > 0) == (crop.reduce > 1) and difference < 4, f"seed {seed}: {difference:.2f}/255"
-        reduced += crop.reduce > 1
-    assert reduced == (0 if side == 200 else 8), "320 pixels can be halved for 20 to 80, and not for 200"
-
-
 def test_colours_change_at_their_rates_after_the_crop_is_drawn() -> None:
     data, out = encode(scene(64, 64)), np.empty((3, 32, 32), np.uint8)
     plain = TrainTransform(32, (1.0, 1.0), (1.0, 1.0), 0.0, MOST)

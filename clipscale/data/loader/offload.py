@@ -33,12 +33,12 @@ class PixelBackend:
         picture = Picture(data, self._transform.max_pixels)
         crop = self._transform.crop(picture, rng)
         # Decoded here already, so that a broken picture is skipped as with `host`.
-        decoded = picture.decode(crop.reduce)
+        decoded = picture.decode()
         size = len(data)
         if size < row.nbytes:
             row.reshape(-1)[:size] = np.frombuffer(data, np.uint8)
         else:
-            self._transform.render(decoded, picture, crop, row)
+            self._transform.render(decoded, crop, row)
             size = 0
         slot["recipes"][place] = (size, *crop)
 
@@ -54,6 +54,6 @@ class PixelBackend:
             if size:
                 picture = Picture(row.reshape(-1)[:size].tobytes(), self._transform.max_pixels)
                 crop = Crop(*numbers)
-                self._transform.render(picture.decode(crop.reduce), picture, crop, pixels)
+                self._transform.render(picture.decode(), crop, pixels)
             else:
                 np.copyto(pixels, row)
