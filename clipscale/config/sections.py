@@ -86,11 +86,6 @@ class OptimConfig:
     )
     eps: float | None = setting(1e-6, "Epsilon of the update's denominator; null: the optimizer's default.")
     clip_norm: float | None = setting(None, "Largest global gradient norm; null or 0: no clipping.", least=0)
-    warm_statistics: str = setting(
-        "0",
-        "First the moments gather while the weights stand still (arXiv 2601.09859): steps (`100`), a share of the run "
-        "(`5%`) or epochs. The schedule begins after them.",
-    )
     on_divergence: str = setting(
         "stop",
         "When the loss or gradient is not finite: `stop` before the weights change, or `skip` the step (10 in a row).",

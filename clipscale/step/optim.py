@@ -28,21 +28,11 @@ MOMENTS = {"adamw": 2, "adam": 2, "nadamw": 2, "lamb": 2, "lion": 1}
 
 
 def known_optimizer(config: OptimConfig) -> timm.optim.OptimInfo:
-    """Raise UserError for an optimizer that timm's factory does not know, or that cannot gather its statistics first.
-
-    LaProp's average of gradients is one of updates, which are 0 while the rate is.
-    """
+    """Raise UserError for an optimizer that timm's factory does not know."""
     known = [str(name) for name in timm.optim.list_optimizers()]
     if config.name not in known:
         raise UserError(f"optim.name={config.name!r} is not one of timm's optimizers{nearest(config.name, known)}")
-    info = timm.optim.get_optimizer_info(config.name)
-    gathers = info.has_betas and "laprop" not in config.name
-    if config.warm_statistics != "0" and not gathers:
-        raise UserError(
-            f"optim.warm_statistics={config.warm_statistics}: {config.name} has no moments to gather at a rate of 0; "
-            "leave it out, or take optim=adamw"
-        )
-    return info
+    return timm.optim.get_optimizer_info(config.name)
 
 
 def build_optimizer(
@@ -176,24 +166,15 @@ class Schedule:
     final: float
     cosine: bool
     first: int
-    """The step of the run with which it begins. Before that the rate is 0: moments gather, weights stand still."""
+    """The step of the run with which it begins."""
 
     @staticmethod
     def build(
         config: ScheduleConfig, optim: OptimConfig, batch: int, samples: int, epoch: int | None, first: int = 0
     ) -> "Schedule":
-        """The schedule of so many samples; `epoch`: those of an epoch, None if not known. Raises UserError.
-
-        Where a run begins, it comes after the steps that gather the optimizer's statistics.
-        """
+        """The schedule of so many samples; `epoch`: those of an epoch, None if not known. Raises UserError."""
         total = max(1, samples // batch)
         per_epoch = None if epoch is None else epoch / batch
-        if first == 0:
-            first = parse_steps(optim.warm_statistics, "optim.warm_statistics", total=total, per_epoch=per_epoch)
-            if first >= total:
-                made = f"{first} of the run's {total} steps"
-                raise UserError(f"optim.warm_statistics={optim.warm_statistics}: makes {made}; leave some to train")
-            total -= first
         warmup = parse_steps(config.warmup, "schedule.warmup", total=total, per_epoch=per_epoch)
         cooldown = parse_steps(config.cooldown, "schedule.cooldown", total=total, per_epoch=per_epoch)
         cosine = config.name == "cosine"
@@ -202,8 +183,6 @@ class Schedule:
     def lr(self, step: int) -> float:
         """Learning rate of a step: linear warm-up, then a cosine, or a constant and a cooldown."""
         position = step - self.first
-        if position < 0:
-            return 0.0
         if self.warmup and position < self.warmup:
             return self.peak * (position + 1) / self.warmup
         low = self.peak * self.final

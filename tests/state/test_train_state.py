@@ -33,19 +33,12 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import ARCHITECTURE, curve, on_a_rank, records, small
 
 
-@pytest.mark.parametrize(
-    ("name", "warm"),
-    [("adafactorbv", 0), ("adamw", 1), ("adamw", 3), pytest.param("muon", 0, marks=pytest.mark.slow)],
-)
-def test_a_resumed_run_ends_with_the_same_weights_average_and_optimizer(
-    shards: str, tmp_path: Path, name: str, warm: int
-) -> None:
-    """After two steps; the first `warm` of the run gather statistics."""
-    given = {"optim": OptimConfig(name=name, lr=1e-3, eps=None, warm_statistics=str(warm)), "ema": 0.9}
+@pytest.mark.parametrize("name", ["adafactorbv", "adamw", pytest.param("muon", marks=pytest.mark.slow)])
+def test_a_resumed_run_ends_with_the_same_weights_average_and_optimizer(shards: str, tmp_path: Path, name: str) -> None:
+    given = {"optim": OptimConfig(name=name, lr=1e-3, eps=None), "ema": 0.9}
     train(small(shards, tmp_path / "whole", checkpoint=CheckpointConfig(every="2", keep=0), **given))
     train(small(shards, tmp_path / "parts", resume=str(checkpoint.path_of(tmp_path / "whole", 2)), **given))
     assert [r["loss"] for r in records(tmp_path / "parts")] == [r["loss"] for r in records(tmp_path / "whole")][2:]
-    assert [r["lr"] > 0 for r in records(tmp_path / "whole")] == [step >= warm for step in range(4)]
     whole, parts = (checkpoint.load(checkpoint.path_of(tmp_path / run, 4)) for run in ("whole", "parts"))
     for part in ("model", "ema"):
         torch.testing.assert_close(parts[part], whole[part], rtol=0, atol=0)

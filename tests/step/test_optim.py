@@ -117,8 +117,6 @@ def test_muon_iterates_in_float32_on_a_cpu() -> None:
     ("config", "message"),
     [
         (OptimConfig(name="adamv"), "optim.name='adamv'.*did you mean .*adam"),
-        (OptimConfig(name="sgd", warm_statistics="9"), "optim.warm_statistics=9: sgd has no moments"),
-        (OptimConfig(name="laprop", warm_statistics="9"), "optim.warm_statistics=9: laprop has no moments"),
         (OptimConfig(options={"colour": 1}), "optim: adamw refuses its settings .*optim.betas, eps, lr and options"),
     ],
 )
@@ -155,30 +153,3 @@ def test_constant_stays_and_cools_down_linearly() -> None:
     s = schedule(ScheduleConfig(name="constant", warmup="0", cooldown="20%"), 1.0, 100)
     assert [s.lr(i) for i in (0, 50, 80)] == [1.0, 1.0, 1.0]
     assert s.lr(90) == pytest.approx(0.5)
-
-
-def test_the_schedule_begins_after_the_statistics_are_gathered() -> None:
-    gathering, plain = OptimConfig(lr=2.0, warm_statistics="10%"), schedule(ScheduleConfig(), 2.0, 90)
-    warm = Schedule.build(ScheduleConfig(), gathering, 8, 800, None)
-    assert [warm.lr(step) for step in range(100)] == [0.0] * 10 + [plain.lr(step) for step in range(90)]
-    stage = Schedule.build(ScheduleConfig(), gathering, 8, 720, None, first=7)
-    assert stage.lr(7) == plain.lr(0), "a run gathers, a later stage does not"
-    with pytest.raises(UserError, match=r"optim\.warm_statistics=100: makes 100 of"):
-        Schedule.build(ScheduleConfig(), OptimConfig(warm_statistics="100"), 8, 800, None)
-
-
-def test_at_a_rate_of_0_moments_gather_and_weights_stand_still() -> None:
-    """The first update is that of the weighted means of all gradients and of their squares, over three steps."""
-    p = nn.Parameter(torch.ones(1, dtype=torch.float64))
-    optimizer = build_optimizer(nn.ParameterList([p]), OptimConfig(betas=(0.9, 0.98)))
-    gradients = torch.tensor([3.0, -1.0, 2.0], dtype=torch.float64)
-    for rate, gradient in zip((0.0, 0.0, 0.5), gradients):
-        assert p.item() == 1
-        optimizer.param_groups[0]["lr"] = rate
-        p.grad = gradient[None]
-        optimizer.step()
-    means = []
-    for beta, values in ((0.9, gradients), (0.98, gradients**2)):
-        weights = beta ** torch.arange(2, -1, -1)
-        means.append((weights * values).sum() / weights.sum())
-    assert p.item() == pytest.approx(1 - 0.5 * (means[0] / (means[1].sqrt() + 1e-6)).item())
