@@ -41,7 +41,7 @@ class EvalRunConfig(AnyModel):
 
     ONLY: ClassVar = {
         "model": MODEL,
-        "eval": "sets batch loss_batch limit suite root weights",
+        "eval": "sets batch limit suite root weights",
         "launch": "procs timeout_s",
     }
 

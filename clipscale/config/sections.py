@@ -312,7 +312,6 @@ class EvalConfig:
         [], "Folders of CLIP_benchmark's layout, of shards of held-out pairs or of class folders, or caption JSONs."
     )
     batch: int = setting(256, "Images or captions encoded at once.", least=1)
-    loss_batch: int = setting(1024, "Pairs of a batch of the loss on held-out pairs.", least=2)
     limit: int | None = setting(None, "Most images of each set, of each class in proportion; null: all.", least=1)
     suite: str = setting(
         "none", "A suite of published sets, each looked for in the folder `eval.root`.", choices=SUITES

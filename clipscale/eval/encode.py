@@ -58,7 +58,6 @@ class Encoder:
     threads: int
     before_batch: Callable[[], None] = lambda: None
     progress: Callable[[str, int, int], None] = lambda *_: None
-    loss_batch: int = 1024
 
     def counted(self, spans: list[range], what: str) -> Iterator[range]:
         for done, span in enumerate(spans):

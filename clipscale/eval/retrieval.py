@@ -14,6 +14,8 @@ from clipscale.eval.encode import MISSED, Encoder, join
 from clipscale.eval.sets.item import EvalSet
 from clipscale.loss.api import contrastive_loss
 
+LOSS_BATCH = 1024
+"""Pairs of a batch of the loss on held-out pairs."""
 BLOCK = 1024
 """Queries ranked at a time; a block's similarities to all candidates are in memory."""
 
@@ -57,10 +59,10 @@ class PairSet(RetrievalSet):
         self, encoder: Encoder, images_ND: Tensor, captions_MD: Tensor, owner_M: Tensor, usable_N: Tensor
     ) -> Metrics:
         """The mean `loss` of all whole batches of usable images, each with its first caption, in the set's order. It
-        depends on the pairs of a batch, `encoder.loss_batch`, and not on how many are encoded at a time."""
+        depends on the pairs of a batch, LOSS_BATCH, and not on how many are encoded at a time."""
         first_N = torch.searchsorted(owner_M, torch.arange(len(images_ND), device=owner_M.device))
         pairs = images_ND[usable_N], captions_MD[first_N[usable_N]]
-        size = min(encoder.loss_batch, len(pairs[0]))
+        size = min(LOSS_BATCH, len(pairs[0]))
         whole = len(pairs[0]) // size * size
         model = encoder.model
         losses = [

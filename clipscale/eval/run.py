@@ -85,9 +85,7 @@ def evaluate(
     Raises UserError for sets that cannot be used, and OSError where `file` cannot be written.
     """
     sets = check(config, world)
-    encoder = Encoder(
-        model, world, autocast, config.batch, min(8, cores_of_rank()), before_batch, progress, config.loss_batch
-    )
+    encoder = Encoder(model, world, autocast, config.batch, min(8, cores_of_rank()), before_batch, progress)
     results = {}
     with torch.no_grad(), ExitStack() as stack:
         stack.callback(model.train, model.training)
@@ -103,7 +101,7 @@ def evaluate(
                 metrics["main"] = sum(metrics[name] for name in eval_set.metric) / len(eval_set.metric)
             results[eval_set.label] = metrics
             if file is not None and world.main:
-                facts = measured(eval_set) | {"batch": config.batch, "loss_batch": config.loss_batch}
+                facts = measured(eval_set) | {"batch": config.batch}
                 file.add(eval_set.label, metrics, facts | {"seconds": round(time.perf_counter() - started, 3)})
     return results
 

@@ -14,6 +14,7 @@ from clipscale import checkpoint
 from clipscale.common.errors import UserError
 from clipscale.config.sections import EvalConfig
 from clipscale.distributed.world import World
+from clipscale.eval import retrieval
 from clipscale.eval.encode import Encoder, join
 from clipscale.eval.run import ResultsFile, evaluate
 from clipscale.eval.sets.load import load_set
@@ -67,13 +68,16 @@ def test_broken_images_are_misses_and_counted(tmp_path: Path, caplog: pytest.Log
 
 
 @pytest.mark.parametrize("bias", [None, torch.tensor(-2.0)], ids=["softmax", "sigmoid"])
-def test_held_out_pairs_have_the_training_loss(tmp_path: Path, bias: torch.Tensor | None) -> None:
+def test_held_out_pairs_have_the_training_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bias: torch.Tensor | None
+) -> None:
     """With all negatives of each batch; a broken picture is in none, and a part of a batch is left out."""
     root = pair_set(tmp_path / "pairs", broken=1)
     model = ColourModel()
     model.logit_scale = torch.tensor(0.7)
     model.logit_bias = bias
-    results = evaluate(model, EvalConfig(sets=[str(root)], loss_batch=2), ALONE)["pairs"]
+    monkeypatch.setattr(retrieval, "LOSS_BATCH", 2)
+    results = evaluate(model, EvalConfig(sets=[str(root)]), ALONE)["pairs"]
     colours = torch.tensor([COLOURS[name] for name in NAMES if name != NAMES[1]], dtype=torch.float64) - 125
     features = F.normalize(colours, dim=-1)
     options = {"logit_bias": -2.0, "objective": "softmax" if bias is None else "sigmoid"}
@@ -124,7 +128,7 @@ def features_and_results(
     passes = []
     for tower in (model.image, model.text):
         tower.register_forward_pre_hook(lambda *_: passes.append(1))
-    config = EvalConfig(sets=[classes, captions, pairs], batch=4, loss_batch=2)
+    config = EvalConfig(sets=[classes, captions, pairs], batch=4)
     return features, evaluate(model, config, world, file=ResultsFile(Path(run), 1)), len(passes)
 
 
