@@ -29,7 +29,7 @@ from tests.support.towers import PIXELS, TOKENS, small_model
 BATCH = 12
 DIMENSIONS = {
     "ranks": (1, 2, 4),
-    "parallel": ("none", "ddp", "zero1", "zero2", "zero3"),
+    "parallel": ("none", "ddp", "zero2", "zero3"),
     "chunks": ((1, 2), (2, 5), (12, 24)),
     "noise": ("none", "dropout", "patch dropout"),
     "offload": ("none", "host"),

@@ -66,8 +66,8 @@ class LaunchConfig:
     parallel: str = setting(
         "ddp",
         "`ddp`: the whole model on every rank. FSDP2 shards weights, gradients and optimizer state between steps; it "
-        "keeps whole within a step nothing (`zero3`), weights (`zero2`), or gradients too (`zero1`).",
-        choices=("ddp", "zero1", "zero2", "zero3"),
+        "keeps whole within a step nothing (`zero3`) or weights (`zero2`).",
+        choices=("ddp", "zero2", "zero3"),
     )
 
 

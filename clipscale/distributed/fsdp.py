@@ -23,8 +23,7 @@ class ShardedTower(nn.Module):
 
     Between steps weights, gradients and optimizer state are shards. Within a step, by ZeRO's stages (Rajbhandari et al.
     2020, arXiv 1910.02054): in stage 3 a block's weights are gathered for each chunk anew, and gradients are summed
-    into shards after each chunk. In stage 2 weights stay gathered from the first chunk to the last. In stage 1
-    gradients are also summed over ranks once, with the last chunk; each rank holds whole float32 gradients until then.
+    into shards after each chunk. In stage 2 weights stay gathered from the first chunk to the last.
     """
 
     def __init__(self, tower: nn.Module, mesh: DeviceMesh, stage: int = 3, dtype: torch.dtype = torch.float32) -> None:
@@ -48,7 +47,6 @@ class ShardedTower(nn.Module):
     def gradient_sync(self, last: bool) -> Iterator[None]:
         """Around the backward pass of a chunk. `last`: of a step's last one, after which no weights are whole."""
         assert isinstance(self.module, FSDPModule)
-        self.module.set_requires_gradient_sync(last or self.stage > 1)
         self.module.set_reshard_after_backward(last or self.stage == 3)
         yield
 

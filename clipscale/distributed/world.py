@@ -184,7 +184,7 @@ class World:
         """The tower under DDP or FSDP2. Gradients are SUMMED: each rank's loss gradient is a share of the whole.
 
         A frozen tower is returned as it is. Batch normalisation is synchronised on GPUs; torch has none for CPUs. FSDP2
-        (`zero1` to `zero3`) changes the module in place and shards block by block; `dtype` is ShardedTower's.
+        (`zero2`, `zero3`) changes the module in place and shards block by block; `dtype` is ShardedTower's.
         """
         if self.size == 1 or not any(p.requires_grad for p in tower.parameters()):
             return tower
