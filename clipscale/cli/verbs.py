@@ -114,7 +114,7 @@ clipscale plan run=b16                                                        # 
         """\
 clipscale data pack captions.csv out=/data/mine holdout=1%
 clipscale data pack /data/pictures out=/data/mine resize=512                  # with a .txt beside each picture
-clipscale data pack coco.parquet 'columns=[image,caption]' out=/data/coco""",
+clipscale data pack shop.csv 'columns=[photo,title]' root=/data/photos out=/data/shop     # the files lie there""",
         words="SOURCE",
     ),
     "data index": Verb(

@@ -40,6 +40,21 @@ ROWS = 64
 """Rows of a 16-bit picture that are turned into 8 bits at once."""
 
 
+def encoding_of(start: bytes) -> str:
+    """The encoding of a text by its byte order mark, or by the zeros of UTF-16 and UTF-32; else UTF-8."""
+    return json.detect_encoding(start)
+
+
+def text_of(data: bytes) -> str:
+    """A text decoded by `encoding_of` its bytes. Raises BrokenSampleError `caption_not_utf8`."""
+    try:
+        return data.decode(encoding_of(data))
+    except UnicodeDecodeError as error:
+        # Replacing the bytes would train the text tower on noise. Such captions are rare, and more than one letter is
+        # usually damaged.
+        raise BrokenSampleError("caption_not_utf8", str(error)) from error
+
+
 def json_fields(text: str | bytes) -> Record:
     """The fields of a json member, none where it holds no object. Raises BrokenSampleError `bad_json`."""
     try:
@@ -58,12 +73,7 @@ def captions_of(members: dict[str, bytes], key: str) -> list[str]:
     name, _, field = key.partition(":")
     if name not in members:
         raise BrokenSampleError("no_caption")
-    try:
-        text = members[name].decode("utf-8")
-    except UnicodeDecodeError as error:
-        # Replacing the bytes would train the text tower on noise. Such captions are rare, and more than one letter is
-        # usually damaged.
-        raise BrokenSampleError("caption_not_utf8", str(error)) from error
+    text = text_of(members[name])
     texts = [text]
     if field:
         value = json_fields(text).get(field)

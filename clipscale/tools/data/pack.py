@@ -23,10 +23,11 @@ from clipscale.common.hardware import cores
 from clipscale.common.record import Record
 from clipscale.common.terminal import say
 from clipscale.common.units import format_bytes
-from clipscale.data.decode import Picture
-from clipscale.data.sample import BrokenSampleError
+from clipscale.data.decode import Picture, text_of
+from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError
 from clipscale.data.shards import index
-from clipscale.tools.data.pairs import Pair, pairs_of, read_picture
+from clipscale.tools.data.pairs import Pair, pairs_of, tables_of
+from clipscale.tools.data.places import read, resolved
 from clipscale.tools.data.settings import PackSettings
 
 SHARD_SAMPLES = 10_000
@@ -35,6 +36,12 @@ PARTS = {"pairs": "", "held-out pairs": "holdout"}
 """The folders of the shards in DIR, by what is in them."""
 QUALITY = 95
 """Of JPEGs that are resized."""
+REMEDIES = {
+    "outside_root": "; root=DIR names the folder below which a table's files lie",
+    "windows_path": "; write paths with / and relative to the table",
+    "caption_not_utf8": "; iconv -f LATIN1 -t UTF-8 converts a text",
+}
+"""What helps, by the reason."""
 Note = dict[str, Record]
 """Of a part: for each folder its shards and their samples; `left_out`: for each reason the pictures."""
 
@@ -43,13 +50,27 @@ def main(words: Sequence[str], settings: PackSettings) -> int:
     """Pack the source; print what was packed and what was left out. Raises UserError."""
     if len(words) != 1:
         raise UserError("give one source, as in: clipscale data pack captions.csv out=/data/mine")
-    out = prepared(words[0], settings)
-    notes = packed(words[0], settings, out)
+    if not settings.out:
+        raise UserError("out is not set; give the folder of the shards, out=DIR")
+    path = Path(words[0]).expanduser().absolute()
+    if not path.exists():
+        raise UserError(f"{words[0]}: there is no such file or folder")
+    with files.reported("table", path, "repair it, or fetch it again"):
+        tables = tables_of(path, settings.columns)
+    if tables:
+        say(f"columns: {', '.join(tables[0].columns)}")
+    root = resolved(settings.root) if settings.root else ""
+    begun = asdict(settings) | {"source": str(path), "changed": path.stat().st_mtime, "root": root}
+    out = prepared(settings.out, begun | {"columns": [table.columns for table in tables]})
+    notes = packed(pairs_of(path, tables, root), settings, out)
     left_out: dict[str, list[str]] = {}
     for note in notes:
         for reason, names in note["left_out"].items():
             left_out.setdefault(reason, []).extend(names)
-    reasons = [f"{len(names)} {reason} (such as {names[0][:80]})" for reason, names in left_out.items()]
+    reasons = [
+        f"{len(names)} {reason} (such as {names[0][:80]}{REMEDIES.get(reason, '')})"
+        for reason, names in left_out.items()
+    ]
     for what, part in PARTS.items():
         sizes = {name: samples for note in notes for name, samples in note[what].items()}
         if not sizes and not part:
@@ -65,20 +86,18 @@ def main(words: Sequence[str], settings: PackSettings) -> int:
     return 0
 
 
-def prepared(source: str, settings: PackSettings) -> Path:
+def prepared(folder: str, begun: Record) -> Path:
     """The folder of the shards: a new one, or one that the same command began. Raises UserError."""
-    if not settings.out:
-        raise UserError("out is not set; give the folder of the shards, out=DIR")
-    out = Path(settings.out).expanduser()
-    path = Path(source).expanduser().absolute()
-    if not path.exists():
-        raise UserError(f"{source}: there is no such file or folder")
-    begun = asdict(settings) | {"out": "", "source": str(path), "changed": path.stat().st_mtime}
+    out = Path(folder).expanduser()
+    begun["out"] = ""
     note = out / "pack.json"
     with files.reported("out", out, "choose another folder"):
         if note.is_file():
-            if files.read_json(note) != begun:
+            other = files.read_json(note) != begun
+            if other and any(out.rglob("*.tar")):
                 raise UserError(f"out={out}: was packed of another source, or with other settings; choose a new folder")
+            for part in out.glob("parts/*.json") if other else ():  # of a command that could pack nothing
+                part.unlink()
         elif out.exists() and any(out.iterdir()):
             raise UserError(f"out={out}: exists and was not written by this command; choose a new folder")
         for folder in ("parts", *PARTS.values()):
@@ -89,9 +108,8 @@ def prepared(source: str, settings: PackSettings) -> Path:
     return out
 
 
-def packed(source: str, settings: PackSettings, out: Path) -> list[Note]:
+def packed(pairs: Iterator[Pair], settings: PackSettings, out: Path) -> list[Note]:
     """Pack all parts that have no note yet. Returns all notes, in order. Raises UserError."""
-    pairs = pairs_of(source, settings.columns)
     futures: dict[int, Future[None]] = {}
     # spawn: the caller may hold threads and locks
     with ProcessPoolExecutor(cores(), mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -123,7 +141,7 @@ def pack_part(first: int, pairs: Sequence[Pair], settings: PackSettings, file: P
 
 def held_out(pair: Pair, share: float) -> bool:
     """By a hash of the picture's name: all pairs of a picture are on one side, whatever else the source holds."""
-    value = int.from_bytes(hashlib.blake2b(pair.name.encode(), digest_size=8).digest(), "big")
+    value = int.from_bytes(hashlib.blake2b(pair.name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
     return value < share * 2**64
 
 
@@ -138,10 +156,15 @@ def usable(pairs: Iterable[tuple[int, Pair]], side: int | None, left_out: dict[s
 
 def sample_of(number: int, pair: Pair, side: int | None) -> Record:
     """A sample as webdataset's writer takes it. Its picture has been decoded once. Raises BrokenSampleError."""
-    captions = [text for caption in pair.captions if (text := caption.strip("\ufeff\x00 \t\r\n"))]
+    if pair.broken or not is_text(pair.name):
+        raise BrokenSampleError(pair.broken or "name_not_utf8")
+    texts = [text_of(read(pair.text, MAX_TEXT_BYTES))] if pair.text else pair.captions
+    captions = [stripped for text in texts if (stripped := text.strip("\ufeff\x00 \t\r\n"))]
     if not captions:
         raise BrokenSampleError("no_caption")
-    data = read_picture(pair.place)
+    if not all(map(is_text, captions)):
+        raise BrokenSampleError("caption_not_utf8")
+    data = read(pair.place)
     picture = Picture(data)
     pixels, kind = picture.decode(), picture.type
     height, width = pixels.shape[:2]
@@ -154,8 +177,13 @@ def sample_of(number: int, pair: Pair, side: int | None) -> Record:
     fields: Record = pair.fields | {"source": pair.name, "width": width, "height": height}
     if len(captions) > 1:
         fields["captions"] = captions
-    texts = {"txt": captions[0].encode("utf-8", "replace"), "json": json.dumps(fields, default=str).encode()}
-    return {"__key__": f"{number:09d}", kind: data, **texts}
+    members = {kind: data, "txt": captions[0].encode(), "json": json.dumps(fields, default=str).encode()}
+    return {"__key__": f"{number:09d}", **members}
+
+
+def is_text(text: str) -> bool:
+    """False for zeros, and for lone surrogates, which stand for bytes that are not UTF-8."""
+    return "\0" not in text and text.encode("utf-8", "ignore").decode() == text
 
 
 def write_shards(folder: Path, name: str, samples: Iterator[Record]) -> dict[str, int]:

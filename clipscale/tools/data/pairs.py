@@ -1,34 +1,18 @@
 """Pairs of pictures and captions as people have them: tables, folders of pictures, caption files."""
 
-import csv
-import json
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import fsspec
-
-from clipscale.common.errors import UserError, first_line
+from clipscale.common import files
+from clipscale.common.errors import UserError
 from clipscale.common.record import Record
 from clipscale.data.decode import IMAGE_TYPES
-from clipscale.data.sample import MAX_IMAGE_BYTES, MAX_TEXT_BYTES, BrokenSampleError
-from clipscale.data.shards.addresses import is_local
+from clipscale.tools.data.places import Cell, Place
+from clipscale.tools.data.tables import TABLES, Table, json_rows, open_table
 
-USUAL = ("image", "filepath", "file_name"), ("caption", "captions", "text", "title")
-"""Names of a table's columns: the picture's and the captions'."""
-TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
-
-
-class Cell(NamedTuple):
-    """The place of a picture inside a Parquet file."""
-
-    file: str
-    group: int
-    """The row group."""
-    row: int
-    """The row in it."""
-    column: str
+METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+"""Hugging Face's imagefolder."""
 
 
 class Pair(NamedTuple):
@@ -36,130 +20,107 @@ class Pair(NamedTuple):
 
     name: str
     """What the source calls the picture. Pairs of one name are of one picture."""
-    place: str | Cell
-    """A path, an address, or a cell."""
+    place: Place | Cell
     captions: list[str]
     fields: Record
     """The other columns: texts, numbers and lists, such as hard negatives."""
+    text: Place | None = None
+    """The file of its caption."""
+    broken: str = ""
+    """Why it cannot be used, where that is known."""
 
 
-def pairs_of(source: str, columns: list[str] | None) -> Iterator[Pair]:
-    """The pairs of a table (CSV, TSV, JSON lines, Parquet), a caption file of COCO, or a folder: with metadata.jsonl
-    (Hugging Face's imagefolder), with Parquet files, or with a .txt beside each picture.
+def tables_of(path: Path, columns: list[str] | None) -> list[Table]:
+    """The tables of a source: itself, or those of a folder; none of COCO's captions and of a folder of texts.
 
-    `columns`: the picture's, then those of captions; None: the usual names. Raises UserError.
+    `columns`: the picture's, then those of captions; None: the usual names. Raises UserError, OSError, ValueError.
     """
-    path = Path(source).expanduser()
-    metadata = path / "metadata.jsonl"
     if path.is_dir():
-        tables = [metadata] if metadata.is_file() else sorted(path.rglob("*.parquet"))
+        listed = visible(path)
+        # one of each folder, which may have the same pairs in several forms
+        found = [*{file.parent: file for file in listed if file.name in METADATA}.values()]
+        found = found or [file for file in listed if file.suffix == ".parquet"]
     elif path.suffix in TABLES:
-        tables = [path]
-    elif path.suffix == ".json":
-        return of_coco(path)
+        found = [] if path.suffix == ".json" and is_coco(path) else [path]
     else:
-        raise UserError(f"{source}: give a folder, a table ({', '.join(TABLES)}) or COCO's captions (.json)")
-    return (pair for table in tables for pair in of_table(table, columns)) if tables else of_folder(path)
+        raise UserError(f"{path}: give a folder, a table ({', '.join(TABLES)}) or COCO's captions (.json)")
+    return [open_table(file, columns) for file in found]
 
 
-def of_folder(folder: Path) -> Iterator[Pair]:
-    """The pictures of a folder and those below it, with the texts beside them."""
-    for path in sorted(folder.rglob("*")):
-        if path.suffix[1:].lower() in IMAGE_TYPES:
-            text = path.with_suffix(".txt")
-            captions = [text.read_text(encoding="utf-8", errors="replace")] if text.is_file() else []
-            yield Pair(str(path.relative_to(folder)), str(path), captions, {})
+def is_coco(file: Path) -> bool:
+    """Whether this is one object in JSON, and no list or lines of pairs."""
+    _, first = next(json_rows(file), (0, None))
+    return first is None or "images" in first
 
 
-def of_coco(file: Path) -> Iterator[Pair]:
+def pairs_of(path: Path, tables: Sequence[Table], root: str) -> Iterator[Pair]:
+    """The pairs of a source with these tables. `root`: below which links and tables may name files; empty: the folder
+    of each. Raises UserError for a file that cannot be read to its end."""
+    if tables:
+        return (pair for table in tables for pair in of_table(table, root))
+    return of_folder(path, root) if path.is_dir() else of_coco(path, root)
+
+
+def of_folder(folder: Path, root: str) -> Iterator[Pair]:
+    """The pictures of a folder and those below it, with the texts beside them. Other files have their suffix as the
+    reason why they are left out."""
+    listed = visible(folder)
+    texts = {path.with_suffix(""): path for path in listed if path.suffix.lower() == ".txt"}
+    others = {path.with_suffix("") for path in listed if path.suffix.lower() != ".txt"}
+    root = root or str(folder.resolve())
+    for path in listed:
+        stem, suffix = path.with_suffix(""), path.suffix.lower()
+        text = texts.get(stem)
+        beside = Place(str(text), "", root) if text else None
+        pair = Pair(str(path.relative_to(folder)), Place(str(path), "", root), [], {}, beside)
+        if suffix[1:] in IMAGE_TYPES:
+            yield pair
+        elif path.is_file() and not (path == text and stem in others):
+            yield pair._replace(broken=suffix or "no_suffix")
+        elif path.is_dir() and path.is_symlink():
+            yield pair._replace(broken="linked_folder")
+
+
+def of_coco(file: Path, root: str) -> Iterator[Pair]:
     """COCO's caption annotations, or Karpathy's test split, with the pictures in a folder beside the file."""
     from clipscale.eval.sets import captions  # here: it loads torch
 
-    loaded = captions.load(file)
+    try:
+        loaded = captions.load(file)
+    except UserError as error:
+        raise UserError(str(error).removeprefix("eval.sets: ")) from error
+    root = root or str(file.parent.parent.resolve())
     for image, texts in zip(loaded.images, loaded.answers):
-        yield Pair(image.path.name, str(image.path), [*texts], {})
+        yield Pair(image.path.name, Place(str(image.path), "", root), [*texts], {})
 
 
-def of_table(file: Path, columns: list[str] | None) -> Iterator[Pair]:
-    """The pairs of a table's rows. Paths are relative to its folder."""
-    rows = parquet_rows(file, columns) if file.suffix == ".parquet" else text_rows(file)
-    chosen: list[str] = []
-    try:
-        for number, row in enumerate(rows):
-            chosen = chosen or chosen_columns(file, row, columns)
-            image, *texts = chosen
-            values = [item for name in texts for item in (row[name] if isinstance(row[name], list) else [row[name]])]
-            captions = [item for item in values if isinstance(item, str)]
-            fields = {k: v for k, v in row.items() if k not in chosen and isinstance(v, str | int | float | list)}
-            place = row[image] or ""
+def of_table(table: Table, root: str) -> Iterator[Pair]:
+    """The pairs of a table's rows."""
+    image, *texts = table.columns
+    folder = table.file.parent
+    here = Place("", str(folder), root or str(folder.resolve()))
+    with files.reported("table", table.file, "repair it, or fetch it again"):
+        for number, row in table.rows():
+            values = row or {}
+            items = [item for key in texts for item in listed_values(values.get(key))]
+            captions = [item for item in items if isinstance(item, str)]
+            fields = {
+                k: v for k, v in values.items() if k not in table.columns and isinstance(v, str | int | float | list)
+            }
+            place = values.get(image)
+            pair = Pair(f"{table.file.name}:{number}", here, captions, fields)
             if isinstance(place, Cell):
-                yield Pair(f"{file.name}:{number}", place, captions, fields)
+                yield pair._replace(place=place)
+            elif isinstance(place, str) and place.strip():
+                yield pair._replace(name=place.strip(), place=here._replace(name=place.strip()))
             else:
-                path = str(file.parent / place) if is_local(place) else place
-                yield Pair(place, path, captions, fields)
-    except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
-        raise UserError(f"{file}: row {len(chosen) and number + 1} cannot be read ({first_line(error)})") from error
+                yield pair._replace(broken="bad_row" if row is None else "no_image")
 
 
-def text_rows(file: Path) -> Iterator[Record]:
-    with file.open(encoding="utf-8-sig", newline="") as text:
-        if file.suffix == ".jsonl":
-            yield from (json.loads(line) for line in text if line.strip())
-            return
-        csv.field_size_limit(MAX_TEXT_BYTES)
-        yield from csv.DictReader(text, delimiter="\t" if file.suffix == ".tsv" else ",")
+def listed_values(value: object) -> list[object]:
+    return value if isinstance(value, list) else [value]
 
 
-def parquet_rows(file: Path, columns: list[str] | None) -> Iterator[Record]:
-    """Pictures inside are not read: a row has their cell. Raises UserError where pyarrow is not installed."""
-    try:
-        from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise UserError("Parquet needs pyarrow: pip install 'clipscale[parquet]'") from error
-    table = ParquetFile(file)
-    names = table.schema_arrow.names
-    image = chosen_columns(file, dict.fromkeys(names), columns)[0]
-    inside = "string" not in str(table.schema_arrow.field(image).type).partition("<")[0]
-    read = [name for name in names if not (inside and name == image)]
-    for group in range(table.num_row_groups):
-        for number, row in enumerate(table.read_row_group(group, columns=read).to_pylist()):
-            yield row | {image: Cell(str(file), group, number, image)} if inside else row
-
-
-def chosen_columns(file: Path, row: Record, columns: list[str] | None) -> list[str]:
-    """The picture's column and the captions'. Raises UserError for those that are not there."""
-    chosen = columns or [next((name for name in usual if name in row), usual[0]) for usual in USUAL]
-    for name in chosen:
-        if name not in row:
-            given = ", ".join(map(str, row))
-            raise UserError(f"{file.name} has no column {name!r}; it has {given}: give columns=[IMAGE,CAPTION]")
-    return chosen
-
-
-def read_picture(place: str | Cell) -> bytes:
-    """The bytes at a place. Raises BrokenSampleError `unreadable_file`, `no_image`, `too_large`."""
-    try:
-        if isinstance(place, Cell):
-            value = row_group(*place[:2], place.column)[place.row].as_py()
-            data = value.get("bytes") if isinstance(value, dict) else value  # Hugging Face's struct of bytes and path
-        elif is_local(place) and not Path(place).is_file():
-            raise FileNotFoundError(f"{place}: no such file")
-        else:
-            # Whole: not all servers of pictures answer ranges of bytes.
-            options = {"block_size": 0} if place.startswith("http") else {}
-            with fsspec.open(place, "rb", **options) as source:
-                data = source.read(MAX_IMAGE_BYTES + 1)
-    except Exception as error:  # of many kinds, by the scheme
-        raise BrokenSampleError("unreadable_file", str(error)) from error
-    if not isinstance(data, bytes):
-        raise BrokenSampleError("no_image")
-    if len(data) > MAX_IMAGE_BYTES:
-        raise BrokenSampleError("too_large")
-    return data
-
-
-@lru_cache(maxsize=2)
-def row_group(file: str, group: int, column: str) -> Any:
-    from pyarrow.parquet import ParquetFile
-
-    return ParquetFile(file).read_row_group(group, columns=[column])[column]
+def visible(folder: Path) -> list[Path]:
+    """What lies in a folder and those below it, sorted. Names that begin with a dot are left out."""
+    return sorted(path for path in folder.rglob("*") if "/." not in f"/{path.relative_to(folder)}")

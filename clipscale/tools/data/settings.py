@@ -32,6 +32,11 @@ class PackSettings:
     columns: list[str] | None = setting(
         None, "A table's column of pictures (paths, addresses, bytes), then those of captions; null: the usual names."
     )
+    root: str | None = setting(
+        None,
+        "Folder below which a table and links name files, or the beginning of addresses, `s3://bucket/set`; null: the "
+        "table's folder, and http(s) addresses.",
+    )
     holdout: str = setting("0%", "Share of the pictures that goes to DIR/holdout, to be evaluated: `1%`.")
     resize: int | None = setting(
         None,

@@ -11,14 +11,17 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import fsspec
 import pytest
 from PIL import Image
 
 from clipscale.cli.main import main
 from clipscale.common.errors import UserError
+from clipscale.data.sample import BrokenSampleError
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.eval.sets.load import load_set
 from clipscale.tools.data import pack
+from clipscale.tools.data.places import Place, read, resolved
 from clipscale.tools.data.settings import PackSettings
 from tests.eval.sets import COLOURS, NAMES, picture
 
@@ -60,6 +63,37 @@ def as_tsv(folder: Path) -> Path:
     return folder / "table.tsv"
 
 
+def as_semicolons_of_windows(folder: Path) -> Path:
+    rows = [f"{path.replace('/', chr(92))};all, of {path}" for path in paths(folder)]
+    (folder / "table.csv").write_text("\r\n".join(["Image Path ; Text", *rows, ""]), encoding="utf-16")
+    return folder / "table.csv"
+
+
+def as_flickr30k(folder: Path) -> Path:
+    rows = [f"{path}| 0| all, of {path}" for path in paths(folder)]
+    (folder / "table.txt").write_text("\n".join(["image_name| comment_number| comment", *rows]), encoding="utf-8-sig")
+    return folder / "table.txt"
+
+
+def as_json_list(folder: Path) -> Path:
+    rows = [{"image": path, "captions": [f"all, of {path}"]} for path in paths(folder)]
+    (folder / "table.json").write_text(json.dumps(rows, indent=1))
+    return folder / "table.json"
+
+
+def as_json_lines(folder: Path) -> Path:
+    rows = [json.dumps({"id": 0} | {"image": path, "prompt": f"all, of {path}"}) for path in paths(folder)]
+    (folder / "table.json").write_text("\n".join([json.dumps({"id": 1}), *rows]))
+    return folder / "table.json"
+
+
+def as_splits(folder: Path) -> Path:
+    rows = [(path.removeprefix("deep/"), f"all, of {path}") for path in paths(folder)]
+    with (folder / "deep" / "metadata.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("file_name", "prompt"), *rows])
+    return folder
+
+
 def as_imagefolder(folder: Path) -> Path:
     rows = [json.dumps({"file_name": path, "text": f"all, of {path}"}) for path in paths(folder)]
     (folder / "metadata.jsonl").write_text("\n".join(rows) + "\n\n")
@@ -98,7 +132,8 @@ def as_coco(folder: Path) -> Path:
     return folder / "captions.json"
 
 
-KINDS = [as_csv, as_tsv, as_imagefolder, as_texts_beside, as_parquet_of_pictures, as_parquet_of_paths, as_coco]
+KINDS = [as_csv, as_tsv, as_semicolons_of_windows, as_flickr30k, as_json_list, as_json_lines, as_imagefolder, as_splits]
+KINDS += [as_texts_beside, as_parquet_of_pictures, as_parquet_of_paths, as_coco]
 
 
 @pytest.mark.parametrize("write", KINDS, ids=lambda write: write.__name__)
@@ -117,7 +152,20 @@ def test_pictures_of_every_source_are_packed_byte_for_byte(pictures: Path, tmp_p
 
 
 def paths_of_pictures(folder: Path) -> list[str]:
-    return [path for path in paths(folder) if not path.endswith(".txt")]
+    return [path for path in paths(folder) if not path.endswith((".txt", ".csv"))]
+
+
+def packed(source: Path, out: Path, *settings: str) -> tuple[dict[str, str], dict[str, int]]:
+    """The captions of the packed pairs by the pictures' names, and how many were left out for each reason."""
+    status = main(["data", "pack", str(source), f"out={out}", *settings])
+    reasons = {
+        reason: len(names)
+        for note in sorted(out.glob("parts/*.json"))
+        for reason, names in json.loads(note.read_text())["left_out"].items()
+    }
+    pairs = {json.loads(members["json"])["source"]: members["txt"].decode() for members in samples(out)}
+    assert status == (0 if pairs else 2)
+    return pairs, reasons
 
 
 def test_what_cannot_be_used_is_counted_and_left_out(
@@ -125,18 +173,125 @@ def test_what_cannot_be_used_is_counted_and_left_out(
 ) -> None:
     (pictures / "torn.jpg").write_bytes(picture("red", "JPEG", (64, 64))[:200])
     rows = [("deep/red.png", "red"), ("torn.jpg", "torn"), ("gone.jpg", "gone"), ("deep/blue.webp", " "), ("/", "all")]
-    rows += [("/dev/zero", "endless")]
-    with (pictures / "table.csv").open("w", newline="") as file:
+    rows += [("/dev/zero", "endless"), ("deep/red.png",), ("deep/red.png", "one", "two"), ("deep/red.png", "n\0l")]
+    rows += [("deep/red.png", "red", ""), ("", "nothing"), (b"\xff.jpg".decode("utf-8", "surrogateescape"), "ff")]
+    with (pictures / "table.csv").open("w", newline="", errors="surrogateescape") as file:
         csv.writer(file).writerows([("image", "caption"), *rows])
-    assert main(["data", "pack", str(pictures / "table.csv"), f"out={tmp_path / 'out'}"]) == 0
-    said = capsys.readouterr()
-    for expected in (
-        "1 pairs in 1 shards",
-        "1 unreadable_image (such as torn.jpg)",
-        "3 unreadable_file",
-        "1 no_caption",
-    ):
-        assert expected in said.out + said.err
+        file.write(f'deep/red.png,"never closed{"a" * 2_000_000}')
+    pairs, reasons = packed(pictures / "table.csv", tmp_path / "out")
+    assert pairs == {"deep/red.png": "red"} and len(samples(tmp_path / "out")) == 2
+    assert reasons == {
+        "unreadable_image": 1,
+        "unreadable_file": 3,
+        "no_caption": 1,
+        "bad_row": 4,
+        "no_image": 1,
+        "name_not_utf8": 1,
+    }
+    assert (
+        "2 pairs in 1 shards" in (said := capsys.readouterr().out) and "1 unreadable_image (such as torn.jpg)" in said
+    )
+
+
+def test_a_bad_line_of_json_is_one_pair(pictures: Path, tmp_path: Path) -> None:
+    lines = ["{", "[]", "3", '{"image": "deep/\\ud83d.jpg", "caption": "a"}', '{"image": {"a": 1}, "caption": "a"}']
+    lines += [
+        '{"image": "deep/red.png", "caption": "\\udc00"}',
+        '{"image": "deep/red.png", "caption": "red"}',
+        "[" * 9999,
+    ]
+    (pictures / "table.jsonl").write_text("\n".join(lines))
+    pairs, reasons = packed(pictures / "table.jsonl", tmp_path / "out")
+    assert pairs == {"deep/red.png": "red"}
+    assert reasons == {"bad_row": 2, "no_image": 3, "name_not_utf8": 1, "caption_not_utf8": 1}
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "latin-1"])
+def test_captions_are_decoded_or_left_out(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "in").mkdir()
+    for name in ("one", "two"):
+        (tmp_path / f"in/{name}.png").write_bytes(picture("red"))
+        (tmp_path / f"in/{name}.TXT").write_bytes("a red café".encode(encoding if name == "two" else "utf-8"))
+    pairs, reasons = packed(tmp_path / "in", tmp_path / "out")
+    left_out = encoding == "latin-1"
+    assert pairs == dict.fromkeys(["one.png"] if left_out else ["one.png", "two.png"], "a red café")
+    assert reasons == ({"caption_not_utf8": 1} if left_out else {})
+
+
+def test_other_files_are_counted_by_their_suffix_and_hidden_ones_are_nobodys(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    (folder / ".ipynb_checkpoints").mkdir(parents=True)
+    (folder / "more").symlink_to(tmp_path)
+    bad = b"\xff.jpg".decode("utf-8", "surrogateescape")
+    names = ["a.jpg", bad, "a.TIF", "b.tif", "c.heic", "d.psd", "._a.jpg", ".ipynb_checkpoints/a.jpg", "README"]
+    for name in names:
+        (folder / name).write_bytes(picture("red", "JPEG"))
+    for name in ("a.txt", "b.txt", "lonely.txt"):
+        (folder / name).write_text("red")
+    pairs, reasons = packed(folder, tmp_path / "out")
+    assert pairs == {"a.jpg": "red"}
+    assert reasons.pop("name_not_utf8") == 1
+    assert reasons == {".tif": 2, ".heic": 1, ".psd": 1, ".txt": 1, "no_suffix": 1, "linked_folder": 1}
+
+
+def test_a_table_names_no_file_outside_of_its_root(pictures: Path, tmp_path: Path) -> None:
+    """Links are followed first; addresses other than the web's, and those inside of others, lie outside."""
+    (tmp_path / "secret.png").write_bytes(picture("blue"))
+    (pictures / "link.png").symlink_to(tmp_path / "secret.png")
+    (pictures / "linked").symlink_to(tmp_path)
+    outside = ["../secret.png", f"{tmp_path}/secret.png", f"file://{tmp_path}/secret.png", "..\\secret.png", "link.png"]
+    outside += ["linked/secret.png", "deep/../../secret.png", f"http://x.png::file://{tmp_path}/secret.png"]
+    outside += [f"local://{tmp_path}/secret.png", "memory://secret.png", "s3://bucket/secret.png", "data://x"]
+    rows = [
+        {"image": name, "caption": "a"} for name in [*outside, "deep/red.png", f"{pictures}/deep/../deep/blue.webp"]
+    ]
+    (pictures / "table.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    pairs, reasons = packed(pictures / "table.jsonl", tmp_path / "out")
+    assert len(pairs) == 2 and reasons == {"outside_root": len(outside)}
+    pairs, reasons = packed(pictures / "table.jsonl", tmp_path / "more", f"root={tmp_path}")
+    assert len(pairs) == 9 and reasons == {"outside_root": 5}
+
+
+def test_a_folders_links_are_bounded_too(pictures: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("password")
+    (pictures / "deep/red.txt").symlink_to(tmp_path / "secret")
+    (pictures / "deep/blue.txt").write_text("blue")
+    pairs, reasons = packed(pictures, tmp_path / "out")
+    assert pairs == {"deep/blue.webp": "blue"} and reasons["outside_root"] == 1
+
+
+def test_a_root_of_addresses_is_read(pictures: Path, tmp_path: Path) -> None:
+    """As by s3://, here of fsspec's memory. The pool's processes would not see it."""
+    place = Place("memory://set/red.png", str(pictures), resolved("memory://set"))
+    fsspec.filesystem("memory").pipe({"/set/red.png": b"red", "/settled/red.png": b"no", "/red.png": b"no"})
+    assert read(place) == b"red"
+    for name in ("memory://settled/red.png", "memory://set/../red.png", "memory://red.png"):
+        with pytest.raises(BrokenSampleError, match="outside_root"):
+            read(place._replace(name=name))
+
+
+def test_paths_are_looked_for_below_the_root_too(pictures: Path, tmp_path: Path) -> None:
+    """A table whose pictures lie in a folder beside it, as many sets are published."""
+    (tmp_path / "captions.txt").write_text("image,caption\nred.png,red\nC:\\red.png,red\n")
+    pairs, reasons = packed(tmp_path / "captions.txt", tmp_path / "out", f"root={pictures}/deep")
+    assert pairs == {"red.png": "red"} and reasons == {"windows_path": 1}
+
+
+def test_a_remedy_helps_where_the_mistake_was_made(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing was packed yet: the folder of shards is taken again, with other columns and another root."""
+    (tmp_path / "shop").mkdir()
+    shop = tmp_path / "shop/table.csv"
+    shop.write_text(f"no,words,photo of it\n1,red,{pictures}/deep/red.png\n")
+    (pictures / "shop.csv").write_text("place,words\ndeep/red.png,red\n")
+    assert main(["data", "pack", str(pictures / "shop.csv"), f"out={tmp_path / 'first'}"]) == 2
+    assert "give 'columns=[IMAGE,CAPTION]'" in capsys.readouterr().err
+    assert packed(pictures / "shop.csv", tmp_path / "first", "columns=[place,words]")[0]
+    columns = "columns=[photo of it,words]"
+    assert packed(shop, tmp_path / "out", columns) == ({}, {"outside_root": 1})
+    assert "root=DIR" in capsys.readouterr().err
+    assert packed(shop, tmp_path / "out", columns, f"root={pictures}")[0]
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "JPG", "jfif", "jpe", "mpo"])
@@ -245,7 +400,8 @@ def test_shards_have_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (["{in}/table.csv", "holdout=1"], "holdout=1: give a share below 100%"),
         (["{in}/table.csv", "out={in}"], "was not written by this command"),
         (["{in}/empty"], "no pair could be packed: it is empty"),
-        (["{in}/latin.csv"], "cannot be read"),
+        (["{in}/latin.csv"], "line 3 is not UTF-8, and no byte order mark says what it is; convert the table: iconv"),
+        (["{in}/table.csv", "root={in}/none"], "is no folder"),
         ([], "give one source"),
     ],
 )
@@ -254,7 +410,7 @@ def test_mistakes_are_one_line(
 ) -> None:
     as_csv(pictures)
     (pictures / "empty").mkdir()
-    (pictures / "latin.csv").write_bytes(b"image,caption\na,\xe9\n")
+    (pictures / "latin.csv").write_bytes(b"image,caption\na,b\na,\xe9\nb,\xe9\n")
     given = [f"out={tmp_path / 'out'}", *(word.format(**{"in": pictures}) for word in words)]
     if sum(word.startswith("out=") for word in given) > 1:
         given = given[1:]

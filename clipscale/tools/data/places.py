@@ -1,0 +1,110 @@
+"""Reads what a source's pairs name: files below a root, addresses, cells of a Parquet file.
+
+A table may come from strangers: paths are followed to where they really lie, which must be below the root, and of
+addresses only those of the web are fetched, or those that begin with the root.
+"""
+
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import fsspec
+
+from clipscale.common.errors import UserError
+from clipscale.data.sample import MAX_IMAGE_BYTES, BrokenSampleError
+
+ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+WEB = ("http://", "https://")
+
+
+class Place(NamedTuple):
+    """A path or an address, as a source names it."""
+
+    name: str
+    folder: str
+    """What a path is relative to, or else to the root."""
+    root: str
+    """A folder without links, or the beginning of addresses."""
+
+
+class Cell(NamedTuple):
+    """A picture inside a Parquet file."""
+
+    file: str
+    group: int
+    """The row group."""
+    row: int
+    """The row in it."""
+    column: str
+
+
+def read(place: Place | Cell, most: int = MAX_IMAGE_BYTES) -> bytes:
+    """The bytes at a place. Raises BrokenSampleError `unreadable_file`, `windows_path`, `outside_root`, `no_image`,
+    `too_large`."""
+    try:
+        data = cell_bytes(place) if isinstance(place, Cell) else first_bytes(place, most + 1)
+    except BrokenSampleError:
+        raise
+    except Exception as error:  # of many kinds, by the scheme
+        raise BrokenSampleError("unreadable_file", str(error)) from error
+    if not isinstance(data, bytes):
+        raise BrokenSampleError("no_image")
+    if len(data) > most:
+        raise BrokenSampleError("too_large")
+    return data
+
+
+def first_bytes(place: Place, most: int) -> bytes:
+    name = place.name.removeprefix("file://")
+    if not ADDRESS.match(name):
+        with local_file(place._replace(name=name)).open("rb") as file:
+            return file.read(most)
+    # `a::b` is an address inside of another one to fsspec
+    if not name.startswith((*WEB, place.root)) or "::" in name or "/../" in name:
+        raise BrokenSampleError("outside_root", name)
+    # Whole: not all servers of pictures answer ranges of bytes.
+    options = {"block_size": 0} if name.startswith(WEB) else {}
+    with fsspec.open(name, "rb", **options) as source:
+        return bytes(source.read(most))
+
+
+def local_file(place: Place) -> Path:
+    """The file that a path names, without links. Raises BrokenSampleError."""
+    spelt = (place.name, place.name.replace("\\", "/"))
+    for path in (Path(base, name) for name in spelt for base in (place.folder, place.root)):
+        if path.is_file():
+            file = path.resolve()
+            if not file.is_relative_to(place.root):
+                raise BrokenSampleError("outside_root", str(file))
+            return file
+    raise BrokenSampleError("windows_path" if "\\" in place.name else "unreadable_file", "no such file")
+
+
+def resolved(root: str) -> str:
+    """A root without links; addresses end with a slash. Raises UserError."""
+    if ADDRESS.match(root):
+        return f"{root.rstrip('/')}/"
+    folder = Path(root).expanduser().resolve()
+    if not folder.is_dir():
+        raise UserError(f"root={root}: is no folder; give the one below which the pictures lie")
+    return str(folder)
+
+
+def cell_bytes(cell: Cell) -> Any:
+    value = row_group(cell.file, cell.group, cell.column)[cell.row].as_py()
+    return value.get("bytes") if isinstance(value, dict) else value  # Hugging Face's struct of bytes and path
+
+
+@lru_cache(maxsize=2)
+def row_group(file: str, group: int, column: str) -> Any:
+    return parquet_file(file).read_row_group(group, columns=[column])[column]
+
+
+def parquet_file(file: str | Path) -> Any:
+    """Raises UserError where pyarrow is not installed."""
+    try:
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise UserError("Parquet needs pyarrow: pip install 'clipscale[parquet]'") from error
+    return ParquetFile(file)

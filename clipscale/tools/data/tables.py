@@ -1,0 +1,140 @@
+"""The rows of tables as people have them: separated values of any separator, JSON lines, a list in JSON, Parquet.
+
+A row is its number and its values by column, or None where it cannot be used: one bad row is one pair.
+"""
+
+import csv
+import json
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import NamedTuple
+
+from clipscale.common import files
+from clipscale.common.errors import UserError
+from clipscale.common.record import Record
+from clipscale.data.decode import encoding_of, json_fields
+from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError
+from clipscale.tools.data.places import Cell, parquet_file
+
+USUAL: dict[str, list[str]] = files.read_yaml(Path(__file__).with_name("columns.yaml"))
+"""Names of the column of pictures and of that of captions."""
+SEPARATED = (".csv", ".tsv", ".txt")
+TABLES = (*SEPARATED, ".jsonl", ".json", ".parquet")
+SEPARATORS = ",\t;|"
+START = 1 << 20
+"""Bytes in which a table shows its encoding."""
+FIRST_ROWS = 100
+"""Rows whose keys are the columns of JSON."""
+LONGEST_LINE = 4 * MAX_TEXT_BYTES
+"""Characters of a line; what follows is another one."""
+Rows = Iterator[tuple[int, Record | None]]
+
+
+class Table(NamedTuple):
+    file: Path
+    columns: list[str]
+    """The picture's, and those of captions."""
+    rows: Callable[[], Rows]
+
+
+def open_table(file: Path, columns: list[str] | None) -> Table:
+    """Find a table's form and columns; `columns` None: by their usual names. Raises UserError, OSError, ValueError."""
+    if file.suffix == ".parquet":
+        names, rows = parquet_file(file).schema_arrow.names, partial(parquet_rows, file)
+    elif file.suffix in SEPARATED:
+        separator, names = header(file, columns)
+        rows = partial(separated_rows, file, separator, names)
+    else:
+        rows = partial(json_rows, file)
+        names = list(dict.fromkeys(name for _, row in islice(rows(), FIRST_ROWS) for name in row or ()))
+    chosen = chosen_columns(names, columns)
+    for name in chosen:
+        if name not in names:
+            given = ", ".join(names) or "none"
+            raise UserError(f"{file.name} has no column {name!r}; it has {given}: give 'columns=[IMAGE,CAPTION]'")
+    return Table(file, chosen, rows)
+
+
+def chosen_columns(names: Sequence[str], columns: list[str] | None) -> list[str]:
+    """The picture's column and the captions'; of usual names those that are there, or else the first."""
+    plain = {name.lower().replace(" ", "_").replace("-", "_"): name for name in reversed(names)}
+    return columns or [next((plain[name] for name in usual if name in plain), usual[0]) for usual in USUAL.values()]
+
+
+def lines_of(file: Path) -> Iterator[str]:
+    """A text's lines, decoded by its byte order mark, or else as UTF-8, where wrong bytes become lone surrogates.
+
+    Raises UserError for another encoding: most of the first lines with letters beyond ASCII are no UTF-8.
+    """
+    with file.open("rb") as raw:
+        start = raw.read(START)
+    encoding = encoding_of(start)
+    if encoding == "utf-8":
+        lines = start.splitlines()[: -1 if len(start) == START else None]
+        wrong = [n for n, line in enumerate(lines, 1) if line.decode("utf-8", "ignore").encode() != line]
+        if 1 < len(wrong) > sum(not line.isascii() for line in lines) / 2:
+            old, new = (shlex.quote(str(path)) for path in (file, file.with_name(f"utf8-{file.name}")))
+            raise UserError(
+                f"{file}: line {wrong[0]} is not UTF-8, and no byte order mark says what it is; convert the table: "
+                f"iconv -f LATIN1 -t UTF-8 {old} > {new}"
+            )
+    errors = "surrogateescape" if encoding.startswith("utf-8") else "surrogatepass"
+    with file.open(encoding=encoding, errors=errors, newline="") as text:
+        yield from iter(partial(text.readline, LONGEST_LINE), "")
+
+
+def header(file: Path, columns: list[str] | None) -> tuple[str, list[str]]:
+    """The separator and the columns' names: those by which the most columns are known, and then the most names."""
+    line = next(lines_of(file), "")
+    split = [(mark, [name.strip() for name in next(csv.reader([line], delimiter=mark), [])]) for mark in SEPARATORS]
+    return max(split, key=lambda each: (len({*each[1]}.intersection(chosen_columns(each[1], columns))), len(each[1])))
+
+
+def separated_rows(file: Path, separator: str, names: list[str]) -> Rows:
+    csv.field_size_limit(MAX_TEXT_BYTES)
+    reader = csv.reader(lines_of(file), delimiter=separator)
+    next(reader)
+    while True:
+        try:
+            values = [value.strip() for value in next(reader)]
+        except StopIteration:
+            return
+        except csv.Error:  # a quote that is not closed
+            yield reader.line_num, None
+            continue
+        if any(values):
+            good = len(values) >= len(names) and not any(values[len(names) :]) and "\0" not in "".join(values)
+            yield reader.line_num, dict(zip(names, values)) if good else None
+
+
+def json_rows(file: Path) -> Rows:
+    """Of JSON lines, or of a list of objects."""
+    lines = lines_of(file)
+    first = next(lines, "")
+    if first.lstrip().startswith("["):
+        yield from enumerate(
+            (item if isinstance(item, dict) else None for item in json.loads(first + "".join(lines))), 1
+        )
+        return
+    for number, line in enumerate(chain([first], lines), 1):
+        try:
+            if line.strip():
+                yield number, json_fields(line)
+        except BrokenSampleError:
+            yield number, None
+
+
+def parquet_rows(file: Path) -> Rows:
+    """Binary columns and structs are not read: a row has their cell."""
+    table = parquet_file(file)
+    schema = table.schema_arrow
+    inside = [f.name for f in schema if str(f.type).startswith(("struct", "binary", "large_binary"))]
+    number = 0
+    for group in range(table.num_row_groups):
+        read = table.read_row_group(group, columns=[name for name in schema.names if name not in inside])
+        for row, values in enumerate(read.to_pylist()):
+            yield number, values | {name: Cell(str(file), group, row, name) for name in inside}
+            number += 1
