@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from signal import Signals
+from signal import SIGINT, Signals
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from clipscale.common.errors import DataError, StoppedError, UserError, first_li
 from clipscale.common.phases import Phases, Readback
 from clipscale.common.record import Record
 from clipscale.common.rng import RandomState
-from clipscale.common.terminal import say
+from clipscale.common.terminal import doing, tell
 from clipscale.config.train import RESULT, TrainConfig, changes_since, samples_of, to_yaml
 from clipscale.data.loader.captions import SortedCaptions
 from clipscale.data.loader.host_batch import HostBatch
@@ -82,6 +82,8 @@ class Run:
     def __init__(self, config: TrainConfig, world: World, lock: RunLock | None = None) -> None:
         """`lock`: the folder's, held by rank 0; None: nobody else uses the folder."""
         self.lock = lock
+        if config.eval.has_sets:
+            doing("reading the evaluation sets")
         check_sets(config.eval, world)
         self.world = world
         self.resolved = resolve(config, world)
@@ -126,11 +128,11 @@ class Run:
             checkpoint.set_aside(folder, step)
             changes = changes_since(folder / "config.yaml", config)
             changed = "; changed: " + ", ".join(changes) if changes else ""
-            say(f"run={config.run}: going on after step {step} of {self.total}{changed}")
+            tell(f"run={config.run}: going on after step {step} of {self.total}{changed}")
         if step >= self.total:
-            say(f"run={config.run} is complete at step {step}: nothing is left to train; more samples= go on with it")
+            tell(f"run={config.run} is complete at step {step}: nothing is left to train; more samples= go on with it")
         elif 0 < self.schedule.total <= self.schedule.warmup:
-            say(
+            tell(
                 f"warning: schedule.warmup={config.schedule.warmup} covers all {self.schedule.total} steps of the run; "
                 "give a share, as in schedule.warmup=5%",
                 error=True,
@@ -144,7 +146,7 @@ class Run:
             total=self.total,
             trains=step < self.total,
         )
-        log.message(self.stream.memory)
+        tell(self.stream.memory)
         return log
 
     def go(self) -> Record:
@@ -172,11 +174,7 @@ class Run:
                 raise
             except SignalError as signal:  # on all ranks
                 self.save_at_once()
-                raise StoppedError(
-                    f"stopped by {Signals(signal.number).name} after step {self.step}; go on with run={config.run} "
-                    "resume=auto",
-                    signal.number,
-                ) from None
+                raise StoppedError(self.stopped(signal.number), signal.number) from None
             finally:
                 self.stream.close()
                 self.saver.close()
@@ -185,9 +183,16 @@ class Run:
             folder = self.resolved.folder
             print_results(results, f"{folder.name}, step {self.step}")
             if line := compared(config.expected, results):
-                say(line)
-            say(f"done: {folder} (step {self.step}, loss {self.loss:.4f}); clipscale report {config.run} shows it")
+                tell(line)
+            tell(f"done: {folder} (step {self.step}, loss {self.loss:.4f}); clipscale report {config.run} shows it")
         return {"run": str(self.resolved.folder), "step": self.step, "loss": self.loss, "eval": results}
+
+    def stopped(self, number: int) -> str:
+        """What a signal has ended."""
+        what = "stopped" if number == SIGINT else f"stopped by {Signals(number).name}"
+        if not self.step:
+            return f"{what} in the first step: nothing is saved"
+        return f"{what} after step {self.step} and saved"
 
     def save_at_once(self) -> None:
         """A checkpoint of what is trained, complete at the end of this call."""
@@ -213,6 +218,8 @@ class Run:
         batch = self.stream.next_batch()  # its samples may still be arriving
         images, texts = self.inputs(batch)
         self.texts = texts
+        if not self.slowest_s:
+            doing(f"step {self.step + 1}, the first of this start" + ", compiles" * self.config.model.compile)
         with self.phase(phases, "encode"):
             features = cache.encode(state.past_trunk("image", images), state.past_trunk("text", texts))
         with self.phase(phases, "loss"):
@@ -269,6 +276,7 @@ class Run:
     def inputs(self, batch: HostBatch) -> tuple[ChunkLoader, Any]:
         """The towers' inputs."""
         if self.world.main and self.step == 0:
+            doing("waiting for the first samples")
             write_samples(self.resolved.folder / SHEET, batch, self.state.model.tokenizer)
         batch.expect(self.state.reads(len(batch)))
         images = ChunkLoader(batch.pixels, len(batch), self.world.device, resident=self.config.offload == "none")
@@ -329,7 +337,7 @@ class Run:
         if self.records.log:
             self.records.log.eval(self.step, results)
             for line in fallen(ResultsFile(self.resolved.folder, 0).record()["results"], results):
-                self.records.log.message(f"warning: {line}")
+                tell(f"warning: {line}")
         return results
 
     def save_due(self) -> bool:
@@ -350,6 +358,8 @@ class Run:
         one then, unless another run has begun there.
         """
         self.records.finish()
+        if last:
+            doing(f"saving step {self.step}")
         removed = self.lock is not None and self.world.on_main(self.lock.renew)
         position = self.world.on_all(self.stream.position)
         now = RandomState.now(self.world.device)

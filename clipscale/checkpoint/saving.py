@@ -20,7 +20,7 @@ from clipscale.checkpoint.loading import META, meta_text, split, sum_of, values_
 from clipscale.common.errors import UserError, first_line
 from clipscale.common.files import sync_folder
 from clipscale.common.record import Record
-from clipscale.common.terminal import say
+from clipscale.common.terminal import tell
 from clipscale.config.sections import CheckpointConfig
 from clipscale.distributed.world import World
 
@@ -100,7 +100,7 @@ class Saver:
             self._wait_or_warn()
         except (CheckpointException, RuntimeError) as error:  # such as a rank that is lost while it writes
             if self.world.main:
-                say(f"warning: the checkpoint that was being written is not complete ({first_line(error)})")
+                tell(f"warning: the checkpoint that was being written is not complete ({first_line(error)})")
         self._stager.close()
 
     def _wait_or_warn(self) -> None:
@@ -108,7 +108,7 @@ class Saver:
             self.wait()
         except UnwritableError as error:
             if self.world.main:
-                say(f"warning: {error}; training goes on without it")
+                tell(f"warning: {error}; training goes on without it")
 
     def _temporary(self, step: int) -> Path:
         path = folder.path_of(self.run, step)

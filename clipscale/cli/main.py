@@ -12,7 +12,7 @@ from clipscale.cli import help
 from clipscale.cli.verbs import VERBS, split_verb
 from clipscale.common.errors import LoaderError, LostRankError, StoppedError, UserError
 from clipscale.common.hardware import let_threads_sleep
-from clipscale.common.terminal import prepare, report, say
+from clipscale.common.terminal import clear, doing, main_rank, prepare, report, say
 from clipscale.config.train import to_yaml
 from clipscale.launch import local
 
@@ -31,20 +31,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             report(error)
         return 1
     except KeyboardInterrupt:
-        say("stopped by SIGINT", error=True)
+        say("stopped", error=True)
         return 128 + signal.SIGINT
+    except StoppedError as stopped:
+        if main_rank():
+            say(stopped, error=True)
+        return 128 + stopped.number
     except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (UserError, OSError) as error:  # OSError: a folder without permission, a full disk
         if os.environ.get("CLIPSCALE_DEBUG") == "1":
             traceback.print_exc()
-        if local.main_rank():  # all ranks compose, and make the same mistakes
+        if main_rank():  # all ranks compose, and make the same mistakes
             report(error)
-        if isinstance(error, StoppedError):
-            return 128 + error.number
         is_mistake = isinstance(error, UserError) and not isinstance(error, LoaderError)
         return 2 if is_mistake else 1
+    finally:
+        clear()
 
 
 def run(argv: list[str]) -> int:
@@ -60,6 +64,7 @@ def run(argv: list[str]) -> int:
         help.show([word for word in words if not word.startswith("-") and "=" not in word])
         return 0
     name, words = split_verb(words)
+    doing("reading the settings")
     from clipscale.cli import compose  # imports Hydra
 
     verb = VERBS[name]
@@ -71,10 +76,12 @@ def run(argv: list[str]) -> int:
     plain, overrides = compose.overrides(name, line.words)
     settings = compose.settings(name, overrides, line.config_dir)
     if line.cfg:
+        clear()
         print(to_yaml(settings), end="", flush=True)
     verb.check(settings)
     if line.cfg:
         return 0
+    doing(f"loading clipscale {name}")
     function = resolve_name(verb.main)
     status = function(plain, settings) if verb.words else function(settings)
     return status if isinstance(status, int) else 0

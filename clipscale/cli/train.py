@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from clipscale.common import files
+from clipscale.common.errors import StoppedError
 from clipscale.common.record import Record
-from clipscale.common.terminal import say
+from clipscale.common.terminal import doing, tell
 from clipscale.config.eval import check_places
 from clipscale.config.stages import stages_of
 from clipscale.config.train import RESULT, TrainConfig, changes_since, samples_of, settled
@@ -52,6 +53,7 @@ def main(config: TrainConfig, *, isolated: bool = False) -> Record:
     """
     from clipscale.tools.data import demo
 
+    repeatable = bool(config.run) and config.resume == "auto"
     config = settled(config)
     alone = not local.under_torchrun()
     if alone:
@@ -61,15 +63,22 @@ def main(config: TrainConfig, *, isolated: bool = False) -> Record:
             from clipscale.log.table import print_results
 
             step = result["step"]
-            say(f"run={config.run} is complete at step {step}: nothing is left to train; more samples= go on with it")
+            tell(f"run={config.run} is complete at step {step}: nothing is left to train; more samples= go on with it")
             print_results(result["eval"], f"{Path(config.run).name}, step {step}")
             return result
     if not isolated and config.data.workers != 0:
         warm_up()  # beside the imports of planning and training
     if config.plan and alone:
+        doing("loading torch")
         from clipscale.launch.run_lock import check_free
         from clipscale.tools.plan.of_run import before
 
         check_free(Path(config.run))
         before(config, local.workers(config))
-    return local.run(config, isolated=isolated)
+    try:
+        return local.run(config, isolated=isolated)
+    except StoppedError as stopped:
+        if not any(Path(config.run, "checkpoints").glob("step_*")):
+            raise
+        way = "the same command goes on" if repeatable else f"go on with run={config.run} resume=auto"
+        raise StoppedError(f"{stopped}; {way}", stopped.number) from None

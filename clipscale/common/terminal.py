@@ -1,11 +1,27 @@
-"""Prints text that may come from strangers, such as names and captions: no control character reaches the terminal."""
+"""Prints lines, and on a terminal what is being done and how far it is.
+
+Text may come from strangers, such as names and captions: no control character of theirs reaches the terminal.
+"""
 
 import logging
+import os
 import re
+import shutil
 import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime, timedelta
+from typing import TypeVar
 
+T = TypeVar("T")
 LONGEST = 4000
 """Characters of a printed error or warning; the rest of it is left out."""
+CLEAR = "\r\x1b[K"
+"""Empties a terminal's last line."""
+LINE_S = 60.0
+"""Seconds between lines about the progress of long work, where there is no terminal."""
+BAR_AFTER_S, BAR_EVERY_S, BAR_WIDTH = 2.0, 0.2, 20
+"""A bar appears so long after its work has begun, and moves so often."""
 
 
 def printable(text: object) -> str:
@@ -17,9 +33,86 @@ def without_password(text: str) -> str:
     return re.sub(r"://[^\s/'\"<>]+@", "://", text)  # without the scheme: looking for one takes time squared
 
 
+def main_rank() -> bool:
+    """Whether this is the process of a run that prints: the first, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def on_terminal() -> bool:
+    """Whether somebody watches who sees a line change."""
+    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+
 def say(text: object, *, error: bool = False) -> None:
     """Print a line on stdout, or on stderr for an `error`."""
+    clear()
     print(printable(text), file=sys.stderr if error else sys.stdout, flush=True)
+
+
+def tell(text: object, *, error: bool = False) -> None:
+    """Print a line of a run's log: it begins with the time of day."""
+    say(f"{datetime.now():%H:%M:%S} {text}", error=error)
+
+
+def doing(what: str) -> None:
+    """On a terminal: show what begins now, until the next line is printed."""
+    _show(f"{datetime.now():%H:%M:%S} {what} ...")
+
+
+def clear() -> None:
+    """Remove what `doing` or a bar shows, of this process or of one that has started it."""
+    if on_terminal():
+        print(CLEAR, end="", file=sys.stderr, flush=True)
+
+
+def _show(text: str) -> None:
+    if on_terminal() and main_rank():
+        shown = printable(text)[: shutil.get_terminal_size().columns - 1]  # a line that wraps cannot be removed
+        print(f"{CLEAR}{shown}", end="", file=sys.stderr, flush=True)
+
+
+class Progress:
+    """How far long work is: a bar on a terminal, elsewhere a line every LINE_S seconds."""
+
+    def __init__(self, message: Callable[[str], None]) -> None:
+        """`message` prints a line."""
+        self.message = message
+        self._began = 0.0
+        self._shown = 0.0
+        self._bar = False
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """`done` of `total` parts of the work called `what`, which begins with 0 parts. `total` may be an estimate."""
+        now = time.monotonic()
+        if done == 0:
+            self._began = now
+            self._shown = now
+        if not 0 < done < total:
+            if self._bar:
+                clear()
+            self._bar = False
+            return
+        left = timedelta(seconds=round((now - self._began) * (total / done - 1)))
+        text = f"{what}: {done} of {total}, {done / total:.0%}, {left} left"
+        if not on_terminal():
+            if now - self._shown >= LINE_S:
+                self.message(text)
+                self._shown = now
+        elif now - self._began >= BAR_AFTER_S and now - self._shown >= BAR_EVERY_S:
+            full = BAR_WIDTH * done // total
+            _show(f"{'━' * full}{'╌' * (BAR_WIDTH - full)} {text}")
+            self._bar = True
+            self._shown = now
+
+
+def tracked(parts: Iterable[T], what: str, total: int) -> Iterator[T]:
+    """The parts of long work one by one, with its progress. `what`: as in `writing shards`."""
+    doing(what)
+    progress = Progress(lambda line: tell(line, error=True))
+    progress(what, 0, total)
+    for done, part in enumerate(parts, 1):
+        yield part
+        progress(what, done, total)
 
 
 def report(error: object, details: str = "") -> None:
@@ -32,6 +125,7 @@ class _Printable(logging.Formatter):
     """The message alone, as logging prints it where nothing is configured."""
 
     def format(self, record: logging.LogRecord) -> str:
+        clear()
         return without_password(printable(record.getMessage()))[:LONGEST]
 
 

@@ -7,14 +7,13 @@ from pathlib import Path
 
 from clipscale import checkpoint
 from clipscale.common.record import Record, Results
-from clipscale.common.terminal import say
+from clipscale.common.terminal import Progress, doing, say, tell
 from clipscale.config.eval import EvalRunConfig, check_eval, completed
 from clipscale.config.sections import SinkConfig
 from clipscale.distributed.world import join, leave
 from clipscale.eval.run import ResultsFile, check, evaluate
 from clipscale.eval.suites import chosen_sets, suite_table
 from clipscale.launch import local
-from clipscale.log.metrics import Progress
 from clipscale.log.sinks import Sinks
 from clipscale.log.table import plain_console, print_results
 from clipscale.models.towers import load_any
@@ -45,6 +44,7 @@ def work(config: EvalRunConfig) -> Results:
             paths = world.on_main(lambda: [str(path) for path in checkpoint.checkpoints_of(folder)]) or ["latest"]
         with closing(Sinks(folder, config.log if world.main else SinkConfig(), {}, say)) as sinks:
             for path in paths:
+                doing("loading the model")
                 model, settings, step = world.on_all(
                     partial(load_any, run, path, config.eval.weights, config.model, world.on_main)
                 )
@@ -59,7 +59,7 @@ def work(config: EvalRunConfig) -> Results:
                     world,
                     precision.autocast,
                     file=ResultsFile(folder, step, facts),
-                    progress=Progress(say) if world.main else lambda *_: None,
+                    progress=Progress(tell) if world.main else lambda *_: None,
                 )
                 if world.main:
                     title = folder.name if step is None else f"{folder.name}, step {step}"

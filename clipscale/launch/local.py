@@ -66,10 +66,6 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def main_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
 def check_train(config: TrainConfig) -> None:
     """The checks of a run that need neither torch nor data. Raises UserError, prints warnings."""
     if under_torchrun() and not config.run:
@@ -78,12 +74,12 @@ def check_train(config: TrainConfig) -> None:
     check_weights(config.model)
     if config.device == "cuda" and not any(map(os.path.exists, GPU_DRIVERS)):
         raise UserError("device=cuda: this machine has no GPU with a driver; use device=cpu or fix the driver")
-    if config.log.wandb == "online" and main_rank():
+    if config.log.wandb == "online" and terminal.main_rank():
         import wandb
 
         if not wandb.login(prompt=False, verify=False):
             raise UserError("log=wandb: there is no key; run `wandb login`, export WANDB_API_KEY, or log=wandb-offline")
-    if main_rank():
+    if terminal.main_rank():
         for warning in warnings(config):
             terminal.say(f"warning: {warning}", error=True)
         if line := published_batch(config):
@@ -98,6 +94,7 @@ def run(config: Launched, main: str = TRAIN, *, isolated: bool = False) -> Recor
     """
     if under_torchrun():
         return join(config, main)
+    terminal.doing("loading torch")
     count = workers(config)
     if count > 1 or isolated:
         return start(config, main, count)
@@ -123,7 +120,8 @@ def join(config: Launched, main: str) -> Record:
     try:
         result = record(resolve_name(main))(config)
     except UserError as error:
-        if os.environ["RANK"] != "0" and "TORCHELASTIC_RUN_ID" not in os.environ:  # rank 0's is printed by the caller
+        alone = "TORCHELASTIC_RUN_ID" not in os.environ
+        if alone and not terminal.main_rank() and not isinstance(error, StoppedError):  # the caller prints rank 0's
             terminal.report(f"rank {os.environ['RANK']}: {error}")
         raise
     assert result is not None  # record raises every error, unless it is asked to swallow them
@@ -158,17 +156,20 @@ def start(config: Launched, main: str, count: int) -> Record:
         )
         with blocked():  # starts the resource tracker that the workers share
             pass
+        terminal.doing(f"starting {count} process{'es' if count > 1 else ''}")
         try:
             return elastic_launch(elastic, worker)(config, main)[0]
         except ChildFailedError as error:
             raise first_failure(error, Path(folder)) from None
         except SignalException as error:
-            for message in recorded(Path(folder)).values():
-                if (reason := mistake(message)) and not isinstance(reason, StoppedError):
-                    raise reason from None  # such as a last save that the disk did not take
             number = signal.SIGTERM if error.sigval == signal.SIGUSR1 else error.sigval  # as in a worker
-            remedy = f"; go on with run={config.run} resume=auto" if main == TRAIN else ""
-            raise StoppedError(f"stopped by {number.name}{remedy}", number) from None
+            text = "stopped"
+            for message in recorded(Path(folder)).values():
+                reason = mistake(message)
+                if reason and not isinstance(reason, StoppedError):
+                    raise reason from None  # such as a last save that the disk did not take
+                text = str(reason or text)
+            raise StoppedError(text, number) from None
         finally:
             for handled, handler in handlers.items():
                 signal.signal(handled, handler)
@@ -183,6 +184,7 @@ def worker(config: Launched, main: str) -> Record:
     """The main function of a process that `start` starts."""
     end_with_the_launcher()
     terminal.prepare()
+    terminal.doing("loading torch")
     if main == TRAIN and isinstance(config, TrainConfig) and config.data.workers != 0:
         warm_up()  # beside the imports of training
     return resolve_name(main)(config)
@@ -222,7 +224,7 @@ def mistake(message: Record) -> UserError | None:
     """A worker's UserError, from its recorded message `TYPE: text`; None for any other exception."""
     name, _, text = message["message"].partition(": ")
     if name == "StoppedError":
-        return StoppedError(text, signal.SIGINT if text.startswith("stopped by SIGINT") else signal.SIGTERM)
+        return StoppedError(text, signal.SIGTERM if text.startswith("stopped by SIGTERM") else signal.SIGINT)
     if name == "LoaderError":
         return LoaderError(text)
     return UserError(text) if name in ("UserError", "UnwritableError", "DataError") else None

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from clipscale.common import files
 from clipscale.common.record import Results
-from clipscale.common.terminal import printable
+from clipscale.common.terminal import clear, printable
 
 FIGURES = files.read_yaml(Path(__file__).with_name("figures.yaml"))
 """The names of a run's figures, and how they are shown."""
@@ -61,6 +61,7 @@ def loss_title(batches: Set[int], objectives: Set[str]) -> str:
 
 def plain_console() -> Console:
     """The console for tables: a terminal at its own width, or a file, wide enough that nothing is cut."""
+    clear()
     console = Console(highlight=False, emoji=False, markup=False)
     if not console.is_terminal:
         console.width = max(console.width, 160)

@@ -13,7 +13,7 @@ from clipscale import checkpoint
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
 from clipscale.common.rng import RandomState
-from clipscale.common.terminal import say
+from clipscale.common.terminal import doing, tell
 from clipscale.config.stages import stages_of
 from clipscale.config.train import TrainConfig, samples_of, shared
 from clipscale.data.columns import Columns, columns_of
@@ -128,7 +128,9 @@ def begin(run: Resolved, world: World) -> tuple[TrainState, TrainStream]:
     columns = columns_of(config.data, side, teachers, pad=int(tokenizer.rows([""])[0, -1]))
     read = partial(data_stream, run, columns, tokenizer, world)
     with ExitStack() as undo:
+        doing("opening the shards")
         stream = undo.enter_context(read()) if config.offload != "encoded" else None
+        doing("building the model")
         parts = parts_of(config, world, tokenizer, teachers)
         optimizer = run.stage.optimizer if run.begins_stage else ""
         state = TrainState(config, world, parts, run.checkpoint, optimizer)
@@ -142,9 +144,9 @@ def settle(run: Resolved, state: TrainState, stream: TrainStream, world: World) 
     """What depends on model and data: notices, whether batches fit the streams, random numbers. Raises UserError."""
     if world.main and run.config.model.pixels != run.stage.config.model.pixels:
         pixels = run.config.model.pixels
-        say(f"pixels are normalised as for the weights: mean {[*pixels.mean]}, deviation {[*pixels.std]}")
+        tell(f"pixels are normalised as for the weights: mean {[*pixels.mean]}, deviation {[*pixels.std]}")
     if world.main and state.captions.note:
-        say(state.captions.note)
+        tell(state.captions.note)
     streams = merge_positions(world.gather(stream.position()))["streams"]  # refuses shards that differ between ranks
     batches = {stage.config.batch for stage in run.stages}
     fitting = fitting_streams(run, streams)

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
-from clipscale.common.terminal import say
+from clipscale.common.terminal import tell
 from clipscale.config.sections import MAX_LOGIT_SCALE
 from clipscale.config.train import TrainConfig
 from clipscale.data.columns import KEYS
@@ -232,7 +232,7 @@ class TrainState:
         values = f"step {step + 1}: loss={loss}, gradient norm={grad_norm}"
         if self.config.optim.on_divergence == "skip" and self.skipped < MOST_SKIPPED:
             if self.world.main:
-                say(f"warning: {values}: left out ({self.skipped} in a row; {MOST_SKIPPED} end the run)", error=True)
+                tell(f"warning: {values}: left out ({self.skipped} in a row; {MOST_SKIPPED} end the run)", error=True)
             return
         raise UserError(
             f"{values}: training has diverged; its checkpoints are intact; lower optim.lr, set optim.clip_norm, or use "

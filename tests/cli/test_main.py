@@ -11,11 +11,14 @@ import pytest
 
 from clipscale import __version__
 from clipscale.cli.verbs import VERBS
+from clipscale.common.errors import StoppedError
 from clipscale.config.presets import group_options
 from clipscale.config.setting import nested, settings_of
+from clipscale.config.train import TrainConfig
 from tests.cli.conftest import Cli, tiny
 from tests.conftest import TINY, Command
 from tests.eval.sets import classification_set
+from tests.support.terminals import on_terminal, screen
 
 # ---- help ----
 
@@ -161,6 +164,50 @@ def test_train_eval_plan_and_report_work_one_after_another(
     status, out, err = cli("report", "first")
     assert status == 0, err
     assert [Path(line).name for line in out.splitlines()] == ["report.html"]
+
+
+WATCHED = """\
+import sys
+from clipscale.__main__ import main
+class Watching:
+    def find_spec(self, name, *_):
+        if name in ("hydra", "torch"):
+            print(f"<{name}>", file=sys.stderr)
+sys.meta_path.insert(0, Watching())
+sys.exit(main())
+"""
+
+
+def test_a_terminal_has_a_word_before_every_wait_and_ctrl_c_is_no_error(
+    tmp_path: Path, shards: str, environment: dict[str, str]
+) -> None:
+    """The first step always has a line. Lines fit, and begin with the time of day."""
+    kept = [word for word in TINY if not word.startswith(("samples", "plan"))]
+    words = ["train", *kept, f"data.train={shards}", "run=a", "samples=1M", "log.every=1000"]
+    status, output = on_terminal(["-c", WATCHED, *words], tmp_path, environment, (" step=1 ", "\x03"))
+    order = [output.find(word) for word in ("the settings", "<hydra>", "torch ...", "<torch>", "planning", "building")]
+    assert order == sorted(order) and order[0] >= 0, output
+    *lines, last, end = [line for line in screen(output) if not line.startswith("<")]
+    assert re.fullmatch(r"stopped after step \d+ and saved; the same command goes on", last), lines
+    assert (status, end) == (130, "")
+    assert any(" step=1 loss=" in line for line in lines)
+    assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in lines if "^C" not in line and "Ctrl-C" not in line), lines
+    assert max(map(len, lines)) <= 100, lines
+
+
+@pytest.mark.parametrize(("words", "way"), [("run=a", "the same command goes on"), ("resume=none", "run=runs/2")])
+def test_a_stopped_run_says_how_it_goes_on(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, shards: str, words: str, way: str
+) -> None:
+    """Where the same command would begin another run, or be refused, with the run's name."""
+
+    def stopped(config: TrainConfig, **_: object) -> None:
+        (Path(config.run) / "checkpoints/step_00000003").mkdir(parents=True)
+        raise StoppedError("stopped after step 3 and saved", signal.SIGINT)
+
+    monkeypatch.setattr("clipscale.launch.local.run", stopped)
+    status, _, err = cli(*tiny(f"data.train={shards}", words))
+    assert status == 130 and err.startswith("stopped after step 3 and saved; ") and way in err
 
 
 # ---- before and beside the verbs ----

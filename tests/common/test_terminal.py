@@ -2,6 +2,10 @@
 
 import io
 import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,6 +16,7 @@ from clipscale.cli.main import main
 from clipscale.common import terminal
 from clipscale.common.terminal import LONGEST, printable
 from clipscale.log.table import TextTable
+from tests.support.terminals import on_terminal, screen
 
 HOSTILE = "a\x1b]0;title\x07\x9b31m\nerror: [red]b[/red]\u202e\ud800\r"
 
@@ -48,3 +53,37 @@ def test_a_table_shows_text_as_it_is() -> None:
     shown = out.getvalue()
     assert "[bold]1[/bold]" in shown and "[red]b[/red]" in shown
     assert all(line.isprintable() for line in shown.split("\n"))
+
+
+WORK = """\
+from clipscale.common import terminal
+from clipscale.common.terminal import doing, say, tracked
+terminal.BAR_AFTER_S = terminal.BAR_EVERY_S = 0
+doing("beginning")
+say("begun")
+for part in tracked(range(4), "parts [red]" + "x" * 200, 4):
+    pass
+say("done")
+"""
+
+
+def test_a_terminal_shows_what_is_done_and_keeps_only_lines(tmp_path: Path) -> None:
+    status, output = on_terminal(["-c", WORK], tmp_path, os.environ)
+    assert (status, screen(output)) == (0, ["begun", "done", ""])
+    shown = output.split("\x1b[K")
+    assert "beginning ..." in shown[1] and any("━╌" in part and "1 of 4" not in part for part in shown)
+    assert max(len(part.rstrip("\r\n")) for part in shown) < 100, "a line that wraps cannot be removed"
+
+
+@pytest.mark.parametrize("variable", [{"RANK": "1"}, {"TERM": "dumb"}])
+def test_other_ranks_and_terminals_that_cannot_clear_a_line_show_lines_only(
+    tmp_path: Path, variable: dict[str, str]
+) -> None:
+    code = f"import os; os.environ.update({variable!r})\n{WORK}"
+    _, output = on_terminal(["-c", code], tmp_path, os.environ)
+    assert screen(output) == ["begun", "done", ""] and "..." not in output and "━" not in output
+
+
+def test_files_and_pipes_get_lines_only() -> None:
+    done = subprocess.run([sys.executable, "-c", WORK], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("begun\ndone\n", "")

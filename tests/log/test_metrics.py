@@ -3,43 +3,44 @@
 import io
 import json
 import math
+import re
 import resource
 import subprocess
 import time
 from collections.abc import Iterable
-from contextlib import closing
+from contextlib import closing, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from clipscale.config.sections import LogConfig
 from clipscale.log import sinks
-from clipscale.log.metrics import MetricLog, console_line, read_metrics
+from clipscale.log.metrics import MetricLog, console_line, duration, read_metrics
 from clipscale.log.warnings import warnings_of
 
 SETTINGS = "batch: 256\nmodel:\n  name: ViT-B-32\n"
 
 
-def printed(log: MetricLog) -> str:
-    assert isinstance(log.console.file, io.StringIO)
-    return log.console.file.getvalue()
+def printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Lines without the time of day, with which they begin."""
+    times, lines = zip(*(line.split(" ", 1) for line in capsys.readouterr().out.splitlines()))
+    assert all(re.fullmatch(r"[0-2]\d:[0-5]\d:[0-5]\d", clock) for clock in times), times
+    return [*lines]
 
 
 def open_log(run: Path, config: LogConfig | None = None, **options: Any) -> MetricLog:
-    console = Console(file=io.StringIO(), width=80, highlight=False, soft_wrap=True, emoji=False)
-    return MetricLog(run, config or LogConfig(), resolved_config=SETTINGS, console=console, **options)
+    return MetricLog(run, config or LogConfig(), resolved_config=SETTINGS, **options)
 
 
 def logged(run: Path, steps: Iterable[int], config: LogConfig | None = None, **fields: object) -> str:
     """What a log of these steps prints."""
-    with closing(open_log(run, config)) as log:
+    with redirect_stdout(io.StringIO()) as out, closing(open_log(run, config)) as log:
         for step in steps:
             log.step(record(step, **fields))
-    return printed(log)
+    return out.getvalue()
 
 
 def record(step: int, **fields: object) -> dict[str, object]:
@@ -85,35 +86,47 @@ def test_resuming_cuts_off_what_lies_beyond_and_a_torn_last_line(tmp_path: Path)
     assert steps(tmp_path) == [1], "a new run starts a new file"
 
 
-def test_console_lines_are_greppable_whole_and_plain(tmp_path: Path) -> None:
-    line = console_line(record(12, loss=2.5, mem_peak_bytes=None))
-    assert line == "step=12 samples=3072 loss=2.5000 lr=1.000e-03 samples_per_s=440.0 broken=0"
+def test_console_lines_are_greppable_whole_and_plain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with closing(open_log(tmp_path)) as log:
         log.step(record(1, loss=math.nan, grad_norm=math.inf, data_wait_frac=0.0, step_s=0.5, mem_peak_bytes=2**33))
         log.eval(1, {"a:set": {"top1": 0.5, "images": 10}})
-        log.message("[done] :tada:")
-    lines = printed(log).splitlines()
-    assert len(lines) == 3, f"lines longer than the console must not be broken: {lines}"
-    assert lines[0].endswith("mem_peak_bytes=8589934592 broken=0")
-    assert lines[1:] == ["eval step=1 set=a:set top1=0.5000 images=10", "[done] :tada:"]
-    assert lines[0].startswith("step=1 samples=256 loss=nan")
-    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+        log.step(record(2, data_wait_frac=0.3, broken=2))
+        log.eval(2, {})
+        log.step(record(3))
+    lines = printed(capsys)
+    assert lines == [
+        "step=1 loss=nan lr=1.0e-03 grad=inf rate=440",
+        "eval step=1 set=a:set top1=0.5000",
+        "step=2 loss=2.5000 lr=1.0e-03 rate=440 wait=30% broken=2",  # the newest step, before what is said of it
+        "step=3 loss=1.6667 lr=1.0e-03 rate=440",
+    ]
+    line, *_ = (tmp_path / "metrics.jsonl").read_text().splitlines()
     back = json.loads(line, parse_constant=pytest.fail)  # NaN and Infinity are no JSON
     assert back["loss"] is None and back["grad_norm"] is None and back["step_s"] == 0.5
 
 
-def test_lines_say_how_far_the_run_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of four seconds; a line of every other one, but not within ten seconds, and of the last."""
+def test_a_line_of_a_large_run_fits_100_columns_and_has_no_value_twice() -> None:
+    large = {"logit_scale": 100.0, "grad_norm": 0.1234, "samples_per_s": 123456.7, "samples_per_s_per_gpu": 123456.7}
+    line = console_line(record(123456, **large, mfu=0.4, mem_peak_bytes=2**36, broken=1234, faults=0, left="12h12m"))
+    assert len("12:00:00 " + line) <= 100, line
+    values = [field.partition("=")[2] for field in line.split()]
+    assert len(values) == len({*values}) and "0" not in values, line
+
+
+def test_lines_say_how_far_the_run_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps of four seconds; a line of the first, of every other one, but not within ten seconds, and of the last."""
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr("clipscale.log.metrics.environment", lambda world: {"gpu_bytes": [2**36]})
     with closing(open_log(tmp_path, LogConfig(every=2), total=2000)) as log:
         for step in range(1, 10):
             clock[0] += 4
-            log.step(record(step, mem_peak_bytes=2**35))
-    lines = printed(log).splitlines()
-    assert [line.split()[0] for line in lines] == ["step=2", "step=6", "step=9"]
-    assert " total=2000 " in lines[1] and lines[1].endswith("mem_peak_frac=0.500 broken=0 left=2:12:56")
+            log.step(record(step))
+    lines = printed(capsys)
+    assert [line.split()[0] for line in lines] == ["step=1", "step=4", "step=8", "step=9"]
+    assert "left" not in lines[0] and lines[2].endswith("left=2h12m")
+    assert [duration(seconds) for seconds in (7, 3599.6, 86400)] == ["0m07s", "1h00m", "1d00h"]
 
 
 RMS = {"update_rms": 7.0, "update_rms_tensor": "visual.conv1.weight"}
@@ -143,7 +156,7 @@ def test_a_warning_is_given_once(tmp_path: Path) -> None:
     assert [line.split(": ")[1] for line in lines if "warning" in line] == ["step 60"]
 
 
-def test_lines_wait_in_memory_while_the_disk_is_full(tmp_path: Path) -> None:
+def test_lines_wait_in_memory_while_the_disk_is_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with closing(open_log(tmp_path)) as log:
         log.step(record(1))
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -153,7 +166,8 @@ def test_lines_wait_in_memory_while_the_disk_is_full(tmp_path: Path) -> None:
             log.step(record(3))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert printed(log).count("metrics.jsonl cannot be written (File too large)") == 1, printed(log)
+        out = capsys.readouterr().out
+        assert out.count("metrics.jsonl cannot be written (File too large)") == 1, out
         log.step(record(4))
     assert steps(tmp_path) == [1, 2, 3, 4]
 
@@ -184,7 +198,7 @@ def test_a_failing_sink_costs_one_warning(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_wandb_offline_needs_no_network_and_goes_on_with_its_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "wandb-home"))
@@ -199,7 +213,7 @@ def test_wandb_offline_needs_no_network_and_goes_on_with_its_run(
         with closing(open_log(tmp_path / "run", config, resume_step=resume_step)) as log:
             log.step(record(resume_step + 1))
             log.eval(resume_step + 1, {"objects": {"top1": 0.5}})
-        assert "warning" not in printed(log), printed(log)
+        assert "warning" not in (out := capsys.readouterr().out), out
     identity = (tmp_path / "run" / "wandb" / "run-id.txt").read_text()
     runs = list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
     assert len(runs) == 2 and all(identity in file.name for file in runs), runs
@@ -212,7 +226,9 @@ def test_wandb_offline_needs_no_network_and_goes_on_with_its_run(
 
 
 @pytest.mark.parametrize("shown", [True, False])
-def test_long_work_shows_how_far_it_is(shown: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_work_shows_how_far_it_is(
+    shown: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Ten parts of 25 seconds, and ten of a millisecond; `log.progress=false` shows none."""
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
@@ -222,4 +238,4 @@ def test_long_work_shows_how_far_it_is(shown: bool, tmp_path: Path, monkeypatch:
                 log.progress(what, done, 10)
                 clock[0] += seconds
     lines = [f"step 2: {done} of 10, {10 * done}%, {timedelta(seconds=250 - 25 * done)} left" for done in (3, 6, 9)]
-    assert printed(log).splitlines() == (lines if shown else [])
+    assert [line.split(" ", 1)[1] for line in capsys.readouterr().out.splitlines()] == (lines if shown else [])

@@ -71,7 +71,8 @@ def stated_memory(layout: Layout, picture: float | None, free: int | None = None
             f"{setting}: {each}, and {format_bytes(share)} are free for each of {processes}; take "
             f"{REMEDIES[layout.backend]}"
         )
-    message = f"batch memory: {setting}, {each}, of {format_bytes(share)} free for each of {processes}"
+    memory = f"{format_bytes(need)} of {format_bytes(share)} free in each process, {setting}"
+    message = f"batch memory: {layout.slots} x {layout.samples} samples, {memory}"
     if picture is not None:
         message += f" ({picture / 1000:.0f} kB a picture)"
     return message

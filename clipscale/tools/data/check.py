@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from clipscale.common.hardware import cores
+from clipscale.common.terminal import tracked
 from clipscale.common.units import format_bytes
 from clipscale.config.data import DataConfig
 from clipscale.data.decode import IMAGE_TYPES, Picture, image_bytes
@@ -17,7 +18,7 @@ from clipscale.data.shards.addresses import leaf_of
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from clipscale.log.table import TextTable, plain_console
-from clipscale.tools.data.make_index import expanded, progress
+from clipscale.tools.data.make_index import expanded
 from clipscale.tools.data.settings import CheckSettings
 
 
@@ -39,7 +40,7 @@ def main(sources: Sequence[str], settings: CheckSettings) -> int:
     """Print the table. Status 1 where something is broken, apart from what the filters leave out. Raises UserError."""
     urls = expanded(sources, settings.data.allow_pipe)
     checked = index.map_shards(partial(check_shard, config=settings.data), cores(), urls)
-    shards = list(progress(checked, len(urls)))
+    shards = list(tracked(checked, "checking shards", len(urls)))
     samples = sum(shard.samples for shard in shards)
     broken = sum((shard.broken for shard in shards), Counter[str]())
     examples = {reason: text for shard in reversed(shards) for reason, text in shard.examples.items()}

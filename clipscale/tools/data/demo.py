@@ -20,7 +20,7 @@ from random import Random
 from clipscale.common.errors import UserError
 from clipscale.common.files import user_cache
 from clipscale.common.hardware import cores
-from clipscale.common.terminal import say
+from clipscale.common.terminal import say, tell, tracked
 from clipscale.tools.data import scenes
 from clipscale.tools.data.settings import DemoSettings
 
@@ -76,7 +76,7 @@ def is_missing(sources: Sequence[str]) -> bool:
 def render_missing(sources: Sequence[str]) -> None:
     """Render the set in the user's cache if it `is_missing`."""
     if is_missing(sources):
-        say("data=demo: rendering the demo set")
+        tell("data=demo: rendering the demo set")
         main(DemoSettings())
 
 
@@ -119,7 +119,7 @@ def _write_all(root: Path, train_samples: int) -> None:
     # spawn: the caller may hold threads and locks; the fork server belongs to the loader's workers
     with ProcessPoolExecutor(min(cores(), 8), mp_context=multiprocessing.get_context("spawn")) as pool:
         rendered = partial(pool.map, chunksize=250)
-        train = rendered(_train_sample, range(train_samples))
+        train = tracked(rendered(_train_sample, range(train_samples)), "rendering pictures", train_samples)
         sets = {
             "objects": rendered(_class_sample, count(), repeat("objects"), scenes.SEEN * OBJECTS_PER_CLASS),
             "unseen": rendered(_class_sample, count(), repeat("unseen"), scenes.UNSEEN * UNSEEN_PER_CLASS),

@@ -1,21 +1,15 @@
 """The verb `clipscale data index`, and what tools share that take shards as plain arguments."""
 
-from collections.abc import Iterable, Sequence
-from typing import TypeVar
-
-from rich.console import Console
-from rich.progress import track
+from collections.abc import Sequence
 
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores
-from clipscale.common.terminal import say
+from clipscale.common.terminal import say, tracked
 from clipscale.common.units import format_bytes
 from clipscale.data.shards import index, listing
 from clipscale.data.shards.addresses import scheme_of
 from clipscale.data.shards.subset import subset_of
 from clipscale.tools.data.settings import IndexSettings
-
-T = TypeVar("T")
 
 
 def expanded(sources: Sequence[str], allow_pipe: bool = False) -> list[str]:
@@ -26,15 +20,11 @@ def expanded(sources: Sequence[str], allow_pipe: bool = False) -> list[str]:
     return list(dict.fromkeys(url for urls in listed for url in urls))
 
 
-def progress(done: Iterable[T], count: int) -> Iterable[T]:
-    return track(done, "shards", count, console=Console(stderr=True))
-
-
 def main(sources: Sequence[str], settings: IndexSettings) -> int:
     """Index the shards, and print their samples and bytes. Status 1 where one is damaged or cannot be read."""
     urls = [url for url in expanded(sources) if scheme_of(url) != "pipe"]  # which has no index
     subset = subset_of(settings.only_keys)
-    outcomes = dict(progress(index.update_indexes(urls, subset, workers=cores()), len(urls)))
+    outcomes = dict(tracked(index.update_indexes(urls, subset, workers=cores()), "indexing shards", len(urls)))
     known = index.current(urls, subset)
     counts = [count for count in known.samples if count is not None]
     say(f"{sum(counts)} samples in {len(counts)} shards, {format_bytes(known.size)}")

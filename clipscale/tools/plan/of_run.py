@@ -10,7 +10,7 @@ from clipscale.common import files
 from clipscale.common.errors import UserError, first_line
 from clipscale.common.hardware import gpu_here, hardware_of
 from clipscale.common.record import Record
-from clipscale.common.terminal import say
+from clipscale.common.terminal import tell
 from clipscale.common.units import format_bytes
 from clipscale.config.parse import typed
 from clipscale.config.secrets import restored
@@ -43,14 +43,14 @@ def before(config: TrainConfig, processes: int) -> None:
     except UserError:
         raise
     except Exception as error:
-        say(f"plan: the dry run of this run failed ({first_line(error)})", error=True)
+        tell(f"plan: the dry run of this run failed ({first_line(error)})", error=True)
         return
     if not result["fits"]:
         raise UserError(f"this run {result['conclusion']}; plan=false starts it all the same")
-    say(f"plan: {result['conclusion']}")
-    say(f"plan: the loss takes {format_bytes(result['loss_bytes'])}")
+    tell(f"plan: {result['conclusion']}")
+    tell(f"plan: the loss takes {format_bytes(result['loss_bytes'])}")
     if time := result["time"]:
-        say(f"plan: a step takes about {time['step_s']:.3g} s, by what is {time['what']}")
+        tell(f"plan: a step takes about {time['step_s']:.3g} s, by what is {time['what']}")
 
 
 def largest_stage(configs: list[PlanConfig]) -> Record:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from clipscale.common.hardware import Hardware
 from clipscale.common.record import Record
-from clipscale.common.terminal import say
+from clipscale.common.terminal import doing
 from clipscale.common.units import format_bytes, format_count
 from clipscale.config.sections import CacheConfig
 from clipscale.models.flops import PassFlops
@@ -192,7 +192,7 @@ def predictions(config: PlanConfig) -> Iterator[Callable[[PlanConfig], Predictio
     target = Target.of(config)
     # Refused before the dry run.
     sizes_of_settings(config.cache, config.batch // target.ranks, config.data.texts_per_step)
-    say(f"dry run of {config.model.name} on {target.ranks} x {config.hardware}", error=True)
+    doing(f"planning: a dry run of {config.model.name} on {target.ranks} x {config.hardware}")
     model = model_without_values(config.model)
     flops = pass_flops(config.model, model)
     capability = target.gpu.capability if target.gpu else None

@@ -36,8 +36,7 @@ def in_folder(folder: Path, *words: str) -> None:
 def test_a_large_batch_of_a_small_model_fits(capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["plan", *LARGE, "batch=1M", "cache.chunk=1k", "samples=32M"])
     out, err = capsys.readouterr()
-    assert status == 0
-    assert err.startswith("dry run of tiny on 8 x A800-80G") and err.count("\n") == 1
+    assert (status, err) == (0, "")
     first, speed, length, published, largest = out.splitlines()[:5]
     assert first.startswith("fits: ") and "GiB usable on each GPU" in first
     assert "images/s per GPU" in speed and "a plain step" in speed and "By what is known" in speed

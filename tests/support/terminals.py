@@ -1,0 +1,52 @@
+"""Commands on a terminal of 100 columns."""
+
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+def on_terminal(
+    words: Sequence[str], folder: Path, environment: Mapping[str, str], typed: tuple[str, str] = ("", "")
+) -> tuple[int, str]:
+    """The exit status of `python WORDS` and all that it has written. `typed`: once the first text is there, the second
+    is typed."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, *words],
+        cwd=folder,
+        env={**environment, "TERM": "xterm"},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        start_new_session=True,
+    )
+    os.close(theirs)
+    output = ""
+    awaited, keys = typed
+    while part := read(ours):
+        output += part
+        if keys and awaited in output:
+            os.write(ours, keys.encode())
+            keys = ""
+    os.close(ours)
+    return process.wait(60), output
+
+
+def read(terminal: int) -> str:
+    try:
+        return os.read(terminal, 1 << 16).decode(errors="replace")
+    except OSError:  # the other side has closed it
+        return ""
+
+
+def screen(output: str) -> list[str]:
+    """The lines that are left in the end."""
+    return [line.rpartition("\x1b[K")[2].strip("\r") for line in output.split("\n")]
