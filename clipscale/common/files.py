@@ -13,6 +13,9 @@ import yaml
 
 from clipscale.common.errors import UserError
 
+LEFT_BY_SYSTEMS = {"__MACOSX", "@eaDir", "Thumbs.db", "desktop.ini", "lost+found"}
+"""Names of what nobody put into a folder; so are all that begin with a dot."""
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
@@ -41,7 +44,12 @@ def sync_folder(folder: Path) -> None:
 
 
 def read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+    return json.loads(path.read_bytes())  # in the encoding that its first bytes tell
+
+
+def visible(folder: Path) -> list[Path]:
+    """What lies in a folder, sorted, without what systems and notebooks leave there."""
+    return sorted(path for path in folder.iterdir() if path.name[0] != "." and path.name not in LEFT_BY_SYSTEMS)
 
 
 def read_yaml(path: Path) -> Any:

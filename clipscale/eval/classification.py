@@ -33,7 +33,7 @@ class ClassificationSet(EvalSet):
         return {"prompts": list(self.templates), "classes": len(self.classnames), "classnames": digest}
 
     def measure(self, encoder: Encoder) -> Metrics:
-        """Accuracies, and the mean recall of the classes."""
+        """Accuracies, and the mean recall of the classes that have images."""
         target_N = torch.tensor(self.answers, device=encoder.world.device)
         classes_UD, rows_C = encoder.classes(self.classnames, self.templates, self.label)
         ranks = []
@@ -42,5 +42,5 @@ class ClassificationSet(EvalSet):
             ranks_n = zero_shot.target_ranks(scores_nC, target_N[span.start : span.stop])
             ranks.append(ranks_n.masked_fill(~usable_n, MISSED))
         ranks_N = join(ranks, len(self), encoder.batch, encoder.world)
-        broken = int((ranks_N == MISSED).sum())
-        return zero_shot.accuracy_metrics(ranks_N, target_N) | {"images": len(self), "broken": broken}
+        usable_N = ranks_N != MISSED
+        return zero_shot.accuracy_metrics(ranks_N[usable_N], target_N[usable_N]) | {"images": int(usable_N.sum())}

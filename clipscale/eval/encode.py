@@ -7,29 +7,28 @@ work repeats an input. FSDP2's towers, which communicate in their forward pass, 
 N: inputs, n: inputs of a batch, C: classes, U: distinct class names, D: feature width.
 """
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from clipscale.common.errors import UserError
 from clipscale.data.eval_transform import ahead
 from clipscale.data.sample import BrokenSampleError
 from clipscale.distributed.world import World
 from clipscale.eval import zero_shot
-from clipscale.eval.sets.item import EvalSet
+from clipscale.eval.sets.item import EvalSet, by_reason, warn_once
 from clipscale.models.towers import ClipModel
 
-log = logging.getLogger(__name__)
-
 MISSED = torch.iinfo(torch.int64).max
-"""Rank of a query or an image without a usable answer: a miss at every k."""
+"""Rank of a query without an answer, a miss at every k; and of an image that is left out."""
 
 
 def spans(count: int, batch: int, world: World) -> list[range]:
@@ -58,6 +57,8 @@ class Encoder:
     threads: int
     before_batch: Callable[[], None] = lambda: None
     progress: Callable[[str, int, int], None] = lambda *_: None
+    broken: Counter[str] = field(default_factory=Counter)
+    """Images of the last set that were left out, by reason."""
 
     def counted(self, spans: list[range], what: str) -> Iterator[range]:
         for done, span in enumerate(spans):
@@ -102,31 +103,37 @@ class Encoder:
         return self.joined(len(names), batch, f"the classes of {label}", embeddings), rows_C
 
     def images(self, eval_set: EvalSet) -> Iterator[tuple[range, Tensor, Tensor]]:
-        """For each of this rank's batches: indices, features (n, D), and whether each image could be decoded (n,).
-        Threads decode the next batch while the device encodes this one."""
+        """For each of this rank's batches: indices, features (n, D), and whether each image is usable (n,). Threads
+        decode the next batch while the device encodes this one.
+
+        `broken` counts the others at the end. Raises UserError, on every rank, if no image is usable.
+        """
         transform = self.model.eval_transform()
-        broken: Counter[str] = Counter()
 
-        def pixels_of(index: int) -> Tensor | None:
+        blank = np.zeros((3, transform.side, transform.side), np.uint8)
+
+        def pixels_of(index: int) -> tuple[np.ndarray, str]:
             try:
-                return torch.from_numpy(transform(eval_set.images[index].read()))
+                return transform(eval_set.images[index].read()), ""
             except BrokenSampleError as error:
-                broken[error.reason] += 1
-            except OSError:
-                broken["unreadable_file"] += 1
-            return None
+                return blank, error.reason
 
+        reasons: Counter[str] = Counter()
         batches = spans(len(eval_set), self.batch, self.world)
-        blank = torch.zeros(3, transform.side, transform.side, dtype=torch.uint8)
         with ThreadPoolExecutor(self.threads) as pool:
             counted = self.counted(batches, f"{eval_set.label}'s pictures")
             for span, (_, decoded) in zip(counted, ahead(pool, pixels_of, batches)):
                 self.before_batch()
-                usable = torch.tensor([pixels is not None for pixels in decoded], dtype=torch.bool)
-                pixels = torch.stack([blank if p is None else p for p in decoded or [None]])
+                reasons.update(reason for _, reason in decoded if reason)
+                usable = torch.tensor([not reason for _, reason in decoded], dtype=torch.bool)
+                pixels = np.stack([image for image, _ in decoded] or [blank])
                 with self.autocast():
-                    features = self.model.image(pixels.to(self.world.device))
+                    features = self.model.image(torch.from_numpy(pixels).to(self.world.device))
                 yield span, F.normalize(features.float(), dim=-1)[: len(span)], usable.to(self.world.device)
-        if broken:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in broken.most_common())
-            log.warning("eval.sets: %s: broken images, counted as misses: %s", eval_set.path, reasons)
+        self.broken = sum(self.world.gather(reasons), Counter())
+        total = self.broken.total()
+        counts = f"eval.sets: {eval_set.path}: {total} of {len(eval_set)} left out: {by_reason(self.broken)}"
+        if total == len(eval_set):
+            raise UserError(f"{counts}; nothing is left to evaluate, fetch the set again")
+        if total and self.world.main:
+            warn_once(counts)

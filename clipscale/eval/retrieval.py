@@ -32,21 +32,17 @@ class RetrievalSet(EvalSet):
         batches = list(encoder.images(self))
         images_ND = join([features for _, features, _ in batches], len(self), encoder.batch, encoder.world)
         usable = [usable.byte() for _, _, usable in batches]
-        usable_N = join(usable, len(self), encoder.batch, encoder.world).bool()
-        broken = int((~usable_N).sum())
-        captions = [(text, image) for image, texts in enumerate(self.answers) for text in texts]
+        usable_N = join(usable, len(self), encoder.batch, encoder.world).nonzero()[:, 0]
+        images_ND = images_ND[usable_N]
+        captions = [(text, image) for image, index in enumerate(usable_N.tolist()) for text in self.answers[index]]
         captions_MD = encoder.texts([text for text, _ in captions])
-        metrics: Metrics = {"images": len(self), "captions": len(captions), "broken": broken}
-        if broken < len(self):
-            owner_M = torch.tensor([image for _, image in captions], device=encoder.world.device)
-            metrics = self.metrics(encoder, images_ND, captions_MD, owner_M, usable_N) | metrics
-        return metrics
+        owner_M = torch.tensor([image for _, image in captions], device=encoder.world.device)
+        counts: Metrics = {"images": len(images_ND), "captions": len(captions)}
+        return self.metrics(encoder, images_ND, captions_MD, owner_M) | counts
 
-    def metrics(
-        self, encoder: Encoder, images_ND: Tensor, captions_MD: Tensor, owner_M: Tensor, usable_N: Tensor
-    ) -> Metrics:
+    def metrics(self, encoder: Encoder, images_ND: Tensor, captions_MD: Tensor, owner_M: Tensor) -> Metrics:
         """What `retrieval_metrics` gives for these features; a kind of set adds to it."""
-        return retrieval_metrics(images_ND, captions_MD, owner_M, usable_N)
+        return retrieval_metrics(images_ND, captions_MD, owner_M)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,15 +51,13 @@ class PairSet(RetrievalSet):
 
     kind = "pairs"
 
-    def metrics(
-        self, encoder: Encoder, images_ND: Tensor, captions_MD: Tensor, owner_M: Tensor, usable_N: Tensor
-    ) -> Metrics:
-        """The mean `loss` of all whole batches of usable images, each with its first caption, in the set's order. It
-        depends on the pairs of a batch, LOSS_BATCH, and not on how many are encoded at a time."""
+    def metrics(self, encoder: Encoder, images_ND: Tensor, captions_MD: Tensor, owner_M: Tensor) -> Metrics:
+        """The mean `loss` of all whole batches of images, each with its first caption, in the set's order. It depends
+        on the pairs of a batch, LOSS_BATCH, and not on how many are encoded at a time."""
         first_N = torch.searchsorted(owner_M, torch.arange(len(images_ND), device=owner_M.device))
-        pairs = images_ND[usable_N], captions_MD[first_N[usable_N]]
-        size = min(LOSS_BATCH, len(pairs[0]))
-        whole = len(pairs[0]) // size * size
+        pairs = images_ND, captions_MD[first_N]
+        size = min(LOSS_BATCH, len(images_ND))
+        whole = len(images_ND) // size * size
         model = encoder.model
         losses = [
             contrastive_loss(
@@ -77,7 +71,7 @@ class PairSet(RetrievalSet):
             )
             for images_nD, texts_nD in zip(pairs[0][:whole].split(size), pairs[1][:whole].split(size))
         ]
-        metrics = retrieval_metrics(images_ND, captions_MD, owner_M, usable_N, mean_rank=True)
+        metrics = retrieval_metrics(images_ND, captions_MD, owner_M, mean_rank=True)
         return {"loss": float(torch.stack(losses).mean())} | metrics
 
 
@@ -101,26 +95,18 @@ def first_right_ranks(
     return torch.cat(ranks)
 
 
-def retrieval_metrics(
-    images_ND: Tensor, captions_MD: Tensor, owner_M: Tensor, usable_N: Tensor, *, mean_rank: bool = False
-) -> Metrics:
+def retrieval_metrics(images_ND: Tensor, captions_MD: Tensor, owner_M: Tensor, *, mean_rank: bool = False) -> Metrics:
     """`image_to_text_r{1,5,10}`: one of the image's captions is in the top k. `text_to_image_...`: its image is.
     And `..._mean_rank` of the first right one, from 1, if it is asked for.
 
-    owner_M: (M,) int64, the image of each caption; every image has at least one. usable_N: (N,) bool; an image that is
-    not is a miss, and so are its captions. The others are ranked without them.
+    owner_M: (M,) int64, the image of each caption; every image has at least one.
     """
-    usable_M = usable_N[owner_M]
-    images = images_ND[usable_N]
-    captions = captions_MD[usable_M]
-    image_ids = usable_N.nonzero()[:, 0]
-    caption_ids = owner_M[usable_M]
+    image_N = torch.arange(len(images_ND), device=owner_M.device)
     ranks = {
-        "image_to_text": first_right_ranks(images, captions, image_ids, caption_ids),
-        "text_to_image": first_right_ranks(captions, images, caption_ids, image_ids),
+        "image_to_text": first_right_ranks(images_ND, captions_MD, image_N, owner_M),
+        "text_to_image": first_right_ranks(captions_MD, images_ND, owner_M, image_N),
     }
-    counts = {"image_to_text": len(images_ND), "text_to_image": len(captions_MD)}
-    metrics = {f"{name}_r{k}": int((ranks[name] < k).sum()) / counts[name] for name in ranks for k in (1, 5, 10)}
+    metrics = {f"{name}_r{k}": int((of < k).sum()) / len(of) for name, of in ranks.items() for k in (1, 5, 10)}
     if mean_rank:
         metrics |= {f"{name}_mean_rank": float(ranks[name].double().mean()) + 1 for name in ranks}
     return metrics

@@ -16,7 +16,6 @@ import torch
 
 from clipscale import __version__
 from clipscale.common import files
-from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores_of_rank
 from clipscale.common.record import Metrics, Record, Results
 from clipscale.config.sections import EvalConfig
@@ -76,7 +75,8 @@ def evaluate(
 ) -> Results:
     """Metrics of every set, the same on every rank. A collective: every rank calls it.
 
-    Broken images count as misses, so every metric covers all images of its set; the metric `broken` counts them.
+    Every metric covers the usable images of its set: pictures that can be decoded, with a caption where the set has
+    captions. The metric `broken` counts the others, as in training, and the file has their reasons.
     Rank 0 writes into `file` after each set. The model is in evaluation mode meanwhile. Sets evaluated with averaged
     weights, which the caller puts into the model, are named `SET (ema)`, parts of sets `SET (limit N)`.
     `before_batch()` is called equally often on every rank; what it raises ends the evaluation. `progress(what, done,
@@ -93,15 +93,12 @@ def evaluate(
         for eval_set in sets:
             started = time.perf_counter()
             metrics = eval_set.measure(encoder)
-            if metrics["broken"] == len(eval_set):
-                raise UserError(
-                    f"eval.sets: none of the {len(eval_set)} images of {eval_set.path} can be read; fetch it again"
-                )
+            metrics["broken"] = encoder.broken.total()
             if eval_set.metric:
                 metrics["main"] = sum(metrics[name] for name in eval_set.metric) / len(eval_set.metric)
             results[eval_set.label] = metrics
             if file is not None and world.main:
-                facts = measured(eval_set) | {"batch": config.batch}
+                facts = measured(eval_set) | {"batch": config.batch, "broken": dict(encoder.broken)}
                 file.add(eval_set.label, metrics, facts | {"seconds": round(time.perf_counter() - started, 3)})
     return results
 

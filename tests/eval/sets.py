@@ -92,6 +92,16 @@ def karpathy_json(folder: Path) -> Path:
     return path
 
 
+def folders(root: Path, names: Sequence[str]) -> Path:
+    """Class folders of one, two, ... red pictures."""
+    for i, name in enumerate(names):
+        (root / name).mkdir(parents=True)
+        for j in range(i + 1):
+            (root / name / f"{j}.PNG").write_bytes(picture("red"))
+        (root / name / "notes.txt").write_text("no image")
+    return root
+
+
 class ColourModel(nn.Module):
     """A perfect model of these sets: a picture's feature is its mean colour, a text's the colour that it names."""
 

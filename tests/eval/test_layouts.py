@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ from tests.eval.sets import (
     NAMES,
     TEMPLATES,
     classification_set,
+    folders,
     karpathy_json,
+    pair_set,
     picture,
     retrieval_set,
     write_shards,
@@ -96,18 +99,9 @@ def test_labels_of_other_sets_are_not_imagenets(tmp_path: Path, name: str) -> No
 # -- class folders -----------------------------------------------------------------------------------------------------
 
 
-def folders(root: Path, names: list[str]) -> Path:
-    for i, name in enumerate(names):
-        (root / name).mkdir(parents=True)
-        for j in range(i + 1):
-            (root / name / f"{j}.PNG").write_bytes(picture("red"))
-        (root / name / "notes.txt").write_text("no image")
-    return root
-
-
 def test_class_folders_by_name_and_by_wordnet_id(tmp_path: Path) -> None:
-    eval_set = load_set(folders(tmp_path / "set", ["red_fox", "cat"]))
-    assert eval_set.classnames == ["cat", "red fox"] and eval_set.answers == [0, 0, 1]
+    eval_set = load_set(folders(tmp_path / "set", ["red_fox", "AnnualCrop"]))
+    assert eval_set.classnames == ["AnnualCrop", "red fox"] and eval_set.answers == [0, 0, 1]
     assert eval_set.templates == ["a photo of a {c}."]
     eval_set = load_set(folders(tmp_path / "ids", ["n01498041", "n01443537"]))
     assert eval_set.classnames == ["goldfish", "stingray"] and len(eval_set.templates) == 80
@@ -121,15 +115,49 @@ def test_the_folders_of_imagenet_v2_are_the_labels(tmp_path: Path) -> None:
     assert len(eval_set.classnames) == 1000 and len(eval_set.templates) == 80
 
 
-@pytest.mark.parametrize("names", [["0", "1"], ["c0", "c1"], ["001.Albatross", "002.Auklet"], ["a", "b"]])
+@pytest.mark.parametrize("names", [["0", "1"], ["c0", "c1"], ["001.Albatross", "002.Auklet"]])
 def test_folders_whose_names_are_codes_need_class_names(tmp_path: Path, names: list[str]) -> None:
     root = folders(tmp_path / "set", names)
     with pytest.raises(UserError, match=r"say no class; write one class name a line into .*classnames\.txt"):
         load_set(root)
-    (root / "classnames.txt").write_text("first\nsecond\n")
-    load_set.cache_clear()
-    eval_set = load_set(root)
-    assert [eval_set.classnames[label] for label in eval_set.answers] == ["first", "second", "second"]
+    for encoding in ("utf-8", "utf-8-sig"):  # editors of Windows begin a text with a byte order mark
+        (root / "classnames.txt").write_text("a\nsecond\n", encoding)
+        (root / "zeroshot_classification_templates.txt").write_text("{}, a photo\n", encoding)
+        load_set.cache_clear()
+        eval_set = load_set(root)
+        assert [eval_set.classnames[label] for label in eval_set.answers] == ["a", "second", "second"]
+        assert eval_set.templates == ["{c}, a photo"]
+
+
+@pytest.mark.parametrize("names", [["a", "b"], ["\N{CJK UNIFIED IDEOGRAPH-72AC}", "\N{CJK UNIFIED IDEOGRAPH-732B}"]])
+def test_a_class_name_may_be_one_character(tmp_path: Path, names: list[str]) -> None:
+    assert load_set(folders(tmp_path / "set", names)).classnames == names
+
+
+def test_what_systems_and_notebooks_leave_is_of_no_set(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And what else lies in class folders is said once, with counts; pictures are those that training takes."""
+    root = folders(tmp_path / "set", ["red", "green"])
+    for path in (".ipynb_checkpoints", "__MACOSX/red", "red/.thumbs"):
+        folders(root / path, ["x"])
+    for name in (".DS_Store", "._0.PNG", "Thumbs.db", "5.bmp", "6.gif", "7.JFIF", "scan.tif", "plan.tif", "README"):
+        (root / "red" / name).write_bytes(b"x")
+    loaded = [load_set(root), load_set.__wrapped__(root)]
+    assert loaded[0].classnames == ["green", "red"]
+    assert [image.path.name for image in loaded[1].images] == ["0.PNG", "1.PNG", "0.PNG", "5.bmp", "6.gif", "7.JFIF"]
+    assert caplog.messages == [
+        f"eval.sets: {root}: not read in the class folders: 2 .txt, 2 .tif, 1 without a suffix"
+    ], caplog.messages
+    pair_set(tmp_path / "pairs").joinpath("._00000.tar").write_bytes(b"Mac OS X")
+    assert len(load_set(tmp_path / "pairs")) == len(NAMES)
+
+
+@pytest.mark.parametrize("names", [("val", "test"), ("validation",), ("test",)])
+def test_of_a_folder_with_parts_the_held_out_one_is_evaluated(tmp_path: Path, names: tuple[str, ...]) -> None:
+    for name in ("train", *names):
+        folders(tmp_path / "imagenet" / name, ["n01498041", "n01443537"])
+    (eval_set,) = load_sets([str(tmp_path / "imagenet")])
+    assert (eval_set.name, eval_set.path.name) == (f"imagenet/{names[0]}", names[0])
+    assert eval_set.classnames == ["goldfish", "stingray"]
 
 
 # -- caption files -----------------------------------------------------------------------------------------------------
@@ -147,13 +175,38 @@ def test_karpathy_and_coco_caption_files(tmp_path: Path) -> None:
         ' "annotations": [{"image_id": 7, "caption": "blue"}, {"image_id": 7, "caption": " all blue\\n"}]}'
     )
     eval_set = load_set(tmp_path / "captions.json")
-    assert eval_set.answers == [["blue", "all blue"]] and len(eval_set) == 1
+    assert eval_set.answers == [["blue", "all blue"], []]
+    assert [image.fault for image in eval_set.images] == ["", "no_caption"]
+
+
+def test_a_caption_file_decides_over_class_folders(tmp_path: Path) -> None:
+    """And where two folders have its images, one line asks for one of them."""
+    file = karpathy_json(tmp_path / "set")
+    images, masks = tmp_path / "set" / "images", tmp_path / "set" / "masks"
+    folders(tmp_path / "set", ["Annual"])
+    (tmp_path / "set" / "class_index.json").write_text('{"0": ["n01440764", "tench"]}')
+    assert load_set(tmp_path / "set").kind == "retrieval"
+    shutil.copytree(images, masks)
+    load_set.cache_clear()
+    for path in (tmp_path / "set", file):
+        with pytest.raises(UserError, match=f"are in {images} and in {masks}; .* eval.sets={images}"):
+            load_set(path)
+    assert {image.path.parent for image in load_set(masks).images} == {masks}
+    assert load_sets([str(images)])[0].name == "set/images"
+    (images / "red.png").unlink()
+    assert {image.path.parent for image in load_set(file).images} == {masks}, "the one that has most of them"
+    shutil.copy(file, tmp_path / "set" / "captions_train.json")
+    with pytest.raises(UserError, match=r"captions_train\.json and dataset_colours\.json; give one, as eval\.sets="):
+        load_set(tmp_path / "set")
 
 
 def test_a_caption_file_names_images_of_its_set_alone(tmp_path: Path) -> None:
     path = karpathy_json(tmp_path / "set")
     (tmp_path / "set" / "images" / "blue.png").unlink()
-    with pytest.raises(UserError, match=r"1 of 5 images .* are missing, such as .*blue\.png"):
+    assert [image.path.exists() for image in load_set(path).images] == [True, True, False, True, True]
+    shutil.rmtree(tmp_path / "set" / "images")
+    load_set.cache_clear()
+    with pytest.raises(UserError, match=r"none of the 5 images .* such as .*red\.png"):
         load_set(path)
     for name in ("../../blue.png", "/etc/blue.png"):
         path.write_text(path.read_text().replace('"blue.png"', f'"{name}"', 1).replace('"../../blue.png"', f'"{name}"'))
@@ -173,7 +226,7 @@ def test_paths_that_are_no_set(tmp_path: Path) -> None:
     for name, message in {
         "nowhere": "does not exist",
         "empty": "none of the known layouts",
-        "set/test": "no picture with a caption",
+        "set/test": r"nothing to evaluate: 6 no_caption; fetch",
         "set.csv": r"is no caption file \(\.json\)",
         "set.json": "neither COCO's",
     }.items():
@@ -190,5 +243,6 @@ def test_shards_of_pairs(tmp_path: Path) -> None:
     write_tar(tmp_path / "00001.tar", second)
     eval_set = load_set(tmp_path)
     assert eval_set.kind == "pairs"
-    assert eval_set.answers == [["red,\nall of it"], ["green", "as grass"]]
-    assert [image.read() for image in eval_set.images] == [picture("red"), picture("green")]
+    assert eval_set.answers == [["red,\nall of it"], [], ["green", "as grass"]]
+    assert [image.read() for image in eval_set.images[::2]] == [picture("red"), picture("green")]
+    assert [image.fault for image in eval_set.images] == ["", "empty_caption", ""]

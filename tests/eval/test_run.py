@@ -21,15 +21,17 @@ from clipscale.eval.sets.load import load_set
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.models.towers import build_model
 from clipscale.train import train
+from tests.data.files import write_tar
 from tests.eval.sets import (
     COLOURS,
     NAMES,
     TEMPLATES,
     ColourModel,
     classification_set,
+    folders,
     pair_set,
+    picture,
     retrieval_set,
-    write_shards,
 )
 from tests.eval.test_verb import TINY
 from tests.support.checkpoints import ALONE
@@ -52,19 +54,43 @@ def test_perfect_model_is_perfect_and_is_put_back_into_training_mode(tmp_path: P
     assert model.modes == {False} and model.training
 
 
-def test_broken_images_are_misses_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    classes = classification_set(tmp_path / "classes", broken=0)
+def test_images_that_cannot_be_used_are_left_out_and_counted_by_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are no misses, and their captions no candidates. Of two classes that are wrong one is not counted."""
+    classes = classification_set(tmp_path / "classes", broken=0, wrong=[0, 1])
     captions = retrieval_set(tmp_path / "captions", broken=1)
-    results = evaluate(ColourModel(), EvalConfig(sets=[str(classes), str(captions)]), ALONE)
-    assert results["classes"]["top1"] == results["classes"]["top5"] == 5 / 6
-    assert {v for k, v in results["captions"].items() if "_r" in k} == {5 / 6}, results["captions"]
-    for name in ("classes", "captions"):
-        assert (results[name]["images"], results[name]["broken"]) == (6, 1)
-    assert sum("counted as misses: 1" in message for message in caplog.messages) == 2, caplog.messages
+    pairs = pair_set(tmp_path / "pairs")
+    texts = ["red", " ", "caf\xe9", "blue"]
+    members = [(f"{i}.txt", text.encode("latin-1")) for i, text in enumerate(texts)]
+    write_tar(pairs / "00001.tar", sorted(members + [(f"{i}.png", picture(NAMES[i])) for i in range(3)]))
+    colours = folders(tmp_path / "colours", ["red", "green"])
+    (colours / "red" / "9.webp").write_bytes(b"half a pict")
+    (colours / "red" / "8.png").symlink_to("nowhere")
+    sets = [str(path) for path in (classes, captions, pairs, colours)]
+    for _ in range(2):
+        results = evaluate(ColourModel(), EvalConfig(sets=sets), ALONE, file=ResultsFile(tmp_path / "run"))
+    assert results["classes"]["top1"] == 4 / 5
+    assert results["classes"]["mean_per_class_recall"] == 4 / 5, "a class without pictures has no recall"
+    assert {value for metric, value in results["captions"].items() if "_r" in metric} == {1}, results["captions"]
+    counts = {name: (of["images"], of.get("captions"), of["broken"]) for name, of in results.items()}
+    assert counts == {"classes": (5, None, 1), "captions": (5, 10, 1), "pairs": (7, 13, 3), "colours": (3, None, 2)}
+    measured = json.loads((tmp_path / "run/eval/final.json").read_text())["measured"]
+    assert measured["pairs"]["broken"] == {"empty_caption": 1, "caption_not_utf8": 1, "no_image": 1}
+    assert measured["colours"]["broken"] == {"unreadable_image": 1, "unreadable_file": 1}
+    assert sum("left out" in message for message in caplog.messages) == 4, "once for each set"
 
-    root = write_shards(tmp_path / "set", [[("0.png", b"x"), ("0.cls", b"0")]], {"classnames.txt": "red"})
-    with pytest.raises(UserError, match="none of the 1 images"):
-        evaluate(ColourModel(), EvalConfig(sets=[str(root)]), ALONE)
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [("0.png", b"red", "unreadable_image"), ("0.png", b" ", "empty_caption"), ("0.tif", b"red", "no_image")],
+)
+def test_a_set_in_which_nothing_can_be_used_is_refused_with_what_it_holds(
+    tmp_path: Path, name: str, text: bytes, reason: str
+) -> None:
+    write_tar(tmp_path / "0.tar", [("0.txt", text), (name, b"x")])
+    with pytest.raises(UserError, match=f"1 {reason}.*fetch"):
+        evaluate(ColourModel(), EvalConfig(sets=[str(tmp_path)]), ALONE)
 
 
 @pytest.mark.parametrize("bias", [None, torch.tensor(-2.0)], ids=["softmax", "sigmoid"])
@@ -83,9 +109,9 @@ def test_held_out_pairs_have_the_training_loss(
     options = {"logit_bias": -2.0, "objective": "softmax" if bias is None else "sigmoid"}
     losses = [dense_contrastive_loss(part, part, math.exp(0.7), **options) for part in features[:4].split(2)]
     assert results["loss"] == pytest.approx(float(sum(losses)) / 2, rel=1e-5)
-    assert (results["images"], results["captions"], results["broken"]) == (6, 12, 1)
+    assert (results["images"], results["captions"], results["broken"]) == (5, 10, 1)
     assert results["image_to_text_mean_rank"] == results["text_to_image_mean_rank"] == 1
-    assert {v for k, v in results.items() if "_r" in k and "rank" not in k} == {5 / 6}
+    assert {v for k, v in results.items() if "_r" in k and "rank" not in k} == {1}
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

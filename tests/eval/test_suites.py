@@ -16,13 +16,13 @@ from tests.eval.sets import (
     NAMES,
     ColourModel,
     classification_set,
+    folders,
     karpathy_json,
     members,
     retrieval_set,
     shown,
     write_shards,
 )
-from tests.eval.test_layouts import folders
 from tests.support.checkpoints import ALONE
 
 

@@ -1,6 +1,9 @@
 """Reads caption files beside their images: COCO's annotations, and Karpathy's splits of COCO and Flickr."""
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -11,20 +14,47 @@ from clipscale.eval.retrieval import RetrievalSet
 from clipscale.eval.sets.item import ImageRef
 from clipscale.eval.sets.prompts import stripped
 
+Captions = Mapping[str, Sequence[str]]
+"""The captions of each image, by its name."""
+
 
 def load(file: Path) -> RetrievalSet:
     """COCO's caption annotations, or Karpathy's split (images marked `test`). Raises UserError."""
+    return with_images(file, read(file))
+
+
+def read(file: Path) -> Captions:
+    """What a caption file says. Raises UserError for another JSON."""
     try:
         record = files.read_json(file)
         pairs = _karpathy(record) if "sentences" in record["images"][0] else _coco(record)
-        captions_of = {name: stripped(texts) for name, texts in pairs}
-    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+        return {name: stripped(texts) for name, texts in pairs}
+    except (AttributeError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise UserError(f"eval.sets: {file} is neither COCO's caption JSON nor Karpathy's ({error!r})") from error
-    answers = {name: texts for name, texts in captions_of.items() if texts}
-    if not answers:
+
+
+def found(folder: Path) -> dict[Path, Captions]:
+    """The caption files of a folder, among its JSON files."""
+    captions = {}
+    for file in files.visible(folder):
+        if file.suffix == ".json" and file.is_file():
+            with suppress(UserError):
+                captions[file] = read(file)
+    return captions
+
+
+def with_images(file: Path, captions: Captions, folder: Path | None = None) -> RetrievalSet:
+    """The set of a caption file, with the images of `folder`, or of the one where they are. Raises UserError."""
+    if not any(captions.values()):
         raise UserError(f"eval.sets: {file} holds no image with captions in its test split")
     return RetrievalSet(
-        name=file.stem, path=file, images=_images_beside(file, list(answers)), answers=list(answers.values())
+        name=file.stem,
+        path=file,
+        images=[
+            ImageRef(path, fault="" if texts else "no_caption")
+            for path, texts in zip(_images_of(file, list(captions), folder), captions.values())
+        ],
+        answers=list(captions.values()),
     )
 
 
@@ -43,25 +73,38 @@ def _coco(record: Record) -> Iterator[tuple[str, list[str]]]:
         yield image["file_name"], texts[image["id"]]
 
 
-def _images_beside(file: Path, names: Sequence[str]) -> list[ImageRef]:
-    """The images that a caption file names: all in its folder, or in one below or beside that. Raises UserError."""
+def _images_of(file: Path, names: Sequence[str], folder: Path | None) -> list[Path]:
+    """The places of the images that a caption file names: in its folder, or in one below or beside that; of these, in
+    the one that has most of them. Raises UserError if none has one, or two have as many."""
     for name in names:
         if name.startswith("/") or ".." in PurePosixPath(name).parts:
             raise UserError(f"eval.sets: {file} names {name!r}, which lies outside the set; fetch it again")
-    leaves = [PurePosixPath(name).name for name in names]
     near = file.parent
-    missing = names
-    for folder in (near, *_folders(near), near.parent, *_folders(near.parent)):
-        for paths in (names, leaves):
-            absent = [path for path in paths if not (folder / path).is_file()]
-            if not absent:
-                return [ImageRef(folder / path) for path in paths]
-            missing = min(missing, absent, key=len)
-    raise UserError(
-        f"eval.sets: {len(missing)} of {len(names)} images of {file} are missing, such as {missing[0]}; put them into "
-        "one folder beside it"
-    )
+    for folders in [[folder]] if folder else [[near], _folders(near), [near.parent], _folders(near.parent)]:
+        counted = {each: _present(each, names) for each in folders}
+        most = max((count for count, _ in counted.values()), default=0)
+        if most:
+            break
+    else:
+        raise UserError(
+            f"eval.sets: none of the {len(names)} images of {file} is there, such as {names[0]}; put them into one "
+            "folder beside it"
+        )
+    (one, (_, paths)), *others = [place for place in counted.items() if place[1][0] == most]
+    if others:
+        raise UserError(
+            f"eval.sets: the images of {file} are in {one} and in {others[0][0]}; give one of the two, as "
+            f"eval.sets={one}"
+        )
+    return paths
+
+
+def _present(folder: Path, names: Sequence[str]) -> tuple[int, list[Path]]:
+    """How many of the images a folder has, by their names or by the last part of these, and their places."""
+    whole = [folder / name for name in names]
+    leaves = [folder / PurePosixPath(name).name for name in names]
+    return max(((sum(map(os.path.isfile, paths)), paths) for paths in (whole, leaves)), key=itemgetter(0))
 
 
 def _folders(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_dir())
+    return [path for path in files.visible(folder) if path.is_dir()]

@@ -1,27 +1,35 @@
 """Reads class folders. A folder's name is a class name only where it reads as one; codes need a file of names."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from open_clip import IMAGENET_CLASSNAMES
 from timm.data import ImageNetInfo
 
+from clipscale.common import files
 from clipscale.common.errors import UserError
+from clipscale.data.decode import IMAGE_TYPES
 from clipscale.eval.classification import ClassificationSet
 from clipscale.eval.sets import prompts
-from clipscale.eval.sets.item import IMAGE_SUFFIXES, ImageRef
+from clipscale.eval.sets.item import ImageRef, by_reason, warn_once
 from clipscale.eval.sets.prompts import CLASSNAMES
 
 _WNID = re.compile(r"n\d{8}")
 
 
 def has_class_folders(root: Path) -> bool:
-    return any(_is_image(file) for folder in root.iterdir() if folder.is_dir() for file in folder.iterdir())
+    return any(is_image(file) for folder in _folders(root) for file in files.visible(folder))
 
 
-def _is_image(file: Path) -> bool:
-    return file.suffix.lower().removeprefix(".") in IMAGE_SUFFIXES
+def is_image(file: Path) -> bool:
+    """Whether a file's suffix is of the pictures that are read."""
+    return file.suffix.lower().removeprefix(".") in IMAGE_TYPES
+
+
+def _folders(root: Path) -> list[Path]:
+    return [folder for folder in files.visible(root) if folder.is_dir()]
 
 
 def load(root: Path) -> ClassificationSet:
@@ -30,7 +38,7 @@ def load(root: Path) -> ClassificationSet:
     Names come from classnames.txt, else from WordNet ids as in ImageNet, else ImageNet's for the numbers of
     ImageNet-v2, else from the folders themselves. Raises UserError for folders whose names are codes.
     """
-    folders = sorted(folder.name for folder in root.iterdir() if folder.is_dir())
+    folders = [folder.name for folder in _folders(root)]
     numbers = all(folder.isdecimal() for folder in folders)
     label_of = {folder: int(folder) if numbers else place for place, folder in enumerate(folders)}
     names = _classnames(root, folders, numbers=numbers)
@@ -40,12 +48,15 @@ def load(root: Path) -> ClassificationSet:
             f"{len(names)} lines in {CLASSNAMES}"
         )
     folders.sort(key=label_of.__getitem__)
-    files = [file for folder in folders for file in sorted((root / folder).iterdir()) if _is_image(file)]
+    inside = [file for folder in folders for file in files.visible(root / folder)]
+    images = [file for file in inside if is_image(file)]
+    if others := Counter(file.suffix or "without a suffix" for file in inside if not is_image(file)):
+        warn_once(f"eval.sets: {root}: not read in the class folders: {by_reason(others)}")
     return ClassificationSet(
         name=root.name,
         path=root,
-        images=[ImageRef(file) for file in files],
-        answers=[label_of[file.parent.name] for file in files],
+        images=[ImageRef(file) for file in images],
+        answers=[label_of[file.parent.name] for file in images],
         classnames=names,
         templates=prompts.templates(root, imagenet=all(map(_WNID.fullmatch, folders))),
     )
@@ -60,7 +71,7 @@ def _classnames(root: Path, folders: Sequence[str], *, numbers: bool) -> list[st
         return names
     if len(folders) < 2:
         raise UserError(f"eval.sets: {root} has no class folders but {', '.join(folders)}; give the one with them")
-    codes = [name for name in folders if not re.fullmatch(r"[^\W\d][^\d]+", name)]
+    codes = [name for name in folders if not re.fullmatch(r"[^\W\d]\D*", name)]
     if codes:
         order = "line N + 1 names folder N" if numbers else "in the alphabetical order of the folders"
         raise UserError(

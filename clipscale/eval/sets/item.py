@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from clipscale.common.record import Metrics, Record
-from clipscale.data.sample import MAX_IMAGE_BYTES
+from clipscale.data.sample import MAX_IMAGE_BYTES, BrokenSampleError
 
 if TYPE_CHECKING:
     from clipscale.eval.encode import Encoder
 
-IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
+
+log = logging.getLogger(__name__)
+
+
+@cache
+def warn_once(line: str) -> None:
+    """Warn of a set, however often it is evaluated."""
+    log.warning(line)
+
+
+def by_reason(broken: Counter[str]) -> str:
+    """Counts of what is left out, the most frequent first."""
+    return ", ".join(f"{count} {reason}" for reason, count in broken.most_common())
 
 
 class ImageRef(NamedTuple):
@@ -23,14 +38,21 @@ class ImageRef(NamedTuple):
     path: Path
     offset: int = 0
     size: int = MAX_IMAGE_BYTES + 1
+    fault: str = ""
+    """Why the image, or its answer, is known to be unusable."""
 
     def read(self) -> bytes:
-        """The image's bytes. Raises OSError, also for more than MAX_IMAGE_BYTES."""
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            data = file.read(self.size)
+        """The image's bytes. Raises BrokenSampleError: its `fault`, `unreadable_file`, `too_large`."""
+        if self.fault:
+            raise BrokenSampleError(self.fault)
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                data = file.read(min(self.size, MAX_IMAGE_BYTES + 1))
+        except (OSError, ValueError) as error:  # a ValueError: of a name that no file can have
+            raise BrokenSampleError("unreadable_file", str(error)) from error
         if len(data) > MAX_IMAGE_BYTES:
-            raise OSError(f"{self.path} has more than {MAX_IMAGE_BYTES} bytes")
+            raise BrokenSampleError("too_large")
         return data
 
 
@@ -62,7 +84,7 @@ class EvalSet(ABC):
 
     @abstractmethod
     def measure(self, encoder: Encoder) -> Metrics:
-        """The metrics, with `broken`, the number of unreadable images; the same on every rank. A collective."""
+        """The metrics over the usable images, the same on every rank. A collective."""
 
     def facts(self) -> Record:
         """What the metrics depend on, other than the images."""

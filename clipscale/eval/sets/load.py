@@ -3,16 +3,21 @@
 Loading a set notes each image's place, and its label or captions. Images are read when they are evaluated.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
+from clipscale.common import files
 from clipscale.common.errors import UserError, one_line
+from clipscale.data.decode import IMAGE_TYPES
 from clipscale.eval.sets import captions, folders, shards
-from clipscale.eval.sets.item import IMAGE_SUFFIXES, EvalSet
+from clipscale.eval.sets.item import EvalSet, by_reason
 
-NO_NAMES = {"data", "dev", "eval", "images", "test", "train", "val", "valid", "validation"}
+HELD_OUT = ("val", "valid", "validation", "test")
+"""Names of the part of a set on which one evaluates."""
+NO_NAMES = {"data", "dev", "eval", "images", "train", *HELD_OUT}
 """Folders that say nothing of their set: imagenet/val and places/val, evaluated one after the other, are two sets."""
 
 
@@ -21,8 +26,12 @@ def load_sets(paths: Sequence[str]) -> list[EvalSet]:
 
     Loaded sets are cached. Raises UserError for a set that is missing, empty or inconsistent.
     """
-    resolved = [Path(path).expanduser().absolute() for path in paths]
-    return [replace(load_set(path), name=_name(path)) for path in resolved]
+    sets = []
+    for given in paths:
+        path = Path(given).expanduser().absolute()
+        loaded = load_set(path)
+        sets.append(replace(loaded, name=_name(loaded.path if loaded.path.is_dir() else path)))
+    return sets
 
 
 def _name(path: Path) -> str:
@@ -40,18 +49,37 @@ def load_set(path: Path) -> EvalSet:
             raise UserError(f"eval.sets: {path} does not exist; give the folder of a set, or a caption file")
         if path.is_file() and path.suffix != ".json":
             raise UserError(f"eval.sets: {path} is no caption file (.json); give the set's folder, unpacked")
-        if (path / "test" / "nshards.txt").is_file():
-            return shards.load(path)
-        if path.is_dir() and folders.has_class_folders(path):
-            return folders.load(path)
-        if tars := sorted(path.glob("*.tar")):
-            return shards.load_pairs(path, tars)
-        jsons = [path] if path.is_file() else list(path.glob("*.json"))
-        if len(jsons) == 1:
-            return captions.load(jsons[0])
+        loaded = captions.load(path) if path.is_file() else _load_folder(path)
     except (OSError, ValueError) as error:  # a file that cannot be read, or a text that is not UTF-8
         raise UserError(f"eval.sets: {path} cannot be read ({one_line(error)}); fetch it again") from error
+    faults = Counter(image.fault for image in loaded.images)
+    if faults.total() and not faults[""]:
+        raise UserError(f"eval.sets: {path} has nothing to evaluate: {by_reason(faults)}; fetch it again")
+    return loaded
+
+
+def _load_folder(path: Path) -> EvalSet:
+    """A caption file decides over folders that may be classes; so do shards, which have json files beside them."""
+    if (path / "test" / "nshards.txt").is_file():
+        return shards.load(path)
+    inside = files.visible(path)
+    below = {file.name for file in inside if file.is_dir()}
+    tars = [file for file in inside if file.suffix == ".tar"]
+    captioned = {} if tars else captions.found(path)
+    if len(captioned) > 1:
+        one, other, *_ = captioned
+        raise UserError(f"eval.sets: {path} has the captions {one.name} and {other.name}; give one, as eval.sets={one}")
+    if captioned:
+        return captions.with_images(*captioned.popitem())
+    if "train" in below and below <= NO_NAMES and (held_out := [name for name in HELD_OUT if name in below]):
+        return _load_folder(path / held_out[0])
+    if folders.has_class_folders(path):
+        return folders.load(path)
+    if tars:
+        return shards.load_pairs(path, tars)
+    if any(map(folders.is_image, inside)) and len(above := captions.found(path.parent)) == 1:
+        return captions.with_images(*above.popitem(), folder=path)
     raise UserError(
         f"eval.sets: {path} is none of the known layouts; it needs test/nshards.txt (CLIP_benchmark), shards of pairs "
-        f"(*.tar), folders of images ({', '.join(IMAGE_SUFFIXES)}) named after their classes, or one caption JSON"
+        f"(*.tar), folders of images ({', '.join(IMAGE_TYPES)}) named after their classes, or one caption JSON"
     )

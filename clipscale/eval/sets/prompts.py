@@ -41,9 +41,14 @@ def templates(root: Path, *, imagenet: bool = False) -> list[str]:
     return [place.sub("{c}", line) for line in texts]
 
 
+def read(file: Path) -> str:
+    """A text of a set, without a byte order mark."""
+    return file.read_text(encoding="utf-8-sig")
+
+
 def lines(file: Path) -> list[str]:
     """The lines of a text in a set's folder without spaces around them; empty ones are left out. Raises UserError."""
-    texts = stripped(file.read_text(encoding="utf-8").splitlines())
+    texts = stripped(read(file).splitlines())
     if len(texts) > MOST_LINES:
         raise UserError(f"eval.sets: {file} has {len(texts)} lines, more than {MOST_LINES}; fetch the set again")
     return texts

@@ -5,31 +5,27 @@ And plain shards of pairs, as training takes them.
 
 import os
 import tarfile
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from clipscale.common.errors import UserError
-from clipscale.data.decode import captions_of, json_fields
-from clipscale.data.sample import MAX_IMAGE_BYTES, MAX_TEXT_BYTES, BrokenSampleError
+from clipscale.data.decode import IMAGE_TYPES, captions_of, json_fields
+from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError
 from clipscale.data.shards.archive import Archive
 from clipscale.eval.classification import ClassificationSet
 from clipscale.eval.retrieval import PairSet, RetrievalSet
 from clipscale.eval.sets import prompts
-from clipscale.eval.sets.item import IMAGE_SUFFIXES, EvalSet, ImageRef
+from clipscale.eval.sets.item import EvalSet, ImageRef
+
+Texts = dict[str, bytes]
+"""The text members of a sample, by extension."""
 
 
 def load(root: Path) -> EvalSet:
     """The set in `root`. Raises UserError."""
     retrieval = _dataset_type(root) == RetrievalSet.kind
-    answer = _captions if retrieval else _label
-    images: list[ImageRef] = []
-    answers: list[Any] = []
-    for shard in _shard_paths(root):
-        for key, image, members in _samples(shard):
-            answers.append(answer(key, shard, members))
-            images.append(image)
+    images, answers = _read(_shard_paths(root), _lines if retrieval else _label)
     if not images:
         raise UserError(f"eval.sets: {root} holds no image; check {root / 'test'}")
     if retrieval:
@@ -55,24 +51,32 @@ def load(root: Path) -> EvalSet:
 
 
 def load_pairs(root: Path, tars: Sequence[Path]) -> PairSet:
-    """Pictures with their captions: the list `captions` of the json, or else the text. Samples without one are left
-    out. Raises UserError."""
-    images = []
-    answers = []
-    for shard in tars:
-        for _, image, members in _samples(shard):
-            with suppress(BrokenSampleError):
-                listed = json_fields(members.get("json", b"{}")).get("captions")
-                answers.append(captions_of(members, "json:captions" if isinstance(listed, list) else "txt"))
-                images.append(image)
+    """Pictures with their captions: the list `captions` of the json, or else the text. Raises UserError."""
+    images, answers = _read(tars, _captions)
     if not images:
         raise UserError(f"eval.sets: {root} holds no picture with a caption (.txt, or `captions` in .json)")
     return PairSet(name=root.name, path=root, images=images, answers=answers)
 
 
+def _read(shards: Iterable[Path], answer: Callable[[Texts, str], Any]) -> tuple[list[ImageRef], list[Any]]:
+    """The images of all samples, and their answers: `answer` of the texts, and of a name for messages. A sample without
+    an image, or for which that raises BrokenSampleError, has an image with a fault."""
+    images = []
+    answers = []
+    for shard in shards:
+        for key, image, texts in _samples(shard):
+            try:
+                answers.append(answer(texts, f"sample {key} of {shard}"))
+            except BrokenSampleError as error:
+                answers.append([])
+                image = image._replace(fault=image.fault or error.reason)
+            images.append(image)
+    return images, answers
+
+
 def _dataset_type(root: Path) -> str:
     file = root / "dataset_type.txt"
-    kind = file.read_text(encoding="utf-8").strip().lower() if file.is_file() else ClassificationSet.kind
+    kind = prompts.read(file).strip().lower() if file.is_file() else ClassificationSet.kind
     if kind not in (ClassificationSet.kind, RetrievalSet.kind):
         raise UserError(f"eval.sets: {file} says {kind[:40]!r}; only classification and retrieval sets are evaluated")
     return kind
@@ -80,7 +84,7 @@ def _dataset_type(root: Path) -> str:
 
 def _shard_paths(root: Path) -> Iterator[Path]:
     file = root / "test" / "nshards.txt"
-    text = file.read_text(encoding="utf-8").strip()
+    text = prompts.read(file).strip()
     if not text.isdecimal():
         raise UserError(f"eval.sets: {file} must hold the number of shards, it holds {text[:40]!r}")
     for index in range(int(text)):
@@ -90,26 +94,23 @@ def _shard_paths(root: Path) -> Iterator[Path]:
         yield shard
 
 
-def _samples(shard: Path) -> Iterator[tuple[str, ImageRef, dict[str, bytes]]]:
-    """Key, image and text members of each sample. As in webdataset, a sample's members follow one another.
-
-    Raises UserError for a label or captions without an image: the set is incomplete.
-    """
+def _samples(shard: Path) -> Iterator[tuple[str, ImageRef, Texts]]:
+    """Key, image and texts of each sample that has one of them. As in webdataset, a sample's members follow one
+    another. Raises UserError for a damaged shard."""
     try:
         with shard.open("rb") as tar:
-            archive = Archive(tar, can_seek=True, most=MAX_IMAGE_BYTES)
+            archive = Archive(tar, can_seek=True)
             for key, members in archive.samples():
-                image = None
+                pictures = {}
                 texts = {}
                 for member in members:
-                    if member.extension in IMAGE_SUFFIXES:
-                        image = ImageRef(shard, tar.tell(), member.size)
-                    elif member.extension in ("cls", "txt", "json"):
-                        texts[member.extension] = archive.read(member, MAX_TEXT_BYTES)
-                if image is not None:
-                    yield key, image, texts
-                elif texts:
-                    raise UserError(f"eval.sets: sample {key} of {shard} has no jpg, png or webp; fetch the set again")
+                    if member.extension in IMAGE_TYPES:
+                        pictures[member.extension] = ImageRef(shard, tar.tell(), member.size)
+                    elif member.extension in ("cls", "txt", "json") and member.size <= MAX_TEXT_BYTES:
+                        texts[member.extension] = archive.read(member)
+                if pictures or texts:
+                    first = min(pictures, key=IMAGE_TYPES.index, default="")
+                    yield key, pictures.get(first, ImageRef(shard, fault="no_image")), texts
             size = tar.seek(0, os.SEEK_END)
             if not size:
                 raise tarfile.ReadError("empty")
@@ -119,17 +120,19 @@ def _samples(shard: Path) -> Iterator[tuple[str, ImageRef, dict[str, bytes]]]:
         raise UserError(f"eval.sets: cannot read {shard} ({error}); fetch it again") from error
 
 
-def _captions(key: str, shard: Path, members: dict[str, bytes]) -> list[str]:
-    lines = prompts.stripped(members.get("txt", b"").decode("utf-8", "replace").splitlines())
-    if not lines:
-        raise UserError(f"eval.sets: sample {key} of {shard} has no captions; add lines to {key}.txt")
-    return lines
+def _captions(texts: Texts, _: str) -> list[str]:
+    listed = json_fields(texts.get("json", b"{}")).get("captions")
+    return captions_of(texts, "json:captions" if isinstance(listed, list) else "txt")
 
 
-def _label(key: str, shard: Path, members: dict[str, bytes]) -> int:
-    text = members.get("cls")
+def _lines(texts: Texts, _: str) -> list[str]:
+    return prompts.stripped("".join(captions_of(texts, "txt")).splitlines())
+
+
+def _label(texts: Texts, name: str) -> int:
+    text = texts.get("cls")
     try:
         return int(text or b"")
     except ValueError:
         what = "no .cls member" if text is None else f"the label {text[:20]!r}"
-        raise UserError(f"eval.sets: sample {key} of {shard} has {what}; give a whole number in {key}.cls") from None
+        raise UserError(f"eval.sets: {name} has {what}; give a whole number in its .cls") from None
