@@ -19,7 +19,7 @@ from clipscale import checkpoint
 from clipscale.common import files
 from clipscale.common.errors import DataError, StoppedError, UserError, first_line
 from clipscale.common.phases import Phases, Readback
-from clipscale.common.record import Record
+from clipscale.common.record import Record, Results
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import doing, tell
 from clipscale.config.train import RESULT, TrainConfig, changes_since, samples_of, to_yaml
@@ -181,7 +181,7 @@ class Run:
                 self.records.close()
         if self.world.main:
             folder = self.resolved.folder
-            print_results(results, f"{folder.name}, step {self.step}")
+            print_results(results, f"{folder.name}, step {self.step}, {config.precision}", self.at_start())
             if line := compared(config.expected, results):
                 tell(line)
             tell(f"done: {folder} (step {self.step}, loss {self.loss:.4f}); clipscale report {config.run} shows it")
@@ -336,9 +336,13 @@ class Run:
         reshard(state.model)
         if self.records.log:
             self.records.log.eval(self.step, results)
-            for line in fallen(ResultsFile(self.resolved.folder, 0).record()["results"], results):
+            for line in fallen(self.at_start(), results):
                 tell(f"warning: {line}")
         return results
+
+    def at_start(self) -> Results:
+        """The results of the weights that the run began with; empty where it began with random ones."""
+        return ResultsFile(self.resolved.folder, 0).record()["results"]
 
     def save_due(self) -> bool:
         """Whether this step ends with a checkpoint: by steps, by time, and at the end. All ranks agree.

@@ -1,6 +1,7 @@
 """A run from weights shows where it started, and says when it forgets."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,22 +9,32 @@ import pytest
 
 from clipscale.config.sections import EvalConfig, ModelConfig, OptimConfig
 from clipscale.log.warnings import fallen
-from clipscale.tools.report.page import charts_of, points
+from clipscale.tools.export.settings import ExportSettings
+from clipscale.tools.export.verb import main as export
+from clipscale.tools.report.page import charts_of, points, write_report
 from clipscale.tools.report.runs import read_runs
 from clipscale.train import train
 from tests.eval.sets import pair_set
 from tests.support.runs import ARCHITECTURE, curve, small
 
 
-def test_a_run_from_weights_is_evaluated_before_its_first_step(shards: str, tmp_path: Path) -> None:
-    """Its curve begins where it started. The evaluation changes no bit of the training."""
+def test_a_run_from_weights_is_evaluated_before_its_first_step(
+    shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its curve begins where it started, and its scores are shown beside those. It changes no bit of the training."""
     start, plain, tuned = tmp_path / "start", tmp_path / "plain", tmp_path / "tuned"
     sets = EvalConfig(sets=[str(pair_set(tmp_path / "pairs"))])
     at_start = train(small(shards, start, eval=sets))["eval"]
     model = ModelConfig(name="test", architecture=ARCHITECTURE, weights=f"run:{start}")
     train(small(shards, plain, model=model))
     config = small(shards, tuned, model=model, eval=sets)
+    capsys.readouterr()
     train(config)
+    said = capsys.readouterr().out
+    card = (export(ExportSettings(run=str(tuned))) / "README.md").read_text()
+    page = re.sub(r"<[^>]+>", "|", write_report([tuned]).read_text())
+    for place, text in {"console": said, "card": card, "report": page}.items():
+        assert re.search(r"pairs, start[^,]*pairs, end[^,]*difference[| ]+-?[0-9]", text), (place, text)
     assert curve(tuned) == curve(plain)
     first = json.loads((tuned / "eval/step_00000000.json").read_text())["results"]
     assert first["pairs"]["loss"] == pytest.approx(at_start["pairs"]["loss"], rel=1e-2)

@@ -68,25 +68,35 @@ def plain_console() -> Console:
     return console
 
 
-def result_tables(results: Results, title: str = "") -> list[TextTable]:
-    """One table for each group of evaluation sets that share their metrics; fractions in per cent."""
+def result_tables(results: Results, title: str = "", start: Results | None = None) -> list[TextTable]:
+    """One table for each group of evaluation sets that share their metrics; fractions in per cent.
+
+    `start`: the results that a run began with. A set that is in both has three lines: start, end and difference.
+    """
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, result in results.items():
         metrics = tuple(metric for metric in {**TITLES, **result} if metric in result)
         groups.setdefault(metrics, []).append(name)
     tables: list[TextTable] = []
     for metrics, names in groups.items():
-        # Broken images are rare: a column of zeros is left out.
+        # Usually none is left out, and the column with it.
         columns = [m for m in metrics if m != "broken" or any(results[name][m] for name in names)]
-        rows = [[name, *(_cell(column, results[name][column]) for column in columns)] for name in names]
+        rows = []
+        for name in names:
+            end, first = results[name], (start or {}).get(name)
+            lines = {name: end}
+            if first and first.keys() == end.keys():
+                change = {metric: end[metric] - first[metric] for metric in columns}
+                lines = {f"{name}, start": first, f"{name}, end": end, "difference": change}
+            rows += [[line, *(_cell(column, values[column]) for column in columns)] for line, values in lines.items()]
         heads = ["set", *(TITLES.get(column, column) for column in columns)]
         tables.append(TextTable(heads, rows, "" if tables else title))
     return tables
 
 
-def print_results(results: Results, title: str = "") -> None:
-    """Print evaluation results as tables."""
-    for table in result_tables(results, title):
+def print_results(results: Results, title: str = "", start: Results | None = None) -> None:
+    """Print evaluation results as tables, as `result_tables` makes them."""
+    for table in result_tables(results, title, start):
         plain_console().print(table)
 
 

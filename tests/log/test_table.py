@@ -12,9 +12,19 @@ def test_tables_group_sets_by_their_metrics() -> None:
     classes = {"top1": 0.8123, "images": 10, "broken": 2}
     first, second = result_tables({"a": classes, "coco": retrieval, "b": classes | {"broken": 0}}, "run")
     assert (first.title, second.title) == ("run", "")
-    assert first.heads == ["set", "images", "broken", "top-1 %"]
+    assert first.heads == ["set", "images", "left out", "top-1 %"]
     assert first.rows == [["a", "10", "2", "81.2"], ["b", "10", "0", "81.2"]]
     assert second.rows == [["coco", "1,500", "7,500", "25.0", "50.0"]]
+
+
+def test_a_set_that_a_run_began_with_has_its_start_its_end_and_the_difference() -> None:
+    start = {"a": {"top1": 0.5, "loss": 1.25, "broken": 0}, "b": {"top1": 0.1}}
+    (table,) = result_tables({"a": {"top1": 0.3, "loss": 1.5, "broken": 0}}, start=start)
+    assert table.rows == [
+        ["a, start", "50.0", "1.2500"],
+        ["a, end", "30.0", "1.5000"],
+        ["difference", "-20.0", "0.2500"],
+    ]
 
 
 def test_nine_columns_fit_a_plain_terminal_and_markup_is_printed_as_it_is() -> None:

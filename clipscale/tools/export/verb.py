@@ -52,7 +52,8 @@ def card(run: Path, model: ClipModel, config: ModelConfig, note: dict[str, str],
     path = run / "config.yaml"
     settings = dict(flat(files.read_yaml(path))) if path.is_file() else {}
     records = read_evaluations(run) if note["weights"] in WEIGHTS else []  # those of an average are not known
-    scores = [result_tables(record["results"]) for record in records if str(record["step"]) == note["step"]]
+    of_step = {str(record["step"]): record["results"] for record in records}
+    scores = [result_tables(results, "", of_step.get("0")) for step, results in of_step.items() if step == note["step"]]
     text = Path(__file__).with_name("card.md").read_text(encoding="utf-8")
     template = Template(text, trim_blocks=True, keep_trailing_newline=True)
     return template.render(

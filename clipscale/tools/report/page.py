@@ -11,6 +11,7 @@ from plotly.offline import get_plotlyjs
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
+from clipscale.common.record import Results
 from clipscale.common.terminal import say
 from clipscale.common.units import format_bytes, one_of
 from clipscale.log.records import Record
@@ -58,16 +59,17 @@ def page(runs: Sequence[Run], expected: str = "") -> str:
     templates.filters["bytes"] = format_bytes
     keys = sorted({key for run in runs for key in run.settings if key != "run"})
     named = "{1}" if len(runs) == 1 else "{0}, {1}"
-    newest = {}
+    newest: Results = {}
+    start: Results = {}
     for run in runs:
         for evaluation in run.evaluations:
             for name, metrics in evaluation["results"].items():
-                newest[named.format(run.name, name)] = metrics
+                (newest if evaluation["step"] else start)[named.format(run.name, name)] = metrics
     return templates.get_template("page.html").render(
         runs=runs,
         data=curves(runs, expected),
         typical=typical,
-        results=result_tables(newest),
+        results=result_tables(newest or start, "", newest and start),
         plotly=Markup(get_plotlyjs()),
         samples=Markup(runs[0].samples if len(runs) == 1 else ""),
         settings={key: [run.settings.get(key, "") for run in runs] for key in keys},
