@@ -45,6 +45,11 @@ class EvalRunConfig(AnyModel):
         "launch": "procs timeout_s",
     }
 
+    precision: str = setting(
+        "auto",
+        f"{sections.PRECISION_HELP[:-1]}; `auto`: a run's own, for other weights fp32.",
+        choices=("auto", *sections.PRECISIONS),
+    )
     out: str | None = setting(None, "Folder for the results of `model.weights`; null: runs/eval-NAME, after them.")
     eval: sections.EvalConfig = field(default_factory=sections.EvalConfig)
     log: sections.SinkConfig = field(default_factory=sections.SinkConfig)
@@ -108,17 +113,19 @@ def check_places(config: sections.EvalConfig, rendered: Iterable[str] = ()) -> N
         raise UserError(f"eval.root={config.root}: there is no such folder; give the one with the sets")
 
 
-def completed(config: sections.EvalConfig, run: Path | None) -> sections.EvalConfig:
-    """The settings, with a run's own `sets`, `suite` and `root` where none are given. UserError without any set."""
-    if run and (run / "config.yaml").is_file():
-        saved = restored(files.read_yaml(run / "config.yaml").get("eval", {}))
-        if not config.has_sets:
-            config = replace(config, sets=saved.get("sets", []), suite=saved.get("suite", "none"))
-        if config.root is None:
-            config = replace(config, root=saved.get("root"))
-    if not config.has_sets:
-        raise UserError("eval.sets is empty, here and in the settings of a run; give eval.sets=[FOLDER,...]")
-    return config
+def completed(config: EvalRunConfig) -> EvalRunConfig:
+    """The settings, with a run's own `sets`, `suite`, `root` and `precision` where none are given. Raises UserError
+    without any set."""
+    path = run_folder(config.run) / "config.yaml"
+    saved = files.read_yaml(path) if config.run and path.is_file() else {}
+    own, chosen = restored(saved.get("eval", {})), config.eval
+    if not chosen.has_sets:
+        chosen = replace(chosen, sets=own.get("sets", []), suite=own.get("suite", "none"))
+    if not chosen.has_sets:
+        raise UserError("eval.sets is empty, here and in the settings of a run; give eval.sets=FOLDER")
+    given = (config.precision, saved.get("precision"))
+    precision = next((name for name in given if name in sections.PRECISIONS), "fp32")
+    return replace(config, eval=replace(chosen, root=chosen.root or own.get("root")), precision=precision)
 
 
 def check_eval(config: EvalRunConfig) -> Path:
@@ -127,7 +134,7 @@ def check_eval(config: EvalRunConfig) -> Path:
     folder = model_run(config, config.eval.weights)
     if folder and config.out:
         raise UserError(f"out={config.out}: the results of a run are in its folder; leave it out")
-    check_places(completed(config.eval, folder))
+    check_places(completed(config).eval)
     if folder:
         return folder
     name = re.sub(r"[^\w.-]+", "-", f"{config.model.name}-{config.model.weights}").strip("-.")

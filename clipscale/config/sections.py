@@ -322,7 +322,7 @@ class EvalConfig:
     def check(self) -> None:
         """Raises UserError for evaluations of nothing."""
         if self.every and not self.has_sets:
-            raise UserError(f"eval.every={self.every}: nothing to evaluate; give eval.sets=[FOLDER,...]")
+            raise UserError(f"eval.every={self.every}: nothing to evaluate; give eval.sets=FOLDER")
 
     @property
     def has_sets(self) -> bool:

@@ -1,7 +1,6 @@
 """The verb `clipscale eval`: evaluates a run's checkpoints, or any weights. Every process does its share."""
 
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,12 +20,9 @@ from clipscale.step.precision import Precision
 
 
 def main(config: EvalRunConfig) -> Results:
-    """Evaluate, on `launch.procs` processes or as one of torchrun's. Raises UserError. Without sets it takes the run's
-    own, and without a root the run's."""
-    folder = check_eval(config)
-    if config.run:
-        config = replace(config, eval=completed(config.eval, folder))
-    return local.run(config, f"{__name__}:work")
+    """Evaluate, on `launch.procs` processes or as one of torchrun's. Raises UserError."""
+    check_eval(config)
+    return local.run(completed(config), f"{__name__}:work")
 
 
 def work(config: EvalRunConfig) -> Results:
@@ -63,7 +59,7 @@ def work(config: EvalRunConfig) -> Results:
                 )
                 if world.main:
                     title = folder.name if step is None else f"{folder.name}, step {step}"
-                    print_results(results, title)
+                    print_results(results, f"{title}, {config.precision}")
                     if config.eval.suite != "none":
                         plain_console().print(suite_table(config.eval.suite, chosen_sets(config.eval), results, title))
                     if step is not None:

@@ -15,8 +15,10 @@ from clipscale.eval.run import evaluate
 from clipscale.eval.verb import main
 from clipscale.log.records import read_evaluations
 from clipscale.models.towers import ClipModel, build_model
-from tests.eval.sets import classification_set, retrieval_set
+from clipscale.train import train
+from tests.eval.sets import classification_set, pair_set, retrieval_set
 from tests.support.checkpoints import ALONE, save_model
+from tests.support.runs import small
 from tests.support.towers import architecture
 
 TINY = ModelConfig(name="tiny", architecture=architecture(16, 8, 16, layers=1))
@@ -101,6 +103,19 @@ def test_any_weights_are_evaluated_without_a_run(
     for described in (ModelConfig(name="", weights=weights), replace(TINY, weights=weights)):
         assert main(EvalRunConfig(device="cpu", model=described, eval=EvalConfig(sets=sets))) == expected
     assert len(list(tmp_path.glob("runs/eval-*/eval/final.json"))) == 2
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_run_is_evaluated_in_its_own_precision(
+    shards: str, tmp_path: Path, precision: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As it was while it trained: the same figures of the same weights."""
+    pairs = EvalConfig(sets=[str(pair_set(tmp_path / "pairs"))])
+    results = train(small(shards, tmp_path, precision=precision, eval=pairs))["eval"]
+    for asked, expected in {"auto": precision, "fp16": "fp16"}.items():
+        assert (evaluated(tmp_path, precision=asked) == results) == (asked == "auto")
+        assert read_evaluations(tmp_path)[0]["measured"]["pairs"]["precision"] == expected
+    assert capsys.readouterr().out.count(f"step 4, {precision}") == 2, "in the run's last lines, and in the verb's"
 
 
 @pytest.mark.slow
