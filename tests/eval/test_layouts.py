@@ -120,13 +120,17 @@ def test_folders_whose_names_are_codes_need_class_names(tmp_path: Path, names: l
     root = folders(tmp_path / "set", names)
     with pytest.raises(UserError, match=r"say no class; write one class name a line into .*classnames\.txt"):
         load_set(root)
-    for encoding in ("utf-8", "utf-8-sig"):  # editors of Windows begin a text with a byte order mark
+    for encoding in ("utf-8", "utf-8-sig", "utf-16"):  # editors of Windows begin a text with a byte order mark
         (root / "classnames.txt").write_text("a\nsecond\n", encoding)
         (root / "zeroshot_classification_templates.txt").write_text("{}, a photo\n", encoding)
         load_set.cache_clear()
         eval_set = load_set(root)
         assert [eval_set.classnames[label] for label in eval_set.answers] == ["a", "second", "second"]
         assert eval_set.templates == ["{c}, a photo"]
+    (root / "classnames.txt").write_bytes(b"caf\xe9\nsecond\n")
+    load_set.cache_clear()
+    with pytest.raises(UserError, match=r"classnames\.txt is not in UTF-8 .* save it so"):
+        load_set(root)
 
 
 @pytest.mark.parametrize("names", [["a", "b"], ["\N{CJK UNIFIED IDEOGRAPH-72AC}", "\N{CJK UNIFIED IDEOGRAPH-732B}"]])

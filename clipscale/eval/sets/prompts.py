@@ -7,6 +7,8 @@ from pathlib import Path
 from open_clip import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES
 
 from clipscale.common.errors import UserError
+from clipscale.data.decode import text_of
+from clipscale.data.sample import BrokenSampleError
 
 CLASSNAMES, TEMPLATES = "classnames.txt", "zeroshot_classification_templates.txt"
 SINGLE = "a photo of a {c}."
@@ -42,8 +44,11 @@ def templates(root: Path, *, imagenet: bool = False) -> list[str]:
 
 
 def read(file: Path) -> str:
-    """A text of a set, without a byte order mark."""
-    return file.read_text(encoding="utf-8-sig")
+    """A text of a set, in the encoding of its byte order mark, or in UTF-8. Raises UserError."""
+    try:
+        return text_of(file.read_bytes())
+    except BrokenSampleError as error:
+        raise UserError(f"eval.sets: {file} is not in UTF-8 ({error}); save it so") from error
 
 
 def lines(file: Path) -> list[str]:
