@@ -74,8 +74,12 @@ def gpu_here() -> str | None:
 
 
 def hardware(name: str) -> Hardware:
-    """The entry of that name, or of the only one that begins so. Raises UserError with the nearest names."""
-    alike = [known for known in HARDWARE if known.startswith(name.lower())]
+    """The entry of that name, with its memory or without, or of the only one that begins so.
+
+    Raises UserError with the nearest names.
+    """
+    alike = [known for known in HARDWARE if known.startswith(f"{name.lower()}-")]
+    alike = alike or [known for known in HARDWARE if known.startswith(name.lower())]
     if name.lower() not in HARDWARE and len(alike) != 1:
         raise UserError(f"hardware={name}: unknown{nearest(name.lower(), HARDWARE)}; there is {', '.join(HARDWARE)}")
     return HARDWARE.get(name.lower()) or HARDWARE[alike[0]]
@@ -88,5 +92,5 @@ def hardware_of(device_name: str) -> str | None:
     """
     words = set(re.split(r"[\s-]+", device_name))
     same = [name for name, entry in HARDWARE.items() if set(entry.words) <= words]
-    same_chip = [name for name, entry in HARDWARE.items() if entry.words[0] in words]
+    same_chip = [name for name, entry in HARDWARE.items() if all(w in words or w.endswith("GB") for w in entry.words)]
     return next(iter(same + same_chip), None)

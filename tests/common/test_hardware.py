@@ -21,7 +21,12 @@ from clipscale.common.hardware import hardware, hardware_of
         ("NVIDIA H200", "h200-141g"),
         ("NVIDIA GeForce RTX 4090", "rtx4090-24g"),
         ("Tesla V100-SXM2-16GB", "v100-16g"),
-        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA GH200 480GB", "gh200-96g"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000-96g"),
+        ("NVIDIA RTX 6000 Ada Generation", None),
+        ("NVIDIA L4", "l4-24g"),
+        ("NVIDIA B300 SXM6 AC", "b300-288g"),
+        ("AMD Instinct MI300X OAM", "mi300x-192g"),
         ("NVIDIA A10", None),
     ],
 )
@@ -31,6 +36,7 @@ def test_a_gpu_is_found_by_the_drivers_name(device: str, name: str | None) -> No
 
 def test_the_beginning_of_one_name_is_enough() -> None:
     assert hardware("rtx4090") is hardware("RTX4090-24g")
+    assert hardware("l4") is hardware("l4-24g"), "not the L40S"
     for name in ("v100", "x100"):  # of two, and of none
         with pytest.raises(UserError, match=f"hardware={name}: unknown"):
             hardware(name)

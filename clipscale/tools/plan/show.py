@@ -83,6 +83,8 @@ def answers(result: Record, config: PlanConfig) -> Iterator[str]:
             f"all graphs kept, {rounded(plain)} per GPU. By what is {printable(time['what'])}"
         )
         length = "give samples= for the length of the run"
+        if config.epochs:
+            length += f"; a plan reads no data, so epochs={config.epochs:g} are of an unknown set"
         if time["run_s"]:
             length = f"{duration(time['run_s'])} for {format_decimal(config.samples or 0)} samples"
         yield f"time: {length}; a step takes about {duration(time['step_s'])}"

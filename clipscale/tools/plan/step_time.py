@@ -22,6 +22,8 @@ UNKNOWN = Hardware([], 0, 0, 1e-12, 1e-12)
 """A CPU, whose peak no table has: the arithmetic gives operations instead of seconds, which a measurement divides."""
 PLAIN_STEPS = files.read_yaml(Path(__file__).with_name("plain_steps.yaml"))
 A100 = HARDWARE["a100-80g"]
+SAME_SIZE = math.log(1.6)
+"""Models of about the same size: the logarithm of their operations' ratio."""
 
 
 class Share(NamedTuple):
@@ -93,23 +95,26 @@ class StepTime:
         return None if self.gpu is UNKNOWN else self.of_plain_steps()
 
     def of_plain_steps(self) -> Share:
-        """By plain steps of the model that is nearest: in kind, in the speed of its chip, and in operations."""
+        """By the plain steps that are nearest: in kind, in size, by the newest software, and in the chip's speed."""
         name = self.config.model.name
         chip = self.gpu.words[0]
         speeds = PLAIN_STEPS["chips"]
-        speed = speeds.get(chip, self.gpu.half / A100.half)
+        least, most = speeds.get(chip, [self.gpu.half / A100.half] * 2)
 
-        def distance(row: Record) -> tuple[bool, float, float]:
+        def distance(row: Record) -> tuple[bool, bool, int, float, float]:
             operations = abs(math.log(row["gflop"] * 1e9 / self.forward))
-            return row["model"][:2] != name[:2], abs(math.log(speeds[row["chip"]] / speed)), operations
+            chips = abs(math.log(math.prod(speeds[row["chip"]]) / (least * most)))
+            return row["model"][:2] != name[:2], operations > SAME_SIZE, -row["year"], chips, operations
 
-        nearest = min(PLAIN_STEPS["images_per_s"], key=distance)
-        relative = speed / speeds[nearest["chip"]]
-        taken = "" if chip == nearest["chip"] else f", {chip} taken as {relative:.3g} times as fast"
-        plain = f"{nearest['model']} in plain steps on an {nearest['chip']} ({nearest['source']})"
-        flops = 3e9 * nearest["gflop"] * relative
-        low, high = (flops * rate / (self.gpu.half * 1e12) for rate in nearest["rates"])
-        return Share(f"known, {nearest['rates'][0]} to {nearest['rates'][1]} images/s of {plain}{taken}", low, high)
+        row = min(PLAIN_STEPS["images_per_s"], key=distance)
+        slow, fast = speeds[row["chip"]]
+        alike = speeds.get(chip) == [slow, fast]
+        least, most = (1, 1) if alike else (least / fast, most / slow)
+        taken = "" if chip == row["chip"] else f", {chip} taken as {least:.3g} to {most:.3g} times as fast"
+        low, high = row["rates"]
+        what = f"{low} to {high} images/s of {row['model']} in plain steps on an {row['chip']} of {row['year']}"
+        peak_rate = self.gpu.half * 1e12 / (3e9 * row["gflop"])
+        return Share(f"known, {what} ({row['source']}){taken}", low * least / peak_rate, high * most / peak_rate)
 
     def measured(self) -> Share | None:
         """The newest measurement on such a machine among the runs here, of the same model before any other."""
