@@ -6,6 +6,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Without CUDA's libraries: CPU_WHEELS=ADDRESS names an index with the CPU builds of torch and torchvision that constraints.txt pins.
+CPU_WHEELS ?=
 # Where the packages are there already (on PYTHONPATH, say) and nothing is to be installed: make gpu-loss INSTALLED= RUN=python3
 INSTALLED := $(STAMP)
 RUN := $(BIN)/python
@@ -159,7 +161,8 @@ install: $(INSTALLED)
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,bench]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(CPU_WHEELS),--extra-index-url '$(CPU_WHEELS)') \
+	    --constraint constraints.txt --editable '.[dev,bench]'
 	@touch $@
 
 # Keeps runs/ and the demo set.

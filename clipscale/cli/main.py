@@ -12,6 +12,7 @@ from clipscale.cli import help
 from clipscale.cli.verbs import VERBS, split_verb
 from clipscale.common.errors import LoaderError, LostRankError, StoppedError, UserError
 from clipscale.common.hardware import let_threads_sleep
+from clipscale.common.scratch import SEMAPHORES
 from clipscale.common.terminal import clear, doing, main_rank, prepare, report, say
 from clipscale.config.train import to_yaml
 from clipscale.launch import local
@@ -44,11 +45,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("CLIPSCALE_DEBUG") == "1":
             traceback.print_exc()
         if main_rank():  # all ranks compose, and make the same mistakes
-            report(error)
+            report(explained(error))
         is_mistake = isinstance(error, UserError) and not isinstance(error, LoaderError)
         return 2 if is_mistake else 1
     finally:
         clear()
+
+
+def explained(error: UserError | OSError) -> object:
+    """The error; the system does not name the folder when it refuses a semaphore or shared memory there."""
+    if isinstance(error, UserError) or os.access(SEMAPHORES, os.W_OK):
+        return error
+    return f"{SEMAPHORES} cannot be written, and processes share memory there ({error}); mount it (docker run --ipc=host)"
 
 
 def run(argv: list[str]) -> int:

@@ -213,6 +213,17 @@ def test_a_stopped_run_says_how_it_goes_on(
 # ---- before and beside the verbs ----
 
 
+def test_shared_memory_that_cannot_be_written_is_named(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")  # as a semaphore is, without a path
+
+    monkeypatch.setattr("clipscale.tools.report.page.main", refused)
+    assert cli("report", "a")[2] == "error: [Errno 13] Permission denied\n"
+    monkeypatch.setattr("clipscale.cli.main.SEMAPHORES", Path("/proc/gone"))
+    _, _, error = cli("report", "a")
+    assert error.startswith("error: /proc/gone cannot be written") and "--ipc=host" in error and error.count("\n") == 1
+
+
 @pytest.mark.parametrize("words", [["--version"], ["-V"], ["version"]])
 def test_the_version_is_printed(cli: Cli, words: list[str]) -> None:
     assert cli(*words) == (0, f"clipscale {__version__}\n", "")
