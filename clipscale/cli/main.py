@@ -56,7 +56,9 @@ def explained(error: UserError | OSError) -> object:
     """The error; the system does not name the folder when it refuses a semaphore or shared memory there."""
     if isinstance(error, UserError) or os.access(SEMAPHORES, os.W_OK):
         return error
-    return f"{SEMAPHORES} cannot be written, and processes share memory there ({error}); mount it (docker run --ipc=host)"
+    return (
+        f"{SEMAPHORES} cannot be written, and processes share memory there ({error}); mount it (docker run --ipc=host)"
+    )
 
 
 def run(argv: list[str]) -> int:
