@@ -205,6 +205,11 @@ def test_a_moving_picture_is_its_first_frame_and_its_canvases_count() -> None:
         Picture(data, 2 * 60 * 60)
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be", "utf-32"])
+def test_captions_are_decoded_by_their_byte_order_mark(encoding: str) -> None:
+    assert captions_of({"txt": "a red café\n".encode(encoding)}, "txt") == ["a red café"]
+
+
 @pytest.mark.parametrize("kind", ["JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP"])
 def test_the_name_of_a_pictures_content_is_one_that_readers_take(kind: str) -> None:
     """Phones write MPO: two JPEGs in one file. Its first picture is decoded as a JPEG is."""

@@ -40,7 +40,7 @@ def tables_of(path: Path, columns: list[str] | None) -> list[Table]:
         # one of each folder, which may have the same pairs in several forms
         found = [*{file.parent: file for file in listed if file.name in METADATA}.values()]
         found = found or [file for file in listed if file.suffix == ".parquet"]
-    elif path.suffix in TABLES:
+    elif path.suffix.lower() in TABLES:
         found = [] if path.suffix == ".json" and is_coco(path) else [path]
     else:
         raise UserError(f"{path}: give a folder, a table ({', '.join(TABLES)}) or COCO's captions (.json)")
@@ -62,23 +62,25 @@ def pairs_of(path: Path, tables: Sequence[Table], root: str) -> Iterator[Pair]:
 
 
 def of_folder(folder: Path, root: str) -> Iterator[Pair]:
-    """The pictures of a folder and those below it, with the texts beside them. Other files have their suffix as the
-    reason why they are left out."""
+    """The pictures of a folder and those below it, with the texts beside them. Then the other files, with their suffix
+    as the reason why they are left out."""
     listed = visible(folder)
+    pictures = [path for path in listed if path.suffix[1:].lower() in IMAGE_TYPES]
     texts = {path.with_suffix(""): path for path in listed if path.suffix.lower() == ".txt"}
-    others = {path.with_suffix("") for path in listed if path.suffix.lower() != ".txt"}
-    root = root or str(folder.resolve())
-    for path in listed:
-        stem, suffix = path.with_suffix(""), path.suffix.lower()
-        text = texts.get(stem)
-        beside = Place(str(text), "", root) if text else None
-        pair = Pair(str(path.relative_to(folder)), Place(str(path), "", root), [], {}, beside)
-        if suffix[1:] in IMAGE_TYPES:
-            yield pair
-        elif path.is_file() and not (path == text and stem in others):
-            yield pair._replace(broken=suffix or "no_suffix")
-        elif path.is_dir() and path.is_symlink():
-            yield pair._replace(broken="linked_folder")
+    named = Place("", "", root or str(folder.resolve()))
+    for path in pictures:
+        text = texts.get(path.with_suffix(""))
+        beside = named._replace(name=str(text)) if text else None
+        yield Pair(str(path.relative_to(folder)), named._replace(name=str(path)), [], {}, beside)
+    others = set(listed).difference(pictures)
+    described = {path.with_suffix("") for path in listed if path.suffix.lower() != ".txt"}
+    for path in sorted(others):
+        if path.is_dir():
+            reason = "linked_folder" if path.is_symlink() else ""
+        else:
+            reason = path.suffix.lower() or "no_suffix"
+        if reason and not (reason == ".txt" and path.with_suffix("") in described):
+            yield Pair(str(path.relative_to(folder)), named, [], {}, broken=reason)
 
 
 def of_coco(file: Path, root: str) -> Iterator[Pair]:

@@ -5,7 +5,6 @@ A row is its number and its values by column, or None where it cannot be used: o
 
 import csv
 import json
-import shlex
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
@@ -21,8 +20,8 @@ from clipscale.tools.data.places import Cell, parquet_file
 
 USUAL: dict[str, list[str]] = files.read_yaml(Path(__file__).with_name("columns.yaml"))
 """Names of the column of pictures and of that of captions."""
-SEPARATED = (".csv", ".tsv", ".txt")
-TABLES = (*SEPARATED, ".jsonl", ".json", ".parquet")
+SEPARATED = (".csv", ".tsv", ".tab", ".txt")
+TABLES = (*SEPARATED, ".jsonl", ".ndjson", ".json", ".parquet")
 SEPARATORS = ",\t;|"
 START = 1 << 20
 """Bytes in which a table shows its encoding."""
@@ -42,9 +41,10 @@ class Table(NamedTuple):
 
 def open_table(file: Path, columns: list[str] | None) -> Table:
     """Find a table's form and columns; `columns` None: by their usual names. Raises UserError, OSError, ValueError."""
-    if file.suffix == ".parquet":
+    suffix = file.suffix.lower()
+    if suffix == ".parquet":
         names, rows = parquet_file(file).schema_arrow.names, partial(parquet_rows, file)
-    elif file.suffix in SEPARATED:
+    elif suffix in SEPARATED:
         separator, names = header(file, columns)
         rows = partial(separated_rows, file, separator, names)
     else:
@@ -60,7 +60,7 @@ def open_table(file: Path, columns: list[str] | None) -> Table:
 
 def chosen_columns(names: Sequence[str], columns: list[str] | None) -> list[str]:
     """The picture's column and the captions'; of usual names those that are there, or else the first."""
-    plain = {name.lower().replace(" ", "_").replace("-", "_"): name for name in reversed(names)}
+    plain = {name.lower().replace(" ", "_"): name for name in reversed(names)}
     return columns or [next((plain[name] for name in usual if name in plain), usual[0]) for usual in USUAL.values()]
 
 
@@ -76,10 +76,9 @@ def lines_of(file: Path) -> Iterator[str]:
         lines = start.splitlines()[: -1 if len(start) == START else None]
         wrong = [n for n, line in enumerate(lines, 1) if line.decode("utf-8", "ignore").encode() != line]
         if 1 < len(wrong) > sum(not line.isascii() for line in lines) / 2:
-            old, new = (shlex.quote(str(path)) for path in (file, file.with_name(f"utf8-{file.name}")))
             raise UserError(
                 f"{file}: line {wrong[0]} is not UTF-8, and no byte order mark says what it is; convert the table: "
-                f"iconv -f LATIN1 -t UTF-8 {old} > {new}"
+                "iconv -f LATIN1 -t UTF-8 OLD > NEW"
             )
     errors = "surrogateescape" if encoding.startswith("utf-8") else "surrogatepass"
     with file.open(encoding=encoding, errors=errors, newline="") as text:

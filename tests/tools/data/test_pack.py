@@ -57,47 +57,25 @@ def as_csv(folder: Path) -> Path:
     return folder / "table.csv"
 
 
-def as_tsv(folder: Path) -> Path:
-    rows = [f"{path}\tall, of {path}" for path in paths(folder)]
-    (folder / "table.tsv").write_text("\n".join(["filepath\ttitle", *rows]) + "\n")
-    return folder / "table.tsv"
+TEXTS = {
+    "tabs": ("table.tsv", "filepath\ttitle\n", "{0}\tall, of {0}\n", "utf-8"),
+    "excel": ("table.CSV", "Image Path ; Text\r\n", "{1};all, of {0}\r\n", "utf-16"),
+    "flickr30k": ("table.txt", "image_name| comment_number| comment\n", "{0}| 0| all, of {0}\n", "utf-8-sig"),
+    "json": ("table.json", '{{"id": 1}}\n', '{{"image": "{0}", "prompt": "all, of {0}"}}\n', "utf-8"),
+    "list": ("table.json", '[{{"id": 1}}', ',\n{{"image": "{0}", "captions": ["all, of {0}"]}}', "utf-8"),
+    "lines": ("metadata.jsonl", "", '{{"file_name": "{0}", "text": "all, of {0}"}}\n', "utf-8"),
+    "split": ("deep/metadata.csv", "file_name,prompt\n", '{2},"all, of {0}"\n', "utf-8"),
+}
+"""Of a table: its name, its header, a row and the encoding. In a row are a path, that with Windows' separators, and its
+last part."""
 
 
-def as_semicolons_of_windows(folder: Path) -> Path:
-    rows = [f"{path.replace('/', chr(92))};all, of {path}" for path in paths(folder)]
-    (folder / "table.csv").write_text("\r\n".join(["Image Path ; Text", *rows, ""]), encoding="utf-16")
-    return folder / "table.csv"
-
-
-def as_flickr30k(folder: Path) -> Path:
-    rows = [f"{path}| 0| all, of {path}" for path in paths(folder)]
-    (folder / "table.txt").write_text("\n".join(["image_name| comment_number| comment", *rows]), encoding="utf-8-sig")
-    return folder / "table.txt"
-
-
-def as_json_list(folder: Path) -> Path:
-    rows = [{"image": path, "captions": [f"all, of {path}"]} for path in paths(folder)]
-    (folder / "table.json").write_text(json.dumps(rows, indent=1))
-    return folder / "table.json"
-
-
-def as_json_lines(folder: Path) -> Path:
-    rows = [json.dumps({"id": 0} | {"image": path, "prompt": f"all, of {path}"}) for path in paths(folder)]
-    (folder / "table.json").write_text("\n".join([json.dumps({"id": 1}), *rows]))
-    return folder / "table.json"
-
-
-def as_splits(folder: Path) -> Path:
-    rows = [(path.removeprefix("deep/"), f"all, of {path}") for path in paths(folder)]
-    with (folder / "deep" / "metadata.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([("file_name", "prompt"), *rows])
-    return folder
-
-
-def as_imagefolder(folder: Path) -> Path:
-    rows = [json.dumps({"file_name": path, "text": f"all, of {path}"}) for path in paths(folder)]
-    (folder / "metadata.jsonl").write_text("\n".join(rows) + "\n\n")
-    return folder
+def as_text(form: str, folder: Path) -> Path:
+    name, head, row, encoding = TEXTS[form]
+    rows = [row.format(path, path.replace("/", "\\"), Path(path).name) for path in paths(folder)]
+    text = head.format() + "".join(rows) + ("]" if form == "list" else "")
+    (folder / name).write_text(text, encoding=encoding)
+    return folder if "metadata" in name else folder / name
 
 
 def as_texts_beside(folder: Path) -> Path:
@@ -132,11 +110,11 @@ def as_coco(folder: Path) -> Path:
     return folder / "captions.json"
 
 
-KINDS = [as_csv, as_tsv, as_semicolons_of_windows, as_flickr30k, as_json_list, as_json_lines, as_imagefolder, as_splits]
-KINDS += [as_texts_beside, as_parquet_of_pictures, as_parquet_of_paths, as_coco]
+KINDS = [as_csv, as_texts_beside, as_parquet_of_pictures, as_parquet_of_paths, as_coco]
+KINDS += [partial(as_text, form) for form in TEXTS]
 
 
-@pytest.mark.parametrize("write", KINDS, ids=lambda write: write.__name__)
+@pytest.mark.parametrize("write", KINDS, ids=[*(kind.__name__ for kind in KINDS[:5]), *TEXTS])
 def test_pictures_of_every_source_are_packed_byte_for_byte(pictures: Path, tmp_path: Path, write: Write) -> None:
     out = tmp_path / "out"
     assert main(["data", "pack", str(write(pictures)), f"out={out}"]) == 0
