@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pkgutil import resolve_name
 
 from clipscale import __version__
-from clipscale.cli import help
+from clipscale.cli import completion, help
 from clipscale.cli.verbs import VERBS, split_verb
 from clipscale.common.errors import LoaderError, LostRankError, StoppedError, UserError
 from clipscale.common.hardware import let_threads_sleep
@@ -74,6 +74,8 @@ def run(argv: list[str]) -> int:
         help.show([word for word in words if not word.startswith("-") and "=" not in word])
         return 0
     name, words = split_verb(words)
+    if name == "completion":
+        return completion.main(words)
     doing("reading the settings")
     from clipscale.cli import compose  # imports Hydra
 
@@ -87,6 +89,8 @@ def run(argv: list[str]) -> int:
     settings = compose.settings(name, overrides, line.config_dir)
     if line.cfg:
         clear()
+        if verb.conf == "train":
+            print("# @package _global_")  # so that it is an experiment, in a folder for --config-dir
         print(to_yaml(settings), end="", flush=True)
     verb.check(settings)
     if line.cfg:

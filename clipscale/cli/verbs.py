@@ -43,6 +43,11 @@ class DoctorSettings:
     """`clipscale doctor`: test what training needs on this machine; exit status 1 if something does not work."""
 
 
+@dataclass(frozen=True)
+class CompletionSettings:
+    """`clipscale completion SHELL`: print what lets a shell complete verbs, settings, presets and paths."""
+
+
 VERBS = {
     "train": Verb(
         TrainConfig,
@@ -147,6 +152,15 @@ clipscale export run=tuned 'average=[laion2b_s34b_b79k]' shares=[0.5,0.5]      #
         check=lambda settings: existing_run(settings.run),
     ),
     "doctor": Verb(DoctorSettings, "clipscale.tools.doctor:main", "clipscale doctor"),
+    "completion": Verb(
+        CompletionSettings,
+        "clipscale.cli.completion:main",
+        """\
+eval "$(clipscale completion bash)"      # in ~/.bashrc
+eval "$(clipscale completion zsh)"       # in ~/.zshrc
+clipscale completion fish | source       # in ~/.config/fish/config.fish""",
+        words="bash|zsh|fish",
+    ),
 }
 """Every verb; a name may be two words."""
 

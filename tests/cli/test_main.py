@@ -129,7 +129,10 @@ def test_config_dir_adds_experiments(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nbatch: 4k\n")
     out = cli("train", "--config-dir", str(tmp_path), "experiment=mine", "--cfg", "job")[1]
-    assert out.startswith("batch: 4096\n")
+    assert "\nbatch: 4096\n" in out
+    (tmp_path / "experiment" / "copy.yaml").write_text(cli("train", "experiment=demo", "batch=64", "--cfg", "job")[1])
+    copied = cli("train", "--config-dir", str(tmp_path), "experiment=copy", "--cfg", "job")
+    assert copied == cli("train", "experiment=demo", "batch=64", "--cfg", "job")
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\noptim:\n  lrr: 1\n")
     status, _, err = cli("train", "--config-dir", str(tmp_path), "experiment=mine", "data.train=x.tar")
     assert (status, err) == (2, "error: unknown key 'optim.lrr'; did you mean 'optim.lr'?\n")
@@ -184,7 +187,7 @@ def test_a_terminal_has_a_word_before_every_wait_and_ctrl_c_is_no_error(
     """The first step always has a line. Lines fit, and begin with the time of day."""
     kept = [word for word in TINY if not word.startswith(("samples", "plan"))]
     words = ["train", *kept, f"data.train={shards}", "run=a", "samples=1M", "log.every=1000"]
-    status, output = on_terminal(["-c", WATCHED, *words], tmp_path, environment, (" step=1 ", "\x03"))
+    status, output = on_terminal([sys.executable, "-c", WATCHED, *words], tmp_path, environment, (" step=1 ", "\x03"))
     order = [output.find(word) for word in ("the settings", "<hydra>", "torch ...", "<torch>", "planning", "building")]
     assert order == sorted(order) and order[0] >= 0, output
     *lines, last, end = [line for line in screen(output) if not line.startswith("<")]

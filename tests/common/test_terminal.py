@@ -68,7 +68,7 @@ say("done")
 
 
 def test_a_terminal_shows_what_is_done_and_keeps_only_lines(tmp_path: Path) -> None:
-    status, output = on_terminal(["-c", WORK], tmp_path, os.environ)
+    status, output = on_terminal([sys.executable, "-c", WORK], tmp_path, os.environ)
     assert (status, screen(output)) == (0, ["begun", "done", ""])
     shown = output.split("\x1b[K")
     assert "beginning ..." in shown[1] and any("━╌" in part and "1 of 4" not in part for part in shown)
@@ -80,7 +80,7 @@ def test_other_ranks_and_terminals_that_cannot_clear_a_line_show_lines_only(
     tmp_path: Path, variable: dict[str, str]
 ) -> None:
     code = f"import os; os.environ.update({variable!r})\n{WORK}"
-    _, output = on_terminal(["-c", code], tmp_path, os.environ)
+    _, output = on_terminal([sys.executable, "-c", code], tmp_path, os.environ)
     assert screen(output) == ["begun", "done", ""] and "..." not in output and "━" not in output
 
 

@@ -5,21 +5,19 @@ import os
 import pty
 import struct
 import subprocess
-import sys
 import termios
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
 def on_terminal(
-    words: Sequence[str], folder: Path, environment: Mapping[str, str], typed: tuple[str, str] = ("", "")
+    command: Sequence[str], folder: Path, environment: Mapping[str, str], *typed: tuple[str, str]
 ) -> tuple[int, str]:
-    """The exit status of `python WORDS` and all that it has written. `typed`: once the first text is there, the second
-    is typed."""
+    """The exit status of a command and all that it has written. `typed`: once a text is there, another one is typed."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
     process = subprocess.Popen(
-        [sys.executable, *words],
+        command,
         cwd=folder,
         env={**environment, "TERM": "xterm"},
         stdin=theirs,
@@ -30,12 +28,13 @@ def on_terminal(
     )
     os.close(theirs)
     output = ""
-    awaited, keys = typed
+    left = [*typed]
+    answered = 0
     while part := read(ours):
         output += part
-        if keys and awaited in output:
-            os.write(ours, keys.encode())
-            keys = ""
+        if left and left[0][0] in output[answered:]:
+            answered = len(output)
+            os.write(ours, left.pop(0)[1].encode())
     os.close(ours)
     return process.wait(60), output
 

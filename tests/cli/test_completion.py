@@ -1,0 +1,95 @@
+"""What a shell completes, by the same tables as help and checks; and that the shells do."""
+
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from clipscale.cli.completion import candidates, tokens
+from clipscale.cli.verbs import VERBS
+from clipscale.config.presets import group_options
+from clipscale.config.setting import settings_of
+from tests.cli.conftest import Cli
+from tests.support.terminals import on_terminal
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With a run, a file and a folder."""
+    monkeypatch.chdir(tmp_path)
+    for path in ("runs/mine", "my data/.hidden"):
+        (tmp_path / path).mkdir(parents=True)
+    (tmp_path / "my.tar").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("clipscale ", [*dict.fromkeys(name.split()[0] for name in VERBS)]),
+        ("clipscale data ", ["demo", "pack", "index", "check"]),
+        ("A=1 time /bin/clipscale data pa", ["pack"]),
+        ("clipscale train experiment=", [f"experiment={name}" for name in group_options()["experiment"]]),
+        ("clipscale train -m offload=host,e", ["offload=host,encoded"]),
+        ("clipscale train plan=t", ["plan=true"]),
+        ("clipscale train sched", ["schedule=", "schedule."]),
+        ("clipscale train --help optim.cl", ["optim.clip_norm"]),
+        ("clipscale train --cf", ["--cfg"]),
+        ("clipscale train --cfg ", ["job"]),
+        ("clipscale eval run=m", ["run=mine", "run=my data/", "run=my.tar"]),
+        ("clipscale report m", ["mine", "my data/", "my.tar"]),
+        ("clipscale data check my", ["my data/", "my.tar"]),
+        ("clipscale train data.train='my d", ["data.train=my data/"]),
+        ("clipscale train eval.sets=[my.tar,my\\ d", ["eval.sets=[my.tar,my data/"]),
+        ("clipscale data check 'my data/", []),
+        ("clipscale data check my\\ data/.", ["my data/.hidden/"]),
+        ("clipscale completion z", ["zsh"]),
+        ("clipscale train batch=", []),
+        ("clipscale nothing b", []),
+    ],
+)
+def test_what_may_end_a_line(folder: Path, line: str, found: list[str]) -> None:
+    assert candidates(tokens(line)) == found
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_setting_is_reached_section_by_section(verb: str) -> None:
+    for name in settings_of(VERBS[verb].settings):
+        typed = ""
+        for part in name.replace(".", ". ").split():
+            found = candidates([*verb.split(), typed])
+            typed += part
+            assert (typed if typed[-1] == "." else f"{typed}=") in found
+
+
+TYPED = "clipscale train model=vit-b32-q"
+
+
+@pytest.mark.parametrize("shell", ["bash --norc -i", "zsh -f -i"])
+def test_a_shell_completes_what_is_typed(folder: Path, environment: dict[str, str], shell: str) -> None:
+    """A preset after its key, and a path with a blank, which is quoted."""
+    name = shell.split()[0]
+    if not shutil.which(name):
+        pytest.skip(f"{name} is not installed")
+    script = f'PS1=; eval "$(clipscale completion {name})"; echo rea"dy"\r'
+    paths = ("uickgelu", "\x15clipscale data check my\\ d\t")
+    status, output = on_terminal(
+        shell.split(), folder, environment, ("", script), ("ready", f"{TYPED}\t"), paths, ("ata/", "\x15exit\r")
+    )
+    assert not status and "vit-b32-q" + "uickgelu" in re.sub(r"\x1b\[[?\d;]*\w|\x07", "", output), output
+
+
+@pytest.mark.skipif(not shutil.which("fish"), reason="fish is not installed")
+def test_fish_completes_what_is_typed(folder: Path, environment: dict[str, str]) -> None:
+    for line, found in ((TYPED, "model=vit-b32-quickgelu"), ("clipscale data check my", "my data/\nmy.tar")):
+        code = f"clipscale completion fish | source; complete -C {shlex.quote(line)}"
+        done = subprocess.run(["fish", "--no-config", "-c", code], env=environment, capture_output=True, text=True)
+        assert done.stdout.strip() == found, done
+
+
+def test_an_unknown_shell_is_a_mistake(cli: Cli) -> None:
+    status, _, err = cli("completion", "tcsh")
+    assert status == 2 and "completion tcsh: give a shell, bash, zsh or fish" in err
