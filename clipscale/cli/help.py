@@ -19,7 +19,7 @@ COUNTS = "Counts are binary: 32k = 32,768, 1M = 1,048,576; with decimals, and in
 
 def show(words: Sequence[str]) -> None:
     """What `clipscale WORDS --help` prints: all verbs, those that begin with the words, or one verb; of that, its main
-    keys, or all keys of the sections that follow its name.
+    keys, or what follows its name: sections with all their keys, settings.
     """
     names = [name for name in VERBS if name.split()[: len(words)] == list(words)]
     if len(names) > 1:
@@ -49,7 +49,7 @@ def show_verb(name: str) -> None:
     top = [setting for key, setting in declared.items() if "." not in key]
     describe([*top, *(declared[key] for key in verb.often.split())])
     if sections := nested(verb.settings):
-        print(f"\nSections: `clipscale {name} --help SECTION` lists their keys")
+        print(f"\nSections: `clipscale {name} --help SECTION` lists their keys, `--help KEY` explains one")
         columns((f"{section}.", summary(of)) for section, of in sections.items())
     if chosen := default_choices(verb.conf):
         print("\nGroups: named sets of values, from conf/ (* the default)")
@@ -64,15 +64,18 @@ def show_verb(name: str) -> None:
 
 
 def show_section(name: str, section: str) -> None:
-    """All keys of a section, and the presets of the group of that name."""
+    """One setting; or all keys of a section, and the presets of the group of that name."""
     sections = nested(VERBS[name].settings)
     groups = default_choices(VERBS[name].conf)
     meaning = dict.fromkeys(groups, "whole sets of settings") | {key: summary(of) for key, of in sections.items()}
-    if section not in meaning:
-        raise UserError(f"{name} --help {section}: no such section{nearest(section, meaning)}")
-    print(f"{section}: {meaning[section]}")
     declared = settings_of(VERBS[name].settings)
-    describe(declared[key] for key in declared if key.startswith(section + "."))
+    described = [setting for key, setting in declared.items() if f"{key}.".startswith(f"{section}.")]
+    if not described and section not in meaning:
+        known = [*meaning, *declared]
+        raise UserError(f"{name} --help {section}: no such section or setting{nearest(section, known)}")
+    if section in meaning:
+        print(f"{section}: {meaning[section]}")
+    describe(described)
     if section in groups:
         columns((f"{section}={option}", header(section, option)) for option in group_options()[section])
 

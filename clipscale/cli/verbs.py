@@ -156,10 +156,10 @@ clipscale export run=tuned 'average=[laion2b_s34b_b79k]' shares=[0.5,0.5]      #
         CompletionSettings,
         "clipscale.cli.completion:main",
         """\
-eval "$(clipscale completion bash)"      # in ~/.bashrc
-eval "$(clipscale completion zsh)"       # in ~/.zshrc
-clipscale completion fish | source       # in ~/.config/fish/config.fish""",
+eval "$(clipscale completion bash)"
+clipscale completion fish | source""",
         words="bash|zsh|fish",
+        notes="Add the line to ~/.bashrc, ~/.zshrc or ~/.config/fish/config.fish.",
     ),
 }
 """Every verb; a name may be two words."""

@@ -108,7 +108,7 @@ class Progress:
 def tracked(parts: Iterable[T], what: str, total: int) -> Iterator[T]:
     """The parts of long work one by one, with its progress. `what`: as in `writing shards`."""
     doing(what)
-    progress = Progress(lambda line: tell(line, error=True))
+    progress = Progress(lambda line: tell(line, error=True) if main_rank() else None)
     progress(what, 0, total)
     for done, part in enumerate(parts, 1):
         yield part

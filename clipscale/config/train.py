@@ -11,10 +11,11 @@ import yaml
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
-from clipscale.common.units import format_count, run_folder, unused
+from clipscale.common.units import format_count, nearest, run_folder, unused
 from clipscale.config import sections
 from clipscale.config.data import DataConfig
 from clipscale.config.expected import bands_of
+from clipscale.config.parse import MEANT
 from clipscale.config.secrets import hidden
 from clipscale.config.setting import differing, setting
 from clipscale.config.stages import stages_of, total_samples
@@ -35,7 +36,7 @@ class TrainConfig:
     epochs: float | None = setting(None, "Length of the run in epochs of the data; 32 if no length is given.", above=0)
     stages: list[Record] = setting(
         [],
-        "Parts of the run with their own samples, batch, image_size, context_length, text, patch_dropout, lr, warmup, "
+        "Parts of the run with their own samples, batch, image_size, context_length, patch_dropout, lr, warmup, "
         "final, loss, and optimizer (`continue`, `restart`): [{samples:1M,image_size:112},{samples:64k}].",
     )
     run: str = setting("", "NAME of the folder under runs/, or a path; empty: after the time, the model and the batch.")
@@ -113,6 +114,7 @@ def check(config: TrainConfig) -> None:
     """Raise UserError for the first mistake that spans sections; what lies in one is checked by it."""
     data, lora = config.data, config.model.lora
     several = data.captions_per_step > 1
+    resume = MEANT.get(f"resume={config.resume}", config.resume)
     mistakes = {
         f"samples={config.samples} and epochs={config.epochs}: give the length of the run with one of them": (
             config.samples is not None and config.epochs is not None
@@ -135,7 +137,7 @@ def check(config: TrainConfig) -> None:
         f"data.captions_per_step={data.captions_per_step}; take loss.backend=auto": (
             config.loss.backend == "triton" and (several or config.loss.shared != "ignore")
         ),
-        f"resume={config.resume}: there is no such file or run folder": (
+        f"resume={config.resume}: there is no such file or run folder{nearest(resume, ['auto', 'none'])}": (
             config.resume not in ("auto", "none") and not Path(config.resume).expanduser().exists()
         ),
         f"model.lora={lora}: the checkpoint holds adapters only; give what they adapt, model.weights=...": (

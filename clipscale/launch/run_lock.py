@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 import time
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import IO
@@ -34,11 +35,14 @@ class RunLock:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.file: IO[str] | None = None
+        self.made = False
+        """Whether this lock has made the folder."""
 
     def acquire(self) -> None:
         """Make the run's folder, take the lock, if need be after a short wait for its holder, and remove half-written
         files that a dead run has left. Raises UserError if another run keeps it.
         """
+        self.made |= not self.folder.exists()
         checkpoint.make_folder(self.folder)
         file = (self.folder / FILE).open("a+")
         deadline, announced = time.monotonic() + WAIT_S, False
@@ -55,6 +59,10 @@ class RunLock:
                 log.warning("%s; waiting up to %.0f s for its end", used, WAIT_S)
                 announced = True
             time.sleep(0.2)
+        if self._removed(file):  # by a holder that has failed at its start
+            file.close()
+            self.acquire()
+            return
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}")
         file.flush()
@@ -65,18 +73,26 @@ class RunLock:
         """Take the lock again if the folder was removed, and return whether it was. Raises UserError if another run has
         begun in its place."""
         assert self.file is not None
-        try:
-            removed = not os.path.samestat(os.fstat(self.file.fileno()), (self.folder / FILE).stat())
-        except FileNotFoundError:
-            removed = True
+        removed = self._removed(self.file)
         if removed:
             self.release()
             self.acquire()
         return removed
 
+    def _removed(self, file: IO[str]) -> bool:
+        try:
+            return not os.path.samestat(os.fstat(file.fileno()), (self.folder / FILE).stat())
+        except FileNotFoundError:
+            return True
+
     def release(self) -> None:
-        """Give the lock back. Safe without a lock."""
+        """Give the lock back, and remove a folder that this lock has made if nothing is in it. Safe without a lock."""
         if self.file:
+            if self.made and sorted(path.name for path in self.folder.glob("*")) == ["checkpoints", FILE]:
+                with suppress(OSError):  # there is something in it
+                    (self.folder / "checkpoints").rmdir()
+                    (self.folder / FILE).unlink()
+                    self.folder.rmdir()
             self.file.truncate(0)
             self.file.close()
             self.file = None

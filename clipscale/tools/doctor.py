@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from clipscale.common.errors import first_line
+from clipscale.common.terminal import doing
 from clipscale.common.units import format_bytes
 from clipscale.config.eval import EvalRunConfig
 from clipscale.config.sections import LaunchConfig
@@ -37,6 +38,7 @@ def main(_: object = None) -> int:
     """Print all findings; 1 if there is a problem."""
     rows = []
     for check in CHECKS:
+        doing(f"checking {check.__name__}")
         try:
             rows += [(level, check.__name__, message) for level, message in check()]
         except Exception as error:  # a check that fails is a problem, and the others go on

@@ -14,6 +14,7 @@ from clipscale.cli.verbs import VERBS
 from clipscale.common.errors import StoppedError
 from clipscale.config.presets import group_options
 from clipscale.config.setting import nested, settings_of
+from clipscale.config.stages import SETTINGS
 from clipscale.config.train import TrainConfig
 from tests.cli.conftest import Cli, tiny
 from tests.conftest import TINY, Command
@@ -55,6 +56,11 @@ def test_help_shows_groups_with_their_defaults_and_what_each_preset_is_for(cli: 
     out = cli("train", "--help", "experiment")[1]
     assert all(f"  experiment={name} " in out for name in group_options()["experiment"])
     assert re.search(r"schedule.warmup +5% ", cli("train", "--help", "schedule")[1]), "the default of conf/"
+    assert re.fullmatch(r"  optim.lr +0.0005 +Peak .*\n", cli("train", "--help", "optim.lr")[1]), "one setting"
+    stages = cli("train", "--help", "stages")[1]
+    assert all(key in stages for key in SETTINGS) and re.findall("samples, (.*), lr", stages) == [
+        ", ".join([*SETTINGS][1:5])
+    ]
 
 
 def test_a_finished_run_is_answered_from_its_folder(

@@ -63,3 +63,21 @@ def test_a_run_that_is_about_to_end_is_waited_for(tmp_path: Path, caplog: pytest
     second.acquire()
     assert "waiting up to 10 s for its end" in caplog.text
     second.release()
+
+
+def test_a_failed_start_leaves_no_folder_and_one_that_holds_something_stays(tmp_path: Path) -> None:
+    """Nor one that was there; a start that has waited for the lock makes the folder anew."""
+    for name, left in (("new", []), ("kept", ["checkpoints", "config.yaml", "run.lock"]), ("old", ["checkpoints"])):
+        folder = tmp_path / name
+        if name == "old":
+            folder.mkdir()
+        first, second = RunLock(folder), RunLock(folder)
+        first.acquire()
+        if name == "kept":
+            (folder / "config.yaml").touch()
+        first.release()
+        assert sorted(path.name for path in folder.glob("*") if name != "old" or path.name != "run.lock") == left
+        first.acquire()
+        threading.Timer(0.1, first.release).start()
+        second.acquire()
+        assert (folder / "run.lock").read_text().startswith(f"process {os.getpid()} ")

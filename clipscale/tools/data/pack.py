@@ -21,7 +21,7 @@ from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores
 from clipscale.common.record import Record
-from clipscale.common.terminal import say
+from clipscale.common.terminal import doing, say, tracked
 from clipscale.common.units import format_bytes
 from clipscale.data.decode import Picture, text_of
 from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError
@@ -115,11 +115,12 @@ def packed(pairs: Iterator[Pair], settings: PackSettings, out: Path) -> list[Not
     with ProcessPoolExecutor(cores(), mp_context=multiprocessing.get_context("spawn")) as pool:
         while part := list(islice(pairs, SHARD_SAMPLES)):
             number = len(futures)
+            doing(f"packing, with pair {number * SHARD_SAMPLES + len(part):,} read")
             futures[number] = pool.submit(pack_part, number * SHARD_SAMPLES, part, settings, note_file(out, number))
             if number >= 2 * cores():
                 wait([futures[number - 2 * cores()]])
-    for future in futures.values():
-        future.result()
+        for future in tracked(futures.values(), f"packing parts of {SHARD_SAMPLES:,} pairs", len(futures)):
+            future.result()
     return [files.read_json(note_file(out, number)) for number in futures]
 
 

@@ -18,7 +18,7 @@ import torch
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
-from clipscale.common.terminal import say
+from clipscale.common.terminal import say, tracked
 from clipscale.config.secrets import hidden
 from clipscale.config.sections import ModelConfig
 from clipscale.config.setting import differing
@@ -61,15 +61,17 @@ def work(config: EmbedConfig) -> Record:
         sources = world.on_main(lambda: prepared(config, out, features_note(config, model, settings)))
         encoder = FeatureEncoder(model, world.device, config.precision, config.data)
         share = list(sources.items())[world.rank :: world.size]
-        parts = world.gather({name: embed_shard(encoder, config, url, out / name) for name, url in share})
+        shown = tracked(share, "embedding shards", len(share))
+        parts = world.gather({name: embed_shard(encoder, config, url, out / name) for name, url in shown})
     finally:
         leave()
     entries = {name: entry for part in parts for name, entry in part.items() if entry}
     samples = sum(entry["samples"] for entry in entries.values())
+    missing = sum(entry.pop("missing", 0) for entry in entries.values())
     if world.main:
         files.write_json(out / SHARDS, dict(sorted((read(out / SHARDS) | entries).items())))
         remedy = f"; train with data.train={out} distill.teachers=[{config.teacher}]" if config.teacher else ""
-        say(f"features of {samples} samples: {out}{remedy}")
+        say(f"features of {samples} samples, {missing} of them without a usable picture or text: {out}{remedy}")
     unread = len(sources) - len(entries)
     if unread:
         raise UserError(f"out={out}: {unread} of {len(sources)} shards could not be fetched; start again to fetch them")
@@ -137,8 +139,16 @@ def embed_shard(encoder: FeatureEncoder, config: EmbedConfig, url: str, path: Pa
 
     A damaged shard is written as far as it can be read: it will not get better. None for one that could not be fetched.
     """
+    missing = 0
     if not path.is_file():
-        groups = shard_groups(encoder, config, url)
+
+        def counted() -> Iterator[Group]:
+            nonlocal missing
+            for group in shard_groups(encoder, config, url):
+                missing += int(np.isnan(group.rows).all(2).any(1).sum())
+                yield group
+
+        groups = counted()
         try:
             if config.teacher:
                 write_tar(path, groups, config.teacher)
@@ -147,7 +157,7 @@ def embed_shard(encoder: FeatureEncoder, config: EmbedConfig, url: str, path: Pa
         except SourceError:
             return None
     samples = scan_shard(str(path)).samples if config.teacher else len(path.read_bytes().splitlines())
-    return {"source": address(url), "samples": samples}
+    return {"source": address(url), "samples": samples, "missing": missing}
 
 
 def shard_groups(encoder: FeatureEncoder, config: EmbedConfig, url: str) -> Iterator[Group]:
@@ -157,16 +167,14 @@ def shard_groups(encoder: FeatureEncoder, config: EmbedConfig, url: str) -> Iter
     captions = {source.partition(":")[0] for source in encoder.captions}
     kinds = None if config.teacher else limits(IMAGE_TYPES, captions, config.data.max_bytes)
     raws = read_shard(url, problem, kinds=kinds, store=Store(config.data))
-    missing = samples = 0
+    samples = 0
     for group in encoder.groups(raws, config.batch, config.dtype):
         samples += len(group.raws)
-        missing += int(np.isnan(group.rows).all(2).any(1).sum())
         yield group
     if problem.reason:
         log.warning("%s after %d samples: %s", problem.reason, samples, problem.detail)
         if problem.reason not in DAMAGED:
             raise SourceError(problem.reason, problem.detail)
-    say(f"{url}: {samples} samples, {missing} of them without a usable picture or text")
 
 
 def write_npy(path: Path, groups: Iterable[Group]) -> None:

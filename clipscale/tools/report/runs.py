@@ -77,7 +77,9 @@ def _read(folder: Path) -> Run:
         expected |= {f"eval/{label}/{metric}": of for label in labels_of(name)}
     settings = {name: as_typed(value) for name, value in flat(config)}
     samples = folder / SHEET
-    sheet = samples.read_text(encoding="utf-8").partition("<body>")[2] if samples.is_file() else ""
+    sheet = (
+        samples.read_text(encoding="utf-8").partition("<body>")[2].rpartition("</h1>")[2] if samples.is_file() else ""
+    )
     environment = _content(folder / "env.json")
     return Run(folder.resolve().name, folder, records, evaluations, rows, settings, expected, environment, sheet)
 
