@@ -160,7 +160,7 @@ def ordered_shards(
 
     `once` does the work that one rank does for all: it looks up every shard's samples. Raises UserError.
     """
-    urls, source_of = list_shards(config)
+    urls, source_of = list_shards(config, once)
     order = build_order(config, urls, source_of, share, seed, position["streams"] if position else None, once)
     return OrderedShards(tuple(urls), order, max(config.shuffle, 1))
 

@@ -8,31 +8,49 @@ import glob
 import logging
 import os
 import re
-from collections.abc import Sequence
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path, PurePath
 
 from braceexpand import braceexpand
 
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
-from clipscale.data.shards.addresses import head_of, is_local, scheme_of
+from clipscale.data.shards.addresses import head_of, is_local, leaf_of, scheme_of
+from clipscale.data.shards.counts import Once, here
+from clipscale.data.shards.remote import UNKNOWN_HOST, look_up
 
 log = logging.getLogger(__name__)
 
+Note = Callable[[str], object]
+"""Takes a line for the user."""
+
 TABLES = (".csv", ".tsv", ".parquet")
+SHARDS = (".tar", ".tar.gz", ".tgz")
+"""What the names of a folder's shards end in."""
+DOWNLOADING = ".aria2"
+"""Beside a file that has its full size before it is complete."""
+ASKED = 256
+"""Addresses of which a run asks whether they exist; any other that is missing is found when it is read."""
 SCHEMES = ("http", "https", "s3", "gs", "hf")
 """Of the addresses that are read. fsspec knows others, some of which read this machine's files."""
 PATTERN = re.compile(r"[*?\[]|/(?:$|[,}])")
 """In a brace list of objects, what makes an address name several: a pattern, or a folder."""
-NOTHING = "matches no shard; give a tar file, a brace list, a glob, a folder or @FILE"
+NOTHING = "matches no shard; give a tar file, a brace list, a glob, a folder of .tar, .tar.gz or .tgz, or @FILE"
 
 
-def list_shards(config: DataConfig) -> tuple[list[str], list[int] | None]:
-    """Every shard of every source, and the number of its source (None: no weights). Raises UserError."""
+def list_shards(config: DataConfig, once: Once = here) -> tuple[list[str], list[int] | None]:
+    """Every shard of every source, and the number of its source (None: no weights). Raises UserError.
+
+    Missing shards and other files are left out with a warning. `once` is called with what one process does for all.
+    """
     if not config.train:
         raise UserError("data.train is not set; give shards, for example data.train='/data/{00000..00099}.tar'")
     config.check_weights()
-    listed = [expand(source, config.allow_pipe) for source in config.train]
+    notes: list[str] = []
+    listed = [expand(source, config.allow_pipe, note=notes.append) for source in config.train]
+    gone = {*once(lambda: _absent([url for source in listed for url in source], notes))}
+    listed = [[url for url in source if url not in gone] for source in listed]
     urls = [url for source in listed for url in source]
     if config.weights is None:
         return urls, None
@@ -46,51 +64,88 @@ def local_shards(config: DataConfig) -> list[str] | None:
     """
     shards = []
     for source in config.train or []:
-        shards += _present(source, config.allow_pipe, "data.train")[0] if is_local(source) else [source]
+        shards += expand(source, config.allow_pipe, note=lambda line: None) if is_local(source) else [source]
     return shards if all(map(is_local, shards)) else None
 
 
-def expand(source: str, allow_pipe: bool = False, *, setting: str = "data.train") -> list[str]:
+def _absent(urls: Sequence[str], notes: Iterable[str]) -> list[str]:
+    """Print the notes; returns the addresses that have no shard. Of more than ASKED about so many are asked for.
+
+    Raises UserError if none of them exists.
+    """
+    for line in notes:
+        log.warning("%s", line)
+    remote = [url for url in urls if scheme_of(url) in SCHEMES]
+    asked = remote[:: -(-len(remote) // ASKED) or 1]
+    failed = look_up(asked)
+    missing = [url for url, error in failed.items() if error.reason in ("missing_shard", UNKNOWN_HOST)]
+    if missing:
+        what = f"{len(missing)} of {len(asked)} shards do not exist (first: {missing[0]}, {failed[missing[0]]})"
+        if len(missing) == len(asked):
+            raise UserError(f"data.train: {what}")
+        log.warning("data.train: %s; going on without them", what)
+    return missing
+
+
+def expand(
+    source: str, allow_pipe: bool = False, *, setting: str = "data.train", note: Note = log.warning
+) -> list[str]:
     """The shards that one source names: a brace list, a glob, a folder of shards, `@FILE` with an address or path a
     line, or a URL (`::` joins several).
 
-    Warns of missing local shards, and leaves them out: downloads have gaps. Raises UserError if no shard is left, or
-    for `pipe:` without `allow_pipe`.
+    Leaves out local shards that are missing, since downloads have gaps, and what lies beside a folder's shards; `note`
+    is called with a line on them. Raises UserError if no shard is left, or for `pipe:` without `allow_pipe`.
     """
     if not is_local(source):
-        return [url for part in source.split("::") for url in _remote(part, allow_pipe, setting)]
-    present, missing = _present(source, allow_pipe, setting)
-    if missing:
-        counts = f"{len(missing)} of {len(missing) + len(present)} shards do not exist (first: {min(missing)})"
-        log.warning("%s: %s; going on without them", setting, counts)
-    return present
-
-
-def _present(source: str, allow_pipe: bool, setting: str) -> tuple[list[str], list[str]]:
-    """The shards that a list or a source on this machine names: those that exist, and those that do not."""
+        return [url for part in source.split("::") for url in _remote(part, allow_pipe, setting, note)]
     if source.startswith("@"):
         names = _from_list(Path(source[1:]).expanduser(), allow_pipe, setting)
     else:
-        names = _local(source, setting)
+        source = os.path.expanduser(source)  # noqa: PTH111 (a pattern, not yet a path)
+        parts = [source] if os.path.exists(source) else source.split("::")  # noqa: PTH110
+        names = [name for part in parts for name in _local(part, setting, note)]
     present = _existing(names)
     if not present:
         raise UserError(f"{setting}={source!r} {NOTHING}")
-    return present, sorted(set(names).difference(present))
+    missing = set(names).difference(present)
+    if missing:
+        counts = f"{len(missing)} of {len(names)} shards do not exist (first: {min(missing)})"
+        note(f"{setting}: {counts}; going on without them")
+    return present
 
 
-def _local(source: str, setting: str) -> list[str]:
-    """The files of this machine that a brace list, glob or folder names, whether they exist or not."""
+def _shards(names: Iterable[str], folder: str, note: Note) -> list[str]:
+    """The shards among the names in a folder, sorted. Indexes, checksums and downloads under way are noted, as far as
+    their names are like those of shards."""
+    like = {name for name in names if any(suffix in name.lower() for suffix in SHARDS)}
+    shards = {name for name in like if name.lower().endswith(SHARDS) and name + DOWNLOADING not in like}
+    shards = {name for name in shards if not leaf_of(name).startswith(".")}
+    if like > shards:
+        kinds = Counter(PurePath(name).suffix for name in like - shards)
+        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+        note(f"{folder}: {kinds.total()} files beside the shards are not shards, and left out: {counts[:200]}")
+    return sorted(shards)
+
+
+def _local(source: str, setting: str, note: Note) -> list[str]:
+    """The files of this machine that a brace list, glob or folder names, whether they exist or not. In the name of what
+    exists no character has another meaning."""
     if source.endswith(TABLES):
         raise UserError(f"{setting}={source!r}: a table; make shards of it: clipscale data pack {source} out=DIR")
-    source = os.path.expanduser(source)  # noqa: PTH111 (a pattern, not yet a path)
     if os.path.isdir(source):  # noqa: PTH112
         prefix = str(Path(source) / "_")[:-1]
-        return sorted(prefix + leaf for leaf in _leaves(source) if ".tar" in leaf)
-    patterns = _braces(source, setting)
-    if not glob.has_magic(source):
-        return patterns
-    listed = [sorted(glob.glob(name)) if glob.has_magic(name) else [name] for name in patterns]  # noqa: PTH207
-    return [name for names in listed for name in names]
+        return _shards([prefix + leaf for leaf in _leaves(source)], source, note)
+    if os.path.exists(source):  # noqa: PTH110
+        return [source]
+    folder = head_of(source) if is_local(source) else ""
+    while folder and not os.path.isdir(folder):  # noqa: PTH112
+        folder = head_of(folder.rstrip("/"))
+    patterns = _braces(source[len(folder) :], f"{setting}={source!r}")
+    listed = [
+        sorted(glob.glob(name, root_dir=folder or None)) if glob.has_magic(name) else [name]  # noqa: PTH207
+        for name in patterns
+    ]
+    return [folder + name for names in listed for name in names]
 
 
 def _existing(names: Sequence[str]) -> list[str]:
@@ -114,12 +169,12 @@ def _leaves(folder: str) -> set[str]:
         return set()
 
 
-def _braces(source: str, setting: str) -> list[str]:
+def _braces(source: str, what: str) -> list[str]:
     try:
         parts = source.split("::")
         return [url for part in parts for url in braceexpand(part, escape="\\" in part)]  # looking for it takes long
     except ValueError as error:  # unbalanced braces
-        raise UserError(f"{setting}={source!r} cannot be expanded: {error}") from error
+        raise UserError(f"{what} cannot be expanded: {error}") from error
 
 
 def _check_address(url: str, allow_pipe: bool, setting: str) -> None:
@@ -133,12 +188,12 @@ def _check_address(url: str, allow_pipe: bool, setting: str) -> None:
         raise UserError(f"{setting}={url[:200]!r} is neither a path nor one of {', '.join(SCHEMES)}:")
 
 
-def _remote(source: str, allow_pipe: bool, setting: str) -> list[str]:
+def _remote(source: str, allow_pipe: bool, setting: str, note: Note) -> list[str]:
     """The addresses of a brace list, with the objects in the place of a pattern (`s3://bucket/*.tar`) or folder
     (`s3://bucket/set/`) that names them."""
     _check_address(source, allow_pipe, setting)
     scheme = scheme_of(source)
-    urls = _braces(source, setting)
+    urls = _braces(source, f"{setting}={source!r}")
     if scheme in ("http", "https", "pipe"):
         return urls
     from fsspec.core import get_filesystem_class, url_to_fs
@@ -152,8 +207,9 @@ def _remote(source: str, allow_pipe: bool, setting: str) -> list[str]:
             if not PATTERN.search(url):
                 names.append(url)
                 continue
-            system, path = url_to_fs(url + "*.tar*" if url.endswith("/") else url)
-            names += sorted(str(system.unstrip_protocol(name)) for name in system.glob(path))
+            system, path = url_to_fs(url + "*.t*" if url.endswith("/") else url)
+            found = sorted(str(system.unstrip_protocol(name)) for name in system.glob(path))
+            names += _shards(found, url, note) if url.endswith("/") else found
     except Exception as error:  # each library behind fsspec has its own; a missing one is named
         raise UserError(f"{setting}={source!r} cannot be listed ({type(error).__name__}: {error})") from error
     # a server chooses these names: they must not lead to another file system, as fsspec's `::` does
@@ -166,7 +222,8 @@ def _remote(source: str, allow_pipe: bool, setting: str) -> list[str]:
 def _from_list(path: Path, allow_pipe: bool, setting: str) -> list[str]:
     """The addresses and paths that the lines of a list name; empty lines and remarks name none."""
     try:
-        lines = [line.strip() for line in path.read_text().splitlines()]
+        text = path.read_text(encoding="utf-8", errors="surrogateescape")  # as paths are
+        lines = [line.strip() for line in text.splitlines()]
     except (OSError, ValueError) as error:
         raise UserError(f"{setting}='@{path}' cannot be read ({error})") from error
     names = [line for line in lines if line and not line.startswith("#")]

@@ -10,7 +10,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import lru_cache
@@ -42,6 +42,10 @@ TICK_S = 0.1
 """Interval at which a reader that waits for a request calls `tick`."""
 NO_ANSWER = "no_answer"
 """Counts requests that a time limit has ended."""
+UNKNOWN_HOST = "unknown_host"
+"""Counts requests to a server that cannot be found."""
+_NO_HOST = ("ClientConnectorDNSError", "EndpointConnectionError")
+"""Names of the errors of aiohttp and botocore then."""
 _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
 """HTTP statuses that may pass."""
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")
@@ -90,6 +94,13 @@ def fetch(reader: "Store", url: str, start: int, stop: int, request: Request | N
         request = None
         # a random wait, so that readers do not all return at once
         time.sleep(random.uniform(0, min(0.25 * 2**failures, LONGEST_WAIT_S)))
+
+
+def look_up(urls: Sequence[str]) -> dict[str, SourceError]:
+    """Ask for a byte of each object at once; returns why those that gave none did not."""
+    requests = [(url, begin(url, 0, 1)) for url in urls]
+    answers = [(url, request.exception()) for url, request in requests]
+    return {url: error for url, error in answers if isinstance(error, SourceError)}
 
 
 class RemoteFile(io.RawIOBase):
@@ -188,7 +199,8 @@ async def _request(url: str, start: int, stop: int) -> tuple[bytes, State]:
         if type(error).__name__ in _NO_CREDENTIALS:
             remedy = "give its library's environment variables or files, as for the cloud's own command line"
             raise UserError(f"data.train: {url}: {error}; {remedy}") from error
-        raise TransientError("failed_request", f"{type(error).__name__}: {error}") from error
+        reason = UNKNOWN_HOST if type(error).__name__ in _NO_HOST else "failed_request"
+        raise TransientError(reason, f"{type(error).__name__}: {error}") from error
     missing = min(stop, state[0]) - start - len(data)
     if missing > 0 and len(data) < LEAST:
         came = f"{len(data)} of {len(data) + missing} bytes came in {time.monotonic() - begun:.3g} s"

@@ -151,7 +151,10 @@ def test_data_without_a_usable_sample_ends_with_the_reason(
         ({"train": ["pipe:cat /etc/passwd"]}, "allow_pipe"),
         ({"weights": [1.0, 2.0]}, r"data\.weights=.*2 weights for 1 source"),
         ({"weights": [1.0], "order": "epochs"}, r"data\.weights and data\.order=epochs"),
-        ({"train": ["https://host/{0..9}.tar"], "order": "epochs"}, r"data\.order=epochs: .* of 10 of 10 .*data index"),
+        (
+            {"train": ["http://127.0.0.1:9/{0..9}.tar"], "order": "epochs"},
+            r"data\.order=epochs: .* of 10 of 10 .*data index",
+        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused_in_one_line(

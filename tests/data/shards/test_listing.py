@@ -27,6 +27,31 @@ def test_gaps_in_a_brace_list_are_left_out_with_a_warning(tmp_path: Path, caplog
     assert "1 of 3 shards do not exist" in caplog.text
 
 
+def test_what_lies_beside_a_folders_shards_is_left_out_and_counted_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths = write_shards(tmp_path, [3, 3, 3])
+    names = ("00000.tar", "00001.tar.gz", "00002.tgz")
+    shards = [path.rename(tmp_path / name) for path, name in zip(paths, names)]
+    assert expand(str(tmp_path)) == [*map(str, shards)] and not caplog.text
+    beside = "0.tar.idx 1.tar.idx 0.tar.md5 3.tar.part 3.tar.6eF3a1B2 .00001.tar 4.tar 4.tar.aria2 4.tar.zst notes.txt"
+    for name in beside.split():
+        (tmp_path / name).write_bytes(shards[0].read_bytes()[:1000])
+    with open_stream(tmp_path, batch=3) as stream:
+        assert stream.samples_per_epoch == 9
+    (line,) = caplog.messages
+    assert "9 files beside" in line and "2 .idx" in line, line
+
+
+@pytest.mark.parametrize("name", ["a[1].tar", "{a,b}.tar", "x*y.tar", "a::b.tar"])
+def test_a_path_that_exists_is_itself(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "set [2024] {a,b}*"
+    shards = [str(path.rename(folder / leaf)) for path, leaf in zip(write_shards(folder, [1, 1]), (name, "~z.tar"))]
+    assert expand(shards[0]) == shards[:1]
+    assert expand(str(folder)) == expand(f"{folder}/*.tar") == shards
+    assert expand(f"{folder}/~{{y,z}}.tar") == shards[1:]
+
+
 @pytest.mark.parametrize(
     "pattern",
     [

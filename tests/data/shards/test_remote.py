@@ -124,6 +124,21 @@ def test_a_storage_that_stays_away_ends_the_run_soon(tmp_path: Path, web: Web) -
             ids(stream, 50)
 
 
+def test_a_missing_shard_is_said_as_a_local_one_is(tmp_path: Path, web: Web, caplog: pytest.LogCaptureFixture) -> None:
+    write_shards(tmp_path, [20])
+    with open_stream(f"{web.url}/{{00000..00001}}.tar", batch=10, order="resampled") as stream:
+        ids(stream, 3)
+        assert not stream.broken and not stream.faults
+    assert f"1 of 2 shards do not exist (first: {web.url}/00001.tar" in caplog.text
+
+
+@pytest.mark.parametrize("source", ["{web}/none-{{0..9}}.tar", "http://no-such-host.invalid/{{0..9}}.tar"])
+def test_a_set_or_server_that_is_not_there_is_said_at_once(web: Web, source: str) -> None:
+    with pytest.raises(UserError, match=r"data.train: .*/(none-)?0\.tar"):
+        open_stream(source.format(web=web.url), batch=10)
+    assert len(web.requests) in (0, 10), "each is asked for once"
+
+
 class Hostile(Web):
     """Ignores ranges and sends without end, or claims a size that no object has."""
 
@@ -201,6 +216,9 @@ def test_shards_are_listed_indexed_and_read_from_s3(tmp_path: Path, s3: str) -> 
     client = boto3.client("s3", endpoint_url=s3)
     for path in paths:
         client.put_object(Bucket="bucket", Key=f"set/{path.name}", Body=path.read_bytes())
+        client.put_object(Bucket="bucket", Key=f"set/{path.name}.md5", Body=b"no shard")
+    with pytest.raises(UserError, match=r"2 of 2 shards do not exist .*s3://no-bucket/0.tar"):
+        open_stream("s3://no-bucket/{0,1}.tar", batch=20)
     urls = expand("s3://bucket/set/")
     assert expand("s3://bucket/set/*.tar") == urls == [f"s3://bucket/set/{path.name}" for path in paths]
     dict(index.update_indexes(urls))
