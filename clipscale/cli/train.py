@@ -18,6 +18,8 @@ def check(config: TrainConfig) -> None:
     local.check_train(config)
     if local.under_torchrun():  # there all ranks find missing shards together
         return
+    from clipscale.data.conditions import source_names
+    from clipscale.data.shards.contents import unusable
     from clipscale.data.shards.counts import counted_at_once
     from clipscale.data.shards.listing import local_shards
     from clipscale.tools.data import demo
@@ -28,7 +30,9 @@ def check(config: TrainConfig) -> None:
         return
     shards = local_shards(config.data)
     epoch = counted_at_once(config.data, shards) if shards else None
-    if epoch is not None:
+    if shards and epoch is not None:
+        if holds := unusable(shards[0], source_names(config.data.captions)):
+            tell(f"warning: data.train: {holds}", error=True)
         for stage in stages_of(config):
             samples_of(stage, epoch)
 

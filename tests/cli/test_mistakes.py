@@ -11,6 +11,7 @@ import torch
 from clipscale.cli.main import main
 from clipscale.common import files
 from tests.cli.conftest import Cli, tiny
+from tests.data.files import write_tar
 
 MISTAKES = files.read_yaml(Path(__file__).with_name("mistakes.yaml"))
 
@@ -57,6 +58,13 @@ def test_a_batch_beyond_the_data_is_refused_from_its_counts(cli: Cli, shards: st
     words = [word for word in tiny(f"data.train={shards}", "batch=4k") if not word.startswith("samples=")]
     one_line(cli(*words), "batch=4096: the 48 samples in data.train make 1536", "32 epochs, the default")
     one_line(cli(*words, "epochs=2"), "batch=4096: the 48 samples in data.train make 96", "epochs=2")
+
+
+def test_shards_of_which_nothing_is_usable_are_warned_of_at_once(cli: Cli, tmp_path: Path) -> None:
+    shard = write_tar(tmp_path / "0.tar", [("a.img", b""), ("a.cap", b"")])
+    _, _, err = cli(*(word for word in tiny(f"data.train={shard}", "batch=4k") if not word.startswith("samples=")))
+    warning, refused = err.splitlines()
+    assert ".cap and .img" in warning and "batch=4096" in refused, err
 
 
 def test_under_torchrun_a_sweep_and_a_run_without_a_name_are_refused(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from clipscale.data.loader.offload import PixelBackend
 from clipscale.data.loader.shard_reader import OrderedShards, Position, ShardReader
 from clipscale.data.order import AUGMENT, CAPTION, NEGATIVE, BatchShare, CounterRNG, Mixed, Segment
 from clipscale.data.sample import BrokenSampleError, ChosenSample, RawSample, limits
+from clipscale.data.shards.contents import unusable
 from clipscale.data.shards.remote import RETRIES
 from clipscale.data.shards.store import Store
 
@@ -65,6 +66,7 @@ class ShardStream:
         self._spec = spec
         self._begin = begin
         self._stream = stream
+        self._store = store
         self._counts = store.counts
         members = spec.selection.members().union(*(column.members for column in spec.columns.beside))
         kinds = limits(IMAGE_TYPES, members, spec.config.max_bytes)
@@ -147,9 +149,12 @@ class ShardStream:
             )
         if len(self._visits) > MOST_FRUITLESS or self._read > MOST_BROKEN:
             reasons = ", ".join(f"{reason} {n}" for reason, n in self._reasons.most_common())
+            captions = [source for source, _ in self._spec.selection.captions]
+            holds = unusable(item.url, captions, self._store)
             raise DataError(
                 f"data.train: no usable sample among the last {self._reasons.total()} of one shard stream ({reasons}; "
-                f"the last: {item.url} {item.key}: {error}); look at the shards, and at data.captions and data.filter"
+                f"the last: {item.url} {item.key}: {error}); "
+                + (holds or "look at the shards, and at data.captions and data.filter")
             )
 
 

@@ -3,17 +3,20 @@
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.data.order import BatchShare, Epochs, Mixed, Order, Resampled, default_streams, streams_fit
 from clipscale.data.shards import index
 from clipscale.data.shards.addresses import is_local
+from clipscale.data.shards.contents import RULE
 from clipscale.data.shards.subset import Subset, subset_of
 
 log = logging.getLogger(__name__)
 Counts = list[int | None]
-Once = Callable[[Callable[[], Counts]], Counts]
+Once = Callable[[Callable[[], Any]], Any]
+"""Does what one process does for all, and returns its result on each."""
 
 SCAN_AT_MOST = 256
 """Shards that are scanned to count their samples if no index has them; more would delay the start of a run."""
@@ -21,7 +24,7 @@ SMALL = 2**26
 """Bytes that are read to count samples before a run is planned."""
 
 
-def here(work: Callable[[], Counts]) -> Counts:
+def here(work: Callable[[], Any]) -> Any:
     """The result of `work`, done by this process."""
     return work()
 
@@ -103,7 +106,7 @@ def build_order(
     unknown = len(urls) - len(known)
     if not unknown and not sum(known):
         listed = f" that data.only_keys={config.only_keys} lists" if config.only_keys else ""
-        what = f"the {len(urls)} shards hold no sample{listed}"
+        what = f"the {len(urls)} shards hold no sample{listed}; {RULE}"
         raise UserError(f"data.train={config.train}: {what}; `clipscale data check` shows what they hold")
     if epochs and not unknown:
         return Epochs(tuple(known), share.batch, _streams(config, share, sum(known), streams), seed)

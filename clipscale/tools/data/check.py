@@ -9,12 +9,14 @@ from clipscale.common.hardware import cores
 from clipscale.common.terminal import tracked
 from clipscale.common.units import format_bytes
 from clipscale.config.data import DataConfig
+from clipscale.data.conditions import source_names
 from clipscale.data.decode import IMAGE_TYPES, Picture, image_bytes
 from clipscale.data.filters import selection
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError, limits
 from clipscale.data.shards import index
 from clipscale.data.shards.addresses import leaf_of
+from clipscale.data.shards.contents import unusable
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from clipscale.log.table import TextTable, plain_console
@@ -59,7 +61,8 @@ def check_shard(url: str, config: DataConfig) -> Findings:
     problem = ReadProblem()
     chosen = selection(config)
     kinds = limits(IMAGE_TYPES, chosen.members(), config.max_bytes)
-    for sample in read_shard(url, problem, kinds=kinds, store=Store(config)):
+    store = Store(config)
+    for sample in read_shard(url, problem, kinds=kinds, store=store):
         findings.samples += 1
         findings.bytes += sample.extent
         try:
@@ -70,6 +73,9 @@ def check_shard(url: str, config: DataConfig) -> Findings:
         except BrokenSampleError as error:
             findings.broken[error.reason] += 1
             findings.examples.setdefault(error.reason, f"{leaf_of(url)}/{sample.key}: {error}"[:200])
+    if findings.broken.keys() & {"no_image", "no_caption"}:
+        holds = unusable(url, source_names(config.captions), store)
+        findings.examples |= {reason: holds for reason in ("no_image", "no_caption") if holds}
     if problem.reason:
         findings.damage = f"{problem.reason}: {problem.detail}".replace(f"{url}: ", "")
     return findings
