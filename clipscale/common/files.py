@@ -58,7 +58,7 @@ def read_yaml(path: Path) -> Any:
 
 def write_text(path: Path, text: str) -> None:
     with replacing(path) as file:
-        file.write(text.encode())
+        file.write(text.encode("utf-8", "backslashreplace"))  # names of files may hold bytes that are no UTF-8
 
 
 def write_json(path: Path, value: Any) -> None:

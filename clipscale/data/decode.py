@@ -18,6 +18,7 @@ from PIL import Image
 from clipscale.common.record import Record
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError
+from clipscale.data.shards.addresses import utf8
 
 if TYPE_CHECKING:  # `data check` decodes pictures without torch
     from torch import Tensor
@@ -80,6 +81,8 @@ def captions_of(members: dict[str, bytes], key: str) -> list[str]:
         texts = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)]
         if not texts:
             raise BrokenSampleError("no_caption", f"no text in field {field!r}")
+        if any(not item.isascii() and utf8(item) != item for item in texts):
+            raise BrokenSampleError("caption_not_utf8", "lone surrogates")
     if not (texts := [stripped for text in texts if (stripped := text.strip("\ufeff\x00 \t\r\n"))]):
         raise BrokenSampleError("empty_caption")
     return texts

@@ -14,7 +14,7 @@ from clipscale.data.conditions import CAPTION, SIZES, Condition, caption_sources
 from clipscale.data.decode import Picture, captions_of, first_caption, image_bytes, json_fields
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError, RawSample
-from clipscale.data.shards.addresses import leaf_of
+from clipscale.data.shards.addresses import leaf_of, utf8
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ def drawn(pool: Sequence[tuple[str, float]], count: int, rng: CounterRNG) -> lis
 
 
 def name_of(sample: RawSample) -> str:
-    """`SHARD/KEY`, as `data.skip` names samples."""
-    return f"{leaf_of(sample.url)}/{sample.key}"
+    """`SHARD/KEY`, as messages and `data.skip` name samples."""
+    return utf8(f"{leaf_of(sample.url)}/{sample.key}")
 
 
 def selection(config: DataConfig, *, first: bool = False) -> Selection:

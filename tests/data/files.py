@@ -56,7 +56,7 @@ def sample(key: str, seed: int = 0) -> Members:
 
 def write_tar(path: Path, members: Iterable[tuple[str, bytes] | tarfile.TarInfo]) -> Path:
     """Write a tar file of these members, in this order; a header alone is a link."""
-    with tarfile.open(path, "w") as tar:
+    with tarfile.open(path, "w", errors="surrogateescape") as tar:
         for member in members:
             if isinstance(member, tarfile.TarInfo):
                 tar.addfile(member)

@@ -148,6 +148,7 @@ def test_damaged_pictures_are_decoded_or_counted(kind: str, hits: list[tuple[flo
         ({"txt": b""}, "txt", "empty_caption"),
         ({"txt": b" \n\t "}, "txt", "empty_caption"),
         ({"txt": b"caf\xe9"}, "txt", "caption_not_utf8"),
+        ({"json": b'{"a": ["words", "\\ud800"]}'}, "json:a", "caption_not_utf8"),
         ({"json": b"{"}, "json:alt", "bad_json"),
         ({"json": b"[" * 100_000}, "json:alt", "bad_json"),
         ({"json": b"[1]"}, "json:alt", "no_caption"),

@@ -24,6 +24,7 @@ from clipscale.common.terminal import prepare
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.data.loader.host_batch import Arena
 from clipscale.data.loader.shard_stream import SAMPLE, BatchFiller, Report, WorkerSpec
+from clipscale.data.shards.addresses import utf8
 
 ALIVE_S = 2.0
 """A worker that reads but has nothing to deliver reports at most this often."""
@@ -101,7 +102,7 @@ def work(connection: Connection, spec: WorkerSpec, arena: Arena, place: Any) -> 
 
     def begin(kind: str, name: str) -> None:
         """Called before each shard and each sample."""
-        place.value = f"{kind} {name}".encode()[: PLACE_BYTES - 1]
+        place.value = utf8(f"{kind} {name}").encode()[: PLACE_BYTES - 1]
 
     def tick() -> None:
         """Called between samples and while the storage is waited for."""

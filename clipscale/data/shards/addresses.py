@@ -45,6 +45,11 @@ def head_of(url: str) -> str:
     return url[: url.rfind("/") + 1] or url[: url.find(":") + 1]
 
 
+def utf8(text: str) -> str:
+    """The text, with escapes for what is no character: bytes of a name that is no UTF-8, lone surrogates."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def hash64(data: str | bytes) -> int:
     """A 64-bit hash of bytes or of any text, a path that is no UTF-8 included."""
     encoded = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data

@@ -24,7 +24,7 @@ import numpy as np
 
 from clipscale.common.errors import UserError
 from clipscale.common.files import user_cache
-from clipscale.data.shards.addresses import SourceError, digest, head_of, is_local, leaf_of
+from clipscale.data.shards.addresses import SourceError, digest, head_of, is_local, leaf_of, utf8
 from clipscale.data.shards.archive import Archive
 from clipscale.data.shards.remote import State
 from clipscale.data.shards.store import Store, local_state
@@ -57,7 +57,7 @@ class Entry:
     """The record of one shard."""
 
     name: str
-    """The last part of its path."""
+    """The last part of its path, by `utf8`."""
     size: int
     """Bytes of the file."""
     version: str
@@ -72,7 +72,11 @@ class Entry:
     def row(self) -> tuple[Any, ...]:
         """Its columns in the index."""
         packed = None if self.offsets is None else pack(self.offsets)
-        return self.name, self.size, self.version, self.samples, self.reason, self.detail, packed
+        return self.name, self.size, self.version, self.samples, self.reason, utf8(self.detail), packed
+
+
+def name_in_index(url: str) -> str:
+    return utf8(leaf_of(url))
 
 
 def folder_of(url: str) -> str:
@@ -125,7 +129,7 @@ def current(urls: Sequence[str], part: "Part | None" = None) -> Known:
     known = Known([], 0, [], {})
     folders: dict[str, dict[str, str]] = defaultdict(dict)
     for url in urls:
-        folders[head_of(url)][leaf_of(url)] = url
+        folders[head_of(url)][name_in_index(url)] = url
     samples = {}
     for shards in folders.values():
         changed = set()
@@ -138,7 +142,7 @@ def current(urls: Sequence[str], part: "Part | None" = None) -> Known:
                 if row[4]:
                     known.damaged[url] = Entry(*row)
         known.stale += changed - samples.keys()
-    known.samples = [samples.get(folders[head_of(url)][leaf_of(url)]) for url in urls]
+    known.samples = [samples.get(folders[head_of(url)][name_in_index(url)]) for url in urls]
     return known
 
 
@@ -176,7 +180,7 @@ def sample_offsets(url: str, state: State, part: "Part | None" = None) -> np.nda
     stale = False
     question = "SELECT size, version, offsets FROM shards WHERE name = ?"
     for path in index_paths(folder_of(url), part):
-        for size, version, packed in query(path, question, [leaf_of(url)]):
+        for size, version, packed in query(path, question, [name_in_index(url)]):
             if (size, version) == state:
                 return None if packed is None else unpack(packed)
             stale = True
@@ -230,7 +234,7 @@ def scan_shard(url: str) -> Entry:
             detail = f"{url}: {error}"
     samples = max(0, len(offsets) - 1)
     known = np.array(offsets, dtype=np.int64) if samples and can_seek else None
-    return Entry(leaf_of(url), *state, samples, reason, detail, known)
+    return Entry(name_in_index(url), *state, samples, reason, detail, known)
 
 
 Outcome = Entry | str | None
@@ -252,7 +256,7 @@ def update_indexes(
         path = writable_path(folder, part) if beside else index_paths(folder, part)[-1]
         rows = query(path, "SELECT name, size, version FROM shards")
         states = {name: (size, version) for name, size, version in rows}
-        old = [states.get(leaf_of(url)) for url in shards]
+        old = [states.get(name_in_index(url)) for url in shards]
         with _writing(path) as base:
             for url, outcome in zip(shards, map_shards(partial(_scan_changed, part), workers, shards, old)):
                 if isinstance(outcome, Entry):

@@ -16,7 +16,7 @@ from clipscale.common.errors import UserError
 from clipscale.data.decode import json_fields
 from clipscale.data.sample import BrokenSampleError, RawSample, limits
 from clipscale.data.shards import index
-from clipscale.data.shards.addresses import SourceError, digest, leaf_of
+from clipscale.data.shards.addresses import SourceError, digest
 from clipscale.data.shards.samples import ReadProblem, read_samples
 from clipscale.data.shards.store import Store
 from clipscale.data.shards.tar import BLOCK
@@ -60,7 +60,9 @@ class Subset(NamedTuple):
         numbers = np.array([raw.index for raw in raws if self.has(raw)], np.int64)
         if problem.reason not in (None, "truncated_shard", "unreadable_shard"):
             raise SourceError(problem.reason, problem.detail)
-        return index.Entry(leaf_of(url), *state, len(numbers), problem.reason, problem.detail, numbers * BLOCK)
+        return index.Entry(
+            index.name_in_index(url), *state, len(numbers), problem.reason, problem.detail, numbers * BLOCK
+        )
 
     def numbers(self, url: str, store: Store) -> dict[int, int]:
         """A sample's number in the shard -> its number among those of the subset. Raises OSError or SourceError."""
@@ -89,7 +91,8 @@ def _pairs(subset: Subset) -> np.ndarray:
     what = f"data.only_keys={subset.path}"
     try:
         if not subset.by_uid:
-            keys = filter(None, map(str.strip, Path(subset.path).read_text(encoding="utf-8").split("\n")))
+            text = Path(subset.path).read_text(encoding="utf-8", errors="surrogateescape")  # as members' names are
+            keys = filter(None, map(str.strip, text.split("\n")))
             return np.sort(np.array([_halves(_hash(key)) for key in keys], PAIR))
         pairs = np.asarray(np.load(subset.path, mmap_mode="r"))
     except (OSError, ValueError) as error:

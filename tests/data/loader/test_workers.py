@@ -1,5 +1,6 @@
 """Worker processes: an error instead of a hang, nothing left behind, and the batch memory they write to."""
 
+import json
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from clipscale.data.columns import Column
 from clipscale.data.loader.workers import Workers
 from clipscale.data.sample import ChosenSample
 from clipscale.models.tokenizer import tokenizer_of
-from tests.data.files import Letters, write_shards
+from tests.data.files import Letters, picture, write_shards, write_tar
 from tests.data.streams import contents, open_stream, processes_of
 
 pytestmark = pytest.mark.timeout(60)
@@ -93,6 +94,30 @@ def test_what_kills_a_worker_is_named_and_can_be_left_out(tmp_path: Path) -> Non
     with open_stream(tmp_path, skip=[name], **options) as stream:
         contents(stream, 10)
         assert stream.broken == {"skipped": 1}
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_names_and_texts_that_are_no_utf8_are_read_and_resumed(tmp_path: Path, workers: int) -> None:
+    """Of a folder, shards and members; a caption is left out, and counted."""
+    folder = Path(f"{tmp_path}/caf\udce9")
+    folder.mkdir()
+    texts = {f"\udcff{number:04d}": "words" for number in range(20)} | {"lone": "lone \ud800"}
+    members = [
+        member
+        for key, text in texts.items()
+        for member in ((f"{key}.png", picture()), (f"{key}.json", json.dumps({"alt": text, "\ud801": 0}).encode()))
+    ]
+    for name in ("caf\udce8", "caf\udce9"):
+        write_tar(folder / f"{name}.tar", members)
+    options = {"batch": 8, "captions": ["json:alt"], "skip": [r"caf\udce9.tar/\udcff0003"], "workers": workers}
+    with open_stream(folder, **options) as stream:
+        expected = contents(stream, 10)
+        position = stream.position()
+        expected += contents(stream, 10)
+        assert stream.samples_per_epoch == 42, "counts are remembered under both names"
+        assert set(stream.broken) == {"caption_not_utf8", "skipped"}
+    with open_stream(folder, position=position, **options) as stream:
+        assert contents(stream, 10) == expected[10:]
 
 
 @pytest.mark.parametrize("error", [KeyError, ConnectionResetError])
