@@ -35,6 +35,7 @@ from clipscale.eval.run import check as check_sets
 from clipscale.launch.run_lock import RunLock
 from clipscale.launch.stopping import SignalError, Stop
 from clipscale.log.metrics import MetricLog
+from clipscale.log.records import read_metrics
 from clipscale.log.samples import SHEET, write_samples
 from clipscale.log.step_record import StepRecords
 from clipscale.log.table import print_results
@@ -127,6 +128,10 @@ class Run:
         if step:
             checkpoint.set_aside(folder, step)
             changes = changes_since(folder / "config.yaml", config)
+            rates = [record["lr"] for record in read_metrics(folder / "metrics.jsonl") if record["step"] == step]
+            rate = self.schedule.lr(step - 1)
+            if rates and step > self.schedule.first and not math.isclose(rates[0], rate, rel_tol=0.05):
+                changes.append(f"the learning rate of this step {rates[0]:.1e} -> {rate:.1e}")
             changed = "; changed: " + ", ".join(changes) if changes else ""
             tell(f"run={config.run}: going on after step {step} of {self.total}{changed}")
         if step >= self.total:
@@ -220,6 +225,7 @@ class Run:
         self.texts = texts
         if not self.slowest_s:
             doing(f"step {self.step + 1}, the first of this start" + ", compiles" * self.config.model.compile)
+        self.stream.waited_s()  # before the parts of the step, of which waiting is a share
         with self.phase(phases, "encode"):
             features = cache.encode(state.past_trunk("image", images), state.past_trunk("text", texts))
         with self.phase(phases, "loss"):

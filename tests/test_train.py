@@ -6,6 +6,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain, repeat
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from clipscale.config.sections import (
     ScheduleConfig,
 )
 from clipscale.config.train import TrainConfig
+from clipscale.data.loader.offload import PixelBackend
 from clipscale.data.loader.workers import InProcess
 from clipscale.launch import local
 from clipscale.step.grad_cache import GradCache
@@ -65,6 +67,15 @@ def test_a_run_learns_and_leaves_its_record(finished: Path) -> None:
     assert last.name == "step_00000010"
     for key in checkpoint.read_values(last):
         assert re.search(rf"^    .*\b{key}\b.*   ", checkpoint.__doc__, re.M), f"the format does not name {key}"
+
+
+def test_waiting_for_data_is_a_share_of_the_step(shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first samples take long, and are read before the step begins, for the sheet of samples."""
+    put = PixelBackend.put
+    late = chain([0.2] * 12, repeat(0.0))
+    monkeypatch.setattr(PixelBackend, "put", lambda *given: (time.sleep(next(late)), put(*given)))
+    train(small(shards, tmp_path / "run", samples=24))
+    assert [record["data_wait_frac"] for record in records(tmp_path / "run") if record["data_wait_frac"] > 1] == []
 
 
 def train_in_process(demo: Path, run: Path) -> None:

@@ -147,6 +147,14 @@ def settle(run: Resolved, state: TrainState, stream: TrainStream, world: World) 
         tell(f"pixels are normalised as for the weights: mean {[*pixels.mean]}, deviation {[*pixels.std]}")
     if world.main and state.captions.note:
         tell(state.captions.note)
+    batch, epoch = run.config.batch, stream.samples_per_epoch
+    if world.main and epoch and batch > epoch and run.config.loss.shared == "ignore":
+        tell(
+            f"warning: batch={batch} is larger than the {epoch} pairs of data.train: each is {batch / epoch:.3g} times "
+            f"in every batch, as its own negatives; take batch={epoch} or less, or data.same=caption loss.shared=mask, "
+            "which leaves the copies out",
+            error=True,
+        )
     streams = merge_positions(world.gather(stream.position()))["streams"]  # refuses shards that differ between ranks
     batches = {stage.config.batch for stage in run.stages}
     fitting = fitting_streams(run, streams)

@@ -8,13 +8,20 @@ import pytest
 import torch
 
 from clipscale.common.errors import UserError
-from clipscale.config.sections import CacheConfig, CheckpointConfig, ModelConfig, OptimConfig, TowerConfig
+from clipscale.config.sections import (
+    CacheConfig,
+    CheckpointConfig,
+    ModelConfig,
+    OptimConfig,
+    ScheduleConfig,
+    TowerConfig,
+)
 from clipscale.data.loader.stream import DataConfig, TrainStream, open_stream
 from clipscale.distributed.world import World
 from clipscale.models.towers import build_model, inputs_of
 from clipscale.train import Run, train
 from tests.support.checkpoints import ALONE
-from tests.support.runs import ARCHITECTURE, curve, settings, small
+from tests.support.runs import ARCHITECTURE, curve, records, settings, small
 
 
 def test_a_refused_start_takes_nothing_away(demo: Path, finished: Path, tmp_path: Path) -> None:
@@ -33,7 +40,29 @@ def test_resuming_a_finished_run_says_so_and_trains_no_further(
     printed = capsys.readouterr().out
     assert "going on after step 10 of 10; changed: eval.every 5 -> 0, eval.sets [" in printed, printed
     assert "is complete at step 10: nothing is left to train" in printed
+    assert "learning rate" not in printed, "it is the same"
     assert curve(finished) == before
+
+
+def test_a_longer_run_says_that_its_learning_rate_jumps(
+    shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = small(shards, tmp_path / "run", schedule=ScheduleConfig(warmup="0"))
+    train(config)
+    train(replace(config, samples=480))
+    last, following = [record["lr"] for record in records(tmp_path / "run")[3:5]]
+    assert last < 2e-4 and following > 8e-4
+    assert f"learning rate of this step {last:.1e} -> " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("batch", "times"), [(48, ""), (120, "2.5 times")])
+def test_a_batch_larger_than_the_data_is_warned_of(
+    shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], batch: int, times: str
+) -> None:
+    """There are 48 pairs."""
+    Run(small(shards, tmp_path / "run", batch=batch, samples=batch), ALONE).stream.close()
+    printed = capsys.readouterr().err
+    assert ("batch=48 or less" in printed) == bool(times) and times in printed, printed
 
 
 def test_a_run_taken_back_goes_on_from_there(demo: Path, tmp_path: Path) -> None:

@@ -81,8 +81,12 @@ class TrainStream:
     def record(self) -> Record:
         """This rank's counts since the start, and `waited_s` since the last call, by the names of `metrics.jsonl`."""
         broken, faults = self.broken, self.faults
-        counts = {"broken": broken.total(), "faults": faults.total(), "waited_s": self._assembler.waited_s()}
+        counts = {"broken": broken.total(), "faults": faults.total(), "waited_s": self.waited_s()}
         return counts | {"host_pinned": self._arena.pinned, "broken_by": dict(broken), "faults_by": dict(faults)}
+
+    def waited_s(self) -> float:
+        """Seconds that this process has waited for samples since the last call."""
+        return self._assembler.waited_s()
 
     def defer_failures(self) -> None:
         """From now on, workers that cannot go on raise nothing, before `check`."""
