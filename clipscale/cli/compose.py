@@ -76,6 +76,13 @@ def overrides(name: str, words: Iterable[str], *, sweep: bool = False) -> tuple[
                 f"{word}: give settings as KEY=VALUE, as in {word}=... or run={word}; a file of them: --config-dir DIR "
                 "experiment=NAME"
             )
+        if re.match("hydra[./]", key):
+            raise UserError(
+                f"{word}: Hydra's launchers and sweepers are not used; -m trains one run after another, and with --cfg "
+                "job prints them, to be started by your scheduler, each as a command of its own"
+            )
+        if key in ("data", "data.train") and VERBS[name].words:
+            raise UserError(f"{word}: {name} takes {VERBS[name].words} as plain words: clipscale {name} {value}")
         if key == "data" and re.search(r"[/*{@.[]", value):
             key = "data.train"
         if key in values:
