@@ -76,7 +76,8 @@ class GradCache:
         value = cache.step(query_tokens, passage_tokens)      # dicts of tensors; positives first, then hard negatives
         optimizer.step()
 
-    with `loss = lambda q, p: clipscale.contrastive_loss(q, p, 1.0, objective="softmax_image")`.
+    with `loss = lambda q, p: clipscale.contrastive_loss(q, p, 1.0, objective="softmax_image")`. Its gradients are to be
+    summed over ranks; DDP and FSDP2 average: multiply it by the number of ranks there.
     """
 
     def __init__(
