@@ -25,6 +25,8 @@ FILE = "plan.json"
 """In a run's folder: its plan beside what it has measured."""
 FIRST = 2
 """The step from which on a run is compared: the first creates the optimizer's state and DDP's buckets."""
+GONE = ("data.decode", "eval.loss_batch", "optim.warm_statistics")
+"""Settings of earlier versions, which their runs' files have."""
 
 
 def before(config: TrainConfig, processes: int) -> None:
@@ -68,7 +70,7 @@ def of_training(trained: TrainConfig, machine: PlanConfig) -> PlanConfig:
 def configs_of(folder: Path) -> list[PlanConfig]:
     """The settings of a run's stages, on the machine that it ran on. Raises UserError."""
     with files.reported("the run's", folder / "config.yaml", "restore it"):
-        config = typed(TrainConfig, restored(files.read_yaml(folder / "config.yaml")))
+        config = typed(TrainConfig, restored(files.read_yaml(folder / "config.yaml")), ignored=GONE)
     with files.reported("the run's", folder / "env.json", "restore it"):
         machine = files.read_json(folder / "env.json")
     hardware = hardware_of(machine["gpus"][0]) if machine["gpus"] and config.device != "cpu" else "cpu"

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from clipscale.common.hardware import Hardware
 from clipscale.common.record import Record
 from clipscale.common.terminal import doing
-from clipscale.common.units import format_bytes, format_count
 from clipscale.config.sections import CacheConfig
 from clipscale.models.flops import PassFlops
 from clipscale.step.chunk_sizes import CPU_CHUNK, batch_norm_chunk, sizes_of_settings
@@ -17,6 +16,7 @@ from clipscale.tools.plan.dry_run import PHASES, TOWERS, DryRun, StepMemory, dry
 from clipscale.tools.plan.memory import Chunks, MemoryModel, caption_width, host_memory, keep_bytes, outside_torch
 from clipscale.tools.plan.settings import PlanConfig, target_gpu
 from clipscale.tools.plan.step_time import StepTime, pass_flops
+from clipscale.tools.plan.text import written
 
 OFFLOADS = ("none", "host", "encoded")
 """Where pixels wait, the fastest first."""
@@ -180,7 +180,7 @@ def plan(config: PlanConfig, *, search: bool = True) -> Record:
     `search`: also look for the largest batch.
     """
     result = fitted(config) if config.fit else predicted(config, search=search)
-    return result | {"conclusion": conclusion(result)}
+    return result | {"conclusion": written("conclusion", **result)}
 
 
 @contextmanager
@@ -236,30 +236,3 @@ def fitted(config: PlanConfig) -> Record:
     result = min(fitting, key=lambda result: result["least_step_s"], default=results[0])
     words = "batch={batch} offload={offload} cache.chunk=[{chunk[image]},{chunk[text]}]"
     return result | {"fit": f"{words} cache.keep={{keep}}".format(**result)}
-
-
-def conclusion(result: Record) -> str:
-    """Whether it fits, and if not, what to change: one line."""
-    total = result["device"]["total_bytes"]
-    usable = result["device"]["usable_bytes"]
-    node = result["host_bytes"]
-    most = result["host"]["memory_bytes"]
-    smaller: list[str] = []
-    sizes = f"{format_bytes(total)} in each process"
-    host = f"{format_bytes(node)} of host memory on each node"
-    if usable:
-        sizes = f"{format_bytes(total)} of {format_bytes(usable)} usable on each GPU"
-        smaller += ASSUMED.smaller["gpu"] if total > usable else []
-    if most:
-        host = f"{format_bytes(node)} of {format_bytes(most)} of host memory on each node"
-        smaller += ASSUMED.smaller["host"] if node > most else []
-    if not result["fits"]:
-        if batch := result.get("largest_batch"):
-            smaller.append(f"batch={format_count(batch)}")
-        advice = f"try {', '.join(smaller)}; `clipscale plan` with fit=true finds the largest batch that fits"
-        return f"does not fit: {sizes}, {host}; {advice}"
-    if "fit" in result:
-        return f"the largest and fastest that fits: {result['fit']}; {sizes}, {host}"
-    if most:
-        return f"fits: {sizes}, {host}"
-    return f"fits the GPUs: {sizes}; {host}, which is not checked: give what a node has, as in host_memory=128G"

@@ -136,7 +136,9 @@ def test_a_run_is_planned_before_it_starts_and_compared_when_asked(
     peak = result["compared"]["peak"]
     assert peak["ratio"] == peak["predicted_bytes"] / 10_000_000
     assert result["largest_error"] == abs(peak["ratio"] - 1)
-    assert main(["plan", "run=unplanned"]) == 0, "any run can be compared with its plan"
+    config = (other / "config.yaml").read_text()
+    (other / "config.yaml").write_text(config.replace("data:\n", "data:\n  decode: exact\n"))
+    assert main(["plan", "run=unplanned"]) == 0, "any run can be compared with its plan, of an earlier version too"
 
 
 def test_a_run_that_cannot_fit_this_machine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
