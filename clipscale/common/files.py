@@ -70,5 +70,5 @@ def reported(what: str, path: str | Path, remedy: str) -> Iterator[None]:
     """Report that a file cannot be read or written as a UserError: `WHAT: PATH (why); REMEDY`."""
     try:
         yield
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RecursionError) as error:
         raise UserError(f"{what}: {path} ({getattr(error, 'strerror', None) or error}); {remedy}") from error

@@ -37,6 +37,8 @@ PARTS = {"pairs": "", "held-out pairs": "holdout"}
 QUALITY = 95
 """Of JPEGs that are resized."""
 REMEDIES = {
+    "unreadable_file": "; paths are relative to the table, or else to root=DIR",
+    "bad_row": "; a row has as many values as the header, and quotes around those with separators",
     "outside_root": "; root=DIR names the folder below which a table's files lie",
     "windows_path": "; write paths with / and relative to the table",
     "caption_not_utf8": "; iconv -f LATIN1 -t UTF-8 converts a text",

@@ -50,7 +50,7 @@ def tables_of(path: Path, columns: list[str] | None) -> list[Table]:
 def is_coco(file: Path) -> bool:
     """Whether this is one object in JSON, and no list or lines of pairs."""
     _, first = next(json_rows(file), (0, None))
-    return first is None or "images" in first
+    return first is None or ("images" in first and not {"annotations", "dataset"}.isdisjoint(first))
 
 
 def pairs_of(path: Path, tables: Sequence[Table], root: str) -> Iterator[Pair]:

@@ -88,25 +88,27 @@ def lines_of(file: Path) -> Iterator[str]:
 def header(file: Path, columns: list[str] | None) -> tuple[str, list[str]]:
     """The separator and the columns' names: those by which the most columns are known, and then the most names."""
     line = next(lines_of(file), "")
+    csv.field_size_limit(LONGEST_LINE)
     split = [(mark, [name.strip() for name in next(csv.reader([line], delimiter=mark), [])]) for mark in SEPARATORS]
     return max(split, key=lambda each: (len({*each[1]}.intersection(chosen_columns(each[1], columns))), len(each[1])))
 
 
 def separated_rows(file: Path, separator: str, names: list[str]) -> Rows:
     csv.field_size_limit(MAX_TEXT_BYTES)
-    reader = csv.reader(lines_of(file), delimiter=separator)
-    next(reader)
+    lines = lines_of(file)
+    next(lines)
+    reader = csv.reader(lines, delimiter=separator)
     while True:
         try:
             values = [value.strip() for value in next(reader)]
         except StopIteration:
             return
         except csv.Error:  # a quote that is not closed
-            yield reader.line_num, None
+            yield reader.line_num + 1, None
             continue
         if any(values):
             good = len(values) >= len(names) and not any(values[len(names) :]) and "\0" not in "".join(values)
-            yield reader.line_num, dict(zip(names, values)) if good else None
+            yield reader.line_num + 1, dict(zip(names, values)) if good else None
 
 
 def json_rows(file: Path) -> Rows:

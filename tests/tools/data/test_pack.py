@@ -62,7 +62,7 @@ TEXTS = {
     "excel": ("table.CSV", "Image Path ; Text\r\n", "{1};all, of {0}\r\n", "utf-16"),
     "flickr30k": ("table.txt", "image_name| comment_number| comment\n", "{0}| 0| all, of {0}\n", "utf-8-sig"),
     "json": ("table.json", '{{"id": 1}}\n', '{{"image": "{0}", "prompt": "all, of {0}"}}\n', "utf-8"),
-    "list": ("table.json", '[{{"id": 1}}', ',\n{{"image": "{0}", "captions": ["all, of {0}"]}}', "utf-8"),
+    "list": ("table.json", '[{{"id": 1, "images": []}}', ',\n{{"image": "{0}", "captions": ["all, of {0}"]}}', "utf-8"),
     "lines": ("metadata.jsonl", "", '{{"file_name": "{0}", "text": "all, of {0}"}}\n', "utf-8"),
     "split": ("deep/metadata.csv", "file_name,prompt\n", '{2},"all, of {0}"\n', "utf-8"),
 }
