@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -77,6 +78,13 @@ def test_the_wheel_trains_from_another_folder(
     done = subprocess.run(words, cwd=tmp_path, env=environment | ALONE, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "done: runs/wheel (step 2" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cpu"])
+def test_the_container_has_every_extra_that_a_user_needs(name: str) -> None:
+    extras = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys()
+    installed = re.findall(r'"\.\[(.*?)\]"', (CHECKOUT / "docker" / name).read_text())
+    assert {*installed[0].split(",")} == extras - {"dev", "bench"}
 
 
 def test_the_architecture_page_names_every_module_and_no_other() -> None:

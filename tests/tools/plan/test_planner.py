@@ -54,8 +54,9 @@ def test_a_large_batch_of_a_small_model_fits(capsys: pytest.CaptureFixture[str])
 
 def test_host_memory_that_nobody_limits_is_said_to_be_unchecked(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["batch=1M", "hardware=h100-80g", "gpus=8", "cache.chunk=1k", "optim.lr=1e-3"]
-    assert main(["plan", *TINIEST, *words, "eval.sets=[somewhere]"]) == 0
-    first = capsys.readouterr().out.splitlines()[0]
+    assert main(["plan", *TINIEST, *words, "eval.sets=[somewhere]", "epochs=30"]) == 0
+    first, _, length, *_ = capsys.readouterr().out.splitlines()
+    assert "give samples=" in length and "epochs=30 are of an unknown set" in length
     assert first.startswith("fits the GPUs: ") and "of host memory on each node, which is not checked" in first
 
 
