@@ -23,19 +23,11 @@ It holds a tree of dictionaries. Its tensors are stored by the keys on the way t
     position               where each shard stream stands in the data
 """
 
-from clipscale.checkpoint.folder import (
-    check_room,
-    checkpoints_of,
-    locate,
-    make_folder,
-    path_of,
-    remove_temporary,
-    set_aside,
-    step_of,
-)
+from clipscale.checkpoint.folder import check_room, make_folder, remove_temporary, set_aside
 from clipscale.checkpoint.loading import load, read_values, verify
 from clipscale.checkpoint.resume import check_fits, to_resume
 from clipscale.checkpoint.saving import Saver, UnwritableError
+from clipscale.common.checkpoints import checkpoints_of, locate, path_of, step_of
 
 __all__ = [
     "Saver", "UnwritableError", "check_fits", "check_room", "checkpoints_of", "load", "locate", "make_folder",

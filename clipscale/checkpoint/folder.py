@@ -1,11 +1,11 @@
 """The folder of a run: its checkpoints RUN/checkpoints/step_00001000, and which of them are kept."""
 
 import logging
-import re
 import shutil
 import tempfile
 from pathlib import Path
 
+from clipscale.common.checkpoints import checkpoints_of, step_of
 from clipscale.common.errors import UserError
 from clipscale.common.units import format_bytes
 
@@ -43,19 +43,6 @@ def remove_temporary(run: Path) -> None:
         discard(path)
 
 
-def path_of(run: Path, step: int) -> Path:
-    return run / "checkpoints" / f"step_{step:08d}"
-
-
-def step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step_"))
-
-
-def checkpoints_of(run: Path) -> list[Path]:
-    paths = (run / "checkpoints").glob("step_*")
-    return sorted((path for path in paths if re.fullmatch(r"step_\d+", path.name)), key=step_of)
-
-
 def outdated(run: Path, step: int, keep: int, keep_every: int) -> list[Path]:
     """The checkpoints up to `step` that go: all but the newest `keep` (0: all) and multiples of `keep_every`."""
     if not keep:
@@ -90,16 +77,3 @@ def renamed(checkpoint: Path, end: str) -> Path:
     aside = checkpoint.with_name(checkpoint.name + end)
     discard(aside)
     return checkpoint.replace(aside)
-
-
-def locate(run: Path, which: str) -> Path:
-    """A run's checkpoint: `latest`, a step number, or a path. Raises UserError where there is none."""
-    if which == "latest":
-        checkpoints = checkpoints_of(run)
-        if not checkpoints:
-            raise UserError(f"run={run}: no checkpoint in {run / 'checkpoints'}")
-        return checkpoints[-1]
-    path = path_of(run, int(which)) if which.isdecimal() else Path(which).expanduser()
-    if not path.exists():
-        raise UserError(f"checkpoint={which}: there is no {path}; give latest, or another step of {run}")
-    return path

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from clipscale.common.checkpoints import META
 from clipscale.common.errors import UserError, first_line
 from clipscale.common.hardware import cores
 from clipscale.common.record import Record
 
-META = "meta.json"
 FORMAT = 1
 SEPARATOR = "/"
 BLOCK = 2**24

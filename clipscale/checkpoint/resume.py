@@ -7,6 +7,7 @@ from pathlib import Path
 
 from clipscale.checkpoint import folder
 from clipscale.checkpoint.loading import verify
+from clipscale.common.checkpoints import checkpoints_of
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
 from clipscale.config.train import TrainConfig
@@ -48,13 +49,13 @@ def candidates_of(run: Path, resume: str) -> list[Path]:
     if resume == "none":
         return []
     if resume == "auto":
-        return folder.checkpoints_of(run)[::-1]
+        return checkpoints_of(run)[::-1]
     path = Path(resume).expanduser()
     if not path.exists():
         raise UserError(f"resume={resume}: there is no such checkpoint or run folder")
-    if path in folder.checkpoints_of(path.parent.parent):
+    if path in checkpoints_of(path.parent.parent):
         return [path]
-    candidates = folder.checkpoints_of(path)[::-1]
+    candidates = checkpoints_of(path)[::-1]
     if not candidates:
         raise UserError(f"resume={resume}: no checkpoint in {path / 'checkpoints'}")
     return candidates
@@ -74,7 +75,7 @@ def check_fits(saved: Record | None, run: Path, config: TrainConfig, samples_bef
     of samples that these settings train on before a step.
     """
     if saved is None:
-        if folder.checkpoints_of(run):
+        if checkpoints_of(run):
             raise UserError(f"run={run} already holds checkpoints; go on with resume=auto, or choose another run=NAME")
         return
     model = saved["model_config"]

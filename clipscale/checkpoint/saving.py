@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future as TorchFuture
 
 from clipscale.checkpoint import folder
-from clipscale.checkpoint.loading import META, meta_text, split, sum_of, values_text
+from clipscale.checkpoint.loading import meta_text, split, sum_of, values_text
+from clipscale.common.checkpoints import META, path_of
 from clipscale.common.errors import UserError, first_line
 from clipscale.common.files import sync_folder
 from clipscale.common.record import Record
@@ -91,7 +92,7 @@ class Saver:
             if not reasons:
                 raise
             raise UnwritableError(
-                f"checkpoint {folder.path_of(self.run, step)} could not be written ({reasons[0]}); earlier ones stay"
+                f"checkpoint {path_of(self.run, step)} could not be written ({reasons[0]}); earlier ones stay"
             ) from error
 
     def close(self) -> None:
@@ -111,12 +112,12 @@ class Saver:
                 tell(f"warning: {error}; training goes on without it")
 
     def _temporary(self, step: int) -> Path:
-        path = folder.path_of(self.run, step)
+        path = path_of(self.run, step)
         return path.with_name(path.name + folder.TEMPORARY)
 
     def _complete(self, step: int) -> None:
         """On rank 0, in the background, when everything is on the disk."""
-        path = folder.path_of(self.run, step)
+        path = path_of(self.run, step)
         if path.exists():
             folder.remove(path)
         self._temporary(step).replace(path)

@@ -6,7 +6,7 @@ Every mistake becomes a UserError of one line.
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,6 +30,7 @@ from clipscale.config.presets import conf_dir, default_choices
 from clipscale.config.secrets import from_environment
 from clipscale.config.setting import flat, settings_of
 from clipscale.config.train import TrainConfig
+from clipscale.models.sources import settled
 
 
 class Parser(ArgumentParser):
@@ -137,7 +138,11 @@ def settings(name: str, words: Sequence[str], config_dir: str | None = None) -> 
     except (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
         raise explained(error) from error
     # Presets may set what this verb does not use, such as settings of training in data=demo.
-    return typed(verb.settings, tree, ignored=trains.keys() - declared)
+    values = typed(verb.settings, tree, ignored=trains.keys() - declared)
+    if not hasattr(values, "model"):
+        return values
+    chosen = any(re.match(r"[+]*model(\.name|\.architecture.*)?=", word) for word in words)
+    return replace(values, model=settled(values.model, chosen=chosen))
 
 
 def beside_experiment(words: Sequence[str], config_dir: str | None) -> list[str]:

@@ -1,8 +1,10 @@
 """The verb `train`: checks the settings and what lies on this machine, plans the run, and starts it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from clipscale.common import files
+from clipscale.common.checkpoints import path_of
 from clipscale.common.errors import StoppedError
 from clipscale.common.record import Record
 from clipscale.common.terminal import doing, tell
@@ -11,6 +13,7 @@ from clipscale.config.stages import stages_of
 from clipscale.config.train import RESULT, TrainConfig, changes_since, samples_of, settled
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.launch import local
+from clipscale.models.sources import fetched_description
 
 
 def check(config: TrainConfig) -> None:
@@ -45,8 +48,7 @@ def finished(config: TrainConfig) -> Record | None:
     result = files.read_json(folder / RESULT)
     described = ("model.preprocess",) if config.model.weights else ()  # by the weights
     changed = any(not change.startswith(described) for change in changes_since(folder / "config.yaml", config))
-    saved = folder / "checkpoints" / f"step_{result['step']:08d}"
-    return result if saved.is_dir() and not changed else None
+    return result if path_of(folder, result["step"]).is_dir() and not changed else None
 
 
 def main(config: TrainConfig, *, isolated: bool = False) -> Record:
@@ -78,6 +80,7 @@ def main(config: TrainConfig, *, isolated: bool = False) -> Record:
         from clipscale.tools.plan.of_run import before
 
         check_free(Path(config.run))
+        config = replace(config, model=fetched_description(config.model))
         before(config, local.workers(config))
     try:
         return local.run(config, isolated=isolated)

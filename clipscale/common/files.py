@@ -19,11 +19,13 @@ LEFT_BY_SYSTEMS = {"__MACOSX", "@eaDir", "Thumbs.db", "desktop.ini", "lost+found
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file, open for writing bytes. It becomes `path` at the end, and disappears after an exception."""
+    """A new file, open for writing bytes. It becomes `path` at the end, and disappears after an exception. Its
+    permissions are those of any new file, also if a library has put another in its place."""
     temporary = path.with_name(f".{path.name[:40]}-{secrets.token_hex(8)}.tmp")
     try:
         with temporary.open("xb") as file:
             yield file
+            temporary.chmod(os.fstat(file.fileno()).st_mode & 0o777)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)

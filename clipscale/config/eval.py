@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from clipscale.common import files
+from clipscale.common.checkpoints import is_run
 from clipscale.common.errors import UserError
 from clipscale.common.units import nearest, run_folder
 from clipscale.config import sections
@@ -95,9 +96,9 @@ def check_weights(config: sections.ModelConfig) -> None:
         if not value or value.startswith("hf-hub:") or value in tags:
             continue
         path = run_folder(value[4:]) if value.startswith("run:") else Path(value).expanduser()
-        if not path.exists():
+        if not path.exists() and not is_run(run_folder(value)):
             raise UserError(
-                f"{section}.weights={value!r}: there is no {path}; give a path that exists, run:NAME, "
+                f"{section}.weights={value!r}: there is no {path}; give a path that exists, a run, "
                 f"hf-hub:ORG/NAME, or a tag of open_clip{nearest(value, tags)}"
             )
 
@@ -137,5 +138,6 @@ def check_eval(config: EvalRunConfig) -> Path:
     check_places(completed(config).eval)
     if folder:
         return folder
-    name = re.sub(r"[^\w.-]+", "-", f"{config.model.name}-{config.model.weights}").strip("-.")
+    given = "" if config.model.architecture else config.model.name
+    name = re.sub(r"[^\w.-]+", "-", f"{given}-{config.model.weights}").strip("-.")
     return Path(config.out).expanduser() if config.out else run_folder(f"eval-{name}")

@@ -5,6 +5,9 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+from clipscale.common import files
+from clipscale.common.record import Record
+
 
 def _folder(package: str) -> Path:
     spec = find_spec(package)
@@ -16,6 +19,12 @@ def _folder(package: str) -> Path:
 def architectures() -> list[str]:
     """open_clip's models."""
     return sorted(file.stem for file in (_folder("open_clip") / "model_configs").glob("*.json"))
+
+
+def model_description(name: str) -> Record:
+    """open_clip's description of a model; empty for a name that it does not know."""
+    file = _folder("open_clip") / "model_configs" / f"{name.replace('/', '-')}.json"
+    return files.read_json(file) if file.is_file() else {}
 
 
 @cache

@@ -258,7 +258,7 @@ class ModelConfig:
     weights: str | None = setting(
         None,
         "Weights to start from: one of open_clip's tags for `name`, hf-hub:ORG/NAME (only these use the network), a "
-        "run, a folder of open_clip or Hugging Face (CLIP), or a file.",
+        "run, a folder of open_clip or transformers (CLIP, SigLIP), or a file. Runs and folders bring their model.",
     )
     image: TowerConfig = field(default_factory=TowerConfig)
     text: TowerConfig = field(default_factory=TowerConfig)

@@ -19,7 +19,10 @@ from clipscale.common.errors import UserError, first_line
 from clipscale.common.record import Record
 from clipscale.common.scratch import scratch
 
-FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
+CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")
+"""What a folder says of its tokenizer; the last has the last word."""
+FILES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
+"""The vocabulary: those that are there."""
 OPTIONS = {
     "tokenizer_class", "model_max_length", "padding_side", "truncation_side", "do_lower_case", "add_prefix_space",
     "add_bos_token", "add_eos_token", "clean_up_tokenization_spaces",
@@ -111,9 +114,13 @@ def without_paths(source: str) -> Iterator[str]:
     if not folder.is_dir():
         yield source
         return
-    config = files.read_json(folder / CONFIG)
+    config: Record = {}
+    for name in CONFIGS:
+        config |= files.read_json(folder / name) if (folder / name).is_file() else {}
     kept = {name: value for name, value in config.items() if name in OPTIONS or name.endswith("_token")}
     with tempfile.TemporaryDirectory(dir=scratch()) as copy:
-        shutil.copy(folder / FILE, copy)
-        (Path(copy) / CONFIG).write_text(json.dumps(kept), encoding="utf-8")
+        for name in FILES:
+            if (folder / name).is_file():
+                shutil.copy(folder / name, copy)
+        (Path(copy) / CONFIGS[-1]).write_text(json.dumps(kept), encoding="utf-8")
         yield copy

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import open_clip
+import timm
 import torch
 import torch.nn.functional as F
 from open_clip.model import CustomTextCLIP
@@ -218,8 +219,12 @@ def encoders_of(description: Record, image_size: int | None = None) -> CustomTex
 
     Raises UserError where it cannot be built.
     """
+    vision = dict(description["vision_cfg"])
+    own = vision.pop("timm_args", None)
     try:
-        encoders = CustomTextCLIP(**description)
+        encoders = CustomTextCLIP(**description | {"vision_cfg": vision})
+        if own:
+            encoders.visual.trunk = own_trunk(vision, **own)
     except Exception as error:  # open_clip and timm check little of what they are given
         needs_transformers = description["text_cfg"].get("hf_model_name") and find_spec("transformers") is None
         lacks = "; pip install 'clipscale[hf]'" if needs_transformers else ""
@@ -232,10 +237,30 @@ def encoders_of(description: Record, image_size: int | None = None) -> CustomTex
     return encoders
 
 
+def own_trunk(
+    vision: Record, *, patch_size: int, embed_dim: int, depth: int, num_heads: int, mlp_ratio: float, act_layer: str
+) -> nn.Module:
+    """timm's vision transformer in sizes of its own, as SigLIP of transformers has them; no other argument is taken."""
+    return timm.create_model(
+        vision["timm_model_name"],
+        num_classes=0,
+        global_pool=vision["timm_pool"],
+        img_size=vision["image_size"],
+        patch_size=patch_size,
+        embed_dim=embed_dim,
+        depth=depth,
+        num_heads=num_heads,
+        mlp_ratio=mlp_ratio,
+        act_layer=act_layer,
+    )
+
+
 def _check_patches(side: int, vision: Record) -> None:
     """Raise UserError for pictures that the patches do not divide."""
     of_timm = re.search(r"_patch(\d+)", vision.get("timm_model_name", ""))
-    patch = int(of_timm[1]) if of_timm else vision.get("patch_size") or 1
+    patch: int = int(of_timm[1]) if of_timm else vision.get("patch_size") or 1
+    if own := vision.get("timm_args"):
+        patch = own["patch_size"]
     if side % patch:
         near = max(1, round(side / patch)) * patch
         raise UserError(

@@ -90,9 +90,11 @@ def resolve(config: TrainConfig, world: World) -> Resolved:
     3. The initial weights `model.weights` and those of the towers.
     4. Random weights, by `seed`.
     """
-    stages = resolved_stages(config, world)
     path = checkpoint_of(config, world)
     saved = checkpoint.read_values(path) if path else None
+    if not config.model.name:
+        config = replace(config, model=world.on_main(lambda: described(config.model, saved)))
+    stages = resolved_stages(config, world)
     step = saved["step"] if saved else 0
     number = max(i for i, stage in enumerate(stages) if stage.first <= step)
     stage = stages[number]

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from clipscale.common.errors import UserError
-from clipscale.common.units import run_folder
 from clipscale.config.sections import ModelConfig
+from clipscale.models.sources import find
 from clipscale.models.towers import ClipModel, build_model, load_model
-from clipscale.models.weights import RUN, Weights, find, without_weights
+from clipscale.models.weights import Weights, without_weights
 
 
 def average(
@@ -43,16 +43,13 @@ def average(
 
 
 def state_of(other: str, config: ModelConfig, weights: str) -> Weights:
-    """The weights of a run (`run:NAME`), its checkpoint, or any `model.weights`. Raises UserError."""
-    if other.startswith(RUN):
-        path = run_folder(other.removeprefix(RUN))
-        in_run = path.parent.name == "checkpoints"
-        run = path.parent.parent if in_run else path
-        model, other_config, _ = load_model(run, str(path) if in_run else "latest", weights)
+    """The weights of a run, its checkpoint, or any `model.weights`. Raises UserError."""
+    source = find(other, config.name, "average")
+    if source.trained:
+        model, other_config, _ = load_model(source.path, str(source.path), weights)
         pixels = other_config.pixels
     else:
-        described = find(other, config.name, "average").pixels
-        pixels = replace(config, preprocess={**config.preprocess, **described}).pixels
+        pixels = replace(config, preprocess={**config.preprocess, **source.pixels}).pixels
         model = build_model(replace(without_weights(config), weights=other))
     if pixels != config.pixels:
         raise UserError(f"average={other}: trained with another model.preprocess than the run")

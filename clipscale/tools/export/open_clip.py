@@ -39,6 +39,11 @@ def weights(model: ClipModel, dtype: torch.dtype) -> Weights:
     state["logit_scale"] = model.logit_scale.detach()
     if model.logit_bias is not None:
         state["logit_bias"] = model.logit_bias.detach()
+    return in_dtype(state, dtype)
+
+
+def in_dtype(state: Weights, dtype: torch.dtype) -> Weights:
+    """Weights with matrices in `dtype`."""
     for name, value in state.items():
         if value.is_floating_point() and value.dim() > 1:
             state[name] = value.to(dtype)
@@ -57,6 +62,8 @@ def description(model: ClipModel, config: ModelConfig) -> Record:
 def check_same(model: ClipModel, config: ModelConfig) -> None:
     """Raise UserError unless open_clip builds this image tower by its description: it has timm's towers as they are."""
     details = architecture(config)
+    if details["vision_cfg"].get("timm_args"):
+        raise UserError("format=open_clip: it has no SigLIP of these sizes, or with this activation; take format=hf")
     with torch.device("meta"):
         reference = encoders_of(details).visual
     if shapes_of(reference) != shapes_of(model.image.encoder):

@@ -10,14 +10,20 @@ from clipscale.config.setting import setting
 
 @dataclass(frozen=True)
 class ExportSettings(RunModel):
-    """`clipscale export`: a run's weights as a folder for open_clip (`local-dir:FOLDER`)."""
+    """`clipscale export`: a run's weights as a folder for open_clip or transformers, with a model card."""
+
+    format: str = setting(
+        "open_clip",
+        "`open_clip` (`local-dir:FOLDER`), or `hf`: transformers' CLIP or SigLIP.",
+        choices=("open_clip", "hf"),
+    )
 
     weights: str = setting("trained", sections.WEIGHTS_HELP, choices=sections.WEIGHTS)
     average: list[str] = setting(
         [], "Averaged with the run: runs, checkpoints' paths, or values of `model.weights` (WiSE-FT, model soups)."
     )
     shares: list[float] = setting([], "Of the run and of each in `average`, adding up to 1; empty: equal ones.")
-    out: str | None = setting(None, "Folder to write; null: RUN/export, or RUN/export-average.")
+    out: str | None = setting(None, "Folder to write; null: RUN/export, of averages export-average, with `-hf` of hf.")
     dtype: str = setting(
         "float32", "Dtype of the matrices; all else stays float32.", choices=("float32", "bfloat16", "float16")
     )

@@ -7,6 +7,7 @@ from jinja2 import Template
 
 from clipscale import __version__
 from clipscale.common import files
+from clipscale.common.errors import UserError
 from clipscale.common.terminal import say
 from clipscale.config.eval import existing_run
 from clipscale.config.sections import WEIGHTS, ModelConfig
@@ -14,13 +15,16 @@ from clipscale.config.setting import flat
 from clipscale.log.records import read_evaluations
 from clipscale.log.table import result_tables
 from clipscale.models.towers import ClipModel, load_model
-from clipscale.tools.export import open_clip
+from clipscale.tools.export import hugging_face, open_clip
 from clipscale.tools.export.average import average
 from clipscale.tools.export.settings import ExportSettings
 
 SHOWN = ("batch", "samples", "epochs", "loss.objective", "optim.name", "optim.lr", "schedule.name", "schedule.warmup",
          "precision", "seed")  # fmt: skip
 """Settings of the run in the card, as far as they are set."""
+MADE = "exported with clipscale"
+"""In every card: the folder is ours to write again."""
+STARTS = ("model.weights", "model.image.weights", "model.text.weights")
 
 
 def main(settings: ExportSettings) -> Path:
@@ -37,12 +41,19 @@ def main(settings: ExportSettings) -> Path:
         names = [run.name, *(Path(other).name for other in settings.average)]
         name += "-average"
         origin = " + ".join(f"{share:g} {source} ({settings.weights})" for share, source in zip(shares, names))
+    if settings.format == "hf":
+        name += "-hf"
     out = Path(settings.out).expanduser() if settings.out else run / name
+    readme = out / "README.md"
+    ours = readme.is_file() and MADE in readme.read_text(encoding="utf-8", errors="replace")
+    if out.is_dir() and any(out.iterdir()) and not ours:
+        raise UserError(f"out={out}: the folder has files of other origin; choose another out=FOLDER, or remove it")
     note = {"run": run.name, "step": str(step), "weights": origin}
     out.mkdir(parents=True, exist_ok=True)
-    call = open_clip.write(model, config, out, getattr(torch, settings.dtype), note)
+    write = hugging_face.write if settings.format == "hf" else open_clip.write
+    call = write(model, config, out, getattr(torch, settings.dtype), note)
     # The card goes where the folder goes: it names no path of this machine.
-    files.write_text(out / "README.md", card(run, model, config, note, call.format(out.name)))
+    files.write_text(readme, card(run, model, config, note, call.format(out.name)))
     say(f"{out}: step {step}; {call.format(out.resolve())}")
     return out
 
@@ -63,6 +74,16 @@ def card(run: Path, model: ClipModel, config: ModelConfig, note: dict[str, str],
         settings=settings,
         scores=scores,
         shown=SHOWN,
+        starts=[started(settings[name]) for name in STARTS if settings.get(name)],
         call=call,
+        library=call.partition(".")[0],
         version=__version__,
     )
+
+
+def started(weights: str) -> str:
+    """The name of the weights that a run began from, without the path of this machine."""
+    path = Path(weights.removeprefix("run:"))
+    if weights.startswith("hf-hub:"):
+        return weights
+    return f"{path.parent.parent.name}, {path.name}" if path.parent.name == "checkpoints" else path.name

@@ -7,6 +7,7 @@ from clipscale.common.terminal import clear, say
 from clipscale.config.batches import published_batch
 from clipscale.config.eval import existing_run
 from clipscale.config.stages import stages_of
+from clipscale.models.sources import fetched_description
 from clipscale.tools.plan.of_run import compare, configs_of
 from clipscale.tools.plan.planner import plan
 from clipscale.tools.plan.settings import PlanConfig, on_machine
@@ -19,7 +20,7 @@ def main(config: PlanConfig) -> int:
         results = [compare(existing_run(config.run))]
         status, pages = 0, [written("compared", **results[0])]
     else:
-        config = on_machine(config)
+        config = replace(on_machine(config), model=fetched_description(config.model))
         stages = configs_of(existing_run(config.run)) if config.run else stages_of(config)
         results = [plan(replace(stage, fit=config.fit)) for stage in stages]
         status = 0 if all(result["fits"] for result in results) else 1

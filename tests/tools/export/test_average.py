@@ -65,7 +65,7 @@ def test_models_that_cannot_be_averaged_are_refused(tmp_path: Path) -> None:
         ("grey", [], r"average=.*grey: trained with another model\.preprocess"),
         ("run", [0.5], r"shares=\[0.5\]: give 2 that add up to 1"),
         ("run", [0.5, 0.4], "give 2 that add up to 1"),
-        ("none", [], "run=.*none: no checkpoint"),
+        ("none", [], "average=.*none.*: there is no run"),
     ):
         with pytest.raises(UserError, match=message):
             exported(run, average=[f"run:{tmp_path}/{other}"], shares=shares)

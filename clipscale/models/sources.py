@@ -1,0 +1,340 @@
+"""Finds weights: tags of open_clip, files, folders of open_clip and transformers, runs. Reads what they say of a model.
+
+Imports nothing heavy but for a tag or a repository, so that a mistake is reported at once.
+
+Names are looked up on the network only where the setting itself is a tag or begins with hf-hub:. What lies in folders
+is hostile: it names no path and no address, and is bounded by the size of the weights.
+"""
+
+import json
+import re
+import zipfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from clipscale.common import files
+from clipscale.common.checkpoints import META, is_run, locate
+from clipscale.common.errors import UserError, first_line, one_line
+from clipscale.common.record import Record
+from clipscale.common.units import nearest, run_folder
+from clipscale.config.libraries import model_description
+from clipscale.config.parse import typed
+from clipscale.config.sections import ModelConfig, Preprocess
+from clipscale.config.setting import settings_of
+from clipscale.models import hugging_face
+
+HUB = "hf-hub:"
+RUN = "run:"
+"""May begin the name or path of a run; needed where a folder has weights of its own, too."""
+OPEN_CLIP, CONFIG, INDEX = "open_clip_config.json", "config.json", ".index.json"
+WEIGHTS = ("open_clip_model.safetensors", "model.safetensors", "model.safetensors.index.json",
+           "open_clip_pytorch_model.bin", "pytorch_model.bin", "pytorch_model.bin.index.json")  # fmt: skip
+"""In a folder, the first that there is."""
+LONGEST_JSON = 2**26
+COMPARED: Record = files.read_yaml(Path(__file__).with_name("open_clip.yaml"))
+NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+"""What a text in a stranger's description may be: one of open_clip's words, or a repository. No path and no address."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where weights are, and what lies beside them says of the model."""
+
+    setting: str
+    """The setting that asked for them, and its value: the beginning of messages."""
+    path: Path
+    """A file, a run's checkpoint, or a folder."""
+    shards: tuple[Path, ...] = ()
+    """The files; none of a checkpoint."""
+    name: str = ""
+    """Of the model."""
+    description: Record = field(default_factory=dict)
+    """open_clip's description of the architecture; empty: not known."""
+    trained: ModelConfig | None = None
+    """The settings of the model of a run."""
+    pixels: Record = field(default_factory=dict)
+    """The settings of the model by which its pictures were prepared; empty: not known."""
+    quick_gelu: bool | None = None
+
+
+def find(value: str, name: str, setting: str = "model.weights") -> Source:
+    """The weights that a setting names; `name` is the architecture, among whose tags it may be. Raises UserError."""
+    origin = f"{setting}={value!r}"
+    source = here(value, setting)
+    if source:
+        return source
+    try:
+        if value.startswith(HUB):
+            return _in_folder(_from_hub(value.removeprefix(HUB)), origin, value.rpartition("/")[2])
+        return _of_tag(value, name.replace("/", "-"), origin)
+    except UserError:
+        raise
+    except Exception as error:  # open_clip and the hub client raise what their downloaders do
+        raise UserError(f"{origin} cannot be fetched ({first_line(error)}); download it elsewhere, give it") from error
+
+
+def here(value: str, setting: str = "model.weights") -> Source | None:
+    """The weights that a setting names, if they are on this machine. Raises UserError for what is no weights."""
+    origin = f"{setting}={value!r}"
+    path = Path(value).expanduser()
+    named = run_folder(value.removeprefix(RUN))
+    if value.startswith(RUN):
+        if not is_run(named):
+            raise UserError(f"{origin}: there is no run {named}")
+        return _in_run(named, origin)
+    if path.is_dir():
+        return _in_folder(path, origin, path.resolve().name)
+    if path.is_file():
+        return Source(origin, path, _checked([path], origin))
+    return _in_run(named, origin) if is_run(named) else None
+
+
+def settled(config: ModelConfig, *, chosen: bool) -> ModelConfig:
+    """The settings of a model whose architecture is that of its weights, where these are here and describe it.
+
+    `chosen`: the user has chosen a model, too; it has to be the same. Otherwise it is a default. Raises UserError.
+    """
+    for tower, weights in (("image.", config.image.weights), ("text.", config.text.weights)):
+        if weights:
+            here(weights, f"model.{tower}weights")
+    if not config.weights:
+        return config
+    source = here(config.weights)
+    if not chosen and (config.weights.startswith(HUB) or (source and source.description)):
+        config = replace(config, name="", architecture={})
+    return as_described(config, source) if source else config
+
+
+def as_described(config: ModelConfig, source: Source) -> ModelConfig:
+    """The settings with the architecture of the weights if they name none. Raises UserError for another one."""
+    if config.name:
+        ours = config.architecture or model_description(config.name)
+        if source.description and ours and (difference := _difference(ours, source.description)):
+            raise UserError(
+                f"model.name={config.name}: {source.setting} is {source.name}, {difference}; leave model= out"
+            )
+        return config
+    if source.trained:
+        trained = source.trained
+        return replace(
+            config,
+            name=trained.name,
+            architecture=trained.architecture,
+            image_size=config.image_size or trained.image_size,
+            context_length=config.context_length or trained.context_length,
+        )
+    if not source.description:
+        raise UserError(f"{source.setting} does not describe its architecture; give a preset too, as model=vit-b32")
+    return replace(config, name=source.name, architecture=source.description)
+
+
+def fetched_description(config: ModelConfig) -> ModelConfig:
+    """The settings with the architecture of a repository's weights, which are not fetched. Raises UserError."""
+    if config.name or not (config.weights or "").startswith(HUB):
+        return config
+    origin = f"model.weights={config.weights!r}"
+    try:
+        folder = _snapshot(config.weights.removeprefix(HUB), ["*.json"])
+        return as_described(config, _described(folder, Source(origin, folder, (), config.weights.rpartition("/")[2])))
+    except UserError:
+        raise
+    except Exception as error:  # as in `find`
+        raise UserError(f"{origin} cannot be fetched ({first_line(error)}); download it elsewhere, give it") from error
+
+
+def _difference(ours: Record, theirs: Record) -> str:
+    """How two descriptions differ; empty: they are the same model, perhaps of another resolution."""
+    values, others = _compared(ours), _compared(theirs)
+    different = (key for key, value in values.items() if value != others[key])
+    return next((f"whose {key} is {others[key]}, not {values[key]}" for key in different), "")
+
+
+def _compared(description: Record) -> Record:
+    """What a description says that weights must agree in. Raises what a value of another type raises."""
+    values: Record = {}
+    for key, default in COMPARED.items():
+        given: Any = description.get(key, default)
+        if isinstance(default, dict):
+            words = default | {name: given[name] for name in default if name in given}
+            words["mlp_ratio"] = int(words["width"] * words["mlp_ratio"])
+            words["timm_model_name"] = re.sub(r"_\d+$", "", words.get("timm_model_name") or "")
+            values |= {f"{key}.{name}": value for name, value in words.items()}
+        else:
+            values[key] = given
+    return values
+
+
+# -- where they are ----------------------------------------------------------------------------------------------------
+
+
+def _in_run(folder: Path, origin: str) -> Source:
+    """The weights of a run's newest checkpoint, or of this one."""
+    if (folder / "checkpoints").is_dir():
+        folder = locate(folder, "latest")
+    try:
+        trained = typed(ModelConfig, files.read_json(folder / META)["meta"]["values"]["model_config"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{origin}: checkpoint {folder} is damaged ({one_line(error)})") from error
+    if trained.lora:
+        raise UserError(f"{origin}: a checkpoint of adapters alone; give the folder of `clipscale export run=...`")
+    description = trained.architecture or model_description(trained.name)
+    return Source(origin, folder, (), trained.name, description, trained, trained.preprocess)
+
+
+def _in_folder(folder: Path, origin: str, name: str) -> Source:
+    path = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
+    if path is None:
+        if is_run(folder):
+            return _in_run(folder, origin)
+        raise UserError(f"{origin}: the folder holds no weights ({', '.join(WEIGHTS)}); give one that does, or a file")
+    large = [file.name for file in folder.glob("*.json") if file.stat().st_size > LONGEST_JSON]
+    if large:
+        raise UserError(f"{origin}: its {large[0]} is too large to describe a model; give {path}")
+    shards = _checked(_shards_of(path, origin), origin)
+    try:
+        source = _described(folder, Source(origin, path, shards, name))
+        if source.description:
+            _compared(source.description)
+            if _parameters(source.description) > sum(file.stat().st_size for file in shards):
+                raise ValueError("it describes a larger model than these weights")
+        return source
+    except UserError:
+        raise
+    except Exception as error:  # a value of another type fails wherever it is used
+        raise UserError(f"{origin}: its configuration cannot be used ({one_line(error)}); give {path}") from error
+
+
+def _shards_of(path: Path, origin: str) -> list[Path]:
+    """A file of weights, or those that an index lists, which lie beside it. Raises UserError."""
+    if not path.name.endswith(INDEX):
+        return [path]
+    try:
+        names = sorted({*json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()})
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{origin}: {path.name} is no index of weights ({one_line(error)})") from error
+    wrong = [name for name in names if not re.fullmatch(r"[\w-][\w.-]*\.(safetensors|bin)", str(name))]
+    missing = [name for name in names if not wrong and not (path.parent / name).is_file()]
+    if not names or wrong or missing:
+        what = f"{len(missing)} of {len(names)} files are missing, as {missing[0]}" if missing else f"lists {wrong}"
+        raise UserError(f"{origin}: {path.name}: {what[:200]}; download the folder again")
+    return [path.parent / name for name in names]
+
+
+def _checked(paths: Sequence[Path], origin: str) -> tuple[Path, ...]:
+    """Files of weights. Raises UserError for other files, and for those that would run code or fill the memory."""
+    for path in paths:
+        with path.open("rb") as file:
+            start = file.read(16)
+        if start.startswith(b"version https://"):
+            raise UserError(f"{origin}: {path.name} is a pointer of Git LFS, not the weights; run `git lfs pull` there")
+        if path.suffix != ".safetensors" and zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                members = archive.infolist()
+            if any(re.search(r"/(constants\.pkl|code/.*)$", member.filename) for member in members):
+                raise UserError(
+                    f"{origin}: {path.name} is a TorchScript archive, a program, which is not run; take OpenAI's "
+                    "weights as model=vit-b32-quickgelu model.weights=openai, or its state dict (m.state_dict())"
+                )
+            if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+                raise UserError(f"{origin} is compressed, and may fill any memory; load and save it")
+    return tuple(paths)
+
+
+def _described(folder: Path, source: Source) -> Source:
+    """The weights with what the configuration of open_clip, transformers or timm beside them says."""
+    if (folder / OPEN_CLIP).is_file():
+        content = files.read_json(folder / OPEN_CLIP)
+        check_names(content["model_cfg"])
+        text = content["model_cfg"]["text_cfg"]
+        # Its tokenizer is the folder that it came with, if the files are there, as in open_clip.
+        if "hf_tokenizer_name" in text and not text.get("hf_model_name") and hugging_face.has_tokenizer(folder):
+            text["hf_tokenizer_name"] = str(folder.resolve())
+        pixels = checked_pixels(content.get("preprocess_cfg") or {})
+        return replace(source, description=content["model_cfg"], pixels=pixels)
+    if not (folder / CONFIG).is_file():
+        return source
+    content = files.read_json(folder / CONFIG)
+    if "architecture" in content:  # a tower of timm
+        prepared = content.get("pretrained_cfg") or content
+        pixels = checked_pixels({key: prepared[key] for key in ("mean", "std") if key in prepared})
+        return replace(source, pixels=pixels)
+    kind, _, tower = str(content.get("model_type")).partition("_")
+    if kind not in hugging_face.TABLES:
+        return source
+    pixels = checked_pixels(hugging_face.pixels(folder, kind))
+    if tower:
+        return replace(source, pixels=pixels)
+    description = hugging_face.description(content)
+    check_names(description)
+    if not hugging_face.has_clips_tokenizer(folder, description["text_cfg"]["vocab_size"]):
+        description["text_cfg"]["hf_tokenizer_name"] = str(folder.resolve())
+    quick_gelu = description.get("quick_gelu", False)
+    return replace(source, description=description, pixels=pixels, quick_gelu=quick_gelu)
+
+
+def check_names(description: Record) -> None:
+    """Raise ValueError for an open_clip description with a text that could be a path or an address."""
+    for key, value in description.items():
+        if isinstance(value, dict):
+            check_names(value)
+        elif isinstance(value, str) and value and not NAME.fullmatch(value):
+            raise ValueError(f"{key}={value[:80]!r} is no name")
+
+
+def _parameters(description: Record) -> float:
+    """About the parameters of the transformers that open_clip itself builds, and never more."""
+    count = 0.0
+    for part in ("vision_cfg", "text_cfg"):
+        words = COMPARED[part] | description[part]
+        if sizes := words.get("timm_args"):
+            words |= {"width": sizes["embed_dim"], "layers": sizes["depth"]} | sizes
+        elif words.get("timm_model_name") or words.get("hf_model_name"):
+            continue
+        layers = words["layers"] if isinstance(words["layers"], int) else sum(words["layers"])
+        side = words.get("image_size", 0)
+        patches = (side if isinstance(side, int) else max(side)) // words.get("patch_size", 1)
+        tokens = words.get("vocab_size", 0) + words.get("context_length", 0) + patches**2
+        count += layers * words["width"] ** 2 * (4 + 2 * words["mlp_ratio"]) + tokens * words["width"]
+    return count
+
+
+def _snapshot(name: str, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, allow_patterns=patterns))
+
+
+def _from_hub(name: str) -> Path:
+    safe = ["*.json", "*.txt", "*.model", "open_clip_model.safetensors", "model*.safetensors"]
+    folder = _snapshot(name, safe)
+    if not any((folder / file).is_file() for file in WEIGHTS):
+        folder = _snapshot(name, [*safe, "*.bin"])
+    return folder
+
+
+def _of_tag(tag: str, name: str, origin: str) -> Source:
+    import open_clip
+
+    tags = open_clip.list_pretrained_tags_by_model(name)
+    if tag not in tags:
+        known = f"; the tags of {name} are {', '.join(tags)}" if tags else ""
+        raise UserError(
+            f"{origin} is no file, no folder, no run and no tag of model.name={name}{nearest(tag, tags)}{known}"
+        )
+    pretrained = open_clip.get_pretrained_cfg(name, tag)
+    path = Path(open_clip.download_pretrained(pretrained))
+    pixels = checked_pixels(pretrained)
+    return Source(origin, path, (path,), name, pixels=pixels, quick_gelu=pretrained.get("quick_gelu", False))
+
+
+# -- how their pictures are prepared -----------------------------------------------------------------------------------
+
+
+def checked_pixels(values: Record) -> Record:
+    """Of these values those of `model.preprocess`, with their types. Raises UserError."""
+    names = settings_of(Preprocess)
+    known = {key: value for key, value in values.items() if key in names}
+    checked = asdict(typed(Preprocess, known))
+    return {key: checked[key] for key in known}

@@ -1,0 +1,245 @@
+"""Folders of transformers: here its models have the features that they have there, and go back as they came."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+from clipscale.common.errors import UserError
+from clipscale.config.sections import ModelConfig, TowerConfig
+from clipscale.models.sources import here
+from clipscale.models.towers import ClipModel, build_model
+from clipscale.models.weights import described
+from clipscale.tools.export.hugging_face import write_tokenizer
+from clipscale.tools.export.settings import ExportSettings
+from clipscale.tools.export.verb import main
+from tests.support.checkpoints import save_model
+from tests.tools.export.test_open_clip import ARCHITECTURE, saved
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (clipscale[hf])")
+TEXTS = ["a red ring", "two cats on a chair, and a dog"]
+SIDE, TOKENS = 32, 12
+TEXT = ARCHITECTURE["text_cfg"]
+
+
+def reference(kind: str, act: str, eos: int = 49407, **vision: Any) -> Any:
+    """A small model of transformers with random weights."""
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 32, "intermediate_size": 90, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = sizes | {"max_position_embeddings": TOKENS, "vocab_size": 49408, "hidden_act": act, "eos_token_id": eos}
+    towers = {
+        "text_config": text,
+        "vision_config": sizes | {"image_size": SIDE, "patch_size": 8, "hidden_act": act} | vision,
+    }
+    if kind == "clip":
+        model = transformers.CLIPModel(transformers.CLIPConfig(projection_dim=24, **towers))
+    else:
+        model = transformers.SiglipModel(transformers.SiglipConfig(**towers))
+    for parameter in model.parameters():
+        if parameter.ndim < 2:  # biases and gains begin as zeros and ones
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return model.eval()
+
+
+def tokens(end: int = 49407) -> Tensor:
+    rows = torch.randint(300, 40000, (3, TOKENS), generator=torch.Generator().manual_seed(0))
+    rows[torch.arange(3), torch.tensor([4, 7, 11])] = end
+    return rows
+
+
+def assert_same(ours: ClipModel, theirs: Any, texts: Tensor) -> None:
+    def unit(output: Any) -> Tensor:
+        return F.normalize(getattr(output, "pooler_output", output), dim=-1)
+
+    pixels = torch.randint(0, 256, (2, 3, SIDE, SIDE), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    normalised = (pixels - ours.image.mean) / ours.image.std
+    ours.eval()
+    with torch.no_grad():
+        for features, expected in (
+            (ours.image(pixels), unit(theirs.get_image_features(pixel_values=normalised))),
+            (ours.text(texts), unit(theirs.get_text_features(input_ids=texts))),
+        ):
+            error = (features - expected).abs().max()
+            assert error < 1e-6, f"{error}"
+    assert torch.equal(ours.logit_scale.reshape(()), theirs.logit_scale.reshape(()))
+
+
+def model_of(folder: Path) -> tuple[ClipModel, ModelConfig]:
+    config = described(ModelConfig(name="", weights=str(folder)))
+    return build_model(config), config
+
+
+KINDS = [
+    ("clip", "quick_gelu", 2),
+    ("clip", "gelu", 49407),
+    ("clip", "gelu_pytorch_tanh", 49000),
+    ("siglip", "gelu_pytorch_tanh", 49407),
+    ("siglip", "gelu", 49407),
+]
+
+
+@pytest.mark.parametrize("form", ["whole", "sharded", "bin", "sharded bin"])
+@pytest.mark.parametrize(("kind", "act", "eos"), KINDS)
+def test_a_folder_has_the_features_of_transformers_and_is_exported_as_it_came(
+    tmp_path: Path, kind: str, act: str, eos: int, form: str
+) -> None:
+    theirs = reference(kind, act, eos)
+    folder = tmp_path / "theirs"
+    theirs.save_pretrained(folder, max_shard_size="100KB" if form == "sharded" else "1GB")
+    if form.endswith("bin"):
+        state = theirs.state_dict()
+        parts = [dict(list(state.items())[i::2]) for i in (0, 1)] if form == "sharded bin" else [state]
+        (folder / "model.safetensors").unlink()
+        names = [f"part{i}.bin" for i in range(len(parts))] if parts[1:] else ["pytorch_model.bin"]
+        for name, part in zip(names, parts):
+            torch.save(part, folder / name)
+        if parts[1:]:
+            index = {"weight_map": {key: name for name, part in zip(names, parts) for key in part}}
+            (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    ours, config = model_of(folder)
+    end = eos if eos != 2 else 49407
+    assert_same(ours, theirs, tokens(end))
+    assert config.pixels.resize_mode == ("shortest" if kind == "clip" else "squash")
+    save_model(tmp_path / "run", ours, config)
+    again = transformers.AutoModel.from_pretrained(main(ExportSettings(run=str(tmp_path / "run"), format="hf"))).eval()
+    for name, value in again.state_dict().items():
+        assert torch.equal(value, theirs.state_dict()[name]), name
+    assert_same(ours, again, tokens(end))
+
+
+def test_a_published_size_is_built_by_its_numbers(tmp_path: Path) -> None:
+    """4304 / 1152 has no exact quotient; its MLP has 4304 units all the same."""
+    theirs = reference("siglip", "gelu", hidden_size=32, intermediate_size=119)
+    theirs.save_pretrained(tmp_path)
+    assert_same(model_of(tmp_path)[0], theirs, tokens())
+
+
+def test_one_tower_of_a_folder_and_a_tower_alone(tmp_path: Path) -> None:
+    theirs = reference("clip", "gelu")
+    theirs.save_pretrained(tmp_path / "whole")
+    theirs.vision_model.save_pretrained(tmp_path / "tower")
+    _, config = model_of(tmp_path / "whole")
+    expected = build_model(config).image.encoder.state_dict()
+    for folder in ("whole", "tower"):
+        start = ModelConfig("own", config.architecture, image=TowerConfig(str(tmp_path / folder)))
+        state = build_model(start).image.encoder.state_dict()
+        assert all(torch.equal(state[name], expected[name]) for name in expected if name != "proj"), folder
+
+
+def test_pictures_and_texts_are_prepared_as_the_folder_says(tmp_path: Path) -> None:
+    theirs = reference("clip", "gelu")
+    theirs.save_pretrained(tmp_path)
+    pixels = {"image_mean": [0.5] * 3, "image_std": [0.25] * 3, "resample": 2, "size": {"height": 32, "width": 32}}
+    for content in (pixels | {"do_center_crop": False}, {"image_processor": pixels | {"do_center_crop": False}}):
+        name = "processor_config.json" if "image_processor" in content else "preprocessor_config.json"
+        (tmp_path / name).write_text(json.dumps(content))
+        _, config = model_of(tmp_path)
+        assert config.pixels.mean == (0.5, 0.5, 0.5) and config.pixels.std == (0.25, 0.25, 0.25)
+        assert (config.pixels.resize_mode, config.pixels.interpolation) == ("squash", "bilinear")
+        (tmp_path / name).unlink()
+    write_tokenizer(tmp_path, TOKENS)
+    assert "hf_tokenizer_name" not in model_of(tmp_path)[1].architecture["text_cfg"], "CLIP's own needs no file"
+    words = json.loads((tmp_path / "vocab.json").read_text())
+    words["red</w>"], words["ring</w>"] = words["ring</w>"], words["red</w>"]
+    (tmp_path / "vocab.json").write_text(json.dumps(words))
+    ours, _ = model_of(tmp_path)
+    expected = transformers.CLIPTokenizer.from_pretrained(tmp_path)(TEXTS, padding="max_length", max_length=TOKENS)
+    assert ours.tokenizer(TEXTS).tolist() == expected["input_ids"], "one of the folder's own"
+    assert ours.tokenizer(TEXTS).tolist() != open_clip.SimpleTokenizer(context_length=TOKENS)(TEXTS).tolist()
+
+
+def test_an_export_prepares_pictures_and_texts_as_the_run(tmp_path: Path) -> None:
+    model = saved(tmp_path / "run", ModelConfig("own", ARCHITECTURE, preprocess={"mean": [0.5, 0.4, 0.3]}))
+    out = main(ExportSettings(run=str(tmp_path / "run"), format="hf", out=str(tmp_path / "hf"), dtype="bfloat16"))
+    assert transformers.AutoModel.from_pretrained(out).dtype == torch.bfloat16
+    processor = transformers.CLIPProcessor.from_pretrained(out, use_fast=False)
+    picture = Image.effect_noise((50, 40), 60).convert("RGB")
+    picture.save(tmp_path / "a.png")
+    ours = torch.from_numpy(model.eval_transform()((tmp_path / "a.png").read_bytes()))
+    inputs = processor(text=TEXTS, images=picture, return_tensors="pt", padding=True)
+    expected = (ours - model.image.mean) / model.image.std
+    assert torch.allclose(inputs["pixel_values"][0], expected, atol=1.1 / 255 / 0.26)
+    for row, expected_row in zip(inputs["input_ids"].tolist(), model.tokenizer(TEXTS).tolist()):
+        end = row.index(49407) + 1
+        assert row[:end] == expected_row[:end]
+    assert model_of(out)[1].pixels == model.pixels
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"init_bias": -10.0}, "CLIP has no logit bias"),
+        (
+            {"architecture": ARCHITECTURE | {"vision_cfg": {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8}}},
+            "Resnet",
+        ),
+        (
+            {"architecture": ARCHITECTURE | {"text_cfg": ARCHITECTURE["text_cfg"] | {"no_causal_mask": True}}},
+            "text tower",
+        ),
+        ({"preprocess": {"resize_mode": "longest"}}, "resize_mode=longest"),
+    ],
+)
+def test_a_model_that_transformers_does_not_have_is_refused(tmp_path: Path, changes: Any, message: str) -> None:
+    saved(tmp_path / "run", ModelConfig(**{"name": "own", "architecture": ARCHITECTURE} | changes))
+    with pytest.raises(UserError, match=rf"format=hf.*(?i:{message}).*format=open_clip"):
+        main(ExportSettings(run=str(tmp_path / "run"), format="hf"))
+
+
+def test_exports_are_as_readable_as_other_files_and_replace_none_of_others(tmp_path: Path) -> None:
+    saved(tmp_path / "run", ModelConfig("own", ARCHITECTURE))
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "model.safetensors").write_text("precious")
+    mask = os.umask(0o027)
+    try:
+        for form in ("hf", "open_clip"):
+            settings = ExportSettings(run=str(tmp_path / "run"), format=form)
+            modes = {path.name: path.stat().st_mode & 0o777 for path in main(settings).iterdir()}
+            assert set(modes.values()) == {0o640}, modes
+            main(settings)  # over its own
+            with pytest.raises(UserError, match="files of other origin"):
+                main(ExportSettings(run=str(tmp_path / "run"), format=form, out=str(theirs)))
+    finally:
+        os.umask(mask)
+    assert (theirs / "model.safetensors").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("part", "values", "message"),
+    [
+        ("text_config", {"hidden_act": "relu"}, "its activations are"),
+        ("vision_config", {"num_hidden_layers": 10**9}, "describes a larger model than these weights"),
+        ("vision_config", {"image_size": 10**6}, "describes a larger model than these weights"),
+        ("vision_config", {"patch_size": -1}, "patch_size=-1 is no size"),
+        ("vision_config", {"num_channels": 1}, "no colours"),
+        ("text_config", {"num_hidden_layers": 3}, r"does not fit this architecture.*missing"),
+        ("text_config", {"hidden_size": 36}, r"does not fit this architecture"),
+    ],
+)
+def test_a_configuration_that_is_not_of_these_weights_is_refused(
+    tmp_path: Path, part: str, values: Any, message: str
+) -> None:
+    reference("clip", "gelu").save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    content[part] |= values
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=message):
+        model_of(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../out.safetensors", "/etc/passwd", "none.safetensors", "x.py", 5])
+def test_an_index_names_files_of_its_folder(tmp_path: Path, name: Any) -> None:
+    (tmp_path / "out.safetensors").write_text("outside")
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(UserError, match=r"missing, as none|lists|no index"):
+        here(str(folder))

@@ -1,0 +1,123 @@
+"""Weights say which model they are: instead of a default, and against another that was chosen."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from clipscale.cli.compose import settings
+from clipscale.common.errors import UserError
+from clipscale.config.libraries import model_description
+from clipscale.config.sections import ModelConfig
+from clipscale.models.sources import fetched_description
+from clipscale.models.towers import build_model
+from tests.models.test_weights import SMALL, config, open_clip_folder, random_model
+from tests.support.checkpoints import save_model
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where there are a run `start` and the folder `theirs`."""
+    monkeypatch.chdir(tmp_path)
+    started = config(image_size=48, architecture=SMALL | {"quick_gelu": True})
+    save_model(tmp_path / "runs/start", build_model(started), started)
+    open_clip_folder(tmp_path / "theirs", random_model(1))
+    save_file({"x": torch.zeros(1)}, tmp_path / "bare.safetensors")
+    return tmp_path
+
+
+@pytest.mark.parametrize("verb", ["train", "plan"])
+@pytest.mark.parametrize("weights", ["start", "run:start", "runs/start", "runs/start/checkpoints/step_00000007"])
+def test_a_run_brings_its_model_whatever_the_preset_says(place: Path, verb: str, weights: str) -> None:
+    composed = settings(verb, ["experiment=finetune", f"model.weights={weights}", "data=demo"])
+    assert (composed.model.name, composed.model.image_size) == ("small", 48)
+    assert composed.model.architecture["embed_dim"] == SMALL["embed_dim"]
+    assert composed.model.image.layer_decay == 0.75, "the rest of the preset stays"
+
+
+def test_a_folder_brings_its_model_and_weights_without_a_description_keep_the_default(place: Path) -> None:
+    for verb in ("train", "eval", "embed", "explore"):
+        composed = settings(verb, ["model.weights=theirs"])
+        assert (composed.model.name, composed.model.architecture) == ("theirs", SMALL)
+    for weights in ("bare.safetensors", "laion2b_s34b_b79k"):
+        assert settings("train", ["model=vit-b16", f"model.weights={weights}"]).model.name == "ViT-B-16"
+        assert settings("train", [f"model.weights={weights}"]).model.name == "ViT-B-32"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["model=vit-b32", "model.weights=start"],
+            "model.name=ViT-B-32: .*'start' is small, whose .* leave",
+        ),
+        (["model.name=ViT-B-16", "model.weights=theirs"], "model.name=ViT-B-16: .*'theirs' is theirs, whose embed_dim"),
+        (["model=vit-b32", "model.image.weights=theirs", "model.weights=theirs"], "model.name=ViT-B-32"),
+    ],
+)
+def test_another_model_that_was_chosen_is_refused(place: Path, words: list[str], message: str) -> None:
+    for verb in ("train", "eval"):
+        with pytest.raises(UserError, match=message):
+            settings(verb, words)
+
+
+@pytest.mark.parametrize(
+    ("change", "fits"),
+    [
+        ({}, True),
+        ({"vision_cfg": {"image_size": 384}}, True),
+        ({"text_cfg": {"context_length": 32}}, True),
+        ({"vision_cfg": {"mlp_ratio": 4.0}}, True),
+        ({"quick_gelu": True}, False),
+        ({"vision_cfg": {"layers": 13}}, False),
+        ({"text_cfg": {"heads": 16}}, False),
+    ],
+)
+def test_the_same_model_may_be_chosen_of_another_resolution(place: Path, change: dict[str, Any], fits: bool) -> None:
+    described = model_description("ViT-B-32")
+    for key, value in change.items():
+        described[key] = described[key] | value if isinstance(value, dict) else value
+    model = ModelConfig("ViT-B-32", described)
+    save_model(place / "runs/b32", build_model(config()), model)
+    words = ["model=vit-b32", "model.weights=b32"]
+    if fits:
+        assert settings("train", words).model.architecture == {}
+    else:
+        with pytest.raises(UserError, match=f"whose .*{'quick' if 'quick_gelu' in change else 'cfg'}"):
+            settings("train", words)
+
+
+def test_a_repository_is_described_before_its_weights_are_fetched(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def snapshot(name: str, allow_patterns: list[str]) -> str:
+        asked.append(allow_patterns)
+        return str(place / "theirs")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    composed = settings("plan", ["experiment=finetune", "model.weights=hf-hub:org/their-clip"])
+    assert not asked, "settings use no network"
+    model = fetched_description(composed.model)
+    assert (model.name, model.architecture, asked) == ("their-clip", SMALL, [["*.json"]])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("model.weights=theirs/none", "there is no theirs/none"),
+        ("model.weights=run:none", "there is no run runs/none"),
+        ("model.weights=laion2b_s34b_b79", "'laion2b_s34b_b79k' or"),
+        ("model.image.weights=empty", "holds no weights"),
+        ("model=vit-b32 model.weights=start", "is small"),
+    ],
+)
+def test_what_is_wrong_with_weights_is_said_before_torch_is_loaded(place: Path, words: str, message: str) -> None:
+    (place / "empty").mkdir()
+    code = "import sys; from clipscale.cli.main import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    command = [sys.executable, "-c", code, "train", "data.train=x.tar", *words.split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
