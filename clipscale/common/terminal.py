@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta
 from typing import TypeVar
 
@@ -74,12 +74,8 @@ def _show(text: str) -> None:
 class Progress:
     """How far long work is: a bar on a terminal, elsewhere a line every LINE_S seconds."""
 
-    def __init__(self, message: Callable[[str], None]) -> None:
-        """`message` prints a line."""
-        self.message = message
-        self._began = 0.0
-        self._shown = 0.0
-        self._bar = False
+    _began = _shown = 0.0
+    _bar = False
 
     def __call__(self, what: str, done: int, total: int) -> None:
         """`done` of `total` parts of the work called `what`, which begins with 0 parts. `total` may be an estimate."""
@@ -95,8 +91,8 @@ class Progress:
         left = timedelta(seconds=round((now - self._began) * (total / done - 1)))
         text = f"{what}: {done} of {total}, {done / total:.0%}, {left} left"
         if not on_terminal():
-            if now - self._shown >= LINE_S:
-                self.message(text)
+            if now - self._shown >= LINE_S and main_rank():
+                tell(text, error=True)
                 self._shown = now
         elif now - self._began >= BAR_AFTER_S and now - self._shown >= BAR_EVERY_S:
             full = BAR_WIDTH * done // total
@@ -108,7 +104,7 @@ class Progress:
 def tracked(parts: Iterable[T], what: str, total: int) -> Iterator[T]:
     """The parts of long work one by one, with its progress. `what`: as in `writing shards`."""
     doing(what)
-    progress = Progress(lambda line: tell(line, error=True) if main_rank() else None)
+    progress = Progress()
     progress(what, 0, total)
     for done, part in enumerate(parts, 1):
         yield part

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from clipscale import checkpoint
 from clipscale.common.record import Record, Results
-from clipscale.common.terminal import Progress, doing, say, tell
+from clipscale.common.terminal import Progress, doing, say
 from clipscale.config.eval import EvalRunConfig, check_eval, completed
 from clipscale.config.sections import SinkConfig
 from clipscale.distributed.world import join, leave
@@ -38,7 +38,7 @@ def work(config: EvalRunConfig) -> Results:
         paths = [config.checkpoint]
         if every:  # oldest first; where there is none, `latest` says so
             paths = world.on_main(lambda: [str(path) for path in checkpoint.checkpoints_of(folder)]) or ["latest"]
-        with closing(Sinks(folder, config.log if world.main else SinkConfig(), {}, say)) as sinks:
+        with closing(Sinks(folder, config.log if world.main else SinkConfig(), {})) as sinks:
             for path in paths:
                 doing("loading the model")
                 model, settings, step = world.on_all(
@@ -55,7 +55,7 @@ def work(config: EvalRunConfig) -> Results:
                     world,
                     precision.autocast,
                     file=ResultsFile(folder, step, facts),
-                    progress=Progress(tell) if world.main else lambda *_: None,
+                    progress=Progress(),
                 )
                 if world.main:
                     title = folder.name if step is None else f"{folder.name}, step {step}"

@@ -49,7 +49,7 @@ class MetricLog:
         self.config = config
         self.total = total
         self.settings = yaml.safe_load(resolved_config)
-        self.progress = Progress(tell) if config.progress else lambda *_: None
+        self.progress = Progress() if config.progress else lambda *_: None
         self._unprinted = ""
         self._printed_at = -math.inf
         self._recent: deque[Record] = deque(maxlen=WINDOW)
@@ -64,7 +64,7 @@ class MetricLog:
         if trains:
             files.write_json(run_dir / "env.json", environment(world) | {"resume_step": resume_step})
             files.write_text(run_dir / "config.yaml", resolved_config)
-        self._sinks = Sinks(run_dir, config, self.settings, tell, resume_step)
+        self._sinks = Sinks(run_dir, config, self.settings, resume_step)
 
     def step(self, record: Record) -> None:
         """Log one optimizer step: `record["step"]` (counted from 1) and the measured values, which are no tensors.

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from clipscale.common.record import Record, Results
+from clipscale.common.terminal import tell
 from clipscale.config.sections import SinkConfig
 
 Sink = tuple[Callable[[int, Record], None], Callable[[], None]]
@@ -21,11 +22,9 @@ class Sinks:
         run_dir: Path,
         config: SinkConfig,
         settings: Record,
-        message: Callable[[str], None],
         resume_step: int = 0,
     ) -> None:
-        """`settings`: those of the run, for wandb. `message` prints a line."""
-        self.message = message
+        """`settings`: those of the run, for wandb."""
         self._sinks: dict[str, Sink] = {}
         if config.tensorboard:
             self._call("tensorboard", lambda: self._sinks.update(tensorboard=tensorboard(run_dir, resume_step)))
@@ -53,7 +52,7 @@ class Sinks:
             call()
         except Exception as error:
             self._sinks.pop(name, None)
-            self.message(f"warning: {name} failed and is off from here on ({type(error).__name__}: {error})")
+            tell(f"warning: {name} failed and is off from here on ({type(error).__name__}: {error})")
 
 
 def tensorboard(run_dir: Path, resume_step: int) -> Sink:

@@ -238,4 +238,4 @@ def test_long_work_shows_how_far_it_is(
                 log.progress(what, done, 10)
                 clock[0] += seconds
     lines = [f"step 2: {done} of 10, {10 * done}%, {timedelta(seconds=250 - 25 * done)} left" for done in (3, 6, 9)]
-    assert [line.split(" ", 1)[1] for line in capsys.readouterr().out.splitlines()] == (lines if shown else [])
+    assert [line.split(" ", 1)[1] for line in capsys.readouterr().err.splitlines()] == (lines if shown else [])
