@@ -38,7 +38,7 @@ from clipscale.log.metrics import MetricLog
 from clipscale.log.records import read_metrics
 from clipscale.log.samples import SHEET, write_samples
 from clipscale.log.step_record import StepRecords
-from clipscale.log.table import print_results
+from clipscale.log.table import print_results, with_start
 from clipscale.log.warnings import fallen
 from clipscale.models.flops import Flops
 from clipscale.state.start import begin, resolve
@@ -186,7 +186,7 @@ class Run:
                 self.records.close()
         if self.world.main:
             folder = self.resolved.folder
-            print_results(results, f"{folder.name}, step {self.step}, {config.precision}", self.at_start())
+            print_results(with_start(results, self.at_start()), f"{folder.name}, step {self.step}, {config.precision}")
             if line := compared(config.expected, results):
                 tell(line)
             tell(f"done: {folder} (step {self.step}, loss {self.loss:.4f}); clipscale report {config.run} shows it")

@@ -117,6 +117,8 @@ class Encoder:
                 return transform(eval_set.images[index].read()), ""
             except BrokenSampleError as error:
                 return blank, error.reason
+            except (OSError, ValueError):
+                return blank, "unreadable_file"
 
         reasons: Counter[str] = Counter()
         batches = spans(len(eval_set), self.batch, self.world)

@@ -68,11 +68,21 @@ def plain_console() -> Console:
     return console
 
 
-def result_tables(results: Results, title: str = "", start: Results | None = None) -> list[TextTable]:
-    """One table for each group of evaluation sets that share their metrics; fractions in per cent.
+def with_start(results: Results, start: Results) -> Results:
+    """Three lines for each set that a run has measured before its first step, too: start, end and difference."""
+    lines: Results = {}
+    for name, end in results.items():
+        first = start.get(name, {})
+        if first.keys() == end.keys():
+            lines |= {f"{name}, start": first, f"{name}, end": end}
+            lines[f"{name}, difference"] = {metric: end[metric] - first[metric] for metric in end}
+        else:
+            lines[name] = end
+    return lines
 
-    `start`: the results that a run began with. A set that is in both has three lines: start, end and difference.
-    """
+
+def result_tables(results: Results, title: str = "") -> list[TextTable]:
+    """One table for each group of evaluation sets that share their metrics; fractions in per cent."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, result in results.items():
         metrics = tuple(metric for metric in {**TITLES, **result} if metric in result)
@@ -81,22 +91,15 @@ def result_tables(results: Results, title: str = "", start: Results | None = Non
     for metrics, names in groups.items():
         # Usually none is left out, and the column with it.
         columns = [m for m in metrics if m != "broken" or any(results[name][m] for name in names)]
-        rows = []
-        for name in names:
-            end, first = results[name], (start or {}).get(name)
-            lines = {name: end}
-            if first and first.keys() == end.keys():
-                change = {metric: end[metric] - first[metric] for metric in columns}
-                lines = {f"{name}, start": first, f"{name}, end": end, "difference": change}
-            rows += [[line, *(_cell(column, values[column]) for column in columns)] for line, values in lines.items()]
+        rows = [[name, *(_cell(column, results[name][column]) for column in columns)] for name in names]
         heads = ["set", *(TITLES.get(column, column) for column in columns)]
         tables.append(TextTable(heads, rows, "" if tables else title))
     return tables
 
 
-def print_results(results: Results, title: str = "", start: Results | None = None) -> None:
-    """Print evaluation results as tables, as `result_tables` makes them."""
-    for table in result_tables(results, title, start):
+def print_results(results: Results, title: str = "") -> None:
+    """Print evaluation results as tables."""
+    for table in result_tables(results, title):
         plain_console().print(table)
 
 

@@ -42,15 +42,13 @@ class ImageRef(NamedTuple):
     """Why the image, or its answer, is known to be unusable."""
 
     def read(self) -> bytes:
-        """The image's bytes. Raises BrokenSampleError: its `fault`, `unreadable_file`, `too_large`."""
+        """The image's bytes. Raises BrokenSampleError: its `fault`, `too_large`; OSError; and ValueError for a name
+        that no file can have."""
         if self.fault:
             raise BrokenSampleError(self.fault)
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self.offset)
-                data = file.read(min(self.size, MAX_IMAGE_BYTES + 1))
-        except (OSError, ValueError) as error:  # a ValueError: of a name that no file can have
-            raise BrokenSampleError("unreadable_file", str(error)) from error
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            data = file.read(min(self.size, MAX_IMAGE_BYTES + 1))
         if len(data) > MAX_IMAGE_BYTES:
             raise BrokenSampleError("too_large")
         return data

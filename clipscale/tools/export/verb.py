@@ -13,7 +13,7 @@ from clipscale.config.eval import existing_run
 from clipscale.config.sections import WEIGHTS, ModelConfig
 from clipscale.config.setting import flat
 from clipscale.log.records import read_evaluations
-from clipscale.log.table import result_tables
+from clipscale.log.table import result_tables, with_start
 from clipscale.models.towers import ClipModel, load_model
 from clipscale.tools.export import hugging_face, open_clip
 from clipscale.tools.export.average import average
@@ -64,7 +64,8 @@ def card(run: Path, model: ClipModel, config: ModelConfig, note: dict[str, str],
     settings = dict(flat(files.read_yaml(path))) if path.is_file() else {}
     records = read_evaluations(run) if note["weights"] in WEIGHTS else []  # those of an average are not known
     of_step = {str(record["step"]): record["results"] for record in records}
-    scores = [result_tables(results, "", of_step.get("0")) for step, results in of_step.items() if step == note["step"]]
+    results = with_start(of_step.get(note["step"], {}), of_step.get("0", {}))
+    scores = [result_tables(results)] if results else []
     text = Path(__file__).with_name("card.md").read_text(encoding="utf-8")
     template = Template(text, trim_blocks=True, keep_trailing_newline=True)
     return template.render(

@@ -15,7 +15,7 @@ from clipscale.common.record import Results
 from clipscale.common.terminal import say
 from clipscale.common.units import format_bytes, one_of
 from clipscale.log.records import Record
-from clipscale.log.table import FIGURES, loss_title, result_tables
+from clipscale.log.table import FIGURES, loss_title, result_tables, with_start
 from clipscale.tools.report.runs import Run, read_runs
 from clipscale.tools.report.settings import ReportSettings
 
@@ -69,7 +69,7 @@ def page(runs: Sequence[Run], expected: str = "") -> str:
         runs=runs,
         data=curves(runs, expected),
         typical=typical,
-        results=result_tables(newest or start, "", newest and start),
+        results=result_tables(with_start(newest, start) or start),
         plotly=Markup(get_plotlyjs()),
         samples=Markup(runs[0].samples if len(runs) == 1 else ""),
         settings={key: [run.settings.get(key, "") for run in runs] for key in keys},
