@@ -72,14 +72,10 @@ def of_folder(folder: Path, root: str) -> Iterator[Pair]:
         text = texts.get(path.with_suffix(""))
         beside = named._replace(name=str(text)) if text else None
         yield Pair(str(path.relative_to(folder)), named._replace(name=str(path)), [], {}, beside)
-    others = set(listed).difference(pictures)
     described = {path.with_suffix("") for path in listed if path.suffix.lower() != ".txt"}
-    for path in sorted(others):
-        if path.is_dir():
-            reason = "linked_folder" if path.is_symlink() else ""
-        else:
-            reason = path.suffix.lower() or "no_suffix"
-        if reason and not (reason == ".txt" and path.with_suffix("") in described):
+    for path in sorted(set(listed).difference(pictures)):
+        reason = "linked_folder" if path.is_dir() else path.suffix.lower() or "no_suffix"
+        if reason != ".txt" or path.with_suffix("") not in described:
             yield Pair(str(path.relative_to(folder)), named, [], {}, broken=reason)
 
 
@@ -124,5 +120,7 @@ def listed_values(value: object) -> list[object]:
 
 
 def visible(folder: Path) -> list[Path]:
-    """What lies in a folder and those below it, sorted. Names that begin with a dot are left out."""
-    return sorted(path for path in folder.rglob("*") if "/." not in f"/{path.relative_to(folder)}")
+    """The files in a folder and those below it, and the links to folders, which are not followed. Names that begin with
+    a dot are left out."""
+    found = (path for path in folder.rglob("*") if "/." not in f"/{path.relative_to(folder)}")
+    return sorted(path for path in found if path.is_symlink() or not path.is_dir())

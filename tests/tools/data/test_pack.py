@@ -84,23 +84,15 @@ def as_texts_beside(folder: Path) -> Path:
     return folder
 
 
-def as_parquet_of_pictures(folder: Path) -> Path:
+def as_parquet(inside: bool, folder: Path) -> Path:
+    """With pictures inside, or with their paths."""
     import pyarrow as pa
     from pyarrow import parquet
 
-    values = [{"bytes": (folder / path).read_bytes(), "path": path} for path in paths(folder)]
-    table = pa.table({"image": values, "caption": [f"all, of {path}" for path in paths(folder)]})
-    parquet.write_table(table, folder / "table.parquet", row_group_size=4)
-    return folder / "table.parquet"
-
-
-def as_parquet_of_paths(folder: Path) -> Path:
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    table = pa.table({"image": paths(folder), "caption": [f"all, of {path}" for path in paths(folder)]})
-    parquet.write_table(table, folder / "table.parquet")
-    return folder
+    cells = [{"bytes": (folder / path).read_bytes(), "path": path} for path in paths(folder)]
+    table = {"image": cells if inside else paths(folder), "caption": [f"all, of {path}" for path in paths(folder)]}
+    parquet.write_table(pa.table(table), folder / "table.parquet", row_group_size=4)
+    return folder / "table.parquet" if inside else folder
 
 
 def as_coco(folder: Path) -> Path:
@@ -110,11 +102,12 @@ def as_coco(folder: Path) -> Path:
     return folder / "captions.json"
 
 
-KINDS = [as_csv, as_texts_beside, as_parquet_of_pictures, as_parquet_of_paths, as_coco]
-KINDS += [partial(as_text, form) for form in TEXTS]
+KINDS = {"csv": as_csv, "texts": as_texts_beside, "coco": as_coco}
+KINDS |= {"cells": partial(as_parquet, True), "paths": partial(as_parquet, False)}
+KINDS |= {form: partial(as_text, form) for form in TEXTS}
 
 
-@pytest.mark.parametrize("write", KINDS, ids=[*(kind.__name__ for kind in KINDS[:5]), *TEXTS])
+@pytest.mark.parametrize("write", KINDS.values(), ids=KINDS)
 def test_pictures_of_every_source_are_packed_byte_for_byte(pictures: Path, tmp_path: Path, write: Write) -> None:
     out = tmp_path / "out"
     assert main(["data", "pack", str(write(pictures)), f"out={out}"]) == 0
@@ -398,7 +391,7 @@ def test_mistakes_are_one_line(
 
 
 def test_the_trainer_does_not_need_pyarrow(pictures: Path, tmp_path: Path) -> None:
-    source = as_parquet_of_paths(pictures)
+    source = as_parquet(False, pictures)
     code = "import sys; sys.modules['pyarrow.parquet'] = None; from clipscale.cli.main import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "data", "pack", str(source), f"out={tmp_path / 'out'}"]
     result = subprocess.run(command, capture_output=True, text=True)
