@@ -69,7 +69,7 @@ class Selection:
 
     def check(self, sample: RawSample, captions: Sequence[str]) -> None:
         """Raise BrokenSampleError with the filter's reason for a sample that a filter drops."""
-        if self.skipped and name_of(sample) in self.skipped:
+        if self.skipped and utf8(name_of(sample)) in self.skipped:
             raise BrokenSampleError("skipped", "data.skip")
         fields: Record | None = None
         picture: Picture | None = None
@@ -97,8 +97,8 @@ def drawn(pool: Sequence[tuple[str, float]], count: int, rng: CounterRNG) -> lis
 
 
 def name_of(sample: RawSample) -> str:
-    """`SHARD/KEY`, as messages and `data.skip` name samples."""
-    return utf8(f"{leaf_of(sample.url)}/{sample.key}")
+    """`SHARD/KEY`; messages and `data.skip` name samples by its `utf8`."""
+    return f"{leaf_of(sample.url)}/{sample.key}"
 
 
 def selection(config: DataConfig, *, first: bool = False) -> Selection:
