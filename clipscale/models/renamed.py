@@ -58,10 +58,9 @@ def renamed(state: Weights, pairs: Iterable[tuple[str | Record, str | Record]]) 
         first, *others = shares(before)
         targets = shares(after)
         pattern = re.compile(re.escape(first).replace(r"\#", r"(\d+)").replace(r"\*", "(weight|bias)"))
-        for name in state:
-            found = pattern.fullmatch(name)
-            names = [filled(part, found.groups()) for part in (first, *others)] if found else []
-            if not names or not all(part in left for part in names):
+        for found in filter(None, map(pattern.fullmatch, state)):
+            names = [filled(part, found.groups()) for part in (first, *others)]
+            if not all(part in left for part in names):
                 continue
             parts = [left.pop(part) for part in names]
             whole = torch.cat(parts) if others else parts[0]

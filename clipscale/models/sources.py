@@ -9,7 +9,8 @@ is hostile: it names no path and no address, and is bounded by the size of the w
 import json
 import re
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -65,14 +66,10 @@ def find(value: str, name: str, setting: str = "model.weights") -> Source:
     source = here(value, setting)
     if source:
         return source
-    try:
+    with fetching(origin):
         if value.startswith(HUB):
             return _in_folder(_from_hub(value.removeprefix(HUB)), origin, value.rpartition("/")[2])
         return _of_tag(value, name.replace("/", "-"), origin)
-    except UserError:
-        raise
-    except Exception as error:  # open_clip and the hub client raise what their downloaders do
-        raise UserError(f"{origin} cannot be fetched ({first_line(error)}); download it elsewhere, give it") from error
 
 
 def here(value: str, setting: str = "model.weights") -> Source | None:
@@ -132,15 +129,23 @@ def as_described(config: ModelConfig, source: Source) -> ModelConfig:
 
 def fetched_description(config: ModelConfig) -> ModelConfig:
     """The settings with the architecture of a repository's weights, which are not fetched. Raises UserError."""
-    if config.name or not (config.weights or "").startswith(HUB):
+    value = config.weights or ""
+    if config.name or not value.startswith(HUB):
         return config
-    origin = f"model.weights={config.weights!r}"
+    origin = f"model.weights={value!r}"
+    with fetching(origin):
+        folder = _snapshot(value.removeprefix(HUB), ["*.json"])
+        return as_described(config, _described(folder, Source(origin, folder, (), value.rpartition("/")[2])))
+
+
+@contextmanager
+def fetching(origin: str) -> Iterator[None]:
+    """Report what the network refuses as a UserError."""
     try:
-        folder = _snapshot(config.weights.removeprefix(HUB), ["*.json"])
-        return as_described(config, _described(folder, Source(origin, folder, (), config.weights.rpartition("/")[2])))
+        yield
     except UserError:
         raise
-    except Exception as error:  # as in `find`
+    except Exception as error:  # open_clip and the hub client raise what their downloaders do
         raise UserError(f"{origin} cannot be fetched ({first_line(error)}); download it elsewhere, give it") from error
 
 
