@@ -16,8 +16,8 @@ MOST = 1000
 KINDS = 3
 """Kinds of samples, and members of a sample, that are named."""
 RULE = (
-    f"a sample is a picture (KEY.{', .'.join(IMAGE_TYPES)}) and its captions, one after the other in the tar; KEY ends "
-    "at the first dot of the name"
+    f"a sample is a picture (KEY.{', .'.join(IMAGE_TYPES)}) and what data.captions names (KEY.txt), one after "
+    "the other in the tar; KEY ends at the first dot of the name"
 )
 
 
@@ -33,4 +33,4 @@ def unusable(url: str, captions: Sequence[str], store: Store | None = None) -> s
                 return ""
             kinds[" and ".join(f".{name}" for name in sorted(names)[:KINDS])] += 1
     held = ", or ".join(kind for kind, _ in kinds.most_common(KINDS))
-    return held and f"samples of {leaf_of(url)} hold {held}; data.captions=[{','.join(captions)}], and {RULE}"
+    return held and f"samples of {leaf_of(url)} hold {held}, and data.captions is [{','.join(captions)}]; {RULE}"

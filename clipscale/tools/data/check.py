@@ -16,7 +16,7 @@ from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError, limits
 from clipscale.data.shards import index
 from clipscale.data.shards.addresses import leaf_of
-from clipscale.data.shards.contents import unusable
+from clipscale.data.shards.contents import RULE, unusable
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from clipscale.log.table import TextTable, plain_console
@@ -39,7 +39,8 @@ class Findings:
 
 
 def main(sources: Sequence[str], settings: CheckSettings) -> int:
-    """Print the table. Status 1 where something is broken, apart from what the filters leave out. Raises UserError."""
+    """Print the table. Status 1 where something is broken, apart from what the filters leave out, or nothing is there.
+    Raises UserError."""
     urls = expanded(sources, settings.data.allow_pipe)
     checked = index.map_shards(partial(check_shard, config=settings.data), cores(), urls)
     shards = list(tracked(checked, "checking shards", len(urls)))
@@ -49,9 +50,11 @@ def main(sources: Sequence[str], settings: CheckSettings) -> int:
     damaged = [("damaged shard", url, shard.damage) for url, shard in zip(urls, shards) if shard.damage]
     rows = [("samples", str(samples), format_bytes(sum(shard.bytes for shard in shards)))]
     rows.append(("usable", str(samples - broken.total()), ""))
+    if not samples:
+        rows.append(("no sample", "", RULE))
     rows += [(reason, str(count), examples[reason]) for reason, count in broken.most_common()]
     plain_console().print(TextTable(("", "", ""), rows + damaged, left=("",)))
-    failed = damaged or any(not reason.startswith("filter_") for reason in broken)
+    failed = not samples or damaged or any(not reason.startswith("filter_") for reason in broken)
     return 1 if failed else 0
 
 

@@ -18,7 +18,10 @@ def members(picture_name: str, caption_name: str) -> Members:
 
 PAIRS = members("{}.png", "{}.txt")
 UNUSABLE = {
-    "other extensions": (members("{}.img", "{}.cap"), [".cap and .img", "KEY.jpg, .jpeg, .png", "data.captions=[txt]"]),
+    "other extensions": (
+        members("{}.img", "{}.cap"),
+        [".cap and .img", "KEY.jpg, .jpeg, .png", "data.captions is [txt]"],
+    ),
     "apart": (PAIRS[::2] + PAIRS[1::2], ["hold .png, or .txt", "one after the other"]),
     "dots in keys": (members("www.a.com_{}.png", "www.a.com_{}.txt"), ["hold .a.com_000000.png", "first dot"]),
     "no extensions": (members("{}_png", "{}_txt"), ["hold no sample", "KEY.jpg", "first dot"]),
