@@ -82,11 +82,12 @@ def train(config: TrainConfig) -> Record:
 
 def show(results: Sequence[Record], folder: Path) -> None:
     """Print a row for each run, with its error if it failed, and the results of all."""
-    batches = {r["batch"] for r in results}
-    loss = loss_title(batches, {r["objective"] for r in results})
-    less = {batch: math.log(batch) if len(batches) > 1 else 0.0 for batch in batches}
-    losses = [f"{r['loss'] - less[r['batch']]:.4f}" if loss and "loss" in r else "" for r in results]
-    rows = [(r["name"], str(r.get("step", "")), value, r.get("error", "done")) for r, value in zip(results, losses)]
+    loss = loss_title({r["batch"] for r in results}, {r["objective"] for r in results})
+    rows = []
+    for r in results:
+        less = math.log(r["batch"]) if loss != "loss" else 0
+        shown = f"{r['loss'] - less:.4f}" if loss and "loss" in r else ""
+        rows.append((r["name"], str(r.get("step", "")), shown, r.get("error", "done")))
     title = f"{folder}: {len(results)} runs"
     plain_console().print(TextTable(("run", "steps", loss, "outcome"), rows, title, left=("outcome",)))
     print_results({f"{r['name']}, {name}": metrics for r in results for name, metrics in r.get("eval", {}).items()})

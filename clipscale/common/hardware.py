@@ -74,12 +74,10 @@ def gpu_here() -> str | None:
 
 
 def hardware(name: str) -> Hardware:
-    """The entry of that name, with its memory or without, or of the only one that begins so.
-
-    Raises UserError with the nearest names.
+    """The entry of that name, or of the only one that has another memory at its end. Raises UserError with the nearest
+    names.
     """
     alike = [known for known in HARDWARE if known.startswith(f"{name.lower()}-")]
-    alike = alike or [known for known in HARDWARE if known.startswith(name.lower())]
     if name.lower() not in HARDWARE and len(alike) != 1:
         raise UserError(f"hardware={name}: unknown{nearest(name.lower(), HARDWARE)}; there is {', '.join(HARDWARE)}")
     return HARDWARE.get(name.lower()) or HARDWARE[alike[0]]
@@ -91,6 +89,5 @@ def hardware_of(device_name: str) -> str | None:
     If the driver's name does not contain the memory, the first entry with that chip.
     """
     words = set(re.split(r"[\s-]+", device_name))
-    same = [name for name, entry in HARDWARE.items() if set(entry.words) <= words]
     same_chip = [name for name, entry in HARDWARE.items() if all(w in words or w.endswith("GB") for w in entry.words)]
-    return next(iter(same + same_chip), None)
+    return max(same_chip, key=lambda name: len(words.intersection(HARDWARE[name].words)), default=None)

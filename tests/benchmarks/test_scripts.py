@@ -140,14 +140,3 @@ def test_pictures_of_others_train_both_programs_on_as_many_samples(script: Any, 
     assert [row["method"] for row in rows] == [*real.METHODS]
     assert {row["samples"] for row in rows} == {rows[0]["samples"]} and 64 < rows[0]["samples"] < 120
     assert all(0 < row["loss"] < 10 and row["cpu_s"] > 0 for row in rows)
-
-
-@pytest.mark.slow
-def test_the_demos_scores_are_a_range_over_seeds(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    demo = script("demo")
-    name, jobs = demo.plan(settings(demo, "seeds=1,2", "samples=128"))
-    rows = [row | {"status": "ok"} for job in jobs for row in demo.measure(**job)]
-    demo.compare(rows)
-    low, high = rows[0]["over_seeds"]["unseen"]
-    assert name == "demo" and [low, high] == sorted(row["results"]["unseen"]["top1"] for row in rows)

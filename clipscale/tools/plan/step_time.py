@@ -103,7 +103,7 @@ class StepTime:
 
         def distance(row: Record) -> tuple[bool, bool, int, float, float]:
             operations = abs(math.log(row["gflop"] * 1e9 / self.forward))
-            chips = abs(math.log(math.prod(speeds[row["chip"]]) / (least * most)))
+            chips = abs(math.log(speeds[row["chip"]][0] / least))
             return row["model"][:2] != name[:2], operations > SAME_SIZE, -row["year"], chips, operations
 
         row = min(PLAIN_STEPS["images_per_s"], key=distance)

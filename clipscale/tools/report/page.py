@@ -115,7 +115,7 @@ def charts_of(runs: Sequence[Run], expected: str = "") -> list[Record]:
     charts = [dict(chart) for chart in FIGURES["charts"] if chart["key"] in keys]
     batches = {record["batch"] for run in runs for record in run.records}
     title = loss_title(batches, {run.settings.get("loss.objective", "softmax") for run in runs})
-    loss = [chart | {"title": title.capitalize(), "less_ln_batch": len(batches) > 1} for chart in charts[:1] if title]
+    loss = [chart | {"title": title.capitalize()} for chart in charts[:1] if title]
     evaluations = [chart for key in keys if key.startswith("eval/") for chart in evaluation_chart(key, runs)]
     for number, chart in enumerate(evaluations):
         chart["more"] = number >= FIRST
@@ -142,7 +142,7 @@ def points(run: Run, chart: Record) -> np.ndarray:
     shown = [row for row in run.rows if row.get(key) is not None or (chart.get("gaps") and key in row)]
     rows = [[row[name] for name in (*AXES[:3], key)] for row in shown]
     table = np.array(rows, float).reshape(-1, 4) / [1, 1, 1, chart.get("per", 1)]
-    if chart.get("less_ln_batch"):
+    if key == "loss" and "ln" in chart["title"]:
         table[:, 3] -= np.log([row["batch"] for row in shown])
     table[~np.isfinite(table[:, 3]), 3] = np.nan
     return table

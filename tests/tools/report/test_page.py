@@ -152,26 +152,16 @@ def test_several_runs_begin_with_a_table_of_their_ends(tmp_path: Path) -> None:
     assert "Settings that differ run data.train r0 [a,{b:0}] r1 [a,{b:1}] r2 [a,{b:2}] Axis" in text
 
 
-@pytest.mark.parametrize(
-    ("objective", "batches", "title", "ends"),
-    [
-        ("softmax", (64, 64), "Loss", [4.0, 4.0]),
-        ("softmax_text", (64, 256), "Loss less ln(batch)", [4 - math.log(64), 4 - math.log(256)]),
-        ("sigmoid", (64, 64), "Loss", [4.0, 4.0]),
-        ("sigmoid", (64, 256), None, []),
-    ],
-)
-def test_losses_of_different_batches_are_compared_less_what_a_guess_costs_or_not_at_all(
-    tmp_path: Path, objective: str, batches: tuple[int, int], title: str | None, ends: list[float]
+@pytest.mark.parametrize(("objective", "titles"), [("softmax_text", ["Loss less ln(batch)"]), ("sigmoid", [])])
+def test_losses_of_different_batches_are_compared_less_ln_batch_or_not_at_all(
+    tmp_path: Path, objective: str, titles: list[str]
 ) -> None:
-    runs = [
-        make_run(tmp_path / f"b{b}-{n}", [5.0, 4.0], b, loss={"objective": objective}) for n, b in enumerate(batches)
-    ]
+    runs = [make_run(tmp_path / str(size), [math.log(size)], size, loss={"objective": objective}) for size in (64, 256)]
     html = write_report(runs).read_text()
     charts = [chart for chart in data_of(html)["charts"] if chart["key"] == "loss"]
-    assert [chart["title"] for chart in charts] == ([title] if title else [])
-    assert [run["points"]["y"][-1] for chart in charts for run in chart["runs"]] == pytest.approx(ends, rel=1e-4)
-    assert (f" {title} samples steps " in plain(html)) if title else ("run samples steps " in plain(html))
+    assert [chart["title"] for chart in charts] == titles, "and no column either"
+    assert [run["points"]["y"] for chart in charts for run in chart["runs"]] == [[0.0], [0.0]][: 2 * len(titles)]
+    assert ("Loss" in plain(html)) == bool(titles)
 
 
 def test_peaks_survive_thinning() -> None:
