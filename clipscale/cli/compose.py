@@ -39,13 +39,14 @@ class Parser(ArgumentParser):
 
 
 def parse(name: str, argv: Sequence[str]) -> Namespace:
-    """Flags (multirun, cfg, config_dir) and `words` of a verb: settings, and plain words such as shards.
+    """Flags (multirun, cfg, check, config_dir) and `words` of a verb: settings, and plain words such as shards.
 
     Raises UserError.
     """
     parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("-m", "--multirun", action="store_true")
     parser.add_argument("--cfg", choices=["job"])
+    parser.add_argument("--check", action="store_true")
     parser.add_argument("--config-dir")
     parser.add_argument("words", nargs="*")
     refuse_flags(name, argv, settings_of(VERBS[name].settings))
@@ -199,7 +200,7 @@ def explained(error: Exception) -> UserError:
         text = f"{error.override}: cannot be read; write {key}={value.strip('= ')}, in plain quotes if need be"
     elif several := re.search(r"Ambiguous value for argument '((.*?)=(.*?))' 1\.", text):
         word, key, value = several.groups()
-        text = f"{word}: several values; add -m for a sweep, or write {key}=[{value}] for a list"
+        text = f"{word}: several values; add -m for a sweep, or write '{key}=[{value}]' for a list"
     elif ours := re.search(r"UserError raised while resolving interpolation: (.*?)(?: full_key:|$)", text):
         text = ours[1]
     return UserError(text)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from clipscale.common.errors import UserError
 from clipscale.config.parse import MEANT
 
-FLAGS = ("--multirun", "--cfg", "--config-dir")
+FLAGS = ("--multirun", "--cfg", "--check", "--config-dir")
 """Those that there are."""
 
 

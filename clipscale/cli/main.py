@@ -93,7 +93,9 @@ def run(argv: list[str]) -> int:
             print("# @package _global_")  # so that it is an experiment, in a folder for --config-dir
         print(to_yaml(settings), end="", flush=True)
     verb.check(settings)
-    if line.cfg:
+    if line.check and verb.trial:
+        resolve_name(verb.trial)(settings)
+    if line.cfg or line.check:
         return 0
     doing(f"loading clipscale {name}")
     function = resolve_name(verb.main)

@@ -43,7 +43,11 @@ def main(name: str, line: Namespace) -> int:
         if line.cfg:
             print(f"# {config.run}\n{to_yaml(config)}", flush=True)
         cli_train.check(config)
-    if line.cfg:
+        if line.check:
+            from clipscale.tools import check_start  # imports torch
+
+            check_start.main(config)
+    if line.cfg or line.check:
         return 0
     os.environ.setdefault("WANDB_RUN_GROUP", folder.name)  # wandb shows the runs as one group
     results = []

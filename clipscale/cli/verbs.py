@@ -34,6 +34,8 @@ class Verb:
     """The last lines of the help."""
     check: Callable[[Any], object] = lambda settings: None
     """Raises UserError for wrong settings, before `main` is imported. Writes nothing."""
+    trial: str = ""
+    """MODULE:FUNCTION of `--check`, which reads what `main` would begin with; empty: `check` alone."""
     conf: str = ""
     """The file of conf/ with the verb's presets, NAME.yaml; empty: none."""
 
@@ -61,8 +63,11 @@ torchrun --nproc-per-node 8 -m clipscale train run=b32 batch=64k data=/data/laio
         often="model.name data.train data.workers optim.lr cache.chunk eval.sets eval.every checkpoint.every "
         "launch.procs",
         check=train.check,
+        trial="clipscale.tools.check_start:main",
         notes="""\
--m runs every combination of the comma-separated values. --cfg job prints the settings, and checks them as a start does.
+-m runs every combination of the comma-separated values. --cfg job prints the settings. --check reads the weights, the
+evaluation sets and the first samples too, says what is wrong, and starts nothing.
+CLIPSCALE_MAX_SAMPLES=1k: no run trains on more samples than this; to try a command out.
 --config-dir DIR adds your own presets, such as DIR/experiment/mine.yaml.""",
         conf="train",
     ),
@@ -73,7 +78,7 @@ torchrun --nproc-per-node 8 -m clipscale train run=b32 batch=64k data=/data/laio
 clipscale eval run=demo
 clipscale eval run=b32 'eval.sets=[/data/imagenet1k,/data/mscoco_captions]' precision=bf16
 clipscale eval run=b32 checkpoint=all log=tensorboard                         # curves over all checkpoints
-clipscale eval model.weights=/models/clip-vit-base-patch32 'eval.sets=[/data/imagenet1k]'""",
+clipscale eval model.weights=/models/clip-vit-base-patch32 eval.sets=/data/imagenet1k""",
         often="model.weights eval.sets eval.root",
         check=check_eval,
         conf="eval",
@@ -131,7 +136,7 @@ clipscale data pack shop.csv 'columns=[photo,title]' root=/data/photos out=/data
     "data check": Verb(
         data.CheckSettings,
         "clipscale.tools.data.check:main",
-        "clipscale data check '/data/laion/{00000..00099}.tar' 'data.captions=[json:caption]'",
+        "clipscale data check '/data/laion/{00000..00099}.tar' data.captions=json:caption",
         words="SHARD...",
     ),
     "report": Verb(

@@ -80,7 +80,7 @@ def converted(setting: Setting, value: Any) -> Any:
         return dict(value)
     if setting.kind is tuple:
         if not isinstance(value, list | tuple) or len(value) != len(kinds):
-            raise UserError(f"{key}={as_typed(value)}: give {len(kinds)} numbers, {key}=[...]")
+            raise UserError(f"{key}={as_typed(value)}: give {len(kinds)} numbers, '{key}=[...]'")
         return tuple(scalar(kind, key, item) for kind, item in zip(kinds, value))
     if setting.kind is list and value is not None:
         return [scalar(kinds[0], key, item) for item in (value if isinstance(value, list | tuple) else [value])]

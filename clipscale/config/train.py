@@ -1,5 +1,6 @@
 """All settings of a training run in one tree, their checks that need neither machine nor data, and their YAML form."""
 
+import os
 import re
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
@@ -11,7 +12,7 @@ import yaml
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
-from clipscale.common.units import format_count, nearest, run_folder, unused
+from clipscale.common.units import format_count, nearest, parse_count, run_folder, unused
 from clipscale.config import sections
 from clipscale.config.data import DataConfig
 from clipscale.config.expected import bands_of
@@ -161,8 +162,27 @@ def check(config: TrainConfig) -> None:
             samples_of(stage, None)
 
 
+MOST = "CLIPSCALE_MAX_SAMPLES"
+"""The variable of the environment that says after how many samples a run ends at the latest."""
+
+
+def at_most(config: TrainConfig) -> TrainConfig:
+    """The configuration with the samples that MOST allows, at least a batch; one with stages as it is.
+
+    A length in epochs becomes so many samples: how many an epoch has is not known here. Raises UserError.
+    """
+    if MOST not in os.environ or config.stages:
+        return config
+    try:
+        most = parse_count(os.environ[MOST])
+    except ValueError as error:
+        raise UserError(f"{MOST}: {error}") from error
+    return replace(config, samples=max(config.batch, min(config.samples or most, most)), epochs=None)
+
+
 def settled(config: TrainConfig) -> TrainConfig:
     """The configuration with the run's folder and its length, where the settings leave them open."""
+    config = at_most(config)
     samples = total_samples(config.stages, config.samples, config.epochs)
     epochs = EPOCHS if samples is None and config.epochs is None else config.epochs
     folder = run_folder(config.run)

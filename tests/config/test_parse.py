@@ -56,7 +56,7 @@ def test_a_value_becomes_the_type_of_its_setting(values: dict[str, Any], read: A
         ({"epochs": 0}, "epochs=0: give more than 0"),
         ({"model": {"patch_dropout": 1}}, "model.patch_dropout=1: give less than 1"),
         ({"model": {"compile": "perhaps"}}, "model.compile=perhaps: give true or false"),
-        ({"optim": {"betas": [0.9]}}, "optim.betas=[0.9]: give 2 numbers, optim.betas=[...]"),
+        ({"optim": {"betas": [0.9]}}, "optim.betas=[0.9]: give 2 numbers, 'optim.betas=[...]'"),
         ({"optim": {"options": 3}}, "optim.options: give names and values, optim.options.NAME=VALUE"),
         ({"data": {"augment": {"scale": [0, 1]}}}, "data.augment.scale=[0,1]: give more than 0"),
     ],

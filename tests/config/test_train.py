@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.config.parse import typed
 from clipscale.config.sections import (
@@ -15,7 +16,7 @@ from clipscale.config.sections import (
     OptimConfig,
     TowerConfig,
 )
-from clipscale.config.train import TrainConfig, changes_since, settled, to_yaml, warnings
+from clipscale.config.train import MOST, TrainConfig, changes_since, settled, to_yaml, warnings
 
 
 def config(**changes: Any) -> TrainConfig:
@@ -52,6 +53,17 @@ def test_a_run_is_named_after_the_time_the_model_and_the_batch() -> None:
     assert re.fullmatch(r"runs/\d{8}-\d{6}-vit-b-32-1M", settled(config(batch=2**20)).run)
     assert settled(config(run="mine")).run == "runs/mine"
     assert settled(config(run="/scratch/mine")).run == "/scratch/mine"
+
+
+def test_the_environment_shortens_runs_and_lengthens_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MOST, "1k")
+    assert settled(config(samples=4096)).samples == 1024
+    assert settled(config(samples=512)).samples == 512
+    assert settled(config(samples=None, epochs=3.0)).samples == 1024
+    assert settled(config(samples=9999, batch=2048)).samples == 2048, "at least a batch"
+    monkeypatch.setenv(MOST, "some")
+    with pytest.raises(UserError, match=f"{MOST}: 'some' is not a count"):
+        settled(config())
 
 
 def test_the_written_configuration_reads_back_as_itself() -> None:

@@ -226,7 +226,7 @@ class Workers:
         """What a worker was on, and the setting that leaves a sample out."""
         kind, _, name = bytes(self._places[number].value).decode(errors="replace").partition(" ")
         if kind == SAMPLE:
-            return f", at sample {name} (data.skip=['{name}'] leaves it out)"
+            return f", at sample {name} (data.skip='{name}' leaves it out)"
         return f", reading {name}" if name else ""
 
     def _death(self, number: int) -> LoaderError:

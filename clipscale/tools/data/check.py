@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 
 from clipscale.common.hardware import cores
 from clipscale.common.terminal import tracked
@@ -58,14 +59,14 @@ def main(sources: Sequence[str], settings: CheckSettings) -> int:
     return 1 if failed else 0
 
 
-def check_shard(url: str, config: DataConfig) -> Findings:
-    """Decode its samples as training does."""
+def check_shard(url: str, config: DataConfig, most: int | None = None) -> Findings:
+    """Decode its samples, at `most` so many of the first, as training does."""
     findings = Findings()
     problem = ReadProblem()
     chosen = selection(config)
     kinds = limits(IMAGE_TYPES, chosen.members(), config.max_bytes)
     store = Store(config)
-    for sample in read_shard(url, problem, kinds=kinds, store=store):
+    for sample in islice(read_shard(url, problem, kinds=kinds, store=store), most):
         findings.samples += 1
         findings.bytes += sample.extent
         try:

@@ -70,7 +70,7 @@ def work(config: EmbedConfig) -> Record:
     missing = sum(entry.pop("missing", 0) for entry in entries.values())
     if world.main:
         files.write_json(out / SHARDS, dict(sorted((read(out / SHARDS) | entries).items())))
-        remedy = f"; train with data.train={out} distill.teachers=[{config.teacher}]" if config.teacher else ""
+        remedy = f"; train with data.train={out} distill.teachers={config.teacher}" if config.teacher else ""
         say(f"features of {samples} samples, {missing} of them without a usable picture or text: {out}{remedy}")
     unread = len(sources) - len(entries)
     if unread:

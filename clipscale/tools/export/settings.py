@@ -31,4 +31,4 @@ class ExportSettings(RunModel):
     def check(self) -> None:
         """Raises UserError for shares of nothing."""
         if self.shares and not self.average:
-            raise UserError(f"shares={self.shares}: of what? Give average=[RUN,...] too")
+            raise UserError(f"shares={self.shares}: of what? Give average=RUN too")

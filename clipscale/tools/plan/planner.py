@@ -234,5 +234,5 @@ def fitted(config: PlanConfig) -> Record:
             results.append(predict(trial).result() | {"keep": keep} | largest)
     fitting = [result for result in results if result["fits"]]
     result = min(fitting, key=lambda result: result["least_step_s"], default=results[0])
-    words = "batch={batch} offload={offload} cache.chunk=[{chunk[image]},{chunk[text]}]"
+    words = "batch={batch} offload={offload} 'cache.chunk=[{chunk[image]},{chunk[text]}]'"
     return result | {"fit": f"{words} cache.keep={{keep}}".format(**result)}

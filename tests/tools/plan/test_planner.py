@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -97,7 +98,7 @@ def test_hard_negatives_are_texts_that_are_encoded_and_compared() -> None:
 def test_the_largest_batch_and_its_fastest_settings() -> None:
     """It is planned again as it is named, and its double does not fit."""
     tiny = (*TINIEST, "hardware=v100-16g", "host_memory=20G")
-    words = plan(settings(*tiny, "fit=true"))["fit"].split()
+    words = shlex.split(plan(settings(*tiny, "fit=true"))["fit"])
     assert {word.partition("=")[0] for word in words} >= {"batch", "offload", "cache.chunk", "cache.keep"}
     found = settings(*tiny, *words)
     assert predicted(found, search=False)["fits"]

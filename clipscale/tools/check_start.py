@@ -1,0 +1,48 @@
+"""`clipscale train ... --check`: reads what a start would read, before a job waits in a queue. Starts nothing."""
+
+from clipscale.common.errors import UserError
+from clipscale.common.terminal import say
+from clipscale.config.data import DataConfig
+from clipscale.config.stages import stages_of
+from clipscale.config.train import TrainConfig
+from clipscale.data.features import stored_teachers
+from clipscale.data.shards.listing import expand
+from clipscale.eval.suites import chosen_sets
+from clipscale.models.towers import architecture, build_model, inputs_of
+from clipscale.models.weights import described
+from clipscale.tools.data.check import check_shard
+from clipscale.tools.data.demo import is_missing
+
+SAMPLES = 64
+"""Of the first shard of each source."""
+
+
+def main(config: TrainConfig) -> None:
+    """Read the weights, the tokenizer, the evaluation sets and some samples; print what was found.
+
+    The settings have passed their own checks. Raises UserError for the first mistake.
+    """
+    for stage in stages_of(config):
+        architecture(stage.model)
+    model, sources = described(config.model), config.data.train or []
+    side, tokenizer = inputs_of(model)
+    tokenizer.rows([""])
+    if model.weights or model.image.weights or model.text.weights:
+        build_model(model)
+    shards = sets = 0
+    if not is_missing(sources):  # what the start renders
+        stored_teachers(config.data, config.distill)
+        shards = sum(check_source(source, config.data) for source in sources)
+        sets = len(chosen_sets(config.eval))
+    found = f"{model.name} of {side} pixels, {shards} shards, {sets} evaluation sets"
+    say(f"checked, and nothing is started: {found}")
+
+
+def check_source(source: str, config: DataConfig) -> int:
+    """The shards of a source. Raises UserError where none of its first samples can be used."""
+    shards = expand(source, config.allow_pipe)
+    findings = check_shard(shards[0], config, SAMPLES)
+    if findings.samples == findings.broken.total():
+        why = next(iter(findings.examples.values()), findings.damage or "it has no sample")
+        raise UserError(f"data.train={source}: none of the first {SAMPLES} samples of {shards[0]} can be used: {why}")
+    return len(shards)

@@ -1,0 +1,36 @@
+"""`train --check`: what a start would refuse is said, and nothing is started."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Cli, tiny
+from tests.cli.conftest import cli as cli
+from tests.data.files import write_tar
+from tests.eval.sets import classification_set
+
+CUT = b"not a picture"
+WRONG = {"shards": "data.train={}/bad.tar", "weights": "model.weights={}/half.pt", "set": "eval.sets={}/set"}
+
+
+def test_what_is_there_is_named_and_nothing_is_started(cli: Cli, shards: str, tmp_path: Path) -> None:
+    classes = classification_set(tmp_path / "colours")
+    status, out, err = cli(*tiny(f"data.train={shards}", "run=a", f"eval.sets={classes}"), "--check")
+    assert status == 0, err
+    assert "2 shards, 1 evaluation sets" in out and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("sweep", [(), ("-m",)], ids=["a run", "a sweep"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_only_a_start_would_find_is_said(
+    cli: Cli, shards: str, tmp_path: Path, wrong: str, sweep: tuple[str, ...]
+) -> None:
+    write_tar(tmp_path / "bad.tar", [("0.jpg", CUT), ("0.txt", b"a caption")])
+    (tmp_path / "half.pt").write_bytes(CUT)
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set/captions.json").write_text(json.dumps({"images": 3}))
+    words = [f"data.train={shards}", WRONG[wrong].format(tmp_path)]
+    status, _, err = cli(*tiny(*words[wrong == "shards" :]), *sweep, "--check")
+    assert status == 2 and WRONG[wrong].partition("}/")[2] in err, err
+    assert not (tmp_path / "runs").exists()
