@@ -1,14 +1,16 @@
-"""Every block of code in the documentation works: each command is composed and checked by the real command line. The
-slow test runs them on the tiny model with small stand-ins. A block that cannot be run says in its title what it needs.
+"""Every block of code in the documentation works as it stands: two shells read each command, and the command line
+checks it with data, weights and runs where the page has them. The slow test runs what a CPU can, on few samples. A
+block that cannot be run says in its title what it needs.
 """
 
+import json
 import re
 import runpy
-import shlex
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -16,22 +18,34 @@ from typing import NamedTuple
 import pytest
 
 import clipscale
-from clipscale.cli import compose
 from clipscale.cli.main import main
 from clipscale.cli.verbs import VERBS, split_verb
+from clipscale.config.libraries import pretrained_tags
 from clipscale.config.parse import MEANT
 from clipscale.config.presets import PACKAGE, group_options
 from clipscale.config.setting import setting, settings_of
-from clipscale.config.train import TrainConfig, check
-from tests.conftest import TINY
+from clipscale.config.train import MOST, TrainConfig
+from tests.conftest import shared
 from tests.support.browser import CHROMIUM, browser
+from tests.support.laid import SHELLS, lay, programs, within
 
 ROOT = PACKAGE.parent
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in FILES}
-PAGES["--help"] = "".join(f"```sh\n{verb.examples}\n```\n" for verb in VERBS.values())
-FENCE = re.compile(r"^```(\w*)(?: title=\"(.*)\")?\n(.*?)^```$", re.M | re.S)
+LARGE = re.compile(r"torchrun|laion|(train|eval|embed) .*(vit|weights=)|explore|average=")
+"""Of help's examples, which have no titles, those that need a GPU, the network or a browser."""
+LARGE_TITLE = ' title="needs GPUs and the network"'
+PAGES["--help"] = "".join(
+    f"```{'text' if 'fish' in line else 'sh'}{LARGE_TITLE if LARGE.search(line) else ''}\n{line}\n```\n"
+    for verb in VERBS.values()
+    for line in verb.examples.splitlines()
+)
+FENCE = re.compile(r"^```(\w*)(?: title=\"([^\"\n]*)\")?\n(.*?)^```$", re.M | re.S)
 TARGETS = re.findall(r"[\w-]+", "".join(re.findall(r"^(?:GPU|MORE|\.PHONY).*", (ROOT / "Makefile").read_text(), re.M)))
+INLINE, IN_TEXT = re.compile(r"`(clipscale [^`]*)`"), "in the text"
+"""Commands between the words, which may leave something out: shells read them, and nothing checks them."""
+PROGRAMS = "apt-get aws clip_benchmark img2dataset kubectl make npm pip pytest python sbatch torchrun clipscale block"
+"""Programs that a shell only notes; `block` says where one begins."""
 
 
 class Block(NamedTuple):
@@ -39,24 +53,65 @@ class Block(NamedTuple):
     needs: str
     code: str
 
-    def commands(self) -> Iterator[list[str]]:
-        """The words of every command, without the environment before it; a variable of a loop is 1."""
-        for line in self.code.replace("\\\n", " ").splitlines() if self.language == "sh" else ():
-            words = shlex.split(re.sub(r"\$\w+", "1", line), comments=True)
-            words = [word for word in words if not re.match(r"[A-Z_]+=", word)]
-            if words:
-                yield words
+    @property
+    def runs(self) -> bool:
+        """Whether the slow test runs it."""
+        exported = self.language == "python" and self.needs.endswith("export")
+        return exported or (self.language == "sh" and not self.needs)
 
 
 def blocks(page: str) -> list[Block]:
     return [Block(*actual) for actual in FENCE.findall(PAGES[page])]
 
 
+def beside(folder: Path) -> None:
+    """What commands find in the folder where they are typed: the checkout, and files of the user."""
+    for name in ("benchmarks", "docs", "launch", "tests"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / ".venv/bin").mkdir(parents=True)
+    (folder / ".venv/bin/activate").touch()
+    (folder / "mine").symlink_to("/data/pairs")
+    (folder / "demo-features").symlink_to("/data/laion-b32")
+    (folder / "shards.txt").write_text("/data/mine/00000.tar\n")
+    (folder / "captions.csv").write_text("image,caption\n/data/pictures/0.png,a picture\n")
+    shutil.copy(ROOT / "docs/images/report.png", folder / "picture.png")
+
+
+@pytest.fixture(scope="session")
+def laid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shared(tmp_path_factory, "laid", lay)
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's, where the first command that needs the demo set renders it."""
+    return shared(tmp_path_factory, "cache", Path.mkdir)
+
+
+def read(shell: str, page: str, folder: Path) -> list[tuple[Block, list[str]]]:
+    """All commands of a page: the words that a shell gives to the programs, which only note them."""
+    folder.mkdir()
+    beside(folder)
+    note = f"""printf '%s\\037' "${{0##*/}}" "$@" >>{folder}/noted; echo >>{folder}/noted"""
+    path = programs(folder / "bin", PROGRAMS, note)
+    shutil.copy(folder / "bin/python", folder / ".venv/bin/python")
+    found = [block for block in blocks(page) if block.language == "sh"]
+    found += [Block("sh", IN_TEXT, f"{' '.join(line.split())}\n") for line in INLINE.findall(PAGES[page])]
+    code = "".join(f"block {number}\n{block.code}" for number, block in enumerate(found))
+    done = subprocess.run([*SHELLS[shell], "-c", code], cwd=folder, env={"PATH": path}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), f"{shell}: {done.stderr}"
+    commands = []
+    for line in (folder / "noted").read_text().splitlines() if found else ():
+        words = line.split("\37")[:-1]
+        if words[0] == "block":
+            number = int(words[1])
+        else:
+            commands.append((found[number], words))
+    return commands
+
+
 @pytest.mark.parametrize("page", PAGES)
-def test_every_block_is_marked_and_its_commands_are_right(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_every_block_is_marked_and_both_shells_read_it_alike(page: str, tmp_path: Path) -> None:
     rest = FENCE.sub("", PAGES[page])
     assert "```" not in rest and not re.search(r"^\w[^\n]*\n\n {4}\S.*", rest, re.M), "code without a fence"
     lost = re.search(r"<[a-zA-Z_][^>\n]*", re.sub(r"`[^`\n]*`", "", rest))
@@ -64,34 +119,61 @@ def test_every_block_is_marked_and_its_commands_are_right(
     for block in blocks(page):
         assert block.language in ("sh", "python", "text", "yaml", "json"), block
         assert re.match(r"needs |$", block.needs), block
-        for words in block.commands():
-            paths = [word.split("::")[0] for word in words if re.match(r"(tests|benchmarks|launch)/", word)]
-            assert all((ROOT / path).exists() for path in paths), paths
-            if scripts := [words.index(path) for path in paths if path.endswith(".sh")]:
-                composed(["train", *words[scripts[0] + 1 :]])
-            elif "clipscale" in words[:5]:
-                composed(words[words.index("clipscale") + 1 :])
-            elif words[0] == "make":
-                assert words[1] in TARGETS, words
-            else:
-                assert block.needs or words[0] in ("python", "pytest"), f"{words[0]}: say what it needs"
+    commands = read("bash", page, tmp_path / "bash")
+    if shutil.which("zsh"):
+        assert read("zsh", page, tmp_path / "zsh") == commands
+    for _, words in commands:
+        paths = [word.split("::")[0] for word in words if re.match(r"(tests|benchmarks|launch|docs)/", word)]
+        assert all((ROOT / path).exists() for path in paths), paths
+        assert words[0] != "make" or words[1] in TARGETS, words
 
 
-def composed(words: list[str]) -> None:
-    """Compose and check a command's settings, as if the runs that it names were there."""
-    name, words = split_verb(words)
-    line = compose.parse(name, words)
-    for _, _, run in (word.partition("=") for word in words if word.startswith(("run=", "resume="))):
-        (Path(run) if "/" in run else Path("runs") / run).mkdir(parents=True, exist_ok=True)
-    if line.multirun:
-        every = [settings for _, settings in compose.combinations(line.words, line.config_dir)]
-    else:
-        every = [compose.settings(name, compose.overrides(name, line.words)[1], line.config_dir)]
-    for settings in every:
-        if name == "train":
-            check(settings)
-        elif name == "plan":  # the others look for sets, shards and weights
-            VERBS[name].check(settings)
+def ours(words: Sequence[str]) -> list[str]:
+    """The words of clipscale in a command: its own, or those that a launcher passes on; none in another one."""
+    if "launch/slurm.sh" in words:
+        return ["train", *words[words.index("launch/slurm.sh") + 1 :]]
+    return [*words[words.index("clipscale") + 1 :]] if "clipscale" in words else []
+
+
+def runs_of(words: Sequence[str]) -> set[str]:
+    """The runs that a command takes as they are."""
+    verb, rest = split_verb(words)
+    values = [word.partition("=") for word in rest]
+    names = {key for key, equals, _ in values if verb == "report" and not equals}
+    names |= {value for key, _, value in values if key == "run" and verb != "train"}
+    for key, _, value in values:
+        if key in ("resume", "model.weights", "average") and not value.startswith(("/", "hf-hub:")):
+            names.add(value.strip("[]").removeprefix("run:").removeprefix("runs/"))
+    return names.difference(pretrained_tags())
+
+
+def test_every_command_finds_what_it_names(
+    laid: Path, finished: Path, demo: Path, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    """As far as this machine can tell: weights of every architecture, sets, shards and runs are there."""
+    commands = {}
+    for number, page in enumerate(PAGES):
+        for block, words in read("bash", page, tmp_path / str(number)):
+            if ours(words) and block.needs != IN_TEXT:
+                commands[tuple(ours(words))] = f"{page}, {block.needs}"
+    for run in set().union(*map(runs_of, commands)):
+        shutil.copytree(finished, tmp_path / "runs" / run, dirs_exist_ok=True)
+    beside(tmp_path)
+    features = ["embed", f"run={finished}", f"data={laid}/data/mine", f"out={laid}/data/laion-b32", "device=cpu"]
+    assert main(features) == 0
+    (tmp_path / "cache/clipscale").mkdir(parents=True)
+    (tmp_path / "cache/clipscale/demo").symlink_to(demo)
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    program = [sys.executable, "-m", "tests.support.laid"]
+    done = within(laid, program, cwd=tmp_path, input=json.dumps([*commands]), env=environment | cache)
+    assert done.returncode == 0, done.stderr
+    wrong = []
+    for (words, place), line in zip(commands.items(), done.stdout.splitlines(), strict=True):
+        status, out = json.loads(line)
+        remote = "network" in place and re.search("cannot be (fetched|listed|loaded)|unreachable_shard", out)
+        if status != 0 and not remote:
+            wrong.append(f"{place}: clipscale {' '.join(words)}: {out}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_python_blocks_work() -> None:
@@ -120,55 +202,29 @@ def test_every_flag_of_open_clip_has_a_setting() -> None:
     assert {value.partition("=")[0] for key, value in MEANT.items() if "=" not in key} <= known
 
 
-SMALL = {
-    r"^(model=vit|experiment=(?!demo)).*": "model=tiny", r"^(model\.\w+\.weights)=.*": r"\1=b32",
-    r"^batch=\w+$": "batch=16", r"^batch=.*,.*": "batch=8,16", r"^samples=.*": "samples=32", r"\{0+\.\.\d+\}": "*",
-    r"^(cache\.\w*chunk)=.*": r"\1=8", r"^checkpoint=\d+": "checkpoint=2", r"^(gpus|nodes)=.*": r"\1=2",
-    r"^launch.procs=.*": "launch.procs=1",
-}  # fmt: skip
-"""What is large -> its stand-in."""
-RUN = [page for page in PAGES if page != "--help" and any(not b.needs and [*b.commands()] for b in blocks(page))]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("page", RUN)
-def test_every_command_runs_on_the_tiny_model(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.data.files import picture, write_tar
-    from tests.eval.sets import classification_set, retrieval_set
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for folder in (tmp_path / "data" / name for name in ("", "laion", "mine", "cc12m")):
-        members = [(f"{i:03}.png", picture(i, (70, 70))) for i in range(32)]
-        about = b'{"similarity": 0.5, "title": "a caption"}'
-        members += [(f"{i:03}.{kind}", about) for i in range(32) for kind in ("txt", "json")]
-        folder.mkdir()
-        write_tar(folder / "00000.tar", sorted(members))
-    (tmp_path / "data/pictures").mkdir()
-    for i in range(40):
-        (tmp_path / f"data/pictures/{i}.png").write_bytes(picture(i, (70, 70)))
-        (tmp_path / f"data/pictures/{i}.txt").write_text(f"picture {i}")
-    classification_set(tmp_path / "data/imagenet1k")
-    retrieval_set(tmp_path / "data/mscoco_captions")
-    every = [words[1:] for b in blocks(page) if not b.needs for words in b.commands() if words[0] == "clipscale"]
-    used = {word[4:] for words in every if words[0] != "train" for word in words if word.startswith("run=")}
-    used |= {word for words in every if words[0] == "report" for word in words[1:] if "=" not in word}
-    made = {word[4:] for words in every if words[0] == "train" for word in words if word.startswith("run=")}
-    new = sorted({"b32", *used} - made - {""})
-    runs = [["train", "model=tiny", "data=/data/mine", f"run={run}", "plan=true"] for run in new]
-    for words in [*runs, *every]:
-        assert main(small(words, tmp_path)) in ((0, 1) if words[0] == "plan" else (0,)), words
-
-
-def small(words: list[str], folder: Path) -> list[str]:
-    """The command with stand-ins, and with what TINY has for settings that it leaves out."""
-    words = [re.sub("/(data|models)/", rf"{folder}/\1/", word) for word in words]
-    for large, stand_in in SMALL.items():
-        words = [re.sub(large, stand_in, word) for word in words]
-    given = {word.partition("=")[0] for word in words}
-    tiny = [word for word in TINY if word.partition("=")[0] not in given and "model" not in word]
-    more = {"train": tiny, "eval": ["device=cpu"], "embed": ["device=cpu"], "data demo": ["samples=64"]}
-    return [*words, *more.get(words[0], more.get(" ".join(words), []))]
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("page", [page for page in PAGES if any(block.runs for block in blocks(page))])
+def test_every_command_runs_as_it_stands(
+    page: str, laid: Path, cache: Path, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    """In one shell, since both read it alike. What the page makes is not there yet; its other runs are of the demo."""
+    beside(tmp_path)
+    script, made = "", set[str]()
+    for words in (ours(words) for block, words in read("bash", page, tmp_path / "read") if block.runs and ours(words)):
+        script += "".join(f"clipscale train experiment=demo run={run}\n" for run in sorted(runs_of(words) - made))
+        made |= runs_of(words) | {word[4:] for word in words if word.startswith("run=")}
+        out = {word[4:] for word in words if word.startswith("out=")}
+        made |= {name.removeprefix("runs/") for name in out}
+        script += "".join(f"rm -rf {name}\n" for name in out if words[0] == "data")
+    for block in (block for block in blocks(page) if block.runs):
+        script += block.code if block.language == "sh" else f"python - <<'END'\n{block.code}END\n"
+    path = programs(tmp_path / "bin", "clipscale", f'exec {sys.executable} -m clipscale "$@"')
+    (tmp_path / "bin/python").symlink_to(sys.executable)
+    few = {MOST: "512", "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "2", "PATH": path}
+    shell = SHELLS["zsh" if shutil.which("zsh") else "bash"]
+    done = within(laid, [*shell, "-c", script], cwd=tmp_path, env=environment | few)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
 def test_formulas_are_typeset_and_text_that_the_parser_eats_fails() -> None:
