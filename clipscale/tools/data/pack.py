@@ -62,8 +62,8 @@ def main(words: Sequence[str], settings: PackSettings) -> int:
     if tables:
         say(f"columns: {', '.join(tables[0].columns)}")
     root = resolved(settings.root) if settings.root else ""
-    begun = asdict(settings) | {"source": str(path), "changed": path.stat().st_mtime, "root": root}
-    out = prepared(settings.out, begun | {"columns": [table.columns for table in tables]})
+    columns = [table.columns for table in tables]
+    out = prepared(path, settings.out, asdict(settings) | {"root": root, "columns": columns})
     notes = packed(pairs_of(path, tables, root), settings, out)
     left_out: dict[str, list[str]] = {}
     for note in notes:
@@ -88,19 +88,20 @@ def main(words: Sequence[str], settings: PackSettings) -> int:
     return 0
 
 
-def prepared(folder: str, begun: Record) -> Path:
+def prepared(source: Path, folder: str, settings: Record) -> Path:
     """The folder of the shards: a new one, or one that the same command began. Raises UserError."""
     out = Path(folder).expanduser()
-    begun["out"] = ""
     note = out / "pack.json"
     with files.reported("out", out, "choose another folder"):
+        out.mkdir(parents=True, exist_ok=True)  # first: it may lie in the source
+        begun = settings | {"out": "", "source": str(source), "changed": source.stat().st_mtime}
         if note.is_file():
             other = files.read_json(note) != begun
             if other and any(out.rglob("*.tar")):
                 raise UserError(f"out={out}: was packed of another source, or with other settings; choose a new folder")
             for part in out.glob("parts/*.json") if other else ():  # of a command that could pack nothing
                 part.unlink()
-        elif out.exists() and any(out.iterdir()):
+        elif any(out.iterdir()):
             raise UserError(f"out={out}: exists and was not written by this command; choose a new folder")
         for folder in ("parts", *PARTS.values()):
             (out / folder).mkdir(parents=True, exist_ok=True)

@@ -352,6 +352,11 @@ def test_a_stopped_command_goes_on(pictures: Path, tmp_path: Path, monkeypatch: 
         pack.main([str(source)], PackSettings(out=str(out)))
 
 
+def test_shards_may_lie_in_the_source(pictures: Path) -> None:
+    first = packed(as_texts_beside(pictures), pictures / "out")
+    assert len(first[0]) == len(NAMES) and packed(pictures, pictures / "out") == first
+
+
 def test_shards_have_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pack, "SHARD_BYTES", 250)
 
