@@ -71,7 +71,8 @@ def work(config: EmbedConfig) -> Record:
     if world.main:
         files.write_json(out / SHARDS, dict(sorted((read(out / SHARDS) | entries).items())))
         remedy = f"; train with data.train={out} distill.teachers={config.teacher}" if config.teacher else ""
-        say(f"features of {samples} samples, {missing} of them without a usable picture or text: {out}{remedy}")
+        lacking = f", {missing} of them without a usable picture or text" if missing else ""
+        say(f"features of {samples} samples{lacking}: {out}{remedy}")
     unread = len(sources) - len(entries)
     if unread:
         raise UserError(f"out={out}: {unread} of {len(sources)} shards could not be fetched; start again to fetch them")
