@@ -243,3 +243,19 @@ def test_an_index_names_files_of_its_folder(tmp_path: Path, name: Any) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(UserError, match=r"missing, as none|lists|no index"):
         here(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("weights", "name"),
+    [
+        ("laion2b_s34b_b79k", "laion2b_s34b_b79k"),
+        ("hf-hub:org/clip", "hf-hub:org/clip"),
+        ("run:/home/me/runs/start", "start"),
+        ("/home/me/runs/start/checkpoints/step_00000003", "start, step_00000003"),
+    ],
+)
+def test_the_card_names_the_weights_that_a_run_began_from_and_no_path(tmp_path: Path, weights: str, name: str) -> None:
+    saved(tmp_path / "run", ModelConfig("own", ARCHITECTURE))
+    (tmp_path / "run/config.yaml").write_text(json.dumps({"model": {"weights": weights}}))
+    card = (main(ExportSettings(run=str(tmp_path / "run"))) / "README.md").read_text()
+    assert f"| began from | {name} |" in card and "/home" not in card
