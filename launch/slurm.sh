@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # A Slurm job, one task per GPU. Arguments after the script's name go to `clipscale train`:
 #
-#   clipscale plan model=vit-l14 batch=1M hardware=h100-80g gpus=8 nodes=8 host_memory=1024G   # does it fit
+#   clipscale plan model=vit-l14 batch=1M hardware=h100-80g gpus=8 nodes=8 host_memory=1024G
 #   sbatch --nodes=8 launch/slurm.sh run=l14 model=vit-l14 batch=1M data.train='/data/laion/{00000..41455}.tar'
 #
-# Three minutes before the time limit, or at preemption, Slurm sends SIGTERM: the run saves, and the job goes back into the queue and resumes
-# until all samples are trained on. Give the run a name, on storage that all nodes share.
+# `plan` says whether it fits. Three minutes before the time limit, or at preemption, Slurm sends SIGTERM: the run saves, and
+# the job goes back into the queue and resumes until all samples are trained on. Give the run a name, on storage that all nodes share.
 #SBATCH --job-name=clipscale
 #SBATCH --ntasks-per-node=8
 #SBATCH --gpus-per-node=8

@@ -2,14 +2,15 @@
 # torchrun on one machine, or the same line on each of several. Arguments go to `clipscale train`:
 #
 #   launch/torchrun.sh run=l14 model=vit-l14 batch=64k data.train='/data/laion/{00000..41455}.tar'
-#   clipscale plan model=vit-l14 batch=64k hardware=h100-80g gpus=8 nodes=4      # beforehand: does it fit
-#   NODES=4 HEAD=node0:29500 launch/torchrun.sh run=l14 ...       # HEAD: one of the machines, with a free port
+#   clipscale plan model=vit-l14 batch=64k hardware=h100-80g gpus=8 nodes=4
+#   NODES=4 HEAD=node0:29500 launch/torchrun.sh run=l14 ...
 #
-# Give the run a name, on storage that all machines share. After a failure torchrun starts all workers again, RESTARTS times at most; they
-# resume from the newest checkpoint. NODES=2:4 goes on with two to four machines, where these share the batch evenly.
+# `plan` says beforehand whether it fits. HEAD is one of the machines, with a free port. Give the run a name, on storage that
+# all machines share. After a failure torchrun starts all workers again, RESTARTS times at most; they resume from the newest
+# checkpoint. NODES=2:4 goes on with two to four machines, where these share the batch evenly.
 # PROCS: workers on each machine (default: one per GPU). `clipscale train` alone does for one machine without restarts.
 set -euo pipefail
-clipscale train "$@" --cfg job >/dev/null # a wrong setting ends here; torchrun would try it again
+clipscale train "$@" --check # a mistake ends here; torchrun would try it again
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${GRACE:-120} # seconds from SIGTERM to SIGKILL, for a save (torch 2.11 always gives 30)
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # a store for each start; torch tells the shared one's address to no machine that joins later
 meet=(--standalone)

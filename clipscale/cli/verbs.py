@@ -58,8 +58,8 @@ VERBS = {
 clipscale train model=vit-l14 batch=1M data.train='/data/laion/{00000..41455}.tar'
 clipscale train experiment=openclip-vit-b32-laion400m data.train='/data/laion/*.tar' run=b32
 clipscale train experiment=demo run=demo samples=20k
-clipscale train -m model=vit-b32,vit-b16 batch=32k,64k data=/data/laion run=sizes   # a sweep: four runs, one table
-torchrun --nproc-per-node 8 -m clipscale train run=b32 batch=64k data=/data/laion   # several machines: see launch/""",
+clipscale train -m model=vit-b32,vit-b16 batch=32k,64k data=/data/laion run=sizes
+torchrun --nproc-per-node 8 -m clipscale train run=b32 batch=64k data=/data/laion""",
         often="model.name data.train data.workers optim.lr cache.chunk eval.sets eval.every checkpoint.every "
         "launch.procs",
         check=train.check,
@@ -68,7 +68,7 @@ torchrun --nproc-per-node 8 -m clipscale train run=b32 batch=64k data=/data/laio
 -m runs every combination of the comma-separated values. --cfg job prints the settings. --check reads the weights, the
 evaluation sets and the first samples too, says what is wrong, and starts nothing.
 CLIPSCALE_MAX_SAMPLES=1k: no run trains on more samples than this; to try a command out.
---config-dir DIR adds your own presets, such as DIR/experiment/mine.yaml.""",
+--config-dir DIR adds your own presets, such as DIR/experiment/mine.yaml. Several machines: the scripts in launch/.""",
         conf="train",
     ),
     "eval": Verb(
@@ -77,7 +77,7 @@ CLIPSCALE_MAX_SAMPLES=1k: no run trains on more samples than this; to try a comm
         """\
 clipscale eval run=demo
 clipscale eval run=b32 'eval.sets=[/data/imagenet1k,/data/mscoco_captions]' precision=bf16
-clipscale eval run=b32 checkpoint=all log=tensorboard                         # curves over all checkpoints
+clipscale eval run=b32 checkpoint=all log=tensorboard
 clipscale eval model.weights=/models/clip-vit-base-patch32 eval.sets=/data/imagenet1k""",
         often="model.weights eval.sets eval.root",
         check=check_eval,
@@ -109,7 +109,7 @@ clipscale embed model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/mine ou
         """\
 clipscale plan model=vit-l14 batch=4M hardware=a800-80g gpus=8
 clipscale plan experiment=infcl-vit-l14 batch=1M hardware=h100-80g gpus=8 nodes=4 host_memory=1024G json=true
-clipscale plan run=b16                                                        # against what that run measured""",
+clipscale plan run=b16""",
         often="cache.chunk",
         notes="All settings of `clipscale train` are accepted. Exit status 1: the run does not fit.",
         check=lambda settings: plan.target_gpu(plan.on_machine(settings)),
@@ -123,8 +123,8 @@ clipscale plan run=b16                                                        # 
         "clipscale.tools.data.pack:main",
         """\
 clipscale data pack captions.csv out=/data/mine holdout=1%
-clipscale data pack /data/pictures out=/data/mine resize=512                  # with a .txt beside each picture
-clipscale data pack shop.csv 'columns=[photo,title]' root=/data/photos out=/data/shop     # the files lie there""",
+clipscale data pack /data/pictures out=/data/mine resize=512
+clipscale data pack shop.csv 'columns=[photo,title]' root=/data/photos out=/data/shop""",
         words="SOURCE",
     ),
     "data index": Verb(
@@ -153,8 +153,8 @@ clipscale report b32 b16 expected=openclip-b32-2b out=both.html""",
         """\
 clipscale export run=b32
 clipscale export run=b32 checkpoint=20000 dtype=float16 out=/models/b32
-clipscale export run=b32 format=hf                                            # for transformers
-clipscale export run=tuned average=laion2b_s34b_b79k 'shares=[0.5,0.5]'       # WiSE-FT""",
+clipscale export run=b32 format=hf
+clipscale export run=tuned average=laion2b_s34b_b79k 'shares=[0.5,0.5]'""",
         check=lambda settings: existing_run(settings.run),
     ),
     "doctor": Verb(DoctorSettings, "clipscale.tools.doctor:main", "clipscale doctor"),

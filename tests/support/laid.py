@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ENTER = ROOT / "tests/support/root.sh"
-SHELLS = {"bash": ["bash", "-e"], "zsh": ["zsh", "-f", "-e"]}
+SHELLS = {"bash": ["bash", "-e"], "zsh": ["zsh", "-f", "-e", "-i", "-o", "no_prompt_sp"]}
+"""They read lines on stdin, as typed: an interactive zsh knows no remarks."""
 UNSHARE = ["unshare", "--mount", "--map-root-user"]
 
 
