@@ -53,12 +53,15 @@ def test_a_large_batch_of_a_small_model_fits(capsys: pytest.CaptureFixture[str])
     assert not re.search(r"\d{7}|e\+", out), "no raw integers"
 
 
-def test_host_memory_that_nobody_limits_is_said_to_be_unchecked(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["batch=1M", "hardware=h100-80g", "gpus=8", "cache.chunk=1k", "optim.lr=1e-3"]
+@pytest.mark.parametrize(("hardware", "checked"), [("h100-80g", "fits the GPUs: "), ("cpu", "takes ")])
+def test_host_memory_that_nobody_limits_is_said_to_be_unchecked(
+    capsys: pytest.CaptureFixture[str], hardware: str, checked: str
+) -> None:
+    words = ["batch=64k", f"hardware={hardware}", "gpus=8", "cache.chunk=1k", "optim.lr=1e-3"]
     assert main(["plan", *TINIEST, *words, "eval.sets=[somewhere]", "epochs=30"]) == 0
-    first, _, length, *_ = capsys.readouterr().out.splitlines()
-    assert "give samples=" in length and "epochs=30 are of an unknown set" in length
-    assert first.startswith("fits the GPUs: ") and "of host memory on each node, which is not checked" in first
+    out = capsys.readouterr().out
+    assert ("epochs=30 are of an unknown set" in out) == (hardware != "cpu")
+    assert out.startswith(checked) and "of host memory on each node, which is not checked" in out
 
 
 def test_what_does_not_fit_names_the_largest_batch_and_what_takes_less() -> None:
