@@ -41,7 +41,7 @@ REMEDIES = {
     "bad_row": "; a row has as many values as the header, and quotes around those with separators",
     "outside_root": "; root=DIR names the folder below which a table's files lie",
     "windows_path": "; write paths with / and relative to the table",
-    "caption_not_utf8": "; iconv -f LATIN1 -t UTF-8 converts a text",
+    "caption_not_utf8": "; iconv -f CP1252 -t UTF-8 converts a text",
 }
 """What helps, by the reason."""
 Note = dict[str, Record]

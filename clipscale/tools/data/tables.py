@@ -78,7 +78,7 @@ def lines_of(file: Path) -> Iterator[str]:
         if 1 < len(wrong) > sum(not line.isascii() for line in lines) / 2:
             raise UserError(
                 f"{file}: line {wrong[0]} is not UTF-8, and no byte order mark says what it is; convert the table: "
-                "iconv -f LATIN1 -t UTF-8 OLD > NEW"
+                "iconv -f CP1252 -t UTF-8 OLD > NEW"
             )
     errors = "surrogateescape" if encoding.startswith("utf-8") else "surrogatepass"
     with file.open(encoding=encoding, errors=errors, newline="") as text:
