@@ -6,14 +6,12 @@ Names are looked up on the network only where the setting itself is a tag or beg
 is hostile: it names no path and no address, and is bounded by the size of the weights.
 """
 
-import json
 import re
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from clipscale.common import files
 from clipscale.common.checkpoints import META, is_run, locate
@@ -34,6 +32,7 @@ WEIGHTS = ("open_clip_model.safetensors", "model.safetensors", "model.safetensor
            "open_clip_pytorch_model.bin", "pytorch_model.bin", "pytorch_model.bin.index.json")  # fmt: skip
 """In a folder, the first that there is."""
 LONGEST_JSON = 2**26
+UNKNOWN = ModelConfig("")
 COMPARED: Record = files.read_yaml(Path(__file__).with_name("open_clip.yaml"))
 NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 """What a text in a stranger's description may be: one of open_clip's words, or a repository. No path and no address."""
@@ -49,15 +48,8 @@ class Source:
     """A file, a run's checkpoint, or a folder."""
     shards: tuple[Path, ...] = ()
     """The files; none of a checkpoint."""
-    name: str = ""
-    """Of the model."""
-    description: Record = field(default_factory=dict)
-    """open_clip's description of the architecture; empty: not known."""
-    trained: ModelConfig | None = None
-    """The settings of the model of a run."""
-    pixels: Record = field(default_factory=dict)
-    """The settings of the model by which its pictures were prepared; empty: not known."""
-    quick_gelu: bool | None = None
+    model: ModelConfig = UNKNOWN
+    """What is known of it: with a name, its architecture, too; `preprocess`."""
 
 
 def find(value: str, name: str, setting: str = "model.weights") -> Source:
@@ -99,32 +91,29 @@ def settled(config: ModelConfig, *, chosen: bool) -> ModelConfig:
     if not config.weights:
         return config
     source = here(config.weights)
-    if not chosen and (config.weights.startswith(HUB) or (source and source.description)):
+    if not chosen and (config.weights.startswith(HUB) or (source and source.model.name)):
         config = replace(config, name="", architecture={})
     return as_described(config, source) if source else config
 
 
 def as_described(config: ModelConfig, source: Source) -> ModelConfig:
     """The settings with the architecture of the weights if they name none. Raises UserError for another one."""
+    theirs = source.model
     if config.name:
-        ours = config.architecture or model_description(config.name)
-        if source.description and ours and (difference := _difference(ours, source.description)):
+        if theirs.name and (difference := _difference(config, theirs)):
             raise UserError(
-                f"model.name={config.name}: {source.setting} is {source.name}, {difference}; leave model= out"
+                f"model.name={config.name}: {source.setting} is {theirs.name}, {difference}; leave model= out"
             )
         return config
-    if source.trained:
-        trained = source.trained
-        return replace(
-            config,
-            name=trained.name,
-            architecture=trained.architecture,
-            image_size=config.image_size or trained.image_size,
-            context_length=config.context_length or trained.context_length,
-        )
-    if not source.description:
+    if not theirs.name:
         raise UserError(f"{source.setting} does not describe its architecture; give a preset too, as model=vit-b32")
-    return replace(config, name=source.name, architecture=source.description)
+    return replace(
+        config,
+        name=theirs.name,
+        architecture=theirs.architecture,
+        image_size=config.image_size or theirs.image_size,
+        context_length=config.context_length or theirs.context_length,
+    )
 
 
 def fetched_description(config: ModelConfig) -> ModelConfig:
@@ -135,7 +124,7 @@ def fetched_description(config: ModelConfig) -> ModelConfig:
     origin = f"model.weights={value!r}"
     with fetching(origin):
         folder = _snapshot(value.removeprefix(HUB), ["*.json"])
-        return as_described(config, _described(folder, Source(origin, folder, (), value.rpartition("/")[2])))
+        return as_described(config, Source(origin, folder, model=_described(folder, value.rpartition("/")[2])))
 
 
 @contextmanager
@@ -149,25 +138,24 @@ def fetching(origin: str) -> Iterator[None]:
         raise UserError(f"{origin} cannot be fetched ({first_line(error)}); download it elsewhere, give it") from error
 
 
-def _difference(ours: Record, theirs: Record) -> str:
-    """How two descriptions differ; empty: they are the same model, perhaps of another resolution."""
-    values, others = _compared(ours), _compared(theirs)
+def _difference(ours: ModelConfig, theirs: ModelConfig) -> str:
+    """How two models differ; empty: they are the same one, perhaps of another resolution, or not known."""
+    known = [model.architecture or model_description(model.name) for model in (ours, theirs)]
+    if not all(known):
+        return ""
+    values, others = map(_compared, known)
     different = (key for key, value in values.items() if value != others[key])
     return next((f"whose {key} is {others[key]}, not {values[key]}" for key in different), "")
 
 
 def _compared(description: Record) -> Record:
     """What a description says that weights must agree in. Raises what a value of another type raises."""
-    values: Record = {}
-    for key, default in COMPARED.items():
-        given: Any = description.get(key, default)
-        if isinstance(default, dict):
-            words = default | {name: given[name] for name in default if name in given}
-            words["mlp_ratio"] = int(words["width"] * words["mlp_ratio"])
-            words["timm_model_name"] = re.sub(r"_\d+$", "", words.get("timm_model_name") or "")
-            values |= {f"{key}.{name}": value for name, value in words.items()}
-        else:
-            values[key] = given
+    values = {"embed_dim": description["embed_dim"], "quick_gelu": description.get("quick_gelu", False)}
+    for part, defaults in COMPARED.items():
+        words = defaults | description[part]
+        words["mlp_ratio"] = int(words["width"] * words["mlp_ratio"])
+        words["timm_model_name"] = re.sub(r"_\d+$", "", words.get("timm_model_name") or "")
+        values |= {f"{part}.{name}": words[name] for name in defaults}
     return values
 
 
@@ -184,8 +172,7 @@ def _in_run(folder: Path, origin: str) -> Source:
         raise UserError(f"{origin}: checkpoint {folder} is damaged ({one_line(error)})") from error
     if trained.lora:
         raise UserError(f"{origin}: a checkpoint of adapters alone; give the folder of `clipscale export run=...`")
-    description = trained.architecture or model_description(trained.name)
-    return Source(origin, folder, (), trained.name, description, trained, trained.preprocess)
+    return Source(origin, folder, model=trained)
 
 
 def _in_folder(folder: Path, origin: str, name: str) -> Source:
@@ -194,36 +181,37 @@ def _in_folder(folder: Path, origin: str, name: str) -> Source:
         if is_run(folder):
             return _in_run(folder, origin)
         raise UserError(f"{origin}: the folder holds no weights ({', '.join(WEIGHTS)}); give one that does, or a file")
-    large = [file.name for file in folder.glob("*.json") if file.stat().st_size > LONGEST_JSON]
-    if large:
-        raise UserError(f"{origin}: its {large[0]} is too large to describe a model; give {path}")
-    shards = _checked(_shards_of(path, origin), origin)
     try:
-        source = _described(folder, Source(origin, path, shards, name))
-        if source.description:
-            _compared(source.description)
-            if _parameters(source.description) > sum(file.stat().st_size for file in shards):
+        shards = _shards_of(path)
+        size = sum(file.stat().st_size for file in shards)
+        for file in folder.glob("*.json"):
+            if file.stat().st_size > LONGEST_JSON:
+                raise ValueError(f"{file.name} is too large to describe a model")
+        model = _described(folder, name)
+        if model.name:
+            _compared(model.architecture)
+            if not _parameters(model.architecture) <= size:
                 raise ValueError("it describes a larger model than these weights")
-        return source
     except UserError:
         raise
     except Exception as error:  # a value of another type fails wherever it is used
-        raise UserError(f"{origin}: its configuration cannot be used ({one_line(error)}); give {path}") from error
+        raise UserError(
+            f"{origin}: the folder cannot be used ({one_line(error)}); download it again, or give {path} and model="
+        ) from error
+    return Source(origin, path, _checked(shards, origin), model)
 
 
-def _shards_of(path: Path, origin: str) -> list[Path]:
-    """A file of weights, or those that an index lists, which lie beside it. Raises UserError."""
+def _shards_of(path: Path) -> list[Path]:
+    """A file of weights, or those that an index lists, which lie beside it. Raises ValueError, and as `_described`."""
     if not path.name.endswith(INDEX):
         return [path]
-    try:
-        names = sorted({*json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()})
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{origin}: {path.name} is no index of weights ({one_line(error)})") from error
-    wrong = [name for name in names if not re.fullmatch(r"[\w-][\w.-]*\.(safetensors|bin)", str(name))]
-    missing = [name for name in names if not wrong and not (path.parent / name).is_file()]
-    if not names or wrong or missing:
-        what = f"{len(missing)} of {len(names)} files are missing, as {missing[0]}" if missing else f"lists {wrong}"
-        raise UserError(f"{origin}: {path.name}: {what[:200]}; download the folder again")
+    names = sorted({*files.read_json(path)["weight_map"].values()})
+    for name in names:
+        if not re.fullmatch(r"[\w-][\w.-]*\.(safetensors|bin)", name):
+            raise ValueError(f"{path.name} lists {name[:80]!r}")
+    missing = [name for name in names if not (path.parent / name).is_file()]
+    if missing or not names:
+        raise ValueError(f"{len(missing)} of {len(names)} files of {path.name} are missing: {missing[:1]}")
     return [path.parent / name for name in names]
 
 
@@ -247,62 +235,68 @@ def _checked(paths: Sequence[Path], origin: str) -> tuple[Path, ...]:
     return tuple(paths)
 
 
-def _described(folder: Path, source: Source) -> Source:
-    """The weights with what the configuration of open_clip, transformers or timm beside them says."""
+def _described(folder: Path, name: str) -> ModelConfig:
+    """What the configuration of open_clip, transformers or timm beside weights says; without a name: no architecture.
+
+    Raises UserError, and what a value of another type raises.
+    """
+    description: Record = {}
+    pixels: Record = {}
     if (folder / OPEN_CLIP).is_file():
         content = files.read_json(folder / OPEN_CLIP)
-        check_names(content["model_cfg"])
-        text = content["model_cfg"]["text_cfg"]
-        # Its tokenizer is the folder that it came with, if the files are there, as in open_clip.
-        if "hf_tokenizer_name" in text and not text.get("hf_model_name") and hugging_face.has_tokenizer(folder):
-            text["hf_tokenizer_name"] = str(folder.resolve())
-        pixels = checked_pixels(content.get("preprocess_cfg") or {})
-        return replace(source, description=content["model_cfg"], pixels=pixels)
-    if not (folder / CONFIG).is_file():
-        return source
-    content = files.read_json(folder / CONFIG)
-    if "architecture" in content:  # a tower of timm
-        prepared = content.get("pretrained_cfg") or content
-        pixels = checked_pixels({key: prepared[key] for key in ("mean", "std") if key in prepared})
-        return replace(source, pixels=pixels)
-    kind, _, tower = str(content.get("model_type")).partition("_")
-    if kind not in hugging_face.TABLES:
-        return source
-    pixels = checked_pixels(hugging_face.pixels(folder, kind))
-    if tower:
-        return replace(source, pixels=pixels)
-    description = hugging_face.description(content)
-    check_names(description)
-    if not hugging_face.has_clips_tokenizer(folder, description["text_cfg"]["vocab_size"]):
-        description["text_cfg"]["hf_tokenizer_name"] = str(folder.resolve())
-    quick_gelu = description.get("quick_gelu", False)
-    return replace(source, description=description, pixels=pixels, quick_gelu=quick_gelu)
+        description = content["model_cfg"]
+        pixels = content.get("preprocess_cfg") or {}
+    elif (folder / CONFIG).is_file():
+        content = files.read_json(folder / CONFIG)
+        kind, _, tower = str(content.get("model_type")).partition("_")
+        if kind not in hugging_face.TABLES:  # perhaps a tower of timm
+            prepared = content.get("pretrained_cfg") or content
+            pixels = {key: prepared[key] for key in ("mean", "std") if key in prepared}
+        else:
+            pixels = hugging_face.pixels(folder, kind)
+            if not tower:
+                description = hugging_face.description(content)
+                text = description["text_cfg"]
+                if not hugging_face.has_clips_tokenizer(folder, text["vocab_size"]):
+                    text["hf_tokenizer_name"] = kind
+    known = checked_pixels(pixels)
+    if not description:
+        return replace(UNKNOWN, preprocess=known)
+    check_words(description)
+    text = description["text_cfg"]
+    # Its tokenizer is the folder that it came with, if the files are there, as in open_clip.
+    if "hf_tokenizer_name" in text and not text.get("hf_model_name") and hugging_face.has_tokenizer(folder):
+        text["hf_tokenizer_name"] = str(folder.resolve())
+    return ModelConfig(name, description, preprocess=known)
 
 
-def check_names(description: Record) -> None:
-    """Raise ValueError for an open_clip description with a text that could be a path or an address."""
+def check_words(description: Record) -> None:
+    """Raise ValueError for an open_clip description with a text that could be a path or an address, or a size < 0."""
     for key, value in description.items():
         if isinstance(value, dict):
-            check_names(value)
+            check_words(value)
         elif isinstance(value, str) and value and not NAME.fullmatch(value):
             raise ValueError(f"{key}={value[:80]!r} is no name")
+        elif isinstance(value, int | float) and value < 0 and key != "init_logit_bias":
+            raise ValueError(f"{key}={value} is no size")
 
 
 def _parameters(description: Record) -> float:
     """About the parameters of the transformers that open_clip itself builds, and never more."""
     count = 0.0
-    for part in ("vision_cfg", "text_cfg"):
-        words = COMPARED[part] | description[part]
-        if sizes := words.get("timm_args"):
-            words |= {"width": sizes["embed_dim"], "layers": sizes["depth"]} | sizes
-        elif words.get("timm_model_name") or words.get("hf_model_name"):
+    for part, defaults in COMPARED.items():
+        words = defaults | description[part]
+        if words.get("hf_model_name") or (words.get("timm_model_name") and "width" not in description[part]):
             continue
-        layers = words["layers"] if isinstance(words["layers"], int) else sum(words["layers"])
-        side = words.get("image_size", 0)
-        patches = (side if isinstance(side, int) else max(side)) // words.get("patch_size", 1)
+        patches = _largest(words.get("image_size", 0)) // words.get("patch_size", 1)
         tokens = words.get("vocab_size", 0) + words.get("context_length", 0) + patches**2
-        count += layers * words["width"] ** 2 * (4 + 2 * words["mlp_ratio"]) + tokens * words["width"]
+        layers = _largest(words["layers"]) * (4 + 2 * words["mlp_ratio"]) * words["width"]
+        count += (layers + tokens) * words["width"]
     return count
+
+
+def _largest(value: int | list[int]) -> int:
+    return value if isinstance(value, int) else max(value)
 
 
 def _snapshot(name: str, patterns: list[str]) -> Path:
@@ -329,9 +323,12 @@ def _of_tag(tag: str, name: str, origin: str) -> Source:
             f"{origin} is no file, no folder, no run and no tag of model.name={name}{nearest(tag, tags)}{known}"
         )
     pretrained = open_clip.get_pretrained_cfg(name, tag)
+    quick = pretrained.get("quick_gelu", False)
+    if quick != model_description(name).get("quick_gelu", False):
+        right = name.removesuffix("-quickgelu") + ("-quickgelu" if quick else "")
+        raise UserError(f"{origin} was trained with another activation; take model.name={right}")
     path = Path(open_clip.download_pretrained(pretrained))
-    pixels = checked_pixels(pretrained)
-    return Source(origin, path, (path,), name, pixels=pixels, quick_gelu=pretrained.get("quick_gelu", False))
+    return Source(origin, path, (path,), ModelConfig(name, preprocess=checked_pixels(pretrained)))
 
 
 # -- how their pictures are prepared -----------------------------------------------------------------------------------

@@ -9,15 +9,16 @@ import re
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import open_clip
-import timm
 import torch
 import torch.nn.functional as F
 from open_clip.model import CustomTextCLIP
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -219,12 +220,10 @@ def encoders_of(description: Record, image_size: int | None = None) -> CustomTex
 
     Raises UserError where it cannot be built.
     """
-    vision = dict(description["vision_cfg"])
-    own = vision.pop("timm_args", None)
     try:
-        encoders = CustomTextCLIP(**description | {"vision_cfg": vision})
-        if own:
-            encoders.visual.trunk = own_trunk(vision, **own)
+        encoders = CustomTextCLIP(**description)
+        if has_own_trunk(description["vision_cfg"]):
+            encoders.visual.trunk = own_trunk(description["vision_cfg"])
     except Exception as error:  # open_clip and timm check little of what they are given
         needs_transformers = description["text_cfg"].get("hf_model_name") and find_spec("transformers") is None
         lacks = "; pip install 'clipscale[hf]'" if needs_transformers else ""
@@ -237,30 +236,32 @@ def encoders_of(description: Record, image_size: int | None = None) -> CustomTex
     return encoders
 
 
-def own_trunk(
-    vision: Record, *, patch_size: int, embed_dim: int, depth: int, num_heads: int, mlp_ratio: float, act_layer: str
-) -> nn.Module:
-    """timm's vision transformer in sizes of its own, as SigLIP of transformers has them; no other argument is taken."""
-    return timm.create_model(
-        vision["timm_model_name"],
-        num_classes=0,
-        global_pool=vision["timm_pool"],
+def has_own_trunk(vision: Record) -> bool:
+    """Whether a description gives a tower of timm sizes of its own, in open_clip's words for its own towers."""
+    return "timm_model_name" in vision and "width" in vision
+
+
+def own_trunk(vision: Record) -> nn.Module:
+    """SigLIP's image tower by the sizes and the activation in a description: timm has names for some of them."""
+    return VisionTransformer(
         img_size=vision["image_size"],
-        patch_size=patch_size,
-        embed_dim=embed_dim,
-        depth=depth,
-        num_heads=num_heads,
-        mlp_ratio=mlp_ratio,
-        act_layer=act_layer,
+        patch_size=vision["patch_size"],
+        embed_dim=vision["width"],
+        depth=vision["layers"],
+        num_heads=vision["width"] // vision["head_width"],
+        mlp_ratio=vision["mlp_ratio"],
+        act_layer="gelu_tanh" if vision.get("act_kwargs") else "gelu",
+        norm_layer=partial(nn.LayerNorm, **vision["norm_kwargs"]),
+        num_classes=0,
+        class_token=False,
+        global_pool="map",
     )
 
 
 def _check_patches(side: int, vision: Record) -> None:
     """Raise UserError for pictures that the patches do not divide."""
     of_timm = re.search(r"_patch(\d+)", vision.get("timm_model_name", ""))
-    patch: int = int(of_timm[1]) if of_timm else vision.get("patch_size") or 1
-    if own := vision.get("timm_args"):
-        patch = own["patch_size"]
+    patch = vision.get("patch_size") or (int(of_timm[1]) if of_timm else 1)
     if side % patch:
         near = max(1, round(side / patch)) * patch
         raise UserError(
@@ -292,7 +293,7 @@ def build_model(config: ModelConfig, *, lean: bool = True, tokenizer: Tokenizer 
     if config.init_bias is not None:
         description["init_logit_bias"] = config.init_bias
     encoders = encoders_of(description, config.image_size)
-    load_weights(encoders, config, quick_gelu=bool(description.get("quick_gelu")))
+    load_weights(encoders, config)
     if config.grad_checkpointing:
         encoders.set_grad_checkpointing(True)
     if lean:

@@ -49,10 +49,10 @@ def described(config: ModelConfig, saved: Record | None = None) -> ModelConfig:
     known: Record = {}
     if config.weights:
         source = find(config.weights, config.name)
-        known = source.pixels
+        known = source.model.preprocess
         config = as_described(config, source)
     if config.image.weights:
-        known = find(config.image.weights, config.name, "model.image.weights").pixels or known
+        known = find(config.image.weights, config.name, "model.image.weights").model.preprocess or known
     return replace(config, preprocess={**known, **config.preprocess})
 
 
@@ -62,13 +62,10 @@ def without_weights(config: ModelConfig) -> ModelConfig:
     return replace(config, weights=None, image=image, text=replace(config.text, weights=None))
 
 
-def load(encoders: CustomTextCLIP, config: ModelConfig, *, quick_gelu: bool) -> None:
+def load(encoders: CustomTextCLIP, config: ModelConfig) -> None:
     """Load the weights that the settings name: of the whole model, then of each tower. Raises UserError."""
     if config.weights:
         source = find(config.weights, config.name)
-        if source.quick_gelu is not None and source.quick_gelu != quick_gelu:
-            right = config.name.removesuffix("-quickgelu") + ("-quickgelu" if source.quick_gelu else "")
-            raise UserError(f"{source.setting} was trained with another activation; take model.name={right}")
         fill(encoders, converted(read(source), encoders, source), source)
     for setting, part, weights in (("image", "visual.", config.image.weights), ("text", "text.", config.text.weights)):
         if weights:

@@ -103,7 +103,7 @@ def test_the_weights_of_a_run_are_found_by_its_name(tmp_path: Path, monkeypatch:
     for name in ("mine", "runs/mine", "runs/mine/checkpoints/step_00000003"):
         for value in (name, f"run:{name}"):
             source = find(value, "small")
-            assert source.path == Path("runs/mine/checkpoints/step_00000003") and source.description == SMALL
+            assert source.path == Path("runs/mine/checkpoints/step_00000003") and source.model.architecture == SMALL
     with pytest.raises(UserError, match="there is no run runs/none"):
         find("run:none", "small")
 
@@ -292,15 +292,15 @@ def test_names_that_lead_nowhere(weights: str, message: str, monkeypatch: pytest
 
 def test_a_tag_says_how_its_weights_were_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("open_clip.download_pretrained", lambda _: "nowhere")
-    assert find("openai", "ViT-B-32").quick_gelu and not find("laion2b_s34b_b79k", "ViT-B-32").quick_gelu
+    assert find("openai", "ViT-B-32-quickgelu").path == find("laion2b_s34b_b79k", "ViT-B-32").path
     with pytest.raises(UserError, match=r"trained with another activation; take model\.name=ViT-B-32-quickgelu"):
         build_model(ModelConfig("ViT-B-32", weights="openai"))
-    webli = find("webli", "ViT-B-16-SigLIP").pixels
+    webli = find("webli", "ViT-B-16-SigLIP").model.preprocess
     assert webli["resize_mode"] == "squash" and webli["mean"] == HALF
 
 
 def test_a_configuration_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match="its configuration cannot be used"):
+    with pytest.raises(UserError, match="the folder cannot be used"):
         find(str(tmp_path), "ViT-B-32")

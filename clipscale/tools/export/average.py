@@ -45,11 +45,11 @@ def average(
 def state_of(other: str, config: ModelConfig, weights: str) -> Weights:
     """The weights of a run, its checkpoint, or any `model.weights`. Raises UserError."""
     source = find(other, config.name, "average")
-    if source.trained:
+    if not source.shards:
         model, other_config, _ = load_model(source.path, str(source.path), weights)
         pixels = other_config.pixels
     else:
-        pixels = replace(config, preprocess={**config.preprocess, **source.pixels}).pixels
+        pixels = replace(config, preprocess={**config.preprocess, **source.model.preprocess}).pixels
         model = build_model(replace(without_weights(config), weights=other))
     if pixels != config.pixels:
         raise UserError(f"average={other}: trained with another model.preprocess than the run")

@@ -13,7 +13,7 @@ from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
 from clipscale.config.sections import ModelConfig
-from clipscale.models.towers import ClipModel, architecture, encoders_of
+from clipscale.models.towers import ClipModel, architecture, encoders_of, has_own_trunk
 from clipscale.models.weights import Weights
 
 
@@ -62,7 +62,7 @@ def description(model: ClipModel, config: ModelConfig) -> Record:
 def check_same(model: ClipModel, config: ModelConfig) -> None:
     """Raise UserError unless open_clip builds this image tower by its description: it has timm's towers as they are."""
     details = architecture(config)
-    if details["vision_cfg"].get("timm_args"):
+    if has_own_trunk(details["vision_cfg"]):
         raise UserError("format=open_clip: it has no SigLIP of these sizes, or with this activation; take format=hf")
     with torch.device("meta"):
         reference = encoders_of(details).visual
