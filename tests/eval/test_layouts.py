@@ -1,5 +1,6 @@
 """Every layout of evaluation sets is read, and unusable sets are refused with the reason."""
 
+import gzip
 import json
 import random
 import shutil
@@ -220,9 +221,12 @@ def test_paths_that_are_no_set(tmp_path: Path) -> None:
     (tmp_path / "set.json").write_text("[1]")
     classification_set(tmp_path / "set")
     (tmp_path / "empty").mkdir()
+    for name in ("a.tar.gz", "a.tgz", "a.tar"):  # beside a shard that could be read, too
+        pair_set(tmp_path / name).joinpath(name).write_bytes(gzip.compress(b"x"))
     for name, message in {
         "nowhere": "does not exist",
         "empty": "none of the known layouts",
+        **dict.fromkeys(("a.tar.gz", "a.tgz", "a.tar"), "/a.t.* is gzipped.* gunzip it"),
         "set/test": r"nothing to evaluate: 6 no_caption; fetch",
         "set.csv": r"is no caption file \(\.json\)",
         "set.json": "neither COCO's",

@@ -12,6 +12,7 @@ from pathlib import Path
 from clipscale.common import files
 from clipscale.common.errors import UserError, one_line
 from clipscale.data.decode import IMAGE_TYPES
+from clipscale.data.shards.listing import SHARDS
 from clipscale.eval.sets import captions, folders, shards
 from clipscale.eval.sets.item import EvalSet, by_reason
 
@@ -64,7 +65,7 @@ def _load_folder(path: Path) -> EvalSet:
         return shards.load(path)
     inside = files.visible(path)
     below = {file.name for file in inside if file.is_dir()}
-    tars = [file for file in inside if file.suffix == ".tar"]
+    tars = [file for file in inside if file.name.endswith(SHARDS)]
     captioned = {} if tars else captions.found(path)
     if len(captioned) > 1:
         one, other, *_ = captioned

@@ -13,6 +13,7 @@ from clipscale.common.errors import UserError
 from clipscale.data.decode import IMAGE_TYPES, captions_of, json_fields
 from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError
 from clipscale.data.shards.archive import Archive
+from clipscale.data.shards.tar import unpacked
 from clipscale.eval.classification import ClassificationSet
 from clipscale.eval.retrieval import PairSet, RetrievalSet
 from clipscale.eval.sets import prompts
@@ -99,6 +100,8 @@ def _samples(shard: Path) -> Iterator[tuple[str, ImageRef, Texts]]:
     another. Raises UserError for a damaged shard."""
     try:
         with shard.open("rb") as tar:
+            if not unpacked(tar)[1]:
+                raise UserError(f"eval.sets: {shard} is gzipped, and pictures are read where they lie; gunzip it first")
             archive = Archive(tar, can_seek=True)
             for key, members in archive.samples():
                 pictures = {}
@@ -111,10 +114,7 @@ def _samples(shard: Path) -> Iterator[tuple[str, ImageRef, Texts]]:
                 if pictures or texts:
                     first = min(pictures, key=IMAGE_TYPES.index, default="")
                     yield key, pictures.get(first, ImageRef(shard, fault="no_image")), texts
-            size = tar.seek(0, os.SEEK_END)
-            if not size:
-                raise tarfile.ReadError("empty")
-            if archive.at > size:
+            if archive.at > tar.seek(0, os.SEEK_END):
                 raise tarfile.ReadError("ends within a member")
     except (tarfile.TarError, ValueError) as error:
         raise UserError(f"eval.sets: cannot read {shard} ({error}); fetch it again") from error
