@@ -105,4 +105,4 @@ def print_results(results: Results, title: str = "") -> None:
 
 def _cell(metric: str, value: float) -> str:
     plain = FIGURES["plain"].get(metric)
-    return plain.format(value) if plain else f"{100 * value:.1f}"
+    return plain.format(value) if plain else f"{100 * value:z.1f}"

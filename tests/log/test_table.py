@@ -18,10 +18,10 @@ def test_tables_group_sets_by_their_metrics() -> None:
 
 
 def test_a_set_that_a_run_began_with_has_its_start_its_end_and_the_difference() -> None:
-    start = {"a": {"top1": 0.5, "loss": 1.25}, "b": {"top1": 0.1}}
-    (table,) = result_tables(with_start({"a": {"top1": 0.3, "loss": 1.5}}, start))
-    assert table.rows[:2] == [["a, start", "50.0", "1.2500"], ["a, end", "30.0", "1.5000"]]
-    assert table.rows[2:] == [["a, difference", "-20.0", "0.2500"]]
+    start = {"a": {"top1": 0.5, "loss": 1.25001}, "b": {"top1": 0.1}}
+    (table,) = result_tables(with_start({"a": {"top1": 0.3, "loss": 1.25}}, start))
+    assert table.rows[:2] == [["a, start", "50.0", "1.2500"], ["a, end", "30.0", "1.2500"]]
+    assert table.rows[2:] == [["a, difference", "-20.0", "0.0000"]], "no -0.0000"
     other = {"b": {"top1": 0.1, "top5": 0.5}, "c": {"top1": 0.1}}
     assert with_start(other, start) == other, "of other metrics, and of another set"
 
