@@ -9,7 +9,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -132,19 +131,6 @@ def test_shards_of_several_folders_are_known_by_their_numbers(tmp_path: Path, mo
     known = index.current([str(paths[number]) for number in chosen])
     assert known.samples == [4, 3, None, 2, 4, 5] and known.stale == [str(paths[2])]
     assert known.size == sum(paths[number].stat().st_size for number in (0, 1, 3, 4))
-
-
-def test_counts_are_read_without_the_offsets_between_them(tmp_path: Path) -> None:
-    offsets = np.random.default_rng(0).integers(0, 1 << 30, 10_000)
-    with index._writing(tmp_path / index.FILE) as base:
-        for number in range(100):
-            row = index.Entry(f"{number}.tar", 1, "v", 10_000, None, "", offsets).row()
-            base.execute("INSERT INTO shards VALUES (?, ?, ?, ?, ?, ?, ?)", row)
-    counters = Path("/proc/self/io")
-    before = counters.read_text().split()[1]
-    assert index.current([str(tmp_path / "0.tar")]).stale
-    read = int(counters.read_text().split()[1]) - int(before)
-    assert read < 1e5 < (tmp_path / index.FILE).stat().st_size, f"{read} bytes"
 
 
 def test_damage_costs_only_its_sample(tmp_path: Path) -> None:
