@@ -68,6 +68,7 @@ def server() -> None:
 
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
+Cap = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="session")
@@ -124,7 +125,7 @@ def short() -> Iterator[Path]:
 
 
 @pytest.fixture
-def environment() -> dict[str, str]:
+def environment() -> dict:
     """The environment of a command a user types: none of torchrun's variables."""
     rank = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     env = {key: value for key, value in os.environ.items() if key not in rank and not key.startswith("TORCHELASTIC")}
@@ -133,7 +134,7 @@ def environment() -> dict[str, str]:
 
 
 @pytest.fixture
-def command(tmp_path: Path, environment: dict[str, str]) -> Command:
+def command(tmp_path: Path, environment: dict) -> Command:
     """`command("train", ...)`: run `clipscale train ...` in an empty folder and return its result."""
 
     def run(*words: str, timeout: float = 240, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
@@ -192,7 +191,7 @@ def rows_of(tensor: Tensor, case: Case) -> ChunkLoader:
     return ChunkLoader(lambda start, stop: tensor[start:stop], len(tensor), torch.device("cpu"), resident=resident)
 
 
-def all_cut_up(rank: int, ranks: int, cases: Iterable[dict[str, Any]]) -> list[Answer]:
+def all_cut_up(rank: int, ranks: int, cases: Iterable[dict]) -> list[Answer]:
     return [cut_up(Case(**case), rank) for case in cases]
 
 

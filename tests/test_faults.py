@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from clipscale import checkpoint
-from clipscale.common.errors import UserError
 from clipscale.config.sections import CheckpointConfig
 from clipscale.data.loader.stream import DataConfig
 from clipscale.data.shards import index, remote
@@ -23,6 +22,7 @@ from clipscale.launch.run_lock import RunLock
 from clipscale.train import Run, train
 from tests.data.files import write_shards
 from tests.data.shards.web import FAULTS, Web, serving
+from tests.support.refused import refused
 from tests.support.runs import curve, records, small
 
 
@@ -43,10 +43,10 @@ def test_a_run_that_could_not_save_is_refused_at_its_start(
     usage = namedtuple("usage", "free")
     room = 0
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(room))
-    with pytest.raises(UserError, match=rf"^run={tmp_path}/run: its disk has 0 B free") as refused:
+    with refused(rf"^run={tmp_path}/run: its disk has 0 B free") as full:
         train(small(shards, tmp_path / "run"))
     assert not (tmp_path / "run/metrics.jsonl").exists()
-    (size,) = re.findall(r"two checkpoints take ([\d.]+) MiB each; make room, or choose", str(refused.value))
+    (size,) = re.findall(r"two checkpoints take ([\d.]+) MiB each; make room, or choose", str(full.value))
     room = round(2.01 * float(size) * 2**20)
     train(small(shards, tmp_path / "run"))
     (saved,) = checkpoint.checkpoints_of(tmp_path / "run")
@@ -71,7 +71,7 @@ def test_a_removed_folder_ends_the_run_with_a_checkpoint_in_a_new_one(
     config = small(shards, run, checkpoint=CheckpointConfig(every="2"))
     train(small(shards, tmp_path / "whole"))
     line = "is in use by process" if used else "its folder was removed .* a new one holds step 2: go on"
-    with between_steps(remove), pytest.raises(UserError, match=line):
+    with between_steps(remove), refused(line):
         train(config)
     assert bool(checkpoint.checkpoints_of(run)) != used
     other.release()
@@ -105,7 +105,7 @@ def test_what_is_trained_is_saved_when_all_data_goes(tmp_path: Path) -> None:
     config = small(str(tmp_path / "set/{00000..00001}.tar"), tmp_path / "run", samples=144)
     with (
         between_steps(lambda step: [path.unlink(missing_ok=True) for path in paths] if step == 2 else None),
-        pytest.raises(UserError, match=r"no usable sample among the last .* No such file"),
+        refused(r"no usable sample among the last .* No such file"),
     ):
         train(config)
     (saved,) = checkpoint.checkpoints_of(tmp_path / "run")

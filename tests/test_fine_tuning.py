@@ -14,13 +14,12 @@ from clipscale.tools.export.verb import main as export
 from clipscale.tools.report.page import charts_of, points, write_report
 from clipscale.tools.report.runs import read_runs
 from clipscale.train import train
+from tests.conftest import Cap
 from tests.eval.sets import pair_set
 from tests.support.runs import ARCHITECTURE, curve, small
 
 
-def test_a_run_from_weights_is_evaluated_before_its_first_step(
-    shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_from_weights_is_evaluated_before_its_first_step(shards: str, tmp_path: Path, capsys: Cap) -> None:
     """Its curve begins where it started, and its scores are shown beside those. It changes no bit of the training."""
     start, plain, tuned = tmp_path / "start", tmp_path / "plain", tmp_path / "tuned"
     sets = EvalConfig(sets=[str(pair_set(tmp_path / "pairs"))])
@@ -46,7 +45,7 @@ def test_a_run_from_weights_is_evaluated_before_its_first_step(
     assert not json.loads((tuned / "eval/step_00000006.json").read_text())["results"]["pairs"]["broken"]
 
 
-def test_a_run_that_forgets_says_so(shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_forgets_says_so(shards: str, tmp_path: Path, capsys: Cap) -> None:
     start, tuned = tmp_path / "start", tmp_path / "tuned"
     sets = EvalConfig(sets=[str(pair_set(tmp_path / "pairs"))])
     train(small(shards, start))

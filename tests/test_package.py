@@ -57,9 +57,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def test_the_wheel_composes_a_run_from_another_folder(
-    installed: Path, tmp_path: Path, environment: dict[str, str]
-) -> None:
+def test_the_wheel_composes_a_run_from_another_folder(installed: Path, tmp_path: Path, environment: dict) -> None:
     (tmp_path / "x.tar").touch()
     words = [str(installed / "bin/clipscale"), "train", *TINY, "data.train=x.tar", "--cfg", "job"]
     done = subprocess.run(words, cwd=tmp_path, env=environment | ALONE, capture_output=True, text=True, timeout=120)
@@ -71,9 +69,7 @@ def test_the_wheel_composes_a_run_from_another_folder(
 
 
 @pytest.mark.slow  # imports torch; the ordinary test above finds what is missing of the package and its configuration
-def test_the_wheel_trains_from_another_folder(
-    installed: Path, shards: str, tmp_path: Path, environment: dict[str, str]
-) -> None:
+def test_the_wheel_trains_from_another_folder(installed: Path, shards: str, tmp_path: Path, environment: dict) -> None:
     words = [str(installed / "bin/clipscale"), "train", *TINY, f"data.train={shards}", "run=wheel"]
     done = subprocess.run(words, cwd=tmp_path, env=environment | ALONE, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

@@ -12,15 +12,16 @@ import pytest
 import torch
 
 from clipscale import checkpoint
-from clipscale.common.errors import UserError
 from clipscale.config.sections import CheckpointConfig
 from clipscale.distributed.world import World
+from tests.conftest import Cap
 from tests.support.checkpoints import ALONE, save
+from tests.support.refused import refused
 
 FILES = ["__0_0.distcp", ".metadata", "meta.json"]
 
 
-def some_state(value: float = 1.0) -> dict[str, Any]:
+def some_state(value: float = 1.0) -> dict:
     return {
         "model": {"w": torch.full((3,), value)},
         "random": [{"cpu": torch.get_rng_state(), "cuda": None}],
@@ -75,7 +76,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", folder], check=True)
 
 
-def test_training_goes_on_without_a_save_that_fails(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_goes_on_without_a_save_that_fails(disk: Path, capsys: Cap) -> None:
     saver = checkpoint.Saver(disk, ALONE, CheckpointConfig())
     for step, numbers in ((1, 10), (2, 2**20), (3, 10)):
         saver.save(step, {"model": {"w": torch.zeros(numbers)}})
@@ -85,7 +86,7 @@ def test_training_goes_on_without_a_save_that_fails(disk: Path, capsys: pytest.C
 
 
 def test_a_rank_lost_while_it_writes_does_not_hide_the_error_that_ends_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: Cap, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost = Future()
     lost.set_exception(RuntimeError("Connection closed by peer [127.0.0.1]:1"))
@@ -122,7 +123,7 @@ def test_a_damaged_newest_is_set_aside_for_the_one_before(
     first = save(tmp_path, 1, some_state(1.0), keep=0)
     newest = save(tmp_path, 2, some_state(2.0), keep=0)
     damage(newest / name)
-    with pytest.raises(UserError, match=r"step_00000002 is damaged"):
+    with refused(r"step_00000002 is damaged"):
         checkpoint.load(newest)
     assert checkpoint.to_resume(tmp_path / "mine", str(tmp_path), ALONE) == first, "another run's folder"
     assert len(checkpoint.checkpoints_of(tmp_path)) == 2
@@ -138,7 +139,7 @@ def test_a_run_without_a_whole_checkpoint_does_not_begin_again(tmp_path: Path) -
     for step in (1, 2):
         empty(save(tmp_path, step, some_state(), keep=0) / "meta.json")
     for _ in range(2):  # a requeued job asks again
-        with pytest.raises(UserError, match=r"step_00000002 is damaged .*; no other can be read"):
+        with refused(r"step_00000002 is damaged .*; no other can be read"):
             checkpoint.to_resume(tmp_path, "auto", ALONE)
 
 
@@ -147,9 +148,9 @@ def test_resume_reads_a_path_or_a_run_folder(tmp_path: Path) -> None:
     assert checkpoint.to_resume(tmp_path / "b", str(path), ALONE) == path
     assert checkpoint.to_resume(tmp_path / "b", str(tmp_path / "a"), ALONE) == path
     assert checkpoint.to_resume(tmp_path / "a", "none", ALONE) is None
-    with pytest.raises(UserError, match="no checkpoint in"):
+    with refused("no checkpoint in"):
         checkpoint.to_resume(tmp_path / "a", str(tmp_path), ALONE)
-    with pytest.raises(UserError, match="there is no such checkpoint or run folder"):
+    with refused("there is no such checkpoint or run folder"):
         checkpoint.to_resume(tmp_path / "a", str(tmp_path / "nothing"), ALONE)
 
 
@@ -158,5 +159,5 @@ def test_ranks_that_see_different_checkpoints_do_not_start(tmp_path: Path) -> No
         def gather(self, value: Any) -> list[Any]:
             return [value, [tmp_path / "checkpoints/step_00000007"] if value == [] else value]
 
-    with pytest.raises(UserError, match="the processes see different checkpoints; put the folder on storage"):
+    with refused("the processes see different checkpoints; put the folder on storage"):
         checkpoint.to_resume(tmp_path, "auto", Peer(0, 1, torch.device("cpu")))

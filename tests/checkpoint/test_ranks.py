@@ -1,7 +1,6 @@
 """Several ranks write one checkpoint and read it on another number of ranks."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ def sharded(world: int) -> dict[str, Tensor]:
     return {n: distribute_tensor(t, mesh, [Shard(0)]) if n in "abcd" else t.clone() for n, t in WHOLE.items()}
 
 
-def state(world: int) -> dict[str, Any]:
+def state(world: int) -> dict:
     tensors = sharded(world) if world > 1 else WHOLE
     inner = {name: {"moment": tensor + 1, "step": torch.tensor(3.0)} for name, tensor in tensors.items()}
     return {"model": tensors, "optimizer": {"state": inner}, "loss": 0.5}

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from clipscale.cli.main import main
-from tests.conftest import TINY
+from tests.conftest import TINY, Cap
 
 Cli = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
+def cli(capsys: Cap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
     """`cli("train", ...)`: exit status, stdout and stderr of a command, in this process and an empty folder."""
     monkeypatch.chdir(tmp_path)
 

@@ -12,6 +12,7 @@ import pytest
 
 from clipscale import __version__
 from clipscale.cli.verbs import VERBS
+from clipscale.common import files
 from clipscale.common.errors import StoppedError
 from clipscale.config.presets import group_options
 from clipscale.config.setting import nested, settings_of
@@ -97,23 +98,7 @@ def test_a_long_warm_up_gives_a_line_and_a_finished_run_keeps_its_settings(
 # ---- composing ----
 
 
-@pytest.mark.parametrize(
-    ("typed", "composed"),
-    [
-        ("data.train=/data/laion/{00000..41455}.tar", "  train:\n  - /data/laion/{00000..41455}.tar\n"),
-        ("data=/data/laion/{00000..41455}.tar", "  train:\n  - /data/laion/{00000..41455}.tar\n"),
-        ("data=[one,two]", "  train:\n  - one\n  - two\n"),
-        ("data.train=[/a/{0..9}.tar,/b/*.tar]", "  train:\n  - /a/{0..9}.tar\n  - /b/*.tar\n"),
-        ("data.train=/a b/it's:{1,2}.tar", "  train:\n  - /a b/it's:{1,2}.tar\n"),
-        ("data.train='/a,b.tar'", "  train:\n  - /a,b.tar\n"),
-        ("data.train=null", "  train: null\n"),
-        ("data.captions=[txt=0.5,json:caption=0.5]", "captions:\n  - txt=0.5\n  - json:caption=0.5\n"),
-        ("data.filter=[side>=64,LANGUAGE=en|de]", "  filter:\n  - side>=64\n  - LANGUAGE=en|de\n"),
-        ("model=vit-l14", "name: ViT-L-14"),
-        ("optim.options.foreach=true", "options:\n    foreach: true\n"),
-        ("samples=5k", "samples: 5120\nepochs: null\n"),
-    ],
-)
+@pytest.mark.parametrize(("typed", "composed"), files.read_yaml(Path(__file__).with_name("composed.yaml")).items())
 def test_a_word_composes_as_typed(cli: Cli, tmp_path: Path, typed: str, composed: str) -> None:
     _, out, _ = cli("train", typed, "--cfg", "job")  # then the same checks as at a start: there is no such data
     assert composed in out
@@ -189,7 +174,7 @@ sys.exit(main())
 
 
 def test_a_terminal_has_a_word_before_every_wait_and_ctrl_c_is_no_error(
-    tmp_path: Path, shards: str, environment: dict[str, str]
+    tmp_path: Path, shards: str, environment: dict
 ) -> None:
     """The first step always has a line. Lines fit, and begin with the time of day."""
     kept = [word for word in TINY if not word.startswith(("samples", "plan"))]

@@ -2,7 +2,6 @@
 
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -10,7 +9,7 @@ from clipscale.cli.main import main
 from clipscale.cli.sweep import folder_name
 from clipscale.common.errors import StoppedError, UserError
 from clipscale.config.train import TrainConfig
-from tests.conftest import TINY, Command
+from tests.conftest import TINY, Cap, Command
 
 
 @pytest.fixture
@@ -22,7 +21,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[TrainConfig
     monkeypatch.chdir(tmp_path)
     configs = []
 
-    def run(config: TrainConfig, *, isolated: bool) -> dict[str, Any]:
+    def run(config: TrainConfig, *, isolated: bool) -> dict:
         assert isolated
         configs.append(config)
         if config.seed == 13:
@@ -36,7 +35,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[TrainConfig
 
 
 def test_all_combinations_run_in_hydras_order_and_a_table_closes(
-    trained: list[TrainConfig], shards: str, capsys: pytest.CaptureFixture[str]
+    trained: list[TrainConfig], shards: str, capsys: Cap
 ) -> None:
     tiny = [word for word in TINY if not word.startswith("samples=")]
     words = ("train", "-m", *tiny, f"data.train={shards}", "run=s", "seed=1,13", "optim=adamw,lion", "samples=2k,4k")
@@ -55,7 +54,7 @@ def test_all_combinations_run_in_hydras_order_and_a_table_closes(
 
 @pytest.mark.parametrize(("word", "loss"), [("loss=clip", ["-2.0794"]), ("loss=siglip", [])])
 def test_losses_of_different_batches_are_shown_less_ln_batch_or_not(
-    trained: list[TrainConfig], shards: str, capsys: pytest.CaptureFixture[str], word: str, loss: list[str]
+    trained: list[TrainConfig], shards: str, capsys: Cap, word: str, loss: list[str]
 ) -> None:
     tiny = [setting for setting in TINY if not setting.startswith("batch=")]
     assert main(("train", "-m", *tiny, f"data.train={shards}", "batch=8,16", "seed=0", word)) == 0
@@ -77,7 +76,7 @@ def test_a_wrong_combination_ends_the_sweep_before_it_begins(trained: list[Train
 
 
 def test_a_sweeps_settings_are_printed_and_equal_ones_are_one_run(
-    trained: list[TrainConfig], shards: str, capsys: pytest.CaptureFixture[str]
+    trained: list[TrainConfig], shards: str, capsys: Cap
 ) -> None:
     words = ("train", "-m", *TINY, f"data.train={shards}", "run=s", "seed=1,2,1")
     assert main((*words, "--cfg", "job")) == 0
@@ -89,7 +88,7 @@ def test_a_sweeps_settings_are_printed_and_equal_ones_are_one_run(
     assert [config.seed for config in trained] == [1, 2]
 
 
-def test_a_signal_ends_the_sweep(trained: list[TrainConfig], shards: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_signal_ends_the_sweep(trained: list[TrainConfig], shards: str, capsys: Cap) -> None:
     assert main(("train", "-m", *TINY, f"data.train={shards}", "seed=1,99,2")) == 143
     assert [config.seed for config in trained] == [1, 99]
     assert "1.0000" in capsys.readouterr().out, "the table of what is done"

@@ -16,6 +16,7 @@ from clipscale.cli.main import main
 from clipscale.common import terminal
 from clipscale.common.terminal import LONGEST, printable
 from clipscale.log.table import TextTable
+from tests.conftest import Cap
 from tests.support.terminals import on_terminal, screen
 
 HOSTILE = "a\x1b]0;title\x07\x9b31m\nerror: [red]b[/red]\u202e\ud800\r"
@@ -31,13 +32,13 @@ def test_printable_text_has_no_control_characters_and_loses_nothing(text: str) -
 
 
 @pytest.mark.parametrize("text", [HOSTILE, "x" * 100_000])
-def test_an_error_is_one_printable_line(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_is_one_printable_line(text: str, capsys: Cap) -> None:
     assert main([text]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.isprintable() and len(line) <= LONGEST
 
 
-def test_a_warning_is_one_printable_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_warning_is_one_printable_line(capsys: Cap) -> None:
     terminal.prepare()
     record = logging.LogRecord("clipscale", logging.WARNING, "", 1, "shard %s", (HOSTILE,), None)
     assert logging.lastResort is not None
@@ -76,9 +77,7 @@ def test_a_terminal_shows_what_is_done_and_keeps_only_lines(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("variable", [{"RANK": "1"}, {"TERM": "dumb"}])
-def test_other_ranks_and_terminals_that_cannot_clear_a_line_show_lines_only(
-    tmp_path: Path, variable: dict[str, str]
-) -> None:
+def test_other_ranks_and_terminals_that_cannot_clear_a_line_show_lines_only(tmp_path: Path, variable: dict) -> None:
     code = f"import os; os.environ.update({variable!r})\n{WORK}"
     _, output = on_terminal([sys.executable, "-c", code], tmp_path, os.environ)
     assert screen(output) == ["begun", "done", ""] and "..." not in output and "━" not in output

@@ -3,7 +3,6 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -149,7 +148,7 @@ def test_the_command_line_overrides_a_preset() -> None:
         ("experiment=demo optim.lr=3 optim=adamw", {"name": "adamw", "lr": 3.0}),
     ],
 )
-def test_an_optimizers_preset_beside_an_experiment_brings_its_rate_and_decay(words: str, optim: dict[str, Any]) -> None:
+def test_an_optimizers_preset_beside_an_experiment_brings_its_rate_and_decay(words: str, optim: dict) -> None:
     assert optim.items() <= asdict(composed(*words.split()).optim).items()
 
 

@@ -79,7 +79,7 @@ def all_ids(paths: list[Path], sizes: list[int]) -> Counter[int]:
     return Counter(sample_id(str(path), f"{path.stem}{i:04d}") for path, size in zip(paths, sizes) for i in range(size))
 
 
-def positions(streams: list[TrainStream]) -> dict[str, Any]:
+def positions(streams: list[TrainStream]) -> dict:
     """What a checkpoint would hold."""
     return json.loads(json.dumps(merge_positions([stream.position() for stream in streams])))
 

@@ -8,9 +8,10 @@ import pytest
 from clipscale.config.data import DataConfig
 from clipscale.data.columns import KEYS, Column, columns_of
 from clipscale.data.decode import json_fields
-from clipscale.data.sample import ChosenSample, RawSample
+from clipscale.data.sample import ChosenSample
 from tests.data.files import SIDE, picture, write_tar
 from tests.data.streams import content, open_stream
+from tests.data.test_decode import SAMPLES
 from tests.data.test_filters import raw
 
 
@@ -61,25 +62,12 @@ def test_a_column_is_one_declaration(tmp_path: Path, workers: int) -> None:
         assert weights.tolist() == [[i / 4, len(str(i))] for i in numbers] and len(set(numbers)) == 16
 
 
-@pytest.mark.parametrize(
-    ("same", "one", "other", "equal"),
-    [
-        ("caption", raw(text="A  Cat\n"), raw(text="a cat"), True),
-        ("caption", raw(text="a cat"), raw(text="a cat."), False),
-        ("url", raw(url=" http://x/A "), raw(url="http://x/A"), True),
-        ("url", raw(url="http://x/A"), raw(url="http://x/a"), False),
-        ("label", raw(label=3), raw(label="3"), True),
-        ("url", raw(url=""), raw(url=""), False),
-        ("url", raw(url=float("nan")), raw(url=float("nan")), False),
-        ("url", raw(), raw(url="0 1"), False),
-    ],
-)
-def test_samples_with_the_same_value_have_the_same_key(
-    same: str, one: RawSample, other: RawSample, equal: bool
-) -> None:
+@pytest.mark.parametrize(("same", "one", "other", "equal"), SAMPLES["keys"])
+def test_samples_with_the_same_value_have_the_same_key(same: str, one: dict, other: dict, equal: bool) -> None:
     (column,) = (column for column in columns_of(DataConfig(same=same), SIDE).beside if column.name == KEYS)
 
-    def key(sample: RawSample, place: str) -> int:
+    def key(fields: dict, place: str) -> int:
+        sample = raw(**fields)
         return int(column.read(ChosenSample(sample, [sample.members["txt"].decode()], place)))
 
     keys = [key(one, "0 0"), key(other, "0 1")]

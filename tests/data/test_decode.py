@@ -2,6 +2,7 @@
 
 import io
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import open_clip
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
+from clipscale.common import files
 from clipscale.data.decode import (
     IMAGE_TYPES,
     BrokenSampleError,
@@ -26,6 +28,7 @@ from clipscale.data.order import CounterRNG
 from tests.data.files import photograph, picture
 
 MOST = 10_000_000
+SAMPLES = files.read_yaml(Path(__file__).with_name("samples.yaml"))
 
 
 def scene(width: int, height: int) -> Image.Image:
@@ -141,25 +144,11 @@ def test_damaged_pictures_are_decoded_or_counted(kind: str, hits: list[tuple[flo
         assert not out.any(), "nothing is written for a broken picture"
 
 
-@pytest.mark.parametrize(
-    ("members", "key", "reason"),
-    [
-        ({}, "txt", "no_caption"),
-        ({"txt": b""}, "txt", "empty_caption"),
-        ({"txt": b" \n\t "}, "txt", "empty_caption"),
-        ({"txt": b"caf\xe9"}, "txt", "caption_not_utf8"),
-        ({"json": b'{"a": ["words", "\\ud800"]}'}, "json:a", "caption_not_utf8"),
-        ({"json": b"{"}, "json:alt", "bad_json"),
-        ({"json": b"[" * 100_000}, "json:alt", "bad_json"),
-        ({"json": b"[1]"}, "json:alt", "no_caption"),
-        ({"json": b'{"alt": 5}'}, "json:alt", "no_caption"),
-        ({"json": b'{"alt": " "}'}, "json:alt", "empty_caption"),
-    ],
-)
-def test_unusable_captions_have_a_reason(members: dict[str, bytes], key: str, reason: str) -> None:
-    with pytest.raises(BrokenSampleError) as error:
-        captions_of(members, key)
-    assert error.value.reason == reason
+@pytest.mark.parametrize(("column", "text", "reason"), [*SAMPLES["captions"], ("json:alt", "[" * 100_000, "bad_json")])
+def test_unusable_captions_have_a_reason(column: str, text: str | None, reason: str) -> None:
+    members = {} if text is None else {column.partition(":")[0]: text.encode("latin-1")}
+    with pytest.raises(BrokenSampleError, match=reason):
+        captions_of(members, column)
 
 
 def test_colours_change_at_their_rates_after_the_crop_is_drawn() -> None:

@@ -54,7 +54,7 @@ def held(tower: nn.Module) -> tuple[int, int]:
     return weights, sum(p.grad.nbytes for p in whole if p is not None and p.grad is not None)
 
 
-def step(rank: int, ranks: int, stage: int, half: bool = False, steps: int = 1) -> dict[str, Any]:
+def step(rank: int, ranks: int, stage: int, half: bool = False, steps: int = 1) -> dict:
     """The last step of one rank, over chunks of two samples for each tower, with ShardedTower's `stage`.
 
     Stage 0: FSDP2 as it is by itself, summing gradients with the last chunk alone.
@@ -94,17 +94,17 @@ def step(rank: int, ranks: int, stage: int, half: bool = False, steps: int = 1) 
     }
 
 
-def measured(rank: int, ranks: int) -> list[dict[str, Any]]:
+def measured(rank: int, ranks: int) -> list[dict]:
     return [step(rank, ranks, **case) for case in CASES]
 
 
 @pytest.fixture(scope="module")
-def cases() -> list[dict[str, Any]]:
+def cases() -> list[dict]:
     """The first rank's results of all cases."""
     return run_ranks(measured, 2)[0]
 
 
-def test_weights_are_gathered_once_in_a_step_or_for_each_chunk(cases: list[dict[str, Any]]) -> None:
+def test_weights_are_gathered_once_in_a_step_or_for_each_chunk(cases: list[dict]) -> None:
     """FSDP2 by itself gathers three times for each chunk. docs/step.md has the formulas' numbers of larger towers."""
     before, second, third, *_ = cases
     assert (before[GATHER], before[SUM]) == (3 * 2 * LAYERS * CHUNKS + 2 * CHUNKS, GROUPS)
@@ -113,14 +113,14 @@ def test_weights_are_gathered_once_in_a_step_or_for_each_chunk(cases: list[dict[
     assert third[GATHER] == before[GATHER]
 
 
-def test_each_stage_holds_what_it_says(cases: list[dict[str, Any]]) -> None:
+def test_each_stage_holds_what_it_says(cases: list[dict]) -> None:
     model = small_model(LAYERS)
     largest = max(sum(p.nbytes for p in tower.parameters()) for tower in (model.image, model.text))
     assert [case["held"] for case in cases[:3]] == [(0, largest), (largest, 0), (0, 0)]
 
 
 def test_bf16_weights_are_gathered_in_bf16_with_the_features_and_gradients_of_autocast(
-    cases: list[dict[str, Any]],
+    cases: list[dict],
 ) -> None:
     """Bit-equal features, since autocast rounds the same weights; gradients to the rounding of bf16."""
     _, single, whole, second, third = cases

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from clipscale.common.errors import UserError
 from clipscale.config.sections import EvalConfig
 from clipscale.eval.classification import ClassificationSet
 from clipscale.eval.sets.item import ImageRef
@@ -26,6 +25,7 @@ from tests.eval.sets import (
     write_shards,
     write_tar,
 )
+from tests.support.refused import refused
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def test_sets_are_called_as_their_folders(tmp_path: Path) -> None:
     paths = [str(classification_set(tmp_path / name / "wds_colours")) for name in ("x", "y")]
     assert load_sets(paths[:1])[0].name == "colours"
     for twice in (paths, [paths[0], paths[0] + "/"]):
-        with pytest.raises(UserError, match=r"two sets, .* are called colours; leave one out, or rename its folder"):
+        with refused(r"two sets, .* are called colours; leave one out, or rename its folder"):
             chosen_sets(EvalConfig(sets=twice))
     for parent in ("imagenet", "places"):  # one after the other, into the results of one run
         assert load_sets([str(classification_set(tmp_path / parent / "val"))])[0].name == f"{parent}/val"
@@ -91,7 +91,7 @@ def test_imagenet_needs_no_class_names(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["imagenet-a", "wds_imagenet-r", "imagenet21k", "tiny-imagenet"])
 def test_labels_of_other_sets_are_not_imagenets(tmp_path: Path, name: str) -> None:
     members = [("0.png", picture("red")), ("0.cls", b"0")]
-    with pytest.raises(UserError, match=r"no classnames\.txt"):
+    with refused(r"no classnames\.txt"):
         load_set(write_shards(tmp_path / "without" / name, [members], {}))
     eval_set = load_set(write_shards(tmp_path / "with" / name, [members], {"classnames.txt": "stingray\ngoldfinch\n"}))
     assert eval_set.classnames == ["stingray", "goldfinch"] and len(eval_set.templates) == 80
@@ -119,7 +119,7 @@ def test_the_folders_of_imagenet_v2_are_the_labels(tmp_path: Path) -> None:
 @pytest.mark.parametrize("names", [["0", "1"], ["c0", "c1"], ["001.Albatross", "002.Auklet"]])
 def test_folders_whose_names_are_codes_need_class_names(tmp_path: Path, names: list[str]) -> None:
     root = folders(tmp_path / "set", names)
-    with pytest.raises(UserError, match=r"say no class; write one class name a line into .*classnames\.txt"):
+    with refused(r"say no class; write one class name a line into .*classnames\.txt"):
         load_set(root)
     for encoding in ("utf-8", "utf-8-sig", "utf-16"):  # editors of Windows begin a text with a byte order mark
         (root / "classnames.txt").write_text("a\nsecond\n", encoding)
@@ -130,7 +130,7 @@ def test_folders_whose_names_are_codes_need_class_names(tmp_path: Path, names: l
         assert eval_set.templates == ["{c}, a photo"]
     (root / "classnames.txt").write_bytes(b"caf\xe9\nsecond\n")
     load_set.cache_clear()
-    with pytest.raises(UserError, match=r"classnames\.txt is not in UTF-8 .* save it so"):
+    with refused(r"classnames\.txt is not in UTF-8 .* save it so"):
         load_set(root)
 
 
@@ -187,14 +187,14 @@ def test_a_caption_file_decides_over_class_folders(tmp_path: Path) -> None:
     shutil.copytree(images, masks)
     load_set.cache_clear()
     for path in (tmp_path / "set", file):
-        with pytest.raises(UserError, match=f"are in {images} and in {masks}; .* eval.sets={images}"):
+        with refused(f"are in {images} and in {masks}; .* eval.sets={images}"):
             load_set(path)
     assert {image.path.parent for image in load_set(masks).images} == {masks}
     assert load_sets([str(images)])[0].name == "set/images"
     (images / "red.png").unlink()
     assert {image.path.parent for image in load_set(file).images} == {masks}, "the one that has most of them"
     shutil.copy(file, tmp_path / "set" / "captions_train.json")
-    with pytest.raises(UserError, match=r"captions_train\.json and dataset_colours\.json; give one, as eval\.sets="):
+    with refused(r"captions_train\.json and dataset_colours\.json; give one, as eval\.sets="):
         load_set(tmp_path / "set")
 
 
@@ -204,12 +204,12 @@ def test_a_caption_file_names_images_of_its_set_alone(tmp_path: Path) -> None:
     assert [image.path.exists() for image in load_set(path).images] == [True, True, False, True, True]
     shutil.rmtree(tmp_path / "set" / "images")
     load_set.cache_clear()
-    with pytest.raises(UserError, match=r"none of the 5 images .* such as .*red\.png"):
+    with refused(r"none of the 5 images .* such as .*red\.png"):
         load_set(path)
     for name in ("../../blue.png", "/etc/blue.png"):
         path.write_text(path.read_text().replace('"blue.png"', f'"{name}"', 1).replace('"../../blue.png"', f'"{name}"'))
         load_set.cache_clear()
-        with pytest.raises(UserError, match="which lies outside the set"):
+        with refused("which lies outside the set"):
             load_set(path)
 
 
@@ -231,7 +231,7 @@ def test_paths_that_are_no_set(tmp_path: Path) -> None:
         "set.csv": r"is no caption file \(\.json\)",
         "set.json": "neither COCO's",
     }.items():
-        with pytest.raises(UserError, match=message):
+        with refused(message):
             load_set(tmp_path / name)
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from clipscale.common.errors import UserError
 from clipscale.config.sections import SUITES, EvalConfig
 from clipscale.eval.run import ResultsFile, evaluate
 from clipscale.eval.sets.known import known_sets, table
@@ -24,6 +23,7 @@ from tests.eval.sets import (
     write_shards,
 )
 from tests.support.checkpoints import ALONE
+from tests.support.refused import refused
 
 
 def infcl(root: Path) -> Path:
@@ -76,12 +76,12 @@ def test_missing_sets_are_named_with_their_source_and_the_others_evaluated(
 
 def test_a_root_without_sets_is_refused_in_one_line(tmp_path: Path) -> None:
     message = r"holds none of the 19 sets of eval.suite=vtab; vtab/caltech101 is looked for as wds_"
-    with pytest.raises(UserError, match=message):
+    with refused(message):
         suite_sets("vtab", str(tmp_path))
-    with pytest.raises(UserError, match=r"eval\.suite=vtab needs eval\.root=DIR"):
+    with refused(r"eval\.suite=vtab needs eval\.root=DIR"):
         suite_sets("vtab", None)
     infcl(tmp_path)
-    with pytest.raises(UserError, match=r"two sets, .*infcl-table3, are called objectnet; leave one out"):
+    with refused(r"two sets, .*infcl-table3, are called objectnet; leave one out"):
         chosen_sets(EvalConfig(suite="infcl-table3", root=str(tmp_path), sets=[str(tmp_path / "objectnet")]))
 
 
@@ -98,7 +98,7 @@ def test_a_place_within_a_folder_comes_before_the_folder(tmp_path: Path) -> None
 
 def test_class_folders_without_the_published_prompts_are_refused(tmp_path: Path) -> None:
     root = folders(tmp_path / "dtd", ["banded", "blotchy"])
-    with pytest.raises(UserError, match="dtd brings no prompts; take the webdataset of vtab/dtd"):
+    with refused("dtd brings no prompts; take the webdataset of vtab/dtd"):
         suite_sets("vtab", str(tmp_path))
     (root / "zeroshot_classification_templates.txt").write_text("a photo of a {c} texture.\n")
     load_set.cache_clear()

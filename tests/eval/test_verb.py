@@ -16,6 +16,7 @@ from clipscale.eval.verb import main
 from clipscale.log.records import read_evaluations
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.train import train
+from tests.conftest import Cap
 from tests.eval.sets import classification_set, pair_set, retrieval_set
 from tests.support.checkpoints import ALONE, save_model
 from tests.support.runs import small
@@ -41,7 +42,7 @@ def evaluated(run: Path, checkpoint: str = "latest", **changes: Any) -> Results:
 
 
 def test_the_verb_evaluates_the_checkpoint_it_is_asked_for(
-    tmp_path: Path, model: ClipModel, sets: list[str], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, model: ClipModel, sets: list[str], capsys: Cap
 ) -> None:
     run = tmp_path / "run"
     save_model(run, model, TINY)
@@ -58,9 +59,7 @@ def test_the_verb_evaluates_the_checkpoint_it_is_asked_for(
     assert sorted(file.name for file in (run / "eval").glob("*.json")) == ["step_00000007.json", "step_00000009.json"]
 
 
-def test_all_checkpoints_are_evaluated_and_sent_as_curves(
-    tmp_path: Path, sets: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_checkpoints_are_evaluated_and_sent_as_curves(tmp_path: Path, sets: list[str], capsys: Cap) -> None:
     run = tmp_path / "run"
     for step in (5, 10, 15):
         torch.manual_seed(step)
@@ -79,9 +78,7 @@ def test_all_checkpoints_are_evaluated_and_sent_as_curves(
     assert points == [(step, pytest.approx(results["classes"]["top5"])) for step, results in records.items()]
 
 
-def test_a_suite_has_its_table_and_takes_the_root_of_the_run(
-    tmp_path: Path, model: ClipModel, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_suite_has_its_table_and_takes_the_root_of_the_run(tmp_path: Path, model: ClipModel, capsys: Cap) -> None:
     classification_set(tmp_path / "sets" / "wds_imagenet1k")
     save_model(tmp_path / "run", model, TINY)
     (tmp_path / "run/config.yaml").write_text(f"eval:\n  root: '{tmp_path / 'sets'}'\n")
@@ -105,9 +102,7 @@ def test_any_weights_are_evaluated_without_a_run(
     assert len(list(tmp_path.glob("runs/eval-*/eval/final.json"))) == 1, "by the name of the weights"
 
 
-def test_a_run_is_evaluated_in_its_own_precision(
-    shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_evaluated_in_its_own_precision(shards: str, tmp_path: Path, capsys: Cap) -> None:
     """As it was while it trained: the same figures of the same weights."""
     pairs = EvalConfig(sets=[str(pair_set(tmp_path / "pairs"))])
     results = train(small(shards, tmp_path, precision="bf16", eval=pairs))["eval"]

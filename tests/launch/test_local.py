@@ -30,6 +30,7 @@ from clipscale.config.train import TrainConfig
 from clipscale.distributed.world import join, leave
 from clipscale.launch import local
 from tests.conftest import TINY
+from tests.support.refused import refused
 
 LONG = [word for word in TINY if not word.startswith(("samples", "data"))]
 LONG += ["samples=1M", "data.workers=1", "launch.procs=2", "run=long"]
@@ -39,7 +40,7 @@ Running = tuple[subprocess.Popen[str], list[psutil.Process], list[psutil.Process
 
 
 @pytest.fixture
-def training(tmp_path: Path, short: Path, environment: dict[str, str], shards: str) -> Iterator[Running]:
+def training(tmp_path: Path, short: Path, environment: dict, shards: str) -> Iterator[Running]:
     """A running run in its own session, its two workers, and all its child processes."""
     process = subprocess.Popen(
         [sys.executable, "-m", "clipscale", "train", *LONG, f"data.train={shards}"],
@@ -76,7 +77,7 @@ def two(tmp_path: Path) -> TrainConfig:
     return TrainConfig(run=str(tmp_path / "run"), batch=16, device="cpu", plan=False, launch=LaunchConfig(procs=2))
 
 
-def ring(config: TrainConfig) -> dict[str, Any]:
+def ring(config: TrainConfig) -> dict:
     """A worker that meets the other one."""
     world = join("cpu")
     ranks = world.gather(world.rank)
@@ -84,11 +85,11 @@ def ring(config: TrainConfig) -> dict[str, Any]:
     return {"ranks": ranks, "threads": torch.get_num_threads()}
 
 
-def this_process(config: TrainConfig) -> dict[str, Any]:
+def this_process(config: TrainConfig) -> dict:
     return {"pid": os.getpid()}
 
 
-def mistaken(config: TrainConfig) -> dict[str, Any]:
+def mistaken(config: TrainConfig) -> dict:
     """Rank 1 finds a mistake while rank 0 waits for it."""
     world = join("cpu")
     if world.rank == 1:
@@ -105,7 +106,7 @@ def test_a_last_save_that_failed_is_a_mistake_and_no_stopped_run(tmp_path: Path)
         file.write_text(json.dumps({"message": {"message": "UnwritableError: the disk is full"}}))
         raise SignalException("", signal.SIGTERM)
 
-    with patch.object(api, "elastic_launch", elastic_launch), pytest.raises(UserError, match="disk is full") as failure:
+    with patch.object(api, "elastic_launch", elastic_launch), refused("disk is full") as failure:
         local.run(two(tmp_path))
     assert not isinstance(failure.value, StoppedError)
 
@@ -116,7 +117,7 @@ def test_workers_meet_and_rank_0s_result_comes_back(tmp_path: Path) -> None:
     assert handlers == {number: signal.getsignal(number) for number in local.HANDLED}
 
 
-def open_files(config: TrainConfig) -> dict[str, Any]:
+def open_files(config: TrainConfig) -> dict:
     """A worker that begins with a low limit: its limits after it has joined, and its files of the two groups."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     world = join("cpu")
@@ -137,7 +138,7 @@ def test_open_files_are_allowed_and_few_whatever_the_ranks(tmp_path: Path, procs
 
 @pytest.mark.slow
 def test_a_workers_mistake_comes_back_as_if_made_here_and_at_once(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"^run={tmp_path}/run: found by a worker$"):
+    with refused(rf"^run={tmp_path}/run: found by a worker$"):
         local.run(two(tmp_path), f"{__name__}:mistaken")
 
 
@@ -147,12 +148,12 @@ def test_one_worker_is_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(local, "start", lambda config, main, count: {"count": count})
     assert local.run(config, isolated=True) == {"count": 1}
     config = replace(config, launch=LaunchConfig(procs=3))
-    with pytest.raises(UserError, match=r"^batch=256 cannot be shared evenly by 3 processes; choose a multiple of 3"):
+    with refused(r"^batch=256 cannot be shared evenly by 3 processes; choose a multiple of 3"):
         local.run(config)
 
 
 def test_the_cause_is_shown_and_not_the_ranks_that_it_took_along(tmp_path: Path) -> None:
-    def message(text: str) -> dict[str, Any]:
+    def message(text: str) -> dict:
         return {"message": text, "extraInfo": {"py_callstack": "stack", "timestamp": "5"}}
 
     def failed(*texts: str) -> Any:

@@ -53,7 +53,7 @@ def curve(run: Path) -> list[float]:
 
 
 @contextmanager
-def agents(folder: Path, environment: dict[str, str], words: list[str], nodes: int) -> Iterator[list[psutil.Popen]]:
+def agents(folder: Path, environment: dict, words: list[str], nodes: int) -> Iterator[list[psutil.Popen]]:
     """torchrun on so many machines, which are one here, with two workers in all."""
     port = free_port()
     meet = [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=a"]
@@ -92,7 +92,7 @@ def until_step(run: Path, step: int, seconds: float) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "lost"), [(1, "worker"), (2, "worker"), (2, "agent")])
 def test_a_restarted_run_has_the_undisturbed_curve(
-    environment: dict[str, str], shards: str, tmp_path: Path, nodes: int, lost: str
+    environment: dict, shards: str, tmp_path: Path, nodes: int, lost: str
 ) -> None:
     environment = environment | {"OMP_NUM_THREADS": "1"}  # torchrun chooses another number on two machines
     if lost == "agent":

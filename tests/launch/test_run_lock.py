@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from clipscale.cli import train as verb
-from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.config.train import TrainConfig
 from clipscale.launch import run_lock
 from clipscale.launch.run_lock import RunLock
 from clipscale.tools.plan import of_run
 from clipscale.train import train
+from tests.support.refused import refused
 
 HOLD = "import sys; from pathlib import Path; from clipscale.launch.run_lock import RunLock\n"
 HOLD += "lock = RunLock(Path(sys.argv[1])); lock.acquire(); print('held', flush=True); sys.stdin.read()"
@@ -29,12 +29,12 @@ def test_a_second_run_is_refused_with_the_holder_and_a_killed_one_holds_nothing(
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout and holder.stdout.readline() == "held\n"
-        with pytest.raises(UserError, match=rf"^run={tmp_path} is in use by process {holder.pid} on .*; stop that run"):
+        with refused(rf"^run={tmp_path} is in use by process {holder.pid} on .*; stop that run"):
             RunLock(tmp_path).acquire()
         holder.kill()
     lock = RunLock(tmp_path)
     lock.acquire()
-    with pytest.raises(UserError, match=rf"^run={tmp_path} is in use by process {os.getpid()} "):
+    with refused(rf"^run={tmp_path} is in use by process {os.getpid()} "):
         RunLock(tmp_path).acquire()
     lock.release()
     lock.release()
@@ -50,7 +50,7 @@ def test_a_second_start_is_refused_before_it_is_planned_and_changes_nothing(
     monkeypatch.setattr(of_run, "before", lambda *_: pytest.fail("planned"))
     lock = RunLock(tmp_path)
     lock.acquire()
-    with pytest.raises(UserError, match=f"run={tmp_path} is in use by process {os.getpid()}"):
+    with refused(f"run={tmp_path} is in use by process {os.getpid()}"):
         start(TrainConfig(run=str(tmp_path), device="cpu", data=DataConfig(workers=0)))
     lock.release()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "run.lock"]

@@ -33,7 +33,7 @@ def test_the_kubernetes_manifest_starts_a_run_that_composes() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("wrong", "status"), [("", 0), ("lr=1", 2)])
 def test_torchrun_trains_on_two_processes_and_a_wrong_setting_is_one_line(
-    environment: dict[str, str], shards: str, tmp_path: Path, wrong: str, status: int
+    environment: dict, shards: str, tmp_path: Path, wrong: str, status: int
 ) -> None:
     words = [*TINY, f"data.train={shards}", "run=a", *wrong.split()]
     variables = environment | {"PROCS": "2", "RESTARTS": "0", "CUDA_VISIBLE_DEVICES": ""}
@@ -67,7 +67,7 @@ def state(job: str) -> str:
 @pytest.mark.timeout(900)
 @pytest.mark.skipif("nodes() < 2", reason="needs a Slurm controller with two idle nodes")
 def test_a_slurm_job_asked_to_stop_saves_goes_back_into_the_queue_and_ends_the_run(
-    environment: dict[str, str], shards: str, tmp_path: Path
+    environment: dict, shards: str, tmp_path: Path
 ) -> None:
     log, run = tmp_path / "job.log", tmp_path / "runs/long"
     options = ["--parsable", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1"]

@@ -20,6 +20,7 @@ from clipscale.distributed.world import Later, World
 from clipscale.launch import stopping
 from clipscale.launch.stopping import SignalError, Stop
 from clipscale.train import train
+from tests.conftest import Cap
 from tests.support.checkpoints import ALONE
 from tests.support.ranks import run_ranks
 from tests.support.runs import ARCHITECTURE, curve, settings
@@ -54,9 +55,7 @@ def with_signal_at(call: int, work: Callable[[], Any]) -> int:
     return 0
 
 
-def test_one_ctrl_c_is_recorded_and_a_later_one_ends_at_once(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_one_ctrl_c_is_recorded_and_a_later_one_ends_at_once(monkeypatch: pytest.MonkeyPatch, capfd: Cap) -> None:
     stop, before = Stop(ALONE), signal.getsignal(signal.SIGINT)
     with stop:
         stop.check()

@@ -20,11 +20,12 @@ from clipscale.config.sections import LogConfig
 from clipscale.log import sinks
 from clipscale.log.metrics import MetricLog, console_line, duration, read_metrics
 from clipscale.log.warnings import warnings_of
+from tests.conftest import Cap
 
 SETTINGS = "batch: 256\nmodel:\n  name: ViT-B-32\n"
 
 
-def printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
+def printed(capsys: Cap) -> list[str]:
     """Lines without the time of day, with which they begin."""
     times, lines = zip(*(line.split(" ", 1) for line in capsys.readouterr().out.splitlines()))
     assert all(re.fullmatch(r"[0-2]\d:[0-5]\d:[0-5]\d", clock) for clock in times), times
@@ -86,7 +87,7 @@ def test_resuming_cuts_off_what_lies_beyond_and_a_torn_last_line(tmp_path: Path)
     assert steps(tmp_path) == [1], "a new run starts a new file"
 
 
-def test_console_lines_are_greppable_whole_and_plain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_console_lines_are_greppable_whole_and_plain(tmp_path: Path, capsys: Cap) -> None:
     with closing(open_log(tmp_path)) as log:
         log.step(record(1, loss=math.nan, grad_norm=math.inf, data_wait_frac=0.0, step_s=0.5, mem_peak_bytes=2**33))
         log.eval(1, {"a:set": {"top1": 0.5, "images": 10}})
@@ -113,9 +114,7 @@ def test_a_line_of_a_large_run_fits_100_columns_and_has_no_value_twice() -> None
     assert len(values) == len({*values}) and "0" not in values, line
 
 
-def test_lines_say_how_far_the_run_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_say_how_far_the_run_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Cap) -> None:
     """Steps of four seconds; a line of the first, of every other one, but not within ten seconds, and of the last."""
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
@@ -156,7 +155,7 @@ def test_a_warning_is_given_once(tmp_path: Path) -> None:
     assert [line.split(": ")[1] for line in lines if "warning" in line] == ["step 60"]
 
 
-def test_lines_wait_in_memory_while_the_disk_is_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_wait_in_memory_while_the_disk_is_full(tmp_path: Path, capsys: Cap) -> None:
     with closing(open_log(tmp_path)) as log:
         log.step(record(1))
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -198,7 +197,7 @@ def test_a_failing_sink_costs_one_warning(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_wandb_offline_needs_no_network_and_goes_on_with_its_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Cap
 ) -> None:
     for name in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "wandb-home"))
@@ -227,7 +226,7 @@ def test_wandb_offline_needs_no_network_and_goes_on_with_its_run(
 
 @pytest.mark.parametrize("shown", [True, False])
 def test_long_work_shows_how_far_it_is(
-    shown: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shown: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Cap
 ) -> None:
     """Ten parts of 25 seconds, and ten of a millisecond; `log.progress=false` shows none."""
     clock = [0.0]

@@ -23,11 +23,9 @@ from clipscale.data.decode import Picture
 from clipscale.data.eval_transform import EvalTransform
 from clipscale.data.sample import BrokenSampleError
 from clipscale.models.tokenizer import tokenizer_of
-from tests.conftest import TINY
+from tests.conftest import TINY, Cap
 from tests.data.files import picture, write_tar
 from tests.support.audit import heard
-
-Cap = pytest.CaptureFixture[str]
 
 
 def test_every_row_has_its_test() -> None:

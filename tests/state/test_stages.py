@@ -11,7 +11,6 @@ from open_clip.model import resize_pos_embed, resize_text_pos_embed
 
 from clipscale import checkpoint
 from clipscale.cli import compose
-from clipscale.common.errors import UserError
 from clipscale.config.sections import (
     CacheConfig,
     CheckpointConfig,
@@ -26,6 +25,7 @@ from clipscale.train import Run, train
 from tests.support import runs
 from tests.support.checkpoints import ALONE
 from tests.support.ranks import run_ranks
+from tests.support.refused import refused
 from tests.support.runs import curve, records, small
 
 STAGES = [
@@ -36,7 +36,7 @@ STAGES = [
 """Three steps and four: the first does not use the last two of its samples."""
 
 
-def staged(shards: str, run: Path, stages: list[dict[str, Any]] = STAGES, **changes: Any) -> TrainConfig:
+def staged(shards: str, run: Path, stages: list[dict] = STAGES, **changes: Any) -> TrainConfig:
     changes = {
         "samples": None,
         "stages": stages,
@@ -162,28 +162,18 @@ def test_the_next_stage_begins_with_the_same_weights_and_resized_positions(
     ],
 )
 def test_stages_that_cannot_be_are_refused_at_the_start(
-    shards: str, tmp_path: Path, second: dict[str, Any], changes: dict[str, Any], message: str
+    shards: str, tmp_path: Path, second: dict, changes: dict, message: str
 ) -> None:
-    with pytest.raises(UserError, match=message):
+    with refused(message):
         train(staged(shards, tmp_path / "run", [STAGES[0], {"samples": 20} | second], **changes))
 
 
 def test_stages_on_the_command_line() -> None:
-    def given(text: str) -> TrainConfig:
-        _, words = compose.overrides("train", [f"stages={text}", "data.train=x.tar", "model=tiny"])
-        return settled(compose.settings("train", words))
-
-    config = given("[{samples:2k,batch:64,lr:1e-3,warmup:10,optimizer:restart},{samples:1k,final:0.5}]")
+    stages = "stages=[{samples:2k,batch:64,lr:1e-3,warmup:10,optimizer:restart},{samples:1k,final:0.5}]"
+    _, words = compose.overrides("train", [stages, "data.train=x.tar", "model=tiny"])
+    config = settled(compose.settings("train", words))
     assert config.stages[0] == {"samples": 2048, "batch": 64, "lr": 1e-3, "warmup": "10", "optimizer": "restart"}
     assert (config.samples, config.epochs) == (3072, None)
-    for text, message in {
-        "[{samples:1k,size:3}]": r"stages: 1\. is .*size.*; give it some of samples, batch, image_size",
-        "[{samples:1k},{samples:1k,optimizer:new}]": r"stages: 2\. optimizer=new: choose continue or restart",
-        "[{samples:1k,patch_dropout:1}]": r"stages: 1\. patch_dropout=1: give less than 1",
-        "[3]": r"stages: 1\. is 3; give it some of",
-    }.items():
-        with pytest.raises(UserError, match=message):
-            given(text)
 
 
 @pytest.mark.slow
@@ -203,5 +193,5 @@ def test_epochs_of_too_few_samples_are_said_as_epochs(shards: str, tmp_path: Pat
     """Nobody has typed `samples`."""
     config = replace(small(shards, tmp_path / "run"), samples=None, epochs=0.1)
     message = r"batch=12: the \d+ samples in data\.train make \d+ in epochs=0\.1, less than one batch"
-    with pytest.raises(UserError, match=message):
+    with refused(message):
         train(config)

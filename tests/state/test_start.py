@@ -20,21 +20,21 @@ from clipscale.data.loader.stream import DataConfig, TrainStream, open_stream
 from clipscale.distributed.world import World
 from clipscale.models.towers import build_model, inputs_of
 from clipscale.train import Run, train
+from tests.conftest import Cap
 from tests.support.checkpoints import ALONE
+from tests.support.refused import refused
 from tests.support.runs import ARCHITECTURE, curve, records, settings, small
 
 
 def test_a_refused_start_takes_nothing_away(demo: Path, finished: Path, tmp_path: Path) -> None:
     nothing = DataConfig(train=[str(tmp_path / "none-*.tar")], workers=0)
     before = sorted(path for path in finished.rglob("*") if path.is_file())
-    with pytest.raises(UserError, match="matches no shard"):
+    with refused("matches no shard"):
         train(settings(demo, finished, data=nothing))
     assert sorted(path for path in finished.rglob("*") if path.is_file()) == before
 
 
-def test_resuming_a_finished_run_says_so_and_trains_no_further(
-    demo: Path, finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resuming_a_finished_run_says_so_and_trains_no_further(demo: Path, finished: Path, capsys: Cap) -> None:
     before = curve(finished)
     assert train(settings(demo, finished))["step"] == 10
     printed = capsys.readouterr().out
@@ -44,9 +44,7 @@ def test_resuming_a_finished_run_says_so_and_trains_no_further(
     assert curve(finished) == before
 
 
-def test_a_longer_run_says_that_its_learning_rate_jumps(
-    shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_longer_run_says_that_its_learning_rate_jumps(shards: str, tmp_path: Path, capsys: Cap) -> None:
     config = small(shards, tmp_path / "run", schedule=ScheduleConfig(warmup="0"))
     train(config)
     train(replace(config, samples=480))
@@ -57,7 +55,7 @@ def test_a_longer_run_says_that_its_learning_rate_jumps(
 
 @pytest.mark.parametrize(("batch", "times"), [(48, ""), (120, "2.5 times")])
 def test_a_batch_larger_than_the_data_is_warned_of(
-    shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], batch: int, times: str
+    shards: str, tmp_path: Path, capsys: Cap, batch: int, times: str
 ) -> None:
     """There are 48 pairs."""
     Run(small(shards, tmp_path / "run", batch=batch, samples=batch), ALONE).stream.close()
@@ -94,7 +92,7 @@ def test_what_does_not_fit_a_checkpoint_is_named(demo: Path, finished: Path) -> 
             "does not fit this model's parameters",
         ),
     ):
-        with pytest.raises(UserError, match=message):
+        with refused(message):
             train(settings(demo, finished, **changes))
     assert len(curve(finished)) == 10, "a refused resume changes nothing"
 
@@ -106,7 +104,7 @@ def test_ranks_that_see_different_shards_do_not_start(
         return [value, value | {"order": "other"} if isinstance(value, dict) and "order" in value else value]
 
     monkeypatch.setattr(World, "gather", with_peer)
-    with pytest.raises(UserError, match="the processes see different shards"):
+    with refused("the processes see different shards"):
         Run(settings(demo, tmp_path / "run"), ALONE)
 
 
@@ -126,7 +124,7 @@ def test_data_workers_start_before_the_model_is_built_and_end_if_it_cannot_be(
     monkeypatch.setattr("clipscale.state.start.open_stream", opened)
     monkeypatch.setattr("clipscale.state.start.parts_of", impossible)
     config = small(shards, tmp_path / "run")
-    with pytest.raises(UserError, match="no such model"):
+    with refused("no such model"):
         Run(replace(config, data=replace(config.data, workers=1)), ALONE)
     assert streams[0].workers.processes[0].exitcode is not None  # type: ignore[union-attr]
 

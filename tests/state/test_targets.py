@@ -85,7 +85,7 @@ def one_step(rank: int, world: int, config: TrainConfig) -> tuple[Any, ...]:
     return weights, gradients(run.state.model), run.loss, rows
 
 
-HARD: dict[str, Any] = {"shared": "ignore", "data": {"negatives": "json:hard", "negatives_per_step": 2}}
+HARD: dict = {"shared": "ignore", "data": {"negatives": "json:hard", "negatives_per_step": 2}}
 BOTH = DistillConfig(["a", "b"], SCALES, (0.3, 0.7))
 
 
@@ -104,7 +104,7 @@ BOTH = DistillConfig(["a", "b"], SCALES, (0.3, 0.7))
     ],
     ids=str,
 )
-def test_a_step_is_that_of_one_dense_graph(shard: str, tmp_path: Path, ranks: int, given: dict[str, Any]) -> None:
+def test_a_step_is_that_of_one_dense_graph(shard: str, tmp_path: Path, ranks: int, given: dict) -> None:
     config = config_of(shard, tmp_path / "run", **given)
     parts = run_ranks(one_step, ranks, config) if ranks > 1 else [one_step(0, 1, config)]
     weights, actual, value, _ = parts[0]
@@ -133,9 +133,7 @@ def test_a_step_is_that_of_one_dense_graph(shard: str, tmp_path: Path, ranks: in
 
 
 @pytest.mark.parametrize("given", [{"shared": "positive", "k": 3}, {"distill": BOTH}, HARD], ids=str)
-def test_a_resumed_run_has_the_same_losses_wherever_rows_wait(
-    shard: str, tmp_path: Path, given: dict[str, Any]
-) -> None:
+def test_a_resumed_run_has_the_same_losses_wherever_rows_wait(shard: str, tmp_path: Path, given: dict) -> None:
     train(config_of(shard, tmp_path / "whole", checkpoint=CheckpointConfig(every="2", keep=0), **given))
     saved = str(checkpoint.path_of(tmp_path / "whole", 2))
     for offload in ("encoded", "none"):

@@ -27,6 +27,7 @@ from clipscale.config.sections import (
 from clipscale.config.train import TrainConfig
 from clipscale.models.towers import build_model
 from clipscale.train import Run, train
+from tests.conftest import Cap
 from tests.models.test_weights import open_clip_folder
 from tests.support.checkpoints import ALONE
 from tests.support.ranks import run_ranks
@@ -63,9 +64,7 @@ def test_an_update_clips_the_unscaled_gradient_and_bounds_the_logit_scale(
     assert run.state.model.logit_scale.exp().item() == pytest.approx(3.0)
 
 
-def test_a_run_normalises_as_its_weights_were_trained_and_goes_on_so(
-    shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_normalises_as_its_weights_were_trained_and_goes_on_so(shards: str, tmp_path: Path, capsys: Cap) -> None:
     """SigLIP's mean of 0.5 is in its folder's description, and not in the settings."""
 
     half = (0.5, 0.5, 0.5)

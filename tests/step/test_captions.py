@@ -28,7 +28,7 @@ def tokenizer(texts: list[str]) -> Tensor:
 
 
 @pytest.mark.parametrize("text", [{}, {"pool_type": "first"}, {"pool_type": "eos", "eos_id": 49407}], ids=str)
-def test_causal_towers_are_cut(text: dict[str, Any]) -> None:
+def test_causal_towers_are_cut(text: dict) -> None:
     causal = tower(**text)
     assert padding(causal, tokenizer, CPU) == 0
     assert family_of(causal.encoder).cuts_captions(causal.encoder)
@@ -38,7 +38,7 @@ def test_causal_towers_are_cut(text: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "text", [{"no_causal_mask": True}, {"no_causal_mask": True, "pool_type": "last"}, {"pool_type": "last"}], ids=str
 )
-def test_towers_that_see_padding_are_not(text: dict[str, Any]) -> None:
+def test_towers_that_see_padding_are_not(text: dict) -> None:
     bidirectional = tower(**text)
     assert padding(bidirectional, tokenizer, CPU) == "the text tower's features depend on padding"
     assert not family_of(bidirectional.encoder).cuts_captions(bidirectional.encoder)

@@ -94,7 +94,7 @@ class Nested(nn.Module):
         super().__init__()
         self.lin = nn.Linear(7, 5)
 
-    def forward(self, tokens: dict[str, Any], *, weight: list[Tensor]) -> Tensor:
+    def forward(self, tokens: dict, *, weight: list[Tensor]) -> Tensor:
         return self.lin(tokens["x"]) * tokens["mask"] * weight[0]
 
 
@@ -106,7 +106,7 @@ def test_inputs_may_be_nested_and_towers_may_share_an_encoder() -> None:
     required = Nested().double()
     actual = copy.deepcopy(required)
 
-    def inputs(n: int, seed: int) -> dict[str, Any]:
+    def inputs(n: int, seed: int) -> dict:
         g = torch.Generator().manual_seed(seed)
         x, mask, weight = (torch.randn(n, k, generator=g, dtype=torch.float64) for k in (7, 5, 1))
         return {"tokens": {"x": x, "mask": mask}, "weight": [weight]}

@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipscale import train as train_module
-from clipscale.common.errors import UserError
 from clipscale.config.sections import OptimConfig, ScheduleConfig
 from clipscale.step.optim import Schedule, build_optimizer, largest_rms, parse_steps
 from clipscale.train import train
+from tests.support.refused import refused
 from tests.support.runs import records, small
 
 
@@ -113,26 +113,17 @@ def test_muon_iterates_in_float32_on_a_cpu() -> None:
     assert types.seen == {torch.float32}
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (OptimConfig(name="adamv"), "optim.name='adamv'.*did you mean .*adam"),
-        (OptimConfig(options={"colour": 1}), "optim: adamw refuses its settings .*optim.betas, eps, lr and options"),
-    ],
-)
-def test_unknown_optimizers_and_options_are_refused(config: OptimConfig, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        build_optimizer(small_model(), config)
+def test_unknown_options_are_refused() -> None:
+    with refused("optim: adamw refuses its settings .*optim.betas, eps, lr and options"):
+        build_optimizer(small_model(), OptimConfig(options={"colour": 1}))
 
 
 def test_steps_are_read_in_three_forms() -> None:
     assert parse_steps("2000", "s", total=10_000, per_epoch=None) == 2000
     assert parse_steps("5%", "s", total=10_000, per_epoch=None) == 500
     assert parse_steps("0.5ep", "s", total=10_000, per_epoch=300.0) == 150
-    with pytest.raises(UserError, match="not known"):
+    with refused("not known"):
         parse_steps("0.5ep", "schedule.warmup", total=10, per_epoch=None)
-    with pytest.raises(UserError, match=r"schedule\.warmup='soon'"):
-        parse_steps("soon", "schedule.warmup", total=10, per_epoch=None)
 
 
 def schedule(config: ScheduleConfig, peak: float, total: int) -> Schedule:

@@ -7,11 +7,12 @@ import torch
 
 from clipscale.tools import doctor
 from clipscale.tools.doctor import main
+from tests.conftest import Cap
 from tests.support.checkpoints import ALONE
 
 
 @pytest.mark.slow
-def test_a_machine_that_works_has_no_problems(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_machine_that_works_has_no_problems(capsys: Cap) -> None:
     assert main() == 0
     out = capsys.readouterr().out
     for words in ("torch", "of host memory are free", "processes, ", "differs from float64's"):
@@ -19,7 +20,7 @@ def test_a_machine_that_works_has_no_problems(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_wrong_gradient_and_a_check_that_fails_are_problems_and_the_others_go_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: Cap
 ) -> None:
     right = doctor.contrastive_loss
 

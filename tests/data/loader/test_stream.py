@@ -3,7 +3,6 @@
 import io
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from clipscale.common.errors import UserError
 from clipscale.config.data import AugmentConfig
 from clipscale.data.columns import sample_id
 from tests.data.files import Letters, picture, sample, write_shards, write_tar
 from tests.data.streams import all_ids, contents, flat, ids, inline_workers, open_stream
+from tests.support.refused import refused
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -133,9 +132,8 @@ def test_data_without_a_usable_sample_ends_with_the_reason(
     write_tar(tmp_path / "x.tar", members)
     with open_stream(tmp_path, batch=2, order=order, workers=workers) as stream:
         batch = stream.next_batch()
-        with pytest.raises(UserError, match=rf"no usable sample.*{reason} \d+") as error:
+        with refused(rf"no usable sample.*{reason} \d+"):
             batch.pixels(0, 1)
-    assert "\n" not in str(error.value)
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
@@ -146,10 +144,6 @@ def test_data_without_a_usable_sample_ends_with_the_reason(
     [
         ({"shard_streams": 16}, r"data\.shard_streams=16: too many for the batch of 8"),
         ({"batch": 100, "shard_streams": 60}, r"data\.shard_streams=60: too many for the 50 samples"),
-        ({"train": []}, r"data\.train is not set"),
-        ({"train": ["/nowhere/{0..3}.tar"]}, r"data\.train='/nowhere/\{0\.\.3\}\.tar' matches no shard"),
-        ({"train": ["pipe:cat /etc/passwd"]}, "allow_pipe"),
-        ({"weights": [1.0, 2.0]}, r"data\.weights=.*2 weights for 1 source"),
         ({"weights": [1.0], "order": "epochs"}, r"data\.weights and data\.order=epochs"),
         (
             {"train": ["http://127.0.0.1:9/{0..9}.tar"], "order": "epochs"},
@@ -157,10 +151,7 @@ def test_data_without_a_usable_sample_ends_with_the_reason(
         ),
     ],
 )
-def test_settings_that_cannot_work_are_refused_in_one_line(
-    tmp_path: Path, options: dict[str, Any], message: str
-) -> None:
+def test_settings_that_cannot_work_are_refused_in_one_line(tmp_path: Path, options: dict, message: str) -> None:
     write_shards(tmp_path, [25, 25])
-    with pytest.raises(UserError, match=message) as error:
+    with refused(message):
         open_stream(tmp_path, **{"batch": 8, **options})
-    assert "\n" not in str(error.value)

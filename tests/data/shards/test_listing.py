@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from clipscale.common.errors import UserError
 from clipscale.data.shards import listing
 from clipscale.data.shards.listing import expand
 from tests.data.files import write_shards
 from tests.data.streams import contents, open_stream
+from tests.support.refused import refused
 
 
 def test_braces_globs_folders_and_lists_name_the_same_shards(tmp_path: Path) -> None:
@@ -66,9 +66,8 @@ def test_a_path_that_exists_is_itself(tmp_path: Path, name: str) -> None:
 def test_a_source_without_shards_is_named(tmp_path: Path, pattern: str) -> None:
     (tmp_path / "empty").write_text("\n")
     source = pattern.format(folder=tmp_path)
-    with pytest.raises(UserError, match=r"data\.train=") as error:
+    with refused(rf"data\.train=.*{tmp_path}"):
         expand(source)
-    assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +75,7 @@ def test_a_source_without_shards_is_named(tmp_path: Path, pattern: str) -> None:
 )
 def test_a_list_names_paths_and_servers_alone(tmp_path: Path, line: str) -> None:
     (tmp_path / "list").write_text(f"https://host/0.tar\n{line}\n")
-    with pytest.raises(UserError, match=r"is neither a path nor one of http, https, s3, gs, hf:|runs a shell command"):
+    with refused(r"is neither a path nor one of http, https, s3, gs, hf:|runs a shell command"):
         expand(f"@{tmp_path}/list")
 
 
@@ -90,7 +89,7 @@ def test_specifications_are_webdatasets() -> None:
 def test_addresses_are_expanded_but_not_looked_up() -> None:
     assert expand("https://host/{0..2}.tar") == [f"https://host/{i}.tar" for i in range(3)]
     assert expand("s3://a/0.tar::s3://b/1.tar") == ["s3://a/0.tar", "s3://b/1.tar"]
-    with pytest.raises(UserError, match=r"gopher.* is neither a path nor one of http"):
+    with refused(r"gopher.* is neither a path nor one of http"):
         expand("gopher://host/{0..2}.tar")
 
 
@@ -98,7 +97,7 @@ def test_an_allowed_command_is_read_to_its_end(tmp_path: Path) -> None:
     """The output is read like the file it prints; a failure is counted."""
     (path,) = write_shards(tmp_path / "set", [60])
     options = {"batch": 20, "shard_streams": 1, "order": "resampled", "shuffle": 8}
-    with pytest.raises(UserError, match="allow_pipe"):
+    with refused("allow_pipe"):
         open_stream(f"pipe:cat {path}", **options)
     actual = {}
     for source in (str(path), f"pipe:cat {path}", f"pipe:cat {path} && exit 3"):

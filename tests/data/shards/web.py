@@ -29,7 +29,7 @@ class Web:
         """The faults so far."""
         self.url = ""
 
-    def answer(self, path: str, asked: str, sent: Mapping[str, str]) -> tuple[int, dict[str, str], bytes]:
+    def answer(self, path: str, asked: str, sent: Mapping[str, str]) -> tuple[int, dict, bytes]:
         """Status, headers and body without a fault; `sent` are the request's headers, in lower case."""
         file = self.folder / unquote(path).lstrip("/")
         if not file.is_file():

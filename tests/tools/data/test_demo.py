@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from clipscale.cli import train as cli_train
-from clipscale.common.errors import UserError
 from clipscale.data.sample import RawSample
 from clipscale.data.shards.listing import expand
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.tools.data import demo, scenes
+from tests.conftest import Cap
+from tests.support.refused import refused
 from tests.support.runs import settings
 
 
@@ -41,7 +42,7 @@ def train(root: Path) -> list[RawSample]:
     return [s for url in expand(demo.paths(root).train) for s in samples(url)]
 
 
-def digests(root: Path) -> dict[str, str]:
+def digests(root: Path) -> dict:
     files = sorted(path for path in root.rglob("*") if path.is_file())
     return {str(path.relative_to(root)): sha256(path.read_bytes()).hexdigest() for path in files}
 
@@ -105,24 +106,22 @@ def test_retrieval_images_have_several_captions_that_fit_no_other(root: Path) ->
     assert max(plain.values()) == 1, f"{plain.most_common(3)} describe several images"
 
 
-def test_a_set_is_reused_and_other_folders_are_refused(
-    few: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_set_is_reused_and_other_folders_are_refused(few: None, tmp_path: Path, capsys: Cap) -> None:
     place = tmp_path / "set"
     assert demo.main(demo.DemoSettings(str(place), 64)) == place
     out = capsys.readouterr().out
     assert "written in" in out and f"64 pairs in {place}" in out
     assert not demo.render_demo(place, 64)
-    with pytest.raises(UserError, match="not this demo set"):
+    with refused("not this demo set"):
         demo.render_demo(place, 80)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["set"], "no temporary folder is left"
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "thesis.tex").write_text("years of work")
     for recipe in ("", '{"recipe": 1}', "no JSON"):
-        with pytest.raises(UserError, match="not this demo set"):
+        with refused("not this demo set"):
             demo.render_demo(foreign, 64)
         assert (foreign / "thesis.tex").read_text() == "years of work"
         (foreign / "recipe.json").write_text(recipe)
-    with pytest.raises(UserError, match=r"root=.*cannot be written"):
+    with refused(r"root=.*cannot be written"):
         demo.render_demo(place / "recipe.json" / "below", 64)

@@ -4,13 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from clipscale.cli.main import main
 from clipscale.data.shards import index
+from tests.conftest import Cap
 from tests.data.files import write_shards
 
-Captured = pytest.CaptureFixture[str]
+Captured = Cap
 
 
 def test_index_takes_brace_lists_globs_folders_and_lists(tmp_path: Path, capsys: Captured) -> None:

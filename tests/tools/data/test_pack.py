@@ -16,14 +16,15 @@ from PIL import Image
 
 from clipscale.cli.main import main
 from clipscale.common import files
-from clipscale.common.errors import UserError
 from clipscale.data.sample import BrokenSampleError
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.eval.sets.load import load_set
 from clipscale.tools.data import pack
 from clipscale.tools.data.places import Place, read, resolved
 from clipscale.tools.data.settings import PackSettings
+from tests.conftest import Cap
 from tests.eval.sets import COLOURS, NAMES, picture
+from tests.support.refused import refused
 
 Write = Callable[[Path], Path]
 SOURCES = files.read_yaml(Path(__file__).with_name("sources.yaml"))
@@ -125,7 +126,7 @@ def test_pictures_of_every_source_are_packed_byte_for_byte(pictures: Path, tmp_p
     assert main(["data", "check", str(out)]) == 0, "nothing is broken in it"
 
 
-def packed(source: Path, out: Path, *settings: str) -> tuple[dict[str, str], dict[str, int]]:
+def packed(source: Path, out: Path, *settings: str) -> tuple[dict, dict[str, int]]:
     """The captions of the packed pairs by the pictures' names, and how many were left out for each reason."""
     status = main(["data", "pack", str(source), f"out={out}", *settings])
     reasons = {
@@ -189,9 +190,7 @@ def test_a_root_of_addresses_is_read(pictures: Path, tmp_path: Path) -> None:
             read(place._replace(name=name))
 
 
-def test_a_remedy_helps_where_the_mistake_was_made(
-    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_remedy_helps_where_the_mistake_was_made(pictures: Path, tmp_path: Path, capsys: Cap) -> None:
     """Nothing was packed yet: the folder of shards is taken again, with other columns and another root."""
     (tmp_path / "shop").mkdir()
     shop = tmp_path / "shop/table.csv"
@@ -271,10 +270,10 @@ def test_a_stopped_command_goes_on(pictures: Path, tmp_path: Path, monkeypatch: 
     after = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
     assert [name for name in before if before[name] != after[name]] == ["00001.tar"]
     assert samples(out) == expected
-    with pytest.raises(UserError, match="packed of another source, or with other settings"):
+    with refused("packed of another source, or with other settings"):
         pack.main([str(source)], PackSettings(out=str(out), resize=9))
     os.utime(source, (1, 1))
-    with pytest.raises(UserError, match="packed of another source, or with other settings"):
+    with refused("packed of another source, or with other settings"):
         pack.main([str(source)], PackSettings(out=str(out)))
 
 
@@ -294,9 +293,7 @@ def test_shards_have_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(("words", "message"), MISTAKES.items())
-def test_mistakes_are_one_line(
-    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, message: str
-) -> None:
+def test_mistakes_are_one_line(pictures: Path, tmp_path: Path, capsys: Cap, words: str, message: str) -> None:
     as_csv(pictures)
     (pictures / "empty").mkdir()
     (pictures / "latin.csv").write_bytes(b"image,caption\na,b\na,\xe9\nb,\xe9\n")
@@ -307,7 +304,7 @@ def test_mistakes_are_one_line(
 
 
 def test_without_pyarrow_one_line_names_the_extra(
-    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Cap
 ) -> None:
     source = as_parquet(False, pictures)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
@@ -315,7 +312,7 @@ def test_without_pyarrow_one_line_names_the_extra(
     assert "pip install 'clipscale[parquet]'" in capsys.readouterr().err
 
 
-def test_addresses_are_fetched(pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_addresses_are_fetched(pictures: Path, tmp_path: Path, capsys: Cap) -> None:
     handler = partial(SimpleHTTPRequestHandler, directory=str(pictures))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

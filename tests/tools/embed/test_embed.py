@@ -10,17 +10,18 @@ import pytest
 import torch
 
 from clipscale.cli.main import main as cli
-from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.tools.embed.encode import FeatureEncoder
 from clipscale.tools.embed.run import main
 from clipscale.tools.embed.settings import EmbedConfig
+from tests.conftest import Cap
 from tests.data.files import picture, sample, write_shards, write_tar
 from tests.eval.test_verb import TINY
 from tests.support.checkpoints import save_model
 from tests.support.ranks import run_ranks
+from tests.support.refused import refused
 
 SHARDS = {"teacher": "t"}
 Rows = dict[str, tuple[np.ndarray, np.ndarray]]
@@ -65,9 +66,7 @@ def by_the_model(model: ClipModel, data: bytes, caption: str) -> tuple[np.ndarra
 
 
 @pytest.mark.parametrize(("form", "read"), [({}, of_npy), (SHARDS, of_shards)])
-def test_features_are_the_models_own_under_the_samples_keys(
-    run: str, tmp_path: Path, form: dict[str, str], read: Any
-) -> None:
+def test_features_are_the_models_own_under_the_samples_keys(run: str, tmp_path: Path, form: dict, read: Any) -> None:
     torch.manual_seed(3)
     model = build_model(TINY).eval()
     write_shards(tmp_path / "in", [5, 6])
@@ -81,9 +80,7 @@ def test_features_are_the_models_own_under_the_samples_keys(
     assert next(iter(shards.values()))["source"] == str(tmp_path / "in/00000.tar")
 
 
-def test_a_sample_without_a_usable_picture_or_text_keeps_its_row(
-    run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sample_without_a_usable_picture_or_text_keeps_its_row(run: str, tmp_path: Path, capsys: Cap) -> None:
     members = [*sample("a"), ("b.png", b"no picture"), ("b.txt", b"words"), ("c.png", picture(1)), *sample("d")]
     write_tar(tmp_path / "x.tar", members)
     rows = of_npy(embed(run, tmp_path / "x.tar", tmp_path / "npy"))
@@ -94,7 +91,7 @@ def test_a_sample_without_a_usable_picture_or_text_keeps_its_row(
 
 @pytest.mark.parametrize("form", [{}, SHARDS])
 def test_an_interrupted_embedding_goes_on_and_gives_the_same_bytes(
-    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: dict[str, str]
+    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: dict
 ) -> None:
     write_shards(tmp_path / "in", [9, 10])
     whole = contents(embed(run, tmp_path / "in", tmp_path / "whole", **form))
@@ -130,17 +127,17 @@ def test_features_of_another_kind_or_from_elsewhere_are_refused(run: str, tmp_pa
     write_shards(tmp_path / "in", [2])
     write_shards(tmp_path / "b", [3])
     embed(run, tmp_path / "in", tmp_path / "out")
-    with pytest.raises(UserError, match=r"holds features of another kind \(dtype: float32, not float16\); choose"):
+    with refused(r"holds features of another kind \(dtype: float32, not float16\); choose"):
         embed(run, tmp_path / "in", tmp_path / "out", dtype="float16")
-    with pytest.raises(UserError, match=r"00000\.jsonl is of .*/in/00000\.tar and of .*/b/00000\.tar; choose"):
+    with refused(r"00000\.jsonl is of .*/in/00000\.tar and of .*/b/00000\.tar; choose"):
         embed(run, tmp_path / "b", tmp_path / "out")
 
 
-def test_the_verb_takes_a_source_as_data(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_takes_a_source_as_data(run: str, tmp_path: Path, capsys: Cap) -> None:
     source = write_shards(tmp_path / "in", [3])[0]
     words = [f"run={run}", f"data={source}", f"out={tmp_path / 'out'}", "device=cpu"]
     assert cli(["embed", *words]) == 0
     assert "features of 3 samples" in capsys.readouterr().out
     assert np.load(tmp_path / "out/00000.text.npy").shape == (3, 16)
-    with pytest.raises(UserError, match="out is not set; give the folder to write"):
+    with refused("out is not set; give the folder to write"):
         main(EmbedConfig(run=run, data=DataConfig(train=[str(source)])))

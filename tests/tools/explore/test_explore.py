@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from clipscale.common.errors import UserError
 from clipscale.tools.explore.search import Explorer, nearest
 from clipscale.tools.explore.settings import check_explore
 from tests.data.files import picture
+from tests.support.refused import refused
 from tests.tools.explore.conftest import client, config
 
 pytest.importorskip("starlette.testclient", reason="starlette is not installed (clipscale[explore])")
@@ -39,7 +39,7 @@ def test_the_nearest_rows_are_those_of_the_whole_product(dtype: type[np.floating
 JSON, BYTES = {"content-type": "application/json"}, {"content-type": "application/octet-stream"}
 
 
-def names(rows: list[dict[str, Any]]) -> list[tuple[str, int]]:
+def names(rows: list[dict]) -> list[tuple[str, int]]:
     return [(row["part"], row["row"]) for row in rows]
 
 
@@ -72,9 +72,9 @@ def test_the_page_shows_small_pictures_of_the_set(page: Any) -> None:
 
 
 def test_a_folder_with_features_of_another_model_is_refused(place: Path) -> None:
-    with pytest.raises(UserError, match=r"of-a: has no features of b, step 7; embed the set with that model"):
+    with refused(r"of-a: has no features of b, step 7; embed the set with that model"):
         Explorer(config(place, "of-a", run=str(place / "b")))
-    with pytest.raises(UserError, match="give one folder of `clipscale embed`"):
+    with refused("give one folder of `clipscale embed`"):
         check_explore(config(place, "of-a", "of-b"))
 
 
@@ -121,7 +121,7 @@ def test_large_and_foreign_bodies_are_refused(page: Any, place: Path, monkeypatc
         ({"content-type": "text/plain"}, 415),  # which a form of another page may send without asking
     ],
 )
-def test_other_pages_may_not_ask(page: Any, headers: dict[str, str], status: int) -> None:
+def test_other_pages_may_not_ask(page: Any, headers: dict, status: int) -> None:
     answer = page.post("/search", content=b'{"text": "a"}', headers=JSON | headers)
     assert answer.status_code == status and "access-control-allow-origin" not in answer.headers
     if "host" in headers:
@@ -129,7 +129,7 @@ def test_other_pages_may_not_ask(page: Any, headers: dict[str, str], status: int
 
 
 @pytest.mark.slow
-def test_the_verb_serves_until_it_is_interrupted(place: Path, environment: dict[str, str]) -> None:
+def test_the_verb_serves_until_it_is_interrupted(place: Path, environment: dict) -> None:
     words = ["explore", f"run={place / 'a'}", f"data={place / 'of-a'}", "port=0", "device=cpu"]
     process = subprocess.Popen(
         [sys.executable, "-m", "clipscale", *words], env=environment, stderr=subprocess.PIPE, text=True

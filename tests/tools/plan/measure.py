@@ -104,5 +104,5 @@ def one_step(state: TrainState) -> None:
         state.update(state.gradient_norm())
 
 
-def measured_on_a_rank(rank: int, world: int, changed: dict[str, Any]) -> StepMemory:
+def measured_on_a_rank(rank: int, world: int, changed: dict) -> StepMemory:
     return measured(settings(**changed), World(rank, world, CPU))

@@ -18,7 +18,7 @@ from clipscale.common.units import format_count
 from clipscale.log.metrics import read_metrics
 from clipscale.tools.plan import of_run
 from clipscale.tools.plan.planner import plan, predicted
-from tests.conftest import TINIEST, TINY
+from tests.conftest import TINIEST, TINY, Cap
 from tests.support.forks import forks
 
 LARGE = (*TINIEST, "hardware=A800-80G", "gpus=8", "host_memory=1024G")
@@ -34,7 +34,7 @@ def in_folder(folder: Path, *words: str) -> None:
     sys.exit(main(words))
 
 
-def test_a_large_batch_of_a_small_model_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_large_batch_of_a_small_model_fits(capsys: Cap) -> None:
     status = main(["plan", *LARGE, "batch=1M", "cache.chunk=1k", "samples=32M"])
     out, err = capsys.readouterr()
     assert (status, err) == (0, "")
@@ -54,9 +54,7 @@ def test_a_large_batch_of_a_small_model_fits(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(("hardware", "checked"), [("h100-80g", "fits the GPUs: "), ("cpu", "takes ")])
-def test_host_memory_that_nobody_limits_is_said_to_be_unchecked(
-    capsys: pytest.CaptureFixture[str], hardware: str, checked: str
-) -> None:
+def test_host_memory_that_nobody_limits_is_said_to_be_unchecked(capsys: Cap, hardware: str, checked: str) -> None:
     words = ["batch=64k", f"hardware={hardware}", "gpus=8", "cache.chunk=1k", "optim.lr=1e-3"]
     assert main(["plan", *TINIEST, *words, "eval.sets=[somewhere]", "epochs=30"]) == 0
     out = capsys.readouterr().out
@@ -110,7 +108,7 @@ def test_the_largest_batch_and_its_fastest_settings() -> None:
 
 
 def test_a_run_is_planned_before_it_starts_and_compared_when_asked(
-    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Cap
 ) -> None:
     """Its losses are those of a run without a plan. Then GPU figures are written into the same files."""
     monkeypatch.chdir(tmp_path)

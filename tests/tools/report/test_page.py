@@ -13,9 +13,10 @@ import pytest
 import yaml
 
 from clipscale.cli.main import main
-from clipscale.common.errors import UserError
 from clipscale.tools.report.page import means, thinned, write_report
+from tests.conftest import Cap
 from tests.support.browser import CHROMIUM, Page, browser
+from tests.support.refused import refused
 
 HOSTILE = "<img src=x onerror=alert(1)> costs $5"
 
@@ -184,7 +185,7 @@ def test_any_length_of_run_and_odd_values(
     assert data["charts"][0]["runs"][0]["points"]["y"] == losses
 
 
-def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes(tmp_path: Path, capsys: Cap) -> None:
     run = make_run(tmp_path / "runs/run", [1.0])
     for words, answer in (
         ([f"run=[{run},{tmp_path}/gone]"], "there is no folder"),
@@ -195,9 +196,9 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         error = capsys.readouterr().err
         assert answer in error and error.count("\n") == 1, error
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="holds no step"):
+    with refused("holds no step"):
         write_report([tmp_path / "empty"])
     (run / "eval").mkdir()
     (run / "eval/step_00000001.json").write_text("{")
-    with pytest.raises(UserError, match=r"step_00000001\.json .*; evaluate again"):
+    with refused(r"step_00000001\.json .*; evaluate again"):
         write_report([run])
