@@ -53,10 +53,6 @@ def parse(name: str, argv: Sequence[str]) -> Namespace:
     return parser.parse_intermixed_args(argv)
 
 
-QUOTES = re.compile("(?:^|(?<==))[\u201c\u2018]|[\u201d\u2019]$")
-"""Those of a word processor, which no shell takes away."""
-
-
 def overrides(name: str, words: Iterable[str], *, sweep: bool = False) -> tuple[list[str], list[str]]:
     """The plain words of a verb that takes some, and the others as Hydra's overrides. Raises UserError.
 
@@ -68,8 +64,6 @@ def overrides(name: str, words: Iterable[str], *, sweep: bool = False) -> tuple[
     values = {}
     for word in words:
         key, equals, value = word.lstrip("+").partition("=")
-        if QUOTES.search(word):
-            raise UserError(f"{word}: these are a word processor's quotes; write {QUOTES.sub('', word)}")
         if VERBS[name].words and not (equals and re.fullmatch(r"[a-z_.]+", key)):
             plain.append(word)
             continue
@@ -181,6 +175,10 @@ def demo_path(part: str) -> str:
     return paths().train if part == "train" else str(paths().tests[part])
 
 
+MISPLACED = "= \u201c\u201d\u2018\u2019"
+"""Around a value: a second equals sign, and the quotes of a word processor."""
+
+
 OmegaConf.register_new_resolver("demo", demo_path, replace=True)
 OmegaConf.register_new_resolver("oc.env", from_environment, replace=True)
 
@@ -197,7 +195,7 @@ def explained(error: Exception) -> UserError:
             text += "; shards are given by data.train=PATH"
     elif isinstance(error, OverrideParseException):
         key, _, value = str(error.override).partition("=")
-        text = f"{error.override}: cannot be read; write {key}={value.strip('= ')}, in plain quotes if need be"
+        text = f"{error.override}: cannot be read; write {key}={value.strip(MISPLACED)}, in plain quotes if need be"
     elif several := re.search(r"Ambiguous value for argument '((.*?)=(.*?))' 1\.", text):
         word, key, value = several.groups()
         text = f"{word}: several values; add -m for a sweep, or write '{key}=[{value}]' for a list"

@@ -81,17 +81,7 @@ def show_section(name: str, section: str) -> None:
 
 
 def show_examples(text: str) -> None:
-    """Commands, a line each. One that is too long goes on in the next, as a shell reads it, below its remark."""
-    print("\nExamples")
-    for line in text.splitlines():
-        if len(line) + 2 <= terminal_width():
-            print(f"  {line}")
-            continue
-        command, _, remark = line.partition(" # ")
-        if remark:
-            print(f"  # {remark}")
-        parts = textwrap.wrap(command, terminal_width() - 8, break_long_words=False, break_on_hyphens=False)
-        print("  " + " \\\n      ".join(parts))
+    print("\nExamples\n" + textwrap.indent(text, "  "))
 
 
 def terminal_width() -> int:

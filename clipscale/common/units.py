@@ -74,25 +74,13 @@ def format_bytes(count: float) -> str:
     return f"{count:.2f} TiB"
 
 
+PART = re.compile(r"""(\{[^}]*\}|\[[^]]*\]|\([^)]*\)|'[^']*'|"[^"]*"|[^,])+""")
+"""What a comma ends: brackets and quotes that hold some, and any other characters."""
+
+
 def split(text: str) -> list[str]:
     """Split at commas outside braces, brackets and quotes."""
-    parts = [""]
-    depth = 0
-    quote = ""
-    for character in text:
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in "'\"":
-            quote = character
-        elif character in "{[(":
-            depth += 1
-        elif character in "}])":
-            depth -= 1
-        if character == "," and depth == 0 and not quote:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return [part.strip() for part in parts if part.strip()]
+    return [part[0].strip() for part in PART.finditer(text) if part[0].strip()]
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

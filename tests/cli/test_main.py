@@ -105,18 +105,6 @@ def test_a_word_composes_as_typed(cli: Cli, tmp_path: Path, typed: str, composed
     assert list(tmp_path.iterdir()) == [], "nothing is written by composing"
 
 
-def test_help_fits_a_narrow_terminal_with_examples_to_copy(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
-    for verb in VERBS:
-        out = cli(*verb.split(), "--help")[1]
-        examples = out.partition("Examples\n")[2]
-        wide = [line for line in examples.splitlines() if len(line) > 60 and " " in line.strip(" \\")]
-        assert not wide, wide
-        commands = [line.partition("   #")[0] for line in VERBS[verb].examples.splitlines()]
-        joined = examples.replace("\\\n", "")
-        assert all(command.split() in [line.split() for line in joined.splitlines()] for command in commands), out
-
-
 def test_config_dir_adds_experiments(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nbatch: 4k\n")
