@@ -65,12 +65,19 @@ def test_help_shows_groups_with_their_defaults_and_what_each_preset_is_for(cli: 
     ]
 
 
-def test_a_finished_run_is_answered_from_its_folder(
+def test_a_finished_run_is_answered_from_its_folder_and_keeps_its_settings(
     cli: Cli, shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its warm-up covers all of it, which is warned of."""
     sets = f"eval.sets={classification_set(tmp_path / 'colours')}"
-    words = tiny(f"data.train={shards}", "run=a", sets)
-    assert cli(*words)[0] == 0
+    words = tiny(f"data.train={shards}", "run=a", sets, "schedule.warmup=9")
+    status, _, err = cli(*words)
+    assert status == 0 and "warning: schedule.warmup=9 covers all 2 steps of the run; give a share" in err
+    kept = [tmp_path / "runs/a" / name for name in ("config.yaml", "env.json", "metrics.jsonl")]
+    written = [path.read_bytes() for path in kept]
+    status, out, _ = cli(*words, "optim.lr=1")
+    assert status == 0 and "nothing is left to train" in out
+    assert [path.read_bytes() for path in kept] == written
     monkeypatch.setattr("clipscale.launch.local.run", lambda *given, **options: pytest.fail("it starts again"))
     status, out, err = cli(*words)
     assert (status, err) == (0, "") and "run=runs/a is complete at step 2" in out and "colours" in out
@@ -79,20 +86,6 @@ def test_a_finished_run_is_answered_from_its_folder(
     (tmp_path / "runs/a/result.json").unlink()
     with pytest.raises(pytest.fail.Exception, match="it starts again"):
         cli(*words)
-
-
-def test_a_long_warm_up_gives_a_line_and_a_finished_run_keeps_its_settings(
-    cli: Cli, shards: str, tmp_path: Path
-) -> None:
-    words = tiny(f"data.train={shards}", "run=a", "schedule.warmup=9")
-    status, _, err = cli(*words)
-    assert status == 0 and "warning: schedule.warmup=9 covers all 2 steps of the run; give a share" in err
-    written = [(tmp_path / "runs/a" / name).read_bytes() for name in ("config.yaml", "env.json", "metrics.jsonl")]
-    status, out, _ = cli(*words, "optim.lr=1")
-    assert status == 0 and "nothing is left to train" in out
-    assert written == [
-        (tmp_path / "runs/a" / name).read_bytes() for name in ("config.yaml", "env.json", "metrics.jsonl")
-    ]
 
 
 # ---- composing ----

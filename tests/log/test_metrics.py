@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from clipscale.common import files
 from clipscale.config.sections import LogConfig
 from clipscale.log import sinks
 from clipscale.log.metrics import MetricLog, console_line, duration, read_metrics
@@ -128,20 +129,10 @@ def test_lines_say_how_far_the_run_is(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [duration(seconds) for seconds in (7, 3599.6, 86400)] == ["0m07s", "1h00m", "1d00h"]
 
 
-RMS = {"update_rms": 7.0, "update_rms_tensor": "visual.conv1.weight"}
+SUSPECTS = files.read_yaml(Path(__file__).with_name("suspects.yaml"))
 
 
-@pytest.mark.parametrize(
-    ("everywhere", "last", "kind", "cause"),
-    [
-        ({}, {}, None, ""),
-        ({}, {"loss": 4.0}, "spike", "optim.lr"),
-        (RMS, {"loss": 4.0}, "spike", "visual.conv1.weight"),
-        (RMS, {"loss": math.nan}, None, ""),
-        ({"data_wait_frac": 0.4}, {}, "starved", "40%"),
-        ({"loss": math.log(256)}, {}, "collapse", "schedule.warmup"),
-    ],
-)
+@pytest.mark.parametrize(("everywhere", "last", "kind", "cause"), SUSPECTS.values(), ids=SUSPECTS)
 def test_what_records_let_one_suspect(everywhere: dict, last: dict, kind: str | None, cause: str) -> None:
     plain = {"batch": 256, "loss": 3.0, "lr": 1e-3, "logit_scale": 40.0, "data_wait_frac": 0.01, **everywhere}
     records = [plain | {"step": step, "loss": plain["loss"] + 0.01 * (step % 3)} for step in range(251, 301)]

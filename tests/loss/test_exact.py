@@ -1,7 +1,5 @@
 """One process: every objective, similarity and backend against the float64 oracle."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -35,11 +33,11 @@ PROBLEMS += [(120, 130, 60, kind) for kind in ("aligned", "equal", "orthogonal",
 U, V = features(90, 95, 32)
 
 
-def key_options(has_keys: bool, n: int, m: int) -> dict[str, Any]:
+def key_options(has_keys: bool, n: int, m: int) -> dict:
     return {"keys": cases.keys(n, m)} if has_keys else {}
 
 
-def agrees(u: Tensor, v: Tensor, scale: float, options: dict[str, Any], backend: dict[str, Any]) -> None:
+def agrees(u: Tensor, v: Tensor, scale: float, options: dict, backend: dict) -> None:
     """With the oracle, in both types."""
     true = oracle(u, v, scale, **options)
     for dtype, bar in BARS.items():
@@ -52,7 +50,7 @@ def agrees(u: Tensor, v: Tensor, scale: float, options: dict[str, Any], backend:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("has_keys", [False, True])
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_dot_product_is_exact(objective: str, has_keys: bool, backend: dict[str, Any]) -> None:
+def test_dot_product_is_exact(objective: str, has_keys: bool, backend: dict) -> None:
     for n, m, width, kind in PROBLEMS:
         for scale in (1.0, 14.3, 100.0) if n > 64 else (100.0,):
             options = {"objective": objective} | key_options(has_keys, n, m)
@@ -62,7 +60,7 @@ def test_dot_product_is_exact(objective: str, has_keys: bool, backend: dict[str,
 @pytest.mark.parametrize("backend", SMALL_BACKENDS)
 @pytest.mark.parametrize("has_keys", [False, True])
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_modules_are_exact_down_to_parameters(objective: str, has_keys: bool, backend: dict[str, Any]) -> None:
+def test_modules_are_exact_down_to_parameters(objective: str, has_keys: bool, backend: dict) -> None:
     torch.manual_seed(0)
     for n, m in ((1, 1), (5, 5), (13, 17)):
         options = {"objective": objective} | key_options(has_keys, n, m)

@@ -1,7 +1,5 @@
 """Refused calls with their reason; mixed types, strides, autocast, torch.compile, options."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -53,9 +51,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSALS.values(), ids=REFUSALS.keys())
-def test_a_mistake_is_refused_with_its_reason(
-    changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_is_refused_with_its_reason(changes: dict, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     arguments = {"image_features": U, "text_features": V, "logit_scale": 10.0} | changes
     with pytest.raises(ValueError, match=message):

@@ -3,8 +3,6 @@
 Letters: P ranks, n images and m texts of one rank, D feature width.
 """
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -74,7 +72,7 @@ def test_a_gpu_takes_keys_and_captions_in_the_tiles_of_torch(captions: int) -> N
     assert all(map(torch.equal, tiled, auto))
 
 
-def keyed(sizes: tuple[int, int, int], kinds: int, seed: int, shared: str) -> tuple[Tensor, Tensor, dict[str, Any]]:
+def keyed(sizes: tuple[int, int, int], kinds: int, seed: int, shared: str) -> tuple[Tensor, Tensor, dict]:
     """Features of n images with k captions each and of hard negatives, and the options for keys of so many kinds."""
     n, extra, k = sizes
     u, v = features(n, k * n + extra, 7, "aligned" if k == 1 else "random", seed)
@@ -120,9 +118,7 @@ def test_half_precision_is_no_further_from_the_truth_than_twice_plain_torch(
         {"objective": st.sampled_from(sorted(OBJECTIVES)), "shared": st.sampled_from(["mask", "positive", "ignore"])}
     ),
 )
-def test_any_keys_are_exact(
-    sizes: tuple[int, int, int], kinds: int, seed: int, scale: float, options: dict[str, Any]
-) -> None:
+def test_any_keys_are_exact(sizes: tuple[int, int, int], kinds: int, seed: int, scale: float, options: dict) -> None:
     u, v, given = keyed(sizes, kinds, seed, options["shared"])
     options |= given
     for dtype, bar in ((torch.float64, 1e-10), (torch.float32, 1e-5)):

@@ -3,8 +3,6 @@
 Letters: P ranks, n images and m texts of one rank, D feature width.
 """
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,7 +19,7 @@ def local_results(
     v: Tensor,
     scale: float,
     pairs: dict[str, tuple[Tensor, Tensor]],
-    options: dict[str, Any],
+    options: dict,
 ) -> list[Tensor]:
     """This rank's `results` for its images and texts, and its keys in `pairs`, all of which are given stacked
     by rank."""
@@ -57,7 +55,7 @@ def check(
     u: Tensor,
     v: Tensor,
     scale: float,
-    options: dict[str, Any],
+    options: dict,
     bar: float = 1e-10,
     **pairs: tuple[Tensor, Tensor],
 ) -> None:

@@ -187,11 +187,3 @@ def test_stages_on_two_ranks_follow_the_curve_of_one(shards: str, tmp_path: Path
     train(one)
     run_ranks(runs.on_a_rank, 2, replace(two, launch=LaunchConfig(parallel=parallel)))
     assert curve(tmp_path / "two") == pytest.approx(curve(tmp_path / "one"), rel=2e-3)
-
-
-def test_epochs_of_too_few_samples_are_said_as_epochs(shards: str, tmp_path: Path) -> None:
-    """Nobody has typed `samples`."""
-    config = replace(small(shards, tmp_path / "run"), samples=None, epochs=0.1)
-    message = r"batch=12: the \d+ samples in data\.train make \d+ in epochs=0\.1, less than one batch"
-    with refused(message):
-        train(config)

@@ -28,7 +28,7 @@ SPILLED = {
 FEW = 64
 
 
-def compiled(kernel: Any, capability: int, types: dict[str, str], constants: dict[str, Any], **options: Any) -> Any:
+def compiled(kernel: Any, capability: int, types: dict, constants: dict, **options: Any) -> Any:
     """The binary for the arguments that a launch gives: aligned pointers and strides."""
     signature = {name: "constexpr" if name in constants else types.get(name, "*fp32") for name in kernel.arg_names}
     aligned = {
