@@ -1,12 +1,13 @@
 """The training stream: opens the data of a run, and hands out one local batch after another.
 
-order.py fixes the order, the workers read and decode, the assembler follows what has arrived, and the prefetcher loads
-rows that wait elsewhere.
+order.py fixes the order, the workers read and decode, and the prefetcher loads rows that wait elsewhere.
 """
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -18,12 +19,11 @@ from clipscale.common.record import Record
 from clipscale.config.data import DataConfig
 from clipscale.data.columns import Columns
 from clipscale.data.filters import selection
-from clipscale.data.loader.assembler import BatchAssembler
-from clipscale.data.loader.host_batch import HOST, Arena, HostBatch, Layout, Offload
+from clipscale.data.loader.host_batch import HOST, Arena, HostBatch, Layout, Offload, Slot
 from clipscale.data.loader.memory import picture_bytes, stated_memory
 from clipscale.data.loader.prefetch import Prefetcher
 from clipscale.data.loader.shard_reader import OrderedShards, Position
-from clipscale.data.loader.shard_stream import WorkerSpec
+from clipscale.data.loader.shard_stream import Report, WorkerSpec
 from clipscale.data.loader.workers import InProcess, Workers
 from clipscale.data.order import BatchShare
 from clipscale.data.shards.addresses import EVENT
@@ -39,43 +39,65 @@ In large batches each worker delivers this many pieces; more reports could fill 
 samples."""
 
 
+@dataclass
+class _Filling:
+    """A batch that the workers fill."""
+
+    done: list[int]  # how many of its places each worker has filled
+    unfinished: set[int]  # workers that have not reported where their streams stand after this batch
+    positions: dict[int, Position] = field(default_factory=dict)
+
+
 class TrainStream:
     """Endless local batches of this rank's share of the global batch. `open_stream` makes it."""
 
     def __init__(
         self,
-        shards: OrderedShards,
-        start: dict[int, Position],
+        specs: Sequence[WorkerSpec],
         arena: Arena,
-        assembler: BatchAssembler,
-        prefetcher: Prefetcher | None,
+        workers: Workers | InProcess,
+        start: dict[int, Position],
         memory: str,
     ) -> None:
-        """`prefetcher` gives image rows that do not lie in the slots. `memory`: a line that states the memory."""
-        self._shards = shards
-        self._arena = arena
-        self._assembler = assembler
-        self.workers = assembler.workers
-        self._prefetcher = prefetcher
+        """`start`: where each shard stream of the rank stands. `memory`: a line that states the memory."""
         self.memory = memory
+        self._arena = arena
+        self.workers = workers
+        self._shards = specs[0].shards
+        self._samples = specs[0].share.samples  # of a local batch
+        self._places = [np.concatenate(spec.places()) for spec in specs]  # each worker's, in the order it fills them
         self._positions = start
         self._streams = len(start)
         self._step = -1
         self._given_back = False
-        self.samples_per_epoch = shards.samples
+        self._batches: dict[int, _Filling] = {}
+        self._counts: Counter[str] = Counter()  # what the workers have counted so far
+        self._waited_s = 0.0
+        self._defers = False
+        self.failure: UserError | None = None
+        """Why the workers cannot go on. Nothing is waited for then: rows of the last batch hold anything, and it must
+        be given back."""
+        self.samples_per_epoch = self._shards.samples
         """Over all ranks; None where shards are drawn with replacement."""
+        offload = arena.layout.offload
+        self._prefetcher: Prefetcher | None = None
+        """Gives image rows that do not lie in the slots."""
+        if offload.backend != "host":
+            # On the CPU the trainer may keep the tensors, since no copy to a device comes between.
+            rows = arena.layout.buffer_rows
+            self._prefetcher = Prefetcher(arena.buffers, rows, self._load, copy=not offload.gpu)
         for step in range(len(arena.slots)):
-            assembler.begin(step)
+            self._begin(step)
 
     @property
     def broken(self) -> Counter[str]:
         """Reason -> samples skipped so far on this rank."""
-        return Counter({name: n for name, n in self._assembler.counts.items() if not name.startswith(EVENT)})
+        return Counter({name: n for name, n in self._counts.items() if not name.startswith(EVENT)})
 
     @property
     def faults(self) -> Counter[str]:
         """Event -> how often it happened without costing a sample, such as a request made again."""
-        counts = self._assembler.counts.items()
+        counts = self._counts.items()
         return Counter({name.removeprefix(EVENT): n for name, n in counts if name.startswith(EVENT)})
 
     def record(self) -> Record:
@@ -86,45 +108,43 @@ class TrainStream:
 
     def waited_s(self) -> float:
         """Seconds that this process has waited for samples since the last call."""
-        return self._assembler.waited_s()
+        seconds = self._waited_s
+        self._waited_s = 0.0
+        return seconds
 
     def defer_failures(self) -> None:
-        """From now on, workers that cannot go on raise nothing, before `check`."""
-        self._assembler.defers = True
+        """From now on, workers that cannot go on raise nothing, before `check`: the training process finishes the step
+        that all ranks are in."""
+        self._defers = True
 
     def check(self) -> None:
         """Raise the `failure`, if there is one."""
         if self.failure:
             raise self.failure
 
-    @property
-    def failure(self) -> UserError | None:
-        """Why the workers cannot go on: rows of the last batch hold anything then, and it must be given back."""
-        return self._assembler.failure
-
     def next_batch(self) -> HostBatch:
         """The next local batch, at once; access to its rows blocks until they are there. The one before is invalid."""
-        assembler = self._assembler
-        prefetcher = self._prefetcher
         before = self._step
         step = before + 1
         self._step = step
         slot = self._arena.slot(step)
         if before >= 0:
-            self._positions = assembler.finish(before)
-        if prefetcher:
-            prefetcher.open(slot)
+            self._positions = self._finish(before)
+        if self._prefetcher:
+            self._prefetcher.open(slot)
         if before >= 0:  # give the slot of the batch before to the workers again
-            assembler.forget(before)
+            del self._batches[before]
             self._arena.empty(self._arena.slot(before))
-            assembler.begin(before + len(self._arena.slots))
+            self._begin(before + len(self._arena.slots))
 
         def wait(stop: int) -> None:
-            assembler.wait(step, stop)
-            if prefetcher:
-                prefetcher.arrived(assembler.arrived(step))
+            batch = self._batches[step]
+            needed = [int(np.searchsorted(places, stop)) for places in self._places]
+            self._wait(lambda: [n for n, need in enumerate(needed) if batch.done[n] < need])
+            if self._prefetcher:
+                self._prefetcher.arrived(self._arrived(batch))
 
-        return HostBatch(slot, self._arena.layout, wait, prefetcher)
+        return HostBatch(slot, self._arena.layout, wait, self._prefetcher)
 
     def give_back(self) -> None:
         """Count the batch handed out last as not used: `position` is the one before it, and no other batch follows."""
@@ -136,7 +156,7 @@ class TrainStream:
         `at` maps each stream to epoch and samples read. A stream that two ranks read stands at the same place for both.
         Raises the `failure`, if that left the place unknown.
         """
-        at = self._positions if self._step < 0 or self._given_back else self._assembler.finish(self._step)
+        at = self._positions if self._step < 0 or self._given_back else self._finish(self._step)
         if self.failure and len(at) < self._streams:
             raise self.failure
         return {
@@ -155,6 +175,57 @@ class TrainStream:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _begin(self, step: int) -> None:
+        """Let the workers fill the batch, when they have filled those begun before."""
+        self._batches[step] = _Filling([0] * len(self._places), set(range(len(self._places))))
+        self.workers.fill(step)
+
+    def _finish(self, step: int) -> dict[int, Position]:
+        """Block until the batch is complete; returns where every stream stands after it.
+
+        Some are missing if the workers cannot go on.
+        """
+        batch = self._batches[step]
+        self._wait(lambda: sorted(batch.unfinished))
+        return batch.positions
+
+    def _arrived(self, batch: _Filling) -> int:
+        """How many of the batch's first rows have arrived, without a gap."""
+        self._receive(())
+        missing = (int(places[done]) for places, done in zip(self._places, batch.done) if done < len(places))
+        return min(max(0, min(missing, default=self._samples)), self._samples)  # other places are another rank's
+
+    def _load(self, slot: Slot, start: int, stop: int, at: int) -> Callable[[], None]:
+        """Let the workers load image rows into the buffers (a prefetch.Load)."""
+        missing = self.workers.load(slot.number, start, stop, at)
+        return lambda: self._wait(missing)
+
+    def _wait(self, missing: Callable[[], list[int]]) -> None:
+        """Handle the workers' messages until no worker is missing."""
+        begun = time.monotonic()
+        while self.failure is None and (late := missing()):
+            self._receive(late)
+        self._waited_s += time.monotonic() - begun
+
+    def _receive(self, needed: Sequence[int]) -> None:
+        try:
+            messages = [] if self.failure else self.workers.receive(needed)
+        except UserError as error:
+            if not self._defers:
+                raise
+            self.failure = error
+            return
+        for number, message in messages:
+            if not isinstance(message, Report):
+                continue
+            self._counts.update(message.counts)
+            if message.positions is not None:
+                batch = self._batches[message.step]
+                batch.positions |= message.positions
+                batch.unfinished.remove(number)
+            elif message.step >= 0:
+                self._batches[message.step].done[number] = message.done
 
 
 def ordered_shards(
@@ -212,12 +283,7 @@ def open_stream(
         for number in range(count)
     ]
     readers = Workers(specs, arena, config.timeout_s) if workers else InProcess(specs[0], arena)
-    assembler = BatchAssembler(specs, readers)
-    prefetcher = None
-    if offload.backend != "host":
-        # On the CPU the trainer may keep the tensors, since no copy to a device comes between.
-        prefetcher = Prefetcher(arena.buffers, layout.buffer_rows, assembler.load, copy=not offload.gpu)
-    return TrainStream(shards, start, arena, assembler, prefetcher, memory)
+    return TrainStream(specs, arena, readers, start, memory)
 
 
 def start_positions(shards: OrderedShards, position: Record | None, share: BatchShare) -> dict[int, Position]:
