@@ -207,11 +207,7 @@ def random_box(
         if 0 < w <= width and 0 < h <= height:
             left, top = rng.integer(width - w + 1), rng.integer(height - h + 1)
             return left, top, left + w, top + h
-    w, h = width, height
-    if width / height < ratio[0]:
-        h = round(width / ratio[0])
-    elif width / height > ratio[1]:
-        w = round(height * ratio[1])
+    w, h = min(width, round(height * ratio[1])), min(height, round(width / ratio[0]))
     left, top = (width - w) // 2, (height - h) // 2
     return left, top, left + w, top + h
 

@@ -8,7 +8,6 @@ drawn shard. With weights, each place in a stream belongs to a source, and every
 B: global batch, L: shard streams, P: ranks, S: samples in an epoch.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
+
+from clipscale.data.shards.addresses import digest
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -245,5 +246,4 @@ Order = Epochs | Resampled | Mixed
 
 def fingerprint(order: Order, names: Sequence[str], window: int) -> str:
     """A digest of what a position refers to: the shards' names and counts, the seed, the streams, the window."""
-    text = json.dumps([order.description(), list(names), list(order.counts), window])
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    return digest(json.dumps([order.description(), list(names), list(order.counts), window]))

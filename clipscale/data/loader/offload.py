@@ -20,6 +20,7 @@ class PixelBackend:
     """
 
     def __init__(self, arena: Arena) -> None:
+        self._arena = arena
         self._transform = arena.layout.columns.images
         self._encoded = arena.layout.backend == "encoded"
         self._row = np.empty(self._transform.shape, np.uint8)
@@ -46,11 +47,11 @@ class PixelBackend:
         """Raise BrokenSampleError where `put` does, but store nothing."""
         self._transform(data, rng, self._row)
 
-    def load(self, slot: Slot, start: int, out: np.ndarray) -> None:
-        """Decode stored pictures, from row `start` on, into `out`."""
-        rows = slot["rows"][start : start + len(out)]
-        recipes = slot["recipes"][start : start + len(out)]
-        for pixels, row, (size, *numbers) in zip(out, rows, recipes.tolist()):
+    def load(self, number: int, start: int, stop: int, at: int) -> None:
+        """Decode the pictures in rows start..stop of a slot, by its number, to place `at` of the buffers."""
+        slot = self._arena.slots[number]
+        recipes = slot["recipes"][start:stop].tolist()
+        for pixels, row, (size, *numbers) in zip(self._arena.buffers[at:], slot["rows"][start:stop], recipes):
             if size:
                 picture = Picture(row.reshape(-1)[:size].tobytes(), self._transform.max_pixels)
                 crop = Crop(*numbers)

@@ -11,7 +11,7 @@ from clipscale.data.loader.host_batch import Slot
 Span = tuple[int, int]
 Load = Callable[[Slot, int, int, int], Callable[[], None]]
 """`load(slot, start, stop, at)` starts to load rows start..stop of a slot to place `at` of the buffers and those after
-it. The function it returns waits for them."""
+it. The function it returns waits for them, and may be called again."""
 
 
 class Prefetcher:
@@ -29,14 +29,14 @@ class Prefetcher:
         self._copy = copy
         count = len(buffers) // rows
         self._spans: list[Span | None] = [None] * count  # what each buffer holds, or will hold after this wait
-        self._waits: list[Callable[[], None] | None] = [None] * count
+        self._waits: list[Callable[[], None]] = [lambda: None] * count
         self._last = 0  # the buffer that was handed out last
         self._arrived = 0
 
     def open(self, slot: Slot) -> None:
         """Go on with the batch in that slot. The one before is not read any more."""
-        for buffer in range(len(self._waits)):
-            self._wait(buffer)
+        for wait in self._waits:
+            wait()
         self._spans = [None] * len(self._spans)
         self._slot = slot
         self._arrived = 0
@@ -60,7 +60,7 @@ class Prefetcher:
             self.expect(())
         if self._spans[self._last] != span:
             self._last = self._begin(self._last + 1, span)
-        self._wait(self._last)
+        self._waits[self._last]()
         if self._next and self._next[1] <= self._arrived and self._next != span:
             self._begin(self._last + 1, self._next)
         first = self._last * self._capacity
@@ -71,13 +71,7 @@ class Prefetcher:
         """Start to load the range into the buffer (counted around), unless it holds it; returns the buffer's number."""
         buffer %= len(self._spans)
         if self._spans[buffer] != span:
-            self._wait(buffer)
+            self._waits[buffer]()
             self._spans[buffer] = span
             self._waits[buffer] = self._load(self._slot, *span, buffer * self._capacity)
         return buffer
-
-    def _wait(self, buffer: int) -> None:
-        wait = self._waits[buffer]
-        self._waits[buffer] = None
-        if wait:
-            wait()

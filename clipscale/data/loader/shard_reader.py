@@ -1,7 +1,6 @@
 """Reads the samples of one shard stream in their order: window after window, each in a random order."""
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count, islice
@@ -112,11 +111,10 @@ class Windows:
 
 def _damage(windows: Windows, problem: ReadProblem, url: str) -> list[RawSample]:
     """At the end of a shard of unknown count: what stands for the samples that cannot be read."""
-    if problem.reason and windows.begin >= windows.segment.start:
-        return [RawSample.lost(url, problem.reason, problem.detail)]
-    if windows.begin == 0 and not problem.reason and windows.segment.start == 0:
-        return [RawSample.lost(url, "empty_shard", url)]
-    return []
+    reason = problem.reason or ("" if windows.begin else "empty_shard")
+    if not reason or windows.begin < windows.segment.start:
+        return []
+    return [RawSample.lost(url, reason, problem.detail or url)]
 
 
 class ShardReader:
@@ -147,25 +145,17 @@ class ShardReader:
         """Every item from the position on, with its segment."""
 
     def _items(self) -> Generator[tuple[Segment, RawSample], None, None]:
-        """Give out a window while the next is read: an item for every sample read, so requests are spread evenly.
+        skip = self.index
+        order = self._shards.order
+        assert not isinstance(order, Mixed), "each source has a reader of its own"
+        for epoch in count(self.epoch):
+            for segment in order.segments(self._stream, epoch, skip):
+                yield from self._read(epoch, segment)
+            skip = 0
 
-        Together they hold about WINDOW_BYTES at most.
-        """
-        for epoch, segment in self._segments():
-            with closing(self._windows(segment)) as windows:
-                for window in windows:
-                    while self._ready:
-                        yield self._next_ready()
-                        if isinstance(window, int) and self._ready_bytes + window <= WINDOW_BYTES:
-                            break
-                    if not isinstance(window, int):
-                        self._ready = [(epoch, segment, item) for item in reversed(window)]
-                        self._ready_bytes = sum(sample.extent for sample in window)
-
-    def _windows(self, segment: Segment) -> Generator[int | list[RawSample], None, None]:
-        """Each window of a segment as its items in their order. Before that, after each of its samples, the bytes
-        that it has so far.
-        """
+    def _read(self, epoch: int, segment: Segment) -> Generator[tuple[Segment, RawSample], None, None]:
+        """Read the windows of a segment, and give out the window before the one that is read: an item for every sample
+        read, so requests are spread evenly, and more where both would hold over WINDOW_BYTES."""
         url = self._shards.urls[segment.shard]
         windows = Windows(segment, self._shards.window, self._shards.order.seed)
         problem = ReadProblem()
@@ -179,7 +169,7 @@ class ShardReader:
                     self._store.tick()
                     raws.append(raw)
                     extent += raw.extent
-                    yield extent
+                    yield from self._make_way(extent)
                     if extent > WINDOW_BYTES:
                         break
                 closed = extent > WINDOW_BYTES and len(raws) < windows.size
@@ -198,9 +188,19 @@ class ShardReader:
                 following = windows.advance() and not ended
                 if ended:
                     items += _damage(windows, problem, url)
-                yield items
+                while self._ready:
+                    yield self._next_ready()
+                self._ready = [(epoch, segment, item) for item in reversed(items)]
+                self._ready_bytes = sum(item.extent for item in items)
         finally:
             reader.close()
+
+    def _make_way(self, extent: int) -> Iterator[tuple[Segment, RawSample]]:
+        """Give out an item, and more until those that are left and so many bytes are within WINDOW_BYTES."""
+        while self._ready:
+            yield self._next_ready()
+            if self._ready_bytes + extent <= WINDOW_BYTES:
+                break
 
     def _next_ready(self) -> tuple[Segment, RawSample]:
         epoch, segment, item = self._ready.pop()
@@ -214,11 +214,3 @@ class ShardReader:
         self.url = url
         self._opens(url)
         return read_shard(url, problem, windows.needs, self._kinds, store=self._store, indexed=True)
-
-    def _segments(self) -> Iterator[tuple[int, Segment]]:
-        skip = self.index
-        order = self._shards.order
-        assert not isinstance(order, Mixed), "each source has a reader of its own"
-        for epoch in count(self.epoch):
-            yield from ((epoch, segment) for segment in order.segments(self._stream, epoch, skip))
-            skip = 0

@@ -27,9 +27,8 @@ from clipscale.data.shards.contents import unusable
 from clipscale.data.shards.remote import RETRIES
 from clipscale.data.shards.store import Store
 
-Begin = Callable[[str, str], None]
-"""Is told what is begun, SHARD or SAMPLE, and its name."""
-SHARD, SAMPLE = "shard", "sample"
+Begin = Callable[[str], None]
+"""Is given words on the shard or the sample that is begun."""
 MOST_BROKEN = 20_000
 MOST_FRUITLESS = 200
 """A stream gives up after this many broken samples, or visits to shards, without a usable sample between them.
@@ -77,7 +76,7 @@ class ShardStream:
         if self._weighted:
             starts = list(start.sources) or [(0, 0)] * len(sources)
         self._readers = [
-            ShardReader(source, stream, place, kinds, store, partial(begin, SHARD))
+            ShardReader(source, stream, place, kinds, store, lambda url: begin(f", reading {url}"))
             for source, place in zip(sources, starts, strict=True)
         ]
         self._used = start.samples  # usable samples
@@ -101,9 +100,10 @@ class ShardStream:
         source = order.source(self._stream, self._used) if isinstance(order, Mixed) else 0
         while True:
             reader = self._readers[source]
-            self._begin(SHARD, reader.url)
+            self._begin(f", reading {reader.url}")
             segment, item = next(reader.items)
-            self._begin(SAMPLE, name_of(item))
+            name = name_of(item)
+            self._begin(f", at sample {name} (data.skip='{name}' leaves it out)")
             try:
                 if item.damage:
                     raise BrokenSampleError(item.damage, item.detail)
@@ -180,7 +180,7 @@ class BatchFiller:
     """Fills one worker's places of every local batch from its shard streams."""
 
     def __init__(
-        self, spec: WorkerSpec, arena: Arena, tick: Callable[[], None], begin: Begin = lambda kind, name: None
+        self, spec: WorkerSpec, arena: Arena, tick: Callable[[], None], begin: Begin = lambda what: None
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.backend = PixelBackend(arena)

@@ -10,12 +10,11 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing.connection import Connection, wait
 from multiprocessing.sharedctypes import RawArray
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,7 +22,7 @@ from clipscale.common.errors import LoaderError, UserError
 from clipscale.common.terminal import prepare
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.data.loader.host_batch import Arena
-from clipscale.data.loader.shard_stream import SAMPLE, BatchFiller, Report, WorkerSpec
+from clipscale.data.loader.shard_stream import BatchFiller, Report, WorkerSpec
 from clipscale.data.shards.addresses import utf8
 
 ALIVE_S = 2.0
@@ -31,8 +30,7 @@ ALIVE_S = 2.0
 PLACE_BYTES = 1024
 
 
-@dataclass(frozen=True)
-class Load:
+class Load(NamedTuple):
     """Asks a worker to load rows start..stop of a slot to place `at` of the buffers. It sends this back when done."""
 
     slot: int
@@ -46,7 +44,6 @@ class InProcess:
 
     def __init__(self, spec: WorkerSpec, arena: Arena) -> None:
         self.filler = BatchFiller(spec, arena, lambda: None)
-        self._arena = arena
         self._steps: deque[int] = deque()
         self._reports = self._work()
 
@@ -58,7 +55,7 @@ class InProcess:
         self._steps.append(step)
 
     def load(self, slot: int, start: int, stop: int, at: int) -> Callable[[], list[int]]:
-        self.filler.backend.load(self._arena.slots[slot], start, self._arena.buffers[at : at + stop - start])
+        self.filler.backend.load(slot, start, stop, at)
         return lambda: []
 
     def receive(self, needed: Sequence[int]) -> list[tuple[int, Report]]:
@@ -96,13 +93,12 @@ def work(connection: Connection, spec: WorkerSpec, arena: Arena, place: Any) -> 
         if isinstance(message, int):
             steps.append(message)
             return
-        rows = arena.buffers[message.at : message.at + message.stop - message.start]
-        filler.backend.load(arena.slots[message.slot], message.start, rows)
+        filler.backend.load(*message)
         send(message)
 
-    def begin(kind: str, name: str) -> None:
+    def begin(what: str) -> None:
         """Called before each shard and each sample."""
-        place.value = utf8(f"{kind} {name}").encode()[: PLACE_BYTES - 1]
+        place.value = utf8(what).encode()[: PLACE_BYTES - 1]
 
     def tick() -> None:
         """Called between samples and while the storage is waited for."""
@@ -223,11 +219,8 @@ class Workers:
             yield message
 
     def _place(self, number: int) -> str:
-        """What a worker was on, and the setting that leaves a sample out."""
-        kind, _, name = bytes(self._places[number].value).decode(errors="replace").partition(" ")
-        if kind == SAMPLE:
-            return f", at sample {name} (data.skip='{name}' leaves it out)"
-        return f", reading {name}" if name else ""
+        """What a worker was on."""
+        return bytes(self._places[number].value).decode(errors="replace")
 
     def _death(self, number: int) -> LoaderError:
         process = self.processes[number]

@@ -86,9 +86,7 @@ def test_what_kills_a_worker_is_named_and_can_be_left_out(tmp_path: Path) -> Non
     write_shards(tmp_path, [50])
     options = {"batch": 5, "workers": 2, "shard_streams": 2, "columns": (KILLER,)}
     name = f"00000.tar/{VICTIM}"
-    line = (
-        rf"data worker [01] \(process \d+\) of rank 0 was killed by SIGKILL, at sample {name} \(data.skip='{name}' "
-    )
+    line = rf"data worker [01] \(process \d+\) of rank 0 was killed by SIGKILL, at sample {name} \(data.skip='{name}' "
     with open_stream(tmp_path, **options) as stream, pytest.raises(LoaderError, match=line):
         contents(stream, 10)
     with open_stream(tmp_path, skip=[name], **options) as stream:
