@@ -54,6 +54,11 @@ def visible(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.name[0] != "." and path.name not in LEFT_BY_SYSTEMS)
 
 
+def folders(folder: Path) -> list[Path]:
+    """The `visible` folders in a folder."""
+    return [path for path in visible(folder) if path.is_dir()]
+
+
 def read_yaml(path: Path) -> Any:
     return yaml.safe_load(path.read_text(encoding="utf-8"))
 

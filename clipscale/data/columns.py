@@ -1,6 +1,7 @@
 """What a batch stores of every sample: its pixels, and columns beside pictures and captions."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -87,10 +88,7 @@ def _key(same: str, sample: ChosenSample) -> int:
     if same == "caption":
         value = " ".join(sample.captions[0].casefold().split())
     elif "json" in sample.raw.members:
-        try:
+        with suppress(BrokenSampleError):
             value = json_fields(sample.raw.members["json"]).get(same)
-        except BrokenSampleError:
-            value = None
     shared = isinstance(value, str | int | float) and str(value).strip() not in ("", "nan")
-    text = f"same {str(value).strip()}" if shared else f"alone {sample.place}"
-    return hash64(text) - (1 << 63)
+    return hash64(f"same {str(value).strip()}" if shared else f"alone {sample.place}") - (1 << 63)

@@ -47,8 +47,7 @@ class Condition:
             if self.sign in _COMPARE:
                 holds = _COMPARE[self.sign](float(value), float(self.values[0]))
             else:
-                among = any(_equal(value, text) for text in self.values)
-                holds = among == (self.sign == "=")
+                holds = any(_equal(value, text) for text in self.values) == (self.sign == "=")
         except (ValueError, TypeError, OverflowError) as error:
             raise BrokenSampleError(f"filter_no_{self.name}") from error
         if not holds:

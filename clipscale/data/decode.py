@@ -154,8 +154,7 @@ class Picture:
             self.type = NAME_OF[str(self._image.format)]
             """The one of IMAGE_TYPES that its content calls for."""
             self.width, self.height = self._image.size
-            has_exif = "exif" in self._image.info
-            orientation = self._image.getexif().get(_ORIENTATION, 1) if has_exif else 1
+            orientation = self._image.getexif().get(_ORIENTATION, 1) if "exif" in self._image.info else 1
             self._orientation: int = orientation if orientation in range(1, 9) else 1
             if self._orientation >= 5:
                 self.width, self.height = self.height, self.width
@@ -260,8 +259,7 @@ class TrainTransform:
     def crop(self, picture: Picture, rng: CounterRNG) -> Crop:
         """Draw the random choices for a picture. The crop is in pixels of its full size."""
         box = random_box(picture.width, picture.height, self.scale, self.ratio, rng)
-        flipped = self.flip > 0 and rng.uniform() < self.flip
-        return Crop(*box, flipped, rng.integer(2**62) if self.colour else 0)
+        return Crop(*box, self.flip > 0 and rng.uniform() < self.flip, rng.integer(2**62) if self.colour else 0)
 
     @property
     def shape(self) -> tuple[int, int, int]:

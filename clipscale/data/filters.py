@@ -91,8 +91,7 @@ def drawn(pool: Sequence[tuple[str, float]], count: int, rng: CounterRNG) -> lis
     texts: list[str] = []
     while len(texts) < count:
         # the smallest of exponential variates at rates of the weights: Efraimidis and Spirakis, 2006
-        ordered = sorted((-math.log(1 - rng.uniform()) / weight, text) for text, weight in pool)
-        texts += [text for _, text in ordered]
+        texts += [text for _, text in sorted((-math.log(1 - rng.uniform()) / weight, text) for text, weight in pool)]
     return texts[:count]
 
 

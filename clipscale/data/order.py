@@ -224,9 +224,8 @@ class Mixed:
         return int(_mixed(self.weights, self.seed, stream, place // MIXED)[place % MIXED])
 
     def within(self, source: int) -> Resampled:
-        shards = np.flatnonzero(np.asarray(self.source_of) == source).tolist()
-        usable = tuple(shard for shard in shards if self.counts[shard] != 0)
-        return Resampled(usable, self.counts, self.streams, key(self.seed, source))
+        shards = (shard for shard, of in enumerate(self.source_of) if of == source and self.counts[shard] != 0)
+        return Resampled(tuple(shards), self.counts, self.streams, key(self.seed, source))
 
     def description(self) -> list[object]:
         """As that of Epochs."""

@@ -98,9 +98,10 @@ class Encoder:
                 self.text, self.model.tokenizer, [names[i] for i in span], templates, batch=self.batch
             )
 
-        batch = max(1, self.batch // len(templates))
-        rows_C = torch.tensor([row[name] for name in classnames], device=self.world.device)
-        return self.joined(len(names), batch, f"the classes of {label}", embeddings), rows_C
+        classes_UD = self.joined(
+            len(names), max(1, self.batch // len(templates)), f"the classes of {label}", embeddings
+        )
+        return classes_UD, torch.tensor([row[name] for name in classnames], device=self.world.device)
 
     def images(self, eval_set: EvalSet) -> Iterator[tuple[range, Tensor, Tensor]]:
         """For each of this rank's batches: indices, features (n, D), and whether each image is usable (n,). Threads

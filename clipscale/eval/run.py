@@ -37,8 +37,7 @@ class ResultsFile:
 
     @property
     def path(self) -> Path:
-        name = "final" if self.step is None else f"step_{self.step:08d}"
-        return self.run_dir / "eval" / f"{name}.json"
+        return self.run_dir / "eval" / ("final.json" if self.step is None else f"step_{self.step:08d}.json")
 
     def record(self) -> Record:
         """What the file holds; no results where there is none."""

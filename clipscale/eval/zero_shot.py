@@ -55,5 +55,5 @@ def accuracy_metrics(ranks_N: Tensor, target_N: Tensor) -> Metrics:
     """
     images_C = target_N.bincount()
     hits_C = target_N[ranks_N < 1].bincount(minlength=len(images_C))
-    metrics = {f"top{k}": int((ranks_N < k).sum()) / len(ranks_N) for k in (1, 5)}
-    return metrics | {"mean_per_class_recall": float((hits_C.double() / images_C)[images_C > 0].mean())}
+    recall = float((hits_C.double() / images_C)[images_C > 0].mean())
+    return {f"top{k}": int((ranks_N < k).sum()) / len(ranks_N) for k in (1, 5)} | {"mean_per_class_recall": recall}

@@ -162,8 +162,7 @@ class Arena:
     def empty(self, slot: Slot) -> None:
         """Give the memory of a slot's encoded pictures back: the next ones in their rows may be smaller."""
         if self.layout.backend == "encoded":
-            rows = slot["rows"]
-            at = rows.ctypes.data - self._address()
+            at = slot["rows"].ctypes.data - self._address()
             self._memory.madvise(mmap.MADV_REMOVE, at, self.layout.slot_parts()["rows"].size)
 
     def __reduce__(self) -> tuple[Callable[..., "Arena"], tuple[Any, ...]]:

@@ -54,7 +54,6 @@ class PixelBackend:
         for pixels, row, (size, *numbers) in zip(self._arena.buffers[at:], slot["rows"][start:stop], recipes):
             if size:
                 picture = Picture(row.reshape(-1)[:size].tobytes(), self._transform.max_pixels)
-                crop = Crop(*numbers)
-                self._transform.render(picture.decode(), crop, pixels)
+                self._transform.render(picture.decode(), Crop(*numbers), pixels)
             else:
                 np.copyto(pixels, row)

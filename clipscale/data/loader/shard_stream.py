@@ -149,8 +149,7 @@ class ShardStream:
             )
         if len(self._visits) > MOST_FRUITLESS or self._read > MOST_BROKEN:
             reasons = ", ".join(f"{reason} {n}" for reason, n in self._reasons.most_common())
-            captions = [source for source, _ in self._spec.selection.captions]
-            holds = unusable(item.url, captions, self._store)
+            holds = unusable(item.url, [source for source, _ in self._spec.selection.captions], self._store)
             raise DataError(
                 f"data.train: no usable sample among the last {self._reasons.total()} of one shard stream ({reasons}; "
                 f"the last: {item.url} {item.key}: {error}); "

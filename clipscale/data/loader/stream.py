@@ -84,8 +84,7 @@ class TrainStream:
         """Gives image rows that do not lie in the slots."""
         if offload.backend != "host":
             # On the CPU the trainer may keep the tensors, since no copy to a device comes between.
-            rows = arena.layout.buffer_rows
-            self._prefetcher = Prefetcher(arena.buffers, rows, self._load, copy=not offload.gpu)
+            self._prefetcher = Prefetcher(arena.buffers, arena.layout.buffer_rows, self._load, copy=not offload.gpu)
         for step in range(len(arena.slots)):
             self._begin(step)
 
@@ -260,8 +259,7 @@ def open_stream(
     start = start_positions(shards, position, share)
     workers = worker_count(config, len(start))
     layout = layout_of(config, share.samples, columns, np.asarray(tokenizer(["a"])).shape[1], workers, offload)
-    encoded = offload.backend == "encoded"
-    picture = picture_bytes(shards.urls[0], layout, Store(config)) if encoded else None
+    picture = picture_bytes(shards.urls[0], layout, Store(config)) if offload.backend == "encoded" else None
     memory = stated_memory(layout, picture, free)
     arena = Arena(layout)
     if offload.gpu:
@@ -296,8 +294,11 @@ def start_positions(shards: OrderedShards, position: Record | None, share: Batch
                 "data is read from its first sample on"
             )
         return {stream: Position(0, 0) for stream in streams}
-    at = {stream: position["at"][str(stream)] for stream in streams}
-    return {stream: Position(epoch, index, sources) for stream, (epoch, index, *sources) in at.items()}
+    starts = {}
+    for stream in streams:
+        epoch, samples, *sources = position["at"][str(stream)]
+        starts[stream] = Position(epoch, samples, sources)
+    return starts
 
 
 def worker_count(config: DataConfig, streams: int) -> int:

@@ -188,8 +188,7 @@ class Workers:
         """
         begun = time.monotonic()
         while True:
-            connections = enumerate(self._connections)
-            messages = [(n, message) for n, connection in connections for message in self._drain(n, connection)]
+            messages = [(n, message) for n in range(len(self._connections)) for message in self._drain(n)]
             if messages or not needed:
                 return messages
             # Only a worker that is waited for can be late, and only since the wait began.
@@ -203,7 +202,8 @@ class Workers:
                 )
             wait(self._connections, timeout=min(self.timeout_s - max(silent.values()), 1.0))
 
-    def _drain(self, number: int, connection: Connection) -> Iterator[Report | Load]:
+    def _drain(self, number: int) -> Iterator[Report | Load]:
+        connection = self._connections[number]
         while True:
             try:
                 if not connection.poll():
@@ -225,9 +225,8 @@ class Workers:
     def _death(self, number: int) -> LoaderError:
         process = self.processes[number]
         process.join(5)
-        code = process.exitcode
-        killed = code is not None and code < 0
-        how = f"was killed by {signal.Signals(-code).name}" if killed else f"ended with status {code}"
+        code = process.exitcode or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
         return LoaderError(
             f"data worker {number} (process {process.pid}) of rank {self._rank} {how}{self._place(number)}; if the "
             "machine ran out of memory, lower data.workers, data.shard_streams or data.shuffle; go on with resume=auto"

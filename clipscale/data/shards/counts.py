@@ -44,8 +44,7 @@ def count_samples(urls: Sequence[str], subset: Subset | None = None, *, scan: bo
         known = _scanned(urls, unknown, subset)
     if known.damaged:
         url = next(url for url in urls if url in known.damaged)
-        first = f"{url}, {known.damaged[url].reason}"
-        what = f"{len(known.damaged)} of {len(urls)} shards are damaged (first: {first})"
+        what = f"{len(known.damaged)} of {len(urls)} shards are damaged (first: {url}, {known.damaged[url].reason})"
         log.warning(f"{what}: what lies behind the damage is left out; `clipscale data check` shows it all")
     return known.samples
 

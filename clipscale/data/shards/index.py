@@ -178,10 +178,10 @@ def _state(path: str) -> State | None:
 def sample_offsets(url: str, state: State, part: "Part | None" = None) -> np.ndarray | None:
     """Where an opened shard's samples begin, (samples + 1,) int64; None if no index has an entry of its state."""
     stale = False
-    question = "SELECT size, version, offsets FROM shards WHERE name = ?"
+    question = "SELECT offsets, size, version FROM shards WHERE name = ?"
     for path in index_paths(folder_of(url), part):
-        for size, version, packed in query(path, question, [name_in_index(url)]):
-            if (size, version) == state:
+        for packed, *indexed in query(path, question, [name_in_index(url)]):
+            if indexed == [*state]:
                 return None if packed is None else unpack(packed)
             stale = True
     if stale:
@@ -254,8 +254,7 @@ def update_indexes(
         folders[folder_of(url)].append(url)
     for folder, shards in folders.items():
         path = writable_path(folder, part) if beside else index_paths(folder, part)[-1]
-        rows = query(path, "SELECT name, size, version FROM shards")
-        states = {name: (size, version) for name, size, version in rows}
+        states = {name: state for name, *state in query(path, "SELECT name, size, version FROM shards")}
         old = [states.get(name_in_index(url)) for url in shards]
         with _writing(path) as base:
             for url, outcome in zip(shards, map_shards(partial(_scan_changed, part), workers, shards, old)):
@@ -269,9 +268,9 @@ def scan(url: str, part: "Part | None" = None) -> Entry:
     return part.scan(url) if part else scan_shard(url)
 
 
-def _scan_changed(part: "Part | None", url: str, old: State | None) -> Outcome:
+def _scan_changed(part: "Part | None", url: str, old: list[Any] | None) -> Outcome:
     try:
-        return None if Store().state(url) == old else scan(url, part)
+        return None if [*Store().state(url)] == old else scan(url, part)
     except (OSError, SourceError) as error:
         return str(error)
 

@@ -48,13 +48,14 @@ def list_shards(config: DataConfig, once: Once = here) -> tuple[list[str], list[
         raise UserError("data.train is not set; give shards, for example data.train='/data/{00000..00099}.tar'")
     config.check_weights()
     notes: list[str] = []
-    listed = [expand(source, config.allow_pipe, note=notes.append) for source in config.train]
-    gone = {*once(lambda: _absent([url for source in listed for url in source], notes))}
-    listed = [[url for url in source if url not in gone] for source in listed]
-    urls = [url for source in listed for url in source]
-    if config.weights is None:
-        return urls, None
-    return urls, [number for number, source in enumerate(listed) for _ in source]
+    listed = [
+        (url, number)
+        for number, source in enumerate(config.train)
+        for url in expand(source, config.allow_pipe, note=notes.append)
+    ]
+    gone = {*once(lambda: _absent([url for url, _ in listed], notes))}
+    present = [(url, number) for url, number in listed if url not in gone]
+    return [url for url, _ in present], None if config.weights is None else [number for _, number in present]
 
 
 def local_shards(config: DataConfig) -> list[str] | None:
@@ -109,8 +110,8 @@ def expand(
         raise UserError(f"{setting}={source!r} {NOTHING}")
     missing = set(names).difference(present)
     if missing:
-        counts = f"{len(missing)} of {len(names)} shards do not exist (first: {min(missing)})"
-        note(f"{setting}: {counts}; going on without them")
+        counts = f"{len(missing)} of {len(names)} shards do not exist"
+        note(f"{setting}: {counts} (first: {min(missing)}); going on without them")
     return present
 
 
@@ -182,8 +183,8 @@ def _check_address(url: str, allow_pipe: bool, setting: str) -> None:
     scheme = scheme_of(url)
     if scheme == "pipe":
         if not allow_pipe:
-            remedy = "set data.allow_pipe=true if you wrote it yourself"
-            raise UserError(f"{setting}={url!r}: `pipe:` runs a shell command; {remedy}")
+            what = f"{setting}={url!r}: `pipe:` runs a shell command"
+            raise UserError(f"{what}; set data.allow_pipe=true if you wrote it yourself")
     elif scheme not in SCHEMES or "::" in url:
         raise UserError(f"{setting}={url[:200]!r} is neither a path nor one of {', '.join(SCHEMES)}:")
 
@@ -223,10 +224,9 @@ def _from_list(path: Path, allow_pipe: bool, setting: str) -> list[str]:
     """The addresses and paths that the lines of a list name; empty lines and remarks name none."""
     try:
         text = path.read_text(encoding="utf-8", errors="surrogateescape")  # as paths are
-        lines = [line.strip() for line in text.splitlines()]
     except (OSError, ValueError) as error:
         raise UserError(f"{setting}='@{path}' cannot be read ({error})") from error
-    names = [line for line in lines if line and not line.startswith("#")]
+    names = [line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")]
     for name in names:
         if not is_local(name):
             _check_address(name, allow_pipe, f"{setting}=@{path}")

@@ -85,8 +85,7 @@ def fetch(reader: "Store", url: str, start: int, stop: int, request: Request | N
             reader.count(error.reason)
             failures += 1
             if failures > RETRIES:
-                message = f"{failures} requests failed, the last: {error}"
-                raise SourceError("unreachable_shard", message) from error
+                raise SourceError("unreachable_shard", f"{failures} requests failed, the last: {error}") from error
             if error.reason == NO_ANSWER and stop - start > LEAST:
                 stop = start + max(LEAST, (stop - start) // FEWER)
         finally:

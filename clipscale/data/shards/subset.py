@@ -92,8 +92,8 @@ def _pairs(subset: Subset) -> np.ndarray:
     try:
         if not subset.by_uid:
             text = Path(subset.path).read_text(encoding="utf-8", errors="surrogateescape")  # as members' names are
-            keys = filter(None, map(str.strip, text.split("\n")))
-            return np.sort(np.array([_halves(_hash(key)) for key in keys], PAIR))
+            keys = map(str.strip, text.split("\n"))
+            return np.sort(np.array([_halves(_hash(key)) for key in keys if key], PAIR))
         pairs = np.asarray(np.load(subset.path, mmap_mode="r"))
     except (OSError, ValueError) as error:
         raise UserError(f"{what}: cannot be read ({error})") from error

@@ -80,7 +80,7 @@ def _images_of(file: Path, names: Sequence[str], folder: Path | None) -> list[Pa
         if name.startswith("/") or ".." in PurePosixPath(name).parts:
             raise UserError(f"eval.sets: {file} names {name!r}, which lies outside the set; fetch it again")
     near = file.parent
-    for folders in [[folder]] if folder else [[near], _folders(near), [near.parent], _folders(near.parent)]:
+    for folders in [[folder]] if folder else [[near], files.folders(near), [near.parent], files.folders(near.parent)]:
         counted = {each: _present(each, names) for each in folders}
         most = max((count for count, _ in counted.values()), default=0)
         if most:
@@ -102,9 +102,5 @@ def _images_of(file: Path, names: Sequence[str], folder: Path | None) -> list[Pa
 def _present(folder: Path, names: Sequence[str]) -> tuple[int, list[Path]]:
     """How many of the images a folder has, by their names or by the last part of these, and their places."""
     whole = [folder / name for name in names]
-    leaves = [folder / PurePosixPath(name).name for name in names]
+    leaves = [folder / path.name for path in whole]
     return max(((sum(map(os.path.isfile, paths)), paths) for paths in (whole, leaves)), key=itemgetter(0))
-
-
-def _folders(folder: Path) -> list[Path]:
-    return [path for path in files.visible(folder) if path.is_dir()]

@@ -20,16 +20,12 @@ _WNID = re.compile(r"n\d{8}")
 
 
 def has_class_folders(root: Path) -> bool:
-    return any(is_image(file) for folder in _folders(root) for file in files.visible(folder))
+    return any(is_image(file) for folder in files.folders(root) for file in files.visible(folder))
 
 
 def is_image(file: Path) -> bool:
     """Whether a file's suffix is of the pictures that are read."""
     return file.suffix.lower().removeprefix(".") in IMAGE_TYPES
-
-
-def _folders(root: Path) -> list[Path]:
-    return [folder for folder in files.visible(root) if folder.is_dir()]
 
 
 def load(root: Path) -> ClassificationSet:
@@ -38,7 +34,7 @@ def load(root: Path) -> ClassificationSet:
     Names come from classnames.txt, else from WordNet ids as in ImageNet, else ImageNet's for the numbers of
     ImageNet-v2, else from the folders themselves. Raises UserError for folders whose names are codes.
     """
-    folders = [folder.name for folder in _folders(root)]
+    folders = [folder.name for folder in files.folders(root)]
     numbers = all(folder.isdecimal() for folder in folders)
     label_of = {folder: int(folder) if numbers else place for place, folder in enumerate(folders)}
     names = _classnames(root, folders, numbers=numbers)

@@ -61,5 +61,5 @@ def lines(file: Path) -> list[str]:
 
 def stripped(texts: Iterable[str]) -> list[str]:
     """The texts without spaces around them and lone surrogates, which JSON can hold; empty ones are left out."""
-    plain = (text.encode("utf-8", "replace").decode() for text in texts)
-    return [text for text in map(str.strip, plain) if text]
+    plain = (text.encode("utf-8", "replace").decode().strip() for text in texts)
+    return [text for text in plain if text]

@@ -55,8 +55,7 @@ def main(sources: Sequence[str], settings: CheckSettings) -> int:
         rows.append(("no sample", "", RULE))
     rows += [(reason, str(count), examples[reason]) for reason, count in broken.most_common()]
     plain_console().print(TextTable(("", "", ""), rows + damaged, left=("",)))
-    failed = not samples or damaged or any(not reason.startswith("filter_") for reason in broken)
-    return 1 if failed else 0
+    return int(not samples or bool(damaged) or not all(reason.startswith("filter_") for reason in broken))
 
 
 def check_shard(url: str, config: DataConfig, most: int | None = None) -> Findings:

@@ -145,8 +145,9 @@ def _train_sample(index: int) -> Sample:
     words = scenes.caption(scene, rng)
     # JPEG like web data, at a quality and chroma resolution that leave 30 pixels readable
     picture = _encode(scene, rng, "JPEG", quality=95, subsampling=0)
-    record = {"caption": words, "key": f"{index:09d}", "status": "success", "width": SIDE, "height": SIDE}
-    return {"__key__": f"{index:09d}", "jpg": picture, "txt": words.encode(), "json": json.dumps(record).encode()}
+    key = f"{index:09d}"
+    record = {"caption": words, "key": key, "status": "success", "width": SIDE, "height": SIDE}
+    return {"__key__": key, "jpg": picture, "txt": words.encode(), "json": json.dumps(record).encode()}
 
 
 def _class_sample(index: int, split: str, kind: scenes.Kind) -> Sample:

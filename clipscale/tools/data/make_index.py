@@ -16,8 +16,8 @@ def expanded(sources: Sequence[str], allow_pipe: bool = False) -> list[str]:
     """The shards that the arguments name, each once. Raises UserError."""
     if not sources:
         raise UserError("no shards given; for example: clipscale data index '/data/{00000..00099}.tar'")
-    listed = [listing.expand(source, allow_pipe, setting="shards") for source in sources]
-    return list(dict.fromkeys(url for urls in listed for url in urls))
+    urls = (url for source in sources for url in listing.expand(source, allow_pipe, setting="shards"))
+    return list(dict.fromkeys(urls))
 
 
 def main(sources: Sequence[str], settings: IndexSettings) -> int:

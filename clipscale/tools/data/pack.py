@@ -4,7 +4,6 @@ The source is only read. The shards are made in parts of SHARD_SAMPLES pairs, ea
 has a note in DIR/parts, so that a stopped command can go on.
 """
 
-import hashlib
 import io
 import json
 import multiprocessing
@@ -26,6 +25,7 @@ from clipscale.common.units import format_bytes
 from clipscale.data.decode import Picture, text_of
 from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError
 from clipscale.data.shards import index
+from clipscale.data.shards.addresses import digest
 from clipscale.tools.data.pairs import Pair, pairs_of, tables_of
 from clipscale.tools.data.places import read, resolved
 from clipscale.tools.data.settings import PackSettings
@@ -138,15 +138,14 @@ def pack_part(first: int, pairs: Sequence[Pair], settings: PackSettings, file: P
     note: Note = {"left_out": {}}
     for what, part in PARTS.items():
         chosen = [(n, pair) for n, pair in enumerate(pairs, first) if held_out(pair, settings.share) == bool(part)]
-        samples = usable(chosen, settings.resize, note["left_out"])
-        note[what] = write_shards(file.parent.parent / part, file.stem, samples)
+        folder = file.parent.parent / part
+        note[what] = write_shards(folder, file.stem, usable(chosen, settings.resize, note["left_out"]))
     files.write_json(file, note)
 
 
 def held_out(pair: Pair, share: float) -> bool:
     """By a hash of the picture's name: all pairs of a picture are on one side, whatever else the source holds."""
-    value = int.from_bytes(hashlib.blake2b(pair.name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
-    return value < share * 2**64
+    return int(digest(pair.name), 16) < share * 2**64
 
 
 def usable(pairs: Iterable[tuple[int, Pair]], side: int | None, left_out: dict[str, list[str]]) -> Iterator[Any]:
@@ -181,8 +180,8 @@ def sample_of(number: int, pair: Pair, side: int | None) -> Record:
     fields: Record = pair.fields | {"source": pair.name, "width": width, "height": height}
     if len(captions) > 1:
         fields["captions"] = captions
-    members = {kind: data, "txt": captions[0].encode(), "json": json.dumps(fields, default=str).encode()}
-    return {"__key__": f"{number:09d}", **members}
+    text = json.dumps(fields, default=str).encode()
+    return {"__key__": f"{number:09d}", kind: data, "txt": captions[0].encode(), "json": text}
 
 
 def is_text(text: str) -> bool:

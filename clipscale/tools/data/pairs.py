@@ -1,6 +1,7 @@
 """Pairs of pictures and captions as people have them: tables, folders of pictures, caption files."""
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -100,7 +101,8 @@ def of_table(table: Table, root: str) -> Iterator[Pair]:
     with files.reported("table", table.file, "repair it, or fetch it again"):
         for number, row in table.rows():
             values = row or {}
-            items = [item for key in texts for item in listed_values(values.get(key))]
+            cells = [values.get(key) for key in texts]
+            items = chain.from_iterable(cell if isinstance(cell, list) else [cell] for cell in cells)
             captions = [item for item in items if isinstance(item, str)]
             fields = {
                 k: v for k, v in values.items() if k not in table.columns and isinstance(v, str | int | float | list)
@@ -113,10 +115,6 @@ def of_table(table: Table, root: str) -> Iterator[Pair]:
                 yield pair._replace(name=place.strip(), place=here._replace(name=place.strip()))
             else:
                 yield pair._replace(broken="bad_row" if row is None else "no_image")
-
-
-def listed_values(value: object) -> list[object]:
-    return value if isinstance(value, list) else [value]
 
 
 def visible(folder: Path) -> list[Path]:
