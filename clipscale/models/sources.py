@@ -10,7 +10,7 @@ import re
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clipscale.common import files
@@ -166,10 +166,8 @@ def _in_run(folder: Path, origin: str) -> Source:
     """The weights of a run's newest checkpoint, or of this one."""
     if (folder / "checkpoints").is_dir():
         folder = locate(folder, "latest")
-    try:
+    with files.reported(f"{origin}: damaged checkpoint", folder, "give another one of the run"):
         trained = typed(ModelConfig, files.read_json(folder / META)["meta"]["values"]["model_config"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{origin}: checkpoint {folder} is damaged ({one_line(error)})") from error
     if trained.lora:
         raise UserError(f"{origin}: a checkpoint of adapters alone; give the folder of `clipscale export run=...`")
     return Source(origin, folder, model=trained)
@@ -206,12 +204,10 @@ def _shards_of(path: Path) -> list[Path]:
     if not path.name.endswith(INDEX):
         return [path]
     names = sorted({*files.read_json(path)["weight_map"].values()})
-    for name in names:
-        if not re.fullmatch(r"[\w-][\w.-]*\.(safetensors|bin)", name):
-            raise ValueError(f"{path.name} lists {name[:80]!r}")
-    missing = [name for name in names if not (path.parent / name).is_file()]
-    if missing or not names:
-        raise ValueError(f"{len(missing)} of {len(names)} files of {path.name} are missing: {missing[:1]}")
+    plain = r"[\w-][\w.-]*\.(safetensors|bin)"
+    wrong = [name for name in names if not (re.fullmatch(plain, name) and (path.parent / name).is_file())]
+    if wrong or not names:
+        raise ValueError(f"{path.name}: {len(wrong)} of {len(names)} files are missing, as {wrong[:1]}")
     return [path.parent / name for name in names]
 
 
@@ -328,15 +324,15 @@ def _of_tag(tag: str, name: str, origin: str) -> Source:
         right = name.removesuffix("-quickgelu") + ("-quickgelu" if quick else "")
         raise UserError(f"{origin} was trained with another activation; take model.name={right}")
     path = Path(open_clip.download_pretrained(pretrained))
-    return Source(origin, path, (path,), ModelConfig(name, preprocess=checked_pixels(pretrained)))
+    return Source(origin, path, (path,), replace(UNKNOWN, preprocess=checked_pixels(pretrained)))
 
 
 # -- how their pictures are prepared -----------------------------------------------------------------------------------
 
 
 def checked_pixels(values: Record) -> Record:
-    """Of these values those of `model.preprocess`, with their types. Raises UserError."""
+    """Of these values those of `model.preprocess`. Raises UserError."""
     names = settings_of(Preprocess)
     known = {key: value for key, value in values.items() if key in names}
-    checked = asdict(typed(Preprocess, known))
-    return {key: checked[key] for key in known}
+    typed(Preprocess, known)
+    return known

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,13 @@ from PIL import Image
 from torch import Tensor
 
 from clipscale.common.errors import UserError
-from clipscale.config.sections import ModelConfig, TowerConfig
+from clipscale.config.sections import ModelConfig, Preprocess, TowerConfig
 from clipscale.models.sources import here
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import described
 from clipscale.tools.export.hugging_face import write_tokenizer
 from clipscale.tools.export.settings import ExportSettings
-from clipscale.tools.export.verb import main
+from clipscale.tools.export.verb import main, started
 from tests.support.checkpoints import save_model
 from tests.tools.export.test_open_clip import ARCHITECTURE, saved
 
@@ -29,14 +30,15 @@ SIDE, TOKENS = 32, 12
 TEXT = ARCHITECTURE["text_cfg"]
 
 
-def reference(kind: str, act: str, eos: int = 49407, **vision: Any) -> Any:
+def reference(kind: str, act: str, eos: int = 49407) -> Any:
     """A small model of transformers with random weights."""
     torch.manual_seed(3)
-    sizes = {"hidden_size": 32, "intermediate_size": 90, "num_hidden_layers": 2, "num_attention_heads": 2}
+    # 115 / 28 has no exact quotient, like a published 4304 / 1152: the MLP has 115 units all the same.
+    sizes = {"hidden_size": 28, "intermediate_size": 115, "num_hidden_layers": 2, "num_attention_heads": 2}
     text = sizes | {"max_position_embeddings": TOKENS, "vocab_size": 49408, "hidden_act": act, "eos_token_id": eos}
     towers = {
         "text_config": text,
-        "vision_config": sizes | {"image_size": SIDE, "patch_size": 8, "hidden_act": act} | vision,
+        "vision_config": sizes | {"image_size": SIDE, "patch_size": 8, "hidden_act": act},
     }
     if kind == "clip":
         model = transformers.CLIPModel(transformers.CLIPConfig(projection_dim=24, **towers))
@@ -85,7 +87,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("form", ["whole", "sharded", "bin", "sharded bin"])
+@pytest.mark.parametrize("form", ["whole", "sharded", "bin"])
 @pytest.mark.parametrize(("kind", "act", "eos"), KINDS)
 def test_a_folder_has_the_features_of_transformers_and_is_exported_as_it_came(
     tmp_path: Path, kind: str, act: str, eos: int, form: str
@@ -93,16 +95,13 @@ def test_a_folder_has_the_features_of_transformers_and_is_exported_as_it_came(
     theirs = reference(kind, act, eos)
     folder = tmp_path / "theirs"
     theirs.save_pretrained(folder, max_shard_size="100KB" if form == "sharded" else "1GB")
-    if form.endswith("bin"):
-        state = theirs.state_dict()
-        parts = [dict(list(state.items())[i::2]) for i in (0, 1)] if form == "sharded bin" else [state]
+    if form == "bin":
         (folder / "model.safetensors").unlink()
-        names = [f"part{i}.bin" for i in range(len(parts))] if parts[1:] else ["pytorch_model.bin"]
-        for name, part in zip(names, parts):
-            torch.save(part, folder / name)
-        if parts[1:]:
-            index = {"weight_map": {key: name for name, part in zip(names, parts) for key in part}}
-            (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+        items = list(theirs.state_dict().items())
+        for i in (0, 1):
+            torch.save(dict(items[i::2]), folder / f"{i}.bin")
+        index = {"weight_map": {name: f"{i % 2}.bin" for i, (name, _) in enumerate(items)}}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     ours, config = model_of(folder)
     end = eos if eos != 2 else 49407
     assert_same(ours, theirs, tokens(end))
@@ -112,13 +111,6 @@ def test_a_folder_has_the_features_of_transformers_and_is_exported_as_it_came(
     for name, value in again.state_dict().items():
         assert torch.equal(value, theirs.state_dict()[name]), name
     assert_same(ours, again, tokens(end))
-
-
-def test_a_published_size_is_built_by_its_numbers(tmp_path: Path) -> None:
-    """4304 / 1152 has no exact quotient; its MLP has 4304 units all the same."""
-    theirs = reference("siglip", "gelu", hidden_size=32, intermediate_size=119)
-    theirs.save_pretrained(tmp_path)
-    assert_same(model_of(tmp_path)[0], theirs, tokens())
 
 
 def test_one_tower_of_a_folder_and_a_tower_alone(tmp_path: Path) -> None:
@@ -137,13 +129,9 @@ def test_pictures_and_texts_are_prepared_as_the_folder_says(tmp_path: Path) -> N
     theirs = reference("clip", "gelu")
     theirs.save_pretrained(tmp_path)
     pixels = {"image_mean": [0.5] * 3, "image_std": [0.25] * 3, "resample": 2, "size": {"height": 32, "width": 32}}
-    for content in (pixels | {"do_center_crop": False}, {"image_processor": pixels | {"do_center_crop": False}}):
-        name = "processor_config.json" if "image_processor" in content else "preprocessor_config.json"
-        (tmp_path / name).write_text(json.dumps(content))
-        _, config = model_of(tmp_path)
-        assert config.pixels.mean == (0.5, 0.5, 0.5) and config.pixels.std == (0.25, 0.25, 0.25)
-        assert (config.pixels.resize_mode, config.pixels.interpolation) == ("squash", "bilinear")
-        (tmp_path / name).unlink()
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": pixels}))
+    _, config = model_of(tmp_path)
+    assert config.pixels == Preprocess((0.5, 0.5, 0.5), (0.25, 0.25, 0.25), "squash", "bilinear")
     write_tokenizer(tmp_path, TOKENS)
     assert "hf_tokenizer_name" not in model_of(tmp_path)[1].architecture["text_cfg"], "CLIP's own needs no file"
     words = json.loads((tmp_path / "vocab.json").read_text())
@@ -181,7 +169,7 @@ def test_an_export_prepares_pictures_and_texts_as_the_run(tmp_path: Path) -> Non
             "Resnet",
         ),
         (
-            {"architecture": ARCHITECTURE | {"text_cfg": ARCHITECTURE["text_cfg"] | {"no_causal_mask": True}}},
+            {"architecture": ARCHITECTURE | {"text_cfg": TEXT | {"no_causal_mask": True}}},
             "text tower",
         ),
         ({"preprocess": {"resize_mode": "longest"}}, "resize_mode=longest"),
@@ -202,11 +190,10 @@ def test_exports_are_as_readable_as_other_files_and_replace_none_of_others(tmp_p
     try:
         for form in ("hf", "open_clip"):
             settings = ExportSettings(run=str(tmp_path / "run"), format=form)
-            modes = {path.name: path.stat().st_mode & 0o777 for path in main(settings).iterdir()}
-            assert set(modes.values()) == {0o640}, modes
+            assert {path.stat().st_mode & 0o777 for path in main(settings).iterdir()} == {0o640}
             main(settings)  # over its own
             with pytest.raises(UserError, match="files of other origin"):
-                main(ExportSettings(run=str(tmp_path / "run"), format=form, out=str(theirs)))
+                main(replace(settings, out=str(theirs)))
     finally:
         os.umask(mask)
     assert (theirs / "model.safetensors").read_text() == "precious"
@@ -240,21 +227,15 @@ def test_an_index_names_files_of_its_folder(tmp_path: Path, name: Any) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(UserError, match=r"missing: .*none|lists|folder cannot be used"):
+    with pytest.raises(UserError, match="folder cannot be used"):
         here(str(folder))
 
 
-@pytest.mark.parametrize(
-    ("weights", "name"),
-    [
+def test_the_card_names_the_weights_that_a_run_began_from_and_no_path() -> None:
+    for weights, name in (
         ("laion2b_s34b_b79k", "laion2b_s34b_b79k"),
         ("hf-hub:org/clip", "hf-hub:org/clip"),
         ("run:/home/me/runs/start", "start"),
         ("/home/me/runs/start/checkpoints/step_00000003", "start, step_00000003"),
-    ],
-)
-def test_the_card_names_the_weights_that_a_run_began_from_and_no_path(tmp_path: Path, weights: str, name: str) -> None:
-    saved(tmp_path / "run", ModelConfig("own", ARCHITECTURE))
-    (tmp_path / "run/config.yaml").write_text(json.dumps({"model": {"weights": weights}}))
-    card = (main(ExportSettings(run=str(tmp_path / "run"))) / "README.md").read_text()
-    assert f"| began from | {name} |" in card and "/home" not in card
+    ):
+        assert started(weights) == name

@@ -22,7 +22,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig, TowerConfig
 from clipscale.models.sources import find
 from clipscale.models.towers import ClipModel, build_model
-from clipscale.models.weights import described
+from clipscale.models.weights import described, unwrapped
 from clipscale.tools.export.open_clip import description, weights
 from tests.support.checkpoints import save_model
 from tests.support.towers import architecture
@@ -90,11 +90,10 @@ def test_weights_of_every_layout_give_the_same_features(
 
 @pytest.mark.parametrize("wrapper", ["state_dict", "model", "model_state_dict"])
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "_orig_mod.module."])
-def test_what_trainers_put_around_weights_is_taken_off(tmp_path: Path, wrapper: str, prefix: str) -> None:
-    reference = random_model(1)
-    state = {f"{prefix}{name}": value for name, value in state_of(reference).items()}
-    torch.save({"epoch": 3, wrapper: state, "optimizer": {"state": {}}}, tmp_path / "w.pt")
-    assert all(map(torch.equal, features(build_model(config(weights=str(tmp_path / "w.pt")))), features(reference)))
+def test_what_trainers_put_around_weights_is_taken_off(wrapper: str, prefix: str) -> None:
+    state = {"visual.proj": torch.ones(2), "text.ln.bias": torch.zeros(1)}
+    named = {f"{prefix}{name}": value for name, value in state.items()}
+    assert unwrapped({"epoch": 3, wrapper: named, "optimizer": {"state": {}}}) == state
 
 
 def test_the_weights_of_a_run_are_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,10 +296,3 @@ def test_a_tag_says_how_its_weights_were_trained(monkeypatch: pytest.MonkeyPatch
         build_model(ModelConfig("ViT-B-32", weights="openai"))
     webli = find("webli", "ViT-B-16-SigLIP").model.preprocess
     assert webli["resize_mode"] == "squash" and webli["mean"] == HALF
-
-
-def test_a_configuration_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{")
-    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match="the folder cannot be used"):
-        find(str(tmp_path), "ViT-B-32")

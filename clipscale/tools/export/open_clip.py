@@ -5,9 +5,7 @@ from pathlib import Path
 
 import torch
 from open_clip.constants import HF_CONFIG_NAME, HF_SAFE_WEIGHTS_NAME
-from open_clip.tokenizer import HFTokenizer
 from safetensors.torch import save_file
-from torch import nn
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
@@ -26,9 +24,6 @@ def write(model: ClipModel, config: ModelConfig, out: Path, dtype: torch.dtype, 
     with files.replacing(out / HF_SAFE_WEIGHTS_NAME) as file:
         save_file(weights(model, dtype), file.name, metadata={"format": "pt"} | note)
     files.write_json(out / HF_CONFIG_NAME, description(model, config))
-    tokenizer = getattr(model.tokenizer, "inner", model.tokenizer)
-    if isinstance(tokenizer, HFTokenizer):
-        tokenizer.save_pretrained(str(out))
     return "open_clip.create_model_from_pretrained('local-dir:{}')"
 
 
@@ -44,10 +39,8 @@ def weights(model: ClipModel, dtype: torch.dtype) -> Weights:
 
 def in_dtype(state: Weights, dtype: torch.dtype) -> Weights:
     """Weights with matrices in `dtype`."""
-    for name, value in state.items():
-        if value.is_floating_point() and value.dim() > 1:
-            state[name] = value.to(dtype)
-    return {name: value.contiguous() for name, value in state.items()}
+    matrices = {name: value.to(dtype) for name, value in state.items() if value.is_floating_point() and value.dim() > 1}
+    return {name: value.contiguous() for name, value in (state | matrices).items()}
 
 
 def description(model: ClipModel, config: ModelConfig) -> Record:
@@ -66,13 +59,11 @@ def check_same(model: ClipModel, config: ModelConfig) -> None:
         raise UserError("format=open_clip: it has no SigLIP of these sizes, or with this activation; take format=hf")
     with torch.device("meta"):
         reference = encoders_of(details).visual
-    if shapes_of(reference) != shapes_of(model.image.encoder):
+    try:
+        reference.load_state_dict(model.image.encoder.state_dict(), assign=True)
+    except RuntimeError as error:  # of another shape
         name = details["vision_cfg"].get("timm_model_name", config.name)
         raise UserError(
             f"run: open_clip builds {name} at its own size, not at model.image_size={config.image_size}; "
             "train at the tower's own size"
-        )
-
-
-def shapes_of(tower: nn.Module) -> dict[str, torch.Size]:
-    return {name: value.shape for name, value in tower.state_dict().items()}
+        ) from error

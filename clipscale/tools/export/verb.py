@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 from jinja2 import Template
+from open_clip.tokenizer import HFTokenizer
 
 from clipscale import __version__
 from clipscale.common import files
@@ -52,6 +53,8 @@ def main(settings: ExportSettings) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     write = hugging_face.write if settings.format == "hf" else open_clip.write
     call = write(model, config, out, getattr(torch, settings.dtype), note)
+    if isinstance(model.tokenizer.inner, HFTokenizer):
+        model.tokenizer.inner.save_pretrained(str(out))
     # The card goes where the folder goes: it names no path of this machine.
     files.write_text(readme, card(run, model, config, note, call.format(out.name)))
     say(f"{out}: step {step}; {call.format(out.resolve())}")
