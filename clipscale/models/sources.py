@@ -260,8 +260,9 @@ def _described(folder: Path, name: str) -> ModelConfig:
         return replace(UNKNOWN, preprocess=known)
     check_words(description)
     text = description["text_cfg"]
-    # Its tokenizer is the folder that it came with, if the files are there, as in open_clip.
-    if "hf_tokenizer_name" in text and not text.get("hf_model_name") and hugging_face.has_tokenizer(folder):
+    # Its tokenizer is the folder that it came with, if the files are there, as in open_clip; of transformers' always.
+    named = text.get("hf_tokenizer_name")
+    if named and not text.get("hf_model_name") and (named in hugging_face.TABLES or hugging_face.has_tokenizer(folder)):
         text["hf_tokenizer_name"] = str(folder.resolve())
     return ModelConfig(name, description, preprocess=known)
 

@@ -118,9 +118,11 @@ def without_paths(source: str) -> Iterator[str]:
     for name in CONFIGS:
         config |= files.read_json(folder / name) if (folder / name).is_file() else {}
     kept = {name: value for name, value in config.items() if name in OPTIONS or name.endswith("_token")}
+    vocabulary = [folder / name for name in FILES if (folder / name).is_file()]
+    if not vocabulary:
+        raise FileNotFoundError(f"{folder} has none of {', '.join(FILES)}; download them, too")
     with tempfile.TemporaryDirectory(dir=scratch()) as copy:
-        for name in FILES:
-            if (folder / name).is_file():
-                shutil.copy(folder / name, copy)
+        for file in vocabulary:
+            shutil.copy(file, copy)
         (Path(copy) / CONFIGS[-1]).write_text(json.dumps(kept), encoding="utf-8")
         yield copy

@@ -141,6 +141,12 @@ def test_pictures_and_texts_are_prepared_as_the_folder_says(tmp_path: Path) -> N
     expected = transformers.CLIPTokenizer.from_pretrained(tmp_path)(TEXTS, padding="max_length", max_length=TOKENS)
     assert ours.tokenizer(TEXTS).tolist() == expected["input_ids"], "one of the folder's own"
     assert ours.tokenizer(TEXTS).tolist() != open_clip.SimpleTokenizer(context_length=TOKENS)(TEXTS).tolist()
+    bare = tmp_path / "bare"
+    theirs.save_pretrained(bare)
+    (bare / "config.json").write_text((bare / "config.json").read_text().replace("49408", "9000"))
+    lacking = described(ModelConfig(name="", weights=str(bare)))
+    with pytest.raises(UserError, match=r"bare has none of tokenizer\.json.*; download them"):  # asks no server
+        build_model(ModelConfig("own", lacking.architecture)).tokenizer(TEXTS)
 
 
 def test_an_export_prepares_pictures_and_texts_as_the_run(tmp_path: Path) -> None:
