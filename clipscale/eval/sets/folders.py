@@ -66,7 +66,10 @@ def _classnames(root: Path, folders: Sequence[str], *, numbers: bool) -> list[st
     if names:
         return names
     if len(folders) < 2:
-        raise UserError(f"eval.sets: {root} has no class folders but {', '.join(folders)}; give the one with them")
+        raise UserError(
+            f"eval.sets: {root} has one folder of pictures, {', '.join(folders)}, which is no set of classes; give the "
+            f"folder with the classes, or make shards of pictures with texts: clipscale data pack {root} out=DIR"
+        )
     codes = [name for name in folders if not re.fullmatch(r"[^\W\d]\D*", name)]
     if codes:
         order = "line N + 1 names folder N" if numbers else "in the alphabetical order of the folders"

@@ -82,5 +82,6 @@ def _load_folder(path: Path) -> EvalSet:
         return captions.with_images(*above.popitem(), folder=path)
     raise UserError(
         f"eval.sets: {path} is none of the known layouts; it needs test/nshards.txt (CLIP_benchmark), shards of pairs "
-        f"(*.tar), folders of images ({', '.join(IMAGE_TYPES)}) named after their classes, or one caption JSON"
+        f"(*.tar), folders of images ({', '.join(IMAGE_TYPES)}) named after their classes, or one caption JSON; "
+        f"`clipscale data pack {path} out=DIR` makes shards of pictures with texts"
     )
