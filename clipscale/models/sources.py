@@ -180,7 +180,7 @@ def _in_folder(folder: Path, origin: str, name: str) -> Source:
             return _in_run(folder, origin)
         raise UserError(f"{origin}: the folder holds no weights ({', '.join(WEIGHTS)}); give one that does, or a file")
     try:
-        shards = _shards_of(path)
+        shards = _checked(_shards_of(path), origin)
         size = sum(file.stat().st_size for file in shards)
         for file in folder.glob("*.json"):
             if file.stat().st_size > LONGEST_JSON:
@@ -196,7 +196,7 @@ def _in_folder(folder: Path, origin: str, name: str) -> Source:
         raise UserError(
             f"{origin}: the folder cannot be used ({one_line(error)}); download it again, or give {path} and model="
         ) from error
-    return Source(origin, path, _checked(shards, origin), model)
+    return Source(origin, path, shards, model)
 
 
 def _shards_of(path: Path) -> list[Path]:

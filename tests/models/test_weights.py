@@ -198,6 +198,7 @@ def test_a_compressed_file_is_refused_before_its_tensors_are_read(tmp_path: Path
 def test_files_that_are_no_weights_are_named_as_what_they_are(tmp_path: Path) -> None:
     torch.jit.script(torch.nn.Linear(2, 2)).save(str(tmp_path / "ViT-B-32.pt"))
     (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
+    (tmp_path / "config.json").write_text('{"model_type": "clip"}')
     torch.save({"a": torch.zeros(1).expand(10**12)}, tmp_path / "wide.pt")
     for name, message in (
         ("ViT-B-32.pt", "TorchScript archive.*model.weights=openai"),
