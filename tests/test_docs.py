@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -19,7 +20,7 @@ import pytest
 
 import clipscale
 from clipscale.cli.main import main
-from clipscale.cli.verbs import VERBS, split_verb
+from clipscale.cli.verbs import VERBS
 from clipscale.config.libraries import pretrained_tags
 from clipscale.config.parse import MEANT
 from clipscale.config.presets import PACKAGE, group_options
@@ -49,19 +50,15 @@ PROGRAMS = "apt-get aws clip_benchmark img2dataset kubectl make npm pip pytest p
 
 
 class Block(NamedTuple):
+    page: str
     language: str
     needs: str
     code: str
 
-    @property
-    def runs(self) -> bool:
-        """Whether the slow test runs it."""
-        exported = self.language == "python" and self.needs.endswith("export")
-        return exported or (self.language == "sh" and not self.needs)
 
-
-def blocks(page: str) -> list[Block]:
-    return [Block(*actual) for actual in FENCE.findall(PAGES[page])]
+BLOCKS = [Block(page, *found) for page, text in PAGES.items() for found in FENCE.findall(text)]
+RUN = [block for block in BLOCKS if (block.language, block.needs) in (("sh", ""), ("python", "needs the export"))]
+"""Those that the slow test runs."""
 
 
 def beside(folder: Path) -> None:
@@ -71,7 +68,6 @@ def beside(folder: Path) -> None:
     (folder / ".venv/bin").mkdir(parents=True)
     (folder / ".venv/bin/activate").touch()
     (folder / "mine").symlink_to("/data/pairs")
-    (folder / "demo-features").symlink_to("/data/laion-b32")
     (folder / "shards.txt").write_text("/data/mine/00000.tar\n")
     (folder / "captions.csv").write_text("image,caption\n/data/pictures/0.png,a picture\n")
     shutil.copy(ROOT / "docs/images/report.png", folder / "picture.png")
@@ -88,49 +84,50 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shared(tmp_path_factory, "cache", Path.mkdir)
 
 
-def read(shell: str, page: str, folder: Path) -> list[tuple[Block, list[str]]]:
-    """All commands of a page: the words that a shell gives to the programs, which only note them."""
-    folder.mkdir()
+Commands = list[tuple[Block, list[str]]]
+
+
+def read(shell: str, folder: Path) -> Commands:
+    """The words that a shell gives to the programs, which only note them, where all commands are typed."""
     beside(folder)
     note = f"""printf '%s\\037' "${{0##*/}}" "$@" >>{folder}/noted; echo >>{folder}/noted"""
     path = programs(folder / "bin", PROGRAMS, note)
     shutil.copy(folder / "bin/python", folder / ".venv/bin/python")
-    found = [block for block in blocks(page) if block.language == "sh"]
-    found += [Block("sh", IN_TEXT, f"{' '.join(line.split())}\n") for line in INLINE.findall(PAGES[page])]
-    code = "".join(f"block {number}\n{block.code}" for number, block in enumerate(found))
-    done = subprocess.run(
-        SHELLS[shell], input=code, cwd=folder, env={"PATH": path, "PS1": "", "PS2": ""}, capture_output=True, text=True
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), f"{shell}: {done.stderr}"
-    commands = []
-    for line in (folder / "noted").read_text().splitlines() if found else ():
-        words = line.split("\37")[:-1]
-        if words[0] == "block":
-            number = int(words[1])
-        else:
-            commands.append((found[number], words))
-    return commands
+    found = [block for block in BLOCKS if block.language == "sh"]
+    for page, text in PAGES.items():
+        found += [Block(page, "sh", IN_TEXT, f"{' '.join(line.split())}\n") for line in INLINE.findall(text)]
+    typed = "".join(f"block {number}\n{block.code}" for number, block in enumerate(found))
+    environment = {"PATH": path, "PS1": "", "PS2": ""}
+    done = subprocess.run(SHELLS[shell], input=typed, cwd=folder, env=environment, capture_output=True, text=True)
+    lines = [line.split("\37")[:-1] for line in (folder / "noted").read_text().splitlines()]
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), f"{shell}: {done.stderr} after {lines[-2:]}"
+    numbers = accumulate((int(words[1]) if words[0] == "block" else 0 for words in lines), max)
+    return [(found[number], words) for number, words in zip(numbers, lines, strict=True) if words[0] != "block"]
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_block_is_marked_and_names_what_there_is(page: str, tmp_path: Path) -> None:
-    rest = FENCE.sub("", PAGES[page])
-    assert "```" not in rest and not re.search(r"^\w[^\n]*\n\n {4}\S.*", rest, re.M), "code without a fence"
-    lost = re.search(r"<[a-zA-Z_][^>\n]*", re.sub(r"`[^`\n]*`", "", rest))
-    assert page == "--help" or lost is None, f"the HTML parser takes it for a tag: {lost and lost[0]}"
-    for block in blocks(page):
+@pytest.fixture(scope="session")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Commands:
+    return read("bash", tmp_path_factory.mktemp("bash"))
+
+
+def test_every_block_is_marked_and_names_what_there_is(commands: Commands) -> None:
+    for page, text in PAGES.items():
+        rest = FENCE.sub("", text)
+        assert "```" not in rest and not re.search(r"^\w[^\n]*\n\n {4}\S.*", rest, re.M), f"{page}: no fence"
+        lost = re.search(r"<[a-zA-Z_][^>\n]*", re.sub(r"`[^`\n]*`", "", rest))
+        assert page == "--help" or lost is None, f"{page}: the HTML parser takes it for a tag: {lost and lost[0]}"
+    for block in BLOCKS:
         assert block.language in ("sh", "python", "text", "yaml", "json"), block
         assert re.match(r"needs |$", block.needs), block
-    for _, words in read("bash", page, tmp_path / "read"):
+    for _, words in commands:
         paths = [word.split("::")[0] for word in words if re.match(r"(tests|benchmarks|launch|docs)/", word)]
         assert all((ROOT / path).exists() for path in paths), paths
         assert words[0] != "make" or words[1] in TARGETS, words
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="no zsh is installed")
-@pytest.mark.parametrize("page", PAGES)
-def test_both_shells_read_what_is_typed_alike(page: str, tmp_path: Path) -> None:
-    assert read("zsh", page, tmp_path / "zsh") == read("bash", page, tmp_path / "bash")
+def test_both_shells_read_what_is_typed_alike(commands: Commands, tmp_path: Path) -> None:
+    assert read("zsh", tmp_path) == commands
 
 
 def ours(words: Sequence[str]) -> list[str]:
@@ -140,51 +137,47 @@ def ours(words: Sequence[str]) -> list[str]:
     return [*words[words.index("clipscale") + 1 :]] if "clipscale" in words else []
 
 
+TAKEN = re.compile(r"(run|resume|model\.weights|average)=\[?(?:runs/)?(\w[\w./-]*)\]?")
+
+
 def runs_of(words: Sequence[str]) -> set[str]:
     """The runs that a command takes as they are."""
-    verb, rest = split_verb(words)
-    values = [word.partition("=") for word in rest]
-    names = {key for key, equals, _ in values if verb == "report" and not equals}
-    names |= {value for key, _, value in values if key == "run" and verb != "train"}
-    for key, _, value in values:
-        if key in ("resume", "model.weights", "average") and not value.startswith(("/", "hf-hub:")):
-            names.add(value.strip("[]").removeprefix("run:").removeprefix("runs/"))
-    return names.difference(pretrained_tags())
+    if words[0] == "report":
+        return {word for word in words[1:] if "=" not in word}
+    found = filter(None, map(TAKEN.fullmatch, words))
+    return {m[2] for m in found if m[1] != "run" or words[0] != "train"}.difference(pretrained_tags())
 
 
 def test_every_command_finds_what_it_names(
-    laid: Path, finished: Path, demo: Path, tmp_path: Path, environment: dict[str, str]
+    commands: Commands, laid: Path, finished: Path, demo: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
     """As far as this machine can tell: weights of every architecture, sets, shards and runs are there."""
-    commands = {}
-    for number, page in enumerate(PAGES):
-        for block, words in read("bash", page, tmp_path / str(number)):
-            if ours(words) and block.needs != IN_TEXT:
-                commands[tuple(ours(words))] = f"{page}, {block.needs}"
-    for run in set().union(*map(runs_of, commands)):
+    typed = {tuple(ours(words)): block for block, words in commands if ours(words) and block.needs != IN_TEXT}
+    for run in set().union(*map(runs_of, typed)):
         shutil.copytree(finished, tmp_path / "runs" / run, dirs_exist_ok=True)
     beside(tmp_path)
     features = ["embed", f"run={finished}", f"data={laid}/data/mine", f"out={laid}/data/laion-b32", "device=cpu"]
     assert main(features) == 0
+    (tmp_path / "demo-features").symlink_to("/data/laion-b32")
     (tmp_path / "cache/clipscale").mkdir(parents=True)
     (tmp_path / "cache/clipscale/demo").symlink_to(demo)
     cache = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
     program = [sys.executable, "-m", "tests.support.laid"]
-    done = within(laid, program, cwd=tmp_path, input=json.dumps([*commands]), env=environment | cache)
+    done = within(laid, program, cwd=tmp_path, input=json.dumps([*typed]), env=environment | cache)
     assert done.returncode == 0, done.stderr
     wrong = []
-    for (words, place), line in zip(commands.items(), done.stdout.splitlines(), strict=True):
+    for (words, block), line in zip(typed.items(), done.stdout.splitlines(), strict=True):
         status, out = json.loads(line)
-        remote = "network" in place and re.search("cannot be (fetched|listed|loaded)|unreachable_shard", out)
+        remote = "network" in block.needs and re.search("cannot be (fetched|listed|loaded)|unreachable_shard", out)
         if status != 0 and not remote:
-            wrong.append(f"{place}: clipscale {' '.join(words)}: {out}")
+            wrong.append(f"{block.page}, {block.needs}: clipscale {' '.join(words)}: {out}")
     assert not wrong, "\n".join(wrong)
 
 
 def test_python_blocks_work() -> None:
     import torch
 
-    for code in (b.code for page in PAGES for b in blocks(page) if b.language == "python" and not b.needs):
+    for code in (b.code for b in BLOCKS if b.language == "python" and not b.needs):
         images, texts = torch.nn.functional.normalize(torch.randn(2, 8, 4), dim=-1)
         queries, passages, encoder = torch.randn(8, 4), torch.randn(16, 4), torch.nn.Linear(4, 4)
         names = {
@@ -209,26 +202,24 @@ def test_every_flag_of_open_clip_has_a_setting() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("page", [page for page in PAGES if any(block.runs for block in blocks(page))])
+@pytest.mark.parametrize("page", {block.page: None for block in RUN})
 def test_every_command_runs_as_it_stands(
-    page: str, laid: Path, cache: Path, tmp_path: Path, environment: dict[str, str]
+    page: str, commands: Commands, laid: Path, cache: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
     """In one shell, since both read it alike. What the page makes is not there yet; its other runs are of the demo."""
     beside(tmp_path)
     script, made = "", set[str]()
-    for words in (ours(words) for block, words in read("bash", page, tmp_path / "read") if block.runs and ours(words)):
+    for words in (ours(words) for block, words in commands if block in RUN and block.page == page and ours(words)):
+        values = {key: value for key, _, value in (word.partition("=") for word in words)}
         script += "".join(f"clipscale train experiment=demo run={run}\n" for run in sorted(runs_of(words) - made))
-        made |= runs_of(words) | {word[4:] for word in words if word.startswith("run=")}
-        out = {word[4:] for word in words if word.startswith("out=")}
-        made |= {name.removeprefix("runs/") for name in out}
-        script += "".join(f"rm -rf {name}\n" for name in out if words[0] == "data")
-    for block in (block for block in blocks(page) if block.runs):
+        made |= {*runs_of(words), values.get("run", ""), values.get("out", "").removeprefix("runs/")}
+        script += f"rm -rf {values['out']}\n" if words[0] == "data" and "out" in values else ""
+    for block in (block for block in RUN if block.page == page):
         script += block.code if block.language == "sh" else f"python - <<'END'\n{block.code}END\n"
     path = programs(tmp_path / "bin", "clipscale", f'exec {sys.executable} -m clipscale "$@"')
     (tmp_path / "bin/python").symlink_to(sys.executable)
     few = {MOST: "512", "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "2", "PATH": path}
-    shell = SHELLS["zsh" if shutil.which("zsh") else "bash"]
-    done = within(laid, [*shell, "-c", script], cwd=tmp_path, env=environment | few)
+    done = within(laid, SHELLS["bash"], cwd=tmp_path, input=script, env=environment | few)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
