@@ -1,5 +1,6 @@
 """The verb `train`: checks the settings and what lies on this machine, plans the run, and starts it."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from clipscale.common.record import Record
 from clipscale.common.terminal import doing, tell
 from clipscale.config.eval import check_places
 from clipscale.config.stages import stages_of
-from clipscale.config.train import RESULT, TrainConfig, changes_since, samples_of, settled
+from clipscale.config.train import MOST, RESULT, TrainConfig, changes_since, samples_of, settled
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.launch import local
 from clipscale.models.sources import fetched_description
@@ -63,6 +64,8 @@ def main(config: TrainConfig, *, isolated: bool = False) -> Record:
     config = settled(config)
     alone = not local.under_torchrun()
     if alone:
+        if MOST in os.environ:
+            tell(f"{MOST}={os.environ[MOST]} is set: this run has {config.samples} samples")
         demo.render_missing(config.data.train or ())
         result = finished(config)
         if result:
