@@ -5,6 +5,7 @@ A row is its number and its values by column, or None where it cannot be used: o
 
 import csv
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
@@ -14,15 +15,17 @@ from typing import NamedTuple
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
-from clipscale.data.decode import encoding_of, json_fields
+from clipscale.data.decode import IMAGE_TYPES, encoding_of, json_fields
 from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError
 from clipscale.tools.data.places import Cell, parquet_file
 
 USUAL: dict[str, list[str]] = files.read_yaml(Path(__file__).with_name("columns.yaml"))
 """Names of the column of pictures and of that of captions."""
-SEPARATED = (".csv", ".tsv", ".tab", ".txt")
+SEPARATED = (".csv", ".tsv", ".tab", ".txt", ".token")
 TABLES = (*SEPARATED, ".jsonl", ".ndjson", ".json", ".parquet")
-SEPARATORS = ",\t;|"
+SEPARATORS = "\t,;|"
+PICTURE = re.compile(rf"(https?://\S+|.*\.({'|'.join(IMAGE_TYPES)}))(#\d+)?", re.I)
+"""A value that names a picture, and which of its captions follows (Flickr30k). No column has such a name."""
 START = 1 << 20
 """Bytes in which a table shows its encoding."""
 FIRST_ROWS = 100
@@ -45,8 +48,9 @@ def open_table(file: Path, columns: list[str] | None) -> Table:
     if suffix == ".parquet":
         names, rows = parquet_file(file).schema_arrow.names, partial(parquet_rows, file)
     elif suffix in SEPARATED:
-        separator, names = header(file, columns)
-        rows = partial(separated_rows, file, separator, names)
+        separator, first = header(file, columns)
+        names = named_columns(first)
+        rows = partial(separated_rows, file, separator, names, headed=names == first)
     else:
         rows = partial(json_rows, file)
         names = list(dict.fromkeys(name for _, row in islice(rows(), FIRST_ROWS) for name in row or ()))
@@ -86,17 +90,34 @@ def lines_of(file: Path) -> Iterator[str]:
 
 
 def header(file: Path, columns: list[str] | None) -> tuple[str, list[str]]:
-    """The separator and the columns' names: those by which the most columns are known, and then the most names."""
+    """The separator and the first line's values: those by which the most columns are known, or a picture is named, and
+    then the most values."""
     line = next(lines_of(file), "")
     csv.field_size_limit(LONGEST_LINE)
     split = [(mark, [name.strip() for name in next(csv.reader([line], delimiter=mark), [])]) for mark in SEPARATORS]
-    return max(split, key=lambda each: (len({*each[1]}.intersection(chosen_columns(each[1], columns))), len(each[1])))
+
+    def known(values: list[str]) -> tuple[int, bool, int]:
+        names = named_columns(values)
+        return len({*names}.intersection(chosen_columns(names, columns))), names != values, len(values)
+
+    return max(split, key=lambda each: known(each[1]))
 
 
-def separated_rows(file: Path, separator: str, names: list[str]) -> Rows:
+def named_columns(first: list[str]) -> list[str]:
+    """The names in a table's first line; `image`, `caption`, `caption_2` ... where that is a pair already."""
+    pictures = [value for value in first if PICTURE.fullmatch(value)]
+    if not pictures:
+        return first
+    image = first.index(min(pictures, key=len))  # a caption may end in a picture's name
+    others = ["caption", *(f"caption_{number}" for number in range(2, len(first)))][: len(first) - 1]
+    return [*others[:image], "image", *others[image:]]
+
+
+def separated_rows(file: Path, separator: str, names: list[str], *, headed: bool) -> Rows:
     csv.field_size_limit(MAX_TEXT_BYTES)
     lines = lines_of(file)
-    next(lines)
+    if headed:
+        next(lines)
     reader = csv.reader(lines, delimiter=separator)
     while True:
         try:
@@ -104,11 +125,14 @@ def separated_rows(file: Path, separator: str, names: list[str]) -> Rows:
         except StopIteration:
             return
         except csv.Error:  # a quote that is not closed
-            yield reader.line_num + 1, None
+            yield reader.line_num + headed, None
             continue
         if any(values):
             good = len(values) >= len(names) and not any(values[len(names) :]) and "\0" not in "".join(values)
-            yield reader.line_num + 1, dict(zip(names, values)) if good else None
+            row = dict(zip(names, values)) if good else None
+            if row and not headed:
+                row["image"] = re.sub(r"#\d+$", "", row["image"])
+            yield reader.line_num + headed, row
 
 
 def json_rows(file: Path) -> Rows:

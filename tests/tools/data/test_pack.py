@@ -67,6 +67,8 @@ TEXTS = {
     "tabs": ("table.tsv", "filepath\ttitle\n", "{0}\tall, of {0}\n", "utf-8"),
     "excel": ("table.CSV", "Image Path ; Text\r\n", "{1};all, of {0}\r\n", "utf-16"),
     "flickr30k": ("table.txt", "image_name| comment_number| comment\n", "{0}| 0| all, of {0}\n", "utf-8-sig"),
+    "tokens": ("table.txt", "", "{0}#0\tall, of {0}\n", "utf-8"),
+    "conceptual": ("table.tsv", "", "all, of {0}\t{0}\n", "utf-8"),
     "json": ("table.json", '{{"id": 1}}\n', '{{"image": "{0}", "prompt": "all, of {0}"}}\n', "utf-8"),
     "list": ("table.json", '[{{"id": 1, "images": []}}', ',\n{{"image": "{0}", "captions": ["all, of {0}"]}}', "utf-8"),
     "lines": ("metadata.jsonl", "", '{{"file_name": "{0}", "text": "all, of {0}"}}\n', "utf-8"),
