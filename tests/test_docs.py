@@ -215,9 +215,8 @@ def test_every_command_runs_as_it_stands(
         made |= {*runs_of(words), values.get("run", ""), values.get("out", "").removeprefix("runs/")}
         script += f"rm -rf {values['out']}\n" if words[0] == "data" and "out" in values else ""
     for block in (block for block in RUN if block.page == page):
-        script += block.code if block.language == "sh" else f"python - <<'END'\n{block.code}END\n"
+        script += block.code if block.language == "sh" else f"{sys.executable} - <<'END'\n{block.code}END\n"
     path = programs(tmp_path / "bin", "clipscale", f'exec {sys.executable} -m clipscale "$@"')
-    (tmp_path / "bin/python").symlink_to(sys.executable)
     few = {MOST: "512", "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "2", "PATH": path}
     done = within(laid, SHELLS["bash"], cwd=tmp_path, input=script, env=environment | few)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
