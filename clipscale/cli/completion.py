@@ -25,7 +25,7 @@ def main(words: Sequence[str]) -> int:
     if not line:
         print(SCRIPTS[shell], end="")
         return 0
-    *before, word = re.split(" +", line[0])[1:] or [""]
+    *before, word = re.split(r"(?<!\\) +", line[0])[1:] or [""]  # a blank of a file's name has a backslash
     for found in dict.fromkeys(candidates(before, word)):
         if found.startswith(word):
             print(found)

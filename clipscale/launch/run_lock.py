@@ -88,7 +88,8 @@ class RunLock:
     def release(self) -> None:
         """Give the lock back, and remove a folder that this lock has made if nothing is in it. Safe without a lock."""
         if self.file:
-            if self.made and sorted(path.name for path in self.folder.glob("*")) == ["checkpoints", FILE]:
+            ours = self.made and not self._removed(self.file)  # another run may have begun in its place
+            if ours and sorted(path.name for path in self.folder.glob("*")) == ["checkpoints", FILE]:
                 with suppress(OSError):  # there is something in it
                     (self.folder / "checkpoints").rmdir()
                     (self.folder / FILE).unlink()

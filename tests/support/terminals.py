@@ -3,11 +3,15 @@
 import fcntl
 import os
 import pty
+import select
 import struct
 import subprocess
 import termios
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+TIMEOUT_S = 100.0
+"""Longer than any wait of a command that works, and shorter than a test may take."""
 
 
 def on_terminal(
@@ -30,7 +34,7 @@ def on_terminal(
     output = ""
     left = [*typed]
     answered = 0
-    while part := read(ours):
+    while part := read(ours, TIMEOUT_S):
         output += part
         if left and left[0][0] in output[answered:]:
             answered = len(output)
@@ -39,7 +43,9 @@ def on_terminal(
     return process.wait(60), output
 
 
-def read(terminal: int) -> str:
+def read(terminal: int, timeout_s: float) -> str:
+    ready, _, _ = select.select([terminal], [], [], timeout_s)
+    assert ready, f"nothing was written for {timeout_s} s"
     try:
         return os.read(terminal, 1 << 16).decode(errors="replace")
     except OSError:  # the other side has closed it
