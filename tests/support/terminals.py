@@ -3,6 +3,7 @@
 import fcntl
 import os
 import pty
+import re
 import select
 import struct
 import subprocess
@@ -36,7 +37,7 @@ def on_terminal(
     answered = 0
     while part := read(ours, TIMEOUT_S):
         output += part
-        if left and left[0][0] in output[answered:]:
+        if left and left[0][0] in plain(output[answered:]):
             answered = len(output)
             os.write(ours, left.pop(0)[1].encode())
     os.close(ours)
@@ -50,6 +51,11 @@ def read(terminal: int, timeout_s: float) -> str:
         return os.read(terminal, 1 << 16).decode(errors="replace")
     except OSError:  # the other side has closed it
         return ""
+
+
+def plain(output: str) -> str:
+    """The text without colours, bells and moves of the cursor."""
+    return re.sub(r"\x1b\[[?\d;]*\w|\x07", "", output)
 
 
 def screen(output: str) -> list[str]:
