@@ -102,9 +102,13 @@ class LeanBlock(Successor, ResidualAttentionBlock):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).reshape(samples, width)
 
     def heads(self, projected: Tensor, parts: int) -> tuple[Tensor, ...]:
-        """(N, T, parts * W) -> `parts` views (N, H, T, W / H)."""
+        """(N, T, parts * W) -> `parts` views (N, H, T, W / H).
+
+        They are taken apart before they are transposed: the backward pass then stacks them as they lie.
+        """
         samples, length, _ = projected.shape
-        return projected.view(samples, length, parts, self.attn.num_heads, -1).permute(2, 0, 3, 1, 4).unbind()
+        views = projected.view(samples, length, parts, self.attn.num_heads, -1).unbind(dim=2)
+        return tuple(view.transpose(1, 2) for view in views)
 
 
 class LeanNorm(Successor, LayerNorm):
