@@ -33,7 +33,7 @@ from tests.support.laid import SHELLS, lay, programs, within
 ROOT = PACKAGE.parent
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in FILES}
-LARGE = re.compile(r"torchrun|laion|(train|eval|embed) .*(vit|weights=)|explore|average=")
+LARGE = re.compile(r"torchrun|laion|(train|eval|embed) .*(vit|weights=)|explore")
 """Of help's examples, which have no titles, those that need a GPU, the network or a browser."""
 LARGE_TITLE = ' title="needs GPUs and the network"'
 PAGES["--help"] = "".join(

@@ -153,8 +153,7 @@ clipscale report b32 b16 expected=openclip-b32-2b out=both.html""",
         """\
 clipscale export run=b32
 clipscale export run=b32 checkpoint=20000 dtype=float16 out=/models/b32
-clipscale export run=b32 format=hf
-clipscale export run=tuned average=laion2b_s34b_b79k 'shares=[0.5,0.5]'""",
+clipscale export run=b32 format=hf""",
         check=lambda settings: existing_run(settings.run),
     ),
     "doctor": Verb(DoctorSettings, "clipscale.tools.doctor:main", "clipscale doctor"),

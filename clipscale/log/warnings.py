@@ -24,8 +24,7 @@ def fallen(start: Results, results: Results) -> list[str]:
             if lost > FALLEN:
                 lines.append(
                     f"{name}: {metric} is {100 * metrics[metric]:.1f}, {100 * lost:.1f} points below the start. A "
-                    "lower optim.lr, layer_decay, model.lora or fewer trained groups keep more of it; clipscale export "
-                    "average= gets some of it back"
+                    "lower optim.lr, layer_decay, model.lora or fewer trained groups keep more of it"
                 )
     return lines
 

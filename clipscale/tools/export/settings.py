@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from clipscale.common.errors import UserError
 from clipscale.config import sections
 from clipscale.config.eval import RunModel
 from clipscale.config.setting import setting
@@ -19,16 +18,7 @@ class ExportSettings(RunModel):
     )
 
     weights: str = setting("trained", sections.WEIGHTS_HELP, choices=sections.WEIGHTS)
-    average: list[str] = setting(
-        [], "Averaged with the run: runs, checkpoints' paths, or values of `model.weights` (WiSE-FT, model soups)."
-    )
-    shares: list[float] = setting([], "Of the run and of each in `average`, adding up to 1; empty: equal ones.")
-    out: str | None = setting(None, "Folder to write; null: RUN/export, of averages export-average, with `-hf` of hf.")
+    out: str | None = setting(None, "Folder to write; null: RUN/export, of `hf` RUN/export-hf.")
     dtype: str = setting(
         "float32", "Dtype of the matrices; all else stays float32.", choices=("float32", "bfloat16", "float16")
     )
-
-    def check(self) -> None:
-        """Raises UserError for shares of nothing."""
-        if self.shares and not self.average:
-            raise UserError(f"shares={self.shares}: of what? Give average=RUN too")

@@ -11,13 +11,12 @@ from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import say
 from clipscale.config.eval import existing_run
-from clipscale.config.sections import WEIGHTS, ModelConfig
+from clipscale.config.sections import ModelConfig
 from clipscale.config.setting import flat
 from clipscale.log.records import read_evaluations
 from clipscale.log.table import result_tables, with_start
 from clipscale.models.towers import ClipModel, load_model
 from clipscale.tools.export import hugging_face, open_clip
-from clipscale.tools.export.average import average
 from clipscale.tools.export.settings import ExportSettings
 
 SHOWN = ("batch", "samples", "epochs", "loss.objective", "optim.name", "optim.lr", "schedule.name", "schedule.warmup",
@@ -35,21 +34,13 @@ def main(settings: ExportSettings) -> Path:
     """
     run = existing_run(settings.run)
     model, config, step = load_model(run, settings.checkpoint, settings.weights)
-    name = "export"
-    origin = settings.weights
-    if settings.average:
-        shares = average(model, config, settings.average, settings.shares, settings.weights)
-        names = [run.name, *(Path(other).name for other in settings.average)]
-        name += "-average"
-        origin = " + ".join(f"{share:g} {source} ({settings.weights})" for share, source in zip(shares, names))
-    if settings.format == "hf":
-        name += "-hf"
+    name = "export-hf" if settings.format == "hf" else "export"
     out = Path(settings.out).expanduser() if settings.out else run / name
     readme = out / "README.md"
     ours = readme.is_file() and MADE in readme.read_text(encoding="utf-8", errors="replace")
     if out.is_dir() and any(out.iterdir()) and not ours:
         raise UserError(f"out={out}: the folder has files of other origin; choose another out=FOLDER, or remove it")
-    note = {"run": run.name, "step": str(step), "weights": origin}
+    note = {"run": run.name, "step": str(step), "weights": settings.weights}
     out.mkdir(parents=True, exist_ok=True)
     write = hugging_face.write if settings.format == "hf" else open_clip.write
     call = write(model, config, out, getattr(torch, settings.dtype), note)
@@ -65,8 +56,7 @@ def card(run: Path, model: ClipModel, config: ModelConfig, note: dict[str, str],
     """The text of README.md. `call` loads the folder; `note` has the run, its step and which weights."""
     path = run / "config.yaml"
     settings = dict(flat(files.read_yaml(path))) if path.is_file() else {}
-    records = read_evaluations(run) if note["weights"] in WEIGHTS else []  # those of an average are not known
-    of_step = {str(record["step"]): record["results"] for record in records}
+    of_step = {str(record["step"]): record["results"] for record in read_evaluations(run)}
     results = with_start(of_step.get(note["step"], {}), of_step.get("0", {}))
     scores = [result_tables(results)] if results else []
     text = Path(__file__).with_name("card.md").read_text(encoding="utf-8")
