@@ -335,6 +335,7 @@ class Run:
                 config.eval,
                 self.world,
                 autocast=state.precision.autocast,
+                objective=config.loss.objective,
                 file=ResultsFile(self.resolved.folder, self.step, {"precision": config.precision}),
                 before_batch=self.stop.check,
                 progress=self.records.log.progress if self.records.log else lambda *_: None,

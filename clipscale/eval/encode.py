@@ -57,6 +57,8 @@ class Encoder:
     threads: int
     before_batch: Callable[[], None] = lambda: None
     progress: Callable[[str, int, int], None] = lambda *_: None
+    objective: str | None = None
+    """That of the training, as in `loss.objective`; None: not known."""
     broken: Counter[str] = field(default_factory=Counter)
     """Images of the last set that were left out, by reason."""
 

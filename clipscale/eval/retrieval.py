@@ -52,8 +52,11 @@ class PairSet(RetrievalSet):
     kind = "pairs"
 
     def metrics(self, encoder: Encoder, images_ND: Tensor, captions_MD: Tensor, owner_M: Tensor) -> Metrics:
-        """The mean `loss` of all whole batches of images, each with its first caption, in the set's order. It depends
-        on the pairs of a batch, LOSS_BATCH, and not on how many are encoded at a time."""
+        """Recalls, and where the objective is known the mean `loss` of all whole batches of images, each with its first
+        caption, in the set's order. It depends on LOSS_BATCH, and not on how many are encoded at a time."""
+        recalls = retrieval_metrics(images_ND, captions_MD, owner_M)
+        if encoder.objective is None:
+            return recalls
         first_N = torch.searchsorted(owner_M, torch.arange(len(images_ND), device=owner_M.device))
         pairs = images_ND, captions_MD[first_N]
         size = min(LOSS_BATCH, len(images_ND))
@@ -65,14 +68,13 @@ class PairSet(RetrievalSet):
                 texts_nD,
                 model.logit_scale.exp(),
                 logit_bias=model.logit_bias,
-                objective="softmax" if model.logit_bias is None else "sigmoid",
+                objective=encoder.objective,
                 exchange="none",
                 backend="tiled",
             )
             for images_nD, texts_nD in zip(pairs[0][:whole].split(size), pairs[1][:whole].split(size))
         ]
-        metrics = retrieval_metrics(images_ND, captions_MD, owner_M, mean_rank=True)
-        return {"loss": float(torch.stack(losses).mean())} | metrics
+        return {"loss": float(torch.stack(losses).mean())} | recalls
 
 
 def first_right_ranks(
@@ -95,9 +97,8 @@ def first_right_ranks(
     return torch.cat(ranks)
 
 
-def retrieval_metrics(images_ND: Tensor, captions_MD: Tensor, owner_M: Tensor, *, mean_rank: bool = False) -> Metrics:
+def retrieval_metrics(images_ND: Tensor, captions_MD: Tensor, owner_M: Tensor) -> Metrics:
     """`image_to_text_r{1,5,10}`: one of the image's captions is in the top k. `text_to_image_...`: its image is.
-    And `..._mean_rank` of the first right one, from 1, if it is asked for.
 
     owner_M: (M,) int64, the image of each caption; every image has at least one.
     """
@@ -106,7 +107,4 @@ def retrieval_metrics(images_ND: Tensor, captions_MD: Tensor, owner_M: Tensor, *
         "image_to_text": first_right_ranks(images_ND, captions_MD, image_N, owner_M),
         "text_to_image": first_right_ranks(captions_MD, images_ND, owner_M, image_N),
     }
-    metrics = {f"{name}_r{k}": int((of < k).sum()) / len(of) for name, of in ranks.items() for k in (1, 5, 10)}
-    if mean_rank:
-        metrics |= {f"{name}_mean_rank": float(ranks[name].double().mean()) + 1 for name in ranks}
-    return metrics
+    return {f"{name}_r{k}": int((of < k).sum()) / len(of) for name, of in ranks.items() for k in (1, 5, 10)}

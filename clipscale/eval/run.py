@@ -68,6 +68,7 @@ def evaluate(
     world: World,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     *,
+    objective: str | None = None,
     file: ResultsFile | None = None,
     before_batch: Callable[[], None] = lambda: None,
     progress: Callable[[str, int, int], None] = lambda *_: None,
@@ -76,6 +77,7 @@ def evaluate(
 
     Every metric covers the usable images of its set: pictures that can be decoded, with a caption where the set has
     captions. The metric `broken` counts the others, as in training, and the file has their reasons.
+    Held-out pairs have the loss of the run's `objective`; without one, none.
     Rank 0 writes into `file` after each set. The model is in evaluation mode meanwhile. Sets evaluated with averaged
     weights, which the caller puts into the model, are named `SET (ema)`, parts of sets `SET (limit N)`.
     `before_batch()` is called equally often on every rank; what it raises ends the evaluation. `progress(what, done,
@@ -84,7 +86,7 @@ def evaluate(
     Raises UserError for sets that cannot be used, and OSError where `file` cannot be written.
     """
     sets = check(config, world)
-    encoder = Encoder(model, world, autocast, config.batch, min(8, cores_of_rank()), before_batch, progress)
+    encoder = Encoder(model, world, autocast, config.batch, min(8, cores_of_rank()), before_batch, progress, objective)
     results = {}
     with torch.no_grad(), ExitStack() as stack:
         stack.callback(model.train, model.training)

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from clipscale import checkpoint
+from clipscale.common import files
 from clipscale.common.record import Record, Results
 from clipscale.common.terminal import Progress, doing, say
 from clipscale.config.eval import EvalRunConfig, check_eval, completed
@@ -23,6 +24,14 @@ def main(config: EvalRunConfig) -> Results:
     """Evaluate, on `launch.procs` processes or as one of torchrun's. Raises UserError."""
     check_eval(config)
     return local.run(completed(config), f"{__name__}:work")
+
+
+def objective_of(run: Path) -> str:
+    """The objective of a run, or of its last stage, by its settings."""
+    path = run / "config.yaml"
+    saved = files.read_yaml(path) if path.is_file() else {}
+    of_run = saved.get("loss", {}).get("objective", "softmax")
+    return str({"loss": of_run, **(saved.get("stages") or [{}])[-1]}["loss"])
 
 
 def work(config: EvalRunConfig) -> Results:
@@ -54,6 +63,7 @@ def work(config: EvalRunConfig) -> Results:
                     config.eval,
                     world,
                     precision.autocast,
+                    objective=objective_of(folder) if run else None,
                     file=ResultsFile(folder, step, facts),
                     progress=Progress(),
                 )

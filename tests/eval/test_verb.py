@@ -19,7 +19,7 @@ from clipscale.train import train
 from tests.conftest import Cap
 from tests.eval.sets import classification_set, pair_set, retrieval_set
 from tests.support.checkpoints import ALONE, save_model
-from tests.support.runs import small
+from tests.support.runs import ARCHITECTURE, small
 from tests.support.towers import architecture
 
 TINY = ModelConfig(name="tiny", architecture=architecture(16, 8, 16, layers=1))
@@ -103,11 +103,13 @@ def test_any_weights_are_evaluated_without_a_run(
 
 
 def test_a_run_is_evaluated_in_its_own_precision(shards: str, tmp_path: Path, capsys: Cap) -> None:
-    """As it was while it trained: the same figures of the same weights."""
+    """As it was while it trained: the same figures of the same weights. A logit bias makes no sigmoid loss of them."""
     pairs = EvalConfig(sets=[str(pair_set(tmp_path / "pairs"))])
-    results = train(small(shards, tmp_path, precision="bf16", eval=pairs))["eval"]
+    model = ModelConfig(name="test", architecture=ARCHITECTURE, init_bias=-10)
+    results = train(small(shards, tmp_path, precision="bf16", eval=pairs, model=model))["eval"]
     assert evaluated(tmp_path, precision="fp32") != results
     assert evaluated(tmp_path) == results
+    assert results["pairs"]["loss"] < 3, "that of 6 pairs; of the sigmoid it is near 10"
     assert read_evaluations(tmp_path)[0]["measured"]["pairs"]["precision"] == "bf16"
     assert capsys.readouterr().out.count("step 4, bf16") == 2, "in the run's last lines, and in the verb's"
 
