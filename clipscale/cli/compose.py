@@ -7,12 +7,12 @@ import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 from hydra import compose, initialize_config_dir
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -161,9 +161,15 @@ def combinations(words: Sequence[str], config_dir: str | None) -> list[tuple[lis
     """
     try:
         parsed = OverridesParser.create().parse_overrides(overrides("train", words, sweep=True)[1])
-        (jobs,) = BasicSweeper.split_arguments(parsed, None)
+        choices = [
+            [f"{each.get_key_element()}={value}" for value in each.sweep_string_iterator()]
+            if each.is_discrete_sweep()
+            else [f"{each.get_key_element()}={each.get_value_element_as_str()}"]
+            for each in parsed
+        ]
     except HydraException as error:
         raise explained(error) from error
+    jobs = [*product(*choices)]
     common = set.intersection(*map(set, jobs))
     return [([w for w in job if w not in common], settings("train", job, config_dir)) for job in jobs]
 
