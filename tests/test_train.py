@@ -63,7 +63,7 @@ def test_a_run_learns_and_leaves_its_record(finished: Path) -> None:
     assert between == pytest.approx(record["time"] - logged[0]["time"], rel=0.05), "evaluations are in it"
     assert record["step_s"] == pytest.approx(sum(record[f"{p}_s"] for p in ("encode", "loss", "replay", "optim")))
     evaluations = ("eval/step_00000005.json", "eval/step_00000010.json")
-    for name in ("config.yaml", "env.json", "samples.html", *evaluations):
+    for name in ("config.yaml", "env.json", *evaluations):
         assert (finished / name).stat().st_size > 0, name
     (last,) = checkpoint.checkpoints_of(finished)
     assert last.name == "step_00000010"
@@ -72,7 +72,7 @@ def test_a_run_learns_and_leaves_its_record(finished: Path) -> None:
 
 
 def test_waiting_for_data_is_a_share_of_the_step(shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first samples take long, and are read before the step begins, for the sheet of samples."""
+    """The first samples take long, and are waited for before the step begins."""
     put = PixelBackend.put
     late = chain([0.2] * 12, repeat(0.0))
     monkeypatch.setattr(PixelBackend, "put", lambda *given: (time.sleep(next(late)), put(*given)))

@@ -12,10 +12,11 @@ from clipscale.cli import completion, help
 from clipscale.cli.verbs import VERBS, split_verb
 from clipscale.common.errors import LoaderError, LostRankError, StoppedError, UserError
 from clipscale.common.hardware import let_threads_sleep
-from clipscale.common.scratch import SEMAPHORES
 from clipscale.common.terminal import clear, doing, main_rank, prepare, report, say
 from clipscale.config.train import to_yaml
 from clipscale.launch import local
+
+SEMAPHORES = "/dev/shm"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

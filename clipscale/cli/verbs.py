@@ -144,7 +144,7 @@ clipscale data pack shop.csv 'columns=[photo,title]' root=/data/photos out=/data
         "clipscale.tools.report.page:main",
         """\
 clipscale report demo
-clipscale report b32 b16 expected=openclip-b32-2b out=both.html""",
+clipscale report b32 b16 out=both.html""",
         words="RUN...",
     ),
     "export": Verb(

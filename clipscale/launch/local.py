@@ -17,9 +17,7 @@ from clipscale.common import files, terminal
 from clipscale.common.errors import LOST, LoaderError, StoppedError, UserError
 from clipscale.common.hardware import cores
 from clipscale.common.record import Record
-from clipscale.common.scratch import scratch
 from clipscale.common.signals import blocked
-from clipscale.config.batches import published_batch
 from clipscale.config.eval import check_weights
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train import TrainConfig, check, shared, warnings
@@ -82,8 +80,6 @@ def check_train(config: TrainConfig) -> None:
     if terminal.main_rank():
         for warning in warnings(config):
             terminal.say(f"warning: {warning}", error=True)
-        if line := published_batch(config):
-            terminal.say(line, error=True)
 
 
 def run(config: Launched, main: str = TRAIN, *, isolated: bool = False) -> Record:
@@ -141,7 +137,7 @@ def start(config: Launched, main: str, count: int) -> Record:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // count)))
     handlers = {number: signal.getsignal(number) for number in HANDLED}  # torch sets its own
-    with tempfile.TemporaryDirectory(dir=scratch()) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         elastic = ElasticConfig(
             min_nodes=1,
             max_nodes=1,

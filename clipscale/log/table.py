@@ -1,6 +1,6 @@
 """Tables of text for the console, and evaluation results in that form."""
 
-from collections.abc import Container, Iterator, Sequence, Set
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,15 +48,6 @@ class TextTable:
         for row in self.rows:
             table.add_row(*(Text(printable(cell)) for cell in row))
         yield table
-
-
-def loss_title(batches: Set[int], objectives: Set[str]) -> str:
-    """The title of losses that stand side by side. Of different batches a softmax's compare less ln(batch), which is
-    what a guess costs; a sigmoid's do not compare, and get no title.
-    """
-    if len(batches) == 1:
-        return "loss"
-    return "" if "sigmoid" in objectives else "loss less ln(batch)"
 
 
 def plain_console() -> Console:

@@ -17,7 +17,6 @@ from torch import Tensor
 from clipscale.common import files
 from clipscale.common.errors import UserError, first_line
 from clipscale.common.record import Record
-from clipscale.common.scratch import scratch
 
 CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")
 """What a folder says of its tokenizer; the last has the last word."""
@@ -68,13 +67,6 @@ class Tokenizer:
         """The same as an array."""
         return self(texts).numpy()
 
-    def decoded(self, tokens: list[int]) -> str:
-        """The text of a caption's tokens, without padding and the tokens at its ends."""
-        if hasattr(self.inner, "tokenizer"):  # of transformers
-            return str(self.inner.tokenizer.decode(tokens, skip_special_tokens=True))
-        text = self.inner.decode(tokens)
-        return text.partition("<end_of_text>")[0].removeprefix("<start_of_text>").strip()
-
     def cut(self, text: str) -> str:
         """Runs of spaces are one to tokenizers. JSON can hold lone surrogates."""
         most = CHARS_PER_TOKEN * self.length
@@ -121,7 +113,7 @@ def without_paths(source: str) -> Iterator[str]:
     vocabulary = [folder / name for name in FILES if (folder / name).is_file()]
     if not vocabulary:
         raise FileNotFoundError(f"{folder} has none of {', '.join(FILES)}; download them, too")
-    with tempfile.TemporaryDirectory(dir=scratch()) as copy:
+    with tempfile.TemporaryDirectory() as copy:
         for file in vocabulary:
             shutil.copy(file, copy)
         (Path(copy) / CONFIGS[-1]).write_text(json.dumps(kept), encoding="utf-8")

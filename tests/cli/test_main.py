@@ -190,7 +190,7 @@ def test_a_stopped_run_says_how_it_goes_on(
 
 
 def test_shared_memory_that_cannot_be_written_is_named(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("clipscale.cli.main.SEMAPHORES", Path("/proc/gone"))
+    monkeypatch.setattr("clipscale.cli.main.SEMAPHORES", "/proc/gone")
     monkeypatch.setattr("clipscale.tools.report.page.main", Mock(side_effect=PermissionError(13, "Permission denied")))
     assert cli("report", "a")[2].startswith("error: /proc/gone cannot be written")
 

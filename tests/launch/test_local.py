@@ -7,7 +7,6 @@ import resource
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,7 +23,6 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.launcher import api
 
 from clipscale.common.errors import StoppedError, UserError
-from clipscale.common.scratch import remove_litter
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train import TrainConfig
 from clipscale.distributed.world import join, leave
@@ -189,23 +187,6 @@ def test_a_killed_launcher_takes_its_workers_along(training: Running) -> None:
     process, _, everyone = training
     process.kill()
     assert gone(everyone, 15)
-
-
-@pytest.mark.slow
-def test_what_a_killed_group_leaves_goes_with_the_next_start(
-    training: Running, short: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    process, _, everyone = training
-    (folder,) = short.glob("clipscale-*")
-    semaphores = list(Path("/dev/shm").glob(f"sem.{folder.name}-*"))
-    monkeypatch.setattr(tempfile, "tempdir", str(short))
-    remove_litter()
-    assert folder.exists() and len(semaphores) >= 9 and all(map(Path.exists, semaphores)), "the run goes on"
-    os.killpg(process.pid, signal.SIGKILL)
-    assert gone(everyone, 15)
-    assert folder.exists()
-    remove_litter()
-    assert not folder.exists() and not any(map(Path.exists, semaphores))
 
 
 @pytest.mark.slow

@@ -98,7 +98,6 @@ def test_an_architecture_brings_its_tokenizer_from_local_files(tmp_path: Path) -
     model = build_model(with_tokenizer(str(tmp_path)))
     tokens = model.tokenizer(["A red, SQUARE!", "a " * 20])
     assert tokens.tolist() == [[2, 3, 4, 1, 1, 1, 1, 1], [2] * 7 + [1]]
-    assert model.tokenizer.decoded(tokens[0].tolist()) == "a red square", "as a sheet of samples shows it"
     of_worker = pickle.loads(pickle.dumps(model.tokenizer.rows))
     assert np.array_equal(of_worker(["A red, SQUARE!", "a " * 20]), tokens)
     assert model.text(tokens).shape == (2, 16)

@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 
 from clipscale.common.terminal import clear, say
-from clipscale.config.batches import published_batch
 from clipscale.config.eval import existing_run
 from clipscale.config.stages import stages_of
 from clipscale.models.sources import fetched_description
@@ -24,10 +23,7 @@ def main(config: PlanConfig) -> int:
         stages = configs_of(existing_run(config.run)) if config.run else stages_of(config)
         results = [plan(replace(stage, fit=config.fit)) for stage in stages]
         status = 0 if all(result["fits"] for result in results) else 1
-        pages = [
-            written("page", **result, config=stage, published=published_batch(stage))
-            for result, stage in zip(results, stages)
-        ]
+        pages = [written("page", **result, config=stage) for result, stage in zip(results, stages)]
     if config.json:
         clear()
         print(json.dumps({"stages": results} if results[1:] else results[0], indent=1))

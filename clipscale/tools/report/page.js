@@ -29,15 +29,6 @@ function smoothed(values, share) {
   });
 }
 
-// A published curve, at the first run's steps and hours per sample.
-function published(chart, axis) {
-  if (!chart.published) return null;
-  const last = (name) => chart.runs[0].points[name].at(-1);
-  const epochs = Object.keys(chart.published.top1).map(Number);
-  const scale = (chart.published.samples_per_epoch * last(axis)) / last("samples");
-  return { x: epochs.map((epoch) => epoch * scale), y: epochs.map((epoch) => 100 * chart.published.top1[epoch]) };
-}
-
 // The range in which the end of a curve is expected, from one end of the axis to the other.
 function band(chart, axis) {
   if (!chart.band) return [];
@@ -52,11 +43,8 @@ function band(chart, axis) {
 function lines(chart) {
   const axis = id("axis").value;
   const share = Number(id("smooth").value) / 100;
-  const grey = style(document.querySelector("small"));
   const traces = band(chart, axis);
   const many = shown().length > 7;
-  const expected = published(chart, axis);
-  if (expected) traces.push({ ...expected, name: escaped(chart.published.title), line: { color: grey, width: 5 }, opacity: 0.45 });
   for (const run of shown()) {
     const { points, means } = chart.runs[run];
     const few = points.y.length <= 30;
@@ -67,15 +55,12 @@ function lines(chart) {
     if (smooth) traces.push({ ...raw, x: means[axis], y: smoothed(means.y, share) });
   }
   for (const trace of traces) Object.assign(trace, { type: "scatter", hovertemplate: trace.hoverinfo ? undefined : many ? `%{y:.5~g} at %{x}<br>${trace.name}<extra></extra>` : `%{y:.5~g}<extra>${trace.name}</extra>` });
-  // Of a published curve, its beginning, what the runs have reached, and as much again.
-  const reached = Math.max(...shown().flatMap((run) => chart.runs[run].points[axis].slice(-1)), 0);
-  const range = expected && reached ? [0, Math.min(Math.max(2 * reached, expected.x[3]), expected.x.at(-1))] : undefined;
-  return [traces, { hovermode: many ? "closest" : "x unified", title: axes[axis], range }];
+  return [traces, { hovermode: many ? "closest" : "x unified", title: axes[axis] }];
 }
 
 function draw(figure) {
   const chart = data.charts[figure.dataset.chart];
-  const [traces, { hovermode, title, range }] = lines(chart);
+  const [traces, { hovermode, title }] = lines(chart);
   const log = figure.querySelector(".log").getAttribute("aria-pressed") === "true";
   const ink = style(document.body);
   const line = getComputedStyle(document.querySelector("header")).borderBottomColor;
@@ -89,7 +74,7 @@ function draw(figure) {
     font: { color: ink, size: 12, family: getComputedStyle(document.body).fontFamily },
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     hoverlabel: { bgcolor: getComputedStyle(figure).backgroundColor, font: { color: ink }, namelength: -1 },
-    xaxis: { ...axis, title: { text: title, standoff: 4 }, range, exponentformat: "B", nticks: 6, tickangle: 0 },
+    xaxis: { ...axis, title: { text: title, standoff: 4 }, exponentformat: "B", nticks: 6, tickangle: 0 },
     yaxis: { ...axis, type: log ? "log" : "linear", rangemode: chart.zero ? "tozero" : "normal", exponentformat: largest < 0.01 ? "power" : "B", nticks: 6 },
   };
   const config = { responsive: true, displaylogo: false, modeBarButtons: [["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]], displayModeBar: touch.matches ? false : "hover", toImageButtonOptions: { filename: chart.title } };

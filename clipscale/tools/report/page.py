@@ -1,8 +1,7 @@
 """`clipscale report`: a page about runs that works offline."""
 
 import os
-import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from statistics import median
 
@@ -13,9 +12,9 @@ from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.record import Results
 from clipscale.common.terminal import say
-from clipscale.common.units import format_bytes, one_of
+from clipscale.common.units import format_bytes
 from clipscale.log.records import Record
-from clipscale.log.table import FIGURES, loss_title, result_tables, with_start
+from clipscale.log.table import FIGURES, result_tables, with_start
 from clipscale.tools.report.runs import Run, read_runs
 from clipscale.tools.report.settings import ReportSettings
 
@@ -32,10 +31,10 @@ def main(words: list[str], settings: ReportSettings) -> None:
     names = [*settings.run, *words]
     if not names:
         raise UserError("run is not set; give run=NAME, or several: clipscale report NAME...")
-    say(write_report(names, settings.out, settings.expected))
+    say(write_report(names, settings.out))
 
 
-def write_report(names: Sequence[str | Path], out: str | None = None, expected: str = "") -> Path:
+def write_report(names: Sequence[str | Path], out: str | None = None) -> Path:
     """Write the page into the run's folder, or the one that holds all runs; or what `out` names. Returns its path.
 
     Raises UserError for runs without a step, and for what cannot be read or written.
@@ -44,11 +43,11 @@ def write_report(names: Sequence[str | Path], out: str | None = None, expected: 
     above = os.path.commonpath([run.folder.resolve().parent for run in runs]) if runs[1:] else runs[0].folder
     path = Path(out).expanduser() if out else Path(above, "report.html")
     with files.reported("report", path, "give a place that can be written, out=FILE"):
-        files.write_text(path, page(runs, expected))
+        files.write_text(path, page(runs))
     return path
 
 
-def page(runs: Sequence[Run], expected: str = "") -> str:
+def page(runs: Sequence[Run]) -> str:
     """The page, with plotly inside, so that it can be sent. Everything that comes from files is escaped."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
@@ -67,11 +66,10 @@ def page(runs: Sequence[Run], expected: str = "") -> str:
                 (newest if evaluation["step"] else start)[named.format(run.name, name)] = metrics
     return templates.get_template("page.html").render(
         runs=runs,
-        data=curves(runs, expected),
+        data=curves(runs),
         typical=typical,
         results=result_tables(with_start(newest, start) or start),
         plotly=Markup(get_plotlyjs()),
-        samples=Markup(runs[0].samples if len(runs) == 1 else ""),
         settings={key: [run.settings.get(key, "") for run in runs] for key in keys},
         **{kind: Markup((here / f"page.{kind}").read_text(encoding="utf-8")) for kind in ("css", "js")},
     )
@@ -83,7 +81,7 @@ def typical(run: Run, key: str) -> float | None:
     return median(values) if values else None
 
 
-def curves(runs: Sequence[Run], expected: str) -> Record:
+def curves(runs: Sequence[Run]) -> Record:
     """What the page's script draws: `charts`, with the columns of each run's curve."""
     parts = max(100, POINTS // len(runs) // 2)
 
@@ -91,11 +89,11 @@ def curves(runs: Sequence[Run], expected: str) -> Record:
         values = [[None if v != v else float(f"{v:.7g}") for v in column] for column in table.T.tolist()]
         return dict(zip(AXES, values))
 
-    charts = charts_of(runs, expected)
+    charts = charts_of(runs)
     for chart in charts:
         tables = [points(run, chart) for run in runs]
         chart["runs"] = [{"points": columns(thinned(t, parts)), "means": columns(means(t, parts))} for t in tables]
-        chart["drawn"] = "published" in chart or max(map(len, tables)) > 1  # one point is a number in cards and tables
+        chart["drawn"] = max(map(len, tables)) > 1  # one point is a number in cards and tables
     return {
         "colours": FIGURES["colours"],
         "dashes": FIGURES["dashes"],
@@ -104,14 +102,9 @@ def curves(runs: Sequence[Run], expected: str) -> Record:
     }
 
 
-def charts_of(runs: Sequence[Run], expected: str = "") -> list[Record]:
-    """The charts that have something to show: the loss, those of evaluation sets, and then the others over the run.
-
-    ImageNet's top-1 has the published curve `expected` behind it. Raises UserError for an unknown one.
-    """
+def charts_of(runs: Sequence[Run]) -> list[Record]:
+    """The charts that have something to show: the loss, those of evaluation sets, and then the others over the run."""
     keys = {key: None for run in runs for row in run.rows for key, value in row.items() if value is not None}
-    if expected and expected not in FIGURES["published"]:
-        raise UserError(f"expected={expected}: choose {one_of(FIGURES['published'])}")
     charts = [dict(chart) for chart in FIGURES["charts"] if chart["key"] in keys]
     batches = {record["batch"] for run in runs for record in run.records}
     title = loss_title(batches, {run.settings.get("loss.objective", "softmax") for run in runs})
@@ -119,9 +112,16 @@ def charts_of(runs: Sequence[Run], expected: str = "") -> list[Record]:
     evaluations = [chart for key in keys if key.startswith("eval/") for chart in evaluation_chart(key, runs)]
     for number, chart in enumerate(evaluations):
         chart["more"] = number >= FIRST
-        if expected and re.match(r"eval/imagenet[-_]?(1k|val)?( \(.*)?/top1$", chart["key"], re.IGNORECASE):
-            chart["published"] = FIGURES["published"][expected]
     return [*loss, *evaluations, *charts[1:]]
+
+
+def loss_title(batches: Set[int], objectives: Set[str]) -> str:
+    """The title of losses that stand side by side. Of different batches a softmax's compare less ln(batch), which is
+    what a guess costs; a sigmoid's do not compare, and get no title.
+    """
+    if len(batches) == 1:
+        return "loss"
+    return "" if "sigmoid" in objectives else "loss less ln(batch)"
 
 
 def evaluation_chart(key: str, runs: Sequence[Run]) -> list[Record]:

@@ -15,7 +15,6 @@ from clipscale.config.parse import as_typed
 from clipscale.config.setting import flat
 from clipscale.eval.expected import labels_of
 from clipscale.log.records import Record, read_evaluations, read_metrics
-from clipscale.log.samples import SHEET
 
 
 @dataclass
@@ -34,8 +33,6 @@ class Run:
     expected: dict[str, Record]
     """`eval/SET/METRIC` -> the `band` in which it should end, in per cent, and its `source`."""
     environment: Record
-    samples: str
-    """The sheet of its first training samples, as HTML; empty: it has none."""
 
 
 def read_runs(names: Sequence[str | Path]) -> list[Run]:
@@ -76,12 +73,8 @@ def _read(folder: Path) -> Run:
         of = {"band": band, "source": foreseen.get(SOURCE, "")}
         expected |= {f"eval/{label}/{metric}": of for label in labels_of(name)}
     settings = {name: as_typed(value) for name, value in flat(config)}
-    samples = folder / SHEET
-    sheet = (
-        samples.read_text(encoding="utf-8").partition("<body>")[2].rpartition("</h1>")[2] if samples.is_file() else ""
-    )
     environment = _content(folder / "env.json")
-    return Run(folder.resolve().name, folder, records, evaluations, rows, settings, expected, environment, sheet)
+    return Run(folder.resolve().name, folder, records, evaluations, rows, settings, expected, environment)
 
 
 def _content(path: Path) -> Record:

@@ -12,7 +12,6 @@ class ReportSettings:
 
     run: list[str] = setting([], "NAMES of folders under runs/, or paths; a sweep's folder means all of its runs.")
     out: str | None = setting(None, "The page's FILE.html; null: report.html in the run's folder, or above.")
-    expected: str = setting("", "A published curve behind one's own, as openclip-b32-2b (a wrong name lists all).")
 
     def check(self) -> None:
         """Raises UserError for a file that is no page."""

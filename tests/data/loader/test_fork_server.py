@@ -1,5 +1,6 @@
 """The server of data workers starts beside the imports of a run, not after them."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +12,14 @@ from clipscale.config.data import DataConfig
 from clipscale.config.train import TrainConfig
 
 
-def test_the_server_needs_nothing_heavy() -> None:
+@pytest.mark.parametrize("place", ["", "x" * 100], ids=["", "beyond a socket's path"])
+def test_the_server_needs_nothing_heavy(tmp_path: Path, place: str) -> None:
+    (tmp_path / place).mkdir(exist_ok=True)
+    environment = os.environ | {"TMPDIR": str(tmp_path / place)} if place else os.environ
     code = "import sys; from multiprocessing import forkserver; from clipscale.data.loader.fork_server import warm_up; "
     code += "warm_up(); print(forkserver._forkserver._forkserver_pid is not None, 'torch' in sys.modules)"
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert printed.split() == ["True", "False"]
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == ["True", "False"], done.stderr
 
 
 @pytest.mark.parametrize("workers", [None, 0])
