@@ -210,9 +210,7 @@ def _parts(objective: Objective, inputs: Inputs, in_two: bool) -> list[tuple[Obj
 
 def _backend(name: str, objective: Objective, inputs: Inputs, similarity: Similarity, machine: Machine) -> Backend:
     if name == "triton":
-        from clipscale.loss.triton.trial import chosen_tiles
-
-        return objective.kernels()(machine, chosen_tiles(objective, inputs, machine))
+        return objective.kernels()(machine, machine.tiles(inputs.rows.device, inputs.dtype))
     return TorchBackend(objective.tile(), similarity, machine, dense=name == "dense")
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, TypeVar
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from clipscale.loss.similarity import product
-from clipscale.loss.triton.tuning import INTERPRETER, Tiles, candidates_for
+from clipscale.loss.triton.tuning import INTERPRETER, Tiles, tiles_for
 
 T = TypeVar("T")
 
@@ -39,20 +39,9 @@ class Machine:
         """The tiles or panels of a block that are computed; a dry run needs the first, for its buffers."""
         return parts
 
-    def candidates(self, device: torch.device, dtype: torch.dtype) -> tuple[Tiles, ...]:
-        """Tiles of the Triton kernels to choose from; without a trial the first."""
-        return candidates_for(_capability(device), dtype) if device.type == "cuda" else (INTERPRETER,)
-
-    def name(self, device: torch.device) -> str:
-        """The kind of GPU."""
-        return torch.cuda.get_device_name(device)
-
-    def seconds(self, work: Callable[[], None], device: torch.device) -> float:
-        """What the work takes on a GPU, the least of some times after one that compiles."""
-        from triton.testing import do_bench
-
-        with torch.cuda.device(device):
-            return float(do_bench(work, warmup=1, rep=20, return_mode="min")) / 1e3
+    def tiles(self, device: torch.device, dtype: torch.dtype) -> Tiles:
+        """Of the Triton kernels."""
+        return tiles_for(_capability(device), dtype) if device.type == "cuda" else INTERPRETER
 
     def has_descriptors(self, x: Tensor) -> bool:
         """Whether kernels load and store by tensor descriptors (TMA, from Hopper on). float32 products would spill."""
@@ -65,7 +54,7 @@ class Machine:
 
     def add_product(self, out: Tensor, a: Tensor, b: Tensor, factor: float) -> None:
         """out (float32) += factor * a b by the GEMM library, accumulated in float32."""
-        if a.is_cuda and a.dtype != torch.float32 and _addmm_widens(a.device, a.dtype):
+        if a.is_cuda and a.dtype != torch.float32:
             torch.addmm(out, a, b, out_dtype=torch.float32, alpha=factor, out=out)
         else:
             product(a, b, out, factor, beta=1)
@@ -75,17 +64,6 @@ class Machine:
 def _capability(device: torch.device) -> int:
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
-
-
-@cache
-def _addmm_widens(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch has addmm(float32, half, half, out_dtype=) on the device (pull request 167931), and it adds up."""
-    out, half = torch.ones(16, 16, device=device), torch.ones(16, 16, dtype=dtype, device=device)
-    try:
-        torch.addmm(out, half, half, out_dtype=torch.float32, alpha=0.5, out=out)
-    except (RuntimeError, TypeError):
-        return False
-    return bool((out == 9).all())
 
 
 @contextlib.contextmanager

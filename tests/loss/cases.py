@@ -21,24 +21,17 @@ LossFunction = Callable[..., Tensor]
 
 
 class Tiled(Machine):
-    """This machine with these candidates, of which a trial finds all as fast; with or without TMA."""
+    """This machine with these tiles, with or without TMA."""
 
-    def __init__(self, *tiles: Tiles, tma: bool | None = None) -> None:
+    def __init__(self, tiles: Tiles, tma: bool | None = None) -> None:
         super().__init__()
-        self.shapes, self.tma = tiles, tma
+        self.shape, self.tma = tiles, tma
 
-    def candidates(self, device: torch.device, dtype: torch.dtype) -> tuple[Tiles, ...]:
-        return self.shapes
+    def tiles(self, device: torch.device, dtype: torch.dtype) -> Tiles:
+        return self.shape
 
     def has_descriptors(self, x: Tensor) -> bool:
         return super().has_descriptors(x) if self.tma is None else self.tma
-
-    def name(self, device: torch.device) -> str:
-        return "GPU"
-
-    def seconds(self, work: Callable[[], None], device: torch.device) -> float:
-        work()
-        return 1.0
 
 
 class Phi(nn.Module):

@@ -6,6 +6,7 @@ Letters: P ranks, n images and m texts of one rank, D feature width.
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from clipscale import contrastive_loss
 from tests.loss.cases import assert_exact, features, oracle, results
@@ -13,7 +14,7 @@ from tests.support.ranks import Workers
 
 
 def local_results(
-    group: dist.ProcessGroup | None,
+    group: dist.ProcessGroup | DeviceMesh,
     rank: int,
     u: Tensor,
     v: Tensor,
@@ -23,6 +24,8 @@ def local_results(
 ) -> list[Tensor]:
     """This rank's `results` for its images and texts, and its keys in `pairs`, all of which are given stacked
     by rank."""
+    if options.get("exchange") == "auto":  # the group as a mesh of one dimension
+        group = DeviceMesh.from_group(group, "cpu")
     mine = {name: (images[rank], texts[rank]) for name, (images, texts) in pairs.items()}
     return results(contrastive_loss, u[rank], v[rank], scale, group=group, **mine, **options)
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from clipscale.loss.machine import Machine, T
-from clipscale.loss.triton.tuning import INTERPRETER, Tiles, candidates_for
+from clipscale.loss.triton.tuning import INTERPRETER, Tiles, tiles_for
 from clipscale.tools.plan import ASSUMED
 
 ROUND = 512
@@ -141,8 +141,8 @@ class DryMachine(Machine):
     def parts(self, parts: Iterator[T]) -> Iterator[T]:
         return itertools.islice(parts, 1)
 
-    def candidates(self, device: torch.device, dtype: torch.dtype) -> tuple[Tiles, ...]:
-        return candidates_for(self.capability, dtype)[:1] if self.capability else (INTERPRETER,)
+    def tiles(self, device: torch.device, dtype: torch.dtype) -> Tiles:
+        return tiles_for(self.capability, dtype) if self.capability else INTERPRETER
 
     def launch(self, *arguments: Any, **constants: Any) -> None:
         pass

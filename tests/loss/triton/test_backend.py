@@ -10,7 +10,6 @@ import multiprocessing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +31,7 @@ from clipscale.loss.machine import Machine  # noqa: E402
 from clipscale.loss.objectives import OBJECTIVES  # noqa: E402
 from clipscale.loss.softmax.kernel import TritonSoftmax  # noqa: E402
 from clipscale.loss.triton import tuning  # noqa: E402
-from clipscale.loss.triton.tuning import FLOAT32, INTERPRETER, Tiles  # noqa: E402
+from clipscale.loss.triton.tuning import FLOAT32, Tiles  # noqa: E402
 from tests.loss.cases import Tiled, assert_exact, assert_near_plain_torch, features, oracle, results  # noqa: E402
 from tests.loss.workers import Workers, check, stacked  # noqa: E402
 from tests.support.ranks import workers  # noqa: E402
@@ -97,31 +96,18 @@ def test_tiny_sigmoid_terms_keep_their_precision() -> None:
     assert abs(float(actual - true)) <= 2e-6 * float(true)
 
 
-SHAPES = {(t.rows, t.cols, t.depth, number >= 9) for number, shapes in tuning.SHAPES.items() for t in shapes}
-SHAPES |= {(FLOAT32.rows, FLOAT32.cols, FLOAT32.depth, False)}
+SHAPES = {(t.rows, t.cols, t.depth, number >= 9) for number, t in ((8, FLOAT32), *tuning.SHAPES.items())}
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="the trial chooses among them")
+@pytest.mark.skipif(DEVICE == "cuda", reason="each GPU has one")
 @pytest.mark.parametrize("shape", sorted(SHAPES), ids=str)
-def test_every_candidate_is_exact(shape: tuple[int, int, int, bool]) -> None:
+def test_every_shape_of_tiles_is_exact(shape: tuple[int, int, int, bool]) -> None:
     machine = Tiled(Tiles(*shape[:3], warps=1, stages=1), tma=shape[3])
     for n, m, width, kind, scale in ((1, 257, 40, "random", 14.3), (130, 300, 70, "low", 100.0)):
         u, v = features(n, m, width, kind)
         for objective in ("softmax", "sigmoid"):
             actual = triton(u.float(), v.float(), scale, objective=objective, machine=machine)
             assert_exact(actual, oracle(u, v, scale, objective=objective), scale, 1e-5, (n, m, kind, objective))
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="there test_gpu.py makes a trial")
-def test_a_trial_computes_and_leaves_no_trace_in_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("clipscale.loss.triton.trial.SIDE", 16)
-    u, v = (x.float() for x in features(20, 33, 24))
-    for objective in ("softmax_text", "sigmoid"):
-        plain = triton(u, v, 14.3, objective=objective)
-        actual = triton(u, v, 14.3, objective=objective, machine=Tiled(INTERPRETER, FLOAT32))
-        assert all(map(torch.equal, plain, actual))
-    assert len(list(tmp_path.glob("clipscale/tiles/*"))) == 2
 
 
 @pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
@@ -131,7 +117,7 @@ def test_panels_stripes_and_descriptors_change_nothing_but_rounding(
     u, v = (x.float() for x in features(40, 75, 41))
     plain, again = (triton(u, v, 14.3, objective=objective) for _ in range(2))
     assert all(map(torch.equal, plain, again)), "the same inputs give the same bits"
-    tiles = Machine().candidates(torch.device(DEVICE), torch.float32)[0]
+    tiles = Machine().tiles(torch.device(DEVICE), torch.float32)
     small = Tiled(replace(tiles, panel_bytes=2048))
     small.partial_bytes = 2048
     for machine in (small, Tiled(tiles, tma=DEVICE == "cpu")):
@@ -162,7 +148,7 @@ def test_a_block_may_have_its_positives_anywhere_or_none() -> None:
         rows, cols = (RowBlock(x, weight=torch.ones(len(x), device=DEVICE)) for x in (u, v))
         rows.lse, cols.lse = (x.empty_lse().clamp_min(before) for x in (rows, cols))
         rows.target = torch.zeros(20, dtype=torch.float64, device=DEVICE)
-        tiles = Machine().candidates(u.device, u.dtype)[0]
+        tiles = Machine().tiles(u.device, u.dtype)
         TritonSoftmax(Machine(), tiles).forward(Block(rows, cols, Parameters(scale, scale), positive))
         for actual, dim in ((rows.lse, 1), (cols.lse, 0)):
             true = torch.logaddexp(scores.logsumexp(dim), torch.tensor(before, dtype=torch.float64, device=DEVICE))
