@@ -11,25 +11,17 @@ from clipscale.data.sample import MAX_IMAGE_BYTES
 
 @dataclass(frozen=True)
 class AugmentConfig:
-    """Random resized crop, flip and colours of training images (torchvision's conventions)."""
+    """Random resized crop and flip of training images (torchvision's conventions)."""
 
     scale: tuple[float, float] = setting((0.9, 1.0), "Crop area as a share of the image.", above=0, most=1)
     ratio: tuple[float, float] = setting((0.75, 1.3333333), "Crop aspect ratio, width over height.", above=0)
     flip: float = setting(0.0, "Probability of a horizontal flip.", least=0, most=1)
-    jitter: tuple[float, float, float, float] = setting(
-        (0.0, 0.0, 0.0, 0.0),
-        "Strengths of changes of brightness, contrast, saturation, hue (this at most 0.5), made to 80 % of the images.",
-        least=0,
-    )
-    greyscale: float = setting(0.0, "Probability of a greyscale image.", least=0, most=1)
 
     def check(self) -> None:
-        """Raises UserError for ranges that end before they begin, and hues beyond the circle."""
+        """Raises UserError for ranges that end before they begin."""
         for name, (low, high) in (("scale", self.scale), ("ratio", self.ratio)):
             if low > high:
                 raise UserError(f"data.augment.{name}=[{low:g},{high:g}]: give the lower end first")
-        if self.jitter[3] > 0.5:
-            raise UserError(f"data.augment.jitter: its last, the hue, is {self.jitter[3]:g}; give 0.5 or less")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from clipscale.config.data import DataConfig
-from clipscale.data.decode import TrainTransform, colour_changes, json_fields
+from clipscale.data.decode import TrainTransform, json_fields
 from clipscale.data.features import TeacherFeatures
 from clipscale.data.sample import BrokenSampleError, ChosenSample
 from clipscale.data.shards.addresses import hash64, leaf_of
@@ -58,14 +58,7 @@ def columns_of(
         column = Column(name, teacher.shape, teacher.dtype, teacher.of, (name,), for_loss=True, of_first_caption=True)
         beside.append(column)
     augment = config.augment
-    images = TrainTransform(
-        side,
-        augment.scale,
-        augment.ratio,
-        augment.flip,
-        config.max_pixels,
-        colour=colour_changes(augment.jitter, augment.greyscale),
-    )
+    images = TrainTransform(side, augment.scale, augment.ratio, augment.flip, config.max_pixels)
     return Columns(images, tuple(beside), pad)
 
 

@@ -6,10 +6,10 @@ C = 3: channels, H, W: the picture's pixels, S: side of the model's input in pix
 import io
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import simplejpeg
@@ -19,9 +19,6 @@ from clipscale.common.record import Record
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError
 from clipscale.data.shards.addresses import utf8
-
-if TYPE_CHECKING:  # `data check` decodes pictures without torch
-    from torch import Tensor
 
 IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "jpe", "jfif", "mpo", "apng")
 """Names of pictures in lower case: a member's extension in a shard, and a file's suffix. The one list of the writer,
@@ -211,21 +208,6 @@ def random_box(
     return left, top, left + w, top + h
 
 
-JITTERED = 0.8
-"""Share of the pictures whose colours `data.augment.jitter` changes, as in the papers that use it."""
-
-
-def colour_changes(strengths: tuple[float, float, float, float], grey: float) -> "Callable[[Tensor], Tensor] | None":
-    """torchvision's ColorJitter of the share JITTERED, then greyscale of the share `grey` (SimCLR, arXiv 2002.05709);
-    None: no changes."""
-    if not any(strengths) and not grey:
-        return None
-    from torchvision import transforms  # here: only runs with colour changes load it
-
-    jitter = transforms.RandomApply([transforms.ColorJitter(*strengths)], JITTERED)
-    return transforms.Compose([jitter, transforms.RandomGrayscale(grey)])
-
-
 class Crop(NamedTuple):
     """The random choices for one picture. Applied to the same bytes they give the same pixels."""
 
@@ -234,21 +216,17 @@ class Crop(NamedTuple):
     right: int
     bottom: int
     flipped: bool
-    colour: int
-    """Seed of torch's random numbers for its colours."""
 
 
 @dataclass(frozen=True)
 class TrainTransform:
-    """Picture bytes to training pixels: random resized crop, flip, colours. The caller passes the random numbers."""
+    """Picture bytes to training pixels: random resized crop, flip. The caller passes the random numbers."""
 
     side: int
     scale: tuple[float, float]
     ratio: tuple[float, float]
     flip: float
     max_pixels: int
-    colour: "Callable[[Tensor], Tensor] | None" = None
-    """Changes the colours of (C, S, S) uint8, by torch's random numbers."""
 
     def __call__(self, data: bytes, rng: CounterRNG, out: np.ndarray) -> None:
         """Write the pixels to `out`, (C, S, S) uint8. Raises BrokenSampleError before anything is written."""
@@ -259,7 +237,7 @@ class TrainTransform:
     def crop(self, picture: Picture, rng: CounterRNG) -> Crop:
         """Draw the random choices for a picture. The crop is in pixels of its full size."""
         box = random_box(picture.width, picture.height, self.scale, self.ratio, rng)
-        return Crop(*box, self.flip > 0 and rng.uniform() < self.flip, rng.integer(2**62) if self.colour else 0)
+        return Crop(*box, self.flip > 0 and rng.uniform() < self.flip)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -267,7 +245,7 @@ class TrainTransform:
         return 3, self.side, self.side
 
     def render(self, decoded: np.ndarray, crop: Crop, out: np.ndarray) -> None:
-        """Cut the crop out of the picture (H, W, C), resize, colour and mirror it, into `out`, (C, S, S) uint8.
+        """Cut the crop out of the picture (H, W, C), resize and mirror it, into `out`, (C, S, S) uint8.
 
         torch's vectorised uint8 kernel takes at most a quarter of the time of Pillow's resize. The two differ by 1/255
         at some pixels, by 2/255 at few.
@@ -278,9 +256,5 @@ class TrainTransform:
         image, size = torch.from_numpy(cut).permute(2, 0, 1), (self.side, self.side)
         if image.shape[1:] != size:
             image = torch.nn.functional.interpolate(image[None], size=size, mode="bicubic", antialias=True)[0]
-        if self.colour:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(crop.colour)
-                image = self.colour(image)
         pixels = image.numpy()
         np.copyto(out, pixels[:, :, ::-1] if crop.flipped else pixels)

@@ -1,14 +1,12 @@
 """Decoding gives the pixels of open_clip's transforms, and every unusable sample has a reason."""
 
 import io
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import open_clip
 import pytest
 import simplejpeg
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
@@ -20,7 +18,6 @@ from clipscale.data.decode import (
     Picture,
     TrainTransform,
     captions_of,
-    colour_changes,
     image_bytes,
 )
 from clipscale.data.eval_transform import EvalTransform
@@ -149,25 +146,6 @@ def test_unusable_captions_have_a_reason(column: str, text: str | None, reason: 
     members = {} if text is None else {column.partition(":")[0]: text.encode("latin-1")}
     with pytest.raises(BrokenSampleError, match=reason):
         captions_of(members, column)
-
-
-def test_colours_change_at_their_rates_after_the_crop_is_drawn() -> None:
-    data, out = encode(scene(64, 64)), np.empty((3, 32, 32), np.uint8)
-    plain = TrainTransform(32, (1.0, 1.0), (1.0, 1.0), 0.0, MOST)
-    plain(data, CounterRNG(0), out)
-    pixels, changed = out.copy(), []
-    colours = replace(plain, colour=colour_changes((0.32, 0.32, 0.32, 0.08), 0.25))
-    state = torch.random.get_rng_state()
-    for i in range(400):
-        colours(data, CounterRNG(i), out)
-        changed.append(out.copy())
-    assert torch.equal(torch.random.get_rng_state(), state), "the training process may decode"
-    grey = sum(bool((x[0] == x[1]).all() and (x[0] == x[2]).all()) for x in changed)
-    same = sum(np.array_equal(x, pixels) for x in changed)
-    assert 70 < grey < 130 and 40 < same < 85, (grey, same)
-    colours(data, CounterRNG(399), out)
-    assert np.array_equal(out, changed[-1]), "they depend on the sample's random numbers alone"
-    assert colour_changes((0.0, 0.0, 0.0, 0.0), 0.0) is None
 
 
 def test_a_jpeg_of_many_scans_is_broken_before_it_is_decoded() -> None:

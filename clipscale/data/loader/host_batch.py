@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 PAGE = 4096
 BUFFERS = 3
 """Chunks in the buffers at once: the one computed on, the one being copied to the device, and the one being loaded."""
-RECIPE = 7
-"""Numbers for an encoded picture: how many bytes it has, and the six of its crop."""
+RECIPE = 6
+"""Numbers for an encoded picture: how many bytes it has, and the five of its crop."""
 
 
 class Part(NamedTuple):
