@@ -26,6 +26,11 @@ def layer_groups(encoder: nn.Module, tower: str) -> list[list[str]]:
     named: Any = SimpleNamespace(named_parameters=lambda: names)
     patterns = family_of(encoder).groups if trunk is None else trunk.group_matcher()
     groups = group_parameters(named, patterns, return_values=True)
+    if len(groups) < 3:  # no blocks between what embeds the input and the heads
+        raise UserError(
+            f"model.{tower}: the blocks of {type(encoder).__name__} are not known, so it has no layer groups; take "
+            "layer_decay=1, train=all or none, and lora=0"
+        )
     return [groups[i] for i in range(len(groups))]
 
 

@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig, OptimConfig, ScheduleConfig, TowerConfig
-from clipscale.models.groups import layer_groups
+from clipscale.models.groups import layer_groups, lock, rate_factors
 from clipscale.models.towers import build_model
 from clipscale.step.optim import Schedule, build_optimizer
 
@@ -54,6 +54,20 @@ def test_groups_are_open_clips_and_timms(tower: Any, last: int, group_of: dict[s
     assert sorted(name for names in groups for name in names) == sorted(n for n, _ in encoder.named_parameters())
     assert {name: g for g, names in enumerate(groups) for name in names if name in group_of} == group_of
     assert len(groups) == last + 1
+
+
+@pytest.mark.parametrize("settings", [{"layer_decay": 0.5}, {"train": "1"}, {"train": "1", "layer_decay": 0.5}])
+def test_a_tower_whose_blocks_have_unknown_names_is_refused(settings: dict[str, Any]) -> None:
+    """As open_clip's newer text towers; one group of all layers would train and decay other weights than asked for."""
+    blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+    tower = nn.ModuleDict({"token_embedding": nn.Embedding(9, 4), "blocks": blocks, "norm": nn.LayerNorm(4)})
+    asked = TowerConfig(**settings)
+    with pytest.raises(UserError, match=r"model\.text: the blocks of ModuleDict are not known.*layer_decay=1"):
+        lock(tower, "text", asked.groups or 0)
+        rate_factors(tower, "text", asked)
+    lock(tower, "text", 0)
+    assert not any(p.requires_grad for p in tower.parameters())
+    assert set(rate_factors(tower, "text", TowerConfig(lr_factor=0.5)).values()) == {0.5}
 
 
 def test_rates_are_multiplied_with_the_schedule_and_scale_the_step() -> None:
