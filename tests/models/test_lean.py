@@ -16,6 +16,10 @@ SIDE, WORDS, VOCABULARY = 12, 9, 60
 SMALL = architecture(SIDE, 6, WORDS, VOCABULARY)
 SIZES = ("size", "layers", "width", "length", "heads", "ratio")
 NAMES = ("timm_", "hf_", "tokenizer_")
+IMAGE_OPTIONS = {"final_ln_after_pool", "ls_init_value", "no_ln_pre", "pool_type", "pos_embed_type"}
+TEXT_OPTIONS = {"act_kwargs", "eos_id", "ls_init_value", "no_causal_mask", "norm_kwargs", "pool_type", "proj_bias",
+                "proj_type"}  # fmt: skip
+"""Towers with these have the shorter forward pass; with others that newer versions of open_clip have, perhaps."""
 
 
 def described(image: dict[str, Any], text: dict[str, Any], **top: Any) -> dict[str, Any]:
@@ -28,14 +32,17 @@ def options(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def kinds() -> list[dict[str, Any]]:
-    """Every combination of options among the registered architectures of open_clip's own towers, at a small size."""
+    """Every combination of options among the registered architectures of open_clip's own towers, at a small size.
+
+    Those of pictures and texts: newer versions of open_clip have others.
+    """
     small = []
     for name in open_clip.list_models():
         config = open_clip.get_model_config(name)
-        image, text = config["vision_cfg"], config["text_cfg"]
-        if "multimodal_cfg" in config:
+        if "multimodal_cfg" in config or not {"vision_cfg", "text_cfg"} <= config.keys():
             continue
-        image_options = {} if "timm_model_name" in image or isinstance(image["layers"], list) else options(image)
+        image, text = config["vision_cfg"], config["text_cfg"]
+        image_options = {} if "timm_model_name" in image or isinstance(image.get("layers"), list) else options(image)
         text_options = {} if "hf_model_name" in text else options(text)
         kind = described(image_options, text_options, quick_gelu=config.get("quick_gelu", False))
         if kind not in small:
@@ -94,7 +101,8 @@ def assert_same(reference: nn.Module, ours: nn.Module, rows: Tensor, bound: floa
 @pytest.mark.parametrize("description", kinds() + UNREGISTERED, ids=str)
 def test_every_kind_has_open_clips_features_and_gradients(description: dict[str, Any]) -> None:
     reference, ours = both(description)
-    assert isinstance(ours.visual, LeanVision) and isinstance(ours.text, LeanText)
+    assert isinstance(ours.visual, LeanVision) or not options(description["vision_cfg"]).keys() <= IMAGE_OPTIONS
+    assert isinstance(ours.text, LeanText) or not options(description["text_cfg"]).keys() <= TEXT_OPTIONS
     for tower, rows in zip(("visual", "text"), inputs()):
         assert_same(getattr(reference, tower), getattr(ours, tower), rows, 1e-12)
 
