@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.modules.conv import _ConvNd
 
 from clipscale.common.record import Record
@@ -49,6 +49,13 @@ class ShardedTower(nn.Module):
         assert isinstance(self.module, FSDPModule)
         self.module.set_reshard_after_backward(last or self.stage == 3)
         yield
+
+
+def sharded_as(parameter: Tensor, value: Tensor) -> Tensor:
+    """A whole value, sharded as the parameter is."""
+    if not isinstance(parameter, DTensor):
+        return value
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements)
 
 
 def policy(tower: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolicy:

@@ -20,8 +20,6 @@ import torch.nn.functional as F
 from open_clip.model import CustomTextCLIP
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError, first_line
@@ -37,6 +35,7 @@ from clipscale.models.tokenizer import Tokenizer, tokenizer_of
 from clipscale.models.weights import described, interpolated, without_weights
 from clipscale.models.weights import load as load_weights
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 IMAGE_SIZE = 224
 """In pixels, where open_clip's description names none."""
 
@@ -166,7 +165,7 @@ class ClipModel(nn.Module):
         """As in torch, but frozen towers and frozen batch normalisation stay in evaluation mode."""
         super().train(mode)
         for module in self.modules():
-            if isinstance(module, _BatchNorm) and (self.batch_norm_frozen or frozen(module)):
+            if isinstance(module, BATCH_NORMS) and (self.batch_norm_frozen or frozen(module)):
                 module.eval()
         for tower in (self.image, self.text):
             if frozen(tower) or tower.trains_only_its_projection():
@@ -339,8 +338,6 @@ def fit_positions(weights: Record, model: ClipModel) -> list[str]:
         if name in weights and weights[name].shape != parameter.shape:
             tower = model.image if name.startswith("image.") else model.text
             weights[name] = interpolated(weights[name], parameter.shape, tower.encoder)
-            if isinstance(parameter, DTensor):
-                weights[name] = distribute_tensor(weights[name], parameter.device_mesh, parameter.placements)
             names.append(name)
     return names
 

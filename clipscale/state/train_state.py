@@ -25,7 +25,7 @@ from clipscale.config.sections import MAX_LOGIT_SCALE
 from clipscale.config.train import TrainConfig
 from clipscale.data.columns import KEYS
 from clipscale.data.features import TeacherFeatures
-from clipscale.distributed.fsdp import blocks, replicate_state
+from clipscale.distributed.fsdp import blocks, replicate_state, sharded_as
 from clipscale.distributed.world import World, gradient_norm
 from clipscale.loss.api import contrastive_loss, distillation_loss
 from clipscale.loss.machine import Machine
@@ -281,6 +281,7 @@ class TrainState:
         if stage:
             for weights in (saved["model"], (saved["ema"] or {}).get("weights", {})):
                 for name in fit_positions(weights, self.model):
+                    weights[name] = sharded_as(self.model.get_parameter(name), weights[name])
                     saved["optimizer"]["state"].pop(name, None)
         # The optimizer first: to make its state, the library takes a step with zero gradients and a learning rate of 0.
         # Not strict: a parameter that the loss does not use, such as the bias of a softmax loss, has no state.
