@@ -17,7 +17,7 @@ import pytest
 from clipscale import checkpoint
 from clipscale.config.sections import CheckpointConfig
 from clipscale.data.loader.stream import DataConfig
-from clipscale.data.shards import index, remote
+from clipscale.data.shards import index, store
 from clipscale.launch.run_lock import RunLock
 from clipscale.train import Run, train
 from tests.data.files import write_shards
@@ -134,7 +134,7 @@ def test_a_server_with_faults_does_not_change_the_curve(tmp_path: Path, monkeypa
     """It refuses, resets, is silent, cuts answers off or gives wrong ones; all is counted."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     for name, value in {"FIRST_BLOCK": 4096, "LARGEST_BLOCK": 8192, "LONGEST_WAIT_S": 0.01, "WAIT_S": 0.3}.items():
-        monkeypatch.setattr(remote, name, value)
+        monkeypatch.setattr(store, name, value)
     paths = write_shards(tmp_path / "set", [40, 40])
     random = Random(7)
     with serving(Web(tmp_path)) as web:

@@ -23,9 +23,9 @@ def check(config: TrainConfig) -> None:
     if local.under_torchrun():  # there all ranks find missing shards together
         return
     from clipscale.data.conditions import source_names
-    from clipscale.data.shards.contents import unusable
     from clipscale.data.shards.counts import counted_at_once
     from clipscale.data.shards.listing import local_shards
+    from clipscale.data.shards.reader import unusable
     from clipscale.tools.data import demo
 
     missing = demo.is_missing(config.data.train or ())

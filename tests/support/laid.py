@@ -87,9 +87,9 @@ def checked() -> None:
     from io import StringIO
 
     from clipscale.cli.main import main
-    from clipscale.data.shards import remote
+    from clipscale.data.shards import store
 
-    remote.LONGEST_WAIT_S = 0.01
+    store.LONGEST_WAIT_S = 0.01
     for words in json.load(sys.stdin):
         out = StringIO()
         with redirect_stdout(out), redirect_stderr(out):

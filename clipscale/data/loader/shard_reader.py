@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from clipscale.data.order import WINDOW, Epochs, Mixed, Order, Segment, fingerprint, permutation
 from clipscale.data.sample import RawSample
+from clipscale.data.shards import index
 from clipscale.data.shards.addresses import leaf_of
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
@@ -213,4 +214,4 @@ class ShardReader:
     def _open(self, url: str, problem: ReadProblem, windows: Windows) -> Generator[RawSample, None, None]:
         self.url = url
         self._opens(url)
-        return read_shard(url, problem, windows.needs, self._kinds, store=self._store, indexed=True)
+        return read_shard(url, problem, windows.needs, self._kinds, store=self._store, offsets=index.sample_offsets)

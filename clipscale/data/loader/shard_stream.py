@@ -23,9 +23,8 @@ from clipscale.data.loader.offload import PixelBackend
 from clipscale.data.loader.shard_reader import OrderedShards, Position, ShardReader
 from clipscale.data.order import AUGMENT, CAPTION, NEGATIVE, BatchShare, CounterRNG, Mixed, Segment
 from clipscale.data.sample import BrokenSampleError, ChosenSample, RawSample, limits
-from clipscale.data.shards.contents import unusable
-from clipscale.data.shards.remote import RETRIES
-from clipscale.data.shards.store import Store
+from clipscale.data.shards.reader import unusable
+from clipscale.data.shards.store import RETRIES, Store
 
 Begin = Callable[[str], None]
 """Is given words on the shard or the sample that is begun."""

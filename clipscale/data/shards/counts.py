@@ -1,7 +1,7 @@
 """Counts the samples of shards, and builds the order that the counts allow."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,7 @@ from clipscale.config.data import DataConfig
 from clipscale.data.order import BatchShare, Epochs, Mixed, Order, Resampled, default_streams, streams_fit
 from clipscale.data.shards import index
 from clipscale.data.shards.addresses import is_local
-from clipscale.data.shards.contents import RULE
-from clipscale.data.shards.subset import Subset, subset_of
+from clipscale.data.shards.reader import RULE, Subset, subset_of
 
 log = logging.getLogger(__name__)
 Counts = list[int | None]
@@ -39,14 +38,20 @@ def count_samples(urls: Sequence[str], subset: Subset | None = None, *, scan: bo
     if known.stale:
         what = f"the index of {len(known.stale)} of {len(urls)} shards is out of date (first: {min(known.stale)})"
         log.warning(f"{what}: they have changed; run `clipscale data index` again")
-    unknown = [url for url, count in zip(urls, known.samples) if count is None]
-    if scan and unknown and all(map(is_local, unknown)):
-        known = _scanned(urls, unknown, subset)
-    if known.damaged:
-        url = next(url for url in urls if url in known.damaged)
-        what = f"{len(known.damaged)} of {len(urls)} shards are damaged (first: {url}, {known.damaged[url].reason})"
+    samples = {url: entry.samples for url, entry in known.entries.items()}
+    unknown = [url for url in urls if url not in samples]
+    if scan and all(map(is_local, unknown)):
+        for url, outcome in _scanned(unknown, subset):
+            samples[url] = 0  # of one that cannot be opened
+            if isinstance(outcome, index.Entry):
+                samples[url] = outcome.samples
+                known.entries[url] = outcome
+    damaged = known.damaged
+    if damaged:
+        url = next(url for url in urls if url in damaged)
+        what = f"{len(damaged)} of {len(urls)} shards are damaged (first: {url}, {known.entries[url].reason})"
         log.warning(f"{what}: what lies behind the damage is left out; `clipscale data check` shows it all")
-    return known.samples
+    return [samples.get(url) for url in urls]
 
 
 def counted_at_once(config: DataConfig, urls: Sequence[str]) -> int | None:
@@ -57,29 +62,19 @@ def counted_at_once(config: DataConfig, urls: Sequence[str]) -> int | None:
     if config.weights is not None or config.order == "resampled" or len(urls) > SCAN_AT_MOST:
         return None
     subset = subset_of(config.only_keys)
-    counts = index.current(urls, subset).samples
-    unknown = [url for url, count in zip(urls, counts) if count is None]
+    entries = index.current(urls, subset).entries
+    unknown = [url for url in urls if url not in entries]
     if sum(Path(url).stat().st_size for url in unknown) > SMALL:
         return None
-    return sum(count for count in counts if count) + sum(index.scan(url, subset).samples for url in unknown)
+    return sum(entries[url].samples if url in entries else index.scan_shard(url, subset).samples for url in urls)
 
 
-def _scanned(urls: Sequence[str], unknown: Sequence[str], subset: Subset | None) -> index.Known:
-    """What is known of the shards when the unknown ones are scanned. One that cannot be opened has no samples."""
+def _scanned(urls: Sequence[str], subset: Subset | None) -> Iterator[tuple[str, index.Outcome]]:
     try:
-        dict(index.update_indexes(unknown, subset, beside=False))
-        known = index.current(urls, subset)
+        yield from index.update_indexes(urls, subset, beside=False)
     except UserError as error:
         log.warning("counts are not remembered: %s", error)
-        known = index.current(urls, subset)
-        for number, url in enumerate(urls):
-            if known.samples[number] is None:
-                entry = index.scan(url, subset)
-                known.samples[number] = entry.samples
-                if entry.reason:
-                    known.damaged[url] = entry
-    known.samples = [count or 0 for count in known.samples]
-    return known
+        yield from ((url, index.scan_shard(url, subset)) for url in urls)
 
 
 def build_order(

@@ -7,36 +7,29 @@ shard, same size and version (ETag) for a remote one. Offsets take two to four b
 import logging
 import os
 import sqlite3
-import tarfile
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import accumulate
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from clipscale.common.errors import UserError
 from clipscale.common.files import user_cache
+from clipscale.config.data import DataConfig
 from clipscale.data.shards.addresses import SourceError, digest, head_of, is_local, leaf_of, utf8
-from clipscale.data.shards.archive import Archive
-from clipscale.data.shards.remote import State
-from clipscale.data.shards.store import Store, local_state
-from clipscale.data.shards.tar import BLOCK, DAMAGE, unpacked
-
-if TYPE_CHECKING:  # which has an index of its own
-    from clipscale.data.shards.subset import Subset as Part
+from clipscale.data.shards.reader import ReadProblem, Subset, read_shard
+from clipscale.data.shards.store import State, Store, local_state
+from clipscale.data.shards.tar import BLOCK
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-Row = tuple[Any, ...]
-"""Of an index: `_COLUMNS`."""
 
 FILE = "clipscale-index.sqlite"
 _COLUMNS = "name, size, version, samples, reason, detail"
@@ -44,16 +37,13 @@ _SCHEMA = """CREATE TABLE IF NOT EXISTS shards (name TEXT PRIMARY KEY, size INT,
              reason TEXT, detail TEXT, offsets BLOB)"""
 _LOOKUP = f"CREATE INDEX IF NOT EXISTS states ON shards ({_COLUMNS})"
 """A copy of the short columns: without it SQLite reads a page for every shard, among gigabytes of offsets."""
-ROWS = 4096
-"""Rows that are read at once."""
 THREADS = 16
 
 FEW = 16
 """Fewer shards are scanned by one process; starting others would take longer."""
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """The record of one shard."""
 
     name: str
@@ -66,13 +56,8 @@ class Entry:
     reason: str | None
     """Why the shard could not be read to its end; `samples` counts what could be read."""
     detail: str = ""
-    offsets: np.ndarray | None = None
-    """(samples + 1,) byte offsets; None for packed shards, and in the entries that `current` returns."""
-
-    def row(self) -> tuple[Any, ...]:
-        """Its columns in the index."""
-        packed = None if self.offsets is None else pack(self.offsets)
-        return self.name, self.size, self.version, self.samples, self.reason, utf8(self.detail), packed
+    offsets: bytes | None = None
+    """Where its samples begin, by `pack`; None for subsets, and in the entries of `current`."""
 
 
 def name_in_index(url: str) -> str:
@@ -83,16 +68,16 @@ def folder_of(url: str) -> str:
     return str(Path(url).absolute().parent) if is_local(url) else url.rsplit("/", 1)[0]
 
 
-def index_paths(folder: str, part: "Part | None" = None) -> list[Path]:
-    """Where a folder's index, or that of a part, may be: beside local shards, preferably, or in the user's cache."""
-    suffix = f"-{part.name}.sqlite" if part else ".sqlite"
+def index_paths(folder: str, subset: Subset | None = None) -> list[Path]:
+    """Where a folder's index, or that of a subset, may be: beside local shards, preferably, or in the user's cache."""
+    suffix = f"-{subset.name}.sqlite" if subset else ".sqlite"
     cached = user_cache() / "index" / f"{digest(folder)}{suffix}"
     return [Path(folder) / FILE.replace(".sqlite", suffix), cached] if is_local(folder) else [cached]
 
 
-def writable_path(folder: str, part: "Part | None" = None) -> Path:
+def writable_path(folder: str, subset: Subset | None = None) -> Path:
     """Where to write a folder's index: beside its shards, or in the user's cache if it is remote or read-only."""
-    return index_paths(folder, part)[0 if os.access(folder, os.W_OK) else -1]
+    return index_paths(folder, subset)[0 if os.access(folder, os.W_OK) else -1]
 
 
 def query(path: Path, question: str, values: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
@@ -106,63 +91,49 @@ def query(path: Path, question: str, values: Sequence[Any] = ()) -> Iterator[tup
         log.warning("%s: the index cannot be read (%s); going on without it", path, error)
 
 
-@dataclass
-class Known:
-    """What the indexes know of shards. They may be hundreds of thousands, so there is no object for each."""
+class Known(NamedTuple):
+    """What the indexes know of shards."""
 
-    samples: list[int | None]
-    """Of each shard; None: no entry holds for it."""
-    size: int
-    """Bytes of the shards that are known."""
+    entries: dict[str, Entry]
+    """Of each shard, by its address, whose entry holds for it."""
     stale: list[str]
     """The shards that have changed since their entries were made."""
-    damaged: dict[str, Entry]
-    """The entries of damaged shards."""
+
+    @property
+    def damaged(self) -> list[str]:
+        return [url for url, entry in self.entries.items() if entry.reason]
 
 
-def current(urls: Sequence[str], part: "Part | None" = None) -> Known:
+def current(urls: Sequence[str], subset: Subset | None = None) -> Known:
     """What the indexes know of these shards.
 
     Remote shards are assumed unchanged, since asking takes a request each; `sample_offsets` compares them when they are
     opened. An outdated index does not hide a newer one in the cache.
     """
-    known = Known([], 0, [], {})
+    entries: dict[str, Entry] = {}
+    changed: dict[str, None] = {}
     folders: dict[str, dict[str, str]] = defaultdict(dict)
     for url in urls:
         folders[head_of(url)][name_in_index(url)] = url
-    samples = {}
     for shards in folders.values():
-        changed = set()
-        for url, row, holds in _looked_up(shards, part):
-            if not holds:
-                changed.add(url)
-            elif url not in samples:
-                samples[url] = row[3]
-                known.size += row[1]
-                if row[4]:
-                    known.damaged[url] = Entry(*row)
-        known.stale += changed - samples.keys()
-    known.samples = [samples.get(folders[head_of(url)][name_in_index(url)]) for url in urls]
-    return known
-
-
-def _looked_up(shards: dict[str, str], part: "Part | None") -> Iterator[tuple[str, Row, bool]]:
-    """The rows of a folder's shards, `shards` by their names: each with its shard, and whether it holds for it now."""
-    first = next(iter(shards.values()))
-    for path in index_paths(folder_of(first), part):
-        rows = (row for row in query(path, f"SELECT {_COLUMNS} FROM shards") if row[0] in shards)
-        while block := list(islice(rows, ROWS)):
-            urls = [shards[row[0]] for row in block]
-            states = _states(urls) if is_local(first) else [row[1:3] for row in block]
-            for url, row, state in zip(urls, block, states, strict=True):
-                yield url, row, state == row[1:3]
+        first = next(iter(shards.values()))
+        for path in index_paths(folder_of(first), subset):
+            rows = [row for row in query(path, f"SELECT {_COLUMNS} FROM shards") if row[0] in shards]
+            found = [shards[row[0]] for row in rows]
+            states = _states(found) if is_local(first) else [row[1:3] for row in rows]
+            for url, row, state in zip(found, rows, states, strict=True):
+                if state == row[1:3]:
+                    entries.setdefault(url, Entry(*row))
+                else:
+                    changed[url] = None
+    return Known(entries, [url for url in changed if url not in entries])
 
 
 def _states(paths: Sequence[str]) -> list[State | None]:
     """The states of files; None: it cannot be looked at. Threads wait where answers come over a network. Each takes
     many files: where a local disk answers, threads wait for each other.
     """
-    size = -(-len(paths) // THREADS)
+    size = -(-len(paths) // THREADS) or 1
     parts = [paths[start : start + size] for start in range(0, len(paths), size)]
     with ThreadPoolExecutor(THREADS) as pool:
         return [state for states in pool.map(lambda part: [*map(_state, part)], parts) for state in states]
@@ -175,11 +146,11 @@ def _state(path: str) -> State | None:
         return None
 
 
-def sample_offsets(url: str, state: State, part: "Part | None" = None) -> np.ndarray | None:
+def sample_offsets(url: str, state: State) -> np.ndarray | None:
     """Where an opened shard's samples begin, (samples + 1,) int64; None if no index has an entry of its state."""
     stale = False
     question = "SELECT offsets, size, version FROM shards WHERE name = ?"
-    for path in index_paths(folder_of(url), part):
+    for path in index_paths(folder_of(url)):
         for packed, *indexed in query(path, question, [name_in_index(url)]):
             if indexed == [*state]:
                 return None if packed is None else unpack(packed)
@@ -189,8 +160,9 @@ def sample_offsets(url: str, state: State, part: "Part | None" = None) -> np.nda
     return None
 
 
-def pack(offsets: np.ndarray) -> bytes:
-    return zlib.compress(np.diff(offsets // BLOCK, prepend=0).astype("<u4").tobytes(), 6)
+def pack(offsets: Sequence[int]) -> bytes:
+    blocks = np.array(offsets, dtype=np.int64) // BLOCK
+    return zlib.compress(np.diff(blocks, prepend=0).astype("<u4").tobytes(), 6)
 
 
 def unpack(packed: bytes) -> np.ndarray:
@@ -213,28 +185,20 @@ def _writing(path: Path) -> Iterator[sqlite3.Connection]:
 # -- scanning ----------------------------------------------------------------------------------------------------------
 
 
-def scan_shard(url: str) -> Entry:
-    """The index entry of a shard, from its headers, grouped into samples as `read_shard` does. The entry notes damage.
-    Raises OSError or SourceError if the shard cannot be opened."""
-    source, state = Store().open(url)
-    offsets: list[int] = []
-    reason = None
-    detail = ""
-    can_seek = False
-    with closing(source):
-        try:
-            stream, can_seek = unpacked(source)
-            archive = Archive(stream, can_seek)
-            offsets.extend(archive.at for _ in archive.samples())
-            offsets.append(archive.at)
-            if stream.tell() <= archive.at:  # no block of zeros: where contents are skipped, the only sign of a cut
-                raise tarfile.ReadError("ends without the zeros that end an archive: it may have been cut off")
-        except (*DAMAGE, SourceError) as error:
-            reason = getattr(error, "reason", "truncated_shard" if offsets else "unreadable_shard")
-            detail = f"{url}: {error}"
-    samples = max(0, len(offsets) - 1)
-    known = np.array(offsets, dtype=np.int64) if samples and can_seek else None
-    return Entry(name_in_index(url), *state, samples, reason, detail, known)
+def scan_shard(url: str, subset: Subset | None = None) -> Entry:
+    """The index entry of a shard, from its headers; or of the samples that it has of a subset. The entry notes damage.
+    Raises OSError or SourceError where the shard cannot be reached."""
+    store = Store(DataConfig(only_keys=subset.path if subset else None))
+    state = store.state(url)
+    problem = ReadProblem()
+    raws = read_shard(url, problem, lambda _: False, {}, store=store)
+    offsets = [0, *accumulate(raw.extent for raw in raws)]
+    error = problem.error
+    if isinstance(error, SourceError) or (isinstance(error, OSError) and error.errno):
+        raise error  # of the storage: it may pass
+    samples = len(offsets) - 1
+    packed = pack(offsets) if samples and not subset else None
+    return Entry(name_in_index(url), *state, samples, problem.reason, utf8(problem.detail), packed)
 
 
 Outcome = Entry | str | None
@@ -242,7 +206,7 @@ Outcome = Entry | str | None
 
 
 def update_indexes(
-    urls: Sequence[str], part: "Part | None" = None, *, beside: bool = True, workers: int = 1
+    urls: Sequence[str], subset: Subset | None = None, *, beside: bool = True, workers: int = 1
 ) -> Iterator[tuple[str, Outcome]]:
     """Bring the indexes of these shards' folders up to date, at `writable_path` (`beside`) or in the user's cache.
 
@@ -253,24 +217,19 @@ def update_indexes(
     for url in urls:
         folders[folder_of(url)].append(url)
     for folder, shards in folders.items():
-        path = writable_path(folder, part) if beside else index_paths(folder, part)[-1]
+        path = writable_path(folder, subset) if beside else index_paths(folder, subset)[-1]
         states = {name: state for name, *state in query(path, "SELECT name, size, version FROM shards")}
         old = [states.get(name_in_index(url)) for url in shards]
         with _writing(path) as base:
-            for url, outcome in zip(shards, map_shards(partial(_scan_changed, part), workers, shards, old)):
+            for url, outcome in zip(shards, map_shards(partial(_scan_changed, subset), workers, shards, old)):
                 if isinstance(outcome, Entry):
-                    base.execute("INSERT OR REPLACE INTO shards VALUES (?, ?, ?, ?, ?, ?, ?)", outcome.row())
+                    base.execute("INSERT OR REPLACE INTO shards VALUES (?, ?, ?, ?, ?, ?, ?)", outcome)
                 yield url, outcome
 
 
-def scan(url: str, part: "Part | None" = None) -> Entry:
-    """The entry of a shard, or of a part of it. Raises OSError or SourceError if the shard cannot be read."""
-    return part.scan(url) if part else scan_shard(url)
-
-
-def _scan_changed(part: "Part | None", url: str, old: list[Any] | None) -> Outcome:
+def _scan_changed(subset: Subset | None, url: str, old: list[Any] | None) -> Outcome:
     try:
-        return None if [*Store().state(url)] == old else scan(url, part)
+        return None if [*Store().state(url)] == old else scan_shard(url, subset)
     except (OSError, SourceError) as error:
         return str(error)
 

@@ -18,7 +18,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.data.shards.addresses import head_of, is_local, leaf_of, scheme_of
 from clipscale.data.shards.counts import Once, here
-from clipscale.data.shards.remote import UNKNOWN_HOST, look_up
+from clipscale.data.shards.store import UNKNOWN_HOST, look_up
 
 log = logging.getLogger(__name__)
 

@@ -1,15 +1,109 @@
-"""Reads the raw samples of a shard that a run uses."""
+"""Reads the samples of a shard: runs of a tar file's members that have one key. This is the one rule by which training,
+the index and evaluation read shards.
 
-from collections.abc import Callable, Generator, Mapping
-from dataclasses import replace
+With `data.only_keys` a shard has no other samples than those that a file lists: uids in DataComp's format
+(https://github.com/mlfoundations/datacomp), or keys.
+"""
 
-from clipscale.data.sample import RawSample
-from clipscale.data.shards.addresses import SourceError
-from clipscale.data.shards.samples import ReadProblem as ReadProblem
-from clipscale.data.shards.samples import read_samples
-from clipscale.data.shards.store import Store
-from clipscale.data.shards.subset import subset_of
-from clipscale.data.shards.tar import DAMAGE
+import tarfile
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby, islice
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from clipscale.common.errors import UserError
+from clipscale.data.decode import IMAGE_TYPES, json_fields
+from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError, RawSample, key_and_extension
+from clipscale.data.shards.addresses import SourceError, digest, leaf_of
+from clipscale.data.shards.store import State, Store
+from clipscale.data.shards.tar import DAMAGE, LARGEST_MEMBER, next_member, padded, read_exactly, skip, unpacked
+
+MOST = 1000
+"""Samples, and members of a sample, that `unusable` looks at."""
+KINDS = 3
+"""Kinds of samples, and members of a sample, that it names."""
+RULE = (
+    f"a sample is a picture (KEY.{', .'.join(IMAGE_TYPES)}) and what data.captions names (KEY.txt), one after "
+    "the other in the tar; KEY ends at the first dot of the name"
+)
+
+
+class Member(NamedTuple):
+    """A member that belongs to a sample. Its content comes next in the archive's stream."""
+
+    key: str
+    extension: str
+    name: str
+    size: int
+
+
+class Archive:
+    """The members of a tar stream, from the first to the last. Content that nobody reads is skipped."""
+
+    def __init__(self, stream: Any, can_seek: bool, most: int = LARGEST_MEMBER) -> None:
+        """`can_seek`: skip by seeking. `most`: bytes of the largest member that is not damage."""
+        self.stream = stream
+        self.at = 0
+        """Bytes of the archive before the headers of the present member; at the end, before the zeros that end it."""
+        self.begun = False
+        """Whether it has a sample, be it damaged."""
+        self._can_seek = can_seek
+        self._most = most
+        self._unread = 0  # bytes of the present member, with what pads it
+
+    def samples(self) -> Iterator[tuple[str, Iterator[Member]]]:
+        """Each sample's key and members: a run of members with one key. A sample's members must be taken before the
+        next sample is.
+
+        Raises tarfile.TarError and others of `tar.DAMAGE`.
+        """
+        return groupby(self._members(), key=itemgetter(0))
+
+    def _members(self) -> Iterator[Member]:
+        while (header := next_member(self.stream, self._most)) is not None:
+            name, size, taken = header
+            self._unread = padded(size)
+            following = self.at + taken + self._unread
+            named = key_and_extension(name)
+            if named is not None:
+                self.begun = True
+                yield Member(*named, name, size)
+            skip(self.stream, self._unread, self._can_seek)
+            self.at = following
+
+    def read(self, member: Member, most: int = LARGEST_MEMBER) -> bytes:
+        """The present member's content. Raises tarfile.ReadError if it is cut off, or has more than `most` bytes."""
+        content = read_exactly(self.stream, member.size, most)
+        self._unread -= member.size
+        return content
+
+    def seek(self, at: int) -> None:
+        """Go on with the headers at that byte."""
+        self.stream.seek(at)
+        self.at = at
+
+
+@dataclass
+class ReadProblem:
+    """Why the rest of a shard could not be read; the reader fills it in."""
+
+    reason: str | None = None
+    detail: str = ""
+    error: Exception | None = None
+
+    def note(self, url: str, error: Exception, reason: str) -> None:
+        """`reason`: of an error that does not name its own."""
+        self.error = error
+        self.reason = getattr(error, "reason", reason)
+        self.detail = f"{url}: {getattr(error, 'strerror', None) or str(error) or type(error).__name__}"
 
 
 def read_shard(
@@ -19,31 +113,132 @@ def read_shard(
     kinds: Mapping[str, int] | None = None,
     *,
     store: Store | None = None,
-    indexed: bool = False,
+    offsets: Callable[[str, State], np.ndarray | None] = lambda url, state: None,
 ) -> Generator[RawSample, None, None]:
     """The raw samples of a shard. Ends early where the shard cannot be read further, and sets `problem`.
 
-    A sample is a run of members with one key (`sample.key_and_extension`); a repeated member is ignored. Members' names
-    are never paths. Content is read only for samples whose index `want` accepts and for members in `kinds` (what
-    `sample.limits` returns; None: all). A sample with a wanted member over its size limit has the damage `too_large`
-    and no members. With `indexed`, an index that holds for the shard is used: unwanted samples are skipped without a
-    read (their key is empty), and damage costs only the sample that it lies in. With `data.only_keys` the shard has no
-    other samples.
+    A repeated member is ignored. Members' names are never paths. Content is read only for samples whose index `want`
+    accepts and for members in `kinds` (what `sample.limits` returns; None: all). A sample with a wanted member over its
+    size limit has the damage `too_large` and no members. `offsets` knows where samples begin (`index.sample_offsets`):
+    those before the first wanted one are then not read, and have no key.
     """
     store = store or Store()
     subset = subset_of(store.config.only_keys)
-    if subset is None:
-        yield from read_samples(url, problem, want, kinds, store, indexed=indexed)
-        return
+    archive: Archive | None = None
     try:
-        numbers = subset.numbers(url, store)
+        source, state = store.open(url)
+        with closing(source):
+            stream, can_seek = unpacked(source)
+            archive = Archive(stream, can_seek)
+            known = offsets(url, state) if can_seek and subset is None else None
+            number = 0
+            if known is not None:
+                while number < len(known) - 1 and not want(number):
+                    yield RawSample(url, "", number, {}, extent=int(known[number + 1] - known[number]))
+                    number += 1
+                archive.seek(int(known[number]))
+            end = archive.at
+            for key, members in archive.samples():
+                sample = RawSample(url, key, number, {})
+                about = _read(sample, archive, members, kinds if want(number) else {}, by_uid(subset))
+                sample.extent = archive.at - end
+                end = archive.at
+                if subset is None or subset.has(key, about):
+                    yield sample
+                    number += 1
+            if can_seek and archive.at >= state[0]:  # where contents are skipped, the only sign of a cut
+                raise tarfile.ReadError("ends without the zeros that end an archive: it may have been cut off")
+            while not source.seekable() and source.read(1 << 20):
+                pass  # a command's failure shows at its end
     except (SourceError, *DAMAGE) as error:
-        problem.note(url, error, "unreadable_shard")
-        return
+        problem.note(url, error, "truncated_shard" if archive and archive.begun else "unreadable_shard")
 
-    def in_subset(number: int) -> bool:
-        return number in numbers and want(numbers[number])
 
-    for raw in read_samples(url, problem, in_subset, kinds, store, indexed=indexed):
-        if raw.index in numbers:
-            yield replace(raw, index=numbers[raw.index])
+def _read(
+    sample: RawSample, archive: Archive, members: Iterator[Member], kinds: Mapping[str, int] | None, json: bool
+) -> bytes:
+    """Read the sample's members of these kinds, and with `json` this member in any case, which is returned."""
+    about = b""
+    for member in members:
+        accepted = sample.accepts(member.name, member.extension, member.size, kinds)
+        tells = json and not about and member.extension == "json" and member.size <= MAX_TEXT_BYTES
+        if accepted or tells:
+            content = archive.read(member)
+            about = content if tells else about
+            if accepted:
+                sample.members[member.extension] = content
+    return about
+
+
+def unusable(url: str, captions: Sequence[str], store: Store | None = None) -> str:
+    """Why no sample has a picture and a caption of these sources, by the names of the shard's first members; empty if
+    one has both, or none can be read."""
+    sources = {source.partition(":")[0] for source in captions}
+    kinds = Counter[str]()
+    with suppress(SourceError, *DAMAGE), closing((store or Store()).open(url)[0]) as source:
+        for _, members in islice(Archive(*unpacked(source)).samples(), MOST):
+            names = {member.extension for member in islice(members, MOST)}
+            if names & sources and names.intersection(IMAGE_TYPES):
+                return ""
+            kinds[" and ".join(f".{name}" for name in sorted(names)[:KINDS])] += 1
+    held = ", or ".join(kind for kind, _ in kinds.most_common(KINDS))
+    return held and f"samples of {leaf_of(url)} hold {held}, and data.captions is [{','.join(captions)}]; {RULE}"
+
+
+# -- data.only_keys ----------------------------------------------------------------------------------------------------
+
+
+class Subset(NamedTuple):
+    """The subset that a file lists. Sent to processes by pickle, which read the file themselves."""
+
+    path: str
+    name: str
+    """A digest of the file's path, size and time of change."""
+
+    def has(self, key: str, about: bytes) -> bool:
+        """Whether the subset has the sample with this key and json."""
+        listed = _listed(self)
+        if isinstance(listed, frozenset):
+            return key in listed
+        try:
+            uid = json_fields(about)["uid"]
+            halves = int(uid[:16], 16), int(uid[16:], 16)
+        except (KeyError, TypeError, ValueError, BrokenSampleError):
+            return False
+        at = bisect_left(listed, halves, key=lambda row: tuple(row.item()))
+        return at < len(listed) and bool(listed[at].item() == halves)
+
+
+def by_uid(subset: Subset | None) -> bool:
+    """Whether samples are found by the `uid` of their json, and not by their key."""
+    return subset is not None and subset.path.endswith(".npy")
+
+
+def subset_of(path: str | None) -> Subset | None:
+    """The subset in a file. Raises UserError if there is no such file."""
+    if path is None:
+        return None
+    file = Path(path).expanduser().absolute()
+    try:
+        state = file.stat()
+    except OSError as error:
+        raise UserError(f"data.only_keys={path}: cannot be read ({error.strerror})") from error
+    return Subset(str(file), digest(f"{file} {state.st_size} {state.st_mtime_ns}"))
+
+
+@lru_cache(maxsize=1)
+def _listed(subset: Subset) -> frozenset[str] | np.ndarray:
+    """The file's keys; or the halves of its uids, sorted, which stay on disk. Raises UserError."""
+    what = f"data.only_keys={subset.path}"
+    try:
+        if not by_uid(subset):
+            text = Path(subset.path).read_text(encoding="utf-8", errors="surrogateescape")  # as members' names are
+            return frozenset(map(str.strip, text.split("\n")))
+        pairs: np.ndarray = np.load(subset.path, mmap_mode="r")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{what}: cannot be read ({error})") from error
+    if pairs.dtype != np.dtype("u8,u8") or pairs.ndim != 1:
+        raise UserError(f"{what}: {pairs.dtype} {pairs.shape}, not rows of numpy's dtype('u8,u8')")
+    if (pairs["f0"][:-1] > pairs["f0"][1:]).any():
+        raise UserError(f"{what}: its rows are not in order; sort and save them again with numpy")
+    return pairs

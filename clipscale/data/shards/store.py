@@ -1,19 +1,66 @@
-"""Opens shards wherever they are: local files, the output of commands, remote objects."""
+"""Opens shards wherever they are: local files, the output of commands, remote objects.
 
+Objects are read by requests for ranges on fsspec's event loop. Requests are short and bounded, so a reader that pauses
+to decode holds no connection open. A failed request is repeated; an object that changes is given up, its versions never
+mix.
+"""
+
+import asyncio
 import io
 import os
+import random
+import re
 import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable
-from multiprocessing.connection import wait
+from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+from contextlib import suppress
+from functools import lru_cache
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import quote
 
+from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.data.shards.addresses import EVENT, SourceError, is_local, scheme_of
-from clipscale.data.shards.remote import TICK_S, RemoteFile, State, fetch
+
+RETRIES = 8
+"""Requests that may fail, one after another, before the shard is given up: about a minute."""
+WAIT_S = 30.0
+"""Seconds of a server's silence after which a request is repeated."""
+FIRST_BLOCK, LARGEST_BLOCK = 1 << 20, 4 << 20
+"""Bytes of a block after a seek, and of those that follow it."""
+LEAST = 1 << 14
+"""Bytes of a cut-off answer that count as progress: a server that sends one byte a request must not hold a reader."""
+FEWER = 4
+"""After a request without an answer so many times fewer bytes are asked for, and after one with an answer so many times
+more than came: a slow server has the time for them."""
+SLOWEST = 1 << 16
+"""Bytes a second by which the time limit of a request grows."""
+LONGEST_WAIT_S = 30.0
+"""Bound on the wait between two attempts."""
+TICK_S = 0.1
+"""Interval at which a reader that waits for a request calls `tick`."""
+NO_ANSWER = "no_answer"
+"""Counts requests that a time limit has ended."""
+UNKNOWN_HOST = "unknown_host"
+"""Counts requests to a server that cannot be found."""
+_NO_HOST = ("ClientConnectorDNSError", "EndpointConnectionError")
+"""Names of the errors of aiohttp and botocore then."""
+_TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
+"""HTTP statuses that may pass."""
+_NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")
+"""Names of the errors of botocore and google-auth where there are none."""
+_RANGE = re.compile(r"bytes ([0-9]{1,18})-[0-9]{1,18}/([0-9]{1,18})$")
+_IN_ADDRESSES = "!#$%&'()*+,/:;=?@[]~"
+"""Characters of an address that are sent as they are, since it may be signed; others, such as spaces, are quoted."""
+State = tuple[int, str]
+"""Size and version (ETag, generation, time of change) of an object: they identify its content."""
+Request = futures.Future[tuple[bytes, State]]
+
 
 BUFFER = 1 << 17
 """Bytes that are read of a shard at once."""
@@ -85,7 +132,7 @@ class Pipe(io.RawIOBase):
         output = cast(io.FileIO, self._process.stdout)
         limit = self._store.config.timeout_s
         until = time.monotonic() + limit
-        while not wait([output.fileno()], TICK_S):
+        while not connection.wait([output.fileno()], TICK_S):
             self._store.tick()
             if time.monotonic() > until:
                 raise SourceError("stalled_pipe", f"the command has given nothing for data.timeout_s={limit:g}")
@@ -104,3 +151,211 @@ class Pipe(io.RawIOBase):
             self._process.wait()
         cast(io.FileIO, self._process.stdout).close()
         super().close()
+
+
+class TransientError(SourceError):
+    """A request failed in a way that may pass. `reason` names its counter."""
+
+
+def begin(url: str, start: int, stop: int) -> Request:
+    """Begin a request for bytes start..stop of an object."""
+    from fsspec.asyn import get_loop
+
+    return asyncio.run_coroutine_threadsafe(_request(url, start, stop), get_loop())
+
+
+def fetch(store: Store, url: str, start: int, stop: int, request: Request | None = None) -> tuple[bytes, State]:
+    """Bytes start..stop of an object, or as many of them as came at once, and its state. `request` is the first
+    attempt, if it has begun. Failures are counted by the store. Raises SourceError, `unreachable_shard` after
+    RETRIES + 1 of them. After a time-out the next attempt asks for fewer bytes.
+    """
+    failures = 0
+    while True:
+        request = request or begin(url, start, stop)
+        try:
+            while not futures.wait([request], TICK_S).done:
+                store.tick()
+            return request.result()
+        except TransientError as error:
+            store.count(error.reason)
+            failures += 1
+            if failures > RETRIES:
+                raise SourceError("unreachable_shard", f"{failures} requests failed, the last: {error}") from error
+            if error.reason == NO_ANSWER and stop - start > LEAST:
+                stop = start + max(LEAST, (stop - start) // FEWER)
+        finally:
+            request.cancel()
+        request = None
+        # a random wait, so that readers do not all return at once
+        time.sleep(random.uniform(0, min(0.25 * 2**failures, LONGEST_WAIT_S)))
+
+
+def look_up(urls: Sequence[str]) -> dict[str, SourceError]:
+    """Ask for a byte of each object at once; returns why those that gave none did not."""
+    requests = [(url, begin(url, 0, 1)) for url in urls]
+    answers = [(url, request.exception()) for url, request in requests]
+    return {url: error for url, error in answers if isinstance(error, SourceError)}
+
+
+class RemoteFile(io.RawIOBase):
+    """An object as a seekable file. While one block is read, the next one is on its way. Raises SourceError."""
+
+    def __init__(self, url: str, store: Store) -> None:
+        self._url = url
+        self._store = store
+        self._at = self._start = 0
+        self._ahead: Request | None = None
+        """The request for the block behind the present one."""
+        self._block, self.state = fetch(store, url, 0, FIRST_BLOCK)
+        self.size = self.state[0]
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = max(0, offset + (0, self._at, self.size)[whence])
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Write what follows of the present block, or of the next one at its end, and return the bytes written."""
+        if self._at >= self.size:
+            return 0
+        if not self._start <= self._at < self._start + len(self._block):
+            self._load()
+        first = self._at - self._start
+        part = self._block[first : first + len(buffer)]
+        buffer[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+    def close(self) -> None:
+        self._forget_ahead()
+        super().close()
+
+    def _forget_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead.cancel()
+            self._ahead = None
+
+    def _load(self) -> None:
+        """Replace the block by the one that begins here, and request the next one if the reader goes straight on."""
+        sequential = self._at == self._start + len(self._block)
+        if not sequential:
+            self._forget_ahead()
+        stop = min(self._at + (self._following() if sequential else FIRST_BLOCK), self.size)
+        request = self._ahead
+        self._ahead = None
+        self._block = b""
+        self._start = self._at
+        self._block, state = fetch(self._store, self._url, self._at, stop, request)
+        if state != self.state:
+            raise SourceError("changed_shard", "it changed on the server while it was read")
+        end = self._start + len(self._block)
+        if sequential and end < self.size:
+            self._ahead = begin(self._url, end, min(end + self._following(), self.size))
+
+    def _following(self) -> int:
+        """Bytes to ask for behind the present block."""
+        return min(LARGEST_BLOCK, max(LEAST, FEWER * len(self._block)))
+
+
+# -- requests, on fsspec's event loop ----------------------------------------------------------------------------------
+
+
+async def _request(url: str, start: int, stop: int) -> tuple[bytes, State]:
+    """Bytes start..stop, or fewer where the object ends or the answer is cut off, and the object's state.
+
+    Raises TransientError, SourceError for what does not pass, and UserError without credentials.
+    """
+    begun = time.monotonic()
+    limit = WAIT_S + (stop - start) / SLOWEST
+    try:
+        if scheme_of(url) in ("http", "https"):
+            data, state = await _from_web(url, start, stop, limit)
+        elif scheme_of(url) == "hf":  # its file system has no asyncio, and asks the hub's interface for each block
+            from huggingface_hub.utils import build_hf_headers
+
+            address = await asyncio.wait_for(asyncio.to_thread(_hub_address, url), WAIT_S)
+            data, state = await _from_web(address, start, stop, limit, build_hf_headers())
+        else:
+            data, state = await asyncio.wait_for(_from_file_system(url, start, stop), limit)
+    except SourceError:
+        raise
+    except TimeoutError as error:
+        seconds = time.monotonic() - begun
+        raise TransientError(NO_ANSWER, f"no answer of {stop - start} bytes within {seconds:.3g} s") from error
+    except (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError) as error:
+        raise SourceError("missing_shard", f"{type(error).__name__}: {error}") from error
+    except Exception as error:  # each library has its own
+        if type(error).__name__ in _NO_CREDENTIALS:
+            remedy = "give its library's environment variables or files, as for the cloud's own command line"
+            raise UserError(f"data.train: {url}: {error}; {remedy}") from error
+        reason = UNKNOWN_HOST if type(error).__name__ in _NO_HOST else "failed_request"
+        raise TransientError(reason, f"{type(error).__name__}: {error}") from error
+    missing = min(stop, state[0]) - start - len(data)
+    if missing > 0 and len(data) < LEAST:
+        came = f"{len(data)} of {len(data) + missing} bytes came in {time.monotonic() - begun:.3g} s"
+        raise TransientError("short_answer", came)
+    return data, state
+
+
+async def _from_file_system(url: str, start: int, stop: int) -> tuple[bytes, State]:
+    """By fsspec's file system for the address, with that library's credentials and settings."""
+    from fsspec.core import url_to_fs
+
+    system, path = url_to_fs(url, use_listings_cache=False)
+    data = await system._cat_file(path, start=start, end=stop)
+    info = await system._info(path)  # afterwards: an object that still has the first version had it meanwhile
+    version = next((str(info[name]) for name in ("generation", "ETag", "etag") if name in info), "")
+    return data[: stop - start], (int(info["size"]), version)
+
+
+async def _from_web(
+    url: str, start: int, stop: int, limit: float, headers: Mapping[str, str] = {}
+) -> tuple[bytes, State]:
+    """By fsspec's http session, with its settings. What came within `limit` seconds counts.
+
+    fsspec's own `_cat_file` reads an answer whole, however long a hostile server makes it, and returns neither the
+    version of the bytes nor those that came before a fault.
+    """
+    import aiohttp
+    from fsspec import filesystem
+    from fsspec.config import conf
+
+    configured = conf.get("http", {}).get("client_kwargs", {})
+    system = filesystem("http", client_kwargs={"trust_env": True, **configured}, encoded=True)  # True: HTTPS_PROXY
+    session = await system.set_session()
+    ranged = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+    options = {**system.kwargs, "headers": {**system.kwargs.get("headers", {}), **headers, **ranged}}
+    timeout = aiohttp.ClientTimeout(limit, sock_connect=WAIT_S, sock_read=WAIT_S)
+    address = system.encode_url(quote(url, safe=_IN_ADDRESSES))
+    async with session.get(address, timeout=timeout, auto_decompress=False, **options) as answer:
+        if answer.status in _TRANSIENT:
+            raise TransientError(f"http_{answer.status}")
+        if answer.status == 416:
+            raise SourceError("changed_shard" if start else "unreadable_shard", "shorter than it was, or empty")
+        if answer.status == 200:
+            raise SourceError("unreadable_shard", "the server answers no requests for ranges of bytes")
+        if answer.status != 206:
+            raise SourceError("missing_shard", f"HTTP status {answer.status}")
+        span = _RANGE.match(answer.headers.get("Content-Range", ""))
+        if span is None or int(span[1]) != start:
+            raise TransientError("wrong_range", answer.headers.get("Content-Range", "no Content-Range"))
+        state = int(span[2]), answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
+        data = bytearray()
+        size = min(stop, state[0]) - start
+        with suppress(aiohttp.ClientError, TimeoutError):  # the next request goes on behind what came
+            while len(data) < size and not answer.content.at_eof():
+                data += await answer.content.read(size - len(data))
+    return bytes(data), state
+
+
+@lru_cache(1 << 12)
+def _hub_address(url: str) -> str:
+    from fsspec.core import url_to_fs
+
+    system, path = url_to_fs(url)
+    return str(system.url(path))

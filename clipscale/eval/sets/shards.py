@@ -12,7 +12,7 @@ from typing import Any
 from clipscale.common.errors import UserError
 from clipscale.data.decode import IMAGE_TYPES, captions_of, json_fields
 from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError
-from clipscale.data.shards.archive import Archive
+from clipscale.data.shards.reader import Archive
 from clipscale.data.shards.tar import unpacked
 from clipscale.eval.classification import ClassificationSet
 from clipscale.eval.retrieval import PairSet, RetrievalSet

@@ -17,8 +17,7 @@ from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError, limits
 from clipscale.data.shards import index
 from clipscale.data.shards.addresses import leaf_of
-from clipscale.data.shards.contents import RULE, unusable
-from clipscale.data.shards.reader import ReadProblem, read_shard
+from clipscale.data.shards.reader import RULE, ReadProblem, read_shard, unusable
 from clipscale.data.shards.store import Store
 from clipscale.log.table import TextTable, plain_console
 from clipscale.tools.data.make_index import expanded

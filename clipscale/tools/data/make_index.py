@@ -8,7 +8,7 @@ from clipscale.common.terminal import say, tracked
 from clipscale.common.units import format_bytes
 from clipscale.data.shards import index, listing
 from clipscale.data.shards.addresses import scheme_of
-from clipscale.data.shards.subset import subset_of
+from clipscale.data.shards.reader import subset_of
 from clipscale.tools.data.settings import IndexSettings
 
 
@@ -26,10 +26,11 @@ def main(sources: Sequence[str], settings: IndexSettings) -> int:
     subset = subset_of(settings.only_keys)
     outcomes = dict(tracked(index.update_indexes(urls, subset, workers=cores()), "indexing shards", len(urls)))
     known = index.current(urls, subset)
-    counts = [count for count in known.samples if count is not None]
-    say(f"{sum(counts)} samples in {len(counts)} shards, {format_bytes(known.size)}")
+    entries = known.entries.values()
+    samples, size = sum(entry.samples for entry in entries), sum(entry.size for entry in entries)
+    say(f"{samples} samples in {len(entries)} shards, {format_bytes(size)}")
     damage = [f"not indexed: {url}: {outcome}" for url, outcome in outcomes.items() if isinstance(outcome, str)]
-    damage += [f"{e.reason} after {e.samples} samples: {e.detail}" for e in known.damaged.values()]
+    damage += [f"{e.reason} after {e.samples} samples: {e.detail}" for e in entries if e.reason]
     for line in damage:
         say(line)
     return 1 if damage else 0

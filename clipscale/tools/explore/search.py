@@ -19,6 +19,7 @@ from clipscale.data.decode import IMAGE_TYPES, broken_pictures, image_bytes, ope
 from clipscale.data.sample import BrokenSampleError, limits
 from clipscale.data.shards.addresses import is_local
 from clipscale.data.shards.counts import count_samples
+from clipscale.data.shards.index import sample_offsets
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from clipscale.distributed.world import join
@@ -88,7 +89,8 @@ class Explorer:
         if url:
             make_index(url)
             store = Store(self.data)
-            for raw in read_shard(url, problem, lambda number: number == row, members, store=store, indexed=True):
+            raws = read_shard(url, problem, lambda n: n == row, members, store=store, offsets=sample_offsets)
+            for raw in raws:
                 if raw.index == row:
                     if raw.damage:
                         raise BrokenSampleError(raw.damage, raw.detail)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from clipscale.data.shards import remote
+from clipscale.data.shards import store
 from tests.data.shards.web import Web, serving
 
 
@@ -13,10 +13,10 @@ from tests.data.shards.web import Web, serving
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small shards take many requests, and retries hardly wait."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
-    monkeypatch.setattr(remote, "FIRST_BLOCK", 4096)
-    monkeypatch.setattr(remote, "LARGEST_BLOCK", 16384)
-    monkeypatch.setattr(remote, "LEAST", 1024)
-    monkeypatch.setattr(remote, "LONGEST_WAIT_S", 0.002)
+    monkeypatch.setattr(store, "FIRST_BLOCK", 4096)
+    monkeypatch.setattr(store, "LARGEST_BLOCK", 16384)
+    monkeypatch.setattr(store, "LEAST", 1024)
+    monkeypatch.setattr(store, "LONGEST_WAIT_S", 0.002)
 
 
 @pytest.fixture

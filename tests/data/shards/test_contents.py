@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from clipscale.common.errors import UserError
-from clipscale.data.shards.contents import unusable
+from clipscale.data.shards.reader import unusable
 from tests.data.files import Members, picture, write_tar
 from tests.data.streams import open_stream
 

@@ -12,7 +12,7 @@ import pytest
 
 from clipscale.config.data import DataConfig
 from clipscale.data.sample import RawSample
-from clipscale.data.shards import index, remote
+from clipscale.data.shards import index, store
 from clipscale.data.shards.listing import expand
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
@@ -68,11 +68,11 @@ def test_a_shard_that_changes_is_given_up(tmp_path: Path, web: Web, same_size: b
 def test_what_a_slow_server_has_sent_is_kept(tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 4 kB and more, of which a time limit leaves about 2."""
     path = write_shards(tmp_path, [7])[0]
-    monkeypatch.setattr(remote, "WAIT_S", 0.2)
+    monkeypatch.setattr(store, "WAIT_S", 0.2)
     web.faults = lambda number, _: "slow"
     samples, problem, _ = read(f"{web.url}/{path.name}")
     assert members(samples) == members(read(str(path))[0]), problem
-    assert len(web.requests) < path.stat().st_size / remote.LEAST, "it goes on behind what came"
+    assert len(web.requests) < path.stat().st_size / store.LEAST, "it goes on behind what came"
 
 
 def test_a_slow_storage_is_asked_for_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,15 +80,15 @@ def test_a_slow_storage_is_asked_for_less(tmp_path: Path, monkeypatch: pytest.Mo
     data = bytes(range(256)) * 20
     asked = []
 
-    async def slow(url: str, start: int, stop: int) -> tuple[bytes, remote.State]:
+    async def slow(url: str, start: int, stop: int) -> tuple[bytes, store.State]:
         asked.append(stop - start)
         await asyncio.sleep(0.00004 * (stop - start))
         return data[start:stop], (len(data), "")
 
-    monkeypatch.setattr(remote, "WAIT_S", 0.12)
-    monkeypatch.setattr(remote, "SLOWEST", 1 << 30)
-    monkeypatch.setattr(remote, "_from_file_system", slow)
-    assert remote.RemoteFile("s3://bucket/0.tar", Store()).read() == data
+    monkeypatch.setattr(store, "WAIT_S", 0.12)
+    monkeypatch.setattr(store, "SLOWEST", 1 << 30)
+    monkeypatch.setattr(store, "_from_file_system", slow)
+    assert store.RemoteFile("s3://bucket/0.tar", Store()).read() == data
     assert 4096 in asked and 1024 in asked, "the first had no answer"
 
 
@@ -105,8 +105,8 @@ def test_a_server_that_stays_away_ends_in_one_line(
     tmp_path: Path, web: Web, fault: str, last: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_shards(tmp_path, [40])[0]
-    monkeypatch.setattr(remote, "WAIT_S", 0.1)
-    monkeypatch.setattr(remote, "RETRIES", 2)
+    monkeypatch.setattr(store, "WAIT_S", 0.1)
+    monkeypatch.setattr(store, "RETRIES", 2)
     web.faults = lambda number, _: fault
     samples, problem, counts = read(f"{web.url}/{path.name}")
     assert not samples and problem.reason == "unreachable_shard" and counts.total() == 3, (problem, counts)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from clipscale.common.errors import UserError
-from clipscale.data.shards import index, subset
+from clipscale.data.shards import index
+from clipscale.data.shards.reader import subset_of
 from clipscale.tools.data.make_index import main as make_index
 from clipscale.tools.data.settings import IndexSettings
 from tests.data.files import picture, write_tar
@@ -80,14 +81,14 @@ def test_a_shard_or_list_that_changes_is_scanned_again(tmp_path: Path, monkeypat
     count = lambda: open_stream(full, batch=4, only_keys=str(file)).samples_per_epoch  # noqa: E731
     assert count() == 32
     with monkeypatch.context() as patch:
-        patch.setattr(subset.Subset, "scan", lambda *_: pytest.fail("scanned again"))
+        patch.setattr(index, "scan_shard", lambda *_: pytest.fail("scanned again"))
         assert count() == 32
     (full / "0.tar").unlink()
     assert count() == 22
     (full / "1.tar").write_bytes((full / "2.tar").read_bytes())
     assert count() == 30
     file.write_text("2-00\n2-01\n2-02\n2-03\n")
-    assert count() == 8 and index.current([str(full / "2.tar")], subset.subset_of(str(file))).samples[0]
+    assert count() == 8 and index.current([str(full / "2.tar")], subset_of(str(file))).entries
 
 
 @pytest.mark.parametrize(
