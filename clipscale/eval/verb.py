@@ -15,7 +15,7 @@ from clipscale.eval.run import ResultsFile, check, evaluate
 from clipscale.eval.suites import chosen_sets, suite_table
 from clipscale.launch import local
 from clipscale.log.sinks import Sinks
-from clipscale.log.table import plain_console, print_results
+from clipscale.log.table import print_results, show
 from clipscale.models.towers import load_any
 from clipscale.step.precision import Precision
 
@@ -71,7 +71,7 @@ def work(config: EvalRunConfig) -> Results:
                     title = folder.name if step is None else f"{folder.name}, step {step}"
                     print_results(results, f"{title}, {config.precision}")
                     if config.eval.suite != "none":
-                        plain_console().print(suite_table(config.eval.suite, chosen_sets(config.eval), results, title))
+                        show(suite_table(config.eval.suite, chosen_sets(config.eval), results, title))
                     if step is not None:
                         sinks.eval(step, results)
     finally:

@@ -1,13 +1,12 @@
 """Tables of text for the console, and evaluation results in that form."""
 
-from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from clipscale.common import files
 from clipscale.common.record import Results
@@ -20,43 +19,34 @@ NAME_WIDTH = 40
 """The first column is not wrapped up to this width: half of an 80-column terminal."""
 
 
-@dataclass(frozen=True)
-class TextTable:
-    """A table whose cells are text. Markup in cells is printed as it is."""
+class TextTable(NamedTuple):
+    """A table whose cells are text."""
 
     heads: Sequence[str]
-    """Empty strings: no header line."""
+    """Empty strings: no header line, and all columns are flush left. Else figures are flush right after the first."""
     rows: Sequence[Sequence[str]]
     """A row may end early."""
     title: str = ""
-    left: Container[str] = ()
-    """Heads of further text columns. Like the first column they are flush left; figures are flush right."""
-
-    def __rich_console__(self, *_: object) -> Iterator[Text | Table]:
-        if self.title:
-            yield Text(printable(self.title))
-        titled = any(self.heads)
-        table = Table(box=SIMPLE_HEAD if titled else None, show_header=titled, pad_edge=False, padding=(0, 1, 0, 0))
-        names = max((len(row[0]) for row in self.rows), default=0)
-        for column, head in enumerate(self.heads):
-            table.add_column(
-                Text(printable(head)),
-                justify="left" if column == 0 or head in self.left else "right",
-                no_wrap=column == 0 and names <= NAME_WIDTH,
-                overflow="fold",
-            )
-        for row in self.rows:
-            table.add_row(*(Text(printable(cell)) for cell in row))
-        yield table
 
 
-def plain_console() -> Console:
-    """The console for tables: a terminal at its own width, or a file, wide enough that nothing is cut."""
+def show(*tables: TextTable) -> None:
+    """Print tables at a terminal's own width; into a file so wide that nothing is cut. Markup is printed as it is."""
     clear()
     console = Console(highlight=False, emoji=False, markup=False)
     if not console.is_terminal:
         console.width = max(console.width, 160)
-    return console
+    for heads, rows, title in tables:
+        if title:
+            console.print(printable(title))
+        titled = any(heads)
+        names = max((len(row[0]) for row in rows), default=0)
+        table = Table(box=SIMPLE_HEAD if titled else None, show_header=titled, pad_edge=False, padding=(0, 1, 0, 0))
+        table.add_column(printable(heads[0]), no_wrap=names <= NAME_WIDTH, overflow="fold")
+        for head in heads[1:]:
+            table.add_column(printable(head), justify="right" if titled else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*map(printable, row))
+        console.print(table)
 
 
 def with_start(results: Results, start: Results) -> Results:
@@ -90,8 +80,7 @@ def result_tables(results: Results, title: str = "") -> list[TextTable]:
 
 def print_results(results: Results, title: str = "") -> None:
     """Print evaluation results as tables."""
-    for table in result_tables(results, title):
-        plain_console().print(table)
+    show(*result_tables(results, title))
 
 
 def _cell(metric: str, value: float) -> str:

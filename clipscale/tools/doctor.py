@@ -20,7 +20,7 @@ from clipscale.data.loader.memory import free_memory
 from clipscale.distributed.world import World, join, leave
 from clipscale.launch import local
 from clipscale.log.environment import environment
-from clipscale.log.table import TextTable, plain_console
+from clipscale.log.table import TextTable, show
 from clipscale.loss.api import contrastive_loss
 from clipscale.loss.reference import dense_contrastive_loss
 
@@ -43,7 +43,7 @@ def main(_: object = None) -> int:
             rows += [(level, check.__name__, message) for level, message in check()]
         except Exception as error:  # a check that fails is a problem, and the others go on
             rows.append(("problem", check.__name__, f"{type(error).__name__}: {first_line(error)}"))
-    plain_console().print(TextTable(("", "", ""), rows, left=("",)))
+    show(TextTable(("", "", ""), rows))
     return int(any(level == "problem" for level, *_ in rows))
 
 

@@ -1,6 +1,5 @@
 """Text of strangers is printed without obeying it: no control character, line break or markup reaches the terminal."""
 
-import io
 import logging
 import os
 import subprocess
@@ -10,12 +9,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from clipscale.cli.main import main
 from clipscale.common import terminal
 from clipscale.common.terminal import LONGEST, printable
-from clipscale.log.table import TextTable
+from clipscale.log.table import TextTable, show
 from tests.conftest import Cap
 from tests.support.terminals import on_terminal, screen
 
@@ -47,11 +45,9 @@ def test_a_warning_is_one_printable_line(capsys: Cap) -> None:
     assert line.isprintable()
 
 
-def test_a_table_shows_text_as_it_is() -> None:
-    out = io.StringIO()
-    table = TextTable((HOSTILE, "b"), [[(HOSTILE, "[bold]1[/bold]")]], title=HOSTILE)
-    Console(file=out, width=400).print(table)
-    shown = out.getvalue()
+def test_a_table_shows_text_as_it_is(capsys: Cap) -> None:
+    show(TextTable((HOSTILE, "b"), [(HOSTILE, "[bold]1[/bold]")], title=HOSTILE))
+    shown = capsys.readouterr().out
     assert "[bold]1[/bold]" in shown and "[red]b[/red]" in shown
     assert all(line.isprintable() for line in shown.split("\n"))
 

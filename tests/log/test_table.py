@@ -1,10 +1,9 @@
 """Tables of text, and of evaluation results."""
 
-import io
+import pytest
 
-from rich.console import Console
-
-from clipscale.log.table import TextTable, result_tables, with_start
+from clipscale.log.table import TextTable, result_tables, show, with_start
+from tests.conftest import Cap
 
 
 def test_tables_group_sets_by_their_metrics() -> None:
@@ -26,12 +25,15 @@ def test_a_set_that_a_run_began_with_has_its_start_its_end_and_the_difference() 
     assert with_start(other, start) == other, "of other metrics, and of another set"
 
 
-def test_nine_columns_fit_a_plain_terminal_and_markup_is_printed_as_it_is() -> None:
+def test_nine_columns_fit_a_plain_terminal_and_markup_is_printed_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: Cap
+) -> None:
     shares = {f"{direction}_r{k}": 1.0 for direction in ("image_to_text", "text_to_image") for k in (1, 5, 10)}
-    file = io.StringIO()
-    console = Console(file=file, width=80)
-    console.print(*result_tables({"flickr30k-test": shares | {"images": 31000, "captions": 155000, "broken": 0}}))
-    text = file.getvalue()
+    for name, value in {"FORCE_COLOR": "1", "TERM": "dumb"}.items():  # to rich a terminal of 80 columns
+        monkeypatch.setenv(name, value)
+    show(*result_tables({"flickr30k-test": shares | {"images": 31000, "captions": 155000, "broken": 0}}))
+    text = capsys.readouterr().out
     assert "flickr30k-test" in text and "155,000" in text and text.count("100.0") == 6, text
-    console.print(TextTable(["name", "count"], [("[bold]x[/bold]", "1"), ("short row",)], title="a [title]"))
-    assert "a [title]" in file.getvalue() and "[bold]x[/bold]      1" in file.getvalue()
+    show(TextTable(["name", "count"], [("[bold]x[/bold]", "1"), ("short row",)], title="a [title]"))
+    text = capsys.readouterr().out
+    assert "a [title]" in text and "[bold]x[/bold]      1" in text

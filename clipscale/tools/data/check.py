@@ -19,7 +19,7 @@ from clipscale.data.shards import index
 from clipscale.data.shards.addresses import leaf_of
 from clipscale.data.shards.reader import RULE, ReadProblem, read_shard, unusable
 from clipscale.data.shards.store import Store
-from clipscale.log.table import TextTable, plain_console
+from clipscale.log.table import TextTable, show
 from clipscale.tools.data.make_index import expanded
 from clipscale.tools.data.settings import CheckSettings
 
@@ -53,7 +53,7 @@ def main(sources: Sequence[str], settings: CheckSettings) -> int:
     if not samples:
         rows.append(("no sample", "", RULE))
     rows += [(reason, str(count), examples[reason]) for reason, count in broken.most_common()]
-    plain_console().print(TextTable(("", "", ""), rows + damaged, left=("",)))
+    show(TextTable(("", "", ""), rows + damaged))
     return int(not samples or bool(damaged) or not all(reason.startswith("filter_") for reason in broken))
 
 
