@@ -29,7 +29,6 @@ from clipscale.data.loader.stream import merge_positions
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.fsdp import reshard
 from clipscale.distributed.world import Later, World, join, leave
-from clipscale.eval.expected import compared
 from clipscale.eval.run import ResultsFile, evaluate
 from clipscale.eval.run import check as check_sets
 from clipscale.launch.run_lock import RunLock
@@ -38,7 +37,6 @@ from clipscale.log.metrics import MetricLog
 from clipscale.log.records import read_metrics
 from clipscale.log.step_record import StepRecords
 from clipscale.log.table import print_results, with_start
-from clipscale.log.warnings import fallen
 from clipscale.models.flops import Flops
 from clipscale.state.start import begin, resolve
 from clipscale.step.optim import Schedule, largest_rms
@@ -186,8 +184,6 @@ class Run:
         if self.world.main:
             folder = self.resolved.folder
             print_results(with_start(results, self.at_start()), f"{folder.name}, step {self.step}, {config.precision}")
-            if line := compared(config.expected, results):
-                tell(line)
             tell(f"done: {folder} (step {self.step}, loss {self.loss:.4f}); clipscale report {config.run} shows it")
         return {"run": str(self.resolved.folder), "step": self.step, "loss": self.loss, "eval": results}
 
@@ -342,8 +338,6 @@ class Run:
         reshard(state.model)
         if self.records.log:
             self.records.log.eval(self.step, results)
-            for line in fallen(self.at_start(), results):
-                tell(f"warning: {line}")
         return results
 
     def at_start(self) -> Results:

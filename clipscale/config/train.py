@@ -15,7 +15,6 @@ from clipscale.common.record import Record
 from clipscale.common.units import format_count, nearest, parse_count, run_folder, unused
 from clipscale.config import sections
 from clipscale.config.data import DataConfig
-from clipscale.config.expected import bands_of
 from clipscale.config.parse import MEANT
 from clipscale.config.secrets import hidden
 from clipscale.config.setting import differing, setting
@@ -66,10 +65,6 @@ class TrainConfig:
     log: sections.LogConfig = field(default_factory=sections.LogConfig)
     checkpoint: sections.CheckpointConfig = field(default_factory=sections.CheckpointConfig)
     launch: sections.LaunchConfig = field(default_factory=sections.LaunchConfig)
-    expected: Record = setting(
-        {},
-        "What a preset's run should end with, SET.METRIC: [LOW, HIGH] in percent, and the `source`; said at the end.",
-    )
 
 
 def shared(batch: int, count: int, among: str, remedy: str = "") -> None:
@@ -152,7 +147,6 @@ def check(config: TrainConfig) -> None:
         if made:
             raise UserError(mistake)
     total_samples(config.stages, config.samples, config.epochs)
-    bands_of(config.expected)
     procs = config.launch.procs
     for stage in stages_of(config):
         shared(stage.batch, procs or 1, f"launch.procs={procs} processes")

@@ -4,29 +4,12 @@ import math
 from collections.abc import Sequence
 from statistics import mean, median
 
-from clipscale.common.record import Record, Results
+from clipscale.common.record import Record
 
 WINDOW, FIRST = 50, 10
 """Steps that are looked at, and the first ones, which start kernels, compilers and workers."""
 SPIKES_FROM = 2.3
 """The RMS of g / sqrt(v) from which AdamW's loss spikes some steps later (Wortsman et al. 2023, arXiv 2304.13013)."""
-
-FALLEN = 0.02
-"""From so far below its start on, a score of a run from weights is warned of."""
-
-
-def fallen(start: Results, results: Results) -> list[str]:
-    """A line for each score that is below that of the weights which a run began with. Both: set -> metric -> value."""
-    lines = []
-    for name, metrics in results.items():
-        for metric in ("top1", "image_to_text_r1", "text_to_image_r1"):
-            lost = start.get(name, {}).get(metric, 0) - metrics.get(metric, 0)
-            if lost > FALLEN:
-                lines.append(
-                    f"{name}: {metric} is {100 * metrics[metric]:.1f}, {100 * lost:.1f} points below the start. A "
-                    "lower optim.lr, layer_decay, model.lora or fewer trained groups keep more of it"
-                )
-    return lines
 
 
 def warnings_of(records: Sequence[Record], settings: Record) -> dict[str, str]:

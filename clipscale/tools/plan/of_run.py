@@ -25,7 +25,14 @@ FILE = "plan.json"
 """In a run's folder: its plan beside what it has measured."""
 FIRST = 2
 """The step from which on a run is compared: the first creates the optimizer's state and DDP's buckets."""
-GONE = ("data.decode", "eval.loss_batch", "optim.warm_statistics")
+GONE = (
+    "data.augment.greyscale",
+    "data.augment.jitter",
+    "data.decode",
+    "expected",
+    "eval.loss_batch",
+    "optim.warm_statistics",
+)
 """Settings of earlier versions, which their runs' files have."""
 
 

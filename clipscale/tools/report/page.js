@@ -29,21 +29,10 @@ function smoothed(values, share) {
   });
 }
 
-// The range in which the end of a curve is expected, from one end of the axis to the other.
-function band(chart, axis) {
-  if (!chart.band) return [];
-  const ends = shown().flatMap((run) => chart.runs[run].points[axis]);
-  const x = [Math.min(...ends), Math.max(...ends)];
-  const color = style(document.querySelector(".band"));
-  const edge = { x, mode: "lines", line: { width: 1, color }, hoverinfo: "skip", name: "expected end" };
-  const fill = { fill: "tonexty", fillcolor: color.replace("rgb(", "rgba(").replace(")", ", 0.15)") };
-  return [{ ...edge, y: [chart.band[0], chart.band[0]] }, { ...edge, ...fill, y: [chart.band[1], chart.band[1]] }];
-}
-
 function lines(chart) {
   const axis = id("axis").value;
   const share = Number(id("smooth").value) / 100;
-  const traces = band(chart, axis);
+  const traces = [];
   const many = shown().length > 7;
   for (const run of shown()) {
     const { points, means } = chart.runs[run];

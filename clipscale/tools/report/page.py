@@ -109,7 +109,7 @@ def charts_of(runs: Sequence[Run]) -> list[Record]:
     batches = {record["batch"] for run in runs for record in run.records}
     title = loss_title(batches, {run.settings.get("loss.objective", "softmax") for run in runs})
     loss = [chart | {"title": title.capitalize()} for chart in charts[:1] if title]
-    evaluations = [chart for key in keys if key.startswith("eval/") for chart in evaluation_chart(key, runs)]
+    evaluations = [chart for key in keys if key.startswith("eval/") for chart in evaluation_chart(key)]
     for number, chart in enumerate(evaluations):
         chart["more"] = number >= FIRST
     return [*loss, *evaluations, *charts[1:]]
@@ -124,15 +124,13 @@ def loss_title(batches: Set[int], objectives: Set[str]) -> str:
     return "" if "sigmoid" in objectives else "loss less ln(batch)"
 
 
-def evaluation_chart(key: str, runs: Sequence[Run]) -> list[Record]:
-    """The chart of `eval/SET/METRIC`, with the `band` where it should end, if the settings of a run say so."""
+def evaluation_chart(key: str) -> list[Record]:
+    """The chart of `eval/SET/METRIC`."""
     name, metric = key.removeprefix("eval/").rsplit("/", 1)
     chart = {"evaluation": True, "key": key}
     if metric not in FIGURES["plain"]:
         chart |= {"unit": "%", "per": 0.01, "zero": True}
-    for run in runs:
-        chart |= run.expected.get(key, {})
-    title = FIGURES["evaluations"].get(metric, metric.replace("_", " ") if "band" in chart else "")
+    title = FIGURES["evaluations"].get(metric)
     return [chart | {"title": f"{name}, {title}"}] if title else []
 
 

@@ -10,10 +10,8 @@ from clipscale.common.errors import UserError
 from clipscale.common.terminal import printable
 from clipscale.common.units import run_folder
 from clipscale.config.eval import existing_run
-from clipscale.config.expected import SOURCE, bands_of
 from clipscale.config.parse import as_typed
 from clipscale.config.setting import flat
-from clipscale.eval.expected import labels_of
 from clipscale.log.records import Record, read_evaluations, read_metrics
 
 
@@ -30,8 +28,6 @@ class Run:
     rows: list[Record]
     settings: dict[str, str]
     """As one types them."""
-    expected: dict[str, Record]
-    """`eval/SET/METRIC` -> the `band` in which it should end, in per cent, and its `source`."""
     environment: Record
 
 
@@ -66,15 +62,9 @@ def _read(folder: Path) -> Run:
             row |= {f"eval/{name}/{metric}": value for metric, value in metrics.items()}
         rows.append(row)
     config = _content(folder / "config.yaml")
-    foreseen = config.pop("expected", {})
-    expected: dict[str, Record] = {}
-    for key, band in bands_of(foreseen).items():
-        name, _, metric = key.rpartition(".")
-        of = {"band": band, "source": foreseen.get(SOURCE, "")}
-        expected |= {f"eval/{label}/{metric}": of for label in labels_of(name)}
     settings = {name: as_typed(value) for name, value in flat(config)}
     environment = _content(folder / "env.json")
-    return Run(folder.resolve().name, folder, records, evaluations, rows, settings, expected, environment)
+    return Run(folder.resolve().name, folder, records, evaluations, rows, settings, environment)
 
 
 def _content(path: Path) -> Record:

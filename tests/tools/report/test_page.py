@@ -118,36 +118,28 @@ def plain(html: str) -> str:
     return " ".join(unescape(re.sub(r"<script.*?</script>|<style.*?</style>|<[^>]*>", " ", html, flags=re.S)).split())
 
 
-EXPECTED = {"imagenet1k.top1": [18.5, 20.0], "source": "a paper"}
-
-
-@pytest.mark.parametrize(("top1", "place"), [(0.183, "below"), (0.1996, "within"), (0.213, "above")])
-def test_scores_come_first_with_what_was_expected(tmp_path: Path, top1: float, place: str) -> None:
+def test_scores_come_first(tmp_path: Path) -> None:
     sizes = {"mem_peak_bytes": 1.5 * 2**30, "host_rss_bytes": 20.0 * 2**20}
-    run = make_run(tmp_path / "a", [5.0, 4.0], 64, expected=EXPECTED, samples_per_s_wall=128 / 367, **sizes)
-    evaluate(run, 2, {"imagenet1k": {"top1": top1, "images": 10}, "mine": {"image_to_text_r1": 0.5, "loss": 2.0}})
+    run = make_run(tmp_path / "a", [5.0, 4.0], 64, samples_per_s_wall=128 / 367, **sizes)
+    evaluate(run, 2, {"imagenet1k": {"top1": 0.1996, "images": 10}, "mine": {"image_to_text_r1": 0.5, "loss": 2.0}})
     html = write_report([run]).read_text()
     text = plain(html)
-    score = f"imagenet1k, top-1 {100 * top1:.1f} % {place} 18.5 to 20, the expected end"
-    cards = f"report a {score} mine, image→text R@1 50.0 % mine, held-out loss 2 Loss 4 Samples 128 Steps 2 "
-    assert f"{cards}Training time 6 min 7 s GPU memory 1.50 GiB Host memory 20.0 MiB" in text
+    scores = "report a imagenet1k, top-1 20.0 % mine, image→text R@1 50.0 % mine, held-out loss 2 Loss 4 "
+    assert f"{scores}Samples 128 Steps 2 Training time 6 min 7 s GPU memory 1.50 GiB Host memory 20.0 MiB" in text
     charts = data_of(html)["charts"]
     drawn = [chart["key"] for chart in charts if chart["drawn"]]
     assert drawn == ["loss", "mem_peak_bytes", "host_rss_bytes"], "one measured point is a number"
-    assert [chart["band"] for chart in charts if "band" in chart] == [[18.5, 20.0]]
 
 
 def test_several_runs_begin_with_a_table_of_their_ends(tmp_path: Path) -> None:
     for number in range(3):
-        run = make_run(
-            tmp_path / f"runs/r{number}", [5.0, 4.0], 64, expected=EXPECTED, data={"train": ["a", {"b": number}]}
-        )
+        run = make_run(tmp_path / f"runs/r{number}", [5.0, 4.0], 64, data={"train": ["a", {"b": number}]})
         evaluate(run, 2, {"imagenet1k": {"top1": 0.18 + 0.01 * number}})
     html = write_report([tmp_path / "runs"]).read_text()
     assert '<dl class="facts">' not in html, "no lonely card"
     text = plain(html)
     assert "report 3 runs Runs run imagenet1k, top-1 Loss samples steps time" in text
-    assert "r0 18.0 % below 4 128 2 0 s r1 19.0 % within 4 128 2 0 s r2 20.0 % within 4 128 2 0 s" in text
+    assert "r0 18.0 % 4 128 2 0 s r1 19.0 % 4 128 2 0 s r2 20.0 % 4 128 2 0 s" in text
     assert "Settings that differ run data.train r0 [a,{b:0}] r1 [a,{b:1}] r2 [a,{b:2}] Axis" in text
 
 
