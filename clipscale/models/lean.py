@@ -3,6 +3,7 @@
 - Queries, keys and values are views of one projection, which `scaled_dot_product_attention` takes without a copy.
 - A causal mask is a flag, not a matrix, and follows the length of the captions.
 - The last block computes the pooled token alone. Of all other tokens it needs the keys and values.
+- On a GPU, patches are embedded by a matrix product: cuDNN has no fast convolution for three channels.
 - Under autocast, layer norms of half-precision values read and write these. Autocast by itself would make float32
   copies of both.
 
@@ -120,6 +121,38 @@ class LeanNorm(Successor, LayerNorm):
         gain, bias = (p if p is None or x.device.type == "cpu" else p.to(x.dtype) for p in (self.weight, self.bias))
         with torch.autocast(x.device.type, enabled=False):
             return F.layer_norm(x, self.normalized_shape, gain, bias, self.eps)
+
+
+class LeanPatches(Successor, nn.Conv2d):
+    """A convolution whose windows do not overlap, over (N, C, H, W). C: channels, P: side of a window."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x) if x.is_cuda else super().forward(x)
+
+    def product(self, x: Tensor) -> Tensor:
+        """(N, C, H, W) -> (N, W, H / P, W / P), the transposed rows of one matrix product."""
+        rows, columns = (size // side for size, side in zip(x.shape[2:], self.kernel_size, strict=True))
+        x = x[:, :, : rows * self.kernel_size[0], : columns * self.kernel_size[1]]
+        x = x.unflatten(3, (columns, -1)).unflatten(2, (rows, -1)).permute(0, 2, 4, 1, 3, 5).flatten(3)
+        return F.linear(x, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+
+
+def embed_patches_by_product(encoder: nn.Module) -> None:
+    """Replace an encoder's convolution by `LeanPatches`, where it is the only one and its windows do not overlap."""
+    found = [
+        (module, name, child)
+        for module in encoder.modules()
+        for name, child in module.named_children()
+        if isinstance(child, nn.Conv2d)
+    ]
+    if len(found) == 1:
+        parent, name, patches = found[0]
+        if (
+            type(patches) is nn.Conv2d
+            and patches.stride == patches.kernel_size
+            and patches.padding in ((0, 0), "valid")
+        ):
+            setattr(parent, name, LeanPatches(patches))
 
 
 class LeanVision(Successor, VisionTransformer):

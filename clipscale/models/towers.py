@@ -31,6 +31,7 @@ from clipscale.data.eval_transform import EvalTransform
 from clipscale.models import lora
 from clipscale.models.families import family_of
 from clipscale.models.groups import lock, rate_factors
+from clipscale.models.lean import embed_patches_by_product
 from clipscale.models.tokenizer import Tokenizer, tokenizer_of
 from clipscale.models.weights import described, interpolated, without_weights
 from clipscale.models.weights import load as load_weights
@@ -297,6 +298,7 @@ def build_model(config: ModelConfig, *, lean: bool = True, tokenizer: Tokenizer 
         encoders.set_grad_checkpointing(True)
     if lean:
         encoders.visual = family_of(encoders.visual).shorter(encoders.visual)
+        embed_patches_by_product(encoders.visual)
         encoders.text = family_of(encoders.text).shorter(encoders.text)
     tokenizer = tokenizer or tokenizer_of(config.name, description["text_cfg"])
     model = ClipModel(encoders, description["embed_dim"], config, tokenizer)

@@ -9,7 +9,7 @@ import torch
 from open_clip.model import CustomTextCLIP
 from torch import Tensor, nn
 
-from clipscale.models.lean import LeanText, LeanVision, lean
+from clipscale.models.lean import LeanPatches, LeanText, LeanVision, embed_patches_by_product, lean
 from tests.support.towers import architecture
 
 SIDE, WORDS, VOCABULARY = 12, 9, 60
@@ -143,3 +143,28 @@ def test_other_towers_keep_their_own_forward() -> None:
     ):
         reference, ours = both(description)
         assert (type(ours.visual), type(ours.text)) == (type(reference.visual), type(reference.text))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("size", [(12, 12), (13, 10)])
+def test_patches_by_a_matrix_product_are_those_of_the_convolution(size: tuple[int, int], bias: bool) -> None:
+    """Pixels beyond the last whole patch are left out by both."""
+    encoder = nn.Sequential(nn.Conv2d(3, 7, 4, 4, bias=bias)).double()
+    pixels = torch.randn(2, 3, *size, dtype=torch.float64)
+    required = encoder(pixels)
+    upstream = torch.randn_like(required)
+    gradients = torch.autograd.grad(required, list(encoder.parameters()), upstream)
+    embed_patches_by_product(encoder)
+    patches = encoder[0]
+    assert isinstance(patches, LeanPatches)
+    actual = patches.product(pixels)
+    torch.testing.assert_close(actual, required, rtol=1e-12, atol=1e-12)
+    for one, other in zip(torch.autograd.grad(actual, list(encoder.parameters()), upstream), gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_only_convolutions_without_overlap_are_replaced() -> None:
+    for convolutions in ([nn.Conv2d(3, 4, 3, 2)], [nn.Conv2d(3, 4, 2, 2), nn.Conv2d(4, 4, 2, 2)]):
+        encoder = nn.Sequential(*convolutions)
+        embed_patches_by_product(encoder)
+        assert list(encoder) == convolutions
