@@ -39,6 +39,7 @@ from clipscale.log.step_record import StepRecords
 from clipscale.log.table import print_results, with_start
 from clipscale.models.flops import Flops
 from clipscale.state.start import begin, resolve
+from clipscale.step.compiled import compile_towers, try_compiled, worth_compiling
 from clipscale.step.optim import Schedule, largest_rms
 from clipscale.step.pass_contexts import note_statistics
 
@@ -104,6 +105,7 @@ class Run:
         if self.step < self.total:
             world.on_main(lambda: checkpoint.check_room(self.resolved.folder, self.state.saved_bytes()))
         flops = Flops(self.config.model, self.state.model, world.device, self.config.data.texts_per_step)
+        self.compile(flops)
         self.records = StepRecords(self.open_log() if world.main else None, world.size, flops, self.stream)
         self.saver = checkpoint.Saver(self.resolved.folder, world, self.config.checkpoint)
         if config.resume in ("auto", "none"):  # the step is another run's otherwise
@@ -117,6 +119,19 @@ class Run:
         self.agreement = Later(torch.tensor([0, 0]))
         """What all ranks agree on in a step: the chunks of captions, and whether it is time for a checkpoint."""
         self.state.cache.before_chunk = self.between_chunks
+
+    def compile(self, flops: Flops) -> None:
+        """Compile the towers where the settings say so, or where the rest of the run repays it."""
+        config, state, world = self.config, self.state, self.world
+        left = (self.total - self.step) * self.config.batch / world.size * flops.per_sample()
+        if not worth_compiling(config.model.compile, left, flops.peak):
+            return
+        doing("compiling the towers")
+        compile_towers(state.model, lengths_vary=state.captions.pad is not None)
+        chunks = state.chunks["image"], state.chunks["text"]
+        problem = try_compiled(state.model, chunks, state.precision, world)
+        if problem and world.main:
+            tell(f"warning: model.compile={config.model.compile}: the towers run without compiled code ({problem})")
 
     def open_log(self) -> MetricLog:
         """The log of this start, on rank 0, and what the user should know of it."""
@@ -219,7 +234,7 @@ class Run:
         images, texts = self.inputs(batch)
         self.texts = texts
         if not self.slowest_s:
-            doing(f"step {self.step + 1}, the first of this start" + ", compiles" * self.config.model.compile)
+            doing(f"step {self.step + 1}, the first of this start")
         self.stream.waited_s()  # before the parts of the step, of which waiting is a share
         with self.phase(phases, "encode"):
             features = cache.encode(state.past_trunk("image", images), state.past_trunk("text", texts))

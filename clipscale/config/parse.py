@@ -90,7 +90,7 @@ def converted(setting: Setting, value: Any) -> Any:
 def scalar(kind: type, key: str, value: Any) -> Any:
     """A value as bool, int, float or str. Raises UserError."""
     if kind is str and isinstance(value, bool | int | float | str):
-        return str(value)
+        return str(value).lower() if isinstance(value, bool) else str(value)
     if kind is bool and isinstance(value, bool):
         return value
     if kind is int and isinstance(value, str):

@@ -278,7 +278,11 @@ class ModelConfig:
         choices=("sync", "frozen"),
     )
     patch_dropout: float = setting(0.0, "Share of image patches dropped in training.", least=0, below=1)
-    compile: bool = setting(False, "Compile the towers with torch.compile.")
+    compile: str = setting(
+        "auto",
+        "Compile the towers' blocks with torch.compile; `auto`: on a GPU, for runs of a quarter of an hour or more.",
+        choices=("auto", "true", "false"),
+    )
     init_scale: float | None = setting(
         None, "Initial logit scale (the factor, not its logarithm); null: the architecture's, 1/0.07 for CLIP.", above=0
     )

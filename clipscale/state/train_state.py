@@ -3,8 +3,10 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +27,7 @@ from clipscale.config.sections import MAX_LOGIT_SCALE
 from clipscale.config.train import TrainConfig
 from clipscale.data.columns import KEYS
 from clipscale.data.features import TeacherFeatures
-from clipscale.distributed.fsdp import blocks, replicate_state, sharded_as
+from clipscale.distributed.fsdp import replicate_state, sharded_as
 from clipscale.distributed.world import World, gradient_norm
 from clipscale.loss.api import contrastive_loss, distillation_loss
 from clipscale.loss.machine import Machine
@@ -33,7 +35,7 @@ from clipscale.loss.objectives import OBJECTIVES
 from clipscale.models.tokenizer import Tokenizer
 from clipscale.models.towers import ClipModel, Projection, build_model, fit_positions, unit_rows
 from clipscale.step.captions import CaptionRule
-from clipscale.step.chunk_sizes import agreed_chunk_sizes
+from clipscale.step.chunk_sizes import agreed_chunk_sizes, random_captions, random_pixels
 from clipscale.step.ema import WeightAverage
 from clipscale.step.grad_cache import Chunked, GradCache
 from clipscale.step.kept_graphs import KeepBudget
@@ -93,20 +95,6 @@ class TrainState:
         towers |= {name: Projection(towers[name]) for name in self.trunks}  # type: ignore[arg-type]
         for tower in towers.values():
             self.precision.store(tower)
-        if config.model.compile:
-            # A function with more variants than this falls back to eager, whose random numbers differ from the compiled
-            # ones.
-            torch._dynamo.config.recompile_limit = 64
-            torch._dynamo.config.optimize_ddp = False  # no graph is cut at a bucket: gradients are summed once a step
-            for name, tower in (("image", self.model.image), ("text", self.model.text)):
-                # Chunks of pictures have few sizes. torch 2.11 fails where one graph of an image tower is for all.
-                dynamic = name == "text" and self.captions.pad is not None
-                if config.launch.parallel != "ddp" and world.size > 1:
-                    for block in blocks(tower):  # FSDP2 gathers weights around them, which no graph contains
-                        block.forward = torch.compile(block.forward, dynamic=dynamic)
-                    continue
-                called = tower.encoder if name in self.trunks else tower  # a frozen trunk runs without its projection
-                called.compile(dynamic=dynamic)
         parallel = config.launch.parallel
         encoders = [world.wrap(tower, parallel, self.precision.dtype) for tower in towers.values()]
         earlier = checkpoint.read_values(saved)["chunks"] if saved and not stage else {}
@@ -129,15 +117,11 @@ class TrainState:
 
     def chunk_sizes(self, earlier: Record) -> Record:
         """Samples per chunk of the `image` and `text` tower, and their `device`; `earlier`: the checkpoint's."""
-        side, length, device = self.model.image_size, self.model.context_length, self.world.device
-
-        def pixels(n: int) -> Tensor:
-            return torch.randint(0, 256, (n, 3, side, side), dtype=torch.uint8, device=device)
-
-        def tokens(n: int) -> Tensor:
-            return torch.randint(1, 100, (n, length), device=device)
-
-        towers = {"image": (self.model.image, pixels), "text": (self.model.text, tokens)}
+        model, device = self.model, self.world.device
+        towers: Any = {
+            "image": (model.image, partial(random_pixels, model, device=device)),
+            "text": (model.text, partial(random_captions, model, device=device)),
+        }
         with self.precision.autocast():
             local_batch = self.config.batch // self.world.size
             texts = self.config.data.texts_per_step

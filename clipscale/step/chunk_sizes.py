@@ -12,6 +12,7 @@ from clipscale.common.record import Record
 from clipscale.common.rng import RandomState
 from clipscale.config.sections import CacheConfig
 from clipscale.distributed.world import World
+from clipscale.models.towers import ClipModel
 from clipscale.step.pass_contexts import batch_norms
 
 CPU_CHUNK = 256
@@ -79,6 +80,17 @@ def agreed_chunk_sizes(
             size = min(world.gather(fastest))
         sizes[name] = size
     return sizes
+
+
+def random_pixels(model: ClipModel, count: int, device: torch.device) -> Tensor:
+    """Inputs of the image tower: (count, 3, side, side) uint8."""
+    side = model.image_size
+    return torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8, device=device)
+
+
+def random_captions(model: ClipModel, count: int, device: torch.device) -> Tensor:
+    """Inputs of the text tower: (count, context length) int64."""
+    return torch.randint(1, 100, (count, model.context_length), device=device)
 
 
 def find_chunk(rate: Callable[[int], float], local_batch: int, device: torch.device, *, keep: bool) -> int:
