@@ -17,7 +17,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
-GPU := gpu-right gpu-loss gpu-train gpu-compiled gpu-step gpu-memory gpu-data gpu-largest
+GPU := gpu-first gpu-second gpu-right gpu-loss gpu-train gpu-compiled gpu-step gpu-memory gpu-data gpu-largest
 MORE := gpu-loss-widths gpu-step-large gpu-memory-1m gpu-largest-encoded
 .PHONY: demo test lint docs clean install wheels gpu gpu-more $(GPU) $(MORE)
 
@@ -105,6 +105,19 @@ COMPILED = cache,compiled,plain@$(1),compiled-plain@$(1),compiled-open_clip
 gpu-compiled:
 	$(call step,compiled-b16,290) model=vit-b16 chunk=256 batch=8k repeats=2 methods=$(call COMPILED,768) $(SMALLER_STEP)
 	$(call step,compiled-b32,290) model=vit-b32 chunk=512 batch=16k repeats=2 methods=$(call COMPILED,2k) $(SMALLER_STEP)
+
+# The first minutes of a GPU, and the next ones: where a step's time goes, kernel by kernel; what compiling and kept graphs gain.
+gpu-first:
+	$(call step,first-b16,160) model=vit-b16 chunk=256 batch=768 repeats=3 profile=40 methods=plain,compiled-plain,keep,compiled-keep,open_clip-plain $(SMALLER_STEP)
+	$(call step,first-l14,120) model=vit-l14 chunk=64 batch=256 repeats=3 profile=40 methods=plain,compiled-plain,keep,open_clip-plain $(SMALLER_STEP)
+	$(call step,first-l14-cached,150) model=vit-l14 chunk=128 batch=4k repeats=1 methods=cache,compiled,keep-40G,open_clip $(SMALLER_STEP)
+	$(call step,first-h14,90) model=vit-h14 chunk=64 batch=128 repeats=2 profile=40 methods=plain,compiled-plain $(SMALLER_STEP)
+
+gpu-second:
+	$(CLIPSCALE) data demo
+	$(call predicted,b16-1k,60,model=vit-b16 batch=1k samples=12k)
+	$(call predicted,b16-1k-keep,60,model=vit-b16 batch=1k samples=12k cache.keep=64G)
+	$(call predicted,b16-1k-compiled,80,model=vit-b16 batch=1k samples=12k model.compile=true)
 
 gpu-step-large:
 	$(call step,vit-b32-large,590) model=vit-b32 chunk=512 batch=256k repeats=1 methods=plain@2k,cache,keep-50G,frozen,compiled $(SMALLER_STEP)

@@ -10,11 +10,12 @@ plain` compares seconds a sample with plain's at the same batch, or else at its 
     cache, keep-20G          the gradient cache; with memory for 20 GiB of graphs (keep: for all)
     open_clip                its accumulation over chunks
     frozen-                  with a frozen image tower (plain, cache, keep)
-    compiled-                both towers under torch.compile
+    compiled-                the towers' blocks under torch.compile
     unsorted-, unlean-       cache: captions as wide as the context; and with open_clip's own forward passes
 """
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
@@ -38,6 +39,7 @@ from clipscale.data.loader.shard_stream import lengths
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.models.flops import Flops
 from clipscale.models.towers import architecture, build_model
+from clipscale.step.compiled import compile_towers
 from clipscale.step.precision import Precision
 
 DEFAULTS = {
@@ -48,6 +50,7 @@ DEFAULTS = {
     "precision": "fp32",  # or bf16 (autocast)
     "device": "auto",
     "repeats": 5,
+    "profile": 0,  # the slowest kernels to record of one more step, with the time of each kind
     "out": "runs/bench",
 }
 KINDS = ("frozen", "compiled", "unsorted", "unlean")
@@ -93,8 +96,7 @@ class Step:
         with self.device:  # drawing a large model's weights on a CPU takes longer than timing it
             self.model = build_model(self.config, lean=self.kind != "unlean").to(self.device)
         if self.kind == "compiled":
-            self.model.image.compile(dynamic=False)
-            self.model.text.compile()
+            compile_towers(self.model, lengths_vary=not self.base.endswith("plain"))
         keep = self.base.removeprefix("keep").removeprefix("-")
         keep_bytes: float = math.inf
         if self.base == "cache":
@@ -232,8 +234,45 @@ def measure(**job: Any) -> list[Row]:
     row |= {"memory": {batch: first.growth()}, "peak_bytes": first.growth()}
     row["parts"] = {f"{part}_s": value for part, value in meters[-1].seconds.items()}
     row["parts"] |= {f"mem_{part}_bytes": first.peak[part] - first.before[part] for part in first.peak}
+    row["chunk"] = step.chunk
+    row["kept_graphs"] = [tower.graphs.count for tower in step.cache.towers]
+    if job["profile"]:
+        row["profile"] = profiled(step, batch, job["profile"])
     row["parts"]["features_bytes"] = 2 * 4 * step.model.width * batch  # float32, of both towers
     return [row]
+
+
+KERNELS = {
+    "attention": r"flash|fmha|attention|sdpa|compute_dot_do_o|convert_dq",
+    "convolution": r"conv(?!ert)|implicit|nchw",
+    "product": r"gemm|nvjet|cutlass|xmma|cublas|wgmma|splitK|aten::(add)?mm|aten::bmm",
+    "norm": r"layer_norm|LayerNorm|GammaBeta",
+    "gelu": r"[Gg]elu",
+    "sum": r"reduce_kernel|aten::sum",
+    "copy": r"[Mm]emcpy|copy|Cat|aten::cat|stack|clone|transpose",
+    "other": r"",
+}
+"""Kinds of kernels by patterns of their names; the first that fits."""
+
+
+def profiled(step: Step, batch: int, most: int) -> Row:
+    """Milliseconds of one step by kind of kernel, and of the `most` slowest: [name, calls, ms]."""
+    on_gpu = step.device.type == "cuda"
+    step.clear()
+    inputs = step.inputs(batch)
+    activities = [torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        step.run(inputs, lambda part: None)
+        if on_gpu:
+            torch.cuda.synchronize()
+    of = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    spent = [[row.key[:120], row.count, round(getattr(row, of) / 1e3, 3)] for row in profile.key_averages()]
+    # Named ranges repeat what the kernels inside them take.
+    spent = sorted((row for row in spent if row[2] and ":" not in row[0].split("::")[0]), key=lambda row: -row[2])
+    kinds = dict.fromkeys(KERNELS, 0.0)
+    for name, _, took in spent:
+        kinds[next(kind for kind, pattern in KERNELS.items() if re.search(pattern, name))] += took
+    return {"kinds_ms": {kind: round(took, 2) for kind, took in kinds.items()}, "kernels": spent[:most]}
 
 
 def compare(rows: list[Row]) -> None:
