@@ -191,7 +191,7 @@ def test_python_blocks_work() -> None:
 
 
 def test_every_flag_of_open_clip_has_a_setting() -> None:
-    """The page about moving names its flags, and settings that there are; the command line answers with these, too."""
+    """The page about moving names its flags, and settings that there are; the command line suggests these, too."""
     flags = (Path(pytest.importorskip("open_clip_train").__file__).parent / "params.py").read_text()
     known = {*settings_of(TrainConfig), *group_options()}
     for reference, ours in re.findall(r"^\| (`--.*?) \| (.*?) \|", PAGES["docs/howto/open-clip.md"], re.M):

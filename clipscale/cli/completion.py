@@ -4,8 +4,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from clipscale.cli.flags import FLAGS
-from clipscale.cli.verbs import VERBS, split_verb
+from clipscale.cli.verbs import FLAGS, VERBS, split_verb
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.units import one_of

@@ -19,7 +19,6 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from clipscale.cli.flags import refuse_flags
 from clipscale.cli.verbs import VERBS
 from clipscale.common import files
 from clipscale.common.errors import UserError
@@ -35,11 +34,11 @@ from clipscale.models.sources import settled
 
 class Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UserError(message)
+        raise UserError(f"{message}; settings are KEY=VALUE; those of open_clip's flags: docs/howto/open-clip.md")
 
 
-def parse(name: str, argv: Sequence[str]) -> Namespace:
-    """Flags (multirun, cfg, check, config_dir) and `words` of a verb: settings, and plain words such as shards.
+def parse(argv: Sequence[str]) -> Namespace:
+    """Flags (FLAGS) and `words` of a verb: settings, and plain words such as shards.
 
     Raises UserError.
     """
@@ -49,7 +48,6 @@ def parse(name: str, argv: Sequence[str]) -> Namespace:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--config-dir")
     parser.add_argument("words", nargs="*")
-    refuse_flags(name, argv, settings_of(VERBS[name].settings))
     return parser.parse_intermixed_args(argv)
 
 

@@ -81,7 +81,7 @@ def run(argv: list[str]) -> int:
     from clipscale.cli import compose  # imports Hydra
 
     verb = VERBS[name]
-    line = compose.parse(name, words)
+    line = compose.parse(words)
     if line.multirun:
         from clipscale.cli import sweep
 

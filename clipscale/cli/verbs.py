@@ -17,6 +17,9 @@ from clipscale.tools.plan import settings as plan
 from clipscale.tools.report.settings import ReportSettings
 
 
+FLAGS = ("--multirun", "--cfg", "--check", "--config-dir")
+
+
 @dataclass(frozen=True)
 class Verb:
     """What one command does."""
