@@ -16,7 +16,6 @@ from clipscale.tools.export.settings import ExportSettings
 from clipscale.tools.plan import settings as plan
 from clipscale.tools.report.settings import ReportSettings
 
-
 FLAGS = ("--multirun", "--cfg", "--check", "--config-dir")
 
 
