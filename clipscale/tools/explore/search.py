@@ -26,6 +26,7 @@ from clipscale.distributed.world import join
 from clipscale.models.towers import load_any
 from clipscale.tools.embed.arrays import EmbeddedSet
 from clipscale.tools.embed.encode import FeatureEncoder
+from clipscale.tools.embed.settings import IMAGE
 from clipscale.tools.explore.settings import ExploreConfig
 
 SIDE = 320  # pixels of the longer side of a picture on the page
@@ -66,40 +67,46 @@ class Explorer:
             raise UserError(f"data={folder}: has no features of {self.title}; embed the set with that model")
         self.encoder = FeatureEncoder(model, world.device, config.precision, config.data)
 
-    def encode_text(self, text: str) -> np.ndarray:
+    def text_feature(self, text: str) -> np.ndarray:
         """The unit feature (D,) of a text."""
         with self.lock:
             return self.encoder.texts([text])[0]
 
-    def encode_image(self, data: bytes) -> np.ndarray:
-        """The unit feature (D,) of an encoded picture. Raises BrokenSampleError."""
-        with self.lock:
-            return self.encoder.images([self.encoder.transform(data)])[0]
+    def picture_feature(self, number: int) -> np.ndarray:
+        """That of a picture of the set, as it is stored. Raises BrokenSampleError for no such one."""
+        sample = self.sample(number)
+        parts = dict(zip(self.embedded.sources, self.embedded.features(IMAGE)))
+        return parts[sample["part"]][sample["row"]].astype(np.float32)
+
+    def sample(self, number: int) -> Record:
+        if number >= len(self.embedded):
+            raise BrokenSampleError("no_such_sample", str(number))
+        return self.embedded.sample(number) | {"number": number}
 
     def matches(self, query_D: np.ndarray, kind: str, count: int) -> list[Record]:
         """The samples whose feature of that kind is nearest to a query, with their similarity, best first."""
         matches = nearest(self.embedded.features(kind), query_D, count)
-        return [self.embedded.sample(row) | {"score": score} for row, score in matches]
+        return [self.sample(number) | {"score": score} for number, score in matches]
 
-    def picture(self, part: str, row: int) -> bytes:
+    def picture(self, number: int) -> bytes:
         """A sample's encoded picture. Raises BrokenSampleError, also for no such sample and an unreadable shard."""
+        sample = self.sample(number)
+        url = self.embedded.sources[sample["part"]]
+        make_index(url)
         problem = ReadProblem()
         members = limits(IMAGE_TYPES, (), self.data.max_bytes)
-        url = self.embedded.sources.get(part)
-        if url:
-            make_index(url)
-            store = Store(self.data)
-            raws = read_shard(url, problem, lambda n: n == row, members, store=store, offsets=sample_offsets)
-            for raw in raws:
-                if raw.index == row:
-                    if raw.damage:
-                        raise BrokenSampleError(raw.damage, raw.detail)
-                    return image_bytes(raw.members)
-        raise BrokenSampleError(problem.reason or "no_such_sample", problem.detail or f"{part}, row {row}")
+        store = Store(self.data)
+        row = sample["row"]
+        for raw in read_shard(url, problem, lambda n: n == row, members, store=store, offsets=sample_offsets):
+            if raw.index == row:
+                if raw.damage:
+                    raise BrokenSampleError(raw.damage, raw.detail)
+                return image_bytes(raw.members)
+        raise BrokenSampleError(problem.reason or "no_such_sample", problem.detail or str(sample))
 
-    def small(self, part: str, row: int) -> bytes:
+    def small(self, number: int) -> bytes:
         """The same as a JPEG of at most SIDE x SIDE pixels."""
-        data = self.picture(part, row)
+        data = self.picture(number)
         out = io.BytesIO()
         with self.lock, broken_pictures():
             image = open_picture(data, self.data.max_pixels).convert("RGB")

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
@@ -15,20 +14,17 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from clipscale.common.record import Record
 from clipscale.common.terminal import printable
 from clipscale.data.sample import BrokenSampleError
 from clipscale.tools.embed.settings import IMAGE, TEXT
 from clipscale.tools.explore.search import Explorer
 
-MOST_TEXT = 1 << 16
-"""Bytes of a question without a picture."""
 RESULTS = 96
 """Of a question. The page shows as many of them as its reader has chosen."""
 OWN = ("same-origin", "none", None)
 """Sec-Fetch-Site of this page's requests; older browsers send none."""
 HEADERS = {
-    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; "
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "cross-origin-resource-policy": "same-origin",
@@ -37,7 +33,7 @@ HEADERS = {
 
 
 def application(explorer: Explorer) -> Starlette:
-    """The page and its answers. The model and files work in threads."""
+    """The page and its answers, all to GET. They work in threads."""
 
     def describe(request: Request) -> Response:
         """The model, and what its set holds."""
@@ -45,23 +41,25 @@ def application(explorer: Explorer) -> Starlette:
 
     def small(request: Request) -> Response:
         """A picture of the set, for the page."""
-        return Response(explorer.small(**request.path_params), media_type="image/jpeg")
+        return Response(explorer.small(request.path_params["number"]), media_type="image/jpeg")
 
-    async def search(request: Request) -> Response:
-        """The pictures nearest to a text; the captions and pictures nearest to a picture, sent or of the set."""
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind == "application/octet-stream":
-            question = await body_of(request, explorer.data.max_bytes)
-        elif kind == "application/json":
-            question = await asked(request)
-        else:  # what a form of another page may send
-            raise HTTPException(415, "send application/json or application/octet-stream")
-        return answer(await run_in_threadpool(found, explorer, question))
+    def by_text(request: Request) -> Response:
+        """The pictures nearest to a text."""
+        text = request.query_params.get("text")
+        if text is None:
+            raise HTTPException(400, "give text")
+        return answer({"images": explorer.matches(explorer.text_feature(text), IMAGE, RESULTS)})
+
+    def by_picture(request: Request) -> Response:
+        """The captions and pictures nearest to a picture of the set."""
+        query = explorer.picture_feature(request.path_params["number"])
+        return answer({f"{kind}s": explorer.matches(query, kind, RESULTS) for kind in (TEXT, IMAGE)})
 
     routes = [
         Route("/model", describe),
-        Route("/small/{part}/{row:int}", small),
-        Route("/search", search, methods=["POST"]),
+        Route("/small/{number:int}", small),
+        Route("/search", by_text),
+        Route("/search/{number:int}", by_picture),
         Mount("/", StaticFiles(directory=Path(__file__).with_name("page"), html=True)),
     ]
     middleware = [
@@ -72,9 +70,8 @@ def application(explorer: Explorer) -> Starlette:
 
 
 async def refuse_other_pages(request: Request, following: RequestResponseEndpoint) -> Response:
-    """Other pages may not ask: their browser says where a request comes from."""
-    own = f"{request.url.scheme}://{request.headers['host']}"
-    if request.headers.get("origin", own) != own or request.headers.get("sec-fetch-site") not in OWN:
+    """Other pages may not ask: their browser says where a request comes from, and keeps the answers from them."""
+    if request.headers.get("sec-fetch-site") not in OWN:
         return PlainTextResponse("another page asks", 403)
     response = await following(request)
     response.headers.update(HEADERS)
@@ -88,37 +85,3 @@ async def unusable(request: Request, error: Exception) -> Response:
 def answer(value: Any) -> Response:
     """JSON in ASCII: captions may hold lone surrogates."""
     return Response(json.dumps(value, allow_nan=False), media_type="application/json")
-
-
-async def body_of(request: Request, most: int) -> bytes:
-    """The body of a request. Refuses more than `most` bytes, before they are in memory."""
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > most:
-            raise HTTPException(413, f"more than {most} bytes")
-    return bytes(body)
-
-
-async def asked(request: Request) -> Any:
-    """The question in the JSON of a request; None if it is no JSON."""
-    try:
-        return json.loads(await body_of(request, MOST_TEXT))
-    except (ValueError, RecursionError):
-        return None
-
-
-def found(explorer: Explorer, question: Any) -> Record:
-    """The samples nearest to a question: the bytes of a picture, or {text}, or {part, row} of a picture of the set."""
-    kinds = [TEXT, IMAGE]
-    match question:
-        case bytes():
-            query = explorer.encode_image(question)
-        case {"part": str(part), "row": int(row)}:
-            query = explorer.encode_image(explorer.picture(part, row))
-        case {"text": str(text)}:
-            query = explorer.encode_text(text)
-            kinds = [IMAGE]
-        case _:
-            raise HTTPException(400, "give text, or part and row")
-    return {f"{kind}s": explorer.matches(query, kind, RESULTS) for kind in kinds}

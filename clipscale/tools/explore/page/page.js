@@ -3,7 +3,7 @@
 
 const id = (name) => document.getElementById(name);
 let model = null;
-let asked = null; // the picture that is looked at: a file, or a sample's {part, row}
+let asked = null; // the number of the picture that is looked at
 let latest = 0; // number of the last question; answers to earlier ones are dropped
 
 function make(tag, values = {}, ...children) {
@@ -12,13 +12,8 @@ function make(tag, values = {}, ...children) {
   return node;
 }
 
-async function answer(body) {
-  const json = !(body instanceof Blob);
-  const response = await fetch("search", {
-    method: "POST",
-    body: json ? JSON.stringify(body) : body,
-    headers: { "Content-Type": json ? "application/json" : "application/octet-stream" },
-  });
+async function answer(address) {
+  const response = await fetch(address);
   if (!response.ok) throw new Error(await response.text());
   return response.json();
 }
@@ -31,12 +26,12 @@ function say(text, bad = false) {
 }
 
 // Ask, and show the answer unless another question has been asked since.
-async function ask(body, show) {
+async function ask(address, show) {
   const mine = ++latest;
   say("Searching");
   const start = performance.now();
   try {
-    const result = await answer(body);
+    const result = await answer(address);
     if (mine !== latest) return;
     show(result);
     const seconds = ((performance.now() - start) / 1000).toFixed(2);
@@ -51,7 +46,7 @@ function grid(rows) {
   const list = make("div", { className: "grid" });
   rows.forEach((row, number) => {
     const picture = make("img", {
-      src: `small/${encodeURIComponent(row.part)}/${row.row}`, alt: row.caption || row.key, loading: "lazy",
+      src: `small/${row.number}`, alt: row.caption || row.key, loading: "lazy",
     });
     picture.onerror = () => picture.replaceWith(make("span", { className: "missing", textContent: "not readable" }));
     const card = make(
@@ -62,7 +57,7 @@ function grid(rows) {
           make("span", { className: "score", textContent: row.score === undefined ? "" : row.score.toFixed(3) })),
         make("p", { textContent: row.caption || row.key })),
     );
-    card.onclick = () => look({ part: row.part, row: row.row }, row.caption || row.key, picture.src);
+    card.onclick = () => look(row.number, row.caption || row.key, picture.src);
     list.append(card);
   });
   return list;
@@ -89,15 +84,15 @@ function search(text) {
   id("query").hidden = true;
   asked = null;
   history.replaceState(null, "", `#${encodeURIComponent(text)}`);
-  ask({ text }, (result) =>
+  ask(`search?text=${encodeURIComponent(text)}`, (result) =>
     pictures(`Pictures for “${text}”`, result.images));
 }
 
-function look(picture, about, source) {
-  asked = picture;
+function look(number, about, source) {
+  asked = number;
   id("text").value = "";
   history.replaceState(null, "", " ");
-  ask(picture, (result) => {
+  ask(`search/${number}`, (result) => {
     id("query").hidden = false;
     id("asked").src = source;
     id("about").textContent = about;
@@ -116,14 +111,6 @@ function captions(rows) {
       make("span", { textContent: row.caption || row.key }), make("b", { textContent: row.score.toFixed(3) }))));
 }
 
-let shown = null;
-function open(file) {
-  if (!file) return;
-  if (shown) URL.revokeObjectURL(shown);
-  shown = URL.createObjectURL(file);
-  look(file, file.name || "pasted picture", shown);
-}
-
 async function begin() {
   model = await (await fetch("model")).json();
   id("model").append(`${model.title} `, make("small", { textContent: `${model.samples.toLocaleString("en")} samples` }));
@@ -134,14 +121,5 @@ async function begin() {
 }
 
 id("ask").onsubmit = (event) => { event.preventDefault(); search(id("text").value); };
-id("count").onchange = () => (asked ? look(asked, id("about").textContent, id("asked").src) : search(id("text").value));
-id("file").onchange = (event) => { open(event.target.files[0]); event.target.value = ""; };
-id("choose").onkeydown = (event) => { if (event.key === "Enter" || event.key === " ") id("file").click(); };
-document.onpaste = (event) => {
-  const file = [...event.clipboardData.files].find((item) => item.type.startsWith("image/"));
-  if (file) open(file);
-};
-document.ondragover = (event) => { event.preventDefault(); id("drop").hidden = false; };
-document.ondragleave = (event) => { if (!event.relatedTarget) id("drop").hidden = true; };
-document.ondrop = (event) => { event.preventDefault(); id("drop").hidden = true; open(event.dataTransfer.files[0]); };
+id("count").onchange = () => (asked !== null ? look(asked, id("about").textContent, id("asked").src) : search(id("text").value));
 begin();
