@@ -9,7 +9,7 @@ from clipscale.common.units import nearest, parse_count, parse_memory
 from clipscale.config.libraries import architectures, optimizers
 from clipscale.config.parse import typed
 from clipscale.config.setting import setting
-from clipscale.loss.objectives import BACKENDS, EXCHANGES, OBJECTIVES, SHARED
+from clipscale.loss.objective import BACKENDS, EXCHANGES, OBJECTIVES, SHARED
 
 DEVICES = ("auto", "cpu", "cuda")
 DEVICE_HELP = "`auto` (CUDA if there is a GPU), `cpu` or `cuda`."

@@ -19,7 +19,7 @@ from clipscale.config.parse import MEANT
 from clipscale.config.secrets import hidden
 from clipscale.config.setting import differing, setting
 from clipscale.config.stages import stages_of, total_samples
-from clipscale.loss.objectives import OBJECTIVES
+from clipscale.loss.objective import OBJECTIVES
 
 EPOCHS = 32.0
 """Length of a run whose settings give none."""

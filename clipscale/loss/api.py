@@ -1,13 +1,14 @@
-"""The public function: checks the call, chooses its parts, and computes the loss.
+"""The public functions: check the call, choose its parts, and compute the loss.
 
 Letters: n rows (images) and m columns (texts) of this rank, D feature width.
 """
 
 import logging
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any, Unpack, cast
 
 import torch
@@ -16,18 +17,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from clipscale.loss.autograd import Backend, ContrastiveLoss, LossCall
-from clipscale.loss.distillation import Distillation
-from clipscale.loss.exchange import Communicator, Gather, Replicated, Ring, Single
-from clipscale.loss.inputs import FACTS, Arguments, Inputs, LossOptions, Pair, Teacher, checked_inputs
-from clipscale.loss.keys import with_shares
+from clipscale.loss.distillation import Distillation, Teacher, with_teachers
+from clipscale.loss.exchange import Communicator, Gather, Ring, Single
+from clipscale.loss.inputs import Inputs, LossOptions, Pair, checked_inputs
 from clipscale.loss.machine import Machine
-from clipscale.loss.objective import Objective
-from clipscale.loss.objectives import BACKENDS, EXCHANGES, OBJECTIVES, SHARED, exchange_of
+from clipscale.loss.objective import BACKENDS, EXCHANGES, OBJECTIVES, SHARED, Objective, exchange_of
 from clipscale.loss.similarity import Deep, Dot, Similarity
 from clipscale.loss.torch_backend import TorchBackend
 from clipscale.loss.triton.tuning import WIDTH_STEP
 
 _log = logging.getLogger(__name__)
+
+CHOICES = {"objective": tuple(OBJECTIVES), "exchange": EXCHANGES, "backend": BACKENDS, "shared": SHARED}
 
 
 @dataclass(frozen=True)
@@ -44,20 +45,40 @@ class Choices:
     check: bool = True
     machine: Machine | None = None
 
+    @cached_property
+    def comm(self) -> Communicator | None:
+        """None: this process is by itself."""
+        return None if self.exchange == "none" else Communicator.of(self.group)
+
+    @property
+    def module(self) -> nn.Module | None:
+        """None: the dot product."""
+        return self.similarity if isinstance(self.similarity, nn.Module) else None
+
     def refuse_mistakes(self, has_keys: bool) -> None:
         """Raise ValueError for a word that is no choice of its argument, and for what does not go together."""
-        for name, value, choices in (
-            ("objective", self.objective, tuple(OBJECTIVES)),
-            ("exchange", self.exchange, EXCHANGES),
-            ("backend", self.backend, BACKENDS),
-            ("shared", self.shared, SHARED),
-        ):
-            if value not in choices:
-                raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(choices)}")
         if isinstance(self.similarity, str) and self.similarity != "dot":
             raise ValueError(f"similarity={self.similarity!r} is no module; leave it out for the dot product")
         if self.shared == "mask" and has_keys and self.captions > 1:
             raise ValueError("shared=mask takes one caption an image; with several, shared=positive")
+
+    @contextmanager
+    def refusals(self, device: torch.device) -> Iterator[None]:
+        """A ValueError inside is raised on the other ranks, too, where they call `agree`."""
+        try:
+            yield
+        except ValueError:
+            self.agree(None, device)
+            raise
+
+    def agree(self, inputs: Inputs | None, device: torch.device) -> None:
+        """Raise ValueError where another rank has other inputs or choices, or (None) has none."""
+        if self.comm is not None and self.check:
+            facts = {name: choices.index(getattr(self, name)) for name, choices in CHOICES.items()} if inputs else {}
+            self.comm.agree(inputs.facts() | facts if inputs else None, device)
 
 
 @torch.compiler.disable(
@@ -98,11 +119,11 @@ def contrastive_loss(
         similarity: None (or "dot") for the dot product, or a module from image features and text features to
             similarities (n, m), pair by pair, which is called with one tile at a time, twice, and whose parameters get
             their gradient too.
-        exchange: none (this process by itself) | replicated (CLIP: gather both sides, the whole loss on every rank) |
-            local (OpenCLIP: two one-sided losses of the own rows; of modules or several captions: gather) | gather
-            (all-gather of the texts, reduce-scatter of their gradients; DisCo-CLIP) | ring (the texts travel; least
-            memory) | nodes (gather within a node, a ring between nodes) | auto (in one node ring; across nodes gather
-            where that is small, else nodes). In a group of one they are the same.
+        exchange: none (this process by itself) | replicated (CLIP: gather both sides, the whole loss on every rank; of
+            modules and of more texts than images: gather) | gather (all-gather of the texts, reduce-scatter of their
+            gradients; DisCo-CLIP) | ring (the texts travel; least memory) | nodes (gather within a node, a ring between
+            nodes) | auto (in one node ring; across nodes gather where that is small, else nodes). In a group of one
+            they are the same.
         backend: dense (a block's scores at once) | tiled (torch, any device) | triton (CUDA; the dot product, without
             keys, one caption an image) | auto.
         group: the process group, or a mesh of one dimension (FSDP2's, or the data dimension beside tensor parallel's);
@@ -130,8 +151,14 @@ def contrastive_loss(
         ValueError: where inputs do not fit each other or the options; with `check` on all ranks, before features are
             exchanged.
     """
-    arguments = Arguments(image_features, text_features, logit_scale, logit_bias, keys)
-    return _loss(arguments, Choices(objective, exchange, backend, **options))
+    choices = Choices(objective, exchange, backend, **options)
+    with choices.refusals(image_features.device):
+        choices.refuse_mistakes(keys is not None)
+        inputs = checked_inputs(
+            image_features, text_features, logit_scale, logit_bias, None if choices.shared == "ignore" else keys,
+            captions=choices.captions, has_module=choices.module is not None, check=choices.check,
+        )  # fmt: skip
+    return _loss(inputs, OBJECTIVES[objective], choices)
 
 
 def distillation_loss(
@@ -150,67 +177,42 @@ def distillation_loss(
     if weights[0]:
         value = weights[0] * contrastive_loss(image_features, text_features, logit_scale, **options)
     if weights[1]:
-        arguments = Arguments(image_features, text_features, logit_scale, teachers=teachers)
         kept = {name: options[name] for name in ("exchange", "group", "check", "machine") if name in options}
-        backend = "dense" if options.get("backend") == "dense" else "tiled"
-        value = value + weights[1] * _loss(arguments, Choices(backend=backend, **kept))
+        choices = Choices(backend="dense" if options.get("backend") == "dense" else "tiled", **kept)
+        with choices.refusals(image_features.device):
+            inputs = checked_inputs(image_features, text_features, logit_scale, None, check=choices.check)
+            inputs = with_teachers(inputs, teachers)
+        value = value + weights[1] * _loss(inputs, Distillation.of(teachers), choices)
     return value
 
 
-def _loss(arguments: Arguments, choices: Choices) -> Tensor:
-    comm = None if choices.exchange == "none" else Communicator.of(choices.group)
-    device = arguments.image_features.device
+def _loss(inputs: Inputs, objective: Objective, choices: Choices) -> Tensor:
+    comm, module, device = choices.comm, choices.module, inputs.scale.device
     machine = choices.machine or Machine()
-    try:
-        choices.refuse_mistakes(arguments.keys is not None)
-        module = choices.similarity if isinstance(choices.similarity, nn.Module) else None
-        inputs = checked_inputs(
-            arguments if choices.shared != "ignore" else replace(arguments, keys=None),
-            choices.captions, has_module=module is not None, check=choices.check,
-        )  # fmt: skip
-        objective = OBJECTIVES[choices.objective]
-        if arguments.teachers:
-            widths = tuple((a.shape[1], float(t)) for a, _, t in arguments.teachers)
-            objective = Distillation((0.5, 0.5), log_sum_exps=1 + len(widths), teachers=widths)
+    with choices.refusals(device):
         backend = _chosen_backend(choices.backend, objective, module, inputs, machine)
-    except ValueError:
-        if comm is not None and choices.check:
-            comm.agree(FACTS, None, device)
-        raise
-    if comm is not None and choices.check:
-        number = list(OBJECTIVES).index(choices.objective)
-        comm.agree(FACTS, inputs.facts(number, choices.exchange, choices.shared), device)
-    inputs = with_shares(inputs, comm, positive=choices.shared == "positive" or choices.captions > 1)
+    choices.agree(inputs, device)
+    inputs = inputs.with_shares(comm, positive=choices.shared == "positive" or choices.captions > 1)
     if backend == "triton":
         inputs = inputs.padded(WIDTH_STEP)
-    exchange = _exchange(choices.exchange, comm, inputs, machine)
-    similarity = Dot() if module is None else Deep(module, device)
-    # OpenCLIP's local loss of a dot product is one-sided in both directions.
-    in_two = choices.exchange == "local" and module is None and inputs.captions == 1
-    values = []
-    for part, sides in _parts(objective, inputs, in_two):
-        blocks = _backend(backend, part, sides, similarity, machine)
-        call = LossCall(exchange, blocks, similarity, part, sides, choices.check, torch.is_grad_enabled())
-        numbers = (sides.scale, sides.bias, *similarity.parameters)
-        values.append(cast(Tensor, ContrastiveLoss.apply(call, sides.rows, sides.cols, *numbers)))
-    return values[0] if len(values) == 1 else (values[0] + values[1]) / 2
-
-
-def _parts(objective: Objective, inputs: Inputs, in_two: bool) -> list[tuple[Objective, Inputs]]:
-    """The losses whose mean is the loss. `in_two`: one for each direction, with the roles exchanged."""
+    is_replicated = choices.exchange == "replicated" and module is None and len(inputs.rows) == len(inputs.cols)
+    if comm is not None and is_replicated:
+        inputs, comm = inputs.on_every_rank(comm), None
     over_rows, over_cols = (weight is not None for weight in objective.weights)
     if over_cols and not over_rows:
         inputs = inputs.positives_only()  # a hard negative is in no text's softmax
-    if not in_two or not (over_rows or over_cols):
-        return [(objective, inputs)]
-    one_sided = replace(objective, weights=(1.0, None))
-    parts = [(one_sided, inputs)] if over_rows else []
-    return parts + [(one_sided, inputs.swapped())] if over_cols else parts
+    similarity = Dot() if module is None else Deep(module, device)
+    call = LossCall(
+        _exchange(choices.exchange, comm, inputs, machine), _backend(backend, objective, inputs, similarity, machine),
+        similarity, objective, inputs, choices.check, torch.is_grad_enabled(),
+    )  # fmt: skip
+    tensors = (inputs.rows.features, inputs.cols.features, inputs.scale, inputs.bias, *similarity.parameters)
+    return cast(Tensor, ContrastiveLoss.apply(call, *tensors))
 
 
 def _backend(name: str, objective: Objective, inputs: Inputs, similarity: Similarity, machine: Machine) -> Backend:
     if name == "triton":
-        return objective.kernels()(machine, machine.tiles(inputs.rows.device, inputs.dtype))
+        return objective.kernels()(machine, machine.tiles(inputs.scale.device, inputs.dtype))
     return TorchBackend(objective.tile(), similarity, machine, dense=name == "dense")
 
 
@@ -219,11 +221,9 @@ def _exchange(name: str, comm: Communicator | None, inputs: Inputs, machine: Mac
         return Single()
     nodes = machine.nodes(comm.size)
     if name == "auto":
-        texts, width = inputs.cols.shape
+        texts, width = inputs.cols.features.shape
         name = exchange_of(nodes, comm.size * texts, width, inputs.dtype.itemsize)
         _log_once(f"loss exchange: {name}, of {comm.size} ranks over {nodes} nodes")
-    if name == "replicated":
-        return Replicated(comm)
     if name == "nodes" and nodes > 1:
         return Ring(comm, nodes)
     return Ring(comm) if name == "ring" else Gather(comm)
@@ -231,7 +231,7 @@ def _exchange(name: str, comm: Communicator | None, inputs: Inputs, machine: Mac
 
 def _chosen_backend(name: str, objective: Objective, module: nn.Module | None, inputs: Inputs, machine: Machine) -> str:
     """The backend's name, with "auto" resolved and logged once. Raises ValueError where Triton is impossible."""
-    device = inputs.rows.device
+    device = inputs.scale.device
     obstacle = None
     on_gpu = machine.is_gpu(device)
     if not objective.has_kernels:
@@ -240,7 +240,7 @@ def _chosen_backend(name: str, objective: Objective, module: nn.Module | None, i
         obstacle = "the similarity is not the dot product"
     elif inputs.dtype == torch.float64:
         obstacle = "the features are float64"
-    elif "keys" in inputs.beside[0] or inputs.captions > 1:
+    elif inputs.rows.keys is not None or inputs.captions > 1:
         obstacle = "the kernels take neither keys nor several captions"
     elif not on_gpu and (name == "auto" or os.environ.get("TRITON_INTERPRET") != "1"):
         obstacle = f"the features are on {device.type}"

@@ -5,8 +5,8 @@ Letters: n rows (images) and m columns (texts) of this rank, N rows of all ranks
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -50,9 +50,9 @@ class LossCall:
         inputs = self.inputs
         sides = []
         paired = len(image_features) * inputs.captions
-        features = (image_features, text_features)
-        for x, beside, weight, texts in zip(features, inputs.beside, self.objective.weights, (1, inputs.captions)):
-            side = RowBlock(x.detach().to(inputs.dtype).contiguous(), **beside)
+        given = (image_features, inputs.rows, 1), (text_features, inputs.cols, inputs.captions)
+        for (x, side, texts), weight in zip(given, self.objective.weights):
+            side = replace(side, features=x.detach().to(inputs.dtype).contiguous())
             weights = side.features.new_full((len(side),), (weight or 0) / texts, dtype=sum_dtype(inputs.dtype))
             weights[paired:] = 0  # a hard negative is the positive of no image
             side.weight = None if weight is None else weights
@@ -77,7 +77,7 @@ class ContrastiveLoss(torch.autograd.Function):
         ctx.count = len(images) * call.exchange.size
         ctx.random = None if call.similarity.homogeneous else RandomState.now(images.device)
         with _arithmetic(call, images.device):
-            rows, cols = call.exchange.spread(*call.local_blocks(images, texts))
+            rows, cols = call.local_blocks(images, texts)
             rows.target = scale.new_zeros(len(rows), dtype=torch.float64)
             if call.objective.log_sum_exps:
                 collect(call, rows, cols, Parameters(scale, bias))
@@ -85,7 +85,7 @@ class ContrastiveLoss(torch.autograd.Function):
                 needed = [call.trains and needs for needs in ctx.needs_input_grad[1:]]
                 grads = gradients(call, rows, cols, inputs, needed, scale.new_tensor(1 / ctx.count))
                 ctx.grads = grads if any(needed) else None
-            total = call.exchange.total(local_value(call.exchange, rows, cols))
+            total = call.exchange.total(local_value(rows, cols))
 
         if call.check and not math.isfinite(total):
             raise ValueError(_reason(float(total), inputs))
@@ -131,13 +131,13 @@ def collect(call: LossCall, rows: RowBlock, cols: RowBlock, parameters: Paramete
             side.lse.masked_fill_(side.lse == -torch.inf, 0)  # a hard negative whose pairs are all left out
 
 
-def local_value(exchange: Single, rows: RowBlock, cols: RowBlock) -> Tensor:
+def local_value(rows: RowBlock, cols: RowBlock) -> Tensor:
     """This rank's part of the sum of weighted log-sum-exps less targets, 0-d."""
     assert rows.target is not None
-    value = -exchange.local_rows(rows.target).sum()
-    for side, local in ((rows, exchange.local_rows), (cols, exchange.local_cols)):
+    value = -rows.target.sum()
+    for side in (rows, cols):
         if side.lse is not None and side.weight is not None:
-            value += local(side.weight * side.lse[:, 0]).sum()
+            value += (side.weight * side.lse[:, 0]).sum()
     return value
 
 
@@ -169,19 +169,19 @@ def gradients(
     sums = exchange.sweep(cols, [GRAD] if needs_texts else [], visit)
     for total in (parameters.scale_grad, parameters.bias_grad, *parameters.module_grads):
         if total is not None:
-            total.mul_(factor).mul_(exchange.local_fraction)
+            total.mul_(factor)
 
-    def finished(side: RowBlock, x: Tensor, local: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
-        grad = local(x).mul_(factor)
+    def finished(side: RowBlock, grad: Tensor, like: Tensor) -> Tensor:
+        grad.mul_(factor)
         if needs_scale and parameters.scale_grad is None:
-            parameters.scale_grad = row_products(local(side.features), grad).sum() / parameters.scale
-        return grad.to(_gradient_dtype(call, like)).contiguous()
+            parameters.scale_grad = row_products(side.features, grad).sum() / parameters.scale
+        return grad.to(_gradient_dtype(call, like))
 
     if rows.grad is not None:
-        grad = finished(rows, rows.grad, exchange.local_rows, images)
+        grad = finished(rows, rows.grad, images)
         image_grad = grad if needs_images else None
         rows.grad = None  # before the texts' gradient is made
-    text_grad = finished(cols, sums.pop(), exchange.local_cols, texts) if sums else None
+    text_grad = finished(cols, sums.pop(), texts) if sums else None
     return [image_grad, text_grad, parameters.scale_grad, parameters.bias_grad, *parameters.module_grads]
 
 
@@ -222,8 +222,9 @@ def _arithmetic(call: LossCall, device: torch.device) -> Iterator[None]:
     matmuls: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     # A module keeps the caller's setting. Half-precision numbers widened to float32 multiply exactly in TF32, too.
     if device.type == "cuda" and call.similarity.homogeneous:
-        types = [call.inputs.dtype, *(side["teachers"].dtype for side in call.inputs.beside if "teachers" in side)]
-        matmuls = float32_matmuls("tf32" if all(x.itemsize == 2 for x in types) else "ieee")
+        extra = call.inputs.rows.extra
+        is_half = call.inputs.dtype.itemsize == 2 and (extra is None or extra.dtype.itemsize == 2)
+        matmuls = float32_matmuls("tf32" if is_half else "ieee")
     with torch.autocast(device.type, enabled=False), matmuls:
         yield
 

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-SENT = ("features", "keys", "share", "teachers", "lse")
+SENT = ("features", "keys", "share", "extra", "lse")
 """The fields that another rank needs to use a RowBlock as columns. Sums and gradients stay."""
 
 
@@ -21,7 +21,7 @@ class RowBlock:
     features: Tensor  # (n, D); for a module (n, ...)
     keys: Tensor | None = None  # (n,) int64; a pair with equal keys is no negative
     share: Tensor | None = None  # (n,) its weight / its pairs with equal keys, which are positives; None: left out
-    teachers: Tensor | None = None  # (n, D_1 + ... + D_K), the features of K teachers side by side
+    extra: Tensor | None = None  # (n, E) numbers that the objective alone reads, such as teachers' features
     weight: Tensor | None = None  # (n,) a_i or b_j times N; None: no softmax in this direction
     lse: Tensor | None = None  # (n, K) float64 log-sum-exps of the scores, and of teachers': complete in backward
     grad: Tensor | None = None  # like features, in sum_dtype; None: frozen

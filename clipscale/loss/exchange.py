@@ -9,6 +9,7 @@ Letters: P ranks; n rows (images) and m columns (texts) of one rank, the same on
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,22 +21,7 @@ from clipscale.loss.block import RowBlock
 
 BLOCK, WAIT = "contrastive_loss: block", "contrastive_loss: wait"  # spans in a profiler's trace
 Visit = Callable[[RowBlock, int | None], None]  # computes the rows against these columns; the number is Block.positive
-
-
-@dataclass
-class Transfer:
-    """An exchange of tensors between neighbours that is under way."""
-
-    works: list[dist.Work]
-    sent: list[Tensor]  # which live until they have been sent
-    received: list[Tensor]
-
-    def wait(self) -> list[Tensor]:
-        """The received tensors, once both directions are done."""
-        with record_function(WAIT):
-            for work in self.works:
-                work.wait()
-        return self.received
+Received = Callable[[], list[Tensor]]
 
 
 class Communicator:
@@ -56,14 +42,22 @@ class Communicator:
         self.group: dist.ProcessGroup = dist.distributed_c10d._get_default_group() if group is None else group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
-    def post(self, tensors: list[Tensor], hop: tuple[int, int], tag: int = 0) -> Transfer:
+    def post(self, tensors: list[Tensor], hop: tuple[int, int], tag: int = 0) -> Received:
         """Start to send the tensors to the first rank of `hop` and receive such from the other. `tag` separates two
-        streams."""
+        streams. Returns a function that waits for both directions."""
         dest, src = (dist.get_global_rank(self.group, peer) for peer in hop)
         received = [torch.empty_like(x) for x in tensors]
         sends = [dist.P2POp(dist.isend, x, dest, self.group, tag) for x in tensors]
         receives = [dist.P2POp(dist.irecv, x, src, self.group, tag) for x in received]
-        return Transfer(dist.batch_isend_irecv(sends + receives), tensors, received)
+        works = dist.batch_isend_irecv(sends + receives)
+
+        def wait(sent: list[Tensor] = tensors) -> list[Tensor]:  # these live until they have been sent
+            with record_function(WAIT):
+                for work in works:
+                    work.wait()
+            return received
+
+        return wait
 
     def gather(self, x: Tensor) -> Tensor:
         """(n, ...) of each rank to (P n, ...) in rank order."""
@@ -88,11 +82,10 @@ class Communicator:
         dist.all_reduce(x, op, group=self.group)
         return x
 
-    def agree(self, names: Sequence[str], facts: Sequence[int] | None, device: torch.device) -> None:
-        """Raise ValueError if another rank has a problem, or if the ranks differ in one of the named facts. Otherwise
-        the others would wait for a rank that raises, or that brings another batch size. None: of a rank that raises."""
-        mine = torch.tensor([facts is None, *(facts or [0] * len(names))], dtype=torch.int64, device=device)
-        failed, *gathered = self.gather(mine).view(self.size, -1).T.tolist()
+    def agree(self, facts: dict[str, int] | None, device: torch.device) -> None:
+        """Raise ValueError if another rank has none, as it is about to raise, or if the ranks differ in one of them.
+        Otherwise ranks would wait for one that raises, or that brings another batch size."""
+        failed = self.gather(torch.tensor([facts is None], device=device)).tolist()
         if facts is None:
             return
         faulty = [str(rank) for rank, has_failed in enumerate(failed) if has_failed]
@@ -100,22 +93,34 @@ class Communicator:
             raise ValueError(
                 f"contrastive_loss was refused on rank {', '.join(faulty)} of the group; the error there has the reason"
             )
-        for name, values in zip(names, gathered):
+        gathered = self.gather(torch.tensor([*facts.values()], device=device)).view(self.size, -1)
+        for name, values in zip(facts, gathered.T.tolist()):
             if len(set(values)) > 1:
                 raise ValueError(
                     f"contrastive_loss needs the same {name} on all ranks, but rank by rank it is {values}"
                 )
 
 
+class AllRows(torch.autograd.Function):
+    """(rows of this rank, communicator) -> those of all ranks. The gradient of this rank's is what it has computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
+        ctx.comm = comm
+        return comm.gather(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.chunk(ctx.comm.size)[ctx.comm.rank], None
+
+
 @cache
 def grid(group: dist.ProcessGroup, nodes: int) -> tuple[Communicator, Communicator]:
-    """Of a group whose ranks are numbered node by node: the ranks of this one's place in all nodes, and of its node."""
+    """Of a group numbered node by node: the ranks that have this one's number in their nodes, and its own node's."""
     ranks = dist.get_process_group_ranks(group)
-    here = len(ranks) // nodes
-    node_by_node = [ranks[start : start + here] for start in range(0, len(ranks), here)]
-    place_by_place = [ranks[place::here] for place in range(here)]
+    size = len(ranks) // nodes  # of a node
     groups = []
-    for split in (place_by_place, node_by_node):
+    for split in ([ranks[i::size] for i in range(size)], [ranks[i : i + size] for i in range(0, len(ranks), size)]):
         mine, _ = dist.new_subgroups_by_enumeration(split)
         assert isinstance(mine, dist.ProcessGroup)
         groups.append(Communicator(mine))
@@ -153,24 +158,10 @@ class Single:
     """One process: its rows against its columns. The base of the other exchanges."""
 
     size = 1
-    # Of the gradient that a rank computes for a replicated tensor, the part that is its local gradient.
-    local_fraction = 1.0
 
     def sweep(self, cols: RowBlock, sums: Sequence[Sums], visit: Visit) -> list[Tensor]:
         """Visit all columns, given this rank's. Returns each of the sums of this rank's columns."""
         return collected(cols, sums, visit, 0)
-
-    def spread(self, rows: RowBlock, cols: RowBlock) -> tuple[RowBlock, RowBlock]:
-        """The rows and columns that this rank computes with, given its own."""
-        return rows, cols
-
-    def local_rows(self, x: Tensor) -> Tensor:
-        """This rank's part of a tensor over the spread rows."""
-        return x
-
-    def local_cols(self, x: Tensor) -> Tensor:
-        """This rank's part of a tensor over the spread columns."""
-        return x
 
     def total(self, x: Tensor) -> Tensor:
         """The sum of x over the ranks."""
@@ -192,29 +183,6 @@ class Grouped(Single):
         whole = block.received([self.comm.gather(x) for x in block.sent()])
         whole.weight = None if block.weight is None else block.weight.repeat(self.size)
         return whole
-
-
-class Replicated(Grouped):
-    """CLIP's exchange: every rank gathers both sides, computes the whole loss, and takes its rows' gradient."""
-
-    def __init__(self, communicator: Communicator) -> None:
-        super().__init__(communicator)
-        self.local_fraction = 1 / self.size
-
-    def spread(self, rows: RowBlock, cols: RowBlock) -> tuple[RowBlock, RowBlock]:
-        self._n, self._m = n, m = len(rows), len(cols)
-        rows, cols = self.gathered(rows), self.gathered(cols)
-        if m > n:  # the positives of all ranks first, then the hard negatives of all ranks
-            is_extra = torch.arange(self.size * m, device=cols.features.device) % m >= n
-            cols = cols[is_extra.sort(stable=True).indices]
-        return rows, cols
-
-    def local_rows(self, x: Tensor) -> Tensor:
-        return x[self.rank * self._n :][: self._n]
-
-    def local_cols(self, x: Tensor) -> Tensor:
-        positives, extra = self.local_rows(x), self._m - self._n
-        return torch.cat([positives, x[self.size * self._n + self.rank * extra :][:extra]]) if extra else positives
 
 
 class Gather(Grouped):
@@ -239,7 +207,7 @@ class Ring(Grouped):
             self.inner = Gather(node) if node.size > 1 else self.inner
 
     def sweep(self, cols: RowBlock, sums: Sequence[Sums], visit: Visit) -> list[Tensor]:
-        behind: Transfer | None = None
+        behind: Received | None = None
         ring = self.ring
         hop = (ring.rank + 1) % ring.size, (ring.rank - 1) % ring.size
 
@@ -250,9 +218,9 @@ class Ring(Grouped):
             ahead = ring.post(cols.sent(), hop) if number < ring.size - 1 else None
             parts = self.inner.sweep(cols, sums, visit_others if number else visit)
             if parts:
-                for s, part, before in zip(sums, parts, behind.wait() if behind else []):
+                for s, part, before in zip(sums, parts, behind() if behind else []):
                     s.join(part, before, out=part)
                 behind = ring.post(parts, hop, tag=1)
             if ahead is not None:
-                cols = cols.received(ahead.wait())
-        return behind.wait() if behind else []
+                cols = cols.received(ahead())
+        return behind() if behind else []

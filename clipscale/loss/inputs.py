@@ -1,10 +1,9 @@
 """The tensors of one call: checked, with one type for the features, and described by numbers that the ranks compare.
 
-Letters: n rows (images) and m columns (texts) of this rank, D feature width.
+Letters: n rows (images) and m columns (texts) of this rank, k captions of an image, D feature width.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal, TypedDict
 
 import torch
@@ -14,29 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from clipscale.loss.block import sum_dtype
+from clipscale.loss.block import RowBlock, sum_dtype
+from clipscale.loss.exchange import AllRows, Communicator
 from clipscale.loss.machine import Machine
-from clipscale.loss.objectives import EXCHANGES, SHARED
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # from wide to narrow
-FACTS = (
-    "number of images",
-    "number of texts",
-    "size of an image's features",
-    "size of a text's features",
-    "feature type",
-    "width of all teachers' features",
-    "choice of keys",
-    "choice of tensors that need a gradient",
-    "objective",
-    "exchange",
-    "treatment of equal keys",
-    "number of captions",
-)
-"""What must be the same on all ranks: sizes for the transfers, the rest for their order."""
 Pair = tuple[Tensor, Tensor]  # of the images and of the texts
-Teacher = tuple[Tensor, Tensor, float]
-"""Features of images and of texts, and the logit scale."""
 
 
 class LossOptions(TypedDict, total=False):
@@ -51,88 +33,115 @@ class LossOptions(TypedDict, total=False):
 
 
 @dataclass
-class Arguments:
-    """The tensors of one call, as the caller gives them."""
-
-    image_features: Tensor
-    text_features: Tensor
-    logit_scale: Tensor | float
-    logit_bias: Tensor | float | None = None
-    keys: Tensor | Pair | None = None
-    teachers: Sequence[Teacher] = ()
-
-
-@dataclass
 class Inputs:
     """The tensors of one call: images as rows and texts as columns."""
 
-    rows: Tensor
-    cols: Tensor
+    rows: RowBlock
+    cols: RowBlock
     scale: Tensor  # 0-d, in sum_dtype
     bias: Tensor
     dtype: torch.dtype  # what the features are cast to
     captions: int = 1  # of an image: text i + c n is the c-th of image i; then come the hard negatives
-    beside: tuple[dict[str, Tensor], dict[str, Tensor]] = field(default_factory=lambda: ({}, {}))
-    """What a row and a column have beside features, by the names of RowBlock's fields."""
 
-    def facts(self, objective: int, exchange: str, shared: str) -> list[int]:
-        """The FACTS of this rank."""
-        rows, _ = self.beside
-        trained = [torch.is_grad_enabled() and x.requires_grad for x in (self.rows, self.cols, self.scale, self.bias)]
-        gradients = sum(2**i for i, is_trained in enumerate(trained) if is_trained)
-        sizes = [len(self.rows), len(self.cols), self.rows[0].numel(), self.cols[0].numel()]
-        width = rows["teachers"].shape[1] if "teachers" in rows else 0
-        choices = [objective, EXCHANGES.index(exchange), SHARED.index(shared)]
-        return [*sizes, DTYPES.index(self.dtype), width, int("keys" in rows), gradients, *choices, self.captions]
+    def facts(self) -> dict[str, int]:
+        """What must be the same on all ranks: sizes for the transfers, the rest for their order."""
+        u, v, extra = self.rows.features, self.cols.features, self.rows.extra
+        trained = [torch.is_grad_enabled() and x.requires_grad for x in (u, v, self.scale, self.bias)]
+        return {
+            "number of images": len(u),
+            "number of texts": len(v),
+            "size of an image's features": u[0].numel(),
+            "size of a text's features": v[0].numel(),
+            "feature type": DTYPES.index(self.dtype),
+            "width of all teachers' features": 0 if extra is None else extra.shape[1],
+            "choice of keys": int(self.rows.keys is not None),
+            "choice of tensors that need a gradient": sum(2**i for i, needs in enumerate(trained) if needs),
+            "number of captions": self.captions,
+        }
 
     def positives_only(self) -> "Inputs":
         """Without the hard negatives among the texts."""
-        paired = len(self.rows) * self.captions
-        rows, cols = self.beside
-        return replace(self, cols=self.cols[:paired], beside=(rows, {name: x[:paired] for name, x in cols.items()}))
-
-    def swapped(self) -> "Inputs":
-        """The texts as rows, without the hard negatives, and the images as columns."""
-        texts = self.positives_only()
-        rows, cols = texts.beside
-        return replace(texts, rows=texts.cols, cols=texts.rows, beside=(cols, rows))
+        return replace(self, cols=self.cols[: len(self.rows) * self.captions])
 
     def padded(self, step: int) -> "Inputs":
         """With zeros up to a width that is a multiple of `step`."""
-        missing = -self.rows.shape[-1] % step
+        missing = -self.rows.features.shape[-1] % step
         if missing == 0:
             return self
-        return replace(self, rows=F.pad(self.rows, (0, missing)), cols=F.pad(self.cols, (0, missing)))
+        rows, cols = (replace(side, features=F.pad(side.features, (0, missing))) for side in (self.rows, self.cols))
+        return replace(self, rows=rows, cols=cols)
+
+    def on_every_rank(self, comm: Communicator) -> "Inputs":
+        """All ranks' rows and columns. Gradients of the scale and the bias are this rank's of so many equal parts."""
+        rows, cols = (
+            RowBlock(**{name: AllRows.apply(x, comm) for name, x in side.present().items()})
+            for side in (self.rows, self.cols)
+        )
+        scale, bias = (x.detach() + (x - x.detach()) / comm.size for x in (self.scale, self.bias))
+        return replace(self, rows=rows, cols=cols, scale=scale, bias=bias)
+
+    def with_shares(self, comm: Communicator | None, positive: bool) -> "Inputs":
+        """With the keys that make an image's captions its positives, and, if pairs of equal keys are `positive`, with
+        each sample's share of them; without keys if no two samples have the same.
+
+        It gathers the keys of all ranks, and waits for the device.
+        """
+        n, k = len(self.rows), self.captions
+        row_keys, col_keys = self.rows.keys, self.cols.keys
+        if row_keys is None or col_keys is None:
+            if k == 1:
+                return self
+            row_keys = torch.arange(n, device=self.scale.device) + (comm.rank * n if comm else 0)
+            col_keys = F.pad(row_keys.repeat(k), (0, len(self.cols) - k * n), value=-1)
+
+        def equal(keys: Tensor, among: Tensor) -> Tensor:
+            """How many of all ranks' keys are equal to each."""
+            ordered = (comm.gather(among) if comm else among).sort()[0]
+            return torch.searchsorted(ordered, keys, right=True) - torch.searchsorted(ordered, keys)
+
+        texts, images = equal(row_keys, col_keys), equal(col_keys, row_keys)
+        others = (texts - 1).sum()
+        is_alone = int(comm.reduce(others) if comm else others) == 0
+        sides = []
+        for side, keys, count in ((self.rows, row_keys, texts), (self.cols, col_keys, images)):
+            share = 1 / count.clamp_min(1).double()  # a hard negative may have no image
+            given = {"keys": None} if is_alone else {"keys": keys, "share": share if positive else None}
+            sides.append(replace(side, **given))
+        return replace(self, rows=sides[0], cols=sides[1])
 
 
-def checked_inputs(arguments: Arguments, captions: int, has_module: bool, check: bool) -> Inputs:
+def checked_inputs(
+    image_features: Tensor,
+    text_features: Tensor,
+    logit_scale: Tensor | float,
+    logit_bias: Tensor | float | None,
+    keys: Tensor | Pair | None = None,
+    *,
+    captions: int = 1,
+    has_module: bool = False,
+    check: bool = True,
+) -> Inputs:
     """The inputs, ready for use: captions of an image apart, so that its first is its pair, then the second ones.
 
     Raises ValueError where they do not fit. `check`: also for a scale that is not positive.
     """
-    u, v = arguments.image_features, arguments.text_features
-    bias = 0.0 if arguments.logit_bias is None else arguments.logit_bias
-    if any(isinstance(x, DTensor) for x in (u, v, arguments.logit_scale, bias)):
+    u, v, bias = image_features, text_features, 0.0 if logit_bias is None else logit_bias
+    if any(isinstance(x, DTensor) for x in (u, v, logit_scale, bias)):
         raise ValueError("a DTensor; pass this rank's own rows and plain numbers: x.full_tensor() if all hold the same")
     _check_features(u, v, captions, has_module)
     paired = captions * len(u)
     if captions > 1:
         first = v[:paired].unflatten(0, (-1, captions)).transpose(0, 1).flatten(0, 1)
         v = torch.cat([first, v[paired:]]) if len(v) > paired else first
-    rows: dict[str, Tensor] = {}
-    cols: dict[str, Tensor] = {}
-    if arguments.keys is not None:
-        rows["keys"], cols["keys"] = _checked_keys(arguments.keys, u, v, captions)
+    image_keys, text_keys = (None, None) if keys is None else _checked_keys(keys, u, v, captions)
     dtype = _feature_dtype(u, v)
-    if arguments.teachers:
-        rows["teachers"], cols["teachers"] = _side_by_side(arguments.teachers, u, v, dtype)
-    scale, bias = (_number(x, sum_dtype(dtype), u.device) for x in (arguments.logit_scale, bias))
+    scale, bias = (_number(x, sum_dtype(dtype), u.device) for x in (logit_scale, bias))
     if check and not bool(scale > 0) and bool(scale.isfinite()):
         raise ValueError(
             f"logit_scale is {float(scale):g} and must be positive: it is the multiplier itself, not its logarithm "
             "(pass log_scale.exp())"
         )
-    return Inputs(u, v, scale, bias, dtype, captions, (rows, cols))
+    return Inputs(RowBlock(u, image_keys), RowBlock(v, text_keys), scale, bias, dtype, captions)
 
 
 def _check_features(u: Tensor, v: Tensor, captions: int, has_module: bool) -> None:
@@ -165,18 +174,6 @@ def _checked_keys(keys: Tensor | Pair, u: Tensor, v: Tensor, captions: int) -> P
             f"keys must be torch.int64 on {u.device}, of shapes {tuple(u.shape[:1])} and {tuple(v.shape[:1])}",
         )
     return images, texts
-
-
-def _side_by_side(teachers: Sequence[Teacher], u: Tensor, v: Tensor, dtype: torch.dtype) -> Pair:
-    """The teachers' images and texts, in one type. Raises ValueError where they do not fit."""
-    n, m = len(u), len(v)
-    for a, b, _ in teachers:
-        if a.shape != (n, b.shape[-1]) or b.shape != (m, a.shape[-1]) or a.device != u.device:
-            raise ValueError(f"a teacher's features {tuple(a.shape)} and {tuple(b.shape)} for {n} images and {m} texts")
-    images = torch.cat([a for a, _, _ in teachers], 1)
-    texts = torch.cat([b for _, b, _ in teachers], 1)
-    wide = torch.float64 if dtype == torch.float64 else torch.promote_types(images.dtype, texts.dtype)
-    return images.to(wide), texts.to(wide)
 
 
 def _feature_dtype(u: Tensor, v: Tensor) -> torch.dtype:

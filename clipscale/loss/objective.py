@@ -1,4 +1,8 @@
-"""What an objective says of itself to the loss, the settings and the planner. Imports no torch."""
+"""The objectives, and the words of `contrastive_loss` and of the settings `loss.*`. Imports no torch.
+
+Adding an objective: a class here with its formula and its facts, a folder with its torch tile (softmax/tile.py), and a
+line of OBJECTIVES. A kernel may follow (softmax/kernel.py).
+"""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,11 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Objective:
-    """The facts of an objective. Its subclass, in a folder of its own, has the formula, the torch tile and the kernels.
-
-    Adding one: a folder with the subclass (softmax/__init__.py) and the tile (softmax/tile.py), and a line in
-    objectives.py. A kernel may follow (softmax/kernel.py).
-    """
+    """The facts of an objective."""
 
     weights: tuple[float | None, float | None] = (None, None)
     """N times the weight of the softmax over each row and over each column; None: there is none."""
@@ -46,3 +46,85 @@ class Objective:
     def kernels(self) -> "type[TritonBackend]":
         """The backend with its Triton kernels. Imports Triton."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Softmax(Objective):
+    """Cross-entropy of an image's text among all texts, of a text's image among all images, or of both.
+
+    L = sum_i a_i (r_i - x_ii) + sum_j b_j (c_j - x_jj), with the log-sum-exps r of rows and c of columns: CLIP, arXiv
+    2103.00020. Several positives: the outer form of SupCon, arXiv 2004.11362, eq. 2.
+    """
+
+    log_sum_exps: int = 1
+    pairwise: bool = False
+    has_kernels: bool = True
+
+    def dense(self, scores: "Tensor", positive: "Tensor", paired: int) -> "Tensor":
+        value = scores.new_zeros(())
+        for weight, x, own in zip(self.weights, (scores, scores.T[:paired]), (positive, positive.T[:paired])):
+            if weight is not None:
+                target = x.masked_fill(~own, 0).sum(1) / own.sum(1)
+                value = value + weight * (x.logsumexp(1) - target).mean()
+        return value
+
+    def tile(self) -> "ObjectiveTile":
+        from clipscale.loss.softmax.tile import SoftmaxTile
+
+        return SoftmaxTile()
+
+    def kernels(self) -> "type[TritonBackend]":
+        from clipscale.loss.softmax.kernel import TritonSoftmax
+
+        return TritonSoftmax
+
+
+@dataclass(frozen=True)
+class Sigmoid(Objective):
+    """Whether image and text belong together, for every pair by itself.
+
+    L = sum_ij softplus(-z_ij (x_ij + bias)) / N, where z is 1 at the positives and -1 elsewhere: SigLIP, arXiv
+    2303.15343.
+    """
+
+    needs_bias: bool = True
+    has_kernels: bool = True
+
+    def dense(self, scores: "Tensor", positive: "Tensor", paired: int) -> "Tensor":
+        """The scores with the bias. A pair that is left out adds softplus(-inf) = 0."""
+        return scores.where(~positive, -scores).logaddexp(scores.new_zeros(())).sum() / len(scores)
+
+    def tile(self) -> "ObjectiveTile":
+        from clipscale.loss.sigmoid.tile import SigmoidTile
+
+        return SigmoidTile()
+
+    def kernels(self) -> "type[TritonBackend]":
+        from clipscale.loss.sigmoid.kernel import TritonSigmoid
+
+        return TritonSigmoid
+
+
+EXCHANGES = ("auto", "none", "replicated", "gather", "ring", "nodes")
+GATHER_BYTES = 5 << 30
+"""Most memory for the texts of all ranks and their gradients where `auto` gathers across nodes."""
+BACKENDS = ("auto", "dense", "tiled", "triton")
+SHARED = ("ignore", "mask", "positive")
+OBJECTIVES: dict[str, Objective] = {
+    "softmax": Softmax((0.5, 0.5)),
+    "softmax_image": Softmax((1.0, None)),
+    "softmax_text": Softmax((None, 1.0)),
+    "sigmoid": Sigmoid(),
+}
+
+
+def exchange_of(nodes: int, texts: int, width: int, itemsize: int) -> str:
+    """What `auto` is for the texts (of all ranks) of a group over so many nodes.
+
+    Within a node a ring: it takes least memory. Across nodes a ring in rank order sends all texts through one network
+    card of a node. All cards share in a gather, where its memory is small (a million of 768 numbers in half precision
+    take 4.5 GiB with their float32 gradients), and otherwise in a ring of each rank with its like in the other nodes.
+    """
+    if nodes == 1:
+        return "ring"
+    return "gather" if texts * width * (itemsize + 4) <= GATHER_BYTES else "nodes"

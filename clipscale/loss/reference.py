@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from clipscale.loss.inputs import LossOptions, Pair
-from clipscale.loss.objectives import OBJECTIVES
+from clipscale.loss.objective import OBJECTIVES
 
 
 def dense_contrastive_loss(

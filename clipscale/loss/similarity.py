@@ -7,13 +7,12 @@ Letters: n rows (images), m columns (texts) of a tile; D feature width.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from clipscale.loss.block import Block, RowBlock, widened
+from clipscale.loss.block import Block, widened
 
 Vjp = Callable[[Tensor], None]
 GPU_TILE, CPU_TILE = (4096, 8192), (1024, 2048)  # rows and columns of the dot product's tiles
@@ -77,25 +76,17 @@ class Deep:
     def scores(self, tile: Block, out: Tensor) -> Tensor:
         scale = tile.parameters.scale
         with torch.no_grad():
-            return self._similarities(tile.rows, tile.cols, scale.dtype) * scale
+            return self._similarities(tile.rows.features, tile.cols.features, scale.dtype) * scale
 
     def vjp(self, tile: Block, out: Tensor) -> tuple[Tensor, Vjp]:
         parameters = tile.parameters
-        leaves: list[tuple[Tensor, Tensor]] = []  # (leaf of the graph, the sum of its gradients)
-
-        def leaf(x: Tensor, grad: Tensor | None) -> Tensor:
-            x = x.detach().requires_grad_(grad is not None)
-            if grad is not None:
-                leaves.append((x, grad))
-            return x
-
-        rows = replace(tile.rows, features=leaf(tile.rows.features, tile.rows.grad))
-        cols = replace(tile.cols, features=leaf(tile.cols.features, tile.cols.grad))
-        trained_scale = torch.zeros_like(parameters.scale, dtype=torch.float64)
-        scale = leaf(parameters.scale, trained_scale if parameters.trains_scale else None)
-        leaves += [(p, grad) for p, grad in zip(self.parameters, parameters.module_grads) if grad is not None]
+        scale_grad = torch.zeros_like(parameters.scale, dtype=torch.float64) if parameters.trains_scale else None
+        given = (tile.rows.features, tile.cols.features, parameters.scale)
+        totals = (tile.rows.grad, tile.cols.grad, scale_grad, *parameters.module_grads)
+        u, v, scale = (x.detach().requires_grad_(total is not None) for x, total in zip(given, totals))
+        leaves = [(x, total) for x, total in zip((u, v, scale, *self.parameters), totals) if total is not None]
         with torch.set_grad_enabled(bool(leaves)):
-            scores = scale * self._similarities(rows, cols, scale.dtype)
+            scores = scale * self._similarities(u, v, scale.dtype)
 
         def vjp(score_grad: Tensor) -> None:
             if not scores.requires_grad:
@@ -104,19 +95,19 @@ class Deep:
             for (_, total), grad in zip(leaves, grads):
                 if grad is not None:
                     total += grad
-            if parameters.trains_scale:
-                parameters.add_scale_grad(trained_scale)
+            if scale_grad is not None:
+                parameters.add_scale_grad(scale_grad)
 
         return scores.detach().clone(), vjp
 
-    def _similarities(self, rows: RowBlock, cols: RowBlock, dtype: torch.dtype) -> Tensor:
+    def _similarities(self, u: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
         enabled, autocast_dtype = self._autocast
         with torch.autocast(self._device_type, autocast_dtype, enabled):
-            scores: Tensor = self.module(rows.features, cols.features)
-        if scores.shape != (len(rows), len(cols)):
+            scores: Tensor = self.module(u, v)
+        if scores.shape != (len(u), len(v)):
             raise ValueError(
-                f"the similarity module must map {len(rows)} images and {len(cols)} texts to a number a pair, but "
-                f"gave {tuple(scores.shape)}"
+                f"the similarity module must map {len(u)} images and {len(v)} texts to a number a pair, but gave "
+                f"{tuple(scores.shape)}"
             )
         return scores.to(dtype)
 

@@ -31,7 +31,7 @@ from clipscale.distributed.fsdp import replicate_state, sharded_as
 from clipscale.distributed.world import World, gradient_norm
 from clipscale.loss.api import contrastive_loss, distillation_loss
 from clipscale.loss.machine import Machine
-from clipscale.loss.objectives import OBJECTIVES
+from clipscale.loss.objective import OBJECTIVES
 from clipscale.models.tokenizer import Tokenizer
 from clipscale.models.towers import ClipModel, Projection, build_model, fit_positions, unit_rows
 from clipscale.step.captions import CaptionRule

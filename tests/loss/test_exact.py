@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from clipscale import contrastive_loss
-from clipscale.loss.objectives import OBJECTIVES
+from clipscale.loss.objective import OBJECTIVES
 from clipscale.loss.reference import dense_contrastive_loss
 from tests.loss import cases
 from tests.loss.cases import (

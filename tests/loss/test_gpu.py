@@ -11,7 +11,7 @@ from torch import Tensor
 from clipscale import contrastive_loss
 from clipscale.loss.block import Block, Parameters, RowBlock
 from clipscale.loss.machine import Machine
-from clipscale.loss.objectives import OBJECTIVES
+from clipscale.loss.objective import OBJECTIVES
 from clipscale.loss.softmax.kernel import TritonSoftmax
 from tests.loss.cases import assert_exact, assert_near_plain_torch, features, keys, oracle, results
 from tests.support.device import DEVICE, on_device, only_on_cuda, sized, with_kernels

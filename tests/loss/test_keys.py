@@ -11,11 +11,11 @@ from torch import Tensor
 
 from clipscale import contrastive_loss
 from clipscale.loss.machine import Machine
-from clipscale.loss.objectives import OBJECTIVES
+from clipscale.loss.objective import OBJECTIVES
 from tests.loss.cases import Phi, assert_exact, assert_near_plain_torch, features, keys, oracle, results
 from tests.loss.workers import Workers, check, stacked, stacked_again
 
-EXCHANGES = ["replicated", "local", "gather", "ring"]
+EXCHANGES = ["replicated", "gather", "ring"]
 
 
 @pytest.mark.parametrize("shared", ["mask", "positive"])

@@ -3,13 +3,18 @@
 MobileCLIP; Vasu et al. 2023, arXiv 2311.17049 (open_clip's DistillClipLoss).
 """
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+import torch
+from torch import Tensor
+
+from clipscale.loss.distillation.tile import DistillationTile
+from clipscale.loss.inputs import Inputs
 from clipscale.loss.objective import Objective
 
-if TYPE_CHECKING:
-    from clipscale.loss.tile import ObjectiveTile
+Teacher = tuple[Tensor, Tensor, float]
+"""Features of images and of texts, and the logit scale."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +26,25 @@ class Distillation(Objective):
     """
 
     teachers: tuple[tuple[int, float], ...] = ()
-    """The feature width and the logit scale t of each."""
+    """The feature width and the logit scale t of each, whose features are side by side in RowBlock.extra."""
 
-    def tile(self) -> "ObjectiveTile":
-        from clipscale.loss.distillation.tile import DistillationTile
+    @classmethod
+    def of(cls, teachers: Sequence[Teacher]) -> "Distillation":
+        widths = tuple((a.shape[1], float(t)) for a, _, t in teachers)
+        return cls((0.5, 0.5), log_sum_exps=1 + len(widths), teachers=widths)
 
+    def tile(self) -> DistillationTile:
         return DistillationTile(self.teachers)
+
+
+def with_teachers(inputs: Inputs, teachers: Sequence[Teacher]) -> Inputs:
+    """With the teachers' features, in one type. Raises ValueError where they do not fit."""
+    n, m = len(inputs.rows), len(inputs.cols)
+    for a, b, _ in teachers:
+        if a.shape != (n, b.shape[-1]) or b.shape != (m, a.shape[-1]) or a.device != inputs.scale.device:
+            raise ValueError(f"a teacher's features {tuple(a.shape)} and {tuple(b.shape)} for {n} images and {m} texts")
+    images, texts = torch.cat([a for a, _, _ in teachers], 1), torch.cat([b for _, b, _ in teachers], 1)
+    is_double = inputs.dtype == torch.float64
+    dtype = torch.float64 if is_double else torch.promote_types(images.dtype, texts.dtype)
+    rows, cols = (replace(side, extra=x.to(dtype)) for side, x in ((inputs.rows, images), (inputs.cols, texts)))
+    return replace(inputs, rows=rows, cols=cols)

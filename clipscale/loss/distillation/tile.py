@@ -42,8 +42,8 @@ class DistillationTile(SoftmaxTile):
         for number, (_, scale) in enumerate(self.teachers, 1):
             sides, features = [], []
             for side in (tile.rows, tile.cols):
-                assert side.teachers is not None
-                features.append(side.teachers.split(widths, 1)[number - 1])
+                assert side.extra is not None
+                features.append(side.extra.split(widths, 1)[number - 1])
                 weight = None if side.weight is None else side.weight / len(self.teachers)
                 lse = None if side.lse is None else side.lse[:, number : number + 1]
                 sides.append(replace(side, lse=lse, weight=weight))

@@ -22,7 +22,7 @@ from clipscale.data.columns import columns_of
 from clipscale.data.features import TeacherFeatures
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import World
-from clipscale.loss.objectives import exchange_of
+from clipscale.loss.objective import exchange_of
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import without_weights
 from clipscale.state.train_state import Parts, TrainState

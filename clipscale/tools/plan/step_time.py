@@ -12,7 +12,7 @@ from clipscale.common import files
 from clipscale.common.hardware import HARDWARE, Hardware
 from clipscale.common.record import Record
 from clipscale.config.sections import ModelConfig
-from clipscale.loss.objectives import OBJECTIVES
+from clipscale.loss.objective import OBJECTIVES
 from clipscale.models.flops import PassFlops, image_flops, text_flops, trained_of
 from clipscale.models.towers import ClipModel
 from clipscale.tools.plan.dry_run import TOWERS, DryRun

@@ -28,7 +28,7 @@ if DEVICE == "cpu" and not INTERPRETED:
 from clipscale import contrastive_loss  # noqa: E402
 from clipscale.loss.block import Block, Parameters, RowBlock  # noqa: E402
 from clipscale.loss.machine import Machine  # noqa: E402
-from clipscale.loss.objectives import OBJECTIVES  # noqa: E402
+from clipscale.loss.objective import OBJECTIVES  # noqa: E402
 from clipscale.loss.softmax.kernel import TritonSoftmax  # noqa: E402
 from clipscale.loss.triton import tuning  # noqa: E402
 from clipscale.loss.triton.tuning import FLOAT32, Tiles  # noqa: E402
@@ -249,7 +249,7 @@ def forked() -> Iterator[Workers]:
 @pytest.mark.skipif(DEVICE == "cuda", reason="gloo ranks on the CPU")
 @pytest.mark.parametrize(
     ("objective", "exchange"),
-    [("softmax", "ring"), ("softmax", "local"), ("softmax_text", "gather"), ("sigmoid", "ring")],
+    [("softmax", "ring"), ("softmax", "replicated"), ("softmax_text", "gather"), ("sigmoid", "ring")],
 )
 def test_on_ranks_it_is_exact(forked: Workers, objective: str, exchange: str) -> None:
     u, v = stacked(2, 18, 20, 24)
