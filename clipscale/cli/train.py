@@ -22,7 +22,7 @@ def check(config: TrainConfig) -> None:
     local.check_train(config)
     if local.under_torchrun():  # there all ranks find missing shards together
         return
-    from clipscale.data.conditions import source_names
+    from clipscale.config.conditions import source_names
     from clipscale.data.shards.counts import counted_at_once
     from clipscale.data.shards.listing import local_shards
     from clipscale.data.shards.reader import unusable

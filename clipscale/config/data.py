@@ -4,9 +4,11 @@ import re
 from dataclasses import dataclass, field
 
 from clipscale.common.errors import UserError
+from clipscale.config.conditions import caption_sources, conditions
 from clipscale.config.setting import setting
-from clipscale.data.conditions import caption_sources, conditions
-from clipscale.data.sample import MAX_IMAGE_BYTES
+
+MAX_IMAGE_BYTES = 64 << 20
+"""Size limit of an encoded picture, unless `data.max_pixels` allows larger ones."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,8 @@ class DataConfig:
     filter: list[str] = setting(
         [],
         "What samples must meet: `width`, `height`, shorter `side`, `aspect` (longer over shorter), characters of a "
-        "`caption`, or fields of the json: `[side>=64,aspect<=3,caption>=5,similarity>=0.3,LANGUAGE=en|de]`.",
-    )
-    skip: list[str] = setting(
-        [], "Samples to leave out, such as one that a loader does not survive: `[00012.tar/000123456]`."
+        "`caption`, fields of the json, the name of a `sample`: `[side>=64,aspect<=3,caption>=5,similarity>=0.3,"
+        "LANGUAGE=en|de,sample!=00012.tar/000123456]`.",
     )
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     max_pixels: int = setting(89_478_485, "Most pixels of an image; others are broken (`huge_image`).", least=1)

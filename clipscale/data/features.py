@@ -12,9 +12,9 @@ import numpy as np
 
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
+from clipscale.config.conditions import source_names
 from clipscale.config.data import DataConfig
 from clipscale.config.sections import DistillConfig
-from clipscale.data.conditions import source_names
 from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError, ChosenSample
 from clipscale.data.shards.addresses import SourceError
 from clipscale.data.shards.index import folder_of

@@ -7,10 +7,11 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from clipscale.common.record import Record
+from clipscale.config.conditions import CAPTION, SAMPLE, SIZES, Condition, caption_sources, conditions
 from clipscale.config.data import DataConfig
-from clipscale.data.conditions import CAPTION, SIZES, Condition, caption_sources, conditions
 from clipscale.data.decode import Picture, captions_of, first_caption, image_bytes, json_fields
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError, RawSample
@@ -28,8 +29,6 @@ class Selection:
     """Captions of a sample."""
     first: bool = False
     """Whether a sample's first caption is taken, as `clipscale embed` does, and none is drawn."""
-    skipped: frozenset[str] = frozenset()
-    """Names of samples that are left out (`name_of`)."""
     negatives: tuple[str, int] | None = None
     """The source of hard negatives, and how many are drawn."""
 
@@ -69,21 +68,34 @@ class Selection:
 
     def check(self, sample: RawSample, captions: Sequence[str]) -> None:
         """Raise BrokenSampleError with the filter's reason for a sample that a filter drops."""
-        if self.skipped and utf8(name_of(sample)) in self.skipped:
-            raise BrokenSampleError("skipped", "data.skip")
         fields: Record | None = None
         picture: Picture | None = None
         for condition in self.conditions:
-            if condition.name == CAPTION:
+            if condition.name == SAMPLE:
+                _require(condition, utf8(name_of(sample)))
+            elif condition.name == CAPTION:
                 for caption in captions:
-                    condition.require(len(caption))
+                    _require(condition, len(caption))
             elif condition.name in SIZES:
                 picture = picture or Picture(image_bytes(sample.members))
-                condition.require(SIZES[condition.name](picture.width, picture.height))
+                _require(condition, SIZES[condition.name](picture.width, picture.height))
             else:
                 if fields is None:
                     fields = json_fields(sample.members.get("json", b"{}"))
-                condition.require(fields.get(condition.name))
+                _require(condition, fields.get(condition.name))
+
+
+def _require(condition: Condition, value: Any) -> None:
+    """Raise BrokenSampleError `filter_NAME` for a value that does not meet the condition, and `filter_no_NAME` for
+    none, or none that is a number where one is needed."""
+    try:
+        if value is None or value != value:  # NaN
+            raise ValueError("missing")
+        holds = condition.holds(value)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise BrokenSampleError(f"filter_no_{condition.name}") from error
+    if not holds:
+        raise BrokenSampleError(f"filter_{condition.name}", str(value)[:100])
 
 
 def drawn(pool: Sequence[tuple[str, float]], count: int, rng: CounterRNG) -> list[str]:
@@ -96,7 +108,7 @@ def drawn(pool: Sequence[tuple[str, float]], count: int, rng: CounterRNG) -> lis
 
 
 def name_of(sample: RawSample) -> str:
-    """`SHARD/KEY`; messages and `data.skip` name samples by its `utf8`."""
+    """`SHARD/KEY`; messages and conditions name samples by its `utf8`."""
     return f"{leaf_of(sample.url)}/{sample.key}"
 
 
@@ -107,6 +119,5 @@ def selection(config: DataConfig, *, first: bool = False) -> Selection:
         conditions(config.filter),
         config.captions_per_step,
         first,
-        frozenset(config.skip),
         (config.negatives, config.negatives_per_step) if config.negatives else None,
     )

@@ -5,13 +5,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from clipscale.config.data import MAX_IMAGE_BYTES
+
 _META = re.compile(r"__[^/]*__($|/)")
 """Members that webdataset reserves for itself."""
 LONGEST_NAME = 4096
 """Bytes of a member's name; a longer one belongs to no sample, as on file systems."""
 
-MAX_IMAGE_BYTES = 64 << 20
-"""Size limit of an encoded picture, unless `data.max_pixels` allows larger ones."""
 MAX_TEXT_BYTES = 1 << 20
 """Size limit of a caption or json member; a parser may need thirty times as much memory."""
 

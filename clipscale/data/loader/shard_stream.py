@@ -102,7 +102,7 @@ class ShardStream:
             self._begin(f", reading {reader.url}")
             segment, item = next(reader.items)
             name = name_of(item)
-            self._begin(f", at sample {name} (data.skip='{name}' leaves it out)")
+            self._begin(f", at sample {name} (data.filter='sample!={name}' leaves it out)")
             try:
                 if item.damage:
                     raise BrokenSampleError(item.damage, item.detail)

@@ -97,14 +97,13 @@ def expand(
     Leaves out local shards that are missing, since downloads have gaps, and what lies beside a folder's shards; `note`
     is called with a line on them. Raises UserError if no shard is left, or for `pipe:` without `allow_pipe`.
     """
-    if not is_local(source):
-        return [url for part in source.split("::") for url in _remote(part, allow_pipe, setting, note)]
     if source.startswith("@"):
         names = _from_list(Path(source[1:]).expanduser(), allow_pipe, setting)
     else:
         source = os.path.expanduser(source)  # noqa: PTH111 (a pattern, not yet a path)
-        parts = [source] if os.path.exists(source) else source.split("::")  # noqa: PTH110
-        names = [name for part in parts for name in _local(part, setting, note)]
+        names = []
+        for part in [source] if os.path.exists(source) else source.split("::"):  # noqa: PTH110
+            names += _local(part, setting, note) if is_local(part) else _remote(part, allow_pipe, setting, note)
     present = _existing(names)
     if not present:
         raise UserError(f"{setting}={source!r} {NOTHING}")
@@ -119,8 +118,11 @@ def _shards(names: Iterable[str], folder: str, note: Note) -> list[str]:
     """The shards among the names in a folder, sorted. Indexes, checksums and downloads under way are noted, as far as
     their names are like those of shards."""
     like = {name for name in names if any(suffix in name.lower() for suffix in SHARDS)}
-    shards = {name for name in like if name.lower().endswith(SHARDS) and name + DOWNLOADING not in like}
-    shards = {name for name in shards if not leaf_of(name).startswith(".")}
+    shards = {
+        name
+        for name in like
+        if name.lower().endswith(SHARDS) and name + DOWNLOADING not in like and not leaf_of(name).startswith(".")
+    }
     if like > shards:
         kinds = Counter(PurePath(name).suffix for name in like - shards)
         counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
@@ -138,29 +140,20 @@ def _local(source: str, setting: str, note: Note) -> list[str]:
         return _shards([prefix + leaf for leaf in _leaves(source)], source, note)
     if os.path.exists(source):  # noqa: PTH110
         return [source]
-    folder = head_of(source) if is_local(source) else ""
+    folder = head_of(source)
     while folder and not os.path.isdir(folder):  # noqa: PTH112
         folder = head_of(folder.rstrip("/"))
-    patterns = _braces(source[len(folder) :], f"{setting}={source!r}")
-    listed = [
-        sorted(glob.glob(name, root_dir=folder or None)) if glob.has_magic(name) else [name]  # noqa: PTH207
-        for name in patterns
-    ]
-    return [folder + name for names in listed for name in names]
+    names = []
+    for name in _braces(source[len(folder) :], f"{setting}={source!r}"):
+        names += sorted(glob.glob(name, root_dir=folder or None)) if glob.has_magic(name) else [name]  # noqa: PTH207
+    return [folder + name for name in names]
 
 
 def _existing(names: Sequence[str]) -> list[str]:
     """The addresses, and the paths that exist. Asking for each file alone is slow on network file systems."""
-    leaves: dict[str, set[str] | None] = {}  # by their folders; None: of an address
-    present = []
-    for name in names:
-        head = head_of(name)
-        if head not in leaves:
-            leaves[head] = _leaves(head if head.endswith("/") else ".") if is_local(name) else None
-        folder = leaves[head]
-        if folder is None or name.rpartition("/")[2] in folder:
-            present.append(name)
-    return present
+    heads = {head_of(name) for name in names if is_local(name)}
+    leaves = {head: _leaves(head if head.endswith("/") else ".") for head in heads}
+    return [name for name in names if not is_local(name) or name.rpartition("/")[2] in leaves[head_of(name)]]
 
 
 def _leaves(folder: str) -> set[str]:
@@ -172,8 +165,7 @@ def _leaves(folder: str) -> set[str]:
 
 def _braces(source: str, what: str) -> list[str]:
     try:
-        parts = source.split("::")
-        return [url for part in parts for url in braceexpand(part, escape="\\" in part)]  # looking for it takes long
+        return [*braceexpand(source, escape="\\" in source)]  # looking for it takes long
     except ValueError as error:  # unbalanced braces
         raise UserError(f"{what} cannot be expanded: {error}") from error
 
@@ -202,8 +194,6 @@ def _remote(source: str, allow_pipe: bool, setting: str, note: Note) -> list[str
     names = []
     try:
         get_filesystem_class(scheme)
-        if not PATTERN.search(source):
-            return urls
         for url in urls:
             if not PATTERN.search(url):
                 names.append(url)
@@ -214,10 +204,7 @@ def _remote(source: str, allow_pipe: bool, setting: str, note: Note) -> list[str
     except Exception as error:  # each library behind fsspec has its own; a missing one is named
         raise UserError(f"{setting}={source!r} cannot be listed ({type(error).__name__}: {error})") from error
     # a server chooses these names: they must not lead to another file system, as fsspec's `::` does
-    safe = [name for name in names if "::" not in name and scheme_of(name) == scheme]
-    if not safe:
-        raise UserError(f"{setting}={source!r} {NOTHING}")
-    return safe
+    return [name for name in names if "::" not in name and scheme_of(name) == scheme]
 
 
 def _from_list(path: Path, allow_pipe: bool, setting: str) -> list[str]:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from clipscale.common.record import Metrics, Record
-from clipscale.data.sample import MAX_IMAGE_BYTES, BrokenSampleError
+from clipscale.config.data import MAX_IMAGE_BYTES
+from clipscale.data.sample import BrokenSampleError
 
 if TYPE_CHECKING:
     from clipscale.eval.encode import Encoder

@@ -9,8 +9,8 @@ from itertools import islice
 from clipscale.common.hardware import cores
 from clipscale.common.terminal import tracked
 from clipscale.common.units import format_bytes
+from clipscale.config.conditions import source_names
 from clipscale.config.data import DataConfig
-from clipscale.data.conditions import source_names
 from clipscale.data.decode import IMAGE_TYPES, Picture, image_bytes
 from clipscale.data.filters import selection
 from clipscale.data.order import CounterRNG

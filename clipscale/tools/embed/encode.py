@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from clipscale.config.conditions import source_names
 from clipscale.config.data import DataConfig
-from clipscale.data.conditions import source_names
 from clipscale.data.decode import first_caption, image_bytes
 from clipscale.data.eval_transform import ahead
 from clipscale.data.sample import BrokenSampleError, RawSample

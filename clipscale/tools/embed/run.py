@@ -19,10 +19,10 @@ from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
 from clipscale.common.terminal import say, tracked
+from clipscale.config.conditions import source_names
 from clipscale.config.secrets import hidden
 from clipscale.config.sections import ModelConfig
 from clipscale.config.setting import differing
-from clipscale.data.conditions import source_names
 from clipscale.data.decode import IMAGE_TYPES
 from clipscale.data.features import NOTE, encoded_array, notes_beside
 from clipscale.data.sample import limits

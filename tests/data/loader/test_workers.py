@@ -86,12 +86,13 @@ def test_what_kills_a_worker_is_named_and_can_be_left_out(tmp_path: Path) -> Non
     write_shards(tmp_path, [50])
     options = {"batch": 5, "workers": 2, "shard_streams": 2, "columns": (KILLER,)}
     name = f"00000.tar/{VICTIM}"
-    line = rf"data worker [01] \(process \d+\) of rank 0 was killed by SIGKILL, at sample {name} \(data.skip='{name}' "
+    line = rf"data worker [01] \(process \d+\) of rank 0 was killed by SIGKILL, at sample {name} "
+    line += rf"\(data.filter='sample!={name}' "
     with open_stream(tmp_path, **options) as stream, pytest.raises(LoaderError, match=line):
         contents(stream, 10)
-    with open_stream(tmp_path, skip=[name], **options) as stream:
+    with open_stream(tmp_path, filter=[f"sample!={name}"], **options) as stream:
         contents(stream, 10)
-        assert stream.broken == {"skipped": 1}
+        assert stream.broken == {"filter_sample": 1}
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
@@ -107,13 +108,18 @@ def test_names_and_texts_that_are_no_utf8_are_read_and_resumed(tmp_path: Path, w
     ]
     for name in ("caf\udce8", "caf\udce9"):
         write_tar(folder / f"{name}.tar", members)
-    options = {"batch": 8, "captions": ["json:alt"], "skip": [r"caf\udce9.tar/\udcff0003"], "workers": workers}
+    options = {
+        "batch": 8,
+        "captions": ["json:alt"],
+        "filter": [r"sample!=caf\udce9.tar/\udcff0003"],
+        "workers": workers,
+    }
     with open_stream(folder, **options) as stream:
         expected = contents(stream, 10)
         position = stream.position()
         expected += contents(stream, 10)
         assert stream.samples_per_epoch == 42, "counts are remembered under both names"
-        assert set(stream.broken) == {"caption_not_utf8", "skipped"}
+        assert set(stream.broken) == {"caption_not_utf8", "filter_sample"}
     with open_stream(folder, position=position, **options) as stream:
         assert contents(stream, 10) == expected[10:]
 

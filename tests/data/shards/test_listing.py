@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from clipscale.data.shards import listing
 from clipscale.data.shards.listing import expand
 from tests.data.files import write_shards
 from tests.data.streams import contents, open_stream
@@ -82,8 +81,8 @@ def test_a_list_names_paths_and_servers_alone(tmp_path: Path, line: str) -> None
 def test_specifications_are_webdatasets() -> None:
     from webdataset.shardlists import expand_urls
 
-    for source in ("/x/{00..03}.tar::s3://a/{x,y}/0.tar", "https://host/{a,b}{0..1}.tar::/x/0.tar"):
-        assert listing._braces(source, "data.train") == expand_urls(source)
+    for source in ("s3://b/{00..03}.tar::s3://a/{x,y}/0.tar", "https://host/{a,b}{0..1}.tar"):
+        assert expand(source) == expand_urls(source)
 
 
 def test_addresses_are_expanded_but_not_looked_up() -> None:

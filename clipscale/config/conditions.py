@@ -9,12 +9,13 @@ from operator import ge, gt, le, lt
 from typing import Any
 
 from clipscale.common.errors import UserError
-from clipscale.data.sample import BrokenSampleError
 
 _COMPARE: dict[str, Callable[[float, float], bool]] = {">=": ge, "<=": le, ">": gt, "<": lt}
 _CONDITION = re.compile(r"^\s*([\w .:-]+?)\s*(>=|<=|!=|==|=|>|<)\s*(.*?)\s*$")
 CAPTION = "caption"
 """Its length in characters can be a condition."""
+SAMPLE = "sample"
+"""Its name can be one, `SHARD/KEY`, for example to leave out a sample that a loader does not survive."""
 SIZES: dict[str, Callable[[int, int], float]] = {
     "width": lambda width, height: width,
     "height": lambda width, height: height,
@@ -26,7 +27,7 @@ SIZES: dict[str, Callable[[int, int], float]] = {
 
 @dataclass(frozen=True)
 class Condition:
-    """One condition on a sample: on its captions, its picture's size, or a field of its json."""
+    """One condition on a sample: on its name, its captions, its picture's size, or a field of its json."""
 
     name: str
     sign: str
@@ -36,22 +37,14 @@ class Condition:
     @property
     def of_field(self) -> bool:
         """Whether it is about a field of the json."""
-        return self.name != CAPTION and self.name not in SIZES
+        return self.name not in (SAMPLE, CAPTION, *SIZES)
 
-    def require(self, value: Any) -> None:
-        """Raise BrokenSampleError `filter_NAME` for a value that does not meet it, and `filter_no_NAME` for none, or
-        none that is a number where one is needed. Texts are compared without regard to case."""
-        try:
-            if value is None or value != value:  # NaN
-                raise ValueError("missing")
-            if self.sign in _COMPARE:
-                holds = _COMPARE[self.sign](float(value), float(self.values[0]))
-            else:
-                holds = any(_equal(value, text) for text in self.values) == (self.sign == "=")
-        except (ValueError, TypeError, OverflowError) as error:
-            raise BrokenSampleError(f"filter_no_{self.name}") from error
-        if not holds:
-            raise BrokenSampleError(f"filter_{self.name}", str(value)[:100])
+    def holds(self, value: Any) -> bool:
+        """Texts are compared without regard to case. Raises ValueError, TypeError or OverflowError where the value is
+        no number and one is needed."""
+        if self.sign in _COMPARE:
+            return _COMPARE[self.sign](float(value), float(self.values[0]))
+        return any(_equal(value, text) for text in self.values) == (self.sign == "=")
 
 
 def _equal(value: Any, text: str) -> bool:
