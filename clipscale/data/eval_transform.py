@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from open_clip import image_transform
-from torchvision.transforms import Compose
+from torchvision.transforms import Compose, Normalize, ToTensor
 
 from clipscale.data.decode import broken_pictures, check_pixels, open_picture
 
@@ -45,10 +45,8 @@ class EvalTransform:
     @cached_property
     def resized(self) -> Compose:
         """open_clip's transform of a picture, up to the conversion to numbers."""
-        steps = image_transform(
-            self.side, is_train=False, resize_mode=self.mode, interpolation=self.interpolation
-        ).transforms
-        return Compose(steps[:-2])
+        whole = image_transform(self.side, is_train=False, resize_mode=self.mode, interpolation=self.interpolation)
+        return Compose([step for step in whole.transforms if not isinstance(step, ToTensor | Normalize)])
 
 
 def ahead(pool: Executor, work: Callable[[Any], R], batches: Iterable[B]) -> Iterator[tuple[B, list[R]]]:

@@ -19,9 +19,8 @@ from clipscale.common.record import Record
 from clipscale.config.data import DataConfig
 from clipscale.data.columns import Columns
 from clipscale.data.filters import selection
-from clipscale.data.loader.host_batch import HOST, Arena, HostBatch, Layout, Offload, Slot
+from clipscale.data.loader.host_batch import HOST, Arena, HostBatch, Layout, Offload, Prefetcher, Slot
 from clipscale.data.loader.memory import picture_bytes, stated_memory
-from clipscale.data.loader.prefetch import Prefetcher
 from clipscale.data.loader.shard_reader import OrderedShards, Position
 from clipscale.data.loader.shard_stream import Report, WorkerSpec
 from clipscale.data.loader.workers import InProcess, Workers
@@ -196,7 +195,7 @@ class TrainStream:
         return min(max(0, min(missing, default=self._samples)), self._samples)  # other places are another rank's
 
     def _load(self, slot: Slot, start: int, stop: int, at: int) -> Callable[[], None]:
-        """Let the workers load image rows into the buffers (a prefetch.Load)."""
+        """Let the workers load image rows into the buffers (a host_batch.Load)."""
         missing = self.workers.load(slot.number, start, stop, at)
         return lambda: self._wait(missing)
 

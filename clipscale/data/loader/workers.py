@@ -193,14 +193,14 @@ class Workers:
                 return messages
             # Only a worker that is waited for can be late, and only since the wait began.
             silent = {n: time.monotonic() - max(self._last[n], begun) for n in needed}
-            if late := [n for n, seconds in silent.items() if seconds > self.timeout_s]:
-                names = ", ".join(f"{n} (process {self.processes[n].pid})" for n in late)
-                places = " and ".join(self._place(n) for n in late)
+            longest = max(silent, key=silent.__getitem__)
+            left = self.timeout_s - silent[longest]
+            if left < 0:
                 raise LoaderError(
-                    f"data.timeout_s={self.timeout_s:g}: data worker {names} of rank {self._rank} has been silent "
-                    f"for that long{places}; the storage may be stuck; raise the time-out or look at the process"
+                    f"data.timeout_s={self.timeout_s:g}: {self._name(longest)} has been silent for that long"
+                    f"{self._place(longest)}; the storage may be stuck; raise the time-out or look at the process"
                 )
-            wait(self._connections, timeout=min(self.timeout_s - max(silent.values()), 1.0))
+            wait(self._connections, timeout=min(left, 1.0))
 
     def _drain(self, number: int) -> Iterator[Report | Load]:
         connection = self._connections[number]
@@ -218,6 +218,9 @@ class Workers:
                 self._loading.remove((number, message))
             yield message
 
+    def _name(self, number: int) -> str:
+        return f"data worker {number} (process {self.processes[number].pid}) of rank {self._rank}"
+
     def _place(self, number: int) -> str:
         """What a worker was on."""
         return bytes(self._places[number].value).decode(errors="replace")
@@ -228,8 +231,8 @@ class Workers:
         code = process.exitcode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
         return LoaderError(
-            f"data worker {number} (process {process.pid}) of rank {self._rank} {how}{self._place(number)}; if the "
-            "machine ran out of memory, lower data.workers, data.shard_streams or data.shuffle; go on with resume=auto"
+            f"{self._name(number)} {how}{self._place(number)}; if the machine "
+            "ran out of memory, lower data.workers, data.shard_streams or data.shuffle; go on with resume=auto"
         )
 
 
