@@ -22,7 +22,7 @@ from clipscale.common.phases import Phases, Readback
 from clipscale.common.record import Record, Results
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import doing, tell
-from clipscale.config.train import RESULT, TrainConfig, changes_since, samples_of, to_yaml
+from clipscale.config.train import RESULT, RESUMES, TrainConfig, changes_since, samples_of, to_yaml
 from clipscale.data.loader.captions import SortedCaptions
 from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.loader.stream import merge_positions
@@ -108,7 +108,7 @@ class Run:
         self.compile(flops)
         self.records = StepRecords(self.open_log() if world.main else None, world.size, flops, self.stream)
         self.saver = checkpoint.Saver(self.resolved.folder, world, self.config.checkpoint)
-        if config.resume in ("auto", "none"):  # the step is another run's otherwise
+        if config.resume in RESUMES:  # the step is another run's otherwise
             self.saver.last_step = self.step
         self.saved_at = time.monotonic()
         self.slowest_s = 0.0

@@ -63,7 +63,7 @@ class DataConfig:
         1, "Of each sample in a step, drawn as captions are: fewer are repeated, without any it is left out.", least=1
     )
     same: str | None = setting(
-        None, "What samples share, for `loss.shared`: `caption`, or a field of the json (`url`, `sha256`, ...)."
+        None, "What samples share: `caption`, or a json field (`url`, ...). `loss.shared` says what such pairs are."
     )
     only_keys: str | None = setting(
         None,

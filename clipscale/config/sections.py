@@ -166,8 +166,8 @@ class LossConfig:
         choices=BACKENDS,
     )
     shared: str = setting(
-        "ignore",
-        "Pairs whose samples share a key (`data.same`): `ignore`, negatives as any; `mask`, left out; `positive`.",
+        "mask",
+        "Pairs whose samples share a key, with `data.same`: `mask`, left out; `positive`; `ignore`, negatives as any.",
         choices=SHARED,
     )
 

@@ -23,6 +23,8 @@ from clipscale.loss.objective import OBJECTIVES
 
 EPOCHS = 32.0
 """Length of a run whose settings give none."""
+RESUMES = ("auto", "none")
+"""Values of `resume` that are no path."""
 RESULT = "result.json"
 """In a run's folder: what the run returned. There only when it is complete."""
 
@@ -67,7 +69,7 @@ class TrainConfig:
     launch: sections.LaunchConfig = field(default_factory=sections.LaunchConfig)
 
 
-def shared(batch: int, count: int, among: str, remedy: str = "") -> None:
+def check_divisible(batch: int, count: int, among: str, remedy: str = "") -> None:
     """Raise UserError for a batch that `count` processes cannot share evenly; the message calls them `among`."""
     if batch % count:
         raise UserError(f"batch={batch} cannot be shared evenly by {among}; choose a multiple of {count}{remedy}")
@@ -108,52 +110,51 @@ def check_sigmoid(config: TrainConfig) -> None:
 
 def check(config: TrainConfig) -> None:
     """Raise UserError for the first mistake that spans sections; what lies in one is checked by it."""
-    data, lora = config.data, config.model.lora
-    several = data.captions_per_step > 1
-    resume = MEANT.get(f"resume={config.resume}", config.resume)
-    mistakes = {
-        f"samples={config.samples} and epochs={config.epochs}: give the length of the run with one of them": (
-            config.samples is not None and config.epochs is not None
-        ),
-        "eval.weights=ema: this run keeps no average; give ema=0.9999, or eval.weights=trained": (
-            config.eval.weights == "ema" and not config.ema
-        ),
-        "data.train is not set; give shards, data.train='/data/{00000..00099}.tar', or take data=demo": not data.train,
-        f"loss.shared={config.loss.shared}: say what samples share, data.same=caption|url|sha256|FIELD": (
-            config.loss.shared != "ignore" and data.same is None
-        ),
-        "distill.teachers: needs data.captions_per_step=1": several and bool(config.distill.teachers),
-        "data.negatives: not with distill.teachers or loss.shared, which know nothing of these texts": (
-            data.negatives is not None and (bool(config.distill.teachers) or config.loss.shared != "ignore")
-        ),
-        "data.captions_per_step: with it, take loss.shared=positive and data.same=url or another field": (
-            several and (data.same == "caption" or config.loss.shared == "mask")
-        ),
-        f"loss.backend=triton: its kernels take neither loss.shared={config.loss.shared} nor "
-        f"data.captions_per_step={data.captions_per_step}; take loss.backend=auto": (
-            config.loss.backend == "triton" and (several or config.loss.shared != "ignore")
-        ),
-        f"resume={config.resume}: there is no such file or run folder{nearest(resume, ['auto', 'none'])}": (
-            config.resume not in ("auto", "none") and not Path(config.resume).expanduser().exists()
-        ),
-        f"model.lora={lora}: the checkpoint holds adapters only; give what they adapt, model.weights=...": (
-            lora > 0 and not config.model.weights
-        ),
-        f"model.lora={lora}: not with launch.parallel={config.launch.parallel}; adapters are small, take ddp": (
-            lora > 0 and config.launch.parallel != "ddp"
-        ),
-    }
-    for mistake, made in mistakes.items():
-        if made:
-            raise UserError(mistake)
+    check_pairs(config)
+    lora = config.model.lora
+    if config.samples is not None and config.epochs is not None:
+        raise UserError(
+            f"samples={config.samples} and epochs={config.epochs}: give the length of the run with one of them"
+        )
+    if config.eval.weights == "ema" and not config.ema:
+        raise UserError("eval.weights=ema: this run keeps no average; give ema=0.9999, or eval.weights=trained")
+    if config.resume not in RESUMES and not Path(config.resume).expanduser().exists():
+        meant = MEANT.get(f"resume={config.resume}", config.resume)
+        raise UserError(f"resume={config.resume}: there is no such file or run folder{nearest(meant, RESUMES)}")
+    if lora and not config.model.weights:
+        raise UserError(f"model.lora={lora}: a checkpoint has adapters only; give what they adapt, model.weights=...")
+    if lora and config.launch.parallel != "ddp":
+        raise UserError(f"model.lora={lora}: not with launch.parallel={config.launch.parallel}; take ddp")
     total_samples(config.stages, config.samples, config.epochs)
     procs = config.launch.procs
     for stage in stages_of(config):
-        shared(stage.batch, procs or 1, f"launch.procs={procs} processes")
+        check_divisible(stage.batch, procs or 1, f"launch.procs={procs} processes")
         check_sigmoid(stage)
         stage.schedule.check()
         if stage.samples is not None:
             samples_of(stage, None)
+
+
+def check_pairs(config: TrainConfig) -> None:
+    """Raise UserError for settings of pairs, keys and further texts that do not go together."""
+    data, shared = config.data, config.loss.shared
+    several = data.captions_per_step > 1
+    keys = data.same is not None and shared != "ignore"
+    if not data.train:
+        raise UserError("data.train is not set; give shards, data.train='/data/{00000..00099}.tar', or take data=demo")
+    if shared == "positive" and not keys:
+        raise UserError("loss.shared=positive: say what samples share, data.same=caption|url|sha256|FIELD")
+    if several and config.distill.teachers:
+        raise UserError("distill.teachers: needs data.captions_per_step=1")
+    if data.negatives and (config.distill.teachers or keys):
+        raise UserError("data.negatives: not with distill.teachers or data.same, which know nothing of these texts")
+    if several and keys and (data.same == "caption" or shared == "mask"):
+        raise UserError("data.captions_per_step: with data.same=url or another field, take loss.shared=positive")
+    if config.loss.backend == "triton" and (several or keys):
+        raise UserError(
+            f"loss.backend=triton: its kernels take neither data.same={data.same} nor "
+            f"data.captions_per_step={data.captions_per_step}; take loss.backend=auto"
+        )
 
 
 MOST = "CLIPSCALE_MAX_SAMPLES"

@@ -20,7 +20,7 @@ from clipscale.common.record import Record
 from clipscale.common.signals import blocked
 from clipscale.config.eval import check_weights
 from clipscale.config.sections import LaunchConfig
-from clipscale.config.train import TrainConfig, check, shared, warnings
+from clipscale.config.train import TrainConfig, check, check_divisible, warnings
 from clipscale.data.loader.fork_server import warm_up
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def workers(config: Launched) -> int:
 
     count = config.launch.procs or (1 if config.device == "cpu" else max(1, torch.cuda.device_count()))
     if isinstance(config, TrainConfig):
-        shared(config.batch, count, f"{count} processes", ", or fewer processes with launch.procs=N")
+        check_divisible(config.batch, count, f"{count} processes", ", or fewer processes with launch.procs=N")
     return count
 
 

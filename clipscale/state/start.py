@@ -15,7 +15,7 @@ from clipscale.common.record import Record
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import doing, tell
 from clipscale.config.stages import stages_of
-from clipscale.config.train import TrainConfig, samples_of, shared
+from clipscale.config.train import TrainConfig, check_divisible, samples_of
 from clipscale.data.columns import Columns, columns_of
 from clipscale.data.features import stored_teachers
 from clipscale.data.loader.host_batch import Offload
@@ -150,10 +150,10 @@ def settle(run: Resolved, state: TrainState, stream: TrainStream, world: World) 
     if world.main and state.captions.note:
         tell(state.captions.note)
     batch, epoch = run.config.batch, stream.samples_per_epoch
-    if world.main and epoch and batch > epoch and run.config.loss.shared == "ignore":
+    if world.main and epoch and batch > epoch and run.config.data.same is None:
         tell(
             f"warning: batch={batch} is larger than the {epoch} pairs of data.train: each is {batch / epoch:.3g} times "
-            f"in every batch, as its own negatives; take batch={epoch} or less, or data.same=caption loss.shared=mask, "
+            f"in every batch, as its own negatives; take batch={epoch} or less, or data.same=caption, "
             "which leaves the copies out",
             error=True,
         )
@@ -185,7 +185,7 @@ def resolved_stages(config: TrainConfig, world: World) -> list[Stage]:
 
 def check_machine(config: TrainConfig, world: World) -> None:
     """Raise UserError for settings that this machine or a library refuses, before a model is built."""
-    shared(config.batch, world.size, f"{world.size} processes")
+    check_divisible(config.batch, world.size, f"{world.size} processes")
     sizes_of_settings(config.cache, config.batch // world.size, config.data.texts_per_step)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if config.loss.backend == "triton" and world.device.type == "cpu" and not interpreted:

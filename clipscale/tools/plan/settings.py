@@ -6,7 +6,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.hardware import Hardware, gpu_here, hardware, hardware_of
 from clipscale.config.eval import existing_run
 from clipscale.config.setting import differing, setting
-from clipscale.config.train import TrainConfig, check_sigmoid, shared
+from clipscale.config.train import TrainConfig, check_divisible, check_sigmoid
 
 
 @dataclass(frozen=True)
@@ -54,5 +54,5 @@ def target_gpu(config: PlanConfig) -> Hardware | None:
         return None
     gpu = None if config.hardware == "cpu" else hardware(config.hardware)
     check_sigmoid(config)
-    shared(config.batch, config.gpus * config.nodes, f"gpus={config.gpus} x nodes={config.nodes}")
+    check_divisible(config.batch, config.gpus * config.nodes, f"gpus={config.gpus} x nodes={config.nodes}")
     return gpu
