@@ -4,6 +4,7 @@ Every mistake becomes a UserError of one line.
 """
 
 import re
+import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
@@ -124,9 +125,10 @@ def settings(name: str, words: Sequence[str], config_dir: str | None = None) -> 
         changes.append(word)
     if config_dir:
         changes.append(f"hydra.searchpath=[file://{Path(config_dir).resolve()}]")
-    ConfigStore.instance().store(name="settings", node=asdict(verb.settings()))
+    node = asdict(verb.settings(), dict_factory=with_lists)
     try:
-        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        with warnings.catch_warnings(action="ignore"), initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            ConfigStore.instance().store(name="settings", node=node)
             tree: Any = OmegaConf.to_container(compose(verb.conf or "settings", changes), resolve=True)
     except (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
         raise explained(error) from error
@@ -136,6 +138,11 @@ def settings(name: str, words: Sequence[str], config_dir: str | None = None) -> 
         return values
     chosen = any(re.match(r"[+]*model(\.name|\.architecture.*)?=", word) for word in words)
     return replace(values, model=settled(values.model, chosen=chosen))
+
+
+def with_lists(pairs: list[tuple[str, Any]]) -> Record:
+    """The fields of settings, with lists in the place of tuples, which OmegaConf 2.4 allows no other value."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in pairs}
 
 
 def beside_experiment(words: Sequence[str], config_dir: str | None) -> list[str]:
@@ -183,8 +190,9 @@ MISPLACED = "= \u201c\u201d\u2018\u2019"
 """Around a value: a second equals sign, and the quotes of a word processor."""
 
 
-OmegaConf.register_new_resolver("demo", demo_path, replace=True)
-OmegaConf.register_new_resolver("oc.env", from_environment, replace=True)
+with warnings.catch_warnings(action="ignore"):  # of what Hydra 1.5 and the OmegaConf after 2.4 will change
+    OmegaConf.register_new_resolver("demo", demo_path, replace=True)
+    OmegaConf.register_new_resolver("oc.env", from_environment, replace=True)
 
 
 def explained(error: Exception) -> UserError:
