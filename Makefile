@@ -1,4 +1,4 @@
-# make demo | make test | make lint | make docs | make clean; on a machine with a GPU: make gpu, or one question: make gpu-right, gpu-loss, ...
+# make demo | make test | make oldest | make newest | make lint | make docs | make clean; on a machine with a GPU: make gpu, or one question: make gpu-right, gpu-loss, ...
 # TESTS="-m slow" with make test runs the long ones.
 # A fresh machine needs Python 3.11 or newer (PYTHON=python3.12 to choose one) and make; the rest is installed into .venv, about 6 GB.
 
@@ -19,7 +19,7 @@ SHELL := /bin/bash
 
 GPU := gpu-first gpu-second gpu-right gpu-loss gpu-train gpu-compiled gpu-step gpu-memory gpu-data gpu-largest
 MORE := gpu-loss-widths gpu-step-large gpu-memory-1m gpu-largest-encoded
-.PHONY: demo test lint docs clean install wheels gpu gpu-more $(GPU) $(MORE)
+.PHONY: demo test oldest newest lint docs clean install wheels gpu gpu-more $(GPU) $(MORE)
 
 demo: $(INSTALLED)
 	$(CLIPSCALE) data demo
@@ -32,6 +32,15 @@ demo: $(INSTALLED)
 test: export PYTHONDONTWRITEBYTECODE :=
 test: $(INSTALLED)
 	$(RUN) -m pytest -n 3 --dist worksteal $(TESTS)
+
+# The same with the lowest versions that pyproject.toml allows, or the newest there are, each in an environment of its own (6 GB).
+VERSIONS_oldest := --resolution=lowest-direct
+VERSIONS_newest := --upgrade 'hydra-core>=1.4.0rc1' 'omegaconf>=2.4.0rc1'
+oldest newest:
+	$(PYTHON) -m venv .venv-$@
+	.venv-$@/bin/python -m pip install --quiet --disable-pip-version-check uv
+	.venv-$@/bin/uv pip install --quiet --python .venv-$@/bin/python $(VERSIONS_$@) --editable '.[dev,bench]'
+	$(MAKE) test VENV=.venv-$@ INSTALLED=
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .
@@ -180,5 +189,5 @@ $(STAMP): pyproject.toml constraints.txt
 
 # Keeps runs/ and the demo set.
 clean:
-	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest .venv-newest build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
