@@ -117,10 +117,10 @@ gpu-compiled:
 
 # The first minutes of a GPU, and the next ones: where a step's time goes, kernel by kernel; what compiling and kept graphs gain.
 gpu-first:
-	$(call step,first-b16,160) model=vit-b16 chunk=256 batch=768 repeats=3 profile=40 methods=plain,compiled-plain,keep,compiled-keep,open_clip-plain $(SMALLER_STEP)
-	$(call step,first-l14,120) model=vit-l14 chunk=64 batch=256 repeats=3 profile=40 methods=plain,compiled-plain,keep,open_clip-plain $(SMALLER_STEP)
-	$(call step,first-l14-cached,150) model=vit-l14 chunk=128 batch=4k repeats=1 methods=cache,compiled,keep-40G,open_clip $(SMALLER_STEP)
-	$(call step,first-h14,90) model=vit-h14 chunk=64 batch=128 repeats=2 profile=40 methods=plain,compiled-plain $(SMALLER_STEP)
+	$(call step,first-b16,160) model=vit-b16 chunk=768 batch=768 repeats=3 profile=40 methods=plain,compiled-plain,open_clip-plain,keep $(SMALLER_STEP)
+	$(call step,first-l14,130) model=vit-l14 chunk=256 batch=256 repeats=3 profile=40 methods=plain,compiled-plain,keep $(SMALLER_STEP)
+	$(call step,first-l14-cached,150) model=vit-l14 chunk=128 batch=4k repeats=2 methods=cache,keep-40G,open_clip $(SMALLER_STEP)
+	$(call step,first-h14,110) model=vit-h14 chunk=64 batch=128 repeats=2 profile=40 methods=plain,compiled-plain $(SMALLER_STEP)
 
 gpu-second:
 	$(CLIPSCALE) data demo

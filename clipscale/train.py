@@ -127,9 +127,9 @@ class Run:
         if not worth_compiling(config.model.compile, left, flops.peak):
             return
         doing("compiling the towers")
-        compile_towers(state.model, lengths_vary=state.captions.pad is not None)
+        towers = compile_towers(state.model, lengths_vary=state.captions.pad is not None)
         chunks = state.chunks["image"], state.chunks["text"]
-        problem = try_compiled(state.model, chunks, state.precision, world)
+        problem = try_compiled(state.model, towers, chunks, state.precision, world)
         if problem and world.main:
             tell(f"warning: model.compile={config.model.compile}: the towers run without compiled code ({problem})")
 

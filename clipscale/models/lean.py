@@ -23,8 +23,12 @@ from open_clip.transformer import (
     text_global_pool,
 )
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+SHORT = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Attention over captions, the first that can. On an H100 (torch 2.11) 77 tokens take 0.45 ms by flash attention and
+0.55 by cuDNN's, which also prepares itself for every new shape; 197 and 257 tokens are faster by cuDNN's."""
 Position = int | Tensor
 """A token: one position for all samples, or one for each (N,)."""
 
@@ -168,7 +172,8 @@ class LeanText(Successor, TextTransformer):
     """Tokens (N, T) -> features (N, D). T is any length up to the context's."""
 
     def forward(self, text: Tensor) -> Tensor:
-        x = run(self.transformer, self._embeds(text)[0], self.attn_mask is not None, self.position(text))
+        with sdpa_kernel(SHORT, set_priority=True):
+            x = run(self.transformer, self._embeds(text)[0], self.attn_mask is not None, self.position(text))
         x = self.ln_final(x)
         pooled = text_global_pool(x, text, self.pool_type) if x.ndim == 3 else x
         if isinstance(self.text_projection, nn.Linear):

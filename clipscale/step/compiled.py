@@ -23,17 +23,20 @@ def worth_compiling(setting: str, flops: float, peak: float | None) -> bool:
     return setting == "true" or (setting == "auto" and peak is not None and flops > WORTH_S * SHARE * peak)
 
 
-def compile_towers(model: ClipModel, *, lengths_vary: bool) -> None:
-    """Compile the blocks of both towers in place; a tower without blocks whole.
+def compile_towers(model: ClipModel, *, lengths_vary: bool) -> list[Tower]:
+    """Compile the blocks of the towers in place, a tower without blocks whole, and return these towers.
 
-    `lengths_vary`: whether captions are cut, so that chunks of them have many sizes. Chunks of pictures have few.
+    `lengths_vary`: whether captions are cut. Chunks of them have many shapes then and are a small part of a step: the
+    text tower is not compiled.
     """
     # A function with more variants than this falls back to eager, whose random numbers differ from the compiled ones.
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.optimize_ddp = False  # no graph is cut at a bucket: gradients are summed once a step
-    for tower, dynamic in ((model.image, False), (model.text, lengths_vary)):
+    towers: list[Tower] = [model.image] if lengths_vary else [model.image, model.text]
+    for tower in towers:
         for module in innermost_blocks(tower.encoder) or [tower.encoder]:
-            module.compile(dynamic=dynamic)
+            module.compile(dynamic=False)
+    return towers
 
 
 def innermost_blocks(encoder: nn.Module) -> list[nn.Module]:
@@ -44,8 +47,10 @@ def innermost_blocks(encoder: nn.Module) -> list[nn.Module]:
     return [b for b in blocks.values() if not any(id(m) in blocks for m in b.modules() if m is not b)]
 
 
-def try_compiled(model: ClipModel, chunks: tuple[int, int], precision: Precision, world: World) -> str:
-    """Run both compiled towers once with chunks of random inputs, so that they are compiled before the first step.
+def try_compiled(
+    model: ClipModel, towers: list[Tower], chunks: tuple[int, int], precision: Precision, world: World
+) -> str:
+    """Run the compiled towers once with chunks of random inputs, so that they are compiled before the first step.
 
     `chunks`: samples per chunk of images and of captions. Where that fails on a rank, all ranks run without compiled
     code from then on; the reason is returned, else nothing.
@@ -54,8 +59,8 @@ def try_compiled(model: ClipModel, chunks: tuple[int, int], precision: Precision
     problem = ""
     try:
         with RandomState.now(world.device).preserved():
-            for tower, inputs in ((model.image, pixels), (model.text, captions)):
-                _both_passes(tower, inputs, precision)
+            for tower in towers:
+                _both_passes(tower, pixels if tower is model.image else captions, precision)
     except Exception as error:  # a compiler's failure is no reason to end a run
         problem = first_line(error)
     problem = next(filter(None, world.gather(problem)), "")

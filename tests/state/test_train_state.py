@@ -105,7 +105,7 @@ def test_captions_are_sorted(shards: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_frozen_trunk_is_compiled(shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step calls both encoders by what the compiler has made of them."""
+    """Each step calls the blocks by what the compiler has made of them; captions that are cut have too many shapes."""
     calls = []
 
     def compiled(call: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -123,10 +123,8 @@ def test_a_frozen_trunk_is_compiled(shards: str, tmp_path: Path, monkeypatch: py
     calls.clear()
     run.train_step()
     run.stream.close()
-    towers = (run.state.model.image, run.state.model.text)
-    blocks = {id(block) for tower in towers for block in innermost_blocks(tower.encoder)}
-    assert {id(module) for module in calls} == blocks
-    assert len(blocks) == 2
+    assert run.state.captions.pad is not None
+    assert {id(module) for module in calls} == {id(block) for block in innermost_blocks(run.state.model.image.encoder)}
 
 
 def compiled_run(rank: int, world: int, config: TrainConfig) -> tuple[int, int, list[float]]:
@@ -156,5 +154,5 @@ def test_over_ranks_towers_compile_without_breaks(shards: str, tmp_path: Path, p
     compiled = replace(plain, run=str(tmp_path / "compiled"), model=replace(model, compile="true"))
     (count, breaks, losses), _ = run_ranks(compiled_run, 2, compiled)
     assert breaks == 0
-    assert 0 < count < 12  # of 24 blocks and passes
+    assert 0 < count <= 6  # of twelve blocks and passes
     assert losses == pytest.approx(curve(tmp_path / "plain"), rel=1e-5)
