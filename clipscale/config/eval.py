@@ -11,7 +11,7 @@ from clipscale.common.checkpoints import is_run
 from clipscale.common.errors import UserError
 from clipscale.common.units import nearest, run_folder
 from clipscale.config import sections
-from clipscale.config.libraries import pretrained_tags
+from clipscale.config.libraries import pretrained_tags, spelt
 from clipscale.config.secrets import restored
 from clipscale.config.setting import differing, setting
 
@@ -90,13 +90,15 @@ def model_run(config: AnyModel, weights: str) -> Path | None:
 
 def check_weights(config: sections.ModelConfig) -> None:
     """Raises UserError for weights that are not on this machine, and are no tag of open_clip and no hub's either."""
-    tags = pretrained_tags()
     named = {"model": config.weights, "model.image": config.image.weights, "model.text": config.text.weights}
     for section, value in named.items():
-        if not value or value.startswith("hf-hub:") or value in tags:
+        if not value or value.startswith("hf-hub:"):
             continue
         path = run_folder(value[4:]) if value.startswith("run:") else Path(value).expanduser()
-        if not path.exists() and not is_run(run_folder(value)):
+        if path.exists() or is_run(run_folder(value)) or spelt("open_clip", "pretrained.py", value):
+            continue
+        tags = pretrained_tags() if re.fullmatch(r"[\w-]+", value) else []
+        if value not in tags:
             raise UserError(
                 f"{section}.weights={value!r}: there is no {path}; give a path that exists, a run, "
                 f"hf-hub:ORG/NAME, or a tag of open_clip{nearest(value, tags)}"

@@ -1,4 +1,5 @@
-"""The names that open_clip and timm know, read from their files: to import these libraries takes seconds."""
+"""The names that open_clip and timm know. To import these libraries takes seconds: a word of their sources is accepted
+without, and they are asked about any other."""
 
 import re
 from functools import cache
@@ -9,33 +10,43 @@ from clipscale.common import files
 from clipscale.common.record import Record
 
 
-def _folder(package: str) -> Path:
+def _file(package: str, name: str) -> Path:
     spec = find_spec(package)
     assert spec and spec.origin  # installed with this package
-    return Path(spec.origin).parent
+    return Path(spec.origin).parent / name
+
+
+def spelt(package: str, source: str, name: str) -> bool:
+    """Whether a library's file has this word; False where the file has moved."""
+    file = _file(package, source)
+    return file.is_file() and bool(re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", file.read_text("utf-8")))
 
 
 @cache
 def architectures() -> list[str]:
     """open_clip's models."""
-    return sorted(file.stem for file in (_folder("open_clip") / "model_configs").glob("*.json"))
+    import open_clip
+
+    return sorted(open_clip.list_models())
 
 
 def model_description(name: str) -> Record:
     """open_clip's description of a model; empty for a name that it does not know."""
-    file = _folder("open_clip") / "model_configs" / f"{name.replace('/', '-')}.json"
+    file = _file("open_clip", f"model_configs/{name.replace('/', '-')}.json")
     return files.read_json(file) if file.is_file() else {}
 
 
 @cache
 def pretrained_tags() -> list[str]:
     """The tags of open_clip's weights, of all its models."""
-    text = (_folder("open_clip") / "pretrained.py").read_text(encoding="utf-8")
-    return sorted({*re.findall(r"""["']?([\w-]+)["']?\s*[=:]\s*_\w*cfg\(""", text)})
+    import open_clip
+
+    return sorted({tag for _, tag in open_clip.list_pretrained()})
 
 
 @cache
 def optimizers() -> list[str]:
     """timm's optimizers."""
-    text = (_folder("timm") / "optim/_optim_factory.py").read_text(encoding="utf-8")
-    return re.findall(r"""(?m)(?:name=|alias\(|^\s+)["'](\w+)["'],""", text)
+    import timm.optim
+
+    return [str(name) for name in timm.optim.list_optimizers()]

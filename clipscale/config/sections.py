@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
 from clipscale.common.units import nearest, parse_count, parse_memory
-from clipscale.config.libraries import architectures, optimizers
+from clipscale.config.libraries import architectures, model_description, optimizers, spelt
 from clipscale.config.parse import typed
 from clipscale.config.setting import setting
 from clipscale.loss.objective import BACKENDS, EXCHANGES, OBJECTIVES, SHARED
@@ -95,9 +95,8 @@ class OptimConfig:
 
     def check(self) -> None:
         """Raises UserError for a name that timm does not know."""
-        known = optimizers()
-        if known and self.name not in known:
-            raise UserError(f"optim.name={self.name!r} is not one of timm's optimizers{nearest(self.name, known)}")
+        if not spelt("timm", "optim/_optim_factory.py", self.name) and self.name not in optimizers():
+            raise UserError(f"optim.name={self.name!r} is not one of timm's{nearest(self.name, optimizers())}")
 
 
 @dataclass(frozen=True)
@@ -301,9 +300,9 @@ class ModelConfig:
     def check(self) -> None:
         """Raises UserError for another `preprocess`, and for a name that open_clip does not know."""
         _ = self.pixels
-        if self.name and not self.architecture and not self.weights:
+        if self.name and not self.architecture and not self.weights and not model_description(self.name):
             known = architectures()
-            if self.name.replace("/", "-") not in known:
+            if self.name not in known:
                 raise UserError(f"model.name={self.name!r} is not an open_clip architecture{nearest(self.name, known)}")
 
 

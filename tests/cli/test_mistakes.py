@@ -76,7 +76,9 @@ def test_under_torchrun_a_sweep_and_a_run_without_a_name_are_refused(cli: Cli, m
 
 def test_help_and_mistakes_need_no_torch() -> None:
     """So that they are answered within a second."""
-    commands = [["train", "-h"], *(shlex.split(words) for words, *_ in MISTAKES.values() if words != "report")]
+    asked = ("report", "train data=x.tar optim.name=", "train data=demo model.")  # the last: of the libraries
+    typed = (shlex.split(words) for words, *_ in MISTAKES.values() if not words.startswith(asked))
+    commands = [["train", "-h"], *typed]
     code = f"import sys; from {main.__module__} import main; [main(words) for words in {commands!r}]"
     code += "; sys.exit(bool({'torch', 'open_clip', 'torchvision', 'timm'} & {*sys.modules}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
