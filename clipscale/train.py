@@ -40,11 +40,9 @@ from clipscale.log.table import print_results, with_start
 from clipscale.models.flops import Flops
 from clipscale.state.start import begin, resolve
 from clipscale.step.compiled import compile_towers, try_compiled, worth_compiling
-from clipscale.step.optim import Schedule, largest_rms
+from clipscale.step.optim import Schedule
 from clipscale.step.pass_contexts import note_statistics
 
-RMS_EVERY = 10
-"""Steps between measurements of the largest update."""
 LEAST_LIMIT_S = 120.0
 STEPS = 10
 """From the second step on ranks wait for each other as long as so many of the slowest step take."""
@@ -258,8 +256,6 @@ class Run:
                 state.skipped = 0
             if finite or state.precision.scaler:  # after an overflow the scaler skips the step and lowers its scale
                 state.update(norm)
-            measured = finite and (self.step + 1) % RMS_EVERY == 0
-            rms, names = largest_rms(state.optimizer, state.model) if measured else ([], [])
         state.keep.after_step(phases)
         record = {
             "step": self.step + 1,
@@ -269,9 +265,8 @@ class Run:
             "lr": lr,
             "grad_norm": grad_norm if finite else None,
             "skipped": not finite,
-            "update_rms_tensor": names,
         }
-        self.records.add(record, phases, [state.model.logit_scale.exp(), *rms], state.captions.widths(texts))
+        self.records.add(record, phases, state.model.logit_scale.exp(), state.captions.widths(texts))
 
     @contextmanager
     def phase(self, phases: Phases, name: str) -> Iterator[None]:

@@ -22,11 +22,8 @@ class StepRecords:
         self._measured_at = time.monotonic()
         self._unfinished: tuple[Record, Phases, Readback, Mapping[int, int]] | None = None
 
-    def add(self, record: Record, phases: Phases, values: list[Tensor], widths: Mapping[int, int]) -> None:
-        """A step has been given to the device. `values`: the logit scale after it, and those of `largest_rms`.
-
-        `widths`: captions by width. The record has the names of `largest_rms` as its `update_rms_tensor`.
-        """
+    def add(self, record: Record, phases: Phases, logit_scale: Tensor, widths: Mapping[int, int]) -> None:
+        """A step has been given to the device. `logit_scale`: after it. `widths`: captions by width."""
         self.finish()
         now = time.monotonic()
         measured = {
@@ -38,7 +35,7 @@ class StepRecords:
             "caption_tokens": sum(width * count for width, count in widths.items()) / sum(widths.values()),
         }
         self._measured_at = now
-        self._unfinished = record | measured, phases, Readback(*values), dict(widths)
+        self._unfinished = record | measured, phases, Readback(logit_scale), dict(widths)
 
     def poll(self) -> None:
         """Log the last step's record if the device has done the step."""
@@ -61,11 +58,9 @@ class StepRecords:
     def _complete(self, record: Record, phases: Phases, values: Readback, widths: Mapping[int, int]) -> Record:
         rate = record["batch"] / phases.total
         waited_s = record.pop("waited_s")
-        scale, *rms = values.read()
+        (scale,) = values.read()
         return record | {
             "logit_scale": scale,
-            "update_rms": rms[0] if rms else None,
-            "update_rms_tensor": record["update_rms_tensor"][int(rms[1])] if rms else None,
             "samples_per_s": rate,
             "samples_per_s_per_gpu": rate / self._ranks,
             "data_wait_frac": waited_s / phases.total,

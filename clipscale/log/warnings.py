@@ -8,8 +8,6 @@ from clipscale.common.record import Record
 
 WINDOW, FIRST = 50, 10
 """Steps that are looked at, and the first ones, which start kernels, compilers and workers."""
-SPIKES_FROM = 2.3
-"""The RMS of g / sqrt(v) from which AdamW's loss spikes some steps later (Wortsman et al. 2023, arXiv 2304.13013)."""
 
 
 def warnings_of(records: Sequence[Record], settings: Record) -> dict[str, str]:
@@ -25,14 +23,10 @@ def warnings_of(records: Sequence[Record], settings: Record) -> dict[str, str]:
     losses = [r["loss"] for r in records if math.isfinite(r["loss"])] or [last["loss"]]
     middle = median(losses)
     if last["loss"] > middle + max(0.1 * abs(middle), 10 * median(abs(loss - middle) for loss in losses)):
-        worst = max(records[-10:], key=lambda r: r.get("update_rms") or 0)
-        cause = "odd samples, or too high an optim.lr"
-        if (worst.get("update_rms") or 0) > SPIKES_FROM:
-            cause = (
-                f"{worst['update_rms_tensor']}, whose squared gradients outran their average at step {worst['step']} "
-                f"(RMS {worst['update_rms']:.1f}); a smaller beta2 helps"
-            )
-        warnings["spike"] = f"the loss jumped from {middle:.3f} to {last['loss']:.3f}; likely cause: {cause}"
+        warnings["spike"] = (
+            f"the loss jumped from {middle:.3f} to {last['loss']:.3f}; likely causes: odd samples, too high an "
+            "optim.lr, or with AdamW too high a beta2 (optim.betas)"
+        )
     share = mean(r["data_wait_frac"] for r in records) if full else 0
     if share > 0.2:
         warnings["starved"] = f"{share:.0%} of the time went by waiting for data: more data.workers, or a faster disk"

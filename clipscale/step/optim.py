@@ -8,15 +8,12 @@ from functools import partial
 import timm.optim
 import timm.optim.muon
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
 from clipscale.common.units import nearest
 from clipscale.config.sections import OptimConfig, ScheduleConfig, steps_of
-from clipscale.distributed.world import local
 
 SHARDED = (
     "adamw", "lion", "adam", "nadamw", "sgd", "adafactorbv", "muon", "lars", "adopt", "laprop", "radam", "rmsprop"
@@ -111,48 +108,6 @@ def parse_steps(text: str, setting: str, *, total: int, per_epoch: float | None)
     if steps:
         return int(steps)
     return round(float(count) / 100 * total if unit == "%" else float(count) * (per_epoch or 0))
-
-
-def gradient_rms(gradients: list[Tensor], averages: list[Tensor], eps: float, sizes: list[int]) -> Tensor:
-    """sqrt(mean(g^2 / max(v, eps^2))) of each gradient g and its average of squares v, 1-d.
-
-    1: the gradient is as large as it has been. Much more: AdamW's update is as much too large. `sizes`: the number of
-    values, of which a gradient may be a shard. A few kernels, however many tensors.
-    """
-    roots = torch._foreach_sqrt(averages)
-    torch._foreach_clamp_min_(roots, eps)
-    torch._foreach_reciprocal_(roots)
-    torch._foreach_mul_(roots, gradients)
-    norms = torch._foreach_norm(roots)
-    torch._foreach_div_(norms, [math.sqrt(size) for size in sizes])
-    return torch.stack(list(norms))
-
-
-def largest_rms(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[list[Tensor], list[str]]:
-    """The largest `gradient_rms` after a step and its place, 0-d, among the names. Nothing for others than AdamW.
-
-    The same on every rank. Nothing waits for the device.
-    """
-    largest: list[Tensor] = []
-    names: list[str] = []
-    name_of = {id(p): name for name, p in model.named_parameters()}
-    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.AdamW) else ():
-        used = [p for p in group["params"] if p.grad is not None]
-        if not used:
-            continue
-        states = [optimizer.state[p] for p in used]
-        beta = group["betas"][1]
-        averages = [local(state["exp_avg_sq"]) for state in states]
-        rms = gradient_rms([local(p.grad) for p in used], averages, group["eps"], [p.numel() for p in used])
-        steps = torch.stack([local(state["step"]) for state in states])
-        rms = rms * (1 - beta**steps).sqrt().to(rms.device, non_blocking=True)  # AdamW's averages begin at 0
-        if isinstance(used[0], DTensor):
-            rms = rms.square()
-            dist.all_reduce(rms, group=used[0].device_mesh.get_group())
-            rms = rms.sqrt()
-        largest.append(rms)
-        names += [name_of[id(p)] for p in used]
-    return list(torch.cat(largest).max(0)) if largest else [], names
 
 
 @dataclass(frozen=True)

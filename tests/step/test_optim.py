@@ -1,7 +1,6 @@
 """Optimizers come from timm, only matrices decay, and the learning rate is a pure function of the step."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,12 +8,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from clipscale import train as train_module
 from clipscale.config.sections import OptimConfig, ScheduleConfig
-from clipscale.step.optim import Schedule, build_optimizer, largest_rms, parse_steps
-from clipscale.train import train
+from clipscale.step.optim import Schedule, build_optimizer, parse_steps
 from tests.support.refused import refused
-from tests.support.runs import records, small
 
 
 def small_model() -> nn.Module:
@@ -53,36 +49,6 @@ def test_adafactors_update_is_clipped_at_its_root_mean_square(clip: float | None
         optimizer.step()
     update = (p.detach() - before).square().mean().sqrt().item()
     assert update == pytest.approx(1.0) if clip == 1 else update > 1.2
-
-
-def test_a_gradient_beyond_its_average_is_found() -> None:
-    """Gradients of 1 for long, then of 100 for one tensor: v = 10.999, RMS = 100 / sqrt(v) = 30.15."""
-    model = small_model().double()
-    config = OptimConfig(lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
-    optimizer, last = build_optimizer(model, config), model[2].weight
-    for size in (1.0, 100.0):
-        for p in model.parameters():
-            p.grad = torch.full_like(p, size if p is last else 1.0)
-        optimizer.step()
-        for state in optimizer.state.values() if size == 1 else ():
-            for key, value in {"step": 1e6, "exp_avg": 1.0, "exp_avg_sq": 1.0}.items():
-                state[key].fill_(value)
-    (rms, place), names = largest_rms(optimizer, model)
-    assert names[int(place)] == "2.weight"
-    assert optimizer.state[last]["exp_avg_sq"].mean().item() == pytest.approx(10.999, abs=1e-9)
-    assert rms.item() == pytest.approx(100 / math.sqrt(10.999)) == pytest.approx(30.15, abs=5e-3)
-
-
-def test_a_run_logs_the_largest_rms_and_its_tensor_now_and_then(
-    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(train_module, "RMS_EVERY", 2)
-    for name in ("adamw", "lion"):
-        train(small(shards, tmp_path / name, samples=24, optim=OptimConfig(name=name, lr=1e-3, eps=None)))
-    first, second = records(tmp_path / "adamw")
-    assert first["update_rms"] is None and first["update_rms_tensor"] is None
-    assert second["update_rms"] > 0.1 and second["update_rms_tensor"].split(".")[0] in ("image", "text", "logit_scale")
-    assert {record["update_rms"] for record in records(tmp_path / "lion")} == {None}
 
 
 def test_betas_reach_adafactor_as_momentum_and_cap() -> None:

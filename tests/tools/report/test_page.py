@@ -34,7 +34,7 @@ def make_run(run: Path, losses: list[float | None], batch: int = 256, **extra: A
 
 def whole_run(run: Path, number: int = 0) -> Path:
     """A run that has something for every chart, and evaluations."""
-    names = ("logit_scale", "lr", "grad_norm", "data_wait_frac", "mfu", "host_rss_bytes", "update_rms", "samples_per_s")
+    names = ("logit_scale", "lr", "grad_norm", "data_wait_frac", "mfu", "host_rss_bytes", "samples_per_s")
     rates = dict.fromkeys(("mem_peak_bytes", "samples_per_s_wall", *names), 1.5)
     make_run(run, [5 / n + number for n in range(1, 31)], 256 + number % 3, **rates)
     for step, top1 in ((10, 0.2), (30, 0.875), (60, 0.999)):  # the last is left by an interrupted run that got further
