@@ -11,26 +11,27 @@ from torch import Tensor
 
 from clipscale.cli import compose
 from clipscale.config.train import check
-from clipscale.state.train_state import TrainState
+from clipscale.step.batch_loss import BatchLoss
 from clipscale.train import train
 
-loss_of_batch = TrainState.loss
+loss_of_batch = BatchLoss.__call__
 
 
 def loss_of_chunks(
-    state: TrainState, image_features: Tensor, text_features: Tensor, *, targets: dict[str, Tensor]
+    loss: BatchLoss, image_features: Tensor, text_features: Tensor, *, targets: dict[str, Tensor]
 ) -> Tensor:
     """The mean over chunks of the loss of each image chunk with its own captions."""
-    size = state.cache.towers[0].size
+    size = loss.config.cache.sizes[0]
+    assert size, "give cache.chunk=N"
     value = image_features.new_zeros(())
     for start in range(0, len(image_features), size):
         images, texts = image_features[start : start + size], text_features[start : start + size]
         share = len(images) / len(image_features)
         part = {name: rows[start : start + size] for name, rows in targets.items()}
-        value = value + share * loss_of_batch(state, images, texts, targets=part)
+        value = value + share * loss_of_batch(loss, images, texts, targets=part)
     return value
 
 
 if __name__ == "__main__":
-    TrainState.loss = loss_of_chunks  # type: ignore[assignment]
+    BatchLoss.__call__ = loss_of_chunks  # type: ignore[assignment,method-assign]
     train(check(compose.settings("train", compose.overrides("train", sys.argv[1:])[1])))

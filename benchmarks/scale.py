@@ -48,7 +48,7 @@ from clipscale.data.shards import index
 from clipscale.data.shards.counts import here
 from clipscale.distributed.world import World
 from clipscale.tools.plan.dry_run import DryRunWorld
-from clipscale.train import Run
+from clipscale.train import start_run
 
 DEFAULTS = {
     "shards": "1k,41k,232k,500k",
@@ -232,7 +232,7 @@ def step(folder: str, ranks: int, exchange: str) -> Row:
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
         with patch("clipscale.distributed.world._sum", summed):
-            run = Run(config, FakeWorld(0, ranks, torch.device("cpu")))
+            run = start_run(config, FakeWorld(0, ranks, torch.device("cpu")))
             with Sent() as sent:
                 run.train_step()
     finally:

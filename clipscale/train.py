@@ -3,32 +3,25 @@
 This is one process's part; the command line starts the processes.
 """
 
-import gc
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from signal import SIGINT, Signals
-from typing import Any
-
-import torch
 
 from clipscale import checkpoint
 from clipscale.common import files
-from clipscale.common.errors import DataError, StoppedError, UserError, first_line
-from clipscale.common.phases import Phases, Readback
+from clipscale.common.errors import DataError, StoppedError, UserError
 from clipscale.common.record import Record, Results
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import doing, tell
 from clipscale.config.train import RESULT, RESUMES, TrainConfig, changes_since, samples_of, to_yaml
-from clipscale.data.loader.captions import SortedCaptions
-from clipscale.data.loader.host_batch import HostBatch
-from clipscale.data.loader.stream import merge_positions
-from clipscale.data.loader.to_device import ChunkLoader
+from clipscale.data.loader.stream import TrainStream, merge_positions
 from clipscale.distributed.fsdp import reshard
-from clipscale.distributed.world import Later, World, join, leave
+from clipscale.distributed.world import World, join, leave
 from clipscale.eval.run import ResultsFile, evaluate
 from clipscale.eval.run import check as check_sets
 from clipscale.launch.run_lock import RunLock
@@ -38,14 +31,16 @@ from clipscale.log.records import read_metrics
 from clipscale.log.step_record import StepRecords
 from clipscale.log.table import print_results, with_start
 from clipscale.models.flops import Flops
-from clipscale.state.start import begin, resolve
+from clipscale.state.start import Resolved, begin, resolve
+from clipscale.state.train_state import TrainState
 from clipscale.step.compiled import compile_towers, try_compiled, worth_compiling
 from clipscale.step.optim import Schedule
 from clipscale.step.pass_contexts import note_statistics
+from clipscale.step.train_step import Agreement
 
 LEAST_LIMIT_S = 120.0
-STEPS = 10
-"""From the second step on ranks wait for each other as long as so many of the slowest step take."""
+LIMIT_STEPS = 10
+"""From the second step on, ranks wait for each other at most as long as this many of the slowest step take."""
 
 
 def train(config: TrainConfig) -> Record:
@@ -59,110 +54,127 @@ def train(config: TrainConfig) -> Record:
     try:
         world.on_main(lock.acquire)
         while True:
-            run = Run(config, world, lock)
+            run = start_run(config, world, lock)
             results = run.go()
             if run.resolved.stage.last:
                 if world.main:
                     files.write_json(run.resolved.folder / RESULT, results)
                 return results
-            del run
-            gc.collect()  # before the next stage's model is built
+            del run  # frees its model before the next stage's is built
             config = replace(config, resume="auto")
     finally:
         lock.release()
         leave()
 
 
-class Run:
-    """One process's part of a run, or of its stage: all it holds, and its loop."""
+def start_run(config: TrainConfig, world: World, lock: RunLock | None = None) -> "Run":
+    """Begin a run, or its next stage, or go on with it. A collective. Raises UserError; nothing goes on running then.
 
-    def __init__(self, config: TrainConfig, world: World, lock: RunLock | None = None) -> None:
-        """`lock`: the folder's, held by rank 0; None: nobody else uses the folder."""
-        self.lock = lock
-        if config.eval.has_sets:
-            doing("reading the evaluation sets")
-        check_sets(config.eval, world)
-        self.world = world
-        self.resolved = resolve(config, world)
-        self.config = self.resolved.config
-        self.step = self.resolved.step
-        self.loss = self.resolved.loss
-        self.state, self.stream = begin(self.resolved, world)
-        self.stream.defer_failures()
-        stage = self.resolved.stage
-        epoch = self.stream.samples_per_epoch
-        self.schedule = Schedule.build(
-            self.config.schedule,
-            self.config.optim,
-            self.config.batch,
-            samples_of(stage.config, epoch),
-            epoch,
-            stage.first,
-        )
-        self.total = self.schedule.first + self.schedule.total
-        if self.step < self.total:
-            world.on_main(lambda: checkpoint.check_room(self.resolved.folder, self.state.saved_bytes()))
-        flops = Flops(self.config.model, self.state.model, world.device, self.config.data.texts_per_step)
-        self.compile(flops)
-        self.records = StepRecords(self.open_log() if world.main else None, world.size, flops, self.stream)
-        self.saver = checkpoint.Saver(self.resolved.folder, world, self.config.checkpoint)
+    `lock`: the folder's, held by rank 0; None: nobody else uses the folder.
+    """
+    if config.eval.has_sets:
+        doing("reading the evaluation sets")
+    check_sets(config.eval, world)
+    resolved = resolve(config, world)
+    with ExitStack() as undo:
+        state, stream = begin(resolved, world)
+        undo.callback(stream.close)
+        stream.defer_failures()
+        schedule = schedule_of(resolved, stream)
+        if resolved.step < schedule.end:
+            world.on_main(lambda: checkpoint.check_room(resolved.folder, state.saved_bytes()))
+        flops = Flops(resolved.config.model, state.model, world.device, resolved.config.data.texts_per_step)
+        compile_if_worth(state, flops, schedule.end - resolved.step, world)
+        log = open_log(resolved, schedule, world) if world.main else None
+        if log:
+            tell(stream.memory)
+        records = StepRecords(log, world.size, flops, stream)
+        undo.callback(records.close)
+        saver = checkpoint.Saver(resolved.folder, world, resolved.config.checkpoint)
         if config.resume in RESUMES:  # the step is another run's otherwise
-            self.saver.last_step = self.step
+            saver.last_step = resolved.step
+        run = Run(resolved, world, lock, state, stream, schedule, records, saver, resolved.step, resolved.loss)
+        undo.pop_all()
+    return run
+
+
+def compile_if_worth(state: TrainState, flops: Flops, steps: int, world: World) -> None:
+    """Compile the towers where the settings say so, or where the `steps` that are left repay it."""
+    config, step = state.config, state.step
+    left = steps * config.batch / world.size * flops.per_sample()
+    if not worth_compiling(config.model.compile, left, flops.peak):
+        return
+    doing("compiling the towers")
+    towers = compile_towers(state.model, lengths_vary=step.captions.pad is not None)
+    chunks = state.chunks.image, state.chunks.text
+    problem = try_compiled(state.model, towers, chunks, step.precision, world)
+    if problem and world.main:
+        tell(f"warning: model.compile={config.model.compile}: the towers run without compiled code ({problem})")
+
+
+def schedule_of(resolved: Resolved, stream: TrainStream) -> Schedule:
+    """The learning rates of the run's present stage. Raises UserError."""
+    config, stage, epoch = resolved.config, resolved.stage, stream.samples_per_epoch
+    samples = samples_of(stage.config, epoch)
+    return Schedule.build(config.schedule, config.optim, config.batch, samples, epoch, stage.first)
+
+
+def open_log(resolved: Resolved, schedule: Schedule, world: World) -> MetricLog:
+    """The log of this start, on rank 0, after what the user should know of it."""
+    config, step, folder = resolved.written, resolved.step, resolved.folder
+    (folder / RESULT).unlink(missing_ok=True)
+    if step:
+        checkpoint.set_aside(folder, step)
+        changes = changes_since(folder / "config.yaml", config)
+        rates = [record["lr"] for record in read_metrics(folder / "metrics.jsonl") if record["step"] == step]
+        rate = schedule.lr(step - 1)
+        if rates and step > schedule.first and not math.isclose(rates[0], rate, rel_tol=0.05):
+            changes.append(f"the learning rate of this step {rates[0]:.1e} -> {rate:.1e}")
+        changed = "; changed: " + ", ".join(changes) if changes else ""
+        tell(f"run={config.run}: going on after step {step} of {schedule.end}{changed}")
+    if step >= schedule.end:
+        tell(f"run={config.run} is complete at step {step}: nothing is left to train; more samples= go on with it")
+    elif 0 < schedule.total <= schedule.warmup:
+        tell(
+            f"warning: schedule.warmup={config.schedule.warmup} covers all {schedule.total} steps of the run; "
+            "give a share, as in schedule.warmup=5%",
+            error=True,
+        )
+    return MetricLog(
+        folder,
+        config.log,
+        resolved_config=to_yaml(config),
+        resume_step=step,
+        world=world.size,
+        total=schedule.end,
+        trains=step < schedule.end,
+    )
+
+
+@dataclass
+class Run:
+    """One process's part of a run, or of its stage: its loop. `start_run` makes it."""
+
+    resolved: Resolved
+    world: World
+    lock: RunLock | None
+    state: TrainState
+    stream: TrainStream
+    schedule: Schedule
+    records: StepRecords
+    saver: checkpoint.Saver
+    step: int
+    """Steps that are done."""
+    loss: float
+    """Of the last of them."""
+
+    def __post_init__(self) -> None:
+        self.config = self.resolved.config
+        self.total = self.schedule.end
+        self.stop = Stop(self.world)
         self.saved_at = time.monotonic()
         self.slowest_s = 0.0
         """Of the steps since this start."""
-        self.stop = Stop(world)
-        self.chunks = 0
-        """Chunks of this step that are begun."""
-        self.agreement = Later(torch.tensor([0, 0]))
-        """What all ranks agree on in a step: the chunks of captions, and whether it is time for a checkpoint."""
-        self.state.cache.before_chunk = self.between_chunks
-
-    def compile(self, flops: Flops) -> None:
-        """Compile the towers where the settings say so, or where the rest of the run repays it."""
-        config, state, world = self.config, self.state, self.world
-        left = (self.total - self.step) * self.config.batch / world.size * flops.per_sample()
-        if not worth_compiling(config.model.compile, left, flops.peak):
-            return
-        doing("compiling the towers")
-        towers = compile_towers(state.model, lengths_vary=state.captions.pad is not None)
-        chunks = state.chunks["image"], state.chunks["text"]
-        problem = try_compiled(state.model, towers, chunks, state.precision, world)
-        if problem and world.main:
-            tell(f"warning: model.compile={config.model.compile}: the towers run without compiled code ({problem})")
-
-    def open_log(self) -> MetricLog:
-        """The log of this start, on rank 0, and what the user should know of it."""
-        config, step, folder = self.resolved.written, self.step, self.resolved.folder
-        (folder / RESULT).unlink(missing_ok=True)
-        if step:
-            checkpoint.set_aside(folder, step)
-            changes = changes_since(folder / "config.yaml", config)
-            rates = [record["lr"] for record in read_metrics(folder / "metrics.jsonl") if record["step"] == step]
-            rate = self.schedule.lr(step - 1)
-            if rates and step > self.schedule.first and not math.isclose(rates[0], rate, rel_tol=0.05):
-                changes.append(f"the learning rate of this step {rates[0]:.1e} -> {rate:.1e}")
-            changed = "; changed: " + ", ".join(changes) if changes else ""
-            tell(f"run={config.run}: going on after step {step} of {self.total}{changed}")
-        if step >= self.total:
-            tell(f"run={config.run} is complete at step {step}: nothing is left to train; more samples= go on with it")
-        elif 0 < self.schedule.total <= self.schedule.warmup:
-            tell(
-                f"warning: schedule.warmup={config.schedule.warmup} covers all {self.schedule.total} steps of the run; "
-                "give a share, as in schedule.warmup=5%",
-                error=True,
-            )
-        log = MetricLog(
-            folder,
-            config.log,
-            resolved_config=to_yaml(config),
-            resume_step=step,
-            world=self.world.size,
-            total=self.total,
-            trains=step < self.total,
-        )
-        tell(self.stream.memory)
-        return log
 
     def go(self) -> Record:
         """All steps that are left, and the evaluation at the end."""
@@ -174,13 +186,13 @@ class Run:
                     self.evaluate()  # what the weights can do before they are trained
                 while self.step < self.total:
                     started = time.monotonic()
-                    with self.world.limited(self.limit_s()), self.thrown_away_at_a_signal():
-                        self.train_step()
+                    with self.world.limited(self.limit_s()), self.undone_at_a_signal():
+                        agreement = self.train_step()
                     self.slowest_s = max(self.slowest_s, time.monotonic() - started)
                     self.step += 1
                     if config.eval.every and self.step % config.eval.every == 0 and self.step < self.total:
                         results = self.evaluate()
-                    if self.save_due():
+                    if self.save_due(agreement):
                         self.save(last=self.step == self.total)
                 if config.eval.has_sets:
                     results = self.evaluate()
@@ -189,113 +201,68 @@ class Run:
                 raise
             except SignalError as signal:  # on all ranks
                 self.save_at_once()
-                raise StoppedError(self.stopped(signal.number), signal.number) from None
+                raise StoppedError(stopped(signal.number, self.step), signal.number) from None
             finally:
                 self.stream.close()
                 self.saver.close()
                 self.records.close()
         if self.world.main:
             folder = self.resolved.folder
-            print_results(with_start(results, self.at_start()), f"{folder.name}, step {self.step}, {config.precision}")
+            print_results(with_start(results, at_start(folder)), f"{folder.name}, step {self.step}, {config.precision}")
             tell(f"done: {folder} (step {self.step}, loss {self.loss:.4f}); clipscale report {config.run} shows it")
         return {"run": str(self.resolved.folder), "step": self.step, "loss": self.loss, "eval": results}
-
-    def stopped(self, number: int) -> str:
-        """What a signal has ended."""
-        what = "stopped" if number == SIGINT else f"stopped by {Signals(number).name}"
-        if not self.step:
-            return f"{what} in the first step: nothing is saved"
-        return f"{what} after step {self.step} and saved"
-
-    def save_at_once(self) -> None:
-        """A checkpoint of what is trained, complete at the end of this call."""
-        if self.step != self.saver.last_step:
-            self.save(last=True)
-        self.saver.wait()
 
     def limit_s(self) -> float:
         """Seconds that ranks wait for each other in a step. The first one may compile; data workers have their own."""
         longest = self.config.launch.timeout_s
         if not self.slowest_s:
             return longest
-        return min(longest, max(LEAST_LIMIT_S, STEPS * self.slowest_s, 2 * self.config.data.timeout_s))
+        return min(longest, max(LEAST_LIMIT_S, LIMIT_STEPS * self.slowest_s, 2 * self.config.data.timeout_s))
 
-    def train_step(self) -> None:
-        """One exact optimizer step over the global batch."""
-        state, cache = self.state, self.state.cache
-        phases = Phases(self.world.device)
-        lr = self.schedule.apply(state.optimizer, self.step)
-        state.optimizer.zero_grad()
-        cache.keep_bytes = state.keep.bytes
-        self.chunks = 0
+    def train_step(self) -> Agreement:
+        """One exact optimizer step over the global batch; see `TrainStep.run`. Returns what the ranks agreed on."""
+        number, step = self.step + 1, self.state.step
+        lr = self.schedule.apply(step.optimizer, self.step)
         batch = self.stream.next_batch()  # its samples may still be arriving
-        images, texts = self.inputs(batch)
-        self.texts = texts
-        if not self.slowest_s:
-            doing(f"step {self.step + 1}, the first of this start")
-        self.stream.waited_s()  # before the parts of the step, of which waiting is a share
-        with self.phase(phases, "encode"):
-            features = cache.encode(state.past_trunk("image", images), state.past_trunk("text", texts))
-        with self.phase(phases, "loss"):
-            value = state.loss(*features, targets=batch.targets(self.world.device))
-            cache.backward(value)
-            del features
-        with self.phase(phases, "replay"):
-            cache.replay()
-        with self.phase(phases, "optim"):
-            if self.stream.failure:  # no rank updates its weights then
-                state.spoil_gradients()
-            norm = state.gradient_norm()
-            # The host waits for the device here, and where the gradients of the loss are computed, for its scale.
-            self.loss, grad_norm = Readback(value, norm).read()
-            finite = math.isfinite(self.loss) and math.isfinite(grad_norm)
-            if not finite:
-                self.world.on_all(self.stream.check)
-                state.refuse_divergence(self.step, self.loss, grad_norm)
-            else:
-                state.skipped = 0
-            if finite or state.precision.scaler:  # after an overflow the scaler skips the step and lowers its scale
-                state.update(norm)
-        state.keep.after_step(phases)
-        record = {
-            "step": self.step + 1,
-            "samples": self.resolved.stage.seen(self.step + 1),
-            "batch": self.config.batch,
-            "loss": self.loss,
-            "lr": lr,
-            "grad_norm": grad_norm if finite else None,
-            "skipped": not finite,
-        }
-        self.records.add(record, phases, state.model.logit_scale.exp(), state.captions.widths(texts))
-
-    @contextmanager
-    def phase(self, phases: Phases, name: str) -> Iterator[None]:
-        """Around a part of a step. Raises UserError where the device has too little memory for it."""
-        try:
-            with phases(name):
-                yield
-        except torch.OutOfMemoryError as error:
-            towers = self.state.cache.towers
-            image, text = (tower.size for tower in towers)
-            graphs = sum(tower.graphs.count for tower in towers)
-            kept = f" with {graphs} kept graphs (cache.keep=none keeps none)" if graphs else ""
-            raise UserError(
-                f"step {self.step + 1}: out of memory in {name}, in chunks of {image} images and {text} captions{kept} "
-                f"({first_line(error)}); clipscale plan run={self.config.run} fit=true finds settings that fit"
-            ) from error
-
-    def inputs(self, batch: HostBatch) -> tuple[ChunkLoader, Any]:
-        """The towers' inputs."""
         if self.world.main and self.step == 0:
             doing("waiting for the first samples")
             batch.tokens(0, 16)  # waits for them: no step has begun
-        batch.expect(self.state.reads(len(batch)))
-        images = ChunkLoader(batch.pixels, len(batch), self.world.device, resident=self.config.offload == "none")
-        return images, self.state.captions.input(batch, lambda _: self.agreement.values()[0])
+        if not self.slowest_s:
+            doing(f"step {number}, the first of this start")
+        self.stream.waited_s()  # of the step alone, of which waiting is a share
+        _, seconds = self.config.checkpoint.interval
+        late = self.world.main and 0 < seconds < time.monotonic() - self.saved_at
+        done = step.run(batch, self.stream, number, save=late, before_chunk=self.before_chunk())
+        self.loss = done.loss
+        record = {
+            "step": number,
+            "samples": self.resolved.stage.seen(number),
+            "batch": self.config.batch,
+            "loss": done.loss,
+            "lr": lr,
+            "grad_norm": done.grad_norm,
+            "skipped": done.grad_norm is None,
+        }
+        self.records.add(record, done.phases, self.state.model.logit_scale.exp(), done.widths)
+        return done.agreement
+
+    def before_chunk(self) -> Callable[[], None]:
+        """What a step calls before each chunk: it leaves the step at a signal, shows progress, and logs the step before
+        when the device has done it, without waiting for that."""
+        chunks, cache = count(), self.state.step.cache
+        rows = self.config.batch // self.world.size
+
+        def call() -> None:
+            self.stop.check()
+            self.records.poll()
+            if self.records.log:
+                self.records.log.progress(f"step {self.step + 1}", next(chunks), cache.calls(rows))
+
+        return call
 
     @contextmanager
-    def thrown_away_at_a_signal(self) -> Iterator[None]:
-        """Around a step that a signal or lost data end: undoes the little that it changes before its update.
+    def undone_at_a_signal(self) -> Iterator[None]:
+        """Around a step that a signal or lost data may end: undoes the little that it changes before its update.
 
         A resumed run takes it again, bit for bit.
         """
@@ -310,60 +277,37 @@ class Run:
             reshard(self.state.model)  # FSDP2 may have left within a forward pass, with whole weights
             raise
 
-    def between_chunks(self) -> None:
-        """Leave the step at a signal. Log the one before when the device has done it: nothing waits for that."""
-        self.stop.check()
-        self.records.poll()
-        size = self.config.batch // self.world.size
-        if self.records.log:
-            self.records.log.progress(f"step {self.step + 1}", self.chunks, self.state.cache.calls(size))
-        self.chunks += 1
-        if self.chunks == len(self.state.cache.towers[0].cut(size)):
-            self.agree()
-
-    def agree(self) -> None:
-        """Begin the one message of a step, when the last chunk of images begins: captions follow."""
-        texts = self.texts
-        chunks = texts.cut(self.state.cache.towers[1].size) if isinstance(texts, SortedCaptions) else 0
-        _, seconds = self.config.checkpoint.interval
-        late = self.world.main and 0 < seconds < time.monotonic() - self.saved_at
-        self.agreement = self.world.highest_later(chunks, int(late))
-
     def evaluate(self) -> Record:
         """Zero-shot and retrieval metrics of the model as it is now, also written to RUN/eval/step_N.json."""
-        state, config = self.state, self.config
+        step, config = self.state.step, self.config
         self.records.finish()
         self.stop.restart()
-        with state.average.in_place() if state.average and config.eval.weights == "ema" else nullcontext():
+        with step.average.in_place() if step.average and config.eval.weights == "ema" else nullcontext():
             results = evaluate(
-                state.model,
+                self.state.model,
                 config.eval,
                 self.world,
-                autocast=state.precision.autocast,
+                autocast=step.precision.autocast,
                 objective=config.loss.objective,
                 file=ResultsFile(self.resolved.folder, self.step, {"precision": config.precision}),
                 before_batch=self.stop.check,
                 progress=self.records.log.progress if self.records.log else lambda *_: None,
             )
-        reshard(state.model)
+        reshard(self.state.model)
         if self.records.log:
             self.records.log.eval(self.step, results)
         return results
 
-    def at_start(self) -> Results:
-        """The results of the weights that the run began with; empty where it began with random ones."""
-        return ResultsFile(self.resolved.folder, 0).record()["results"]
-
-    def save_due(self) -> bool:
+    def save_due(self, agreement: Agreement) -> bool:
         """Whether this step ends with a checkpoint: by steps, by time, and at the end. All ranks agree.
 
         None after a step that was left out, which may be the weights' fault: the last good checkpoint stays.
         """
-        if self.state.skipped and self.step < self.total:
+        if self.state.step.skipped and self.step < self.total:
             return False
         steps, _ = self.config.checkpoint.interval
         due = self.step == self.total or (steps > 0 and self.step % steps == 0)
-        return due or self.agreement.values()[1] > 0
+        return due or agreement.save
 
     def save(self, *, last: bool) -> None:
         """Begin to write a checkpoint; see `checkpoint.Saver`. The `last` one is waited for.
@@ -391,3 +335,20 @@ class Run:
                 f"run={self.config.run}: its folder was removed while it trained, with its records; a new one holds "
                 f"step {self.step}: go on with resume=auto"
             )
+
+    def save_at_once(self) -> None:
+        """A checkpoint of what is trained, complete at the end of this call."""
+        if self.step != self.saver.last_step:
+            self.save(last=True)
+        self.saver.wait()
+
+
+def stopped(number: int, step: int) -> str:
+    """What a signal has ended."""
+    what = "stopped" if number == SIGINT else f"stopped by {Signals(number).name}"
+    return f"{what} after step {step} and saved" if step else f"{what} in the first step: nothing is saved"
+
+
+def at_start(folder: Path) -> Results:
+    """The results of the weights that a run began with; empty where it began with random ones."""
+    return ResultsFile(folder, 0).record()["results"]

@@ -3,7 +3,7 @@
 The cases are a pairwise cover: any two values of any two of the dimensions below meet in at least one case.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import product
@@ -124,7 +124,8 @@ def one_graph(case: Case) -> tuple[dict[str, Tensor], float]:
         torch.manual_seed(7 + rank)
         images += [model.image(rows) for rows in pixels.split(case.chunks[0])]
         if (case.captions, case.noise) == ("sorted", "dropout"):
-            inputs = sorted_captions(case, tokens, lambda _: chunks_of_all_ranks(case))
+            inputs = sorted_captions(case, tokens)
+            inputs.split(chunks_of_all_ranks(case))
             spans = inputs.spans(case.chunks[1])
             order = torch.cat([inputs.rows(*span) for span in spans])
             texts = torch.cat([model.text(inputs.chunk(*span)) for span in spans])[order.argsort()]
@@ -140,7 +141,7 @@ def one_graph(case: Case) -> tuple[dict[str, Tensor], float]:
 
 
 Answer = tuple[dict[str, Tensor], float, float, float]
-"""Gradients, value, gradients' norm, and the least share of a tower's graphs that were kept."""
+"""Gradients, value, gradients' norm, and the share of graphs that were kept."""
 
 
 def cut_up(case: Case, rank: int) -> Answer:
@@ -156,7 +157,8 @@ def cut_up(case: Case, rank: int) -> Answer:
     pixels, tokens = inputs_of(case, rank)
     texts = rows_of(tokens, case)
     if case.captions == "sorted":
-        texts = sorted_captions(case, tokens, lambda chunks: world.highest(chunks)[0])
+        texts = sorted_captions(case, tokens)
+        texts.split(world.highest(texts.cut(case.chunks[1]))[0])
         if world.size > 1:
             assert len(set(world.gather(len(texts.spans(case.chunks[1]))))) == 1, "FSDP2 needs equally many chunks"
     if case.keep:  # the first step measures graphs
@@ -164,26 +166,27 @@ def cut_up(case: Case, rank: int) -> Answer:
         model.zero_grad()
     torch.manual_seed(7 + rank)
     value = cache.step(rows_of(pixels, case), texts)
-    kept = [tower.graphs.count / len(tower.spans) for tower in cache.towers]
+    kept = 2 * sum(cache.kept) / cache.calls(len(pixels))
     world.sum_gradients([model.logit_scale, model.logit_bias])
-    return gradients(model), value.item(), gradient_norm(model.parameters()).item(), min(kept)
+    return gradients(model), value.item(), gradient_norm(model.parameters()).item(), kept
 
 
-def sorted_captions(case: Case, tokens: Tensor, agreed: Callable[[int], int]) -> SortedCaptions:
-    return SortedCaptions(
+def sorted_captions(case: Case, tokens: Tensor) -> SortedCaptions:
+    captions = SortedCaptions(
         lambda start, stop: tokens[start:stop],
         lambda: lengths(tokens.numpy(), 0),
         len(tokens),
         torch.device("cpu"),
         resident=case.offload == "none",
-        agreed=agreed,
     )
+    captions.cut(case.chunks[1])
+    return captions
 
 
 def chunks_of_all_ranks(case: Case) -> int:
     """The most chunks that any rank cuts its captions into."""
     every = [inputs_of(case, rank)[1] for rank in range(case.ranks)]
-    return max(len(sorted_captions(case, tokens, lambda chunks: chunks).spans(case.chunks[1])) for tokens in every)
+    return max(len(sorted_captions(case, tokens).spans(case.chunks[1])) for tokens in every)
 
 
 def rows_of(tensor: Tensor, case: Case) -> ChunkLoader:

@@ -19,6 +19,7 @@ from clipscale.config.sections import CheckpointConfig
 from clipscale.data.loader.stream import DataConfig
 from clipscale.data.shards import index, store
 from clipscale.launch.run_lock import RunLock
+from clipscale.step.train_step import Agreement
 from clipscale.train import Run, train
 from tests.data.files import write_shards
 from tests.data.shards.web import FAULTS, Web, serving
@@ -30,9 +31,9 @@ def between_steps(work: Callable[[int], Any]) -> Any:
     """`work(step)` before each step of the runs inside."""
     train_step = Run.train_step
 
-    def disturbed(run: Run) -> None:
+    def disturbed(run: Run) -> Agreement:
         work(run.step)
-        train_step(run)
+        return train_step(run)
 
     return mock.patch.object(Run, "train_step", disturbed)
 

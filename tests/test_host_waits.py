@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import clipscale
 from clipscale.config.sections import LossConfig, ModelConfig
+from clipscale.step.train_step import Agreement
 from clipscale.train import Run, train
 from tests.support.runs import ARCHITECTURE, small
 
@@ -18,7 +19,7 @@ PACKAGE = str(Path(clipscale.__file__).parent)
 WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero", "aten::masked_select"}
 """Operations for whose result the host would wait on a GPU."""
 ON_A_CPU = {
-    "train_state.py:update",  # torch's AdamW counts its steps in tensors, which the fused one leaves on the GPU
+    "train_step.py:update",  # torch's AdamW counts its steps in tensors, which the fused one leaves on the GPU
     "similarity.py:bound",  # torch's tiles of the loss; on a GPU they are Triton's
     "tile.py:<genexpr>",
 }
@@ -56,15 +57,16 @@ def test_a_step_waits_for_two_values_of_the_device(
     train_step = Run.train_step
     as_list = Tensor.tolist
 
-    def counted(run: Run) -> None:
+    def counted(run: Run) -> Agreement:
         def tolist(tensor: Tensor) -> Any:
             counter.places[place()] += 1
             return as_list(tensor)
 
         with CountWaits() as counter, monkeypatch.context() as patch:
             patch.setattr(Tensor, "tolist", tolist)
-            train_step(run)
+            agreement = train_step(run)
         steps.append(counter.places)
+        return agreement
 
     monkeypatch.setattr(Run, "train_step", counted)
     model = ModelConfig(name="test", architecture=ARCHITECTURE, init_bias=-10.0 if objective == "sigmoid" else None)

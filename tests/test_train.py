@@ -1,9 +1,11 @@
 """Whole runs on a small demo set: they learn, resume after a kill, and do not depend on the number of processes."""
 
+import gc
 import math
 import re
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain, repeat
@@ -31,8 +33,9 @@ from clipscale.data.loader.offload import PixelBackend
 from clipscale.data.loader.workers import InProcess
 from clipscale.launch import local
 from clipscale.step.grad_cache import GradCache
-from clipscale.train import train
+from clipscale.train import start_run, train
 from tests.conftest import Cap
+from tests.support.checkpoints import ALONE
 from tests.support.forks import forks
 from tests.support.ranks import run_ranks
 from tests.support.refused import refused
@@ -260,3 +263,19 @@ def test_out_of_memory_names_the_phase_the_chunks_and_what_to_run(
     command = re.search("clipscale (plan .* fit=true)", line)
     assert command and main(command[1].split()) == 0
     assert "the largest and fastest that fits: batch=" in capsys.readouterr().out
+
+
+def test_a_run_that_is_let_go_frees_its_model_at_once(shards: str, tmp_path: Path) -> None:
+    """Without the garbage collector: the next stage's model is built in the memory of the last one's."""
+    run = start_run(small(shards, tmp_path / "run", ema=0.9), ALONE)
+    for _ in range(2):
+        run.train_step()
+        run.step += 1
+    run.stream.close()
+    model = weakref.ref(run.state.model)
+    gc.disable()
+    try:
+        del run
+        assert model() is None
+    finally:
+        gc.enable()

@@ -60,6 +60,8 @@ class World:
     device: torch.device
     timeout: timedelta = TIMEOUT
     """What a process waits for the others in a collective."""
+    of_node: int = 1
+    """The ranks of this rank's machine, which share its memory."""
 
     @property
     def main(self) -> bool:
@@ -258,7 +260,7 @@ def join(device: str, timeout_s: float = TIMEOUT.total_seconds()) -> World:
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         store = attempt_store(rank, size, timeout) if agent else None
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
-    return World(rank, size, chosen, timeout)
+    return World(rank, size, chosen, timeout, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def attempt_store(rank: int, size: int, timeout: timedelta) -> dist.Store:

@@ -17,17 +17,20 @@ from clipscale.common.terminal import doing, tell
 from clipscale.config.stages import stages_of
 from clipscale.config.train import TrainConfig, check_divisible, samples_of
 from clipscale.data.columns import Columns, columns_of
-from clipscale.data.features import stored_teachers
+from clipscale.data.features import TeacherFeatures, stored_teachers
 from clipscale.data.loader.host_batch import Offload
 from clipscale.data.loader.memory import free_memory
 from clipscale.data.loader.stream import TrainStream, merge_positions, open_stream, ordered_shards
 from clipscale.data.order import BatchShare
 from clipscale.distributed.world import World
 from clipscale.models.tokenizer import Tokenizer
-from clipscale.models.towers import architecture, inputs_of
+from clipscale.models.towers import architecture, build_model, inputs_of
 from clipscale.models.weights import described
-from clipscale.state.train_state import TrainState, parts_of
-from clipscale.step.chunk_sizes import sizes_of_settings
+from clipscale.state.train_state import TrainState, build_state
+from clipscale.step.batch_loss import BatchLoss
+from clipscale.step.captions import CaptionRule
+from clipscale.step.chunk_sizes import ChunkSizes, sizes_of_settings
+from clipscale.step.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -133,37 +136,59 @@ def begin(run: Resolved, world: World) -> tuple[TrainState, TrainStream]:
         doing("opening the shards")
         stream = undo.enter_context(read()) if config.offload != "encoded" else None
         doing("building the model")
-        parts = parts_of(config, world, tokenizer, teachers)
-        optimizer = run.stage.optimizer if run.begins_stage else ""
-        state = TrainState(config, world, parts, run.checkpoint, optimizer)
-        stream = stream or undo.enter_context(read(state.chunks["image"]))
-        settle(run, state, stream, world)
+        state = begun_state(run, world, tokenizer, teachers)
+        stream = stream or undo.enter_context(read(state.chunks.image))
+        tell_notices(run, state.step.captions, stream, world)
+        check_streams(run, stream, world)
+        restore_random(run, world)
         undo.pop_all()
     return state, stream
 
 
-def settle(run: Resolved, state: TrainState, stream: TrainStream, world: World) -> None:
-    """What depends on model and data: notices, whether batches fit the streams, random numbers. Raises UserError."""
-    if world.main and run.config.model.pixels != run.stage.config.model.pixels:
-        pixels = run.config.model.pixels
+def begun_state(run: Resolved, world: World, tokenizer: Tokenizer, teachers: tuple[TeacherFeatures, ...]) -> TrainState:
+    """What the run trains, with its initial weights or those of its checkpoint. Raises UserError."""
+    config = run.config
+    torch.manual_seed(config.seed)
+    model = build_model(config.model, tokenizer=tokenizer).to(world.device)
+    captions = CaptionRule(config, world, model)
+    loss = BatchLoss(config, model, Precision(config.precision, world.device).autocast, teachers)
+    earlier = ChunkSizes(**run.saved["chunks"]) if run.saved and not run.begins_stage else None
+    state = build_state(config, world, model, captions, loss, earlier=earlier)
+    if run.checkpoint:
+        saved = checkpoint.load(run.checkpoint, verified=True, like=dict(model.named_parameters()))
+        state.load(saved, run.stage.optimizer if run.begins_stage else "")
+    return state
+
+
+def tell_notices(run: Resolved, captions: CaptionRule, stream: TrainStream, world: World) -> None:
+    """Say, on rank 0, what the user should know of model and data."""
+    if not world.main:
+        return
+    pixels = run.config.model.pixels
+    if pixels != run.stage.config.model.pixels:
         tell(f"pixels are normalised as for the weights: mean {[*pixels.mean]}, deviation {[*pixels.std]}")
-    if world.main and state.captions.note:
-        tell(state.captions.note)
+    if captions.note:
+        tell(captions.note)
     batch, epoch = run.config.batch, stream.samples_per_epoch
-    if world.main and epoch and batch > epoch and run.config.data.same is None:
+    if epoch and batch > epoch and run.config.data.same is None:
         tell(
             f"warning: batch={batch} is larger than the {epoch} pairs of data.train: each is {batch / epoch:.3g} times "
             f"in every batch, as its own negatives; take batch={epoch} or less, or data.same=caption, "
             "which leaves the copies out",
             error=True,
         )
-    streams = merge_positions(world.gather(stream.position()))["streams"]  # refuses shards that differ between ranks
-    batches = {stage.config.batch for stage in run.stages}
+
+
+def check_streams(run: Resolved, stream: TrainStream, world: World) -> None:
+    """Raise UserError where ranks read different shards, and where the batches of some stage do not fit the streams."""
+    streams = merge_positions(world.gather(stream.position()))["streams"]
     fitting = fitting_streams(run, streams)
     if fitting < streams:
-        mixed = f"batches of {sorted(batches)} are not all multiples of the {streams} shard streams of the data"
-        raise UserError(f"stages: {mixed}; choose others, or set data.shard_streams={fitting}")
-    restore_random(run, world)
+        batches = sorted({stage.config.batch for stage in run.stages})
+        raise UserError(
+            f"stages: batches of {batches} are not all multiples of the {streams} shard streams of the data; choose "
+            f"others, or set data.shard_streams={fitting}"
+        )
 
 
 def resolved_stages(config: TrainConfig, world: World) -> list[Stage]:

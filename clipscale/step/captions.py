@@ -1,4 +1,4 @@
-"""Whether a run sorts and cuts its captions, found by trial at its start; the text tower's input of each step."""
+"""Whether a run sorts its captions and cuts their padding, by a trial at its start; the text tower's inputs."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ TOLERANCE = 1e-4
 
 
 class CaptionRule:
-    """A run sorts if its text tower allows it. All ranks make it."""
+    """A run sorts its captions if the text tower's features do not depend on padding. A collective."""
 
     def __init__(self, config: TrainConfig, world: World, model: ClipModel, *, sort: bool = True) -> None:
         self.world, self.resident, self.context = world, config.offload == "none", model.context_length
@@ -38,13 +38,13 @@ class CaptionRule:
         else:
             self.note = f"captions keep their order and the whole context: {pad}"
 
-    def input(self, batch: HostBatch, agreed: Callable[[int], int]) -> ChunkLoader | SortedCaptions:
-        """The text tower's input; sorted if this run sorts, in as many chunks as the ranks have `agreed` on."""
+    def input(self, batch: HostBatch) -> ChunkLoader | SortedCaptions:
+        """The text tower's input; sorted if this run sorts."""
         device = self.world.device
         count = batch.texts
         if self.pad is None:
             return ChunkLoader(batch.tokens, count, device, resident=self.resident)
-        return SortedCaptions(batch.tokens, batch.lengths, count, device, resident=self.resident, agreed=agreed)
+        return SortedCaptions(batch.tokens, batch.lengths, count, device, resident=self.resident)
 
     def widths(self, texts: ChunkLoader | SortedCaptions) -> dict[int, int]:
         """Captions of a step that has run, by the width at which the tower computed them."""

@@ -1,14 +1,13 @@
 """Samples per chunk: from the settings, from the checkpoint that a run goes on from, or from a measurement."""
 
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from clipscale.common.errors import UserError
-from clipscale.common.record import Record
 from clipscale.common.rng import RandomState
 from clipscale.config.sections import CacheConfig
 from clipscale.distributed.world import World
@@ -24,6 +23,16 @@ GOOD_ENOUGH = 0.95
 
 Where graphs are kept, the smallest chunk that reaches it is chosen, and the memory left over keeps graphs.
 """
+
+
+@dataclass(frozen=True)
+class ChunkSizes:
+    """Samples per chunk of each tower."""
+
+    image: int
+    text: int
+    device: str
+    """The kind of device that they are for."""
 
 
 def sizes_of_settings(config: CacheConfig, local_batch: int, captions: int = 1) -> dict[str, int | None]:
@@ -54,13 +63,13 @@ def batch_norm_chunk(tower: nn.Module, name: str, size: int | None, local_batch:
 
 def agreed_chunk_sizes(
     config: CacheConfig,
-    towers: Mapping[str, tuple[nn.Module, Callable[[int], Tensor]]],
+    towers: dict[str, tuple[nn.Module, Callable[[int], Tensor]]],
     local_batch: int,
     world: World,
-    earlier: Mapping[str, Any],
+    earlier: ChunkSizes | None,
     captions: int = 1,
-) -> Record:
-    """Samples per chunk by tower, with the `device` that they hold for, the same on all ranks.
+) -> ChunkSizes:
+    """The same on all ranks.
 
     They come from the settings; else from the checkpoint (`earlier`), if that is of the same kind of device, because
     random numbers are drawn chunk by chunk; else from a measurement of the tower with inputs of its sampler.
@@ -68,18 +77,18 @@ def agreed_chunk_sizes(
     settings = sizes_of_settings(config, local_batch, captions)
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     device = " and ".join(sorted(set(world.gather(name))))
-    sizes: Record = {"device": device}
+    sizes = {}
     for name, (tower, sample) in towers.items():
         rows = captions * local_batch if name == "text" else local_batch
         size = batch_norm_chunk(tower, name, settings[name], rows) or settings[name]
-        if size is None and earlier.get("device") == device:
-            size = earlier[name]
+        if size is None and earlier and earlier.device == device:
+            size = getattr(earlier, name)
         if size is None:
             rate = lambda n, tower=tower, sample=sample: samples_per_second(tower, sample(n))  # noqa: E731
             fastest = find_chunk(rate, rows, world.device, keep=config.keep != "none")
             size = min(world.gather(fastest))
         sizes[name] = size
-    return sizes
+    return ChunkSizes(**sizes, device=device)
 
 
 def random_pixels(model: ClipModel, count: int, device: torch.device) -> Tensor:

@@ -44,6 +44,9 @@ class Arranged(Chunked, Protocol):
         """The row of the batch of each sample start..stop of that order: (stop - start,) int64."""
 
 
+def _nothing() -> None: ...
+
+
 class GradCache:
     """Exact gradients of `loss(*representations)` at any batch size, for any encoders.
 
@@ -57,13 +60,11 @@ class GradCache:
         loss: maps one representation tensor per tower, over the whole (local) batch, to a scalar.
         chunks: samples per chunk, one size for all towers or one per tower. The last chunk may be shorter.
         keep_bytes: memory for graphs kept from the first pass, whose chunks need no replay; the same on all ranks. 0:
-            none; math.inf: all. Between them, the first step measures a graph and keeps none; later ones keep as many
-            as fit. It may be changed. A rank on which one does not fit after all keeps none from then on.
+            none; math.inf: all; None: not known yet, graphs are measured and none is kept. With a number the first
+            step measures a graph and keeps none; later ones keep as many as fit. It may be changed, as `chunks` may. A
+            rank on which one does not fit after all keeps none from then on.
         autocast: makes the context in which encoders run. Each chunk gets a new one.
         scaler: a gradient scaler for fp16. It scales the loss before the backward pass.
-
-    `before_chunk()` is called before each chunk in both passes; what it raises ends the step.
-    `after_chunk(tower, rows)` is called when the second pass has added the gradient of `rows` samples of that tower.
 
     Raises ValueError for chunk sizes below 1, input tensors of unequal length, an encoder whose output has another
     number of rows than its input, a loss that does not use a representation, and batch normalisation in training mode
@@ -86,19 +87,16 @@ class GradCache:
         loss: Callable[..., Tensor],
         *,
         chunks: int | Sequence[int],
-        keep_bytes: float = 0,
+        keep_bytes: float | None = 0,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         scaler: "torch.amp.GradScaler | None" = None,
     ) -> None:
-        sizes = [chunks] * len(encoders) if isinstance(chunks, int) else list(chunks)
-        if len(sizes) != len(encoders) or min(sizes) < 1:
+        self.chunks = [chunks] * len(encoders) if isinstance(chunks, int) else [*chunks]
+        if len(self.chunks) != len(encoders) or min(self.chunks) < 1:
             raise ValueError(f"chunks={chunks!r}: one size of at least 1, or one for each of {len(encoders)} encoders")
-        self.loss, self.scaler, self.keep_bytes = loss, scaler, keep_bytes
-        self.before_chunk: Callable[[], None] = lambda: None
-        self.after_chunk: Callable[[int, int], None] = lambda tower, rows: None
-        self.towers = [
-            Tower(encoder, size, autocast, last=encoder not in encoders[i + 1 :])
-            for i, (encoder, size) in enumerate(zip(encoders, sizes, strict=True))
+        self.encoders, self.loss, self.scaler, self.keep_bytes = encoders, loss, scaler, keep_bytes
+        self._towers = [
+            _Tower(encoder, autocast, last=encoder not in encoders[i + 1 :]) for i, encoder in enumerate(encoders)
         ]
 
     def step(self, *inputs: Any) -> Tensor:
@@ -109,47 +107,76 @@ class GradCache:
         self.replay()
         return value.detach()
 
-    def encode(self, *inputs: Any) -> list[Tensor]:
+    def encode(self, *inputs: Any, before_chunk: Callable[[], None] = _nothing) -> list[Tensor]:
         """First pass: the representations of every tower, as leaf tensors. Those of a trained tower require a gradient.
 
         An input is a tensor, a nesting of tuples, lists and dicts of tensors with equal first dimensions, or a
-        `Chunked`. The representations of an `Arranged` input are in the batch's order.
+        `Chunked`. The representations of an `Arranged` input are in the batch's order. `before_chunk()` is called
+        before each chunk; what it raises ends the step.
         """
-        representations = []
+        towers = range(len(self._towers))
+        return [self.encode_tower(i, batch, before_chunk) for i, batch in zip(towers, inputs, strict=True)]
+
+    def encode_tower(self, i: int, batch: Any, before_chunk: Callable[[], None] = _nothing) -> Tensor:
+        """The first pass of one tower, of which all before it have had theirs; see `encode`."""
         budget = self.keep_bytes
-        for tower, batch in zip(self.towers, inputs, strict=True):
-            if any(other.graphs.exhausted for other in self.towers):
-                budget = 0
-            representations.append(tower.encode(batch, budget, self.before_chunk))
-            budget -= tower.graphs.count * tower.graphs.bytes_each
-        return representations
+        if any(tower.graphs.exhausted for tower in self._towers):
+            budget = 0
+        elif budget is not None:
+            budget -= sum(tower.graphs.count * tower.graphs.bytes_each for tower in self._towers[:i])
+        return self._towers[i].encode(batch, self.chunks[i], budget, before_chunk)
 
     def backward(self, value: Tensor) -> None:
         """Gradients of the loss with respect to the representations and the loss's own parameters."""
         (self.scaler.scale(value) if self.scaler else value).backward()
-        for i, tower in enumerate(self.towers):
+        for i, tower in enumerate(self._towers):
             if tower.trained and tower.representations.grad is None:
                 raise ValueError(f"the loss does not use the representations of encoder {i}: it can learn nothing")
 
-    def replay(self) -> None:
-        """Second pass: encode every chunk again, with a graph, and backpropagate its rows of the gradient."""
-        for i, tower in enumerate(self.towers):
-            for rows in tower.replay(self.before_chunk):
-                self.after_chunk(i, rows)
+    def replay(self, before_chunk: Callable[[], None] = _nothing) -> None:
+        """Second pass: encode every chunk again, with a graph, and backpropagate its rows of the gradient.
+
+        `before_chunk` as of `encode`.
+        """
+        for tower in self._towers:
+            tower.replay(before_chunk)
             tower.representations, tower.inputs = torch.empty(0), None  # frozen ones, too
 
+    @property
+    def trained(self) -> list[bool]:
+        """Whether each tower has parameters that train, and so a second pass."""
+        return [tower.trained for tower in self._towers]
+
+    @property
+    def kept(self) -> list[int]:
+        """The chunks of each tower whose graphs this step keeps."""
+        return [tower.graphs.count for tower in self._towers]
+
     def calls(self, rows: int) -> int:
-        """How often a step of `rows` samples calls `before_chunk`; where the last one was cut by itself, about that."""
-        counts = [len(tower.spans) or len(tower.cut(rows)) for tower in self.towers]
-        return sum(count * (1 + tower.trained) for count, tower in zip(counts, self.towers))
+        """How often a step of `rows` samples calls `before_chunk`. An estimate, until an `Arranged` input is cut."""
+        counts = [len(tower.spans) or len(_spans(rows, size)) for tower, size in zip(self._towers, self.chunks)]
+        return sum(count * (1 + trained) for count, trained in zip(counts, self.trained))
+
+    def ranges(self, i: int, rows: int, *, twice: bool = True) -> Iterator[tuple[int, int]]:
+        """The row ranges of a batch that tower i reads, in order: in both passes, or in the first alone.
+
+        Read at most one range ahead of the passes. Not for an `Arranged` input, which cuts its own.
+        """
+        spans, tower = _spans(rows, self.chunks[i]), self._towers[i]
+        again = twice and tower.trained  # asked here: gradients are off inside the first pass
+
+        def both_passes() -> Iterator[tuple[int, int]]:
+            yield from spans
+            yield from spans[tower.graphs.count :] if again else ()
+
+        return both_passes()
 
 
 @dataclass
-class Tower:
+class _Tower:
     """One encoder's two passes over its chunks."""
 
     encoder: Callable[..., Tensor]
-    size: int
     autocast: Callable[[], AbstractContextManager[Any]]
     last: bool
     """Whether no later tower has this encoder. The last one synchronises its gradients."""
@@ -167,14 +194,14 @@ class Tower:
             return False
         return not isinstance(self.encoder, nn.Module) or any(p.requires_grad for p in self.encoder.parameters())
 
-    def encode(self, batch: Any, keep_bytes: float, before_chunk: Callable[[], None]) -> Tensor:
-        """First pass; `keep_bytes`: for graphs of this tower."""
+    def encode(self, batch: Any, size: int, keep_bytes: float | None, before_chunk: Callable[[], None]) -> Tensor:
+        """First pass, in chunks of `size`; `keep_bytes`: for graphs of this tower."""
         self.inputs = batch if isinstance(batch, Chunked) and not isinstance(batch, Tensor) else _Rows(batch)
         rows = len(self.inputs)
         if rows == 0:
             raise ValueError("an empty batch has no gradient")
         arranged = isinstance(self.inputs, Arranged)
-        self.spans = self.inputs.spans(self.size) if arranged else self.cut(rows)
+        self.spans = self.inputs.spans(size) if arranged else _spans(rows, size)
         self.order = self.inputs.rows(0, rows) if arranged else None
         trained, self.random_states = self.trained, []
         if trained:
@@ -187,7 +214,7 @@ class Tower:
                 out = self.first_pass(i, partial(self.run, start, stop))
             if i == 0:
                 self.representations = out.new_empty((rows, *out.shape[1:]))
-            self.representations[self.place(start, stop)] = out
+            self.representations[self.rows(start, stop)] = out
         self.graphs.end(self.representations.device)
         return self.representations.requires_grad_(trained)
 
@@ -202,8 +229,8 @@ class Tower:
         self.random_states[i].restore()
         return self.graphs.first_pass(i, encode)
 
-    def replay(self, before_chunk: Callable[[], None]) -> Iterator[int]:
-        """Backpropagate through the kept graphs, then replay the other chunks. Yields the samples of each.
+    def replay(self, before_chunk: Callable[[], None]) -> None:
+        """Backpropagate through the kept graphs, then replay the other chunks.
 
         One backward pass for all kept graphs would sum their gradients in the weights' own type, bf16 perhaps.
         """
@@ -221,8 +248,7 @@ class Tower:
                     else:
                         random.restore()
                         out = self.run(start, stop)
-                    out.backward(gradient[self.place(start, stop)])
-                yield stop - start
+                    out.backward(gradient[self.rows(start, stop)])
 
     def run(self, start: int, stop: int) -> Tensor:
         arguments = self.inputs.chunk(start, stop)
@@ -235,24 +261,14 @@ class Tower:
             raise ValueError(f"an encoder returned {out.shape[0]} rows for {stop - start} samples")
         return out
 
-    def cut(self, rows: int) -> list[tuple[int, int]]:
-        return [(start, min(start + self.size, rows)) for start in range(0, rows, self.size)]
-
-    def place(self, start: int, stop: int) -> slice | Tensor:
-        """Where a chunk's rows are in the batch."""
+    def rows(self, start: int, stop: int) -> slice | Tensor:
+        """The rows of the batch in a chunk."""
         return slice(start, stop) if self.order is None else self.order[start:stop]
 
-    def ranges(self, rows: int) -> Iterator[tuple[int, int]]:
-        """The row ranges of the batch, in order, for both passes. Read at most one range ahead of them. Not for an
-        `Arranged` input, which cuts its own."""
-        spans, trained = self.cut(rows), self.trained  # here, because gradients are off inside the first pass
 
-        def both_passes() -> Iterator[tuple[int, int]]:
-            yield from spans
-            if trained:
-                yield from spans[self.graphs.count :]
-
-        return both_passes()
+def _spans(rows: int, size: int) -> list[tuple[int, int]]:
+    """The chunks of so many rows, as ranges start..stop."""
+    return [(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
 def refuse_batch_norm(encoder: Callable[..., Tensor], chunks: int) -> None:

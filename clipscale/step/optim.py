@@ -135,6 +135,11 @@ class Schedule:
         cosine = config.name == "cosine"
         return Schedule(optim.lr, total, min(warmup, total), min(cooldown, total), config.final, cosine, first)
 
+    @property
+    def end(self) -> int:
+        """The step of the run after its last."""
+        return self.first + self.total
+
     def lr(self, step: int) -> float:
         """Learning rate of a step: linear warm-up, then a cosine, or a constant and a cooldown."""
         position = step - self.first

@@ -72,7 +72,6 @@ def step(rank: int, ranks: int, stage: int, half: bool = False, steps: int = 1) 
         towers = [tower.module for tower in towers]
     cache = GradCache(towers, lambda u, v: contrastive_loss(u, v, model.logit_scale.exp()), chunks=2, autocast=autocast)
     now = []
-    cache.after_chunk = lambda tower, rows: now.append(held(towers[tower]))
     for _ in range(steps):
         model.zero_grad()
         now.clear()
@@ -81,7 +80,7 @@ def step(rank: int, ranks: int, stage: int, half: bool = False, steps: int = 1) 
             features = cache.encode(*inputs)
         cache.backward(cache.loss(*features))
         with counted:
-            cache.replay()
+            cache.replay(lambda: now.extend(map(held, towers)))
     assert not any(held(tower)[0] for tower in towers), "no weights are whole between steps"
     summed = gradients(model)
     reshard(model)
@@ -167,7 +166,7 @@ def reductions(rank: int, ranks: int) -> tuple[list[list[int]], int]:
     uneven = GradCache([lambda x: (x @ weight).exp()], Tensor.sum, chunks=2, keep_bytes=1000)
     for _ in range(2):
         uneven.step(torch.zeros(20, 4))
-    return counts, uneven.towers[0].graphs.count
+    return counts, uneven.kept[0]
 
 
 def test_gradients_are_reduced_once_for_each_tower_and_ranks_keep_the_same_graphs() -> None:

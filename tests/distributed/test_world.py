@@ -15,14 +15,14 @@ from clipscale.config.sections import CacheConfig, LaunchConfig
 from clipscale.config.train import TrainConfig
 from clipscale.distributed import world as world_module
 from clipscale.distributed.world import World, join
-from clipscale.train import Run
+from clipscale.train import start_run
 from tests.support.ranks import run_ranks
 from tests.support.runs import small
 
 
 def counted(rank: int, world: int, config: TrainConfig) -> tuple[int, int, list[Tensor]]:
     """How often the second step reads values of the device, and sends objects; and the weights after it."""
-    run = Run(config, World(rank, world, torch.device("cpu")))
+    run = start_run(config, World(rank, world, torch.device("cpu")))
     run.train_step()
     run.step += 1
     with (

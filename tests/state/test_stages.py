@@ -21,7 +21,7 @@ from clipscale.config.sections import (
 )
 from clipscale.config.train import TrainConfig, settled
 from clipscale.data.loader.stream import DataConfig
-from clipscale.train import Run, train
+from clipscale.train import start_run, train
 from tests.support import runs
 from tests.support.checkpoints import ALONE
 from tests.support.ranks import run_ranks
@@ -114,10 +114,10 @@ def test_a_resumed_run_has_the_optimizers_settings_that_are_given_now(
 ) -> None:
     config = staged(shards, stopped(undisturbed, tmp_path, 5), optim=OptimConfig(lr=1e-3, weight_decay=0.3))
     half = TowerConfig(lr_factor=0.5)
-    begun = Run(replace(config, model=replace(config.model, image=half, text=half)), ALONE)
+    begun = start_run(replace(config, model=replace(config.model, image=half, text=half)), ALONE)
     begun.stream.close()
     begun.records.close()
-    groups = [(group["weight_decay"], group["lr_scale"]) for group in begun.state.optimizer.param_groups]
+    groups = [(group["weight_decay"], group["lr_scale"]) for group in begun.state.step.optimizer.param_groups]
     assert groups == [(0.3, 0.5), (0.3, 0.5), (0.0, 0.5), (0.0, 1.0)]
 
 
@@ -127,10 +127,10 @@ def test_the_next_stage_begins_with_the_same_weights_and_resized_positions(
 ) -> None:
     run = stopped(undisturbed, tmp_path, 3)
     stages = [STAGES[0], STAGES[1] | {"optimizer": optimizer}]
-    begun = Run(staged(shards, run, stages), ALONE)
+    begun = start_run(staged(shards, run, stages), ALONE)
     begun.stream.close()
     begun.records.close()
-    state = begun.state
+    state, step = begun.state, begun.state.step
     before, encoders = weights(run, 3), torch.nn.Module()
     encoders.visual, encoders.text = state.model.image.encoder, state.model.text.encoder
     image, text = "image.encoder.positional_embedding", "text.encoder.positional_embedding"
@@ -140,14 +140,14 @@ def test_the_next_stage_begins_with_the_same_weights_and_resized_positions(
     before |= {image: expected["visual.positional_embedding"], text: expected["text.positional_embedding"]}
     assert (before[image].shape, before[text].shape) == ((10, 32), (24, 32))
     assert all(torch.equal(p.detach(), before[name]) for name, p in state.model.named_parameters())
-    assert state.average is not None and state.average.values[image].shape == (10, 32)
+    assert step.average is not None and step.average.values[image].shape == (10, 32)
     moments = checkpoint.load(checkpoint.path_of(run, 3), parts=("optimizer",))["optimizer"]["state"]
     for name, p in state.model.named_parameters():
         if optimizer == "restart" or name in (image, text):
-            assert not state.optimizer.state.get(p), name
+            assert not step.optimizer.state.get(p), name
         else:
-            assert torch.equal(state.optimizer.state[p]["exp_avg_sq"], moments[name]["exp_avg_sq"]), name
-    assert {group["lr"] for group in state.optimizer.param_groups} == {1e-4}
+            assert torch.equal(step.optimizer.state[p]["exp_avg_sq"], moments[name]["exp_avg_sq"]), name
+    assert {group["lr"] for group in step.optimizer.param_groups} == {1e-4}
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from clipscale.config.sections import (
 from clipscale.data.loader.stream import DataConfig, TrainStream, open_stream
 from clipscale.distributed.world import World
 from clipscale.models.towers import build_model, inputs_of
-from clipscale.train import Run, train
+from clipscale.train import start_run, train
 from tests.conftest import Cap
 from tests.support.checkpoints import ALONE
 from tests.support.refused import refused
@@ -58,7 +58,7 @@ def test_a_batch_larger_than_the_data_is_warned_of(
     shards: str, tmp_path: Path, capsys: Cap, batch: int, times: str
 ) -> None:
     """There are 48 pairs."""
-    Run(small(shards, tmp_path / "run", batch=batch, samples=batch), ALONE).stream.close()
+    start_run(small(shards, tmp_path / "run", batch=batch, samples=batch), ALONE).stream.close()
     printed = capsys.readouterr().err
     assert ("batch=48 or less" in printed) == bool(times) and times in printed, printed
 
@@ -105,11 +105,12 @@ def test_ranks_that_see_different_shards_do_not_start(
 
     monkeypatch.setattr(World, "gather", with_peer)
     with refused("the processes see different shards"):
-        Run(settings(demo, tmp_path / "run"), ALONE)
+        start_run(settings(demo, tmp_path / "run"), ALONE)
 
 
-def test_data_workers_start_before_the_model_is_built_and_end_if_it_cannot_be(
-    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("part", ["clipscale.state.start.build_model", "clipscale.train.checkpoint.check_room"])
+def test_data_workers_start_before_the_model_is_built_and_end_if_a_later_part_fails(
+    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     streams = []
 
@@ -117,15 +118,15 @@ def test_data_workers_start_before_the_model_is_built_and_end_if_it_cannot_be(
         streams.append(open_stream(*arguments, **options))
         return streams[0]
 
-    def impossible(*_: Any) -> None:
+    def impossible(*_: Any, **__: Any) -> None:
         assert streams[0].workers.processes[0].exitcode is None  # type: ignore[union-attr]
-        raise UserError("no such model")
+        raise UserError("impossible")
 
     monkeypatch.setattr("clipscale.state.start.open_stream", opened)
-    monkeypatch.setattr("clipscale.state.start.parts_of", impossible)
+    monkeypatch.setattr(part, impossible)
     config = small(shards, tmp_path / "run")
-    with refused("no such model"):
-        Run(replace(config, data=replace(config.data, workers=1)), ALONE)
+    with refused("impossible"):
+        start_run(replace(config, data=replace(config.data, workers=1)), ALONE)
     assert streams[0].workers.processes[0].exitcode is not None  # type: ignore[union-attr]
 
 
@@ -146,7 +147,7 @@ def test_flops_are_those_of_the_model_that_runs(shards: str, tmp_path: Path) -> 
     rates = []
     for name, model in (("given", larger), ("left open", replace(larger, image_size=None))):
         config = small(shards, tmp_path / name, samples=24, model=model, resume=checkpoint)
-        run = Run(config, ALONE)
+        run = start_run(config, ALONE)
         rates.append(run.records.flops.per_sample())
         run.stream.close()
     assert rates[0] == rates[1]

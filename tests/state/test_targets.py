@@ -27,8 +27,7 @@ from clipscale.data.features import encoded_array
 from clipscale.distributed.world import World
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.models.towers import build_model, unit_rows
-from clipscale.state import train_state
-from clipscale.train import Run, train
+from clipscale.train import start_run, train
 from tests.data.files import picture, write_tar
 from tests.loss.cases import dense_distillation_loss
 from tests.support.gradients import gradients, whole
@@ -68,15 +67,14 @@ def config_of(shard: str, run: Path, shared: str = "mask", k: int = 1, **given: 
 def one_step(rank: int, world: int, config: TrainConfig) -> tuple[Any, ...]:
     """Weights before a float64 step, its gradients and value, and this rank's pixels, tokens, keys and teachers."""
     cpu = torch.device("cpu")
-    with mock.patch.object(train_state, "build_model", lambda config, **given: build_model(config, **given).double()):
-        run = Run(config, World(rank, world, cpu))
+    with mock.patch("clipscale.state.start.build_model", lambda config, **given: build_model(config, **given).double()):
+        run = start_run(config, World(rank, world, cpu))
     for _ in range(1 + (config.cache.keep != "none")):  # the first step measures graphs
         weights = {name: whole(value).detach().clone() for name, value in run.state.model.state_dict().items()}
         batch = run.stream.next_batch()
         with mock.patch.object(run.stream, "next_batch", lambda batch=batch: batch):
             run.train_step()
-    kept = [tower.graphs.count for tower in run.state.cache.towers]
-    assert all(kept) == (config.cache.keep != "none")
+    assert all(run.state.step.cache.kept) == (config.cache.keep != "none")
     targets, n = batch.targets(cpu), len(batch)
     paired = n * batch.captions
     rows = [batch.pixels(0, n), batch.tokens(0, paired), batch.tokens(paired, batch.texts), *targets.values()]

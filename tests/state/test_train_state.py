@@ -27,7 +27,7 @@ from clipscale.config.sections import (
 from clipscale.config.train import TrainConfig
 from clipscale.models.towers import build_model
 from clipscale.step.compiled import innermost_blocks
-from clipscale.train import Run, train
+from clipscale.train import start_run, train
 from tests.conftest import Cap
 from tests.models.test_weights import open_clip_folder
 from tests.support.checkpoints import ALONE
@@ -54,10 +54,10 @@ def test_a_resumed_run_ends_with_the_same_weights_average_and_optimizer(shards: 
 def test_an_update_clips_the_unscaled_gradient_and_bounds_the_logit_scale(
     shards: str, tmp_path: Path, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("clipscale.state.train_state.MAX_LOGIT_SCALE", 3.0)
+    monkeypatch.setattr("clipscale.step.train_step.MAX_LOGIT_SCALE", 3.0)
     optim = OptimConfig(lr=1e-3, clip_norm=0.25)
     config = small(shards, tmp_path / "run", optim=optim, precision=precision)
-    run = Run(config, ALONE)
+    run = start_run(config, ALONE)
     run.train_step()
     run.stream.close()
     gradients = [p.grad for p in run.state.model.parameters() if p.grad is not None]
@@ -118,8 +118,8 @@ def test_a_frozen_trunk_is_compiled(shards: str, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(torch, "compile", compiled)
     projection = TowerConfig(train="1")
     model = ModelConfig(name="test", architecture=ARCHITECTURE, compile="true", image=projection, text=TowerConfig())
-    run = Run(small(shards, tmp_path / "run", model=model), ALONE)
-    assert run.state.trunks == ["image"]
+    run = start_run(small(shards, tmp_path / "run", model=model), ALONE)
+    assert run.state.step.trunks == ("image",)
     calls.clear()
     run.train_step()
     run.stream.close()

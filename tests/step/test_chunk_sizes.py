@@ -10,7 +10,7 @@ from torch import nn
 
 from clipscale.common.errors import UserError
 from clipscale.config.sections import CacheConfig
-from clipscale.step.chunk_sizes import agreed_chunk_sizes, find_chunk
+from clipscale.step.chunk_sizes import ChunkSizes, agreed_chunk_sizes, find_chunk
 from tests.support.checkpoints import ALONE
 
 GPU = torch.device("cuda")
@@ -45,6 +45,5 @@ def test_a_resumed_run_has_the_chunks_of_its_checkpoint_on_the_same_kind_of_devi
     """Else random numbers would differ. On another device they may be too large."""
     towers = dict.fromkeys(("image", "text"), (nn.Linear(1, 1), torch.empty))
     for device, image in (("cpu", 17), ("NVIDIA H200, 140 GiB", 100)):
-        earlier = {"image": 17, "text": 100, "device": device}
-        sizes = agreed_chunk_sizes(CacheConfig(), towers, 100, ALONE, earlier)
-        assert sizes == {"device": "cpu", "image": image, "text": 100}
+        sizes = agreed_chunk_sizes(CacheConfig(), towers, 100, ALONE, ChunkSizes(17, 100, device))
+        assert sizes == ChunkSizes(image, 100, "cpu")

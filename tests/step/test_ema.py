@@ -10,7 +10,7 @@ from torch import nn
 
 from clipscale.config.sections import EvalConfig
 from clipscale.step.ema import WeightAverage
-from clipscale.train import Run
+from clipscale.train import start_run
 from tests.support.checkpoints import ALONE
 from tests.support.runs import small
 
@@ -38,18 +38,19 @@ def test_a_step_that_the_scaler_skips_is_not_averaged(
 ) -> None:
     monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=scale))
     config = small(shards, tmp_path / "run", ema=0.9, precision="fp16")
-    run = Run(config, ALONE)
+    run = start_run(config, ALONE)
     run.train_step()
     run.stream.close()
-    assert run.state.average and run.state.average.updates == averaged
+    average = run.state.step.average
+    assert average and average.updates == averaged
 
 
 def test_a_run_evaluates_the_average_and_trains_on_with_its_weights(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Run(small(shards, tmp_path / "run", ema=0.9, eval=EvalConfig(weights="ema")), ALONE)
+    run = start_run(small(shards, tmp_path / "run", ema=0.9, eval=EvalConfig(weights="ema")), ALONE)
     run.train_step()
-    model, average = run.state.model, run.state.average
+    model, average = run.state.model, run.state.step.average
     before = copy.deepcopy(model.state_dict())
     seen = {}
     monkeypatch.setattr(

@@ -13,18 +13,21 @@ from clipscale.common.phases import Phases
 from clipscale.distributed.world import World
 from clipscale.loss.api import contrastive_loss
 from clipscale.models.towers import ClipModel
-from clipscale.step import kept_graphs
+from clipscale.step import keep_budget
 from clipscale.step.grad_cache import GradCache
-from clipscale.step.kept_graphs import MEASURE, KeepBudget, graph_bytes
+from clipscale.step.keep_budget import KeepBudget
+from clipscale.step.kept_graphs import graph_bytes
 from tests.support.checkpoints import ALONE
 from tests.support.towers import samples, small_model
 
 N, CHUNK = 12, 2
 
 
-def cached(model: ClipModel, keep: float = 0, chunk: int = CHUNK, **more: Any) -> GradCache:
+def cached(
+    model: ClipModel, keep: float = 0, chunk: int = CHUNK, image: nn.Module | None = None, **more: Any
+) -> GradCache:
     loss = lambda u, v: contrastive_loss(u, v, model.logit_scale.exp())  # noqa: E731
-    return GradCache([model.image, model.text], loss, chunks=chunk, keep_bytes=keep, **more)
+    return GradCache([image or model.image, model.text], loss, chunks=chunk, keep_bytes=keep, **more)
 
 
 def graphs_of(model: ClipModel) -> list[int]:
@@ -44,14 +47,12 @@ def test_the_first_step_at_a_batch_size_measures_a_full_chunk_and_keeps_none() -
     cache = cached(model, 2.5 * size)
     pixels, tokens = samples(N)
     cache.step(pixels[:11], tokens[:11])
-    assert [tower.graphs.count for tower in cache.towers] == [0, 0]
-    assert cache.towers[0].graphs.bytes_each == size
+    assert cache.kept == [0, 0]
+    assert cache._towers[0].graphs.bytes_each == size
     cache.step(pixels[:11], tokens[:11])
-    assert cache.towers[0].graphs.count == 2
+    assert cache.kept[0] == 2
     cache.step(pixels[:1], tokens[:1])
-    assert cache.towers[0].graphs.count == 0 and cache.towers[0].graphs.bytes_each < size, (
-        "another batch, measured anew"
-    )
+    assert cache.kept[0] == 0 and cache._towers[0].graphs.bytes_each < size, "another batch, measured anew"
 
 
 def test_kept_chunks_have_no_second_pass() -> None:
@@ -96,11 +97,11 @@ def test_a_graph_that_is_measured_is_gone_at_once() -> None:
 
 def test_auto_measures_in_the_first_step_and_then_keeps_what_it_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the rank that has least."""
-    monkeypatch.setattr(kept_graphs, "usable_bytes", lambda device: 900)
+    monkeypatch.setattr(keep_budget, "usable_bytes", lambda world: 900)
     monkeypatch.setattr(World, "highest", lambda self, *values: [max(-750, *values)])
     budget, phases = KeepBudget("auto", World(0, 1, torch.device("cuda"))), Phases(torch.device("cuda"))
     phases.before, phases.peak = {"encode": 60}, {"replay": 160}
-    assert budget.bytes == MEASURE
+    assert budget.bytes is None
     budget.after_step(phases)
     assert budget.bytes == 750
     for setting, bytes in (("none", 0), ("2k", 2048)):
@@ -127,10 +128,9 @@ def test_on_a_cpu_auto_keeps_the_graphs_of_a_batch_that_fits_from_the_second_ste
 def test_on_a_cpu_auto_leaves_memory_to_others(monkeypatch: pytest.MonkeyPatch, free: int, usable: int) -> None:
     """Half of it and 4 GiB at least; the ranks of a machine share the rest."""
     cpu = torch.device("cpu")
-    monkeypatch.setattr(kept_graphs, "free_memory", lambda: free << 30)
-    assert max(0, kept_graphs.usable_bytes(cpu)) == usable << 30
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert max(0, kept_graphs.usable_bytes(cpu)) == usable << 29
+    monkeypatch.setattr(keep_budget, "free_memory", lambda: free << 30)
+    for ranks in (1, 2):
+        assert max(0, keep_budget.usable_bytes(World(0, 2, cpu, of_node=ranks))) == (usable << 30) // ranks
 
 
 @pytest.mark.parametrize("full", [0, 2])
@@ -159,8 +159,7 @@ def test_a_graph_that_does_not_fit_ends_the_keeping_and_not_the_step(
     for keep in (0, math.inf):
         replaying = keep == 0
         model = small_model(dropout=0.4, patch_dropout=0.4)
-        cache = cached(model, keep)
-        cache.towers[0].encoder = Full(model.image)
+        cache = cached(model, keep, image=Full(model.image))
         torch.manual_seed(5)
         for _ in range(2):
             u, v = cache.encode(*samples(N))
@@ -170,5 +169,5 @@ def test_a_graph_that_does_not_fit_ends_the_keeping_and_not_the_step(
             replaying = keep == 0
         gradients.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-    assert [tower.graphs.count for tower in cache.towers] == [0, 0], "no tower takes the room of another's graphs"
+    assert cache.kept == [0, 0], "no tower takes the room of another's graphs"
     assert sum("cache.keep: out of memory" in message for message in caplog.messages) == 1

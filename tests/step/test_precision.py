@@ -15,7 +15,7 @@ from clipscale.config.train import TrainConfig
 from clipscale.launch.stopping import SignalError
 from clipscale.models.towers import build_model
 from clipscale.step.precision import Precision
-from clipscale.train import Run, train
+from clipscale.train import start_run, train
 from tests.support.checkpoints import ALONE
 from tests.support.runs import ARCHITECTURE, small
 from tests.support.towers import RESNET
@@ -58,8 +58,10 @@ def test_batch_normalisation_in_chunks_is_refused_with_the_remedy(shards: str, t
         train(resnet(shards, tmp_path / "run", "sync", 4))
 
 
-def test_a_step_that_is_left_at_a_signal_leaves_statistics_as_they_were(shards: str, tmp_path: Path) -> None:
-    run = Run(resnet(shards, tmp_path / "run", "sync", None), ALONE)
+def test_a_step_that_is_left_at_a_signal_leaves_statistics_as_they_were(
+    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start_run(resnet(shards, tmp_path / "run", "sync", None), ALONE)
     before, calls = copy.deepcopy(run.state.model.state_dict()), []
 
     def signalled() -> None:
@@ -67,8 +69,8 @@ def test_a_step_that_is_left_at_a_signal_leaves_statistics_as_they_were(shards: 
         if len(calls) == 4:  # in the second pass
             raise SignalError(15)
 
-    run.state.cache.before_chunk = signalled
-    with pytest.raises(SignalError), run.thrown_away_at_a_signal():
+    monkeypatch.setattr(run.stop, "check", signalled)
+    with pytest.raises(SignalError), run.undone_at_a_signal():
         run.train_step()
     run.stream.close()
     for name, value in run.state.model.state_dict().items():

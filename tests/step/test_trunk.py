@@ -46,8 +46,8 @@ def cut_up(rank: int, world: int, case: tuple[int, int, bool], parallel: str = "
         part,
         here.device,
         resident=False,
-        agreed=lambda chunks: here.highest(chunks)[0],
     )
+    texts.split(here.highest(texts.cut(4))[0])
     text = model.text
     if once := model.text.trains_only_its_projection() and parallel == "ddp":
         text, texts = Projection(model.text), TrunkFeatures(texts, model.text.trunk, torch.no_grad)

@@ -43,16 +43,11 @@ class SortedCaptions(ChunkLoader):
         device: torch.device,
         *,
         resident: bool,
-        agreed: Callable[[int], int] = lambda chunks: chunks,
     ) -> None:
-        """`tokens(start, stop)` blocks until those captions have arrived, `lengths()` until all have.
-
-        `agreed(chunks)` is the largest of all ranks' numbers of chunks.
-        """
+        """`tokens(start, stop)` blocks until those captions have arrived, `lengths()` until all have."""
         super().__init__(self._cut, count, device, resident=resident)
         self._tokens = tokens
         self._lengths = lengths
-        self._agreed = agreed
         self._spans: list[tuple[int, int]] = []
 
     def cut(self, size: int) -> int:
@@ -71,10 +66,13 @@ class SortedCaptions(ChunkLoader):
             self._spans = cut(self._widths, size * context, max(size, MOST))
         return len(self._spans)
 
-    def spans(self, size: int) -> list[tuple[int, int]]:
-        """The chunks as ranges of positions, as many as all ranks have agreed on."""
-        count = self._agreed(self.cut(size))
+    def split(self, count: int) -> None:
+        """Make `count` chunks: those of the rank that has most, for all ranks make equally many."""
         split(self._spans, count)
+
+    def spans(self, size: int) -> list[tuple[int, int]]:
+        """The chunks as ranges of positions."""
+        self.cut(size)
         return self._spans
 
     def rows(self, start: int, stop: int) -> Tensor:

@@ -25,10 +25,14 @@ from clipscale.distributed.world import World
 from clipscale.loss.objective import exchange_of
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import without_weights
-from clipscale.state.train_state import Parts, TrainState
+from clipscale.state.train_state import build_state
+from clipscale.step.batch_loss import BatchLoss
 from clipscale.step.captions import CaptionRule
+from clipscale.step.chunk_sizes import ChunkSizes
 from clipscale.step.grad_cache import Chunked
 from clipscale.step.pass_contexts import gradient_sync
+from clipscale.step.precision import Precision
+from clipscale.step.train_step import TrainStep
 from clipscale.tools.plan.memory_tracker import DryMachine, MemoryTracker, cuda_autocast, without_memory
 
 CPU = torch.device("cpu")
@@ -131,18 +135,18 @@ class DryRun:
         """Of the step that runs."""
         self.stage = ""
         world = DryRunWorld(0, ranks, CPU)
-        self.state = TrainState(config, world, parts(config, model, world, machine))
-        if machine.capability and type(self.state.optimizer).__module__.startswith("torch.optim"):
-            for group in self.state.optimizer.param_groups:  # torch's own choice on CUDA
+        self.train_step = train_step_of(config, model, world, machine)
+        if machine.capability and type(self.train_step.optimizer).__module__.startswith("torch.optim"):
+            for group in self.train_step.optimizer.param_groups:  # torch's own choice on CUDA
                 if group.get("foreach", False) is None:
                     group["foreach"] = True
-        self.state.precision.scaler = None  # it takes a few bytes, and its test of every gradient needs values
+        self.train_step.precision.scaler = None  # it takes a few bytes, and its test of every gradient needs values
         self.width, self.context_length = model.width, model.context_length
-        self.columns = columns_of(config.data, model.image_size, self.state.parts.teachers)
-        for p in self.state.trained:  # the optimizer makes its state in the first update
+        self.columns = columns_of(config.data, model.image_size, teachers_of(config, model))
+        for p in self.train_step.trained:  # the optimizer makes its state in the first update
             p.grad = torch.empty_like(p)
-        self.state.update(self.state.gradient_norm())
-        self.state.optimizer.zero_grad()
+        self.train_step.update(self.train_step.gradient_norm())
+        self.train_step.optimizer.zero_grad()
         if config.launch.parallel != "ddp" and ranks > 1:
             self.step((1, 1), 1, resident=False)  # FSDP2 allocates in its first step
         self.static = tracker.live
@@ -150,7 +154,7 @@ class DryRun:
 
     def inputs(self, tower: int, rows: int, resident: bool) -> Chunked:
         """So many inputs of the image (0) or the text tower (1)."""
-        return self.state.past_trunk(TOWERS[tower], StagedRows(self, tower, rows, resident))
+        return self.train_step.past_trunk(TOWERS[tower], StagedRows(self, tower, rows, resident))
 
     def step(self, chunks: tuple[int, int], batch: int, *, resident: bool) -> StepMemory:
         """One optimizer step over `batch` samples of this rank, with chunks of the given sizes for the two towers.
@@ -159,24 +163,22 @@ class DryRun:
 
         `resident`: chunks stay on the device between the passes (offload=none).
         """
-        state = self.state
-        towers = state.cache.towers
+        step, cache = self.train_step, self.train_step.cache
         self.memory = StepMemory({}, {})
-        for tower, size in zip(towers, chunks):
-            tower.size = size
+        cache.chunks = [*chunks]
         self.enter("encode")
         texts = batch * self.captions
-        features = state.cache.encode(self.inputs(0, batch, resident), self.inputs(1, texts, resident))
+        features = cache.encode(self.inputs(0, batch, resident), self.inputs(1, texts, resident))
         self.enter("loss")
-        for tower, rows in zip(towers, features):
-            rows.grad = torch.empty_like(rows) if tower.trained else None
+        for trained, rows in zip(cache.trained, features):
+            rows.grad = torch.empty_like(rows) if trained else None
         del features, rows
         self.enter("replay")
-        state.cache.replay()
+        cache.replay()
         self.enter("optim")
-        state.update(state.gradient_norm())
+        step.update(step.gradient_norm())
         self.enter("")
-        state.optimizer.zero_grad()
+        step.optimizer.zero_grad()
         return self.memory
 
     def enter(self, stage: str) -> None:
@@ -191,11 +193,11 @@ class DryRun:
 
     def loss(self, batch: int) -> int:
         """Bytes that the loss of `batch` samples of this rank and its gradients take, beyond the features."""
-        towers, rows = self.state.cache.towers, (batch, batch * self.captions)
-        features = [torch.empty(n, self.width).requires_grad_(t.trained) for n, t in zip(rows, towers)]
+        cache, rows = self.train_step.cache, (batch, batch * self.captions)
+        features = [torch.empty(n, self.width).requires_grad_(trained) for n, trained in zip(rows, cache.trained)]
         self.tracker.take_peak()
         before = self.tracker.live
-        self.state.loss(
+        cache.loss(
             *features,
             targets={
                 column.name: torch.empty(batch, *column.shape, dtype=getattr(torch, column.dtype))
@@ -203,18 +205,19 @@ class DryRun:
                 if column.for_loss
             },
         ).backward()
-        self.state.optimizer.zero_grad()
+        self.train_step.optimizer.zero_grad()
         return self.tracker.take_peak() - before
 
     def graph(self, tower: int, size: int) -> int:
         """Bytes of the graph of one chunk of a tower; 0 where it has no second pass."""
-        cached = self.state.cache.towers[tower]
-        if not cached.trained:
+        cache = self.train_step.cache
+        if not cache.trained[tower]:
             return 0
         rows = self.inputs(tower, size, resident=False).chunk(0, size)
         before = self.tracker.live
-        with gradient_sync(cached.encoder, False), cached.autocast():
-            out = cached.encoder(rows)
+        encoder = cache.encoders[tower]
+        with gradient_sync(encoder, False), self.train_step.precision.autocast():
+            out = encoder(rows)
             held = self.tracker.live - before
         del out
         return held
@@ -244,8 +247,13 @@ def model_without_values(config: ModelConfig) -> ClipModel:
         return build_model(without_weights(config))
 
 
-def parts(config: TrainConfig, model: ClipModel, world: World, machine: DryMachine) -> Parts:
-    """Of a run that reads nothing. Chunk sizes are set before each step."""
+def teachers_of(config: TrainConfig, model: ClipModel) -> tuple[TeacherFeatures, ...]:
+    """As wide as the model."""
+    return tuple(TeacherFeatures(name, model.width, "float16") for name in config.distill.teachers)
+
+
+def train_step_of(config: TrainConfig, model: ClipModel, world: World, machine: DryMachine) -> TrainStep:
+    """The step of a run that reads nothing. Chunk sizes are set before each step."""
     for module in model.modules():  # on GPUs batch normalisation is synchronised, which takes as much memory
         if world.size > 1 and isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.eval()
@@ -256,14 +264,10 @@ def parts(config: TrainConfig, model: ClipModel, world: World, machine: DryMachi
     if world.size > laps and config.loss.exchange in ("ring", "nodes"):  # further laps take the same memory
         group = dist.new_group(list(range(laps)))
         loss_group = group if isinstance(group, dist.ProcessGroup) else None
-    return Parts(
-        model,
-        CaptionRule(config, world, model, sort=False),  # chunks of sorted captions hold as many tokens
-        teachers=tuple(TeacherFeatures(name, model.width, "float16") for name in config.distill.teachers),
-        chunks={"image": 1, "text": 1},
-        machine=machine,
-        loss_group=loss_group,
-    )
+    captions = CaptionRule(config, world, model, sort=False)  # chunks of sorted captions hold as many tokens
+    autocast = Precision(config.precision, world.device).autocast
+    loss = BatchLoss(config, model, autocast, teachers_of(config, model), machine, loss_group)
+    return build_state(config, world, model, captions, loss, chunks=ChunkSizes(1, 1, "")).step
 
 
 @contextmanager

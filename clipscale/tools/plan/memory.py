@@ -16,7 +16,7 @@ from clipscale.data.loader.stream import layout_of, worker_count
 from clipscale.data.order import BatchShare, default_streams
 from clipscale.models.families import family_of
 from clipscale.models.towers import ClipModel
-from clipscale.step.kept_graphs import MARGIN
+from clipscale.step.keep_budget import MARGIN
 from clipscale.tools.plan import ASSUMED
 from clipscale.tools.plan.dry_run import DryRun, StepMemory
 from clipscale.tools.plan.settings import PlanConfig
@@ -110,7 +110,7 @@ def caption_width(model: ClipModel) -> int:
 
 
 def keep_bytes(config: PlanConfig, step: StepMemory, available: float | None) -> float:
-    """`cache.keep` in bytes. `auto`: what a step without kept graphs leaves free, less the margin of kept_graphs.py.
+    """`cache.keep` in bytes. `auto`: what a step without kept graphs leaves free, less the margin of keep_budget.py.
 
     `available`: what a step may take of a GPU; None: on a CPU, of which a process has its share.
     """
@@ -146,7 +146,7 @@ def host_memory(config: PlanConfig, run: DryRun, batch: int, chunk: int | None, 
         "batch": layout.memory_bytes(min(ASSUMED.picture, layout.row_bytes)),
         "shuffle windows": streams_of_rank * max(data.shuffle, 1) * ASSUMED.picture,
         "loader workers": ASSUMED.loader + workers * ASSUMED.worker if workers else 0,
-        "evaluation": pictures * 3 * run.state.model.image_size**2,
+        "evaluation": pictures * 3 * run.train_step.model.image_size**2,
     }
     node = config.gpus * sum(process.values())
     return {"process_bytes": process, "processes": config.gpus, "node_bytes": node}

@@ -79,11 +79,11 @@ class Prediction:
 
     def chunk_sizes(self) -> Chunks:
         """Chunk sizes as set, or assumed: the largest up to `auto_chunk` that fits."""
-        state = self.run.state
+        model = self.run.train_step.model
         settings = sizes_of_settings(self.config.cache, self.local, self.run.captions)
         rows = self.model.sizes(self.local, (None, None))
         sizes: list[int | None] = []
-        for name, tower, most in zip(TOWERS, (state.model.image, state.model.text), rows):
+        for name, tower, most in zip(TOWERS, (model.image, model.text), rows):
             whole = batch_norm_chunk(tower, name, settings[name], most)
             sizes.append(None if whole else settings[name] or 0)
         return self.largest_chunks(sizes) if 0 in sizes else (sizes[0], sizes[1])
@@ -132,9 +132,8 @@ class Prediction:
     def second_pass(self) -> list[float]:
         """The share of each tower's chunks that have one, because their graphs are not kept; 0 of a frozen tower."""
         counts = self.model.counts(self.local, self.chunks)
-        towers = self.run.state.cache.towers
-        pairs = zip(towers, self.step.kept, counts)
-        return [1 - graphs / count if tower.trained else 0.0 for tower, graphs, count in pairs]
+        pairs = zip(self.run.train_step.cache.trained, self.step.kept, counts)
+        return [1 - graphs / count if trained else 0.0 for trained, graphs, count in pairs]
 
     def result(self) -> Record:
         """The object of docs/plan.md, without a largest batch."""

@@ -53,9 +53,9 @@ class StepTime:
         self.forward = image.forward + text.forward * run.captions
         """FLOPs of a sample's first pass."""
         again = backward = trained = 0.0
-        towers = zip(TOWERS, run.state.cache.towers, flops, (1, run.captions), second_pass)
-        for name, tower, passes, inputs, share in towers:
-            if tower.trained and name not in run.state.trunks:  # a frozen trunk has no second pass
+        towers = zip(TOWERS, run.train_step.cache.trained, flops, (1, run.captions), second_pass)
+        for name, second, passes, inputs, share in towers:
+            if second and name not in run.train_step.trunks:  # a frozen trunk has no second pass
                 trained += 1
                 again += inputs * passes.forward * share
                 backward += inputs * (passes.backward + passes.forward * config.model.grad_checkpointing)

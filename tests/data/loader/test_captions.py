@@ -2,7 +2,6 @@
 
 import random
 import time
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,9 +28,9 @@ def captions(words: list[int]) -> Tensor:
     return tokens
 
 
-def sorted_captions(tokens: Tensor, **settings: Any) -> SortedCaptions:
+def sorted_captions(tokens: Tensor) -> SortedCaptions:
     sizes = lambda: lengths(tokens.numpy(), PAD)  # noqa: E731
-    return SortedCaptions(lambda a, b: tokens[a:b], sizes, len(tokens), CPU, resident=False, **settings)
+    return SortedCaptions(lambda a, b: tokens[a:b], sizes, len(tokens), CPU, resident=False)
 
 
 def test_lengths_go_in_steps_of_eight_up_to_the_context() -> None:
@@ -69,7 +68,8 @@ def test_equal_lengths_keep_the_batchs_order() -> None:
 @pytest.mark.parametrize("short", [1, 3, 5])
 def test_ranks_make_equally_many_chunks(short: int) -> None:
     """A rank with fewer chunks than another halves its largest."""
-    inputs = sorted_captions(captions([5] * short + [30] * (7 - short)), agreed=lambda chunks: max(chunks, 5))
+    inputs = sorted_captions(captions([5] * short + [30] * (7 - short)))
+    inputs.split(max(inputs.cut(7), 5))
     spans = inputs.spans(7)
     assert len(spans) == 5 and spans[-1][1] == 7
     assert [start for start, _ in spans] == [0, *(stop for _, stop in spans[:-1])]

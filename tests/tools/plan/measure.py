@@ -14,8 +14,11 @@ from clipscale.config.train import TrainConfig
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import World
 from clipscale.models.towers import build_model
-from clipscale.state.train_state import Parts, TrainState
+from clipscale.state.train_state import build_state
+from clipscale.step.batch_loss import BatchLoss
 from clipscale.step.captions import CaptionRule
+from clipscale.step.precision import Precision
+from clipscale.step.train_step import TrainStep
 from clipscale.tools.plan.dry_run import CPU, PHASES, StepMemory
 
 ARCHITECTURE = {
@@ -26,15 +29,16 @@ ARCHITECTURE = {
 """A small vocabulary, so that activations and not the embedding make the peaks."""
 
 
-def measured_state(config: TrainConfig, world: World) -> TrainState:
-    """The trainer's state, with a tokenizer that keeps to the model's vocabulary: CLIP's has 49408 tokens.
+def measured_step(config: TrainConfig, world: World) -> TrainStep:
+    """The trainer's step, with a tokenizer that keeps to the model's vocabulary: CLIP's has 49408 tokens.
 
     The trial whether captions may be cut feeds its tokens to the text tower. Modulo 1000, the end is the largest (407).
     """
     model = build_model(config.model)
     whole, vocabulary = model.tokenizer, model.text.encoder.vocab_size
     model.tokenizer = lambda captions: whole(captions) % vocabulary
-    return TrainState(config, world, Parts(model, CaptionRule(config, world, model)))
+    loss = BatchLoss(config, model, Precision(config.precision, world.device).autocast)
+    return build_state(config, world, model, CaptionRule(config, world, model), loss).step
 
 
 def settings(batch: int = 64, chunk: int = 16, **changed: Any) -> TrainConfig:
@@ -60,11 +64,11 @@ def measured(config: TrainConfig, world: World | None = None) -> StepMemory:
     gc.collect()  # garbage of earlier tests must not be freed during the measurement
     gc.freeze()  # for good: a full collection of all modules takes a quarter of a second
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        state = measured_state(config, world)
-        assert state.captions.pad == 0, state.captions.note
-        state.cache.keep_bytes = parse_memory("cache.keep", config.cache.keep) or 0
+        step = measured_step(config, world)
+        assert step.captions.pad == 0, step.captions.note
+        step.cache.keep_bytes = parse_memory("cache.keep", config.cache.keep) or 0
         for _ in range(3):
-            one_step(state)
+            one_step(step)
     events = profiler.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     memory = StepMemory({}, {})
@@ -78,30 +82,30 @@ def measured(config: TrainConfig, world: World | None = None) -> StepMemory:
     return memory
 
 
-def one_step(state: TrainState) -> None:
+def one_step(step: TrainStep) -> None:
     """A step as in clipscale.train. Garbage is collected before each phase."""
-    side, local = state.model.image_size, state.config.batch // state.world.size
-    shapes = {torch.uint8: (3, side, side), torch.int32: (state.model.context_length,)}
+    side, local = step.model.image_size, step.config.batch // step.world.size
+    shapes = {torch.uint8: (3, side, side), torch.int32: (step.model.context_length,)}
 
     def rows(i: int, j: int, dtype: torch.dtype) -> Tensor:
         return torch.ones(j - i, *shapes[dtype], dtype=dtype)
 
-    resident = state.config.offload == "none"
-    state.optimizer.zero_grad()
+    resident = step.config.offload == "none"
+    step.optimizer.zero_grad()
     images, texts = (ChunkLoader(partial(rows, dtype=dtype), local, CPU, resident=resident) for dtype in shapes)
     gc.collect()
     with record_function("encode"):
-        features = state.cache.encode(images, texts)
+        features = step.cache.encode(images, texts)
     gc.collect()
     with record_function("loss"):
-        state.cache.backward(state.loss(*features))
+        step.cache.backward(step.cache.loss(*features))
         del features
     gc.collect()
     with record_function("replay"):
-        state.cache.replay()
+        step.cache.replay()
     gc.collect()
     with record_function("optim"):
-        state.update(state.gradient_norm())
+        step.update(step.gradient_norm())
 
 
 def measured_on_a_rank(rank: int, world: int, changed: dict) -> StepMemory:

@@ -1,0 +1,228 @@
+"""One exact optimizer step over the global batch: encode, loss, replay, update; and what the ranks agree on in it."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from clipscale.common.errors import UserError, first_line
+from clipscale.common.phases import Phases, Readback
+from clipscale.common.terminal import tell
+from clipscale.config.sections import MAX_LOGIT_SCALE
+from clipscale.config.train import TrainConfig
+from clipscale.data.loader.captions import SortedCaptions
+from clipscale.data.loader.host_batch import HostBatch
+from clipscale.data.loader.stream import TrainStream
+from clipscale.data.loader.to_device import ChunkLoader
+from clipscale.distributed.world import Later, World, gradient_norm
+from clipscale.models.towers import ClipModel
+from clipscale.step.captions import CaptionRule
+from clipscale.step.ema import WeightAverage
+from clipscale.step.grad_cache import Chunked, GradCache
+from clipscale.step.keep_budget import KeepBudget
+from clipscale.step.precision import Precision
+from clipscale.step.trunk import TrunkFeatures
+
+MOST_SKIPPED = 10
+"""Steps in a row that `optim.on_divergence=skip` leaves out: after so many the weights are at fault, not a sample."""
+
+
+class Agreement:
+    """What all ranks agree on in a step, by one message: the text tower's chunks, and whether a checkpoint is due."""
+
+    def __init__(self, message: Later) -> None:
+        self._message = message
+
+    @staticmethod
+    def begin(world: World, chunks: int, save: bool) -> "Agreement":
+        """Begin the message, with the chunks of this rank's captions. A collective."""
+        return Agreement(world.highest_later(chunks, int(save)))
+
+    @cached_property
+    def _values(self) -> list[int]:
+        return self._message.values()
+
+    @property
+    def chunks(self) -> int:
+        """Of the rank that has most. Waits for the message."""
+        return self._values[0]
+
+    @property
+    def save(self) -> bool:
+        """Whether it is time for a checkpoint, on any rank. Waits for the message."""
+        return self._values[1] > 0
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step leaves to the run's loop."""
+
+    loss: float
+    grad_norm: float | None
+    """None: the loss or the norm is not finite, and no weights were updated."""
+    agreement: Agreement
+    phases: Phases
+    widths: dict[int, int]
+    """Captions by the width at which the text tower computed them."""
+
+
+@dataclass
+class TrainStep:
+    """Turns a batch into new weights, on one rank."""
+
+    config: TrainConfig
+    world: World
+    model: ClipModel
+    captions: CaptionRule
+    cache: GradCache
+    """With the loss of the batch."""
+    precision: Precision
+    optimizer: torch.optim.Optimizer
+    average: WeightAverage | None
+    keep: KeepBudget
+    trunks: tuple[str, ...]
+    """The towers whose frozen trunk runs once a step."""
+    skipped: int = 0
+    """Steps in a row that were left out since they were not finite."""
+
+    def run(
+        self, batch: HostBatch, stream: TrainStream, number: int, *, save: bool, before_chunk: Callable[[], None]
+    ) -> StepResult:
+        """One step, with the gradient of the whole global batch. A collective.
+
+        Args:
+            stream: it fills the batch meanwhile. Where it fails, no rank updates its weights.
+            number: of the step, from 1 on, for messages.
+            save: whether this rank finds that a checkpoint is due; see `Agreement`.
+            before_chunk: as of `GradCache.encode`, in both passes.
+
+        Raises UserError for a training that has diverged and for too little memory, DataError on all ranks for the
+        failure of one rank's stream, and what `before_chunk` raises.
+        """
+        phases = Phases(self.world.device)
+        self.optimizer.zero_grad()
+        self.cache.keep_bytes = self.keep.bytes
+        images = ChunkLoader(batch.pixels, len(batch), self.world.device, resident=self.config.offload == "none")
+        texts = self.captions.input(batch)
+        batch.expect(self.cache.ranges(0, len(batch), twice="image" not in self.trunks))
+        with self.phase(phases, "encode", number):
+            features, agreement = self.encode(images, texts, save, before_chunk)
+        with self.phase(phases, "loss", number):
+            value = self.cache.loss(*features, targets=batch.targets(self.world.device))
+            self.cache.backward(value)
+            del features
+        with self.phase(phases, "replay", number):
+            self.cache.replay(before_chunk)
+        with self.phase(phases, "optim", number):
+            loss, norm = self.finish(value, stream, number)
+        self.keep.after_step(phases)
+        return StepResult(loss, norm, agreement, phases, self.captions.widths(texts))
+
+    def encode(
+        self, images: ChunkLoader, texts: ChunkLoader | SortedCaptions, save: bool, before_chunk: Callable[[], None]
+    ) -> tuple[list[Tensor], Agreement]:
+        """The first pass. Between the towers the ranks agree: by then all captions have arrived, so that their chunks
+        are known, and the device still computes the last chunks of images."""
+        image_features = self.cache.encode_tower(0, self.past_trunk("image", images), before_chunk)
+        ordered = isinstance(texts, SortedCaptions)
+        agreement = Agreement.begin(self.world, texts.cut(self.cache.chunks[1]) if ordered else 0, save)
+        if ordered:
+            texts.split(agreement.chunks)
+        text_features = self.cache.encode_tower(1, self.past_trunk("text", texts), before_chunk)
+        return [image_features, text_features], agreement
+
+    def past_trunk(self, name: str, inputs: Chunked) -> Chunked:
+        """The input of what is trained of a tower, by that of the whole one."""
+        if name not in self.trunks:
+            return inputs
+        return TrunkFeatures(inputs, getattr(self.model, name).trunk, self.precision.autocast)
+
+    @contextmanager
+    def phase(self, phases: Phases, name: str, number: int) -> Iterator[None]:
+        """Around a part of a step. Raises UserError where the device has too little memory for it."""
+        try:
+            with phases(name):
+                yield
+        except torch.OutOfMemoryError as error:
+            image, text = self.cache.chunks
+            graphs = sum(self.cache.kept)
+            kept = f" with {graphs} kept graphs (cache.keep=none keeps none)" if graphs else ""
+            raise UserError(
+                f"step {number}: out of memory in {name}, in chunks of {image} images and {text} captions{kept} "
+                f"({first_line(error)}); clipscale plan run={self.config.run} fit=true finds settings that fit"
+            ) from error
+
+    # ---- update ----
+
+    def finish(self, value: Tensor, stream: TrainStream, number: int) -> tuple[float, float | None]:
+        """Update the weights, unless the loss `value` or the gradients are not finite. Returns the loss and the norm.
+
+        The host waits for the device here, and where the gradients of the loss are computed, for its scale.
+        """
+        if stream.failure:  # makes the norm NaN on all ranks, so that none of them updates its weights
+            assert self.model.logit_scale.grad is not None
+            self.model.logit_scale.grad.fill_(math.nan)
+        norm = self.gradient_norm()
+        loss, grad_norm = Readback(value, norm).read()
+        finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        if finite:
+            self.skipped = 0
+        else:
+            self.world.on_all(stream.check)
+            self.refuse_divergence(number, loss, grad_norm)
+        if finite or self.precision.scaler:  # after an overflow the scaler skips the step and lowers its scale
+            self.update(norm)
+        return loss, grad_norm if finite else None
+
+    def gradient_norm(self) -> Tensor:
+        """Finish the gradients (scale's and bias's sums over ranks, the scaler's factor); their global norm, 0-d."""
+        self.world.sum_gradients([self.model.logit_scale, self.model.logit_bias])
+        if self.precision.scaler:
+            self.precision.scaler.unscale_(self.optimizer)
+        return gradient_norm(self.trained)
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that the optimizer updates, in its order."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def update(self, norm: Tensor) -> None:
+        """Clip by the gradients' `norm`, step, and clamp the logit scale.
+
+        After an overflow the scaler skips the step on all ranks, and there is nothing to average.
+        """
+        config, scaler = self.config.optim, self.precision.scaler
+        skipped = scaler is not None and not bool(norm.isfinite())
+        if config.clip_norm:
+            torch.nn.utils.clip_grads_with_norm_(self.trained, config.clip_norm, norm)
+        if scaler:
+            scaler.step(self.optimizer)
+            scaler.update()
+        else:
+            self.optimizer.step()
+        with torch.no_grad():
+            self.model.logit_scale.clamp_(max=math.log(MAX_LOGIT_SCALE))
+        if self.average and not skipped:
+            self.average.update()
+
+    def refuse_divergence(self, number: int, loss: float, grad_norm: float) -> None:
+        """Raise UserError for a value that is not finite, unless a lower loss scale or a skipped step may help.
+
+        Steps are skipped at most MOST_SKIPPED in a row.
+        """
+        if self.precision.can_lower_loss_scale:
+            return
+        self.skipped += 1
+        values = f"step {number}: loss={loss}, gradient norm={grad_norm}"
+        if self.config.optim.on_divergence == "skip" and self.skipped < MOST_SKIPPED:
+            if self.world.main:
+                tell(f"warning: {values}: left out ({self.skipped} in a row; {MOST_SKIPPED} end the run)", error=True)
+            return
+        raise UserError(
+            f"{values}: training has diverged; its checkpoints are intact; lower optim.lr, set optim.clip_norm, or use "
+            "another precision"
+        )
