@@ -15,6 +15,7 @@ from pathlib import Path
 
 from clipscale.cli import compose
 from clipscale.cli import train as cli_train
+from clipscale.common import ranks
 from clipscale.common.errors import StoppedError, UserError
 from clipscale.common.terminal import report, say
 from clipscale.common.units import run_folder, unused
@@ -29,7 +30,7 @@ def main(name: str, line: Namespace) -> int:
     """
     if name != "train":
         raise UserError(f"{name} takes no -m; give one value for each setting")
-    if local.under_torchrun():
+    if ranks.several():
         raise UserError("-m under torchrun would start the whole sweep in every rank; leave torchrun out")
     runs = {to_yaml(config): (words, config) for words, config in compose.combinations(line.words, line.config_dir)}
     combinations = [*runs.values()]  # those with equal settings once

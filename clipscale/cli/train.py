@@ -4,7 +4,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from clipscale.common import files
+from clipscale.common import files, ranks
 from clipscale.common.checkpoints import path_of
 from clipscale.common.errors import StoppedError
 from clipscale.common.record import Record
@@ -20,7 +20,7 @@ from clipscale.models.sources import fetched_description
 def check(config: TrainConfig) -> None:
     """Every check that needs no torch, local shards among them. Raises UserError, prints warnings. Writes nothing."""
     local.check_train(config)
-    if local.under_torchrun():  # there all ranks find missing shards together
+    if ranks.several():  # there all ranks find missing shards together
         return
     from clipscale.config.conditions import source_names
     from clipscale.data.shards.counts import counted_at_once
@@ -62,7 +62,7 @@ def main(config: TrainConfig, *, isolated: bool = False) -> Record:
 
     repeatable = bool(config.run) and config.resume == "auto"
     config = settled(config)
-    alone = not local.under_torchrun()
+    alone = not ranks.several()
     if alone:
         if MOST in os.environ:
             tell(f"{MOST}={os.environ[MOST]} is set: this run has {config.samples} samples")

@@ -7,7 +7,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from clipscale.common import files
+from clipscale.common import files, ranks
 from clipscale.common.errors import UserError
 from clipscale.common.units import nearest
 
@@ -34,9 +34,9 @@ def cores() -> int:
 
 def cores_of_rank() -> int:
     """Cores that one rank may use. Slurm gives each task its own; otherwise the ranks of a machine share them."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    bound = "SLURM_PROCID" in os.environ and cores() * ranks <= (os.cpu_count() or 1)
-    return cores() if bound else max(1, cores() // ranks)
+    here = ranks.of_machine()
+    bound = "SLURM_PROCID" in os.environ and cores() * here <= (os.cpu_count() or 1)
+    return cores() if bound else max(1, cores() // here)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta
 from typing import TypeVar
 
+from clipscale.common import ranks
+
 T = TypeVar("T")
 LONGEST = 4000
 """Characters of a printed error or warning; the rest of it is left out."""
@@ -35,7 +37,7 @@ def without_password(text: str) -> str:
 
 def main_rank() -> bool:
     """Whether this is the process of a run that prints: the first, or the only one."""
-    return os.environ.get("RANK", "0") == "0"
+    return ranks.rank() == 0
 
 
 def on_terminal() -> bool:

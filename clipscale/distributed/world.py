@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from clipscale.common import ranks
 from clipscale.common.errors import LOST, LostRankError, UserError, first_line
 from clipscale.common.hardware import cores
 from clipscale.common.record import Record
@@ -60,8 +61,6 @@ class World:
     device: torch.device
     timeout: timedelta = TIMEOUT
     """What a process waits for the others in a collective."""
-    of_node: int = 1
-    """The ranks of this rank's machine, which share its memory."""
 
     @property
     def main(self) -> bool:
@@ -236,14 +235,13 @@ def join(device: str, timeout_s: float = TIMEOUT.total_seconds()) -> World:
 
     `timeout_s`: how long a rank waits for the others. Raises UserError if the requested device does not exist.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    rank = int(os.environ.get("RANK", "0"))
+    rank, size = ranks.rank(), ranks.size()
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda: torch sees no CUDA device here; use device=cpu or fix the driver")
     chosen = torch.device("cpu")
     timeout = timedelta(seconds=timeout_s)
     if device != "cpu" and torch.cuda.is_available():
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        local_rank = ranks.local_rank()
         if local_rank >= torch.cuda.device_count():
             raise UserError(
                 f"launch.procs: local rank {local_rank} has no GPU of its own ({torch.cuda.device_count()} visible)"
@@ -260,7 +258,7 @@ def join(device: str, timeout_s: float = TIMEOUT.total_seconds()) -> World:
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         store = attempt_store(rank, size, timeout) if agent else None
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
-    return World(rank, size, chosen, timeout, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return World(rank, size, chosen, timeout)
 
 
 def attempt_store(rank: int, size: int, timeout: timedelta) -> dist.Store:

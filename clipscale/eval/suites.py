@@ -2,12 +2,12 @@
 
 import logging
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+from clipscale.common import ranks
 from clipscale.common.errors import UserError
 from clipscale.common.record import Results
 from clipscale.config.sections import EvalConfig
@@ -55,7 +55,7 @@ def suite_sets(suite: str, root: str | None) -> list[EvalSet]:
             f"looked for as {', '.join(entries[0].candidates)} and comes from {entries[0].source}"
         )
     for known, place in zip(entries, places):
-        if place is None and os.environ.get("RANK", "0") == "0":
+        if place is None and ranks.rank() == 0:
             log.warning(
                 f"eval.suite={suite}: {known.name} is missing in {root} (as {', '.join(known.candidates)}); it comes "
                 f"from {known.source}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Protocol
 
-from clipscale.common import files, terminal
+from clipscale.common import files, ranks, terminal
 from clipscale.common.errors import LOST, LoaderError, StoppedError, UserError
 from clipscale.common.hardware import cores
 from clipscale.common.record import Record
@@ -59,14 +59,9 @@ class WorkerError(Exception):
         self.details = details
 
 
-def under_torchrun() -> bool:
-    """Whether torchrun, or a scheduler that sets the same variables, has started this process as one of several."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def check_train(config: TrainConfig) -> None:
     """The checks of a run that need neither torch nor data. Raises UserError, prints warnings."""
-    if under_torchrun() and not config.run:
+    if ranks.several() and not config.run:
         raise UserError("run is not set; under torchrun all ranks need the same name, run=NAME")
     check(config)
     check_weights(config.model)
@@ -88,7 +83,7 @@ def run(config: Launched, main: str = TRAIN, *, isolated: bool = False) -> Recor
     Returns its result on rank 0. Raises UserError if a worker does, WorkerError for other failures, StoppedError for a
     signal. No worker outlives this call.
     """
-    if under_torchrun():
+    if ranks.several():
         return join(config, main)
     terminal.doing("loading torch")
     count = workers(config)
@@ -118,7 +113,7 @@ def join(config: Launched, main: str) -> Record:
     except UserError as error:
         alone = "TORCHELASTIC_RUN_ID" not in os.environ
         if alone and not terminal.main_rank() and not isinstance(error, StoppedError):  # the caller prints rank 0's
-            terminal.report(f"rank {os.environ['RANK']}: {error}")
+            terminal.report(f"rank {ranks.rank()}: {error}")
         raise
     assert result is not None  # record raises every error, unless it is asked to swallow them
     return result

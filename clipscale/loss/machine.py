@@ -1,7 +1,6 @@
 """What the loss asks of the machine it runs on. A dry run passes one that answers for a GPU that is not there."""
 
 import contextlib
-import os
 from collections.abc import Iterator
 from functools import cache
 from typing import Any, TypeVar
@@ -9,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from clipscale.common import ranks as launched
 from clipscale.loss.similarity import product
 from clipscale.loss.triton.tuning import INTERPRETER, Tiles, tiles_for
 
@@ -28,8 +28,8 @@ class Machine:
     def nodes(self, ranks: int) -> int:
         """Over how many nodes a group of so many ranks is spread; 1 where that is not known, as of a part of all."""
         here = self.ranks_of_node
-        if here is None and os.environ.get("WORLD_SIZE") == str(ranks):
-            here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+        if here is None and launched.several() and launched.size() == ranks:
+            here = launched.of_machine(unknown=ranks)
         return ranks // here if here and ranks % here == 0 else 1
 
     def is_gpu(self, device: torch.device) -> bool:

@@ -1,7 +1,7 @@
 """Samples per chunk: from the settings, from the checkpoint that a run goes on from, or from a measurement."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -63,7 +63,7 @@ def batch_norm_chunk(tower: nn.Module, name: str, size: int | None, local_batch:
 
 def agreed_chunk_sizes(
     config: CacheConfig,
-    towers: dict[str, tuple[nn.Module, Callable[[int], Tensor]]],
+    towers: Mapping[str, tuple[nn.Module, Callable[[int], Tensor]]],
     local_batch: int,
     world: World,
     earlier: ChunkSizes | None,

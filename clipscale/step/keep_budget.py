@@ -2,6 +2,7 @@
 
 import torch
 
+from clipscale.common import ranks
 from clipscale.common.phases import Phases
 from clipscale.common.units import parse_memory
 from clipscale.data.loader.memory import free_memory
@@ -28,15 +29,15 @@ class KeepBudget:
     def after_step(self, phases: Phases) -> None:
         """Take in what the step has needed. All ranks call it."""
         if self.bytes is None:
-            rest = usable_bytes(self._world) - phases.working_bytes()
+            rest = usable_bytes(self._world.device) - phases.working_bytes()
             self.bytes = -self._world.highest(-max(0, rest))[0]  # the least of all ranks
 
 
-def usable_bytes(world: World) -> int:
+def usable_bytes(device: torch.device) -> int:
     """Free memory that a step may use, of a host this process's share."""
-    if world.device.type == "cpu":
+    if device.type == "cpu":
         free = free_memory()
-        return min(int(MARGIN["cpu"] * free), free - HOST_LEFT) // world.of_node
-    free, _ = torch.cuda.mem_get_info(world.device)
-    reserve = torch.cuda.memory_reserved(world.device) - torch.cuda.memory_allocated(world.device)
+        return min(int(MARGIN["cpu"] * free), free - HOST_LEFT) // ranks.of_machine()
+    free, _ = torch.cuda.mem_get_info(device)
+    reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(MARGIN["cuda"] * (free + reserve))

@@ -128,9 +128,9 @@ class TrainStep:
         """The first pass. Between the towers the ranks agree: by then all captions have arrived, so that their chunks
         are known, and the device still computes the last chunks of images."""
         image_features = self.cache.encode_tower(0, self.past_trunk("image", images), before_chunk)
-        ordered = isinstance(texts, SortedCaptions)
-        agreement = Agreement.begin(self.world, texts.cut(self.cache.chunks[1]) if ordered else 0, save)
-        if ordered:
+        chunks = texts.cut(self.cache.chunks[1]) if isinstance(texts, SortedCaptions) else 0
+        agreement = Agreement.begin(self.world, chunks, save)
+        if isinstance(texts, SortedCaptions):
             texts.split(agreement.chunks)
         text_features = self.cache.encode_tower(1, self.past_trunk("text", texts), before_chunk)
         return [image_features, text_features], agreement

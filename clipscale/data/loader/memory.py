@@ -1,6 +1,5 @@
 """Whether the memory of a rank's batches fits this machine."""
 
-import os
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import islice
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import psutil
 
+from clipscale.common import ranks
 from clipscale.common.errors import UserError
 from clipscale.common.units import format_bytes
 from clipscale.data.loader.host_batch import Layout
@@ -62,7 +62,7 @@ def stated_memory(layout: Layout, picture: float | None, free: int | None = None
     `picture` is the mean size of an encoded picture (None: unknown). `free` is the `free_memory` before any process of
     this machine took its share (None: the memory free now).
     """
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    processes = ranks.of_machine()
     share, need = (free_memory() if free is None else free) / processes, layout.memory_bytes(picture)
     setting = f"offload={layout.backend}"
     each = f"{layout.slots} x {layout.samples} samples need {format_bytes(need)} of host memory in each process"
