@@ -251,7 +251,7 @@ def test_out_of_memory_names_the_phase_the_chunks_and_what_to_run(
 ) -> None:
     """The command that it names finds settings."""
 
-    def too_large(cache: GradCache) -> None:
+    def too_large(cache: GradCache, before_chunk: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")
 
     expected = "out of memory in replay, in chunks of 4 images and 6 captions"

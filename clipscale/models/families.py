@@ -42,8 +42,8 @@ class Family:
     adapters: Callable[[Any], bool] = lambda encoder: False
     """Whether low-rank adapters fit an encoder: whether its blocks compute by linear layers that peft can replace."""
     cuts_captions: Callable[[Any], bool] = lambda encoder: False
-    """For `plan`, whose encoders have no values: whether a caption's feature stays the same without its padding. A run
-    tries it (`step/captions.py`)."""
+    """Whether a caption's feature stays the same without its padding, so that a run may order captions by length and
+    cut them."""
     groups: Record = field(default_factory=lambda: GROUPS)
 
 

@@ -23,12 +23,12 @@ from clipscale.data.loader.memory import free_memory
 from clipscale.data.loader.stream import TrainStream, merge_positions, open_stream, ordered_shards
 from clipscale.data.order import BatchShare
 from clipscale.distributed.world import World
+from clipscale.models.families import family_of
 from clipscale.models.tokenizer import Tokenizer
 from clipscale.models.towers import architecture, build_model, inputs_of
 from clipscale.models.weights import described
 from clipscale.state.train_state import TrainState, build_state
 from clipscale.step.batch_loss import BatchLoss
-from clipscale.step.captions import CaptionRule
 from clipscale.step.chunk_sizes import ChunkSizes, sizes_of_settings
 from clipscale.step.precision import Precision
 
@@ -138,7 +138,7 @@ def begin(run: Resolved, world: World) -> tuple[TrainState, TrainStream]:
         doing("building the model")
         state = begun_state(run, world, tokenizer, teachers)
         stream = stream or undo.enter_context(read(state.chunks.image))
-        tell_notices(run, state.step.captions, stream, world)
+        tell_notices(run, stream, world)
         check_streams(run, stream, world)
         restore_random(run, world)
         undo.pop_all()
@@ -150,25 +150,23 @@ def begun_state(run: Resolved, world: World, tokenizer: Tokenizer, teachers: tup
     config = run.config
     torch.manual_seed(config.seed)
     model = build_model(config.model, tokenizer=tokenizer).to(world.device)
-    captions = CaptionRule(config, world, model)
+    sorts = family_of(model.text.encoder).cuts_captions(model.text.encoder)
     loss = BatchLoss(config, model, Precision(config.precision, world.device).autocast, teachers)
     earlier = ChunkSizes(**run.saved["chunks"]) if run.saved and not run.begins_stage else None
-    state = build_state(config, world, model, captions, loss, earlier=earlier)
+    state = build_state(config, world, model, loss, sorts=sorts, earlier=earlier)
     if run.checkpoint:
         saved = checkpoint.load(run.checkpoint, verified=True, like=dict(model.named_parameters()))
         state.load(saved, run.stage.optimizer if run.begins_stage else "")
     return state
 
 
-def tell_notices(run: Resolved, captions: CaptionRule, stream: TrainStream, world: World) -> None:
+def tell_notices(run: Resolved, stream: TrainStream, world: World) -> None:
     """Say, on rank 0, what the user should know of model and data."""
     if not world.main:
         return
     pixels = run.config.model.pixels
     if pixels != run.stage.config.model.pixels:
         tell(f"pixels are normalised as for the weights: mean {[*pixels.mean]}, deviation {[*pixels.std]}")
-    if captions.note:
-        tell(captions.note)
     batch, epoch = run.config.batch, stream.samples_per_epoch
     if epoch and batch > epoch and run.config.data.same is None:
         tell(

@@ -19,7 +19,6 @@ from clipscale.distributed.fsdp import replicate_state, sharded_as
 from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel, Projection, fit_positions
 from clipscale.step.batch_loss import BatchLoss
-from clipscale.step.captions import CaptionRule
 from clipscale.step.chunk_sizes import ChunkSizes, agreed_chunk_sizes, random_captions, random_pixels
 from clipscale.step.ema import WeightAverage
 from clipscale.step.grad_cache import GradCache
@@ -105,15 +104,15 @@ def build_state(
     config: TrainConfig,
     world: World,
     model: ClipModel,
-    captions: CaptionRule,
     loss: BatchLoss,
     *,
+    sorts: bool,
     chunks: ChunkSizes | None = None,
     earlier: ChunkSizes | None = None,
 ) -> TrainState:
     """The state around a model with its initial weights. A collective. Raises UserError.
 
-    `chunks`: their sizes; None: as `agreed_chunk_sizes` finds them, with those of the checkpoint (`earlier`).
+    `sorts`: as of TrainStep. `chunks`: None: as `agreed_chunk_sizes` finds them, with the checkpoint's (`earlier`).
     """
     frozen = [tower.digest(frozen=True) for tower in (model.image, model.text)] if config.model.lora else None
     precision = Precision(config.precision, world.device)
@@ -131,7 +130,6 @@ def build_state(
         config=config,
         world=world,
         model=model,
-        captions=captions,
         cache=GradCache(
             encoders,
             loss,
@@ -144,6 +142,7 @@ def build_state(
         average=WeightAverage(config.ema, model) if config.ema else None,
         keep=KeepBudget(config.cache.keep, world),
         trunks=trunks,
+        sorts=sorts,
     )
     return TrainState(config, model, step, chunks, frozen)
 

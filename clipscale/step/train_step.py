@@ -20,7 +20,6 @@ from clipscale.data.loader.stream import TrainStream
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import Later, World, gradient_norm
 from clipscale.models.towers import ClipModel
-from clipscale.step.captions import CaptionRule
 from clipscale.step.ema import WeightAverage
 from clipscale.step.grad_cache import Chunked, GradCache
 from clipscale.step.keep_budget import KeepBudget
@@ -77,7 +76,6 @@ class TrainStep:
     config: TrainConfig
     world: World
     model: ClipModel
-    captions: CaptionRule
     cache: GradCache
     """With the loss of the batch."""
     precision: Precision
@@ -86,6 +84,8 @@ class TrainStep:
     keep: KeepBudget
     trunks: tuple[str, ...]
     """The towers whose frozen trunk runs once a step."""
+    sorts: bool
+    """Whether captions are ordered by length and cut, since the text tower's features do not depend on padding."""
     skipped: int = 0
     """Steps in a row that were left out since they were not finite."""
 
@@ -106,13 +106,16 @@ class TrainStep:
         phases = Phases(self.world.device)
         self.optimizer.zero_grad()
         self.cache.keep_bytes = self.keep.bytes
-        images = ChunkLoader(batch.pixels, len(batch), self.world.device, resident=self.config.offload == "none")
-        texts = self.captions.input(batch)
+        device, resident = self.world.device, self.config.offload == "none"
+        images = ChunkLoader(batch.pixels, len(batch), device, resident=resident)
+        texts: ChunkLoader | SortedCaptions = ChunkLoader(batch.tokens, batch.texts, device, resident=resident)
+        if self.sorts:
+            texts = SortedCaptions(batch.tokens, batch.lengths, batch.texts, device, resident=resident)
         batch.expect(self.cache.ranges(0, len(batch), twice="image" not in self.trunks))
         with self.phase(phases, "encode", number):
             features, agreement = self.encode(images, texts, save, before_chunk)
         with self.phase(phases, "loss", number):
-            value = self.cache.loss(*features, targets=batch.targets(self.world.device))
+            value = self.cache.loss(*features, targets=batch.targets(device))
             self.cache.backward(value)
             del features
         with self.phase(phases, "replay", number):
@@ -120,7 +123,10 @@ class TrainStep:
         with self.phase(phases, "optim", number):
             loss, norm = self.finish(value, stream, number)
         self.keep.after_step(phases)
-        return StepResult(loss, norm, agreement, phases, self.captions.widths(texts))
+        widths = {self.model.context_length: len(texts)}
+        if isinstance(texts, SortedCaptions):
+            widths = dict(texts.widths())
+        return StepResult(loss, norm, agreement, phases, widths)
 
     def encode(
         self, images: ChunkLoader, texts: ChunkLoader | SortedCaptions, save: bool, before_chunk: Callable[[], None]

@@ -80,14 +80,14 @@ def step(rank: int, ranks: int, stage: int, half: bool = False, steps: int = 1) 
             features = cache.encode(*inputs)
         cache.backward(cache.loss(*features))
         with counted:
-            cache.replay(lambda: now.extend(map(held, towers)))
+            cache.replay(lambda: now.append([held(tower) for tower in towers]))
     assert not any(held(tower)[0] for tower in towers), "no weights are whole between steps"
     summed = gradients(model)
     reshard(model)
     return {
         **counted.calls,
         "bytes": counted.bytes[GATHER],
-        "held": tuple(map(max, zip(*now))),
+        "held": tuple(map(max, zip(*(both[(i - 1) // CHUNKS] for i, both in enumerate(now) if i)))),
         "same features": all(torch.equal(*pair) for pair in zip(features, alone)),
         "gradients": summed,
     }

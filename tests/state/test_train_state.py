@@ -25,6 +25,7 @@ from clipscale.config.sections import (
     TowerConfig,
 )
 from clipscale.config.train import TrainConfig
+from clipscale.models.families import Family
 from clipscale.models.towers import build_model
 from clipscale.step.compiled import innermost_blocks
 from clipscale.train import start_run, train
@@ -94,7 +95,7 @@ def test_captions_are_sorted(shards: str, tmp_path: Path, monkeypatch: pytest.Mo
     whole = small(shards, tmp_path / "given", precision="fp32")
     context = whole.model.architecture["text_cfg"]["context_length"]
     with monkeypatch.context() as unsorted:
-        unsorted.setattr("clipscale.step.captions.padding", lambda *_: "not here")
+        unsorted.setattr("clipscale.state.start.family_of", lambda encoder: Family())
         train(whole)
     train(replace(whole, run=str(tmp_path / "sorted")))
     unsorted_records = records(tmp_path / "given")

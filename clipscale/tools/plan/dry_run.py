@@ -27,7 +27,6 @@ from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import without_weights
 from clipscale.state.train_state import build_state
 from clipscale.step.batch_loss import BatchLoss
-from clipscale.step.captions import CaptionRule
 from clipscale.step.chunk_sizes import ChunkSizes
 from clipscale.step.grad_cache import Chunked
 from clipscale.step.pass_contexts import gradient_sync
@@ -264,10 +263,10 @@ def train_step_of(config: TrainConfig, model: ClipModel, world: World, machine: 
     if world.size > laps and config.loss.exchange in ("ring", "nodes"):  # further laps take the same memory
         group = dist.new_group(list(range(laps)))
         loss_group = group if isinstance(group, dist.ProcessGroup) else None
-    captions = CaptionRule(config, world, model, sort=False)  # chunks of sorted captions hold as many tokens
     autocast = Precision(config.precision, world.device).autocast
     loss = BatchLoss(config, model, autocast, teachers_of(config, model), machine, loss_group)
-    return build_state(config, world, model, captions, loss, chunks=ChunkSizes(1, 1, "")).step
+    # Chunks of sorted captions hold as many tokens.
+    return build_state(config, world, model, loss, sorts=False, chunks=ChunkSizes(1, 1, "")).step
 
 
 @contextmanager
