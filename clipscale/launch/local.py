@@ -6,15 +6,18 @@ Imports torch only when a run starts.
 import ctypes
 import logging
 import os
+import pickle
 import signal
 import tempfile
+import time
+import traceback
 import uuid
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from clipscale.common import files, ranks, terminal
-from clipscale.common.errors import LOST, LoaderError, StoppedError, UserError
+from clipscale.common import ranks, terminal
+from clipscale.common.errors import LostRankError, StoppedError, UserError, first_line
 from clipscale.common.hardware import cores
 from clipscale.common.record import Record
 from clipscale.common.signals import blocked
@@ -149,18 +152,15 @@ def start(config: Launched, main: str, count: int) -> Record:
             pass
         terminal.doing(f"starting {count} process{'es' if count > 1 else ''}")
         try:
-            return elastic_launch(elastic, worker)(config, main)[0]
+            return elastic_launch(elastic, worker)(config, main, Path(folder))[0]
         except ChildFailedError as error:
-            raise first_failure(error, Path(folder)) from None
+            raise cause_of(error, Path(folder)) from None
         except SignalException as error:
+            first = first_failure(Path(folder))
+            if first and isinstance(first[2], UserError):  # stopped, or a last save that the disk did not take
+                raise first[2] from None
             number = signal.SIGTERM if error.sigval == signal.SIGUSR1 else error.sigval  # as in a worker
-            text = "stopped"
-            for message in recorded(Path(folder)).values():
-                reason = mistake(message)
-                if reason and not isinstance(reason, StoppedError):
-                    raise reason from None  # such as a last save that the disk did not take
-                text = str(reason or text)
-            raise StoppedError(text, number) from None
+            raise StoppedError("stopped", number) from None
         finally:
             for handled, handler in handlers.items():
                 signal.signal(handled, handler)
@@ -171,56 +171,44 @@ def end_with_the_launcher() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
 
 
-def worker(config: Launched, main: str) -> Record:
-    """The main function of a process that `start` starts."""
+def worker(config: Launched, main: str, folder: Path) -> Record:
+    """The main function of a process that `start` starts. Leaves its failure in the folder."""
     end_with_the_launcher()
     terminal.prepare()
     terminal.doing("loading torch")
     if main == TRAIN and isinstance(config, TrainConfig) and config.data.workers != 0:
         warm_up()  # beside the imports of training
-    return resolve_name(main)(config)
+    try:
+        return resolve_name(main)(config)
+    except BaseException as error:
+        leave_failure(folder, ranks.rank(), error)
+        raise
 
 
-def first_failure(error: "ChildFailedError", folder: Path) -> UserError | WorkerError:
-    """The first failure as an exception. A worker's UserError comes back as a UserError.
+def leave_failure(folder: Path, rank: int, error: BaseException) -> None:
+    """Leave a worker's exception to its launcher, the user's mistakes as they are."""
+    lost = isinstance(error, LostRankError)
+    if not isinstance(error, UserError):
+        details = "".join(traceback.format_exception(error))
+        error = WorkerError(f"worker {rank} failed: {type(error).__name__}: {first_line(error)}", details)
+    (folder / f"{rank}.failure").write_bytes(pickle.dumps((lost, time.time(), error)))
 
-    torch names the worker whose end it has noticed first. That may be one that has lost the failed one, which has left
-    its error in `folder`.
-    """
+
+def first_failure(folder: Path) -> tuple[bool, float, UserError | WorkerError] | None:
+    """The first failure that a worker has left, before those of workers that have lost another one."""
+    left = [pickle.loads(file.read_bytes()) for file in folder.glob("*.failure")]
+    return min(left, key=lambda failure: failure[:2], default=None)
+
+
+def cause_of(error: "ChildFailedError", folder: Path) -> UserError | WorkerError:
+    """Why the workers have ended: what one has left, or what has killed one that could leave nothing."""
+    first = first_failure(folder)
+    if first and not first[0]:
+        return first[2]
+    for rank, failure in error.failures.items():
+        if failure.exitcode < 0:
+            name = failure.signal_name()
+            memory = "; the machine may be out of memory" if name == "SIGKILL" else ""
+            return WorkerError(f"worker {rank} failed: killed by {name}{memory}")
     rank, failure = next(iter(error.failures.items()))
-    message: Any = failure.message
-    if isinstance(message, dict) and _follows(message):
-        rank, message = next(((r, m) for r, m in recorded(folder).items() if not _follows(m)), (rank, message))
-    details = ""
-    if isinstance(message, dict):
-        if reason := mistake(message):
-            return reason
-        message, details = message["message"], message["extraInfo"]["py_callstack"]
-    elif failure.exitcode < 0:
-        name = failure.signal_name()
-        message = f"killed by {name}"
-        if name == "SIGKILL":
-            message += "; the machine may be out of memory"
-    else:
-        message = f"ended with status {failure.exitcode}"
-    return WorkerError(f"worker {rank} failed: {message.strip().splitlines()[0]}", details)
-
-
-def recorded(folder: Path) -> dict[int, Record]:
-    """What torch has recorded of each rank that failed: `message` and the traceback in `extraInfo`."""
-    return {int(file.parent.name): files.read_json(file)["message"] for file in folder.rglob("error.json")}
-
-
-def mistake(message: Record) -> UserError | None:
-    """A worker's UserError, from its recorded message `TYPE: text`; None for any other exception."""
-    name, _, text = message["message"].partition(": ")
-    if name == "StoppedError":
-        return StoppedError(text, signal.SIGTERM if text.startswith("stopped by SIGTERM") else signal.SIGINT)
-    if name == "LoaderError":
-        return LoaderError(text)
-    return UserError(text) if name in ("UserError", "UnwritableError", "DataError") else None
-
-
-def _follows(message: Record) -> bool:
-    """Whether a rank failed because it has lost another one."""
-    return any(sign in message["message"] for sign in LOST)
+    return first[2] if first else WorkerError(f"worker {rank} failed: ended with status {failure.exitcode}")

@@ -1,6 +1,5 @@
 """Workers start through torchrun's launcher, report their failures, and never outlive the launcher."""
 
-import json
 import os
 import re
 import resource
@@ -22,7 +21,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.launcher import api
 
-from clipscale.common.errors import StoppedError, UserError
+from clipscale.checkpoint import UnwritableError
+from clipscale.common.errors import LoaderError, LostRankError, StoppedError, UserError
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train import TrainConfig
 from clipscale.distributed.world import join, leave
@@ -98,11 +98,12 @@ def mistaken(config: TrainConfig) -> dict:
 def test_a_last_save_that_failed_is_a_mistake_and_no_stopped_run(tmp_path: Path) -> None:
     """Of a launcher that a scheduler signals: with the status of a stopped run the job would be queued for ever."""
 
-    def elastic_launch(elastic: Any, entry: Any) -> None:
-        file = Path(elastic.logs_specs.root_log_dir) / "0/error.json"
-        file.parent.mkdir(parents=True)
-        file.write_text(json.dumps({"message": {"message": "UnwritableError: the disk is full"}}))
-        raise SignalException("", signal.SIGTERM)
+    def elastic_launch(elastic: Any, entry: Any) -> Any:
+        def launched(config: TrainConfig, main: str, folder: Path) -> None:
+            local.leave_failure(folder, 0, UnwritableError("the disk is full"))
+            raise SignalException("", signal.SIGTERM)
+
+        return launched
 
     with patch.object(api, "elastic_launch", elastic_launch), refused("disk is full") as failure:
         local.run(two(tmp_path))
@@ -151,25 +152,20 @@ def test_one_worker_is_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_cause_is_shown_and_not_the_ranks_that_it_took_along(tmp_path: Path) -> None:
-    def message(text: str) -> dict:
-        return {"message": text, "extraInfo": {"py_callstack": "stack", "timestamp": "5"}}
+    def cause(*errors: Exception, status: int = 1) -> Exception:
+        """Of ranks that failed with these errors, one after the other; torch names the first."""
+        for rank, error in enumerate(errors):
+            local.leave_failure(tmp_path, rank, error)
+        noticed = SimpleNamespace(exitcode=status, signal_name=lambda: "SIGKILL")
+        return local.cause_of(SimpleNamespace(failures={0: noticed}), tmp_path)  # type: ignore[arg-type]
 
-    def failed(*texts: str) -> Any:
-        """Of ranks that failed with these texts, torch names the first."""
-        for rank, text in enumerate(texts):
-            (tmp_path / str(rank)).mkdir(exist_ok=True)
-            (tmp_path / str(rank) / "error.json").write_text(json.dumps({"message": message(text)}))
-        noticed = SimpleNamespace(message=message(texts[0]), timestamp=5, exitcode=1)
-        return local.first_failure(SimpleNamespace(failures={0: noticed}), tmp_path)  # type: ignore[arg-type]
-
-    lost = "RuntimeError: [pair.cc:534] Connection closed by peer [127.0.0.1]:1"
-    assert str(failed(lost, "ValueError: bad row", lost)) == "worker 1 failed: ValueError: bad row"
-    assert isinstance(failed(lost, lost, "UserError: lr=1: unknown"), UserError)
-    assert isinstance(failed("UnwritableError: checkpoint 1 could not be written", lost, lost), UserError)
-    for text, number in {"stopped by SIGTERM": 15, "stopped": 2}.items():  # to one worker alone
-        stopped = failed(f"StoppedError: {text} after step 3 and saved", lost, lost)
-        assert isinstance(stopped, StoppedError) and stopped.number == number
-    assert str(failed(lost, lost, lost)).startswith("worker 0 failed: RuntimeError: ")
+    lost = LostRankError("rank 1 does not answer", first=True)
+    assert str(cause(lost, ValueError("bad row\nmore"), lost)) == "worker 1 failed: ValueError: bad row"
+    assert "killed by SIGKILL" in str(cause(lost, lost, lost, status=-9))
+    assert str(cause(lost, lost, lost)).startswith("worker 0 failed: LostRankError: ")
+    for error in (UserError("lr=1: unknown"), UnwritableError("full"), LoaderError("gone"), StoppedError("stopped", 2)):
+        actual = cause(lost, error, lost)
+        assert type(actual) is type(error) and str(actual) == str(error) and vars(actual) == vars(error)
 
 
 @pytest.mark.slow
