@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from clipscale.common.errors import first_line
+from clipscale.common.errors import one_line
 from clipscale.common.rng import RandomState
 from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel, Tower
@@ -55,14 +55,15 @@ def try_compiled(
     `chunks`: samples per chunk of images and of captions. Where that fails on a rank, all ranks run without compiled
     code from then on; the reason is returned, else nothing.
     """
-    pixels, captions = random_pixels(model, chunks[0], world.device), random_captions(model, chunks[1], world.device)
     problem = ""
     try:
         with RandomState.now(world.device).preserved():
             for tower in towers:
-                _both_passes(tower, pixels if tower is model.image else captions, precision)
+                images = tower is model.image
+                inputs = (random_pixels if images else random_captions)(model, chunks[not images], world.device)
+                _both_passes(tower, inputs, precision)
     except Exception as error:  # a compiler's failure is no reason to end a run
-        problem = first_line(error)
+        problem = one_line(error)
     problem = next(filter(None, world.gather(problem)), "")
     if problem:
         torch.compiler.set_stance("force_eager")

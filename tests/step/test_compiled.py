@@ -1,0 +1,58 @@
+"""Whether and how towers are compiled: by the length of the run, block by block, and never at the cost of the run."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from clipscale.step.compiled import compile_towers, try_compiled, worth_compiling
+from clipscale.step.precision import Precision
+from tests.support.checkpoints import ALONE
+from tests.support.towers import small_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def default_compiler() -> Iterator[None]:
+    yield
+    torch.compiler.set_stance("default")
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("setting", "seconds", "peak", "required"),
+    [
+        ("auto", 600, 1e15, False),
+        ("auto", 1200, 1e15, True),
+        ("auto", 1200, None, False),  # a CPU
+        ("true", 1, None, True),
+        ("false", 1e6, 1e15, False),
+    ],
+)
+def test_auto_compiles_a_long_run_on_a_gpu(setting: str, seconds: float, peak: float | None, required: bool) -> None:
+    assert worth_compiling(setting, seconds * 0.4e15, peak) is required
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_compiler_that_fails_leaves_the_towers_as_they_were(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Features and gradients are those of eager towers either way, and random numbers go on from where they were."""
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        if fails:
+            raise RuntimeError("no compiler here")
+        return graph
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    model = small_model()
+    pixels = torch.randint(0, 256, (3, 3, model.image_size, model.image_size), dtype=torch.uint8)
+    required = model.image(pixels).detach()
+    state = torch.get_rng_state()
+    towers = compile_towers(model, lengths_vary=False)
+    problem = try_compiled(model, towers, (3, 3), Precision("fp32", CPU), ALONE)
+    assert ("no compiler here" in problem) is fails
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in model.parameters())
+    torch.testing.assert_close(model.image(pixels), required)
