@@ -1,4 +1,4 @@
-"""The public functions: check the call, choose its parts, and compute the loss.
+"""The public functions: check the call, choose exchange, backend and similarity, and compute the loss.
 
 Letters: n rows (images) and m columns (texts) of this rank, D feature width.
 """
@@ -33,7 +33,7 @@ CHOICES = {"objective": tuple(OBJECTIVES), "exchange": EXCHANGES, "backend": BAC
 
 @dataclass(frozen=True)
 class Choices:
-    """How a call is computed: the parts it chooses. Its fields are keyword arguments of `contrastive_loss`."""
+    """How a call is computed. The fields are keyword arguments of `contrastive_loss`, which describes them."""
 
     objective: str = "softmax"
     exchange: str = "auto"

@@ -35,7 +35,7 @@ class Backend(Protocol):
 
 @dataclass
 class LossCall:
-    """One call of the loss: its parts, and everything that is not a differentiable tensor."""
+    """One call of the loss: everything but its differentiable tensors."""
 
     exchange: Single
     backend: Backend

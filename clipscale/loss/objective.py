@@ -31,7 +31,7 @@ class Objective:
 
     @property
     def sweeps(self) -> int:
-        """Over all scores, in a step of training. Each computes the scores once; gradients are counted beside."""
+        """How often a step of training computes all scores; the products of the gradients are not among these."""
         return 2 if self.log_sum_exps else 1
 
     def dense(self, scores: "Tensor", positive: "Tensor", paired: int) -> "Tensor":

@@ -26,7 +26,7 @@ class Dot:
     parameters: tuple[Tensor, ...] = ()
 
     def tile_shape(self, on_gpu: bool) -> tuple[int, int]:
-        """Rows and columns of a tile: small beside the block, large enough for matmul."""
+        """Rows and columns of a tile: far fewer than a block has, and enough for a fast matmul."""
         return GPU_TILE if on_gpu else CPU_TILE
 
     def bound(self, block: Block) -> float | None:
@@ -137,6 +137,6 @@ def row_products(x: Tensor, y: Tensor, parts: Callable[[Any], Any] = iter) -> Te
     products = torch.empty(len(x), dtype=torch.float64, device=x.device)
     step = max(1, (2**24 if x.is_cuda else 2**20) // x[0].numel())
     slabs = zip(x.split(step), y.split(step), products.split(step))
-    for a, b, place in parts(slabs):
-        place.copy_((widened(a) * b).reshape(len(a), -1).sum(1, dtype=torch.float64))
+    for a, b, out in parts(slabs):
+        out.copy_((widened(a) * b).reshape(len(a), -1).sum(1, dtype=torch.float64))
     return products

@@ -21,7 +21,7 @@ class ObjectiveTile:
     def backward(self, scores: Tensor, tile: Block, bound: float, spare: Tensor) -> Tensor:
         """The derivative of the loss with respect to the scores, given the complete log-sum-exps.
 
-        It may take the scores' place. Adds to the bias's gradient, and to the rows' targets where the value has terms
+        It may be the scores' own memory. Adds to the bias's gradient, and to the rows' targets if the value has terms
         of single pairs.
         """
         raise NotImplementedError

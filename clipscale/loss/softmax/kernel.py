@@ -94,12 +94,12 @@ def lse_kernel(
 
 @triton.jit
 def store_line(parts, tops, sums, line, first, size, across, STEP: tl.constexpr):
-    """References and sums from place `first` on, to a line of parts (2, ceil(across / STEP), size)."""
+    """Write references and sums from number `first` on to a line of parts (2, ceil(across / STEP), size)."""
     at = first + tl.arange(0, tops.shape[0])
     lines = tl.cdiv(across, STEP).to(tl.int64)
-    place = parts + line.to(tl.int64) * size + at
-    tl.store(place, tops, mask=at < size)
-    tl.store(place + lines * size, sums, mask=at < size)
+    pointer = parts + line.to(tl.int64) * size + at
+    tl.store(pointer, tops, mask=at < size)
+    tl.store(pointer + lines * size, sums, mask=at < size)
 
 
 @triton.jit(do_not_specialize=["n", "m", "positive"])
@@ -112,10 +112,10 @@ def softmax_gradient_kernel(
 
         G_ij = a_i 2^(y_ij - r_i) + b_j 2^(y_ij - c_j) - (a_i + b_j) [j = positive + i]
 
-    with the complete log-sum-exps r and c, the weights a and b, and the targets' weights a and b, which are not
-    corrected for the rounding of r and c. All weights are times UNIT. products (programs,) = the tile's sum of
-    UNIT * G_ij <u_i, v_j>, before the panel's type rounds G. No exponential that counts overflows, as y_ij <= r_i and
-    y_ij <= c_j.
+    with the complete log-sum-exps r and c. The probabilities take a and b from row_weight and col_weight, corrected for
+    the rounding of r and c; the positives take them as they are, from row_target and col_target. All four are times
+    UNIT. products (programs,) = the tile's sum of UNIT * G_ij <u_i, v_j>, before the panel's type rounds G. No
+    exponential that counts overflows, as y_ij <= r_i and y_ij <= c_j.
     """
     tile_row, tile_col = tile_position(n, m, BM, BN)
     dots = tile_dots(u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v, TMA, BM, BN, BK)
@@ -162,9 +162,8 @@ def joined(parts: Tensor) -> Tensor:
 
 
 def in_log2(side: RowBlock, nat: Tensor) -> RowBlock:
-    """The side as the gradient kernel takes it, float32: log-sum-exps in units of log 2; weights times UNIT, corrected
-    for the rounding of those; and, as its targets, the weights themselves times UNIT. Without a softmax in its
-    direction there are no probabilities.
+    """The side as the gradient kernel takes it, float32: log-sum-exps in units of log 2; `weight`, corrected for their
+    rounding; `target`, the weights as they are. Both are times UNIT, and 0 without a softmax in this direction.
     """
     if side.weight is None or side.lse is None:
         nothing = side.features.new_zeros(len(side), dtype=torch.float32)

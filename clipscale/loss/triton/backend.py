@@ -25,7 +25,7 @@ from clipscale.loss.triton.tuning import Tiles
 
 class TritonBackend:
     """A backend (see TorchBackend) on CUDA or in Triton's interpreter, for bfloat16, float16 and float32 features whose
-    width is a multiple of WIDTH_STEP, without keys. An objective's own is beside its kernels."""
+    width is a multiple of WIDTH_STEP, without keys. Each objective with kernels has a subclass."""
 
     def __init__(self, machine: Machine, tiles: Tiles) -> None:
         self.machine = machine
@@ -43,9 +43,9 @@ class TritonBackend:
         return triton.cdiv(len(panel.rows), self.tiles.rows) * triton.cdiv(len(panel.cols), self.tiles.cols)
 
     def launch(self, kernel: Any, panel: Block, scale: Tensor, store: Tensor | None = None, **arguments: Any) -> None:
-        """Run a program of the kernel for each tile of the panel, with the operands beside `arguments`.
+        """Run a program of the kernel for each tile of the panel, with the operands and these `arguments`.
 
-        `scale` is 0-d; `store` is where a gradient kernel, which needs the place of the positives, stores a panel.
+        `scale` is 0-d; `store` is where a gradient kernel, which also gets the positives' column, stores a panel.
         """
         u, v = panel.rows.features, panel.cols.features
         t = self.tiles

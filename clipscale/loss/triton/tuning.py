@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a kernel cuts its panel."""
+    """The tiles of a panel, each a program of a kernel, and how it is compiled."""
 
     rows: int  # BM
     cols: int  # BN
