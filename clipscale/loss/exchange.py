@@ -39,12 +39,13 @@ class Communicator:
         return cls(group) if dist.get_world_size(group) > 1 else None
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group: dist.ProcessGroup = dist.distributed_c10d._get_default_group() if group is None else group
+        self.group = group or dist.group.WORLD
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def post(self, tensors: list[Tensor], hop: tuple[int, int], tag: int = 0) -> Received:
         """Start to send the tensors to the first rank of `hop` and receive such from the other. `tag` separates two
         streams. Returns a function that waits for both directions."""
+        assert self.group is not None  # where a process group is initialized, WORLD is one
         dest, src = (dist.get_global_rank(self.group, peer) for peer in hop)
         received = [torch.empty_like(x) for x in tensors]
         sends = [dist.P2POp(dist.isend, x, dest, self.group, tag) for x in tensors]

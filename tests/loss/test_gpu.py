@@ -13,7 +13,7 @@ from clipscale.loss.block import Block, Parameters, RowBlock
 from clipscale.loss.machine import Machine
 from clipscale.loss.objective import OBJECTIVES
 from clipscale.loss.softmax.kernel import TritonSoftmax
-from tests.loss.cases import assert_exact, assert_near_plain_torch, features, keys, oracle, results
+from tests.loss.cases import assert_exact, assert_near_plain_torch, features, oracle, results
 from tests.support.device import DEVICE, on_device, only_on_cuda, sized, with_kernels
 
 pytestmark = on_device
@@ -34,17 +34,6 @@ def test_float32_is_exact(objective: str, backend: str) -> None:
         true = oracle(u, v, scale, objective=objective)
         actual = results(contrastive_loss, u.float(), v.float(), scale, backend=backend, objective=objective)
         assert_exact(actual, true, scale, 1e-5, (kind, scale, objective, backend))
-
-
-@pytest.mark.parametrize("shared", ["mask", "positive"])
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_keys_are_exact_in_the_tiles_of_torch(objective: str, shared: str) -> None:
-    n, m, width = sized(3001, 4100, 768)
-    u, v = rows(n, m, width, "aligned")
-    images, texts = keys(n, m)
-    options = {"objective": objective, "shared": shared, "keys": (images.to(DEVICE), texts.to(DEVICE))}
-    actual = results(contrastive_loss, u.float(), v.float(), 100.0, **options)
-    assert_exact(actual, oracle(u, v, 100.0, **options), 100.0, 1e-5, (objective, shared))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
