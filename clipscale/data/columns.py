@@ -10,10 +10,8 @@ from clipscale.config.data import DataConfig
 from clipscale.data.decode import TrainTransform, json_fields
 from clipscale.data.features import TeacherFeatures
 from clipscale.data.sample import BrokenSampleError, ChosenSample
-from clipscale.data.shards.addresses import hash64, leaf_of
+from clipscale.data.shards.addresses import hash64
 
-IDS = "ids"
-"""The column of `sample_id`."""
 KEYS = "keys"
 """The column of `data.same`: equal for samples that are the same."""
 
@@ -49,7 +47,7 @@ def columns_of(
     config: DataConfig, side: int, teachers: Sequence[TeacherFeatures] = (), *, pad: int | None = None
 ) -> Columns:
     """What the settings ask for. `side`: of the model's pictures. `pad`: of captions that are sorted by length."""
-    beside = [Column(IDS, (), "int64", _id)]
+    beside: list[Column] = []
     if config.same is not None:
         members = () if config.same == "caption" else ("json",)
         beside.append(Column(KEYS, (), "int64", partial(_key, config.same), members, for_loss=True))
@@ -60,15 +58,6 @@ def columns_of(
     augment = config.augment
     images = TrainTransform(side, augment.scale, augment.ratio, augment.flip, config.max_pixels)
     return Columns(images, tuple(beside), pad)
-
-
-def _id(sample: ChosenSample) -> int:
-    return sample_id(sample.raw.url, sample.raw.key)
-
-
-def sample_id(url: str, key: str) -> int:
-    """A 64-bit name of a sample. It does not depend on the shard's folder."""
-    return (hash64(f"{leaf_of(url)}/{key}") ^ (1 << 63)) - (1 << 63)
 
 
 def _key(same: str, sample: ChosenSample) -> int:

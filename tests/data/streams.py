@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from clipscale.config.data import DataConfig
-from clipscale.data.columns import KEYS, columns_of, sample_id
+from clipscale.data.columns import KEYS, Column, columns_of
 from clipscale.data.loader import stream as loader
 from clipscale.data.loader.host_batch import Arena, HostBatch, Offload
 from clipscale.data.loader.shard_reader import OrderedShards, ShardReader
@@ -22,8 +22,22 @@ from clipscale.data.loader.shard_stream import BatchFiller, Report, WorkerSpec
 from clipscale.data.loader.stream import TrainStream, merge_positions
 from clipscale.data.loader.workers import Workers
 from clipscale.data.order import BatchShare, Segment
+from clipscale.data.sample import ChosenSample
+from clipscale.data.shards.addresses import hash64, leaf_of
 from clipscale.data.shards.store import Store
 from tests.data.files import SIDE, Letters
+
+
+def sample_id(url: str, key: str) -> int:
+    """A number for a sample, whatever its shard's folder."""
+    return hash64(f"{leaf_of(url)}/{key}") >> 1
+
+
+def id_of(sample: ChosenSample) -> int:
+    return sample_id(sample.raw.url, sample.raw.key)
+
+
+IDS = Column("ids", (), "int64", id_of)
 
 
 def open_stream(
@@ -39,7 +53,7 @@ def open_stream(
     return loader.open_stream(
         config,
         share,
-        columns._replace(beside=(*columns.beside, *more)),
+        columns._replace(beside=(*columns.beside, IDS, *more)),
         tokenizer or Letters(),
         loader.ordered_shards(config, share, seed, position),
         position=position,
@@ -58,7 +72,7 @@ def content(batch: HostBatch) -> tuple[list[int], bytes, bytes, bytes]:
     tokens = batch.tokens(0, len(batch) * batch.captions)
     keys = batch.targets(pixels.device).get(KEYS)
     arrays = (b"" if array is None else array.numpy().tobytes() for array in (pixels, tokens, keys))
-    return batch.ids().tolist(), *arrays
+    return batch.column("ids").tolist(), *arrays
 
 
 def ids(stream: TrainStream, steps: int) -> list[list[int]]:

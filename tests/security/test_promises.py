@@ -129,7 +129,7 @@ def test_secrets_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         *TINY,
         "data.train=${oc.env:SECRET_SHARDS}",
         f"run={tmp_path}/run",
-        "data.skip=[https://me:pass@host/x]",
+        "data.captions=[txt,https://me:pass@host/x]",
     ]
     assert main(["train", *words]) == 0
     written = [
@@ -137,7 +137,10 @@ def test_secrets_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ]
     assert len(written) >= 3 and not any(shards in text or "me:pass" in text for text in written)
     config = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
-    assert config["data"]["train"] == ["${oc.env:SECRET_SHARDS}"] and config["data"]["skip"] == ["https://host/x"]
+    assert config["data"]["train"] == ["${oc.env:SECRET_SHARDS}"] and config["data"]["captions"] == [
+        "txt",
+        "https://host/x",
+    ]
     assert restored(config["data"]["train"]) == [shards]
     assert hidden(json.loads(json.dumps({"a": [f"see {shards}", 3]}))) == {"a": ["see ${oc.env:SECRET_SHARDS}", 3]}
     assert main(["train", *TINY, f"data.train={shards}", "resume=https://me:pass@host/x"]) == 2

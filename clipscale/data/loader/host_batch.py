@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from clipscale.common.units import format_bytes
-from clipscale.data.columns import IDS, Columns
+from clipscale.data.columns import Columns
 
 log = logging.getLogger(__name__)
 
@@ -283,7 +283,7 @@ class HostBatch:
         """Captions, and behind them hard negatives."""
 
     def __len__(self) -> int:
-        return len(self._slot[IDS])
+        return len(self._slot["rows"])
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Name the ranges of pixels that will be asked for, in order, so that they can be loaded ahead."""
@@ -315,10 +315,6 @@ class HostBatch:
         """(N, ...): the values of a column; waits for all samples."""
         self._wait(len(self))
         return torch.from_numpy(self._slot[name])
-
-    def ids(self) -> Tensor:
-        """(N,) int64: `sample_id` of every sample; waits for all of them."""
-        return self.column(IDS)
 
     def targets(self, device: torch.device) -> dict[str, Tensor]:
         """The columns that the loss takes, on the device, by their names; waits for all samples."""

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from clipscale.config.data import AugmentConfig
-from clipscale.data.columns import sample_id
 from tests.data.files import Letters, picture, sample, write_shards, write_tar
-from tests.data.streams import all_ids, contents, flat, ids, inline_workers, open_stream
+from tests.data.streams import all_ids, contents, flat, ids, inline_workers, open_stream, sample_id
 from tests.support.refused import refused
 
 pytestmark = pytest.mark.timeout(60)
@@ -34,7 +33,7 @@ def test_rows_carry_what_the_shard_holds(tmp_path: Path) -> None:
     paths = write_shards(tmp_path, [20])
     batch = open_stream(tmp_path, batch=10, augment=AugmentConfig(scale=(1.0, 1.0), ratio=(1.0, 1.0))).next_batch()
     keys = {sample_id(str(paths[0]), f"00000{i:04d}"): i for i in range(20)}
-    for row, name in enumerate(batch.ids().tolist()):
+    for row, name in enumerate(batch.column("ids").tolist()):
         index = keys[name]
         pixels = np.asarray(Image.open(io.BytesIO(picture(index % 7)))).transpose(2, 0, 1)
         assert np.array_equal(batch.pixels(row, row + 1)[0].numpy(), pixels)

@@ -143,14 +143,14 @@ if __name__ == "__main__":
     for number in numbers:
         signal.signal(number, lambda *_: None)  # where a run saves and ends
     with open_stream(sys.argv[1], batch=400, workers=2) as stream:
-        stream.next_batch().ids()
+        stream.next_batch().lengths()
         children = psutil.Process().children(recursive=True)
         print(*(child.pid for child in children), flush=True)
         if sys.argv[2] == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         for number in numbers:
             os.killpg(0, number)
-            stream.next_batch().ids()
+            stream.next_batch().lengths()
         assert len(children) == 4, children
         assert all(child.status() != "zombie" for child in children), children
 """
