@@ -111,7 +111,8 @@ def test_pillow_decodes_a_jpeg_that_the_strict_decoder_rejects() -> None:
     assert difference.max() <= 1
 
 
-UNREADABLE = b"x", b"\xff\xd8\xff", b"<svg/>", b"%!PS-Adobe-3.0 EPSF-3.0\n"
+UNREADABLE = [b"x", b"\xff\xd8\xff", b"<svg/>", b"%!PS-Adobe-3.0 EPSF-3.0\n"]
+UNREADABLE += [picture(0, (32, 32), kind) for kind in ("TIFF", "AVIF", "ICO")]  # a TIFF's tile can take gigabytes
 
 
 @pytest.mark.parametrize("data", [*UNREADABLE, picture(0, (50, 50), "JPEG")[:-300], picture(0, (50, 50))[:-200]])
@@ -155,13 +156,6 @@ def test_a_jpeg_of_many_scans_is_broken_before_it_is_decoded() -> None:
     Picture(data[:-2] + 20 * scan + data[-2:], MOST)
     with pytest.raises(BrokenSampleError, match="too_many_scans"):
         Picture(data[:-2] + 120 * scan + data[-2:], MOST)
-
-
-@pytest.mark.parametrize("kind", ["TIFF", "AVIF", "ICO"])
-def test_formats_that_nobody_trains_on_are_unreadable(kind: str) -> None:
-    """A TIFF of 64 x 64 pixels whose tile is said to be 24,576 wide takes 1.8 GiB."""
-    with pytest.raises(BrokenSampleError, match="unreadable_image"):
-        Picture(encode(Image.new("RGB", (32, 32)), kind), MOST)
 
 
 def test_a_moving_picture_is_its_first_frame_and_its_canvases_count() -> None:

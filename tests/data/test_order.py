@@ -1,6 +1,5 @@
 """Which sample comes when: the order is a pure function, and an epoch holds every sample exactly once."""
 
-import time
 from collections import Counter
 
 import numpy as np
@@ -35,17 +34,6 @@ def test_an_epoch_holds_every_place_of_every_shard_once(order: Epochs, epoch: in
             assert segment.stop is not None and segment.stop <= order.counts[segment.shard]
             places.update((segment.shard, i) for i in range(segment.start, segment.stop))
     assert places == Counter((shard, i) for shard, count in enumerate(order.counts) for i in range(count))
-
-
-def test_a_start_does_not_grow_with_the_streams_of_all_ranks() -> None:
-    """A sum of all counts for every stream took minutes for 500k shards on 1,024 ranks."""
-    names = [f"{shard:05d}.tar" for shard in range(20_000)]
-    seconds = {}
-    for streams in (64, 8192):
-        begun = time.process_time()
-        fingerprint(Epochs((10_000,) * len(names), 1 << 21, streams, seed=0), names, 16)
-        seconds[streams] = time.process_time() - begun
-    assert seconds[8192] < 5 * seconds[64], f"{seconds} s of processor time"
 
 
 @given(epoch_orders(), st.integers(0, 3), st.data())

@@ -1,16 +1,13 @@
 """Captions are sorted by length, cut into chunks of equal tokens, and trimmed; nothing of them is lost."""
 
 import random
-import time
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
-from clipscale.data.loader.captions import CHUNK_COST, GRAIN, SortedCaptions, cut, widths_of
+from clipscale.data.loader.captions import GRAIN, SortedCaptions, widths_of
 from clipscale.data.loader.shard_stream import lengths
 
 CPU = torch.device("cpu")
@@ -73,32 +70,3 @@ def test_ranks_make_equally_many_chunks(short: int) -> None:
     spans = inputs.spans(7)
     assert len(spans) == 5 and spans[-1][1] == 7
     assert [start for start, _ in spans] == [0, *(stop for _, stop in spans[:-1])]
-
-
-@given(st.lists(st.integers(0, 77), min_size=1, max_size=60), st.integers(1, 400), st.integers(1, 20))
-def test_chunks_are_those_of_the_plain_rule(sizes: list[int], budget: int, most: int) -> None:
-    """Caption by caption: a chunk is filled, and ends early at the drop that saves the most padding."""
-    widths = sorted(widths_of(np.array(sizes), 77).tolist(), reverse=True)
-    expected, start = [], 0
-    while start < len(widths):
-        stop = min(start + max(1, min(budget // widths[start], most)), len(widths))
-        drops = [i for i in range(start + 1, stop) if widths[i] < widths[i - 1]]
-        saved = {i: (stop - i) * (widths[start] - widths[i]) for i in drops}
-        best = max(drops, key=saved.__getitem__, default=stop)
-        if saved.get(best, 0) > CHUNK_COST * budget:
-            stop = best
-        expected.append((start, stop))
-        start = stop
-    assert cut(np.array(widths), budget, most) == expected
-
-
-def test_captions_of_a_million_samples_are_ordered_in_a_moment() -> None:
-    """It took 3.6 s for 704k, between the towers, while the device waited."""
-    count = 2**20
-    sizes = np.random.default_rng(0).integers(2, 77, count).astype(np.int16)
-    tokens = torch.zeros((count, 77), dtype=torch.int32)
-    inputs = SortedCaptions(lambda a, b: tokens[a:b], lambda: sizes, count, CPU, resident=False)
-    started = time.process_time()
-    inputs.cut(4096)
-    inputs.rows(0, count)
-    assert time.process_time() - started < 0.5

@@ -1,10 +1,9 @@
 """A shard stream's windows: the same order from any start, bounded memory, and nothing that is read in vain."""
 
 import gzip
-import io
 import tracemalloc
 from pathlib import Path
-from unittest import mock
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from clipscale.data.loader import shard_reader
 from clipscale.data.order import Segment
 from clipscale.data.sample import RawSample, limits
 from clipscale.data.shards import index
-from clipscale.data.shards.store import State, Store
 from tests.data.files import write_tar
 from tests.data.streams import items_of
 
@@ -40,6 +38,8 @@ def test_windows_closed_by_bytes_are_the_same_from_any_start(
     monkeypatch.setattr(shard_reader, "WINDOW_BYTES", 50_000)
     plain = keys(0, count)
     assert sorted(plain) == sorted(ordinary) and plain != ordinary
+    used = Mock(wraps=index.sample_offsets)
+    monkeypatch.setattr(index, "sample_offsets", used)
     if kind == "indexed":
         dict(index.update_indexes([str(path)]))
     elif kind == "packed":
@@ -48,6 +48,7 @@ def test_windows_closed_by_bytes_are_the_same_from_any_start(
         assert keys(start, count) == plain[start:], f"from {start} on"
         if counted:
             assert [keys(start, stop) for stop in (start + 1, 40)] == [plain[start : start + 1], plain[start:]]
+    assert used.called == (kind != "packed")
 
 
 def test_a_stream_holds_about_one_window_of_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,23 +63,3 @@ def test_a_stream_holds_about_one_window_of_bytes(tmp_path: Path, monkeypatch: p
     tracemalloc.stop()
     assert len(keys) == 90
     assert peak < 14 * size, f"{peak} bytes for windows of {5 * size}: two of them and a sample at most"
-
-
-def test_with_an_index_a_resumed_stream_begins_with_its_window(tmp_path: Path) -> None:
-    path = pictures(tmp_path, [2000] * 60)
-    dict(index.update_indexes([str(path)]))
-    whole = items_of(Segment(0, 0, 0, 60, 60), str(path), window=16, kinds=limits(["png"]))
-    asked = []
-
-    class File(io.BufferedReader):
-        def read(self, size: int | None = -1) -> bytes:
-            asked.append(size)
-            return super().read(size)
-
-    def opened(store: Store, url: str) -> tuple[File, State]:
-        return File(io.FileIO(url)), store.state(url)
-
-    with mock.patch.object(Store, "open", opened):
-        rest = items_of(Segment(0, 0, 37, 60, 60), str(path), window=16, kinds=limits(["png"]))
-    assert [item.key for item in rest] == [item.key for item in whole[37:]]
-    assert sum(asked) <= (60 - 32 + 16) * rest[0].extent, "its windows, and one of the next epoch"

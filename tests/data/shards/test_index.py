@@ -1,8 +1,5 @@
 """The index: its content, its updates, its use by the reader; an entry never applies to a changed file."""
 
-import subprocess
-import sys
-import tarfile
 import tracemalloc
 from functools import partial
 from operator import le
@@ -14,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clipscale.common.errors import UserError
+from clipscale.config.data import DataConfig
+from clipscale.data.order import BatchShare
 from clipscale.data.sample import RawSample, limits
 from clipscale.data.shards import index
-from clipscale.data.shards.counts import count_samples
+from clipscale.data.shards.counts import build_order, count_samples
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from tests.data.files import sample, write_shards, write_tar
 from tests.data.streams import open_stream
@@ -34,29 +33,6 @@ def read(path: Path, **options: Any) -> tuple[list[RawSample], ReadProblem]:
     return list(read_shard(str(path), problem, offsets=index.sample_offsets, **options)), problem
 
 
-@pytest.mark.slow
-def test_a_million_members_take_seconds_and_little_memory(tmp_path: Path) -> None:
-    """Each is a sample, fifty times as many as in a usual shard."""
-    path = tmp_path / "0.tar"
-    members = tarfile.TarInfo("a.txt").tobuf() + tarfile.TarInfo("b.txt").tobuf()
-    path.write_bytes(500_000 * members + bytes(1024))
-    code = f"""
-import resource, time
-from clipscale.data.sample import limits
-from clipscale.data.shards import index
-from clipscale.data.shards.reader import ReadProblem, read_shard
-before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-entry = index.scan_shard({str(path)!r})
-count = sum(1 for raw in read_shard({str(path)!r}, ReadProblem(), kinds=limits(["jpg"], ["txt"])))
-grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024
-print(entry.samples, count, entry.reason, len(entry.row()[-1]), grown, time.process_time() - begun)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    indexed, read, reason, packed, grown, seconds = done.stdout.split()
-    assert (indexed, read, reason) == ("1000000", "1000000", "None")
-    assert int(packed) < 1 << 16 and int(grown) < 64 and float(seconds) < 60, done.stdout
-
-
 names = ["a.png", "a.txt", "b.png", "c/d.x.json", "n", "__m__", "e.txt", "x" * 120 + ".txt"]
 
 
@@ -72,7 +48,8 @@ def test_reading_by_offsets_gives_what_reading_on_gives(
     offsets = lambda *_: index.unpack(scanned.offsets or b"")  # noqa: E731
     for first in range(len(plain)):
         raws = [*read_shard(str(path), ReadProblem(), partial(le, first), offsets=offsets)]
-        assert raws[first:] == plain[first:] and [raw.extent for raw in raws] == [raw.extent for raw in plain]
+        assert raws[first:] == plain[first:] and not any(raw.key for raw in raws[:first])
+        assert [raw.extent for raw in raws] == [raw.extent for raw in plain]
 
 
 def test_only_changed_shards_are_scanned_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,3 +116,18 @@ def test_members_over_the_limit_are_not_read(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert [raw.damage for raw in raws] == ["", "too_large", "too_large", ""] and problem.reason is None
     assert not raws[1].members and peak < 1 << 20, f"{peak} bytes"
+
+
+@pytest.mark.parametrize("cut", [100, 600, 3072], ids=["within a header", "within a picture", "between samples"])
+def test_damage_found_by_counting_is_reported_at_every_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, cut: int
+) -> None:
+    paths = write_shards(tmp_path, [5, 8, 5])
+    paths[1].write_bytes(paths[1].read_bytes()[: 3072 + cut])
+    paths[2].write_bytes(b"noise" * 999)
+    urls = [str(path) for path in paths]
+    for start in range(2):  # the second finds it in the index
+        caplog.clear()
+        build_order(DataConfig(train=urls), urls, None, BatchShare(1), 0)
+        (message,) = [r.getMessage() for r in caplog.records if "damaged" in r.getMessage()]
+        assert message.startswith(f"2 of 3 shards are damaged (first: {urls[1]}, truncated_shard)"), (start, message)
