@@ -77,8 +77,9 @@ class Counter(TorchDispatchMode):
 def counted(tower: nn.Module, inputs: Tensor, precision: str) -> Counter:
     with Counter() as counter, cuda_autocast(), Precision(precision, CPU).autocast():
         features = tower(inputs)
+    upstream = torch.empty_like(features)
     with counter:
-        features.backward(torch.empty_like(features))
+        features.backward(upstream)
     tower.zero_grad()  # the first gradients of a step are not added to others
     return counter
 
