@@ -209,7 +209,8 @@ class Run:
         if self.world.main:
             folder = self.resolved.folder
             print_results(with_start(results, at_start(folder)), f"{folder.name}, step {self.step}, {config.precision}")
-            tell(f"done: {folder} (step {self.step}, loss {self.loss:.4f}); clipscale report {config.run} shows it")
+            tell(f"done: {folder} (step {self.step}, loss {self.loss:.4f})")
+            tell(f"clipscale report {config.run} shows it")
         return {"run": str(self.resolved.folder), "step": self.step, "loss": self.loss, "eval": results}
 
     def limit_s(self) -> float:

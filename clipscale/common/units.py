@@ -74,13 +74,28 @@ def format_bytes(count: float) -> str:
     return f"{count:.2f} TiB"
 
 
-PART = re.compile(r"""(\{[^}]*\}|\[[^]]*\]|\([^)]*\)|'[^']*'|"[^"]*"|[^,])+""")
-"""What a comma ends: brackets and quotes that hold some, and any other characters."""
+def counted(count: int, noun: str) -> str:
+    """`1 shard`, `2,000 shards`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+BRACKETS = {"{": "}", "[": "]", "(": ")", "'": "'", '"': '"'}
 
 
 def split(text: str) -> list[str]:
-    """Split at commas outside braces, brackets and quotes."""
-    return [part[0].strip() for part in PART.finditer(text) if part[0].strip()]
+    """Split at commas outside braces, brackets and quotes, which may stand inside each other."""
+    parts = [""]
+    closing: list[str] = []
+    for at, character in enumerate(text, 1):
+        if closing and character == closing[-1]:
+            closing.pop()
+        elif character in BRACKETS and closing[-1:] not in (["'"], ['"']) and BRACKETS[character] in text[at:]:
+            closing.append(BRACKETS[character])
+        if character == "," and not closing:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts if part.strip()]
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -2,6 +2,7 @@
 
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import say
+from clipscale.common.units import counted
 from clipscale.config.data import DataConfig
 from clipscale.config.stages import stages_of
 from clipscale.config.train import TrainConfig
@@ -34,7 +35,7 @@ def main(config: TrainConfig) -> None:
         stored_teachers(config.data, config.distill)
         shards = sum(check_source(source, config.data) for source in sources)
         sets = len(chosen_sets(config.eval))
-    found = f"{model.name} of {side} pixels, {shards} shards, {sets} evaluation sets"
+    found = f"{model.name} of {side} pixels, {counted(shards, 'shard')}, {counted(sets, 'evaluation set')}"
     say(f"checked, and nothing is started: {found}")
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clipscale.common.units import format_bytes, format_count, nearest, parse_count, run_folder, unused
+from clipscale.common.units import format_bytes, format_count, nearest, parse_count, run_folder, split, unused
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,19 @@ def test_the_nearest_names_go_by_the_whole_by_the_last_part_and_by_the_beginning
     assert nearest("bacth", names) == "; did you mean 'batch'?"
     assert nearest("chunk", names) == "; did you mean 'cache.chunk'?"
     assert nearest("zzz", names) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("a, b,", ["a", "b"]),
+        ("/d/{0,{1,2}}.tar,[a,[b],c]", ["/d/{0,{1,2}}.tar", "[a,[b],c]"]),
+        ("'[,',(a,b)", ["'[,'", "(a,b)"]),
+        ("it's,[b", ["it's", "[b"]),
+    ],
+)
+def test_commas_inside_of_brackets_and_quotes_split_nothing(text: str, parts: list[str]) -> None:
+    assert split(text) == parts
 
 
 def test_a_plain_name_lies_under_runs_and_a_path_is_itself() -> None:

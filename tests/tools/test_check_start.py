@@ -18,7 +18,7 @@ def test_what_is_there_is_named_and_nothing_is_started(cli: Cli, shards: str, tm
     classes = classification_set(tmp_path / "colours")
     status, out, err = cli(*tiny(f"data.train={shards}", "run=a", f"eval.sets={classes}"), "--check")
     assert status == 0, err
-    assert "2 shards, 1 evaluation sets" in out and not (tmp_path / "runs").exists()
+    assert "2 shards, 1 evaluation set\n" in out and not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("sweep", [(), ("-m",)], ids=["a run", "a sweep"])

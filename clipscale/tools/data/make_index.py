@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores
 from clipscale.common.terminal import say, tracked
-from clipscale.common.units import format_bytes
+from clipscale.common.units import counted, format_bytes
 from clipscale.data.shards import index, listing
 from clipscale.data.shards.addresses import scheme_of
 from clipscale.data.shards.reader import subset_of
@@ -28,7 +28,7 @@ def main(sources: Sequence[str], settings: IndexSettings) -> int:
     known = index.current(urls, subset)
     entries = known.entries.values()
     samples, size = sum(entry.samples for entry in entries), sum(entry.size for entry in entries)
-    say(f"{samples} samples in {len(entries)} shards, {format_bytes(size)}")
+    say(f"{counted(samples, 'sample')} in {counted(len(entries), 'shard')}, {format_bytes(size)}")
     damage = [f"not indexed: {url}: {outcome}" for url, outcome in outcomes.items() if isinstance(outcome, str)]
     damage += [f"{e.reason} after {e.samples} samples: {e.detail}" for e in entries if e.reason]
     for line in damage:

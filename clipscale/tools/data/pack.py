@@ -21,7 +21,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores
 from clipscale.common.record import Record
 from clipscale.common.terminal import doing, say, tracked
-from clipscale.common.units import format_bytes
+from clipscale.common.units import counted, format_bytes
 from clipscale.data.decode import Picture, text_of
 from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError
 from clipscale.data.shards import index
@@ -34,10 +34,13 @@ SHARD_SAMPLES = 10_000
 SHARD_BYTES = 10**9
 PARTS = {"pairs": "", "held-out pairs": "holdout"}
 """The folders of the shards in DIR, by what is in them."""
+SPLITS = {"train", "val", "valid", "validation", "test"}
+"""Folders of sets that are kept apart."""
 QUALITY = 95
 """Of JPEGs that are resized."""
 REMEDIES = {
     "unreadable_file": "; paths are relative to the table, or else to root=DIR",
+    "bad_json": "; a line is one object of JSON, {...}",
     "bad_row": "; a row has as many values as the header, and quotes around those with separators",
     "outside_root": "; root=DIR names the folder below which a table's files lie",
     "windows_path": "; write paths with / and relative to the table",
@@ -59,6 +62,9 @@ def main(words: Sequence[str], settings: PackSettings) -> int:
         raise UserError(f"{words[0]}: there is no such file or folder")
     with files.reported("table", path, "repair it, or fetch it again"):
         tables = tables_of(path, settings.columns)
+    parts = [folder.name for folder in files.folders(path) if folder.name in SPLITS] if path.is_dir() else []
+    if len(parts) > 1:
+        say(f"{', '.join(parts)} become one set; pack each of them by itself to keep them apart")
     if tables:
         say(f"columns: {', '.join(tables[0].columns)}")
     root = resolved(settings.root) if settings.root else ""
@@ -82,7 +88,7 @@ def main(words: Sequence[str], settings: PackSettings) -> int:
             shards = [str(out / part / name) for name in sizes]
             list(index.update_indexes(shards, workers=cores()))
             size = format_bytes(sum(Path(shard).stat().st_size for shard in shards))
-            say(f"{sum(sizes.values()):,} {what} in {len(shards)} shards of {out / part}, {size}")
+            say(f"{sum(sizes.values()):,} {what} in {counted(len(shards), 'shard')} of {out / part}, {size}")
     if reasons:
         say(f"left out: {'; '.join(reasons)}")
     return 0

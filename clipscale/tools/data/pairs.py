@@ -114,7 +114,8 @@ def of_table(table: Table, root: str) -> Iterator[Pair]:
             elif isinstance(place, str) and place.strip():
                 yield pair._replace(name=place.strip(), place=here._replace(name=place.strip()))
             else:
-                yield pair._replace(broken="bad_row" if row is None else "no_image")
+                bad = "bad_json" if "json" in table.file.suffix else "bad_row"
+                yield pair._replace(broken=bad if row is None else "no_image")
 
 
 def visible(folder: Path) -> list[Path]:
