@@ -16,12 +16,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import open_clip
 import pytest
 
 import clipscale
 from clipscale.cli.main import main
 from clipscale.cli.verbs import VERBS
-from clipscale.config.libraries import pretrained_tags
 from clipscale.config.parse import MEANT
 from clipscale.config.presets import PACKAGE, group_options
 from clipscale.config.setting import setting, settings_of
@@ -137,7 +137,7 @@ def ours(words: Sequence[str]) -> list[str]:
     return [*words[words.index("clipscale") + 1 :]] if "clipscale" in words else []
 
 
-TAKEN = re.compile(r"(run|resume|model\.weights|average)=\[?(?:runs/)?(\w[\w./-]*)\]?")
+TAKEN = re.compile(r"(run|resume|model\.weights)=\[?(?:runs/)?(\w[\w./-]*)\]?")
 
 
 def runs_of(words: Sequence[str]) -> set[str]:
@@ -145,7 +145,9 @@ def runs_of(words: Sequence[str]) -> set[str]:
     if words[0] == "report":
         return {word for word in words[1:] if "=" not in word}
     found = filter(None, map(TAKEN.fullmatch, words))
-    return {m[2] for m in found if m[1] != "run" or words[0] != "train"}.difference(pretrained_tags())
+    return {m[2] for m in found if m[1] != "run" or words[0] != "train"}.difference(
+        tag for _, tag in open_clip.list_pretrained()
+    )
 
 
 def test_every_command_finds_what_it_names(

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from clipscale.common import files
-from clipscale.common.checkpoints import is_run
 from clipscale.common.errors import UserError
-from clipscale.common.units import nearest, run_folder
+from clipscale.common.units import run_folder
 from clipscale.config import sections
-from clipscale.config.libraries import pretrained_tags, spelt
 from clipscale.config.secrets import restored
 from clipscale.config.setting import differing, setting
 
@@ -84,25 +82,7 @@ def model_run(config: AnyModel, weights: str) -> Path | None:
         raise UserError("run is not set; give run=NAME or run=PATH, or model=vit-b32 model.weights=laion2b_s34b_b79k")
     if config.checkpoint != "latest" or weights == "ema":
         raise UserError(f"checkpoint={config.checkpoint}, {weights} weights: only a run has them; give run=NAME")
-    check_weights(model)
     return None
-
-
-def check_weights(config: sections.ModelConfig) -> None:
-    """Raises UserError for weights that are not on this machine, and are no tag of open_clip and no hub's either."""
-    named = {"model": config.weights, "model.image": config.image.weights, "model.text": config.text.weights}
-    for section, value in named.items():
-        if not value or value.startswith("hf-hub:"):
-            continue
-        path = run_folder(value[4:]) if value.startswith("run:") else Path(value).expanduser()
-        if path.exists() or is_run(run_folder(value)) or spelt("open_clip", "pretrained.py", value):
-            continue
-        tags = pretrained_tags() if re.fullmatch(r"[\w-]+", value) else []
-        if value not in tags:
-            raise UserError(
-                f"{section}.weights={value!r}: there is no {path}; give a path that exists, a run, "
-                f"hf-hub:ORG/NAME, or a tag of open_clip{nearest(value, tags)}"
-            )
 
 
 def check_places(config: sections.EvalConfig, rendered: Iterable[str] = ()) -> None:

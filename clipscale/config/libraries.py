@@ -36,12 +36,17 @@ def model_description(name: str) -> Record:
     return files.read_json(file) if file.is_file() else {}
 
 
-@cache
-def pretrained_tags() -> list[str]:
-    """The tags of open_clip's weights, of all its models."""
-    import open_clip
-
-    return sorted({tag for _, tag in open_clip.list_pretrained()})
+def listed_tags(name: str) -> list[str]:
+    """The tags of weights with a model's activation, as far as open_clip's file shows them: of others ask open_clip."""
+    file = _file("open_clip", "pretrained.py")
+    text = file.read_text("utf-8") if file.is_file() else ""
+    model = re.escape(name.replace("/", "-").removesuffix("-quickgelu"))
+    entry = re.search(rf"""(?ms)^ +["']{model}["']: (?:(_\w+),|(dict.*?)^ {{0,4}}\S)""", text)
+    table = re.search(rf"(?ms)^{entry[1]} = (.*?)^\S", text) if entry and entry[1] else None
+    found = table[1] if table else entry[2] if entry else ""
+    tags = re.findall(r"""["']?([\w-]+)["']?\s*[=:]\s*_\w*cfg\((.*?)\)""", found or "", re.S)
+    quick = model_description(name).get("quick_gelu", False)
+    return [tag for tag, options in tags if ("quick_gelu=True" in options) == quick]
 
 
 @cache

@@ -21,7 +21,6 @@ from clipscale.common.errors import LostRankError, StoppedError, UserError, firs
 from clipscale.common.hardware import cores
 from clipscale.common.record import Record
 from clipscale.common.signals import blocked
-from clipscale.config.eval import check_weights
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train import TrainConfig, check, check_divisible, warnings
 from clipscale.data.loader.fork_server import warm_up
@@ -67,7 +66,6 @@ def check_train(config: TrainConfig) -> None:
     if ranks.several() and not config.run:
         raise UserError("run is not set; under torchrun all ranks need the same name, run=NAME")
     check(config)
-    check_weights(config.model)
     if config.device == "cuda" and not any(map(os.path.exists, GPU_DRIVERS)):
         raise UserError("device=cuda: this machine has no GPU with a driver; use device=cpu or fix the driver")
     if config.log.wandb == "online" and terminal.main_rank():

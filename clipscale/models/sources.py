@@ -17,12 +17,14 @@ from clipscale.common import files
 from clipscale.common.checkpoints import META, is_run, locate
 from clipscale.common.errors import UserError, first_line, one_line
 from clipscale.common.record import Record
+from clipscale.common.terminal import doing
 from clipscale.common.units import nearest, run_folder
-from clipscale.config.libraries import model_description
+from clipscale.config.libraries import listed_tags, model_description
 from clipscale.config.parse import typed
 from clipscale.config.sections import ModelConfig, Preprocess
 from clipscale.config.setting import settings_of
 from clipscale.models import hugging_face
+from clipscale.models.shapes import misfit, shapes_of
 
 HUB = "hf-hub:"
 RUN = "run:"
@@ -51,6 +53,14 @@ class Source:
     model: ModelConfig = UNKNOWN
     """What is known of it: with a name, its architecture, too; `preprocess`."""
 
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around what reads the files. Raises UserError for damaged ones."""
+        try:
+            yield
+        except Exception as error:  # torch, safetensors, zipfile and pickle have their own
+            raise UserError(f"{self.setting} is damaged or no file of weights ({one_line(error)})") from error
+
 
 def find(value: str, name: str, setting: str = "model.weights") -> Source:
     """The weights that a setting names; `name` is the architecture, among whose tags it may be. Raises UserError."""
@@ -77,7 +87,13 @@ def here(value: str, setting: str = "model.weights") -> Source | None:
         return _in_folder(path, origin, path.resolve().name)
     if path.is_file():
         return Source(origin, path, _checked([path], origin))
-    return _in_run(named, origin) if is_run(named) else None
+    if is_run(named):
+        return _in_run(named, origin)
+    if not (value.startswith(HUB) or re.fullmatch(r"[\w-]+", value)):
+        raise UserError(
+            f"{origin}: there is no {path}; give a path that exists, a run, hf-hub:ORG/NAME, or a tag of open_clip"
+        )
+    return None
 
 
 def settled(config: ModelConfig, *, chosen: bool) -> ModelConfig:
@@ -85,15 +101,29 @@ def settled(config: ModelConfig, *, chosen: bool) -> ModelConfig:
 
     `chosen`: the user has chosen a model, too; it has to be the same. Otherwise it is a default. Raises UserError.
     """
-    for tower, weights in (("image.", config.image.weights), ("text.", config.text.weights)):
-        if weights:
-            here(weights, f"model.{tower}weights")
-    if not config.weights:
-        return config
-    source = here(config.weights)
-    if not chosen and (config.weights.startswith(HUB) or (source and source.model.name)):
-        config = replace(config, name="", architecture={})
-    return as_described(config, source) if source else config
+    if whole := config.weights:
+        source = here(whole)
+        if not chosen and (whole.startswith(HUB) or (source and source.model.name)):
+            config = replace(config, name="", architecture={})
+        if source:
+            config = as_described(config, source)
+        else:
+            _check_tag(config, whole, "model.weights")
+    towers = (("image", "vision_cfg", config.image.weights), ("text", "text_cfg", config.text.weights))
+    for tower, part, weights in towers:
+        setting = f"model.{tower}.weights"
+        if weights and (source := here(weights, setting)):
+            _check_fit(config, source, part)
+        elif weights:
+            _check_tag(config, weights, setting)
+    return config
+
+
+def _check_tag(config: ModelConfig, tag: str, setting: str) -> None:
+    """Raise UserError for a tag of another model, by open_clip itself, unless its file lists the tag for this one."""
+    if config.name and not tag.startswith(HUB) and tag not in listed_tags(config.name):
+        doing(f"asking open_clip for {setting}={tag}")
+        _pretrained(tag, config.name.replace("/", "-"), f"{setting}={tag!r}")
 
 
 def as_described(config: ModelConfig, source: Source) -> ModelConfig:
@@ -104,6 +134,8 @@ def as_described(config: ModelConfig, source: Source) -> ModelConfig:
             raise UserError(
                 f"model.name={config.name}: {source.setting} is {theirs.name}, {difference}; leave model= out"
             )
+        if not theirs.name:
+            _check_fit(config, source, *COMPARED)
         return config
     if not theirs.name:
         raise UserError(f"{source.setting} does not describe its architecture; give a preset too, as model=vit-b32")
@@ -146,6 +178,16 @@ def _difference(ours: ModelConfig, theirs: ModelConfig) -> str:
     values, others = map(_compared, known)
     different = (key for key, value in values.items() if value != others[key])
     return next((f"whose {key} is {others[key]}, not {values[key]}" for key in different), "")
+
+
+def _check_fit(config: ModelConfig, source: Source, *parts: str) -> None:
+    """Raise UserError for files of weights that are damaged, or of other towers than these of the model."""
+    description = config.architecture or model_description(config.name)
+    with source.reading():
+        shapes = shapes_of(source.shards)
+    known = {"embed_dim", *COMPARED} <= description.keys()
+    if shapes and known and (wrong := misfit(shapes, _compared(description), parts)):
+        raise UserError(f"{source.setting} does not fit model.name={config.name}: {wrong}; give another model=")
 
 
 def _compared(description: Record) -> Record:
@@ -310,20 +352,29 @@ def _from_hub(name: str) -> Path:
     return folder
 
 
-def _of_tag(tag: str, name: str, origin: str) -> Source:
+def _pretrained(tag: str, name: str, origin: str) -> Record:
+    """What open_clip says of a tag's weights. Raises UserError for a tag of another model."""
     import open_clip
 
     tags = open_clip.list_pretrained_tags_by_model(name)
     if tag not in tags:
-        known = f"; the tags of {name} are {', '.join(tags)}" if tags else ""
+        of = ", ".join(open_clip.list_pretrained_models_by_tag(tag))
+        known = f"it is one of {of}" if of else f"it has {', '.join(tags) or 'none'}"
         raise UserError(
-            f"{origin} is no file, no folder, no run and no tag of model.name={name}{nearest(tag, tags)}{known}"
+            f"{origin} is no file, no folder, no run and no tag of model.name={name}{nearest(tag, tags)}; {known}"
         )
     pretrained = open_clip.get_pretrained_cfg(name, tag)
     quick = pretrained.get("quick_gelu", False)
     if quick != model_description(name).get("quick_gelu", False):
         right = name.removesuffix("-quickgelu") + ("-quickgelu" if quick else "")
         raise UserError(f"{origin} was trained with another activation; take model.name={right}")
+    return dict(pretrained)
+
+
+def _of_tag(tag: str, name: str, origin: str) -> Source:
+    import open_clip
+
+    pretrained = _pretrained(tag, name, origin)
     path = Path(open_clip.download_pretrained(pretrained))
     return Source(origin, path, (path,), replace(UNKNOWN, preprocess=checked_pixels(pretrained)))
 

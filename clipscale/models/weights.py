@@ -21,12 +21,10 @@ from clipscale.common.record import Record
 from clipscale.config.parse import typed
 from clipscale.config.sections import ModelConfig
 from clipscale.models.renamed import Weights, of_transformers
+from clipscale.models.shapes import unwrapped
 from clipscale.models.sources import Source, as_described, find
 
 log = logging.getLogger(__name__)
-WRAPPERS = ("state_dict", "model_state_dict", "model")
-PREFIXES = ("module.", "_orig_mod.", "model.")
-"""Where trainers put the weights in a checkpoint, and what wrappers of torch put before their names."""
 _BARE = re.compile(r"(^|\.)(head|proj|pooler|cls|lm_head|fc|classifier|embeddings\.position_ids)(\.|$)")
 """Weights around a tower of another task: its classifier is left out, and our projection keeps its initial values."""
 
@@ -86,10 +84,8 @@ def read(source: Source) -> Weights:
         return {re.sub(r"^text\.encoder", "text", re.sub(r"^image\.encoder", "visual", n)): x for n, x in state.items()}
     state = {}
     for path in source.shards:
-        try:
+        with source.reading():
             state |= unwrapped(_loaded(path))
-        except Exception as error:  # torch, safetensors, zipfile and pickle have their own
-            raise UserError(f"{source.setting} is damaged or no file of weights ({one_line(error)})") from error
     sparse = [n for n, x in state.items() if x.layout != torch.strided or x.nbytes > x.untyped_storage().nbytes()]
     if sparse:
         raise UserError(f"{source.setting}: {min(sparse)} takes more memory than the file has; load and save it")
@@ -100,16 +96,6 @@ def _loaded(path: Path) -> Record:
     if path.suffix == ".safetensors":
         return load_file(path)
     return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def unwrapped(state: Record) -> Weights:
-    """The tensors of a checkpoint by their names in the model: without what trainers put around and before them."""
-    inner = next((state[key] for key in WRAPPERS if isinstance(state.get(key), dict)), None)
-    if inner is not None:
-        return unwrapped(inner)
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    prefix = next((prefix for prefix in PREFIXES if tensors and all(name.startswith(prefix) for name in tensors)), "")
-    return unwrapped({name.removeprefix(prefix): value for name, value in tensors.items()}) if prefix else tensors
 
 
 def converted(state: Weights, encoders: CustomTextCLIP, source: Source) -> Weights:

@@ -2,20 +2,20 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import save_file
 
 from clipscale.cli.compose import settings
 from clipscale.common.errors import UserError
 from clipscale.config.libraries import model_description
-from clipscale.config.sections import ModelConfig
-from clipscale.models.sources import Source, as_described, fetched_description
-from clipscale.models.towers import build_model
-from tests.models.test_weights import SMALL, config, open_clip_folder, random_model
+from clipscale.config.sections import ModelConfig, TowerConfig
+from clipscale.models.sources import Source, as_described, fetched_description, settled
+from clipscale.models.towers import ClipModel, build_model
+from tests.models.test_weights import SMALL, config, custom, open_clip_folder, plain, random_model, state_of
 from tests.support.checkpoints import save_model
 
 
@@ -26,7 +26,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     started = config(image_size=48, architecture=SMALL | {"quick_gelu": True})
     save_model(tmp_path / "runs/start", build_model(started), started)
     open_clip_folder(tmp_path / "theirs", random_model(1))
-    save_file({"x": torch.zeros(1)}, tmp_path / "bare.safetensors")
+    save_file(state_of(random_model(1)), tmp_path / "bare.safetensors")
     return tmp_path
 
 
@@ -43,9 +43,9 @@ def test_a_folder_brings_its_model_and_weights_without_a_description_keep_the_de
     for verb in ("train", "eval", "embed", "explore"):
         composed = settings(verb, ["model.weights=theirs"])
         assert (composed.model.name, composed.model.architecture) == ("theirs", SMALL)
-    for weights in ("bare.safetensors", "laion2b_s34b_b79k"):
-        assert settings("train", ["model=vit-b16", f"model.weights={weights}"]).model.name == "ViT-B-16"
-        assert settings("train", [f"model.weights={weights}"]).model.name == "ViT-B-32"
+    assert settings("train", ["model.weights=laion2b_s34b_b79k"]).model.name == "ViT-B-32"
+    chosen = config(weights="bare.safetensors")
+    assert settled(chosen, chosen=False) == chosen
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,12 @@ def test_a_repository_is_described_before_its_weights_are_fetched(place: Path, m
     [
         ("model.weights=theirs/none", "there is no theirs/none"),
         ("model.weights=run:none", "there is no run runs/none"),
-        ("model.weights=laion2b_s34b_b79", "'laion2b_s34b_b79k' or"),
+        (
+            "model.weights=bare.safetensors",
+            "not fit model.name=ViT-B-32: its visual.conv1.weight is (32, 3, 8, 8)",
+        ),
+        ("model=siglip-b16 model.text.weights=bare.safetensors", "its text.token_embedding.weight is (49408, 32)"),
+        ("model=rn50 model.weights=bare.safetensors", "it has visual.proj"),
         ("model.image.weights=empty", "holds no weights"),
         ("model=vit-b32 model.weights=start", "is small"),
     ],
@@ -120,3 +125,52 @@ def test_what_is_wrong_with_weights_is_said_before_torch_is_loaded(place: Path, 
     command = [sys.executable, "-c", code, "train", "data.train=x.tar", *words.split()]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+OTHERS = [
+    ({"vision_cfg": {"patch_size": 16}}, r"its visual.conv1.weight is \(32, 3, 8, 8\), not \(32, 3, 16, 16\)"),
+    ({"vision_cfg": {"layers": 3}}, "its blocks are 2, not 3"),
+    ({"vision_cfg": {"timm_model_name": "test_vit"}}, "it has visual.proj"),
+    ({"text_cfg": {"vocab_size": 99}}, r"its text.token_embedding.weight is \(49408, 32\), not \(99, 32\)"),
+    ({"text_cfg": {"mlp_ratio": 2.0}}, r"its text.transformer.resblocks.0.mlp.c_fc.weight is \(128, 32\)"),
+    ({"embed_dim": 8}, "not \\(32, 8\\)"),
+]
+
+
+@pytest.mark.parametrize("write", [custom, plain])
+@pytest.mark.parametrize(("change", "message"), OTHERS)
+def test_weights_of_another_model_are_refused_by_their_shapes(
+    tmp_path: Path, write: Callable[[Path, ClipModel], Path], change: dict[str, Any], message: str
+) -> None:
+    """When the settings are read, before a plan or a model."""
+    weights = str(write(tmp_path, random_model(1)))
+    other = {key: SMALL[key] | value if isinstance(value, dict) else value for key, value in change.items()}
+    part = "text" if "text_cfg" in change else "image"
+    for chosen in (
+        ModelConfig("mine", SMALL | other, weights=weights),
+        ModelConfig("mine", SMALL | other, **{part: TowerConfig(weights)}),
+    ):
+        with pytest.raises(UserError, match=f"weights='.*' does not fit model.name=mine: .*{message}.*; give another"):
+            settled(chosen, chosen=True)
+    assert settled(config(weights=weights, image_size=48), chosen=True).image_size == 48, "positions are resized"
+
+
+def test_what_is_no_file_of_weights_is_refused_when_settings_are_read(place: Path) -> None:
+    for name in ("x.safetensors", "x.pt"):
+        Path(name).write_text("no weights")
+        with pytest.raises(UserError, match=f"model.weights='{name}' is damaged or no file of weights"):
+            settings("train", [f"model.weights={name}"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("model.weights=laion2b_s34b_b79", "no tag of model.name=ViT-B-32; did you mean 'laion2b_s34b_b79k'"),
+        ("model.weights=laion2b_s32b_b82k", "no tag of model.name=ViT-B-32.*it is one of ViT-L-14"),
+        ("model=vit-l14 model.text.weights=laion2b_s34b_b79k", "no tag of model.name=ViT-L-14"),
+        ("model.weights=openai", "another activation; take model.name=ViT-B-32-quickgelu"),
+    ],
+)
+def test_a_tag_of_another_model_is_refused_by_open_clip_when_settings_are_read(words: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        settings("train", words.split())

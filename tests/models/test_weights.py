@@ -20,9 +20,10 @@ from torch import Tensor
 from clipscale.checkpoint.loading import META, meta_text, read_meta, values_text
 from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig, TowerConfig
+from clipscale.models.shapes import unwrapped
 from clipscale.models.sources import find
 from clipscale.models.towers import ClipModel, build_model
-from clipscale.models.weights import described, unwrapped
+from clipscale.models.weights import described
 from clipscale.tools.export.open_clip import description, weights
 from tests.support.checkpoints import save_model
 from tests.support.towers import architecture
