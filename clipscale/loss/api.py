@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, Unpack, cast
 
@@ -120,10 +120,11 @@ def contrastive_loss(
             similarities (n, m), pair by pair, which is called with one tile at a time, twice, and whose parameters get
             their gradient too.
         exchange: none (this process by itself) | replicated (CLIP: gather both sides, the whole loss on every rank; of
-            modules and of more texts than images: gather) | gather (all-gather of the texts, reduce-scatter of their
-            gradients; DisCo-CLIP) | ring (the texts travel; least memory) | nodes (gather within a node, a ring between
-            nodes) | auto (in one node ring; across nodes gather where that is small, else nodes). In a group of one
-            they are the same.
+            modules and of more texts than images: gather) | local (OpenCLIP: two one-sided losses of the own rows; of
+            what replicated does not take, and of other objectives than softmax: gather) | gather (all-gather of the
+            texts, reduce-scatter of their gradients; DisCo-CLIP) | ring (the texts travel; least memory) | nodes
+            (gather within a node, a ring between nodes) | auto (in one node ring; across nodes gather where that is
+            small, else nodes). In a group of one they are the same.
         backend: dense (a block's scores at once) | tiled (torch, any device) | triton (CUDA; the dot product, without
             keys, one caption an image) | auto.
         group: the process group, or a mesh of one dimension (FSDP2's, or the data dimension beside tensor parallel's);
@@ -202,12 +203,24 @@ def _loss(inputs: Inputs, objective: Objective, choices: Choices) -> Tensor:
     if over_cols and not over_rows:
         inputs = inputs.positives_only()  # a hard negative is in no text's softmax
     similarity = Dot() if module is None else Deep(module, device)
-    call = LossCall(
-        _exchange(choices.exchange, comm, inputs, machine), _backend(backend, objective, inputs, similarity, machine),
-        similarity, objective, inputs, choices.check, torch.is_grad_enabled(),
-    )  # fmt: skip
-    tensors = (inputs.rows.features, inputs.cols.features, inputs.scale, inputs.bias, *similarity.parameters)
-    return cast(Tensor, ContrastiveLoss.apply(call, *tensors))
+    exchange = _exchange(choices.exchange, comm, inputs, machine)
+    values = []
+    for part, sides in _parts(objective, inputs, choices):
+        blocks = _backend(backend, part, sides, similarity, machine)
+        call = LossCall(exchange, blocks, similarity, part, sides, choices.check, torch.is_grad_enabled())
+        tensors = (sides.rows.features, sides.cols.features, sides.scale, sides.bias, *similarity.parameters)
+        values.append(cast(Tensor, ContrastiveLoss.apply(call, *tensors)))
+    return values[0] if len(values) == 1 else (values[0] + values[1]) / 2
+
+
+def _parts(objective: Objective, inputs: Inputs, choices: Choices) -> list[tuple[Objective, Inputs]]:
+    """The losses whose mean is the loss. OpenCLIP's local loss is one-sided in both directions: a rank's images against
+    all texts, and its texts against all images."""
+    is_paired = len(inputs.rows) == len(inputs.cols) and choices.module is None
+    if choices.exchange != "local" or objective is not OBJECTIVES["softmax"] or not is_paired:
+        return [(objective, inputs)]
+    one_sided = replace(objective, weights=(1.0, None))
+    return [(one_sided, inputs), (one_sided, replace(inputs, rows=inputs.cols, cols=inputs.rows))]
 
 
 def _backend(name: str, objective: Objective, inputs: Inputs, similarity: Similarity, machine: Machine) -> Backend:

@@ -105,7 +105,7 @@ class Sigmoid(Objective):
         return TritonSigmoid
 
 
-EXCHANGES = ("auto", "none", "replicated", "gather", "ring", "nodes")
+EXCHANGES = ("auto", "none", "replicated", "local", "gather", "ring", "nodes")
 GATHER_BYTES = 5 << 30
 """Most memory for the texts of all ranks and their gradients where `auto` gathers across nodes."""
 BACKENDS = ("auto", "dense", "tiled", "triton")

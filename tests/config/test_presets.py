@@ -148,4 +148,4 @@ def test_another_model_or_loss_beside_an_experiment_is_that_one(tmp_path: Path) 
     for given, expected in {"siglip": ("sigmoid", -10), "ring": ("softmax", 3), "infcl": ("softmax", 3)}.items():
         config = compose.settings("train", [f"loss={given}", "experiment=mine", "model=tiny"], str(tmp_path))
         assert (config.loss.objective, config.model.init_bias) == expected
-        assert (config.model.name, config.model.compile) == ("tiny", True)
+        assert (config.model.name, config.model.compile) == ("tiny", "true")

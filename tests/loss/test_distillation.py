@@ -56,7 +56,7 @@ def on_a_rank(
     return results(loss, u[rank], v[rank], 14.3, tile=3)
 
 
-@pytest.mark.parametrize("exchange", ["ring", "gather", "replicated"])
+@pytest.mark.parametrize("exchange", ["ring", "gather", "local", "replicated"])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_it_is_exact_on_ranks(ranks: Workers, world: int, exchange: str) -> None:
     n = 5

@@ -11,7 +11,7 @@ from clipscale.loss.objective import OBJECTIVES, exchange_of
 from tests.loss.cases import Phi, assert_exact, oracle, results
 from tests.loss.workers import Workers, check, stacked
 
-EXCHANGES = ["replicated", "gather", "ring"]
+EXCHANGES = ["replicated", "local", "gather", "ring"]
 WORLDS = [(1, "tiled"), (2, "tiled"), (3, "tiled"), (3, "dense"), (4, "tiled")]
 """The number of ranks and the backend, which knows nothing of it."""
 
@@ -20,7 +20,7 @@ WORLDS = [(1, "tiled"), (2, "tiled"), (3, "tiled"), (3, "dense"), (4, "tiled")]
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_dot_product_is_exact_on_any_number_of_ranks(ranks: Workers, world: int, exchange: str, backend: str) -> None:
     """Every size and scale, and float32, in tiles on three ranks; elsewhere the largest."""
-    m = 7 if exchange == "replicated" else 9  # of more texts than images it is gather
+    m = 7 if exchange in ("replicated", "local") else 9  # of more texts than images it is gather
     cases = [(1, 1, 1.0), (7, m, 1.0), (1, 1, 100.0), (7, m, 100.0)]
     for objective in OBJECTIVES:
         options = {"objective": objective, "exchange": exchange, "backend": backend, "tile": 4}
@@ -36,7 +36,7 @@ def test_dot_product_is_exact_on_any_number_of_ranks(ranks: Workers, world: int,
 @pytest.mark.parametrize("kind", ["aligned", "equal", "low", "duplicates"])
 def test_hard_distributions_are_exact_on_ranks(ranks: Workers, exchange: str, kind: str) -> None:
     for scale in (1.0, 100.0):
-        u, v = stacked(3, 10, 10 if exchange == "replicated" else 12, 16, kind)
+        u, v = stacked(3, 10, 10 if exchange in ("replicated", "local") else 12, 16, kind)
         check(ranks, 3, u, v, scale, {"exchange": exchange, "tile": 4})
     check(ranks, 3, 10 * u, v, 100.0, {"exchange": exchange, "tile": 4})  # e^1000 is no float64
     check(ranks, 3, u.float(), v.float(), 100.0, {"exchange": exchange, "tile": 4}, bar=1e-5)

@@ -15,7 +15,7 @@ from clipscale.loss.objective import OBJECTIVES
 from tests.loss.cases import Phi, assert_exact, assert_near_plain_torch, features, keys, oracle, results
 from tests.loss.workers import Workers, check, stacked, stacked_again
 
-EXCHANGES = ["replicated", "gather", "ring"]
+EXCHANGES = ["replicated", "local", "gather", "ring"]
 
 
 @pytest.mark.parametrize("shared", ["mask", "positive"])

@@ -249,7 +249,13 @@ def forked() -> Iterator[Workers]:
 @pytest.mark.skipif(DEVICE == "cuda", reason="gloo ranks on the CPU")
 @pytest.mark.parametrize(
     ("objective", "exchange"),
-    [("softmax", "ring"), ("softmax", "replicated"), ("softmax_text", "gather"), ("sigmoid", "ring")],
+    [
+        ("softmax", "ring"),
+        ("softmax", "replicated"),
+        ("softmax", "local"),
+        ("softmax_text", "gather"),
+        ("sigmoid", "ring"),
+    ],
 )
 def test_on_ranks_it_is_exact(forked: Workers, objective: str, exchange: str) -> None:
     u, v = stacked(2, 18, 20, 24)
