@@ -8,7 +8,6 @@ import io
 import json
 import multiprocessing
 import tempfile
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -59,9 +58,7 @@ def paths(root: Path | None = None) -> DemoPaths:
 def main(settings: DemoSettings) -> Path:
     """Render the set unless it is there, and print where it is. Returns its folder."""
     place = paths(Path(settings.root).expanduser() if settings.root else None)
-    begun = time.monotonic()
-    fresh = render_demo(place.root, settings.samples)
-    verb = f"written in {time.monotonic() - begun:.1f} s" if fresh else "already there"
+    verb = "written" if render_demo(place.root, settings.samples) else "already there"
     sets = ", ".join(map(str, place.tests.values()))
     say(f"demo set {verb}: {settings.samples} pairs in {place.train}; evaluation sets {sets}")
     return place.root
@@ -106,16 +103,14 @@ def render_demo(root: Path, train_samples: int = 20_000) -> bool:
 
 
 def _write_all(root: Path, train_samples: int) -> None:
-    names = {
-        "classnames.txt": "".join(f"{colour} {shape}\n" for colour, shape in scenes.CLASSES),
-        "zeroshot_classification_templates.txt": "\n".join(scenes.TEMPLATES) + "\n",
-    }
+    (root / "train").mkdir(parents=True)
     for name in TEST_SETS:
         (root / name / "test").mkdir(parents=True)
-        kind = {"dataset_type.txt": "retrieval\n"} if name == "retrieval" else names
-        for file, text in {"test/nshards.txt": "1\n", **kind}.items():
-            (root / name / file).write_text(text)
-    (root / "train").mkdir()
+        (root / name / "test/nshards.txt").write_text("1\n")
+    for name in TEST_SETS[:2]:
+        (root / name / "classnames.txt").write_text("".join(f"{colour} {shape}\n" for colour, shape in scenes.CLASSES))
+        (root / name / "zeroshot_classification_templates.txt").write_text("\n".join(scenes.TEMPLATES) + "\n")
+    (root / "retrieval/dataset_type.txt").write_text("retrieval\n")
     # spawn: the caller may hold threads and locks; the fork server belongs to the loader's workers
     with ProcessPoolExecutor(min(cores(), 8), mp_context=multiprocessing.get_context("spawn")) as pool:
         rendered = partial(pool.map, chunksize=250)
@@ -127,16 +122,15 @@ def _write_all(root: Path, train_samples: int) -> None:
         }
         from clipscale.data.shards.writer import shard_writer  # here: webdataset loads torch, while others render
 
-        def write(path: Path, samples: Iterable[Sample]) -> None:
-            with shard_writer(path) as writer:
+        bounds = [train_samples * number // TRAIN_SHARDS for number in range(TRAIN_SHARDS + 1)]
+        shards: dict[str, Iterable[Sample]] = {
+            f"train/{n:05d}.tar": islice(train, stop - start) for n, (start, stop) in enumerate(pairwise(bounds))
+        }
+        shards |= {f"{name}/test/0.tar": samples for name, samples in sets.items()}
+        for path, samples in shards.items():
+            with shard_writer(root / path) as writer:
                 for sample in samples:
                     writer.write(sample)
-
-        bounds = [train_samples * number // TRAIN_SHARDS for number in range(TRAIN_SHARDS + 1)]
-        for number, (start, stop) in enumerate(pairwise(bounds)):
-            write(root / f"train/{number:05d}.tar", islice(train, stop - start))
-        for name, samples in sets.items():
-            write(root / name / "test/0.tar", samples)
 
 
 def _train_sample(index: int) -> Sample:

@@ -86,9 +86,9 @@ def lines_of(file: Path) -> Iterator[str]:
             )
     errors = "surrogateescape" if encoding.startswith("utf-8") else "surrogatepass"
     with file.open(encoding=encoding, errors=errors, newline="") as text:
-        lines = iter(partial(text.readline, LONGEST_LINE), "")
-        first = next(lines, "")
-        yield from lines if re.fullmatch(r"\ufeff?sep=.\s*", first) else chain([first], lines)  # Excel's
+        rest = iter(partial(text.readline, LONGEST_LINE), "")
+        first = next(rest, "")
+        yield from rest if re.fullmatch(r"\ufeff?sep=.\s*", first) else chain([first], rest)  # Excel's
 
 
 def header(file: Path, columns: list[str] | None) -> tuple[str, list[str]]:
