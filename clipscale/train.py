@@ -322,14 +322,16 @@ class Run:
         removed = self.lock is not None and self.world.on_main(self.lock.renew)
         position = self.world.on_all(self.stream.position)
         now = RandomState.now(self.world.device)
-        state = self.state.state_dict() | {
-            "random": self.world.gather({"cpu": now.cpu, "cuda": now.cuda}),
-            "position": merge_positions(self.world.gather(position)),
-            "batch": self.config.batch,
-            "samples": self.resolved.stage.seen(self.step),
-            "loss": self.loss,
-        }
-        self.saver.save(self.step, state, last=last or removed)
+        saved = checkpoint.Saved(
+            step=self.step,
+            samples=self.resolved.stage.seen(self.step),
+            batch=self.config.batch,
+            loss=self.loss,
+            random=self.world.gather({"cpu": now.cpu, "cuda": now.cuda}),
+            position=merge_positions(self.world.gather(position)),
+            **self.state.saved(),
+        )
+        self.saver.save(saved, last=last or removed)
         self.saved_at = time.monotonic()
         if removed:
             raise UserError(

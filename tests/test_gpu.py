@@ -169,7 +169,7 @@ def test_an_overflow_leaves_the_step_out_and_lowers_the_loss_scale(
     skipped = [line["step"] for line in lines if line["skipped"]]
     assert skipped == list(range(1, len(skipped) + 1)) and 1 <= len(skipped) < len(lines), skipped
     state = checkpoint.load(checkpoint.checkpoints_of(tmp_path / "run")[-1])
-    assert state["scaler"]["scale"] == first * 0.5 ** len(skipped), (skipped, state["scaler"])
+    assert state.scaler["scale"] == first * 0.5 ** len(skipped), (skipped, state.scaler)
     losses = [line["loss"] for line in lines]
     assert all(math.isfinite(loss) for loss in losses)
     assert losses[-1] < losses[0], f"nothing learnt after {len(skipped)} of {len(lines)} steps were left out"

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from clipscale.checkpoint.saved import Saved
 from clipscale.common.checkpoints import META
 from clipscale.common.errors import UserError, first_line
 from clipscale.common.hardware import cores
@@ -100,8 +101,9 @@ def read_meta(path: Path) -> Record:
     return meta
 
 
-def read_values(path: Path) -> Record:
-    return read_meta(path)["values"]
+def read_values(path: Path) -> Saved:
+    """A checkpoint without its tensors. Raises UserError."""
+    return Saved.of(read_meta(path)["values"])
 
 
 # ---- checksums ----
@@ -179,8 +181,8 @@ def load(
     verified: bool = False,
     parts: Collection[str] | None = None,
     like: Mapping[str, Tensor] = MappingProxyType({}),
-) -> Record:
-    """A checkpoint's state on the CPU. Executes no pickled code.
+) -> Saved:
+    """A checkpoint on the CPU. Executes no pickled code.
 
     `verified`: its checksums have been verified. `parts`: read no tensors but those of these top-level entries.
     `like`: parameters by name. What is stored of a sharded one is sharded as the parameter is, and each rank reads its
@@ -207,7 +209,7 @@ def load(
     if tensors:
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         dcp.load(tensors, storage_reader=reader, no_dist=True)
-    return join(read_values(path), tensors)
+    return Saved.of(join(read_meta(path)["values"], tensors))
 
 
 def damaged(path: Path, error: BaseException) -> UserError:

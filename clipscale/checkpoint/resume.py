@@ -7,9 +7,9 @@ from pathlib import Path
 
 from clipscale.checkpoint import folder
 from clipscale.checkpoint.loading import verify
+from clipscale.checkpoint.saved import Saved
 from clipscale.common.checkpoints import checkpoints_of
 from clipscale.common.errors import UserError
-from clipscale.common.record import Record
 from clipscale.config.train import TrainConfig
 from clipscale.distributed.world import World
 
@@ -68,7 +68,7 @@ def set_damaged_aside(damaged: dict[Path, str], used: Path, *, rename: bool) -> 
         log.warning("%s%s; the run goes on from %s", reason, renamed, used.name)
 
 
-def check_fits(saved: Record | None, run: Path, config: TrainConfig, samples_before: Callable[[int], int]) -> None:
+def check_fits(saved: Saved | None, run: Path, config: TrainConfig, samples_before: Callable[[int], int]) -> None:
     """Raise UserError where a run with these settings cannot go on from a checkpoint.
 
     `saved`: the checkpoint's values; None: the run begins. `samples_before(step)`: the number
@@ -78,18 +78,18 @@ def check_fits(saved: Record | None, run: Path, config: TrainConfig, samples_bef
         if checkpoints_of(run):
             raise UserError(f"run={run} already holds checkpoints; go on with resume=auto, or choose another run=NAME")
         return
-    model = saved["model_config"]
+    model = saved.model_config
     for setting, trained, now in (
-        ("batch", saved["batch"], config.batch),
+        ("batch", saved.batch, config.batch),
         ("model.name", model["name"], config.model.name),
         ("model.architecture", model["architecture"], config.model.architecture),
         ("model.lora", model.get("lora", 0), config.model.lora),
-        ("optim.name", saved["optimizer_name"], config.optim.name),
+        ("optim.name", saved.optimizer_name, config.optim.name),
     ):
         if trained != now:
             raise UserError(f"{setting}={now!r}: the checkpoint was trained with {trained!r}; take it, or another run")
-    if saved["samples"] != samples_before(saved["step"]):
+    if saved.samples != samples_before(saved.step):
         raise UserError(
-            f"resume: the checkpoint has seen {saved['samples']} samples in {saved['step']} steps, which these "
+            f"resume: the checkpoint has seen {saved.samples} samples in {saved.step} steps, which these "
             "stages do not make; give those that it was trained with"
         )

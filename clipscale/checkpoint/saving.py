@@ -17,10 +17,10 @@ from torch.futures import Future as TorchFuture
 
 from clipscale.checkpoint import folder
 from clipscale.checkpoint.loading import meta_text, split, sum_of, values_text
+from clipscale.checkpoint.saved import Saved
 from clipscale.common.checkpoints import META, path_of
 from clipscale.common.errors import UserError, first_line
 from clipscale.common.files import sync_folder
-from clipscale.common.record import Record
 from clipscale.common.terminal import tell
 from clipscale.config.sections import CheckpointConfig
 from clipscale.distributed.world import World
@@ -45,28 +45,33 @@ class Saver:
         self._pending: tuple[int, Future[Metadata]] | None = None
         """The step of the checkpoint that is being written, and its result."""
         pinned = world.device.type == "cuda"
-        self._stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=pinned,
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=pinned,
+            )
+        )
 
-    def save(self, step: int, state: Record, *, last: bool = False) -> None:
-        """Begin to write `state` as the checkpoint at `step`, when the one before is complete. Wait for the `last`.
+    def save(self, saved: Saved, *, last: bool = False) -> None:
+        """Begin to write a checkpoint, when the one before is complete. Wait for the `last`.
 
-        `state`: a tree of dictionaries with plain values and tensors. Tensors below a dictionary are the same on every
-        rank, or DTensors; everything else is taken from rank 0.
+        Tensors below a dictionary are the same on every rank, or DTensors; everything else is taken from rank 0.
 
         A disk that does not take a checkpoint is reported, and training goes on: the next one may find it in order. The
         `last` one raises UnwritableError.
         """
         self._wait_or_warn()
-        values, tensors = split(state)
+        step = saved.step
+        values, tensors = split(vars(saved))
         owners = shares({n: t.nbytes for n, t in tensors.items() if not isinstance(t, DTensor)}, self.world.size)
         rank = self.world.rank
         several = self.world.size > 1
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # also in the thread that writes
         result = dcp.async_save(
             {name: tensor for name, tensor in tensors.items() if owners.get(name, rank) == rank},
-            storage_writer=Writer(
-                self._temporary(step), values_text(values | {"step": step}), partial(self._complete, step)
-            ),
+            storage_writer=Writer(self._temporary(step), values_text(values), partial(self._complete, step)),
             process_group=self.world.background if several else None,
             async_stager=self._stager,
             no_dist=not several,

@@ -53,6 +53,12 @@ class RunLock:
             except BlockingIOError:
                 file.seek(0)
                 used = f"run={self.folder} is in use by {file.read() or 'another run'}"
+            except OSError as error:  # ENOSYS, ENOLCK: Lustre without the mount option flock, some NFS
+                log.warning(
+                    "run=%s: its file system has no locks (%s); see to it yourself that no second run writes there",
+                    self.folder, error.strerror,
+                )  # fmt: skip
+                break
             if time.monotonic() > deadline:
                 raise UserError(f"{used}; stop that run, or choose another run=NAME")
             if not announced:

@@ -320,17 +320,17 @@ def load_model(run: Path, which: str = "latest", weights: str = "trained") -> tu
     """
     path = checkpoint.locate(run, which)
     state = checkpoint.load(path, parts=("model", "ema"))
-    if weights == "ema" and not state.get("ema"):
+    if weights == "ema" and not state.ema:
         raise UserError(f"weights=ema: {path} holds no average; take weights=trained, or train with ema=0.9999")
-    config = typed(ModelConfig, state["model_config"])
+    config = typed(ModelConfig, state.model_config)
     model = build_model(config if config.lora else without_weights(config))
-    if config.lora and [tower.digest(frozen=True) for tower in (model.image, model.text)] != state["frozen"]:
+    if config.lora and [tower.digest(frozen=True) for tower in (model.image, model.text)] != state.frozen:
         raise UserError(f"model.weights={config.weights}: not the weights any more that {path} adapts")
-    trained = state["model"] | (state["ema"]["weights"] if weights == "ema" else {})
+    trained = state.model | (state.ema["weights"] if state.ema and weights == "ema" else {})
     model.load_state_dict(trained, strict=not config.lora)
     lora.merge(model.image.encoder)
     lora.merge(model.text.encoder)
-    return model.eval(), replace(without_weights(config), lora=0), int(state["step"])
+    return model.eval(), replace(without_weights(config), lora=0), state.step
 
 
 def fit_positions(weights: Record, model: ClipModel) -> list[str]:

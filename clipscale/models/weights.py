@@ -29,14 +29,14 @@ _BARE = re.compile(r"(^|\.)(head|proj|pooler|cls|lm_head|fc|classifier|embedding
 """Weights around a tower of another task: its classifier is left out, and our projection keeps its initial values."""
 
 
-def described(config: ModelConfig, saved: Record | None = None) -> ModelConfig:
+def described(config: ModelConfig, saved: checkpoint.Saved | None = None) -> ModelConfig:
     """The settings of a model with what its weights say of its pictures and, if no name is given, its architecture.
 
     Pictures are prepared as in the run's own checkpoint `saved`, else as the image tower's weights say, else as the
     whole model's. What the settings say stays. Raises UserError.
     """
     if saved is not None:
-        trained = typed(ModelConfig, saved["model_config"])
+        trained = typed(ModelConfig, saved.model_config)
         named = config if config.name else replace(config, name=trained.name, architecture=trained.architecture)
         return replace(
             named,
@@ -80,7 +80,7 @@ def read(source: Source) -> Weights:
     Raises UserError for a damaged file and for one that would execute code.
     """
     if not source.shards:
-        state = checkpoint.load(source.path, parts=("model",))["model"]
+        state = checkpoint.load(source.path, parts=("model",)).model
         return {re.sub(r"^text\.encoder", "text", re.sub(r"^image\.encoder", "visual", n)): x for n, x in state.items()}
     state = {}
     for path in source.shards:

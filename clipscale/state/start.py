@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from clipscale import checkpoint
+from clipscale.checkpoint import Saved
 from clipscale.common.errors import UserError
-from clipscale.common.record import Record
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import doing, tell
 from clipscale.config.stages import stages_of
@@ -61,7 +61,7 @@ class Resolved:
     stage: Stage
     checkpoint: Path | None
     """What the run goes on from; None: it begins."""
-    saved: Record | None
+    saved: Saved | None
     """The values of the checkpoint, without tensors."""
     begins_stage: bool
     """Whether it goes on from the end of the stage before."""
@@ -71,12 +71,12 @@ class Resolved:
     @property
     def step(self) -> int:
         """The steps that are done."""
-        return self.saved["step"] if self.saved else 0
+        return self.saved.step if self.saved else 0
 
     @property
     def loss(self) -> float:
         """The last step's; NaN: there is none."""
-        return self.saved["loss"] if self.saved else math.nan
+        return self.saved.loss if self.saved else math.nan
 
     @property
     def folder(self) -> Path:
@@ -98,7 +98,7 @@ def resolve(config: TrainConfig, world: World) -> Resolved:
     if not config.model.name:
         config = replace(config, model=world.on_main(lambda: described(config.model, saved)))
     stages = resolved_stages(config, world)
-    step = saved["step"] if saved else 0
+    step = saved.step if saved else 0
     number = max(i for i, stage in enumerate(stages) if stage.first <= step)
     stage = stages[number]
     begins = number > 0 and step == stage.first
@@ -152,7 +152,7 @@ def begun_state(run: Resolved, world: World, tokenizer: Tokenizer, teachers: tup
     model = build_model(config.model, tokenizer=tokenizer).to(world.device)
     sorts = family_of(model.text.encoder).cuts_captions(model.text.encoder)
     loss = BatchLoss(config, model, Precision(config.precision, world.device).autocast, teachers)
-    earlier = ChunkSizes(**run.saved["chunks"]) if run.saved and not run.begins_stage else None
+    earlier = ChunkSizes(**run.saved.chunks) if run.saved and not run.begins_stage else None
     state = build_state(config, world, model, loss, sorts=sorts, earlier=earlier)
     if run.checkpoint:
         saved = checkpoint.load(run.checkpoint, verified=True, like=dict(model.named_parameters()))
@@ -221,8 +221,8 @@ def restore_random(run: Resolved, world: World) -> None:
     Over another number of ranks than the checkpoint's it is seeded anew, differently at each step.
     """
     torch.manual_seed(run.config.seed + 1 + world.rank + run.step * world.size)
-    if run.saved and len(run.saved["random"]) == world.size:
-        state = run.saved["random"][world.rank]  # of a run on a CPU it has none for a GPU
+    if run.saved and len(run.saved.random) == world.size:
+        state = run.saved.random[world.rank]  # of a run on a CPU it has none for a GPU
         RandomState(state["cpu"], state["cuda"] if world.device.type == "cuda" else None).restore()
 
 
@@ -241,13 +241,9 @@ def data_stream(run: Resolved, columns: Columns, tokenizer: Tokenizer, world: Wo
     backend = config.offload if config.offload != "none" else "host"
     free = free_memory()
     world.gather(None)  # all ranks have looked before the first takes its share
-    position = run.saved["position"] if run.saved else None
+    position = run.saved.position if run.saved else None
     share = BatchShare(config.batch, world.rank, world.size)
-    shards = ordered_shards(config.data, share, config.seed, position, world.on_main)
-    fitting = fitting_streams(run, shards.order.streams)
-    if config.data.shard_streams is None and fitting < shards.order.streams:
-        data = replace(config.data, shard_streams=fitting)
-        shards = ordered_shards(data, share, config.seed, position, world.on_main)
+    shards = ordered_shards(config.data, share, config.seed, position, world.on_main, partial(fitting_streams, run))
     return open_stream(
         config.data,
         share,

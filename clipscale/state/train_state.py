@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from clipscale.checkpoint import Saved
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
 from clipscale.config.train import TrainConfig
@@ -46,8 +47,8 @@ class TrainState:
         average = trained if self.step.average else 0
         return weights + average + MOMENTS.get(self.config.optim.name, 0) * trained
 
-    def state_dict(self) -> Record:
-        """What a checkpoint holds of it, sharded where the weights are. Its tensors change with the next step."""
+    def saved(self) -> Record:
+        """Fields of `Saved`, sharded where the weights are. Its tensors change with the next step."""
         step = self.step
         optimizer = get_optimizer_state_dict(self.model, step.optimizer)
         return {
@@ -63,7 +64,7 @@ class TrainState:
             "ema": step.average.state_dict() if step.average else None,
         }
 
-    def load(self, saved: Record, stage: str = "") -> None:
+    def load(self, saved: Saved, stage: str = "") -> None:
         """Take weights, optimizer and scaler from a checkpoint. Raises UserError where it trains other parameters.
 
         Settings of the optimizer are those of now. In a new `stage` the averages of resized position embeddings begin
@@ -72,32 +73,32 @@ class TrainState:
         optimizer, average, scaler = self.step.optimizer, self.step.average, self.step.precision.scaler
         name_of = {id(p): name for name, p in self.model.named_parameters()}
         names = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-        if [group["params"] for group in saved["optimizer"]["param_groups"]] != names:
+        if [group["params"] for group in saved.optimizer["param_groups"]] != names:
             raise UserError(
                 "resume: the checkpoint's optimizer does not fit this model's parameters; freeze the same towers, or "
                 "choose another run=NAME"
             )
         groups = [dict(group) for group in optimizer.param_groups]
         if stage:
-            for weights in (saved["model"], (saved["ema"] or {}).get("weights", {})):
+            for weights in (saved.model, (saved.ema or {}).get("weights", {})):
                 for name in fit_positions(weights, self.model):
                     weights[name] = sharded_as(self.model.get_parameter(name), weights[name])
-                    saved["optimizer"]["state"].pop(name, None)
+                    saved.optimizer["state"].pop(name, None)
         # The optimizer first: to make its state, the library takes a step with zero gradients and a learning rate of 0.
         # Not strict: a parameter that the loss does not use, such as the bias of a softmax loss, has no state.
         options = StateDictOptions(strict=False)
         if stage != "restart":
-            set_optimizer_state_dict(self.model, optimizer, saved["optimizer"], options=options)
+            set_optimizer_state_dict(self.model, optimizer, saved.optimizer, options=options)
             replicate_state(optimizer)
         for group, settings in zip(optimizer.param_groups, groups):  # these settings, which may have changed
             group.update({key: value for key, value in settings.items() if key != "params"})
-        if not stage and saved.get("frozen") != self.frozen:  # a stage's may have other positions
+        if not stage and saved.frozen != self.frozen:  # a stage's may have other positions
             raise UserError("model.weights: not the weights that the checkpoint's adapters were trained on")
-        set_model_state_dict(self.model, saved["model"], options=StateDictOptions(strict=self.frozen is None))
-        if scaler and saved["scaler"]:
-            scaler.load_state_dict(saved["scaler"])
+        set_model_state_dict(self.model, saved.model, options=StateDictOptions(strict=self.frozen is None))
+        if scaler and saved.scaler:
+            scaler.load_state_dict(saved.scaler)
         if average:
-            average.load(saved["ema"])
+            average.load(saved.ema)
 
 
 def build_state(

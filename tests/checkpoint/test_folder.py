@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from clipscale import checkpoint
+from clipscale import __version__, checkpoint
 from clipscale.config.sections import CheckpointConfig
 from clipscale.distributed.world import World
 from tests.conftest import Cap
@@ -33,12 +33,14 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
     state = some_state() | {"optimizer": {"state": {"w": {"step": torch.tensor(3)}}, "param_groups": [{"lr": 1e-300}]}}
     path = save(tmp_path, 4, state | {"model": {"a.b": torch.ones(2).bfloat16()}, "ema": None}, keep=1)
     loaded = checkpoint.load(path)
-    assert torch.equal(loaded["model"]["a.b"], torch.ones(2).bfloat16())
-    assert torch.equal(loaded["random"][0]["cpu"], torch.get_rng_state())
-    assert loaded["optimizer"]["state"]["w"]["step"] == 3
-    assert loaded["optimizer"]["param_groups"] == [{"lr": 1e-300}]
-    assert (loaded["step"], loaded["loss"], loaded["ema"]) == (4, 0.5, None)
-    assert not checkpoint.load(path, parts=("model",))["optimizer"]["state"]["w"], "no other tensors are read"
+    assert torch.equal(loaded.model["a.b"], torch.ones(2).bfloat16())
+    assert torch.equal(loaded.random[0]["cpu"], torch.get_rng_state())
+    assert loaded.optimizer["state"]["w"]["step"] == 3
+    assert loaded.optimizer["param_groups"] == [{"lr": 1e-300}]
+    assert (loaded.step, loaded.loss, loaded.ema, loaded.version) == (4, 0.5, None, __version__)
+    of_others = checkpoint.Saved.of({"step": 4, "a field of a later version": 1})
+    assert (of_others.step, of_others.frozen, of_others.version) == (4, None, "")
+    assert not checkpoint.load(path, parts=("model",)).optimizer["state"]["w"], "no other tensors are read"
 
 
 def test_the_newest_and_every_mth_are_kept(tmp_path: Path) -> None:
@@ -79,7 +81,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 def test_training_goes_on_without_a_save_that_fails(disk: Path, capsys: Cap) -> None:
     saver = checkpoint.Saver(disk, ALONE, CheckpointConfig())
     for step, numbers in ((1, 10), (2, 2**20), (3, 10)):
-        saver.save(step, {"model": {"w": torch.zeros(numbers)}})
+        saver.save(checkpoint.Saved(step, model={"w": torch.zeros(numbers)}))
     saver.close()
     assert [checkpoint.step_of(path) for path in checkpoint.checkpoints_of(disk)] == [1, 3]
     assert "step_00000002 could not be written (No space left on device)" in capsys.readouterr().out
@@ -92,7 +94,7 @@ def test_a_rank_lost_while_it_writes_does_not_hide_the_error_that_ends_the_run(
     lost.set_exception(RuntimeError("Connection closed by peer [127.0.0.1]:1"))
     monkeypatch.setattr(torch.distributed.checkpoint, "async_save", lambda *_, **__: lost)
     saver = checkpoint.Saver(tmp_path, ALONE, CheckpointConfig())
-    saver.save(1, some_state())
+    saver.save(checkpoint.Saved(1, **some_state()))
     saver.close()
     assert "not complete (Connection closed by peer" in capsys.readouterr().out
 

@@ -34,7 +34,7 @@ def state(world: int) -> dict:
 
 def write(rank: int, world: int, run: Path, step: int) -> str:
     saver = checkpoint.Saver(run, World(rank, world, CPU), CheckpointConfig())
-    saver.save(step, state(world))
+    saver.save(checkpoint.Saved(step, **state(world)))
     try:
         saver.wait()
     except UserError as error:
@@ -48,8 +48,8 @@ def read(rank: int, world: int, run: Path) -> None:
     like = sharded(world) if world > 1 else {}
     loaded = checkpoint.load(path, verified=True, like=like)
     for name, required in WHOLE.items():
-        moments = loaded["optimizer"]["state"][name]
-        for value, expected in ((loaded["model"][name], required), (moments["moment"], required + 1)):
+        moments = loaded.optimizer["state"][name]
+        for value, expected in ((loaded.model[name], required), (moments["moment"], required + 1)):
             assert isinstance(value, DTensor) == isinstance(like.get(name), DTensor)
             whole = value.full_tensor() if isinstance(value, DTensor) else value
             assert torch.equal(whole, expected), name

@@ -1,5 +1,7 @@
 """One run a folder: a second one waits a moment, and is refused with the holder's name."""
 
+import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -81,3 +83,17 @@ def test_a_failed_start_leaves_no_folder_and_one_that_holds_something_stays(tmp_
         threading.Timer(0.1, first.release).start()
         second.acquire()
         assert (folder / "run.lock").read_text().startswith(f"process {os.getpid()} ")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_locks_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    lock.release()
+    assert f"run={tmp_path}: its file system has no locks ({os.strerror(number)})" in caplog.text

@@ -67,7 +67,7 @@ def test_a_run_saves_its_adapters_alone_goes_on_bit_for_bit_and_is_exported(shar
     train(replace(whole, run=str(tmp_path / "part"), resume=str(tmp_path / "whole/checkpoints/step_00000002")))
     assert len(set(curve(tmp_path / "whole"))) == 4
     assert [r["loss"] for r in records(tmp_path / "part")] == curve(tmp_path / "whole")[2:]
-    saved, other = (checkpoint.load(checkpoint.locate(tmp_path / n, "latest"))["model"] for n in ("whole", "part"))
+    saved, other = (checkpoint.load(checkpoint.locate(tmp_path / n, "latest")).model for n in ("whole", "part"))
     assert all(torch.equal(x, other[name]) for name, x in saved.items())
     assert all("lora_" in name or name in ("logit_scale", "text.encoder.text_projection") for name in saved)
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
+from clipscale.checkpoint import Saved
 from clipscale.checkpoint.loading import META, meta_text, read_meta, values_text
 from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig, TowerConfig
@@ -139,7 +140,7 @@ def test_training_prepares_pictures_as_the_weights_of_the_image_tower_and_goes_o
     for start in (config(weights=folder), config(weights=bare, image=TowerConfig(folder))):
         begun = described(start)
         assert (begun.pixels.mean, begun.pixels.std, begun.pixels.resize_mode) == (HALF, HALF, "squash")
-        saved = {"model_config": asdict(replace(begun, image_size=48))}
+        saved = Saved(model_config=asdict(replace(begun, image_size=48)))
         resumed = described(config(weights=bare), saved)
         assert (resumed.pixels.mean, resumed.image_size) == (HALF, 48), "whatever the weights say"
     for start in (config(weights=bare), config(text=TowerConfig(folder)), config()):

@@ -48,7 +48,7 @@ def staged(shards: str, run: Path, stages: list[dict] = STAGES, **changes: Any) 
 
 
 def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
-    return dict(checkpoint.load(checkpoint.path_of(run, step), parts=("model",))["model"])
+    return dict(checkpoint.load(checkpoint.path_of(run, step), parts=("model",)).model)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_the_data_is_read_in_streams_that_fit_the_batches_of_all_stages(shards: 
     stages = [{"samples": 24, "batch": 12}, {"samples": 12, "batch": 6}]
     assert train(staged(shards, tmp_path / "run", stages, data=data))["step"] == 4
     for path in checkpoint.checkpoints_of(tmp_path / "run"):
-        assert len(checkpoint.read_values(path)["position"]["at"]) == 2
+        assert len(checkpoint.read_values(path).position["at"]) == 2
 
 
 def test_one_stage_is_the_plain_run_bit_for_bit(shards: str, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_stages_are_one_curve_and_one_order_of_samples(shards: str, undisturbed:
     assert [r["lr"] for r in steps] == pytest.approx(rates)
     train(staged(shards, tmp_path / "plain", [], samples=60))
     ends = (checkpoint.path_of(undisturbed, 7), checkpoint.path_of(tmp_path / "plain", 5))
-    ours, reference = (checkpoint.read_values(end)["position"] for end in ends)
+    ours, reference = (checkpoint.read_values(end).position for end in ends)
     assert ours == reference, "60 samples of the same order"
 
 
@@ -141,7 +141,7 @@ def test_the_next_stage_begins_with_the_same_weights_and_resized_positions(
     assert (before[image].shape, before[text].shape) == ((10, 32), (24, 32))
     assert all(torch.equal(p.detach(), before[name]) for name, p in state.model.named_parameters())
     assert step.average is not None and step.average.values[image].shape == (10, 32)
-    moments = checkpoint.load(checkpoint.path_of(run, 3), parts=("optimizer",))["optimizer"]["state"]
+    moments = checkpoint.load(checkpoint.path_of(run, 3), parts=("optimizer",)).optimizer["state"]
     for name, p in state.model.named_parameters():
         if optimizer == "restart" or name in (image, text):
             assert not step.optimizer.state.get(p), name

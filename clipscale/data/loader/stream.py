@@ -227,14 +227,22 @@ class TrainStream:
 
 
 def ordered_shards(
-    config: DataConfig, share: BatchShare, seed: int, position: Record | None = None, once: Once = here
+    config: DataConfig,
+    share: BatchShare,
+    seed: int,
+    position: Record | None = None,
+    once: Once = here,
+    fitting: Callable[[int], int] = lambda streams: streams,
 ) -> OrderedShards:
     """The training data, listed, counted and ordered; over the shard streams of `position`, if they fit.
 
-    `once` does the work that one rank does for all: it looks up every shard's samples. Raises UserError.
+    `once` does the work that one rank does for all: it looks up every shard's samples. `fitting`: the most shard
+    streams, of so many, that the batches of all of a run's stages fill evenly. Raises UserError.
     """
     urls, source_of = list_shards(config, once)
     order = build_order(config, urls, source_of, share, seed, position["streams"] if position else None, once)
+    if config.shard_streams is None and (streams := fitting(order.streams)) < order.streams:
+        order = build_order(config, urls, source_of, share, seed, streams, once)
     return OrderedShards(tuple(urls), order, max(config.shuffle, 1))
 
 

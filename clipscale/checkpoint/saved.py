@@ -1,0 +1,54 @@
+"""What a checkpoint holds."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from clipscale import __version__
+from clipscale.common.record import Record
+
+
+@dataclass
+class Saved:
+    """What a checkpoint holds: trees of plain values and tensors. Empty is what one of an earlier version lacks.
+
+    `Run.save` and `TrainState.saved` make it; everything that reads a checkpoint reads these fields.
+    """
+
+    step: int = 0
+    """Steps that have been trained."""
+    samples: int = 0
+    """Samples that have been trained on."""
+    batch: int = 0
+    """Samples of a step."""
+    loss: float = math.nan
+    """Of the last step."""
+    model: Record = field(default_factory=dict)
+    """Weights by name; of a run with adapters the trained ones alone."""
+    model_config: Record = field(default_factory=dict)
+    """The settings of the model."""
+    frozen: list[str] | None = None
+    """Digests of the towers' frozen weights, for a run with adapters."""
+    optimizer: Record = field(default_factory=dict)
+    """Its `state` and its `param_groups`, by the parameters' names."""
+    optimizer_name: str = ""
+    """The setting optim.name."""
+    scaler: Record | None = None
+    """The loss scale of fp16."""
+    ema: Record | None = None
+    """The moving average: its `weights` and the number of `updates`."""
+    chunks: Record = field(default_factory=dict)
+    """Samples per chunk by tower, and the device that they are for."""
+    random: list[Record] = field(default_factory=list)
+    """The random states of each rank."""
+    position: Record = field(default_factory=dict)
+    """Where each shard stream stands in the data."""
+    version: str = __version__
+    """Of the clipscale that wrote it."""
+
+    @staticmethod
+    def of(values: Mapping[str, Any]) -> "Saved":
+        """From the tree in a checkpoint's files. What another version has beyond these fields is left out."""
+        known = {each.name for each in fields(Saved)}
+        return Saved(**{"version": "", **{name: value for name, value in values.items() if name in known}})
