@@ -31,14 +31,6 @@ def dirty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_ranks_that_share_a_stream_keep_their_own_samples_of_it(dirty: Path) -> None:
-    """As their bytes, too."""
-    options = {"batch": 12, "shard_streams": 4, "backend": "encoded", "chunk": 3}
-    whole = ids(open_stream(dirty, **options), 4)
-    parts = [ids(open_stream(dirty, rank=rank, world=3, **options), 4) for rank in range(3)]
-    assert [flat(part[step] for part in parts) for step in range(4)] == whole
-
-
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from(["epochs", "resampled", "weights"]),

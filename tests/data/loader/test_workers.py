@@ -17,7 +17,6 @@ from clipscale.common.errors import LoaderError, UserError
 from clipscale.data.columns import Column
 from clipscale.data.loader.workers import Workers
 from clipscale.data.sample import ChosenSample
-from clipscale.models.tokenizer import tokenizer_of
 from tests.data.files import Letters, picture, write_shards, write_tar
 from tests.data.streams import contents, open_stream, processes_of
 
@@ -56,16 +55,6 @@ def test_a_silent_worker_is_named(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=rf"timeout_s=1.*worker 0 \(process {pid}\) of rank 0"):
             stream.next_batch().pixels(0, 4)
     assert not psutil.pid_exists(pid)
-
-
-def test_a_worker_has_little_memory_of_its_own(tmp_path: Path) -> None:
-    write_shards(tmp_path, [200])
-    tokenizer = tokenizer_of("ViT-B-32", {}).rows
-    with open_stream(tmp_path, batch=100, workers=2, tokenizer=tokenizer) as stream:
-        contents(stream, 2)
-        for process in processes_of(stream):
-            own = psutil.Process(process.pid).memory_full_info().uss
-            assert own < 60e6, f"{own / 1e6:.0f} MB"
 
 
 VICTIM = "000000007"
