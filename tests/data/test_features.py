@@ -6,20 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.config.sections import DistillConfig
 from clipscale.data.features import TeacherFeatures, encoded_array, stored_teachers
 from clipscale.data.sample import BrokenSampleError, ChosenSample, RawSample
-from clipscale.data.shards.reader import ReadProblem, read_shard
-from clipscale.models.towers import build_model
-from clipscale.tools.embed.run import main
-from clipscale.tools.embed.settings import EmbedConfig
-from tests.data.files import sample, write_tar
-from tests.eval.test_verb import TINY
-from tests.support.checkpoints import save_model
+from tests.data.files import write_shards
+from tests.support.refused import refused
 
 
 def with_array(content: bytes | None) -> ChosenSample:
@@ -41,32 +34,22 @@ def test_a_member_that_is_no_array_of_this_shape_is_broken() -> None:
         teacher.of(with_array(None))
 
 
-def test_teachers_are_written_beside_the_pictures_and_read_with_them(tmp_path: Path) -> None:
-    torch.manual_seed(3)
-    model = build_model(TINY)
-    save_model(tmp_path / "run", model, TINY)
-    options = {"run": str(tmp_path / "run"), "device": "cpu", "dtype": "float32"}
-    write_tar(tmp_path / "0.tar", [m for i in range(9) for m in (sample(f"{i:02d}", i) if i else [("0.txt", b"x")])])
-    folder = str(tmp_path / "0.tar")
-    for name in ("a", "b"):
-        out, data = str(tmp_path / name), DataConfig(train=[folder])
-        folder = main(EmbedConfig(out=out, data=data, teacher=name, **options))["out"]
-    data, config = DataConfig(train=[folder], workers=0), DistillConfig(["a", "b"])
-    readers = stored_teachers(data, config)
-    scale = model.logit_scale.exp().item()
-    assert [(r.shape, r.scale) for r in readers] == [((2, model.width), pytest.approx(scale))] * 2
-    first, *raws = read_shard(f"{folder}/0.tar", ReadProblem())
-    assert first.members == {"txt": b"x"}
-    for raw in raws:
-        assert raw.members.keys() == {"png", "txt", "json", "a.npy", "b.npy"}
-        assert raw.members["a.npy"] == raw.members["b.npy"]
+def test_teachers_are_read_as_their_note_says(tmp_path: Path) -> None:
+    note = {name: {"width": 4, "dtype": "float16", "scale": scale} for name, scale in (("a", 2.5), ("b", 4))}
+    note["b"] |= {"captions": ["txt"]}
+    (tmp_path / "features.json").write_text(json.dumps(note))
+    shard, other = write_shards(tmp_path, [1])[0], write_shards(tmp_path / "other", [1])[0]
+    data, both = DataConfig(train=[str(shard)]), DistillConfig(["a", "b"])
+    readers = stored_teachers(data, both)
+    assert [(r.member, r.shape, r.dtype, r.scale) for r in readers] == [
+        ("a.npy", (2, 4), "float16", 2.5),
+        ("b.npy", (2, 4), "float16", 4),
+    ]
+    assert [reader.scale for reader in stored_teachers(data, replace(both, scales=[5, 6]))] == [5, 6]
     for changed, distill, message in (
         ({}, DistillConfig(["c"]), r"distill.teachers=c: no features.json .* has its features; .* teacher=c"),
-        ({"train": [str(tmp_path / "0.tar")]}, config, r"distill.teachers=a: no features.json"),
-        ({"captions": ["json:alt"]}, config, r"has seen data.captions=\['txt'\]; take the same"),
+        ({"train": [str(other)]}, both, r"distill.teachers=a: no features.json"),
+        ({"captions": ["json:alt"]}, both, r"has seen data.captions=\['txt'\]; take the same"),
     ):
-        with pytest.raises(UserError, match=message):
+        with refused(message):
             stored_teachers(replace(data, **changed), distill)
-    assert [reader.scale for reader in stored_teachers(data, DistillConfig(["a", "b"], [5, 6]))] == [5, 6]
-    note = json.loads(Path(folder, "features.json").read_text())
-    assert note["a"]["dtype"] == "float32"

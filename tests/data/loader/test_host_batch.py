@@ -24,29 +24,19 @@ class Runtime:
         del self.locked[address]
 
 
-def arena(backend: str) -> Arena:
-    return Arena(Layout(2, 8, columns_of(DataConfig(), 16), (1, 0), 4, Offload(backend, chunk=4)))
-
-
-@pytest.mark.parametrize("backend", ["host", "encoded"])
-def test_what_is_copied_to_the_gpu_is_locked_until_the_end(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = Runtime()
+@pytest.mark.parametrize(("backend", "answer"), [("host", 0), ("encoded", 0), ("host", 2)])
+def test_what_is_copied_to_the_gpu_is_locked_until_the_end(
+    backend: str, answer: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime = Runtime(answer)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    memory = arena(backend)
+    memory = Arena(Layout(2, 8, columns_of(DataConfig(), 16), (1, 0), 4, Offload(backend, chunk=4)))
     memory.pin()
-    ((start, size),) = runtime.locked.items()
+    assert memory.pinned == (not answer) == (not caplog.text)
+    assert not answer or "could not be page-locked (CUDA error 2)" in caplog.text
     copied = [slot["rows"] for slot in memory.slots] if backend == "host" else [memory.buffers]
-    assert memory.pinned
-    for rows in copied:
-        assert start <= rows.ctypes.data and rows.ctypes.data + rows.nbytes <= start + size
+    for start, size in runtime.locked.items():
+        for rows in copied:
+            assert start <= rows.ctypes.data and rows.ctypes.data + rows.nbytes <= start + size
     memory.close()
     assert not memory.pinned and not runtime.locked
-
-
-def test_a_refusal_is_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(answer=2))
-    memory = arena("host")
-    memory.pin()
-    assert not memory.pinned
-    assert "could not be page-locked (CUDA error 2)" in caplog.text
-    memory.close()

@@ -73,8 +73,9 @@ def test_encoded_pictures_take_their_bytes_and_no_more(tmp_path: Path) -> None:
     """Also after larger ones have lain in the same places."""
     gc.collect()  # batches of other tests
     small, large = (picture(1, (size, size), "JPEG", quality=95) for size in (100, 400))
-    members = [(f"{i}.{kind}", data) for i in range(640) for kind, data in (("jpg", large if i % 8 == 0 else small),)]
-    members = [member for name, data in members for member in ((name, data), (name[:-3] + "txt", b"a photograph"))]
+    members = []
+    for i in range(640):
+        members += [(f"{i}.jpg", small if i % 8 else large), (f"{i}.txt", b"a photograph")]
     path = write_tar(tmp_path / "0.tar", members)
     taken = {"host": [], "encoded": []}
     for backend, sizes in taken.items():

@@ -11,6 +11,8 @@ import torch
 
 from clipscale.cli.main import main as cli
 from clipscale.config.data import DataConfig
+from clipscale.config.sections import DistillConfig
+from clipscale.data.features import stored_teachers
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.tools.embed.encode import FeatureEncoder
@@ -54,6 +56,9 @@ def of_npy(folder: Path) -> Rows:
 
 
 def of_shards(folder: Path) -> Rows:
+    """As training reads them."""
+    (teacher,) = stored_teachers(DataConfig(train=[str(folder)]), DistillConfig(["t"]))
+    assert (teacher.member, teacher.dtype) == ("t.npy", "float32")
     raws = [raw for file in folder.glob("*.tar") for raw in read_shard(str(file), ReadProblem())]
     return {raw.key: tuple(np.load(io.BytesIO(raw.members["t.npy"]))) for raw in raws}
 
