@@ -64,6 +64,7 @@ SMALLER_STEP ?=
 SMALLER_DATA ?=
 SMALLER_TRAIN ?=
 SMALLER_RUN ?=
+SMALLER_RANKS ?=
 # An interrupt, so that the processes that measure end too.
 WITHIN := timeout --signal=INT --kill-after=20
 CORES ?= $(shell nproc)
@@ -120,13 +121,19 @@ gpu-first:
 	$(call step,first-b16,160) model=vit-b16 chunk=768 batch=768 repeats=3 profile=40 methods=plain,compiled-plain,open_clip-plain,keep $(SMALLER_STEP)
 	$(call step,first-l14,130) model=vit-l14 chunk=256 batch=256 repeats=3 profile=40 methods=plain,compiled-plain,keep $(SMALLER_STEP)
 	$(call step,first-l14-cached,150) model=vit-l14 chunk=128 batch=4k repeats=2 methods=cache,keep-40G,open_clip $(SMALLER_STEP)
-	$(call step,first-h14,110) model=vit-h14 chunk=64 batch=128 repeats=2 profile=40 methods=plain,compiled-plain $(SMALLER_STEP)
 
 gpu-second:
+	$(call step,first-h14,110) model=vit-h14 chunk=64 batch=128 repeats=2 profile=40 methods=plain,compiled-plain $(SMALLER_STEP)
 	$(CLIPSCALE) data demo
 	$(call predicted,b16-1k,60,model=vit-b16 batch=1k samples=12k)
 	$(call predicted,b16-1k-keep,60,model=vit-b16 batch=1k samples=12k cache.keep=64G)
 	$(call predicted,b16-1k-compiled,80,model=vit-b16 batch=1k samples=12k model.compile=true)
+
+# A machine with several GPUs: do they compute what one does, after a kill too, and how much faster.
+PROCS ?= 8
+gpu-eight: $(INSTALLED) | $(RESULTS)
+	$(CLIPSCALE) data demo
+	$(WITHIN) 560 $(RUN) benchmarks/ranks.py gpus=$(PROCS) out=$(RESULTS)/ranks $(SMALLER_RANKS)
 
 gpu-step-large:
 	$(call step,vit-b32-large,590) model=vit-b32 chunk=512 batch=256k repeats=1 methods=plain@2k,cache,keep-50G,frozen,compiled $(SMALLER_STEP)

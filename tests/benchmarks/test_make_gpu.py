@@ -14,12 +14,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TARGETS = re.findall(r"[\w-]+", " ".join(re.findall(r"^(?:GPU|MORE) := (.*)$", (ROOT / "Makefile").read_text(), re.M)))
+TARGETS.append("gpu-eight")
 SMALLER = {
     "SMALLER_LOSS": "device=cpu dtype=fp32 n=32 d=32 repeats=1",
     "SMALLER_STEP": "device=cpu model=tiny batch=16 chunk=8 repeats=1 methods=plain@16,cache,keep-50G,frozen,open_clip",
     "SMALLER_DATA": "repeats=1 batch=32 sizes=64 stream=64 image_size=32 pictures=4",
     "SMALLER_TRAIN": "device=cpu precision=fp32 model=small batch=8 side=32 steps=6 methods=clipscale,open_clip",
     "SMALLER_RUN": "device=cpu precision=fp32 model=tiny data=demo eval.sets=[] batch=32 samples=32 cache.chunk=8",
+    "SMALLER_RANKS": "gpus=2 device=cpu model=tiny local=64 steps=4",
 }
 CALL_S = 600
 """A call on a borrowed machine lasts so long."""
@@ -44,6 +46,7 @@ def test_a_gpu_target_leaves_whole_records_in_the_time_of_a_call(target: str, tm
     for record in results.rglob("*.json"):
         for row in json.loads(record.read_text()).get("rows", []):
             assert row["status"] in ("ok", "not supported", "not installed"), row
+            assert row.get("distance", 0) < 1e-5, row
 
 
 @pytest.mark.slow
