@@ -37,7 +37,7 @@ class ClassificationSet(EvalSet):
         target_N = torch.tensor(self.answers, device=encoder.world.device)
         classes_UD, rows_C = encoder.classes(self.classnames, self.templates, self.label)
         ranks = []
-        for span, features_nD, usable_n in encoder.images(self):
+        for span, features_nD, usable_n in self.pictures(encoder):
             scores_nC = (features_nD @ classes_UD.T)[:, rows_C]
             ranks_n = zero_shot.target_ranks(scores_nC, target_N[span.start : span.stop])
             ranks.append(ranks_n.masked_fill(~usable_n, MISSED))

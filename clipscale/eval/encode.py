@@ -19,12 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipscale.common.errors import UserError
 from clipscale.data.eval_transform import ahead
 from clipscale.data.sample import BrokenSampleError
 from clipscale.distributed.world import World
 from clipscale.eval import zero_shot
-from clipscale.eval.sets.item import EvalSet, by_reason, warn_once
 from clipscale.models.towers import ClipModel
 
 MISSED = torch.iinfo(torch.int64).max
@@ -105,11 +103,12 @@ class Encoder:
         )
         return classes_UD, torch.tensor([row[name] for name in classnames], device=self.world.device)
 
-    def images(self, eval_set: EvalSet) -> Iterator[tuple[range, Tensor, Tensor]]:
+    def images(self, images: Sequence[Callable[[], bytes]], label: str) -> Iterator[tuple[range, Tensor, Tensor]]:
         """For each of this rank's batches: indices, features (n, D), and whether each image is usable (n,). Threads
         decode the next batch while the device encodes this one.
 
-        `broken` counts the others at the end. Raises UserError, on every rank, if no image is usable.
+        images: reads an image's bytes, and raises BrokenSampleError, OSError or ValueError. label: of the set, for the
+        progress. `broken` counts those that are not usable at the end.
         """
         transform = self.model.eval_transform()
 
@@ -117,16 +116,16 @@ class Encoder:
 
         def pixels_of(index: int) -> tuple[np.ndarray, str]:
             try:
-                return transform(eval_set.images[index].read()), ""
+                return transform(images[index]()), ""
             except BrokenSampleError as error:
                 return blank, error.reason
             except (OSError, ValueError):
                 return blank, "unreadable_file"
 
         reasons: Counter[str] = Counter()
-        batches = spans(len(eval_set), self.batch, self.world)
+        batches = spans(len(images), self.batch, self.world)
         with ThreadPoolExecutor(self.threads) as pool:
-            counted = self.counted(batches, f"{eval_set.label}'s pictures")
+            counted = self.counted(batches, f"{label}'s pictures")
             for span, (_, decoded) in zip(counted, ahead(pool, pixels_of, batches)):
                 self.before_batch()
                 reasons.update(reason for _, reason in decoded if reason)
@@ -136,9 +135,3 @@ class Encoder:
                     features = self.model.image(torch.from_numpy(pixels).to(self.world.device))
                 yield span, F.normalize(features.float(), dim=-1)[: len(span)], usable.to(self.world.device)
         self.broken = sum(self.world.gather(reasons), Counter())
-        total = self.broken.total()
-        counts = f"eval.sets: {eval_set.path}: {total} of {len(eval_set)} left out: {by_reason(self.broken)}"
-        if total == len(eval_set):
-            raise UserError(f"{counts}; nothing is left to evaluate, fetch the set again")
-        if total and self.world.main:
-            warn_once(counts)

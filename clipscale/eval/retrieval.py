@@ -29,7 +29,7 @@ class RetrievalSet(EvalSet):
 
     def measure(self, encoder: Encoder) -> Metrics:
         """Recalls. Every rank ranks the whole set."""
-        batches = list(encoder.images(self))
+        batches = list(self.pictures(encoder))
         images_ND = join([features for _, features, _ in batches], len(self), encoder.batch, encoder.world)
         usable = [usable.byte() for _, _, usable in batches]
         usable_N = join(usable, len(self), encoder.batch, encoder.world).nonzero()[:, 0]

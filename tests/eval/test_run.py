@@ -158,7 +158,7 @@ def features_and_results(
     eval_set = load_set(Path(classes))
     captioned = load_set(Path(captions))
     with torch.no_grad():
-        images = join([features for _, features, _ in encoder.images(eval_set)], len(eval_set), 4, world)
+        images = join([features for _, features, _ in eval_set.pictures(encoder)], len(eval_set), 4, world)
         of_classes, _ = encoder.classes(eval_set.classnames, eval_set.templates, eval_set.label)
         features = [images, of_classes, encoder.texts([text for texts in captioned.answers for text in texts])]
     passes = []

@@ -1,23 +1,21 @@
 """What an evaluation set holds, whatever layout it was read from. Each kind of set measures a model by itself."""
 
-from __future__ import annotations
-
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
+from torch import Tensor
+
+from clipscale.common.errors import UserError
 from clipscale.common.record import Metrics, Record
 from clipscale.config.data import MAX_IMAGE_BYTES
 from clipscale.data.sample import BrokenSampleError
-
-if TYPE_CHECKING:
-    from clipscale.eval.encode import Encoder
-
+from clipscale.eval.encode import Encoder
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +83,16 @@ class EvalSet(ABC):
     def measure(self, encoder: Encoder) -> Metrics:
         """The metrics over the usable images, the same on every rank. A collective."""
 
+    def pictures(self, encoder: Encoder) -> Iterator[tuple[range, Tensor, Tensor]]:
+        """As `Encoder.images`. A line counts what is not usable. Raises UserError, on every rank, if nothing is."""
+        yield from encoder.images([image.read for image in self.images], self.label)
+        total = encoder.broken.total()
+        counts = f"eval.sets: {self.path}: {total} of {len(self)} left out: {by_reason(encoder.broken)}"
+        if total == len(self):
+            raise UserError(f"{counts}; nothing is left to evaluate, fetch the set again")
+        if total and encoder.world.main:
+            warn_once(counts)
+
     def facts(self) -> Record:
         """What the metrics depend on, other than the images."""
         return {}
@@ -93,7 +101,7 @@ class EvalSet(ABC):
         """The class of an image, by which a limit chooses."""
         return 0
 
-    def limited(self, limit: int | None) -> EvalSet:
+    def limited(self, limit: int | None) -> Self:
         """At most `limit` images, of each class in proportion; their results have another label.
 
         They are evenly spaced over the set sorted by class.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from clipscale.data.sample import BrokenSampleError, RawSample
 from clipscale.models.towers import ClipModel
 from clipscale.step.precision import Precision
 
-T = TypeVar("T")
 THREADS = 4
 """That decode the pictures of a process."""
 GROUP_BYTES = 128 << 20
@@ -53,18 +52,12 @@ class FeatureEncoder:
         with ThreadPoolExecutor(THREADS) as pool:
             for group, pictures in ahead(pool, self.pixels, batches(raws, batch)):
                 captions = [self.caption(raw) for raw in group]
-                rows = np.stack([self.images(pictures), self.texts(captions)], 1)
-                yield Group(group, captions, rows.astype(dtype))
+                images = self.encode(self.model.image, lambda x: torch.from_numpy(np.stack(x)), pictures)
+                texts = self.encode(self.model.text, self.model.tokenizer, captions)
+                yield Group(group, captions, np.stack([images, texts], 1).astype(dtype))
 
-    def images(self, pictures: Sequence[np.ndarray | None]) -> np.ndarray:
-        """A float32 feature row for each picture's pixels, (n, D); NaN for None."""
-        return self.encode(self.model.image, stacked, pictures)
-
-    def texts(self, texts: Sequence[str | None]) -> np.ndarray:
-        """The same for texts."""
-        return self.encode(self.model.text, self.model.tokenizer, texts)
-
-    def encode(self, tower: nn.Module, prepared: Callable[[list[T]], Tensor], inputs: Sequence[T | None]) -> np.ndarray:
+    def encode(self, tower: nn.Module, prepared: Callable[[list[Any]], Tensor], inputs: Sequence[Any]) -> np.ndarray:
+        """A float32 feature row (n, D) for each picture's pixels, or each text; NaN for None."""
         rows = np.full((len(inputs), self.model.width), np.nan, np.float32)
         usable = [x for x in inputs if x is not None]
         if usable:
@@ -84,10 +77,6 @@ class FeatureEncoder:
         with suppress(BrokenSampleError):
             return first_caption(raw.members, self.captions)
         return None
-
-
-def stacked(pictures: list[np.ndarray]) -> Tensor:
-    return torch.from_numpy(np.stack(pictures))
 
 
 def batches(raws: Iterable[RawSample], most: int) -> Iterator[list[RawSample]]:

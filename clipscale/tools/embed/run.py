@@ -67,12 +67,10 @@ def work(config: EmbedConfig) -> Record:
         leave()
     entries = {name: entry for part in parts for name, entry in part.items() if entry}
     samples = sum(entry["samples"] for entry in entries.values())
-    missing = sum(entry.pop("missing", 0) for entry in entries.values())
     if world.main:
         files.write_json(out / SHARDS, dict(sorted((read(out / SHARDS) | entries).items())))
         remedy = f"; train with data.train={out} distill.teachers={config.teacher}" if config.teacher else ""
-        lacking = f", {missing} of them without a usable picture or text" if missing else ""
-        say(f"features of {samples} samples{lacking}: {out}{remedy}")
+        say(f"features of {samples} samples: {out}{remedy}")
     unread = len(sources) - len(entries)
     if unread:
         raise UserError(f"out={out}: {unread} of {len(sources)} shards could not be fetched; start again to fetch them")
@@ -140,16 +138,8 @@ def embed_shard(encoder: FeatureEncoder, config: EmbedConfig, url: str, path: Pa
 
     A damaged shard is written as far as it can be read: it will not get better. None for one that could not be fetched.
     """
-    missing = 0
     if not path.is_file():
-
-        def counted() -> Iterator[Group]:
-            nonlocal missing
-            for group in shard_groups(encoder, config, url):
-                missing += int(np.isnan(group.rows).all(2).any(1).sum())
-                yield group
-
-        groups = counted()
+        groups = shard_groups(encoder, config, url)
         try:
             if config.teacher:
                 write_tar(path, groups, config.teacher)
@@ -158,7 +148,7 @@ def embed_shard(encoder: FeatureEncoder, config: EmbedConfig, url: str, path: Pa
         except SourceError:
             return None
     samples = scan_shard(str(path)).samples if config.teacher else len(path.read_bytes().splitlines())
-    return {"source": address(url), "samples": samples, "missing": missing}
+    return {"source": address(url), "samples": samples}
 
 
 def shard_groups(encoder: FeatureEncoder, config: EmbedConfig, url: str) -> Iterator[Group]:
@@ -168,10 +158,13 @@ def shard_groups(encoder: FeatureEncoder, config: EmbedConfig, url: str) -> Iter
     captions = {source.partition(":")[0] for source in encoder.captions}
     kinds = None if config.teacher else limits(IMAGE_TYPES, captions, config.data.max_bytes)
     raws = read_shard(url, problem, kinds=kinds, store=Store(config.data))
-    samples = 0
+    missing = samples = 0
     for group in encoder.groups(raws, config.batch, config.dtype):
         samples += len(group.raws)
+        missing += int(np.isnan(group.rows).all(2).any(1).sum())
         yield group
+    if missing:
+        log.warning("%d of %d samples without a usable picture or text in %s", missing, samples, hidden(url))
     if problem.reason:
         log.warning("%s after %d samples: %s", problem.reason, samples, problem.detail)
         if problem.reason not in DAMAGED:

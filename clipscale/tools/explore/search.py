@@ -70,7 +70,7 @@ class Explorer:
     def text_feature(self, text: str) -> np.ndarray:
         """The unit feature (D,) of a text."""
         with self.lock:
-            return self.encoder.texts([text])[0]
+            return self.encoder.encode(self.encoder.model.text, self.encoder.model.tokenizer, [text])[0]
 
     def picture_feature(self, number: int) -> np.ndarray:
         """That of a picture of the set, as it is stored. Raises BrokenSampleError for no such one."""
