@@ -9,7 +9,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -27,7 +26,6 @@ from clipscale.config.presets import PACKAGE, group_options
 from clipscale.config.setting import setting, settings_of
 from clipscale.config.train import MOST, TrainConfig
 from tests.conftest import shared
-from tests.support.browser import CHROMIUM, browser
 from tests.support.laid import SHELLS, lay, programs, within
 
 ROOT = PACKAGE.parent
@@ -246,24 +244,3 @@ def test_formulas_are_typeset_and_text_that_the_parser_eats_fails() -> None:
     assert 'display="block"' in html and "&lt;u_i, v_j&gt;" in html
     with pytest.raises(PluginError, match=r"loss\.md: the HTML parser takes <u_i, for a tag"):
         built("the scores <u_i, v_j> are")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
-def test_the_site_is_searched_and_turns_dark_from_the_disk(tmp_path: Path) -> None:
-    """Nothing is fetched: a page from the disk may start no worker, whose place a frame takes."""
-    subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", tmp_path], cwd=ROOT, check=True
-    )
-    typed = "((field) => { field.focus(); field.value = 'parquet'; field.dispatchEvent(new KeyboardEvent('keyup')) })"
-    links = "[...document.querySelectorAll('.md-search-result__link')].map((link) => link.href).join()"
-    with browser() as page:
-        page.call("Page.navigate", url=(tmp_path / "howto/lit.html").as_uri())
-        end = time.monotonic() + 60
-        while "own-data.html" not in (page.value(links) or ""):
-            page.value(f"{typed}(document.querySelector('.md-search__input'))")
-            assert time.monotonic() < end, page.errors
-            time.sleep(0.2)
-        page.value("document.querySelector('label[for=__palette_1]').click()")
-        assert page.value("document.body.dataset.mdColorScheme") == "slate"
-        assert page.errors == []

@@ -112,7 +112,7 @@ def settings(name: str, words: Sequence[str], config_dir: str | None = None) -> 
     trains = settings_of(TrainConfig)
     dictionaries = [key for key, setting in declared.items() if setting.kind is dict]
     groups = default_choices(verb.conf)
-    changes = beside_experiment(words, config_dir)
+    changes = values_of_presets(words, config_dir)
     for word in words:
         key = word.partition("=")[0]
         if any(f"{key}.".startswith(f"{name}.") for name in dictionaries):
@@ -145,8 +145,8 @@ def with_lists(pairs: list[tuple[str, Any]]) -> Record:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in pairs}
 
 
-def beside_experiment(words: Sequence[str], config_dir: str | None) -> list[str]:
-    """The values of the presets of optimizer and loss that are typed beside an experiment, whose own count less."""
+def values_of_presets(words: Sequence[str], config_dir: str | None) -> list[str]:
+    """The values of the presets of optimizer and loss that are typed with an experiment, whose own count less."""
     typed_words = dict(word.split("=", 1) for word in words)
     if "experiment" not in typed_words:
         return []

@@ -31,7 +31,7 @@ class Verb:
     words: str = ""
     """The plain words before the settings, as the usage line shows them; `main` then takes the list of them first."""
     often: str = ""
-    """Keys inside sections that help lists beside the top-level ones, because most people set them."""
+    """Keys inside sections that help lists with the top-level ones, because most people set them."""
     notes: str = ""
     """The last lines of the help."""
     check: Callable[[Any], object] = lambda settings: None

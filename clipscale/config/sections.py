@@ -3,11 +3,13 @@
 import re
 from dataclasses import dataclass, field
 
+from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
 from clipscale.common.units import nearest, parse_count, parse_memory
 from clipscale.config.libraries import architectures, model_description, optimizers, spelt
 from clipscale.config.parse import typed
+from clipscale.config.presets import PACKAGE
 from clipscale.config.setting import setting
 from clipscale.loss.objective import BACKENDS, EXCHANGES, OBJECTIVES, SHARED
 
@@ -23,8 +25,7 @@ MAX_LOGIT_SCALE = 100.0
 """The logit scale is clamped to this after each step, as in CLIP."""
 UNITS = {"m": 60, "h": 3600}
 """Seconds of the units of time."""
-SUITES = ("none", "imagenet", "infcl-table3", "vtab", "datacomp", "retrieval")
-"""No suite, and those of clipscale/eval/sets/known.yaml."""
+SUITES = ("none", *files.read_yaml(PACKAGE / "eval/sets/known.yaml")["suites"])
 
 
 def steps_of(setting: str, text: str) -> tuple[str, str, str]:

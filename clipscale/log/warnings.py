@@ -11,7 +11,7 @@ WINDOW, FIRST = 50, 10
 
 
 def warnings_of(records: Sequence[Record], settings: Record) -> dict[str, str]:
-    """Kind -> a line: what the newest record suggests beside the others: at most WINDOW, all after the FIRST.
+    """Kind -> a line: what the newest record suggests, compared with the others: at most WINDOW, all after the FIRST.
 
     `settings`: the run's, nested.
     """

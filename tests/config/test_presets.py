@@ -16,7 +16,6 @@ from clipscale.config.train import TrainConfig, check, settled
 from clipscale.models.towers import build_model
 from clipscale.models.weights import without_weights
 from clipscale.step.optim import build_optimizer
-from clipscale.tools.plan.planner import predicted
 from clipscale.tools.plan.settings import PlanConfig
 
 OPTIONS = group_options()
@@ -101,15 +100,6 @@ def test_a_recipe_is_the_published_one(name: str) -> None:
     assert (f"{scores} % zero-shot on ImageNet" in comment) if scores else "%" not in comment
     values = dict(flat(json.loads(json.dumps(asdict(config)))))
     assert {key: values[key] for key in published} == published
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1500)
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_is_planned(name: str) -> None:
-    """In chunks of a few samples: what the settings make of the model is of interest here."""
-    result = predicted(planned(name), search=False)
-    assert result["local_batch"] * 8 == RECIPES[name]["batch"]
 
 
 def test_a_preset_may_set_what_another_verb_has() -> None:

@@ -63,7 +63,7 @@ def pairs_of(path: Path, tables: Sequence[Table], root: str) -> Iterator[Pair]:
 
 
 def of_folder(folder: Path, root: str) -> Iterator[Pair]:
-    """The pictures of a folder and those below it, with the texts beside them. Then the other files, with their suffix
+    """The pictures of a folder and those below it, with their texts, NAME.txt. Then the other files, with their suffix
     as the reason why they are left out."""
     listed = visible(folder)
     pictures = [path for path in listed if path.suffix[1:].lower() in IMAGE_TYPES]
@@ -71,8 +71,8 @@ def of_folder(folder: Path, root: str) -> Iterator[Pair]:
     named = Place("", "", root or str(folder.resolve()))
     for path in pictures:
         text = texts.get(path.with_suffix(""))
-        beside = named._replace(name=str(text)) if text else None
-        yield Pair(str(path.relative_to(folder)), named._replace(name=str(path)), [], {}, beside)
+        caption = named._replace(name=str(text)) if text else None
+        yield Pair(str(path.relative_to(folder)), named._replace(name=str(path)), [], {}, caption)
     described = {path.with_suffix("") for path in listed if path.suffix.lower() != ".txt"}
     for path in sorted(set(listed).difference(pictures)):
         reason = "linked_folder" if path.is_dir() else path.suffix.lower() or "no_suffix"

@@ -23,7 +23,7 @@ AXES = ("step", "samples", "hours", "y")
 POINTS = 3000
 """Of all curves in one chart, about."""
 FIRST = 4
-"""Charts of evaluations that stand beside the loss."""
+"""Charts of evaluations that stand next to the loss."""
 
 
 def main(words: list[str], settings: ReportSettings) -> None:
