@@ -29,7 +29,7 @@ from clipscale.config.sections import (
     ScheduleConfig,
 )
 from clipscale.config.train import TrainConfig
-from clipscale.data.loader.offload import PixelBackend
+from clipscale.data.loader.host_batch import PixelBackend
 from clipscale.data.loader.workers import InProcess
 from clipscale.launch import local
 from clipscale.step.grad_cache import GradCache

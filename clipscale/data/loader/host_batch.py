@@ -1,5 +1,8 @@
 """The local batch in host memory, allocated once. Workers share it and write each sample into its place.
 
+Until both passes have used it, a picture waits as its pixels (`host`), or as its own bytes and the crop that was drawn
+(`encoded`), which are decoded chunk by chunk, again for each pass: the same bytes and crop give the same pixels.
+
 N: samples of the local batch, k: texts of each (captions, hard negatives), C: channels, S: side in pixels, T: tokens.
 """
 
@@ -19,6 +22,8 @@ from torch import Tensor
 
 from clipscale.common.units import format_bytes
 from clipscale.data.columns import Columns
+from clipscale.data.decode import Crop, Picture
+from clipscale.data.order import CounterRNG
 
 log = logging.getLogger(__name__)
 
@@ -195,6 +200,54 @@ class Arena:
 
 def _mapped(layout: Layout, fd: Any) -> Arena:
     return Arena(layout, fd.detach())
+
+
+class PixelBackend:
+    """One process's access to the image rows of an arena.
+
+    With `encoded`, pictures are stored as their bytes, at the beginning of their rows: memory is used only where it is
+    written to. A slot's `recipes` hold the number of a picture's bytes and its crop. A picture with more bytes than
+    pixels is stored as pixels, with 0 for the number of bytes.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._transform = arena.layout.columns.images
+        self._encoded = arena.layout.backend == "encoded"
+        self._row = np.empty(self._transform.shape, np.uint8)
+
+    def put(self, slot: Slot, place: int, data: bytes, rng: CounterRNG) -> None:
+        """Store a sample. Raises BrokenSampleError before anything is written."""
+        row = slot["rows"][place]
+        if not self._encoded:
+            self._transform(data, rng, row)
+            return
+        picture = Picture(data, self._transform.max_pixels)
+        crop = self._transform.crop(picture, rng)
+        # Decoded here already, so that a broken picture is skipped as with `host`.
+        decoded = picture.decode()
+        size = len(data)
+        if size < row.nbytes:
+            row.reshape(-1)[:size] = np.frombuffer(data, np.uint8)
+        else:
+            self._transform.render(decoded, crop, row)
+            size = 0
+        slot["recipes"][place] = (size, *crop)
+
+    def check(self, data: bytes, rng: CounterRNG) -> None:
+        """Raise BrokenSampleError where `put` does, but store nothing."""
+        self._transform(data, rng, self._row)
+
+    def load(self, number: int, start: int, stop: int, at: int) -> None:
+        """Decode the pictures in rows start..stop of a slot, by its number, to place `at` of the buffers."""
+        slot = self._arena.slots[number]
+        recipes = slot["recipes"][start:stop].tolist()
+        for pixels, row, (size, *numbers) in zip(self._arena.buffers[at:], slot["rows"][start:stop], recipes):
+            if size:
+                picture = Picture(row.reshape(-1)[:size].tobytes(), self._transform.max_pixels)
+                self._transform.render(picture.decode(), Crop(*numbers), pixels)
+            else:
+                np.copyto(pixels, row)
 
 
 Span = tuple[int, int]

@@ -18,8 +18,7 @@ from clipscale.config.data import DataConfig
 from clipscale.data.columns import Columns
 from clipscale.data.decode import IMAGE_TYPES, image_bytes
 from clipscale.data.filters import Selection, name_of
-from clipscale.data.loader.host_batch import Arena
-from clipscale.data.loader.offload import PixelBackend
+from clipscale.data.loader.host_batch import Arena, PixelBackend
 from clipscale.data.loader.shard_reader import OrderedShards, Position, ShardReader
 from clipscale.data.order import AUGMENT, CAPTION, NEGATIVE, BatchShare, CounterRNG, Mixed, Segment
 from clipscale.data.sample import BrokenSampleError, ChosenSample, RawSample, limits
