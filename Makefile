@@ -19,7 +19,7 @@ SHELL := /bin/bash
 
 GPU := gpu-first gpu-second gpu-right gpu-loss gpu-train gpu-compiled gpu-step gpu-memory gpu-data gpu-largest
 MORE := gpu-loss-widths gpu-step-large gpu-memory-1m gpu-largest-encoded
-.PHONY: demo test oldest newest lint docs clean install wheels gpu gpu-more $(GPU) $(MORE)
+.PHONY: demo test oldest newest lint docs clean install wheels gpu gpu-more gpu-eight $(GPU) $(MORE)
 
 demo: $(INSTALLED)
 	$(CLIPSCALE) data demo

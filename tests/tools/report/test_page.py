@@ -75,7 +75,7 @@ def test_every_chart_is_drawn_and_nothing_is_cut(page: Page, tmp_path: Path, cou
             assert not page.value("document.querySelector('.runs').parentElement.matches('.wide')"), "runs are not cut"
         marks = "f.querySelectorAll('.scatterlayer path.js-line').length"
         drawn = page.value(f"[...document.querySelectorAll('.charts figure')].map((f) => {marks})")
-        assert len(drawn) == 11 and min(drawn) >= count, drawn
+        assert len(drawn) == 10 and min(drawn) >= count, drawn
         assert page.value("document.documentElement.scrollWidth") <= page.value("innerWidth") == width
         cut = "one.getBoundingClientRect().right > innerWidth + 1 && !one.closest('.scroll, .plot')"
         assert page.value(f"[...document.querySelectorAll('main *')].filter((one) => {cut}).map((one) => one.id)") == []
