@@ -31,6 +31,7 @@ from clipscale.log.records import read_metrics
 from clipscale.log.step_record import StepRecords
 from clipscale.log.table import print_results, with_start
 from clipscale.models.flops import Flops
+from clipscale.models.towers import ClipModel
 from clipscale.state.start import Resolved, begin, resolve
 from clipscale.state.train_state import TrainState
 from clipscale.step.compiled import compile_towers, try_compiled, worth_compiling
@@ -186,7 +187,10 @@ class Run:
                     self.evaluate()  # what the weights can do before they are trained
                 while self.step < self.total:
                     started = time.monotonic()
-                    with self.world.limited(self.limit_s()), self.undone_at_a_signal():
+                    with (
+                        self.world.limited(self.limit_s()),
+                        undone_at_a_signal(self.state.model, self.stream, self.world),
+                    ):
                         agreement = self.train_step()
                     self.slowest_s = max(self.slowest_s, time.monotonic() - started)
                     self.step += 1
@@ -261,23 +265,6 @@ class Run:
 
         return call
 
-    @contextmanager
-    def undone_at_a_signal(self) -> Iterator[None]:
-        """Around a step that a signal or lost data may end: undoes the little that it changes before its update.
-
-        A resumed run takes it again, bit for bit.
-        """
-        random = RandomState.now(self.world.device)
-        restore_statistics = note_statistics(self.state.model)
-        try:
-            yield
-        except (SignalError, DataError):
-            random.restore()
-            restore_statistics()
-            self.stream.give_back()
-            reshard(self.state.model)  # FSDP2 may have left within a forward pass, with whole weights
-            raise
-
     def evaluate(self) -> Record:
         """Zero-shot and retrieval metrics of the model as it is now, also written to RUN/eval/step_N.json."""
         step, config = self.state.step, self.config
@@ -300,12 +287,7 @@ class Run:
         return results
 
     def save_due(self, agreement: Agreement) -> bool:
-        """Whether this step ends with a checkpoint: by steps, by time, and at the end. All ranks agree.
-
-        None after a step that was left out, which may be the weights' fault: the last good checkpoint stays.
-        """
-        if self.state.step.skipped and self.step < self.total:
-            return False
+        """Whether this step ends with a checkpoint: by steps, by time, and at the end. All ranks agree."""
         steps, _ = self.config.checkpoint.interval
         due = self.step == self.total or (steps > 0 and self.step % steps == 0)
         return due or agreement.save
@@ -344,6 +326,24 @@ class Run:
         if self.step != self.saver.last_step:
             self.save(last=True)
         self.saver.wait()
+
+
+@contextmanager
+def undone_at_a_signal(model: ClipModel, stream: TrainStream, world: World) -> Iterator[None]:
+    """Around a step that a signal or lost data may end: undoes the little that it changes before its update.
+
+    A resumed run takes it again, bit for bit.
+    """
+    random = RandomState.now(world.device)
+    restore_statistics = note_statistics(model)
+    try:
+        yield
+    except (SignalError, DataError):
+        random.restore()
+        restore_statistics()
+        stream.give_back()
+        reshard(model)  # FSDP2 may have left within a forward pass, with whole weights
+        raise
 
 
 def stopped(number: int, step: int) -> str:

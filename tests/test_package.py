@@ -165,3 +165,9 @@ def test_the_gradient_cache_and_the_loss_load_neither_data_nor_settings() -> Non
     code = "import clipscale, sys; clipscale.GradCache, clipscale.contrastive_loss; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert re.findall(r"clipscale\.(?:data|config|distributed)\S*", loaded) == []
+
+
+def test_the_gradient_cache_needs_no_other_part_of_the_program() -> None:
+    code = "import sys, clipscale; clipscale.GradCache; print(*(m for m in sys.modules if m.startswith('clipscale.')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert {name.split(".")[1] for name in done.stdout.split()} == {"common", "step"}

@@ -4,12 +4,10 @@ import gc
 import math
 import re
 import time
-import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain, repeat
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,7 +22,6 @@ from clipscale.config.sections import (
     CacheConfig,
     CheckpointConfig,
     LaunchConfig,
-    ModelConfig,
     OptimConfig,
     ScheduleConfig,
 )
@@ -36,10 +33,9 @@ from clipscale.step.grad_cache import GradCache
 from clipscale.train import start_run, train
 from tests.conftest import Cap
 from tests.support.checkpoints import ALONE
-from tests.support.forks import forks
 from tests.support.ranks import run_ranks
 from tests.support.refused import refused
-from tests.support.runs import ARCHITECTURE, curve, on_a_rank, records, settings, small
+from tests.support.runs import curve, on_a_rank, records, settings, small
 
 FIELDS = {
     "step", "samples", "loss", "logit_scale", "lr", "grad_norm", "time", "samples_per_s", "samples_per_s_wall",
@@ -80,45 +76,6 @@ def test_waiting_for_data_is_a_share_of_the_step(shards: str, tmp_path: Path, mo
     monkeypatch.setattr(PixelBackend, "put", lambda *given: (time.sleep(next(late)), put(*given)))
     train(small(shards, tmp_path / "run", samples=24))
     assert [record["data_wait_frac"] for record in records(tmp_path / "run") if record["data_wait_frac"] > 1] == []
-
-
-def train_in_process(demo: Path, run: Path) -> None:
-    """A whole run with patch dropout, so that resuming has to restore the random state."""
-    model = ModelConfig(name="test", architecture=ARCHITECTURE, patch_dropout=0.3)
-    try:
-        train(settings(demo, run, model=model, checkpoint=CheckpointConfig(every="3")))
-    except BaseException:
-        (run / "error").write_text(traceback.format_exc())
-        raise
-
-
-def start(demo: Path, run: Path) -> ForkServerProcess:
-    process = forks().Process(target=train_in_process, args=(demo, run))
-    process.start()
-    return process
-
-
-def wait_for(process: ForkServerProcess, condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert process.is_alive(), f"ended early with status {process.exitcode}"
-        assert time.monotonic() < deadline, "no progress within 120 s"
-        time.sleep(0.005)
-
-
-def test_a_killed_run_resumes_to_the_same_losses_bit_for_bit(demo: Path, tmp_path: Path) -> None:
-    whole = start(demo, tmp_path / "whole")
-    killed = start(demo, tmp_path / "killed")
-    wait_for(killed, lambda: checkpoint.checkpoints_of(tmp_path / "killed"))
-    killed.kill()
-    killed.join()
-    done = len((tmp_path / "killed/metrics.jsonl").read_text().splitlines())  # the last may be half a line
-    assert done < 10, "the run must be killed before its end for this to test anything"
-    again = start(demo, tmp_path / "killed")
-    for process in (whole, again):
-        process.join(180)
-        assert process.exitcode == 0, process
-    assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("started", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forked", "started"])
@@ -192,23 +149,6 @@ def test_half_precision_that_overflows_at_any_loss_scale_has_diverged(
     assert sum(record["skipped"] for record in records(tmp_path / "run")) >= 2, (
         "the scales 65,536 and 32,768 were tried"
     )
-
-
-def test_steps_that_are_not_finite_can_be_skipped(demo: Path, tmp_path: Path, capsys: Cap) -> None:
-    train(diverging(demo, tmp_path / "run", on_divergence="skip"))
-    skipped = [record["skipped"] for record in records(tmp_path / "run")]
-    assert len(skipped) == 4 and skipped[-1] and not skipped[0]
-    weights = checkpoint.load(checkpoint.checkpoints_of(tmp_path / "run")[-1]).model.values()
-    assert all(bool(weight.isfinite().all()) for weight in weights), "a step that is skipped changes nothing"
-    assert "left out (3 in a row; 10 end the run)" in capsys.readouterr().err
-
-
-def test_steps_that_are_skipped_in_a_row_end_the_run_and_keep_its_checkpoint(demo: Path, tmp_path: Path) -> None:
-    config = replace(diverging(demo, tmp_path / "run", on_divergence="skip"), samples=64 * 20)
-    with refused(r"step 11: .*training has diverged; its checkpoints are intact"):
-        train(config)
-    assert [checkpoint.step_of(path) for path in checkpoint.checkpoints_of(tmp_path / "run")] == [1]
-    assert len(records(tmp_path / "run")) == 10
 
 
 def losing_a_loader(rank: int, world: int, config: TrainConfig) -> None:

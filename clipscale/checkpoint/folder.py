@@ -26,8 +26,8 @@ def make_folder(run: Path) -> None:
 
 
 def check_room(run: Path, size: int) -> None:
-    """Raise UserError where the disk has no room for two checkpoints of `size` bytes: one that stays while the next is
-    written. One that is there already counts."""
+    """Raise UserError where the disk has no room for two checkpoints of `size` bytes: the newest stays while the next
+    is written. For a run that has a checkpoint already, room for one is enough."""
     there = next(path for path in (run, *run.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     if free < (size if checkpoints_of(run) else 2 * size):

@@ -87,11 +87,6 @@ class OptimConfig:
     )
     eps: float | None = setting(1e-6, "Epsilon of the update's denominator; null: the optimizer's default.")
     clip_norm: float | None = setting(None, "Largest global gradient norm; null or 0: no clipping.", least=0)
-    on_divergence: str = setting(
-        "stop",
-        "When the loss or gradient is not finite: `stop` before the weights change, or `skip` the step (10 in a row).",
-        choices=("stop", "skip"),
-    )
     options: Record = setting({}, "Further keyword arguments of timm's factory.")
 
     def check(self) -> None:

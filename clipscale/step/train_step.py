@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from clipscale.common.errors import UserError, first_line
 from clipscale.common.phases import Phases, Readback
-from clipscale.common.terminal import tell
 from clipscale.config.sections import MAX_LOGIT_SCALE
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.captions import SortedCaptions
@@ -25,9 +24,6 @@ from clipscale.step.grad_cache import Chunked, GradCache
 from clipscale.step.keep_budget import KeepBudget
 from clipscale.step.precision import Precision
 from clipscale.step.trunk import TrunkFeatures
-
-MOST_SKIPPED = 10
-"""Steps in a row that `optim.on_divergence=skip` leaves out: after so many the weights are at fault, not a sample."""
 
 
 class Agreement:
@@ -86,8 +82,6 @@ class TrainStep:
     """The towers whose frozen trunk runs once a step."""
     sorts: bool
     """Whether captions are ordered by length and cut, since the text tower's features do not depend on padding."""
-    skipped: int = 0
-    """Steps in a row that were left out since they were not finite."""
 
     def run(
         self, batch: HostBatch, stream: TrainStream, number: int, *, save: bool, before_chunk: Callable[[], None]
@@ -175,11 +169,13 @@ class TrainStep:
         norm = self.gradient_norm()
         loss, grad_norm = Readback(value, norm).read()
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        if finite:
-            self.skipped = 0
-        else:
+        if not finite:
             self.world.on_all(stream.check)
-            self.refuse_divergence(number, loss, grad_norm)
+            if not self.precision.can_lower_loss_scale:
+                raise UserError(
+                    f"step {number}: loss={loss}, gradient norm={grad_norm}: training has diverged; its checkpoints "
+                    "are intact; lower optim.lr, set optim.clip_norm, or use another precision"
+                )
         if finite or self.precision.scaler:  # after an overflow the scaler skips the step and lowers its scale
             self.update(norm)
         return loss, grad_norm if finite else None
@@ -214,21 +210,3 @@ class TrainStep:
             self.model.logit_scale.clamp_(max=math.log(MAX_LOGIT_SCALE))
         if self.average and not skipped:
             self.average.update()
-
-    def refuse_divergence(self, number: int, loss: float, grad_norm: float) -> None:
-        """Raise UserError for a value that is not finite, unless a lower loss scale or a skipped step may help.
-
-        Steps are skipped at most MOST_SKIPPED in a row.
-        """
-        if self.precision.can_lower_loss_scale:
-            return
-        self.skipped += 1
-        values = f"step {number}: loss={loss}, gradient norm={grad_norm}"
-        if self.config.optim.on_divergence == "skip" and self.skipped < MOST_SKIPPED:
-            if self.world.main:
-                tell(f"warning: {values}: left out ({self.skipped} in a row; {MOST_SKIPPED} end the run)", error=True)
-            return
-        raise UserError(
-            f"{values}: training has diverged; its checkpoints are intact; lower optim.lr, set optim.clip_norm, or use "
-            "another precision"
-        )

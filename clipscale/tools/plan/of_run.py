@@ -31,6 +31,7 @@ GONE = (
     "data.decode",
     "expected",
     "eval.loss_batch",
+    "optim.on_divergence",
     "optim.warm_statistics",
 )
 """Settings of earlier versions, which their runs' files have."""
