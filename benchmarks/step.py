@@ -235,7 +235,7 @@ def measure(**job: Any) -> list[Row]:
     row["parts"] = {f"{part}_s": value for part, value in meters[-1].seconds.items()}
     row["parts"] |= {f"mem_{part}_bytes": first.peak[part] - first.before[part] for part in first.peak}
     row["chunk"] = step.chunk
-    row["kept_graphs"] = [tower.graphs.count for tower in step.cache.towers]
+    row["kept_graphs"] = step.cache.kept
     if job["profile"]:
         row["profile"] = profiled(step, batch, job["profile"])
     row["parts"]["features_bytes"] = 2 * 4 * step.model.width * batch  # float32, of both towers
