@@ -65,7 +65,7 @@ class Source:
 def find(value: str, name: str, setting: str = "model.weights") -> Source:
     """The weights that a setting names; `name` is the architecture, among whose tags it may be. Raises UserError."""
     origin = f"{setting}={value!r}"
-    source = here(value, setting)
+    source = local_source(value, setting)
     if source:
         return source
     with fetching(origin):
@@ -74,7 +74,7 @@ def find(value: str, name: str, setting: str = "model.weights") -> Source:
         return _of_tag(value, name.replace("/", "-"), origin)
 
 
-def here(value: str, setting: str = "model.weights") -> Source | None:
+def local_source(value: str, setting: str = "model.weights") -> Source | None:
     """The weights that a setting names, if they are on this machine. Raises UserError for what is no weights."""
     origin = f"{setting}={value!r}"
     path = Path(value).expanduser()
@@ -102,7 +102,7 @@ def settled(config: ModelConfig, *, chosen: bool) -> ModelConfig:
     `chosen`: the user has chosen a model, too; it has to be the same. Otherwise it is a default. Raises UserError.
     """
     if whole := config.weights:
-        source = here(whole)
+        source = local_source(whole)
         if not chosen and (whole.startswith(HUB) or (source and source.model.name)):
             config = replace(config, name="", architecture={})
         if source:
@@ -112,7 +112,7 @@ def settled(config: ModelConfig, *, chosen: bool) -> ModelConfig:
     towers = (("image", "vision_cfg", config.image.weights), ("text", "text_cfg", config.text.weights))
     for tower, part, weights in towers:
         setting = f"model.{tower}.weights"
-        if weights and (source := here(weights, setting)):
+        if weights and (source := local_source(weights, setting)):
             _check_fit(config, source, part)
         elif weights:
             _check_tag(config, weights, setting)

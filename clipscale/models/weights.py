@@ -32,8 +32,8 @@ _BARE = re.compile(r"(^|\.)(head|proj|pooler|cls|lm_head|fc|classifier|embedding
 def described(config: ModelConfig, saved: checkpoint.Saved | None = None) -> ModelConfig:
     """The settings of a model with what its weights say of its pictures and, if no name is given, its architecture.
 
-    Pictures are prepared as in the run's own checkpoint `saved`, else as the image tower's weights say, else as the
-    whole model's. What the settings say stays. Raises UserError.
+    Pictures are prepared as `config` says; what it leaves open is that of the run's own checkpoint `saved`, else of the
+    image tower's weights, else of the whole model's. Raises UserError.
     """
     if saved is not None:
         trained = typed(ModelConfig, saved.model_config)

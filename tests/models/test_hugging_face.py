@@ -15,7 +15,7 @@ from torch import Tensor
 
 from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig, Preprocess, TowerConfig
-from clipscale.models.sources import here
+from clipscale.models.sources import local_source
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import described
 from clipscale.tools.export.hugging_face import write_tokenizer
@@ -234,7 +234,7 @@ def test_an_index_names_files_of_its_folder(tmp_path: Path, name: Any) -> None:
     folder.mkdir()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(UserError, match="folder cannot be used"):
-        here(str(folder))
+        local_source(str(folder))
 
 
 def test_the_card_names_the_weights_that_a_run_began_from_and_no_path() -> None:
