@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, Metadata, SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -44,8 +45,11 @@ class Saver:
         """Of the newest checkpoint begun."""
         self._pending: tuple[int, Future[Metadata]] | None = None
         """The step of the checkpoint that is being written, and its result."""
-        pinned = world.device.type == "cuda"
-        self._stager = DefaultStager(
+        self._stager = self._new_stager()
+
+    def _new_stager(self) -> DefaultStager:
+        pinned = self.world.device.type == "cuda"
+        return DefaultStager(
             StagingOptions(
                 use_pinned_memory=pinned,
                 use_shared_memory=False,
@@ -63,6 +67,8 @@ class Saver:
         `last` one raises UnwritableError.
         """
         self._wait_or_warn()
+        if torch.__version__ < "2.13":  # where a stager works once
+            self._stager = self._new_stager()
         step = saved.step
         values, tensors = split(vars(saved))
         owners = shares({n: t.nbytes for n, t in tensors.items() if not isinstance(t, DTensor)}, self.world.size)

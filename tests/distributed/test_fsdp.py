@@ -49,7 +49,9 @@ class Collectives(TorchDispatchMode):
 def held(tower: nn.Module) -> tuple[int, int]:
     """Bytes of whole weights and of their gradients. FSDP2 keeps the latter aside while a weight is in shards."""
     weights = sum(p.nbytes for p in tower.parameters() if not isinstance(p, DTensor))
-    groups = [group for part in sharded(tower) for group in part._get_fsdp_state()._fsdp_param_groups]
+    states = [vars(part._get_fsdp_state()) for part in sharded(tower)]
+    several = [x.get("_fsdp_param_groups") or [x["_fsdp_param_group"]] for x in states]  # torch 2.11: one a module
+    groups = [group for each in several for group in each]
     whole = [getattr(param, "_unsharded_param", None) for group in groups for param in group.fsdp_params]
     return weights, sum(p.grad.nbytes for p in whole if p is not None and p.grad is not None)
 
