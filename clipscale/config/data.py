@@ -72,8 +72,8 @@ class DataConfig:
     filter: list[str] = setting(
         [],
         "What samples must meet: `width`, `height`, shorter `side`, `aspect` (longer over shorter), characters of a "
-        "`caption`, fields of the json, the name of a `sample`: `[side>=64,aspect<=3,caption>=5,similarity>=0.3,"
-        "LANGUAGE=en|de,sample!=00012.tar/000123456]`.",
+        "`caption`, fields of the json, the name of a `sample`: `[side>=64,similarity>=0.3,LANGUAGE=en|de]`, "
+        "`sample!=00012.tar/000123456`.",
     )
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     max_pixels: int = setting(89_478_485, "Most pixels of an image; others are broken (`huge_image`).", least=1)
