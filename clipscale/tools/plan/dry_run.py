@@ -1,11 +1,15 @@
 """Runs the trainer's own optimizer step on tensors without memory, as one of P ranks, and records the memory it takes.
 
+The blocks of a tower are alike, so only a few of them are run. Parts of a step are told apart at their boundaries: at
+every moment within one part, each block more adds the same memory (memory.py counts them all).
+
 b: samples of one rank, c: samples of a chunk, P: ranks, D: feature width. All sizes in bytes.
 """
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -36,34 +40,11 @@ from clipscale.tools.plan.memory_tracker import DryMachine, MemoryTracker, cuda_
 
 CPU = torch.device("cpu")
 TOWERS = ("image", "text")
-PHASES = ("encode", "loss", "replay", "optim")
 LAPS = 4
 """Most ranks of the loss's ring: further visits take no more memory."""
-
-
-@dataclass(frozen=True)
-class StepMemory:
-    """Memory of one device in a step."""
-
-    before: dict[str, float]  # live bytes at the start of each phase
-    peak: dict[str, float]  # of each stage: "encode", "encode image", "loss", ... A frozen tower has no "replay"
-    kept: tuple[int, int] = (0, 0)  # image and text chunks whose graphs are kept
-
-    def phase(self, name: str) -> float:
-        """Peak of a phase."""
-        return max(size for stage, size in self.peak.items() if stage.split()[0] == name)
-
-    @property
-    def highest(self) -> float:
-        return max(self.peak.values())
-
-    def beyond(self, start: "StepMemory", times: float) -> "StepMemory":
-        """Further along the line from `start` to this, by so many times their distance."""
-
-        def along(sizes: dict[str, float], first: dict[str, float]) -> dict[str, float]:
-            return {name: size + round(times * (size - first[name])) for name, size in sizes.items()}
-
-        return StepMemory(along(self.before, start.before), along(self.peak, start.peak))
+Bytes = dict[str, float]
+"""By what takes them: the peak of each part of a step, such as `replay image backward first`, and `before encode`, what
+is live when a phase begins."""
 
 
 class DryRunWorld(World):
@@ -92,13 +73,16 @@ class DryRunWorld(World):
 class DdpBuckets(nn.Module):
     """Takes memory like DDP, whose C++ reducer needs tensors with values: buckets as large as all gradients exist from
     the start; gradients are separate tensors until the backward pass that synchronises makes them views of the buckets.
+
+    All at its end, where there are chunks before: then that pass takes what those take, and a step of two chunks is
+    like one of many.
     """
 
     def __init__(self, tower: nn.Module) -> None:
         super().__init__()
         self.module = tower
         self.views = {p: torch.empty_like(p, requires_grad=False) for p in tower.parameters() if p.requires_grad}
-        self.syncing = True
+        self.at_once = False
         for p in self.views:
             p.register_post_accumulate_grad_hook(self.use_bucket)
 
@@ -107,33 +91,40 @@ class DdpBuckets(nn.Module):
 
     @contextmanager
     def gradient_sync(self, last: bool) -> Iterator[None]:
-        self.syncing = last
+        self.at_once = last and all(p.grad is None for p in self.views)
         yield
+        for p in self.views if last else ():
+            if p.grad is not None:
+                p.grad = self.views[p]
 
     def use_bucket(self, p: Tensor) -> None:
-        if self.syncing:
+        if self.at_once:
             p.grad = self.views[p]  # type: ignore[index]
 
 
 class DryRun:
-    """Runs steps of a training configuration without memory."""
+    """Runs steps of a training configuration without memory, with some of the blocks of its model."""
 
     def __init__(
-        self,
-        config: TrainConfig,
-        ranks: int,
-        tracker: MemoryTracker,
-        machine: DryMachine,
-        model: ClipModel,
+        self, config: TrainConfig, world: World, tracker: MemoryTracker, machine: DryMachine, short: "ShortModel"
     ) -> None:
-        """`model`: on the meta device; it gets tensors of the dry run."""
-        model.to_empty(device=CPU)
-        self.config, self.ranks, self.tracker = config, ranks, tracker
+        """`short`: its model gets tensors of the dry run."""
+        self.config, self.tracker = config, tracker
+        self.others = tracker.live
+        """Of other dry runs."""
+        self.static = 0
+        """Of the model and the optimizer's state."""
         self.captions = config.data.texts_per_step
-        self.memory = StepMemory({}, {})
+        self.bytes: Bytes = {}
         """Of the step that runs."""
-        self.stage = ""
-        world = DryRunWorld(0, ranks, CPU)
+        self.phase = self.tower = ""
+        self.parts: list[str] = []
+        """Those in which the step is: a block may be the first and the last of those that are alike."""
+        self.is_backward = False
+        model = short.model
+        for blocks in short.alike:
+            self.watch(blocks)
+        model.to_empty(device=CPU)
         self.train_step = train_step_of(config, model, world, machine)
         if machine.capability and type(self.train_step.optimizer).__module__.startswith("torch.optim"):
             for group in self.train_step.optimizer.param_groups:  # torch's own choice on CUDA
@@ -146,16 +137,60 @@ class DryRun:
             p.grad = torch.empty_like(p)
         self.train_step.update(self.train_step.gradient_norm())
         self.train_step.optimizer.zero_grad()
-        if config.launch.parallel != "ddp" and ranks > 1:
+        if config.launch.parallel != "ddp" and world.size > 1:
             self.step((1, 1), 1, resident=False)  # FSDP2 allocates in its first step
-        self.static = tracker.live
-        """Bytes of the model and the optimizer's state."""
+        self.static = tracker.live - self.others
+
+    def watch(self, blocks: list[nn.Module]) -> None:
+        """Note where a pass enters and leaves each of these blocks, which follow each other."""
+        count = len(blocks)
+        names = {-1: ["before"], count: ["after"]} | {i: [] for i in range(count)}
+        if count:
+            names[0].append("first")
+            names[count - 1].append("last")
+
+        def boundary(x: Any, i: int) -> None:
+            """Between block i - 1 and i."""
+            if not self.is_backward:  # else checkpointing runs them again
+                self.enter([f"forward {name}" for name in names[i]])
+                if isinstance(x, Tensor) and x.requires_grad:
+                    x.register_hook(lambda gradient: self.go_backward(names[i - 1]))
+
+        for i, block in enumerate(blocks):
+            block.register_forward_pre_hook(lambda block, inputs, i=i: boundary(inputs[0] if inputs else None, i))
+        for block in blocks[-1:]:
+            block.register_forward_hook(
+                lambda block, inputs, out: boundary(out[0] if isinstance(out, tuple) else out, count)
+            )
+
+    def go_backward(self, names: list[str]) -> None:
+        self.is_backward = True
+        self.enter([f"backward {name}" for name in names])
+
+    def enter(self, names: list[str]) -> None:
+        """Parts of the tower's pass begin."""
+        self.note_peak()
+        self.parts = [f"{self.phase} {self.tower} {name}" for name in names if self.phase]
+
+    def note_peak(self) -> None:
+        """What runs has ended."""
+        peak = self.tracker.take_peak() - self.others
+        for part in self.parts:
+            self.bytes[part] = max(peak, self.bytes.get(part, 0))
+
+    def begin(self, phase: str) -> None:
+        """A phase begins; empty: the step ends."""
+        self.note_peak()
+        self.phase = phase
+        self.parts = [phase] if phase else []
+        if phase:
+            self.bytes[f"before {phase}"] = self.tracker.live - self.others
 
     def inputs(self, tower: int, rows: int, resident: bool) -> Chunked:
         """So many inputs of the image (0) or the text tower (1)."""
         return self.train_step.past_trunk(TOWERS[tower], StagedRows(self, tower, rows, resident))
 
-    def step(self, chunks: tuple[int, int], batch: int, *, resident: bool) -> StepMemory:
+    def step(self, chunks: tuple[int, int], batch: int, *, resident: bool) -> Bytes:
         """One optimizer step over `batch` samples of this rank, with chunks of the given sizes for the two towers.
 
         Without the loss, of which it has the gradients; see `loss`.
@@ -163,32 +198,27 @@ class DryRun:
         `resident`: chunks stay on the device between the passes (offload=none).
         """
         step, cache = self.train_step, self.train_step.cache
-        self.memory = StepMemory({}, {})
+        self.bytes = {}
+        self.others = self.tracker.live - self.static
         cache.chunks = [*chunks]
-        self.enter("encode")
+        self.begin("encode")
         texts = batch * self.captions
         features = cache.encode(self.inputs(0, batch, resident), self.inputs(1, texts, resident))
-        self.enter("loss")
-        for trained, rows in zip(cache.trained, features):
-            rows.grad = torch.empty_like(rows) if trained else None
+        self.begin("loss")
+        for rows in features:
+            rows.grad = torch.empty_like(rows) if rows.requires_grad else None
         del features, rows
-        self.enter("replay")
+        self.begin("replay")
         cache.replay()
-        self.enter("optim")
-        step.update(step.gradient_norm())
-        self.enter("")
+        self.begin("optim")
+        norm = step.gradient_norm()
+        self.tracker.history.clear()
+        step.update(norm)
+        self.begin("")
+        sizes = self.tracker.history  # the same operations at any depth, where they take all parameters at once
+        self.bytes |= {f"optim {len(sizes)} {i}": size - self.others for i, size in enumerate(sizes)}
         step.optimizer.zero_grad()
-        return self.memory
-
-    def enter(self, stage: str) -> None:
-        """A stage of the step begins: a phase, or a tower's part of it. Empty: the step ends."""
-        peak = self.tracker.take_peak()
-        if self.stage:
-            self.memory.peak[self.stage] = max(peak, self.memory.peak.get(self.stage, 0))
-        phase = stage.partition(" ")[0]
-        if phase:
-            self.memory.before.setdefault(phase, self.tracker.live)
-        self.stage = stage
+        return self.bytes.copy()
 
     def loss(self, batch: int) -> int:
         """Bytes that the loss of `batch` samples of this rank and its gradients take, beyond the features."""
@@ -223,7 +253,7 @@ class DryRun:
 
 
 class StagedRows(ChunkLoader):
-    """A tower's rows, made on demand. Asking for them begins that tower's stage of a step."""
+    """A tower's rows, made on demand. Asking for them begins a pass of that tower."""
 
     def __init__(self, run: DryRun, tower: int, rows: int, resident: bool) -> None:
         shape, dtype = (run.columns.images.shape, torch.uint8) if tower == 0 else ((run.context_length,), torch.int32)
@@ -235,8 +265,8 @@ class StagedRows(ChunkLoader):
         self.run, self.tower = run, TOWERS[tower]
 
     def chunk(self, start: int, stop: int) -> Tensor:
-        if self.run.stage:
-            self.run.enter(f"{self.run.stage.split()[0]} {self.tower}")
+        self.run.tower, self.run.is_backward = self.tower, False
+        self.run.enter(["forward before"])
         return super().chunk(start, stop)
 
 
@@ -244,6 +274,43 @@ def model_without_values(config: ModelConfig) -> ClipModel:
     """The model of these settings on the meta device."""
     with torch.device("meta"):
         return build_model(without_weights(config))
+
+
+class ShortModel:
+    """A model with some of its blocks."""
+
+    def __init__(self, config: ModelConfig, *numbers: int) -> None:
+        """`numbers`: of those blocks of the image and of the text tower that are alike, how many remain."""
+        self.model = model_without_values(config)
+        self.alike: list[list[nn.Module]] = []
+        """Those of each tower that remain."""
+        self.left_out: list[int] = []
+        """Blocks of each tower that do not."""
+        for tower, number in zip((self.model.image, self.model.text), numbers):
+            blocks, alike = repeated_blocks(tower.encoder)
+            self.alike.append([blocks[i] for i in alike[:number]])
+            self.left_out.append(len(alike[number:]))
+            for i in reversed(alike[number:]):
+                del blocks[i]
+
+
+def repeated_blocks(encoder: nn.Module) -> tuple[Any, list[int]]:
+    """The list of blocks in which most that follow each other are alike, and the numbers of these.
+
+    Not of its last one, which may compute less.
+    """
+
+    def look(block: nn.Module) -> Any:
+        return type(block), [(name, p.shape, p.requires_grad) for name, p in block.named_parameters()]
+
+    best: tuple[Any, list[int]] = [], []
+    for blocks in encoder.modules():
+        if isinstance(blocks, nn.ModuleList | nn.Sequential) and len(blocks) > 1:
+            looks = [look(block) for block in blocks]
+            alike = max((list(same) for _, same in groupby(range(len(blocks) - 1), looks.__getitem__)), key=len)
+            if looks[alike[0]][1] and len(alike) > len(best[1]):
+                best = blocks, alike
+    return best
 
 
 def teachers_of(config: TrainConfig, model: ClipModel) -> tuple[TeacherFeatures, ...]:
@@ -270,17 +337,19 @@ def train_step_of(config: TrainConfig, model: ClipModel, world: World, machine: 
 
 
 @contextmanager
-def dry_run(
-    config: TrainConfig, model: ClipModel, ranks: int, capability: int | None, nodes: int = 1
-) -> Iterator[DryRun]:
-    """A dry run on one of `ranks` GPUs of a compute capability, or (None) in one of `ranks` CPU processes.
-
-    `model`: by `model_without_values`.
+def dry_runs(
+    config: TrainConfig, ranks: int, capability: int | None, nodes: int = 1
+) -> Iterator[list[tuple[int, DryRun]]]:
+    """Dry runs on one of `ranks` GPUs of a compute capability, or (None) in one of `ranks` CPU processes: one with few
+    blocks, and those with a block more of a tower of which it leaves some out; each with the number that it stands for.
     """
+    sharded = config.launch.parallel != "ddp" and ranks > 1
+    few = 1 + sharded  # FSDP2 gathers the weights of a block in the one before
+    shorts = [ShortModel(config.model, few + image, few + text) for image, text in ((0, 0), (1, 0), (0, 1))]
     if config.loss.exchange == "auto":  # as for the whole batch, not for the parts of it that are run
         itemsize = 4 if config.precision == "fp32" else 2
         texts = config.batch * config.data.texts_per_step
-        exchange = exchange_of(nodes, texts, model.width, itemsize)
+        exchange = exchange_of(nodes, texts, shorts[0].model.width, itemsize)
         config = replace(config, loss=replace(config.loss, exchange=exchange))
     with ExitStack() as stack:
         if ranks > 1:
@@ -289,4 +358,6 @@ def dry_run(
         tracker = stack.enter_context(without_memory())
         if capability:
             stack.enter_context(cuda_autocast())
-        yield DryRun(config, ranks, tracker, DryMachine(capability, ranks // nodes), model)
+        world, machine = DryRunWorld(0, ranks, CPU), DryMachine(capability, ranks // nodes)
+        times = [1, *shorts[0].left_out]
+        yield [(n, DryRun(config, world, tracker, machine, short)) for n, short in zip(times, shorts) if n]

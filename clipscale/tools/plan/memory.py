@@ -4,37 +4,71 @@ b: samples of one rank, c: samples of a chunk. All sizes in bytes, of one GPU un
 """
 
 import math
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
 
 from clipscale.common.record import Record
-from clipscale.common.units import parse_memory
 from clipscale.data.loader.captions import GRAIN
 from clipscale.data.loader.host_batch import Offload
-from clipscale.data.loader.memory import free_memory
 from clipscale.data.loader.stream import layout_of, worker_count
 from clipscale.data.order import BatchShare, default_streams
 from clipscale.models.families import family_of
 from clipscale.models.towers import ClipModel
-from clipscale.step.keep_budget import MARGIN
 from clipscale.tools.plan import ASSUMED
-from clipscale.tools.plan.dry_run import DryRun, StepMemory
+from clipscale.tools.plan.dry_run import TOWERS, Bytes, DryRun
 from clipscale.tools.plan.settings import PlanConfig
 
+PHASES = ("encode", "loss", "replay", "optim")
 Chunks = tuple[int | None, int | None]
 """Chunk sizes of the image and the text tower; None: the whole local batch (batch normalisation)."""
 
 
-class MemoryModel:
-    """Memory of a step at any batch. With given chunks, every stage's peak is a straight line in b."""
+@dataclass(frozen=True)
+class StepMemory:
+    """Memory of one device in a step."""
 
-    def __init__(self, run: DryRun, captions: float = 1.0) -> None:
-        """`captions`: tokens of an average caption as a share of the context. More sorted ones fit a chunk."""
-        self.run, self.captions = run, captions
-        self._step = cache(run.step)
-        self._loss = cache(run.loss)
-        self.graph = cache(run.graph)
+    before: dict[str, float]  # live bytes at the start of each phase
+    peak: dict[str, float]  # of each stage: "encode", "encode image", "loss", ... A frozen tower has no "replay"
+    kept: tuple[int, int] = (0, 0)  # image and text chunks whose graphs are kept
+
+    def phase(self, name: str) -> float:
+        """Peak of a phase."""
+        return max(size for stage, size in self.peak.items() if stage.split()[0] == name)
+
+    @property
+    def highest(self) -> float:
+        return max(self.peak.values())
+
+
+class MemoryModel:
+    """Memory of a step at any batch, of a model of any depth.
+
+    With given chunks the peak of every part of a step is a straight line in b and in the number of blocks.
+    """
+
+    def __init__(self, runs: list[tuple[int, DryRun]], captions: float = 1.0) -> None:
+        """`runs`: by `dry_runs`. `captions`: tokens of an average caption as a share of the context. More sorted ones
+        fit a chunk."""
+        (_, self.run), *self.longer = runs
+        self.captions = captions
+        self._step = cache(DryRun.step)
+        self._loss = cache(self.run.loss)
+        self.graph = cache(self._graph)
+
+    def whole(self, bytes_of: Callable[[DryRun], Bytes]) -> Bytes:
+        """What the model with all its blocks takes, by what it takes with few."""
+        short = bytes_of(self.run)
+        total = dict(short)
+        for left_out, run in self.longer:
+            for name, size in bytes_of(run).items():
+                if name in total:
+                    total[name] += left_out * (size - short[name])
+        return total
+
+    def _graph(self, tower: int, size: int) -> float:
         """Bytes of the graph of one chunk of a tower (0 or 1) by its rows."""
+        return self.whole(lambda run: {"": run.graph(tower, size)})[""]
 
     def sizes(self, batch: int, chunks: Chunks) -> tuple[int, int]:
         """The rows of an image and of a text chunk of a batch."""
@@ -47,16 +81,24 @@ class MemoryModel:
 
         `resident`: pixels and tokens stay on the device (offload=none).
         """
-        whole = max([c for c in chunks if c] or [64])
-        # With several ranks the last chunk differs from the others, because gradients are summed over ranks in it.
-        near = (2 if self.run.ranks == 1 else 3) * whole
-        if batch <= near + whole:
-            memory = self._step(self.sizes(batch, chunks), batch, resident=resident)
-        else:
-            start = self._step(self.sizes(near, chunks), near, resident=resident)
-            end = self._step(self.sizes(near + whole, chunks), near + whole, resident=resident)
-            memory = end.beyond(start, (batch - near) / whole - 1)
-        return replace(memory, peak={**memory.peak, "loss": memory.before["loss"] + self.loss(batch)})
+        chunk = max([c for c in chunks if c] or [64])
+        near = min(batch, 2 * chunk)
+
+        def step(run: DryRun, batch: int) -> Bytes:
+            return self._step(run, self.sizes(batch, chunks), batch, resident=resident)
+
+        total = self.whole(lambda run: step(run, near))
+        if batch > near:
+            start, end = step(self.run, near), step(self.run, near + chunk)
+            total |= {name: size + (batch - near) / chunk * (end[name] - start[name]) for name, size in total.items()}
+        before = {phase: total[f"before {phase}"] for phase in PHASES}
+        peak: dict[str, float] = {}
+        for part, size in total.items():
+            phase, tower, *_ = [*part.split(), ""]
+            if phase in PHASES:
+                stage = f"{phase} {tower}" if tower in TOWERS else phase
+                peak[stage] = max(size, peak.get(stage, 0))
+        return StepMemory(before, peak | {"loss": before["loss"] + self.loss(batch)})
 
     def counts(self, batch: int, chunks: Chunks) -> list[int]:
         """Image and text chunks of a batch."""
@@ -71,12 +113,35 @@ class MemoryModel:
         low, high = self._loss(size), self._loss(2 * size)
         return round(high + (batch / size - 2) * (high - low))
 
+    def graphs(self, batch: int, chunks: Chunks) -> list[float]:
+        """The bytes of the graph of one chunk of each tower; 0 of a frozen one."""
+        return [self.graph(tower, size) for tower, size in enumerate(self.sizes(batch, chunks))]
+
+    def rechunked(self, step: StepMemory, batch: int, chunks: Chunks, others: Chunks) -> StepMemory:
+        """About what a step with other chunks takes, by one with `chunks`: a dry run of every size would take long."""
+        peak = dict(step.peak)
+        graphs = zip(TOWERS, self.graphs(batch, chunks), self.graphs(batch, others))
+        for (tower, graph, other), size, new in zip(graphs, self.sizes(batch, chunks), self.sizes(batch, others)):
+            before = step.before["encode"]
+            peak[f"encode {tower}"] = before + (peak[f"encode {tower}"] - before) * new / size
+            if graph:
+                peak[f"replay {tower}"] += other - graph
+        return replace(step, peak=peak)
+
+    def room(self, step: StepMemory, batch: int, chunks: Chunks, most: float) -> float:
+        """The bytes for kept graphs with which a step, by itself as `step`, takes at most `most`.
+
+        A tower's kept graphs are used up before the first of its chunks is encoded again.
+        """
+        again = {f"replay {name}": size for name, size in zip(TOWERS, self.graphs(batch, chunks))}
+        return max(0.0, most - max(size - again.get(stage, 0) for stage, size in step.peak.items()))
+
     def with_kept(self, step: StepMemory, batch: int, chunks: Chunks, keep: float) -> StepMemory:
         """Adds the graphs that GradCache would keep in `keep` bytes. A graph lives until its tower's second pass."""
         if keep == 0:
             return step
         counts = self.counts(batch, chunks)
-        each = [self.graph(tower, size) for tower, size in enumerate(self.sizes(batch, chunks))]
+        each = self.graphs(batch, chunks)
         image = min(counts[0], int(keep // max(each[0], 1)))
         text = min(counts[1], int((keep - image * each[0]) // max(each[1], 1)))
         kept = (image if each[0] else 0, text if each[1] else 0)  # a frozen tower has no graphs
@@ -107,22 +172,6 @@ def caption_width(model: ClipModel) -> int:
     if not family_of(encoder).cuts_captions(encoder):
         return model.context_length
     return min(model.context_length, round(ASSUMED.caption_tokens + GRAIN / 2))
-
-
-def keep_bytes(config: PlanConfig, step: StepMemory, available: float | None) -> float:
-    """`cache.keep` in bytes. `auto`: what a step without kept graphs leaves free, less the margin of keep_budget.py.
-
-    `available`: what a step may take of a GPU; None: on a CPU, of which a process has its share.
-    """
-    fixed = parse_memory("cache.keep", config.cache.keep)
-    if fixed is not None:
-        return float(fixed)
-    device = "cuda"
-    if available is None:
-        device = "cpu"
-        available = (config.host_memory or free_memory()) / config.gpus
-    start = step.before["encode"]
-    return max(0.0, MARGIN[device] * (available - start) - (step.highest - start))
 
 
 def host_memory(config: PlanConfig, run: DryRun, batch: int, chunk: int | None, step: float = 0) -> Record:

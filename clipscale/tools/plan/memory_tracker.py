@@ -5,13 +5,11 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._library.utils import mutates_and_returns_first_arg
-from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,11 +28,13 @@ class MemoryTracker(TorchDispatchMode):
     its last tensor, or the graph that saved it, is gone. What a kernel takes while it runs is not seen.
     """
 
-    def __init__(self, mode: FakeTensorMode | None = None) -> None:
-        """`mode`: of tensors that have no values; reading a float gives 1.0, an integer 0, a condition false."""
+    def __init__(self, *, values: bool = True) -> None:
+        """`values`: tensors have some; without, a float reads 1.0, an integer 0, a condition false."""
         super().__init__()
         self.live = self.peak = 0
-        self._mode = mode
+        self.history: list[int] = []
+        """`live` after each operation."""
+        self._values = values
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
@@ -44,51 +44,27 @@ class MemoryTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
-            return args[0].fake_device  # a short cut: three quarters of all calls ask for the device
+            return args[0].fake_device  # three quarters of all calls ask for the device
         if DTensor in types:
             return NotImplemented  # its local tensors come here later and are counted then
-        if self._mode and func is torch.ops.aten._local_scalar_dense.default:
+        if func is torch.ops.aten._local_scalar_dense.default and not self._values:
             dtype = args[0].dtype
-            if dtype == torch.bool:
-                return False
-            return 1.0 if dtype.is_floating_point else 0
-        out = self._run(func, args, kwargs or {})
+            return dtype != torch.bool and float(dtype.is_floating_point)
+        if func.is_view and type(args[0]) is FakeTensor:  # FakeTensorMode itself takes long over each view
+            mode, device = args[0].fake_mode, args[0].fake_device
+            with in_kernel_invocation_manager(mode):
+                views = func(*args, **(kwargs or {}))
+            return tree_map_only(Tensor, lambda view: FakeTensor(mode, view, device), views)
+        out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
                 self._count(leaf.untyped_storage())
+        if func.namespace in ("c10d", "fsdp"):  # FSDP2 frees and takes storages by their size, between such operations
+            for key, reference in self._references.items():
+                if storage := reference():
+                    self._set_size(key, storage.nbytes())
+        self.history.append(self.live)
         return out
-
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operation returns.
-
-        Views, and tensors that are written into, need no FakeTensorMode, which takes long over each operation.
-        """
-        if self._mode and isinstance(args[0], FakeTensor):
-            if func.is_view:
-                with in_kernel_invocation_manager(self._mode):
-                    views = func(*args, **kwargs)
-                return tree_map_only(Tensor, lambda view: FakeTensor(self._mode, view, args[0].fake_device), views)
-            written = args[0] if updates(func) else kwargs.get("out")
-            if isinstance(written, Tensor) and written.numel():  # an empty one may get a shape
-                return written
-        return func(*args, **kwargs)
-
-    def __enter__(self) -> "MemoryTracker":
-        self._resize = torch.UntypedStorage.resize_
-
-        def resize(storage: Any, size: int) -> Any:  # to zero, by FSDP2, which frees memory so
-            result = self._resize(storage, size)
-            if id(storage) in self._sizes:
-                self._set_size(id(storage), storage.nbytes())
-            return result
-
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
-        super().__enter__()
-        return self
-
-    def __exit__(self, *problem: Any) -> None:
-        super().__exit__(*problem)
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)
@@ -113,16 +89,10 @@ class MemoryTracker(TorchDispatchMode):
         return peak
 
 
-@cache
-def updates(operation: OpOverload) -> bool:
-    """Whether it writes into its first argument, returns it, and leaves its shape."""
-    return mutates_and_returns_first_arg(operation) and torch.Tag.inplace_view not in operation.tags
-
-
 @contextmanager
 def without_memory() -> Iterator[MemoryTracker]:
     """Inside, tensors have shapes and dtypes but no values, and the tracker counts the memory that they would take."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, MemoryTracker(mode) as tracker:
+    with FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker(values=False) as tracker:
         yield tracker
 
 
@@ -154,7 +124,7 @@ class DryMachine(Machine):
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
     """Inside, autocast on a CPU runs the operations in float32 that it runs so on CUDA."""
-    kernels = torch.library.Library("aten", "IMPL")
+    kernels = torch.library.Library("aten", "IMPL")  # its kernels go with it
     with warnings.catch_warnings(action="ignore"):  # torch 2.11 says that some are there already
         for name in ASSUMED.float32_on_cuda:
             packet, _, overload = name.partition(".")
@@ -163,11 +133,11 @@ def cuda_autocast() -> Iterator[None]:
     try:
         yield
     finally:
-        kernels._destroy()
+        del kernels
 
 
 def _in_float32(operation: Any, *args: Any, **kwargs: Any) -> Any:
     half = torch.bfloat16, torch.float16
     args = tuple(x.float() if isinstance(x, Tensor) and x.dtype in half else x for x in args)
-    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+    with torch.autocast("cpu", enabled=False):
         return operation(*args, **kwargs)

@@ -1,25 +1,42 @@
 """Plans a run on any machine: chunk sizes, memory, time, the largest batch, and settings with which a run fits."""
 
 import math
+from bisect import bisect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import mul
 
 from clipscale.common.hardware import Hardware
 from clipscale.common.record import Record
 from clipscale.common.terminal import doing
+from clipscale.common.units import parse_memory
 from clipscale.config.sections import CacheConfig
+from clipscale.data.loader.memory import free_memory
 from clipscale.models.flops import PassFlops
 from clipscale.step.chunk_sizes import CPU_CHUNK, batch_norm_chunk, sizes_of_settings
+from clipscale.step.keep_budget import MARGIN
 from clipscale.tools.plan import ASSUMED
-from clipscale.tools.plan.dry_run import PHASES, TOWERS, DryRun, StepMemory, dry_run, model_without_values
-from clipscale.tools.plan.memory import Chunks, MemoryModel, caption_width, host_memory, keep_bytes, outside_torch
+from clipscale.tools.plan.dry_run import TOWERS, dry_runs, model_without_values
+from clipscale.tools.plan.memory import (
+    PHASES,
+    Chunks,
+    MemoryModel,
+    StepMemory,
+    caption_width,
+    host_memory,
+    outside_torch,
+)
 from clipscale.tools.plan.settings import PlanConfig, target_gpu
 from clipscale.tools.plan.step_time import StepTime, pass_flops
 from clipscale.tools.plan.text import written
 
 OFFLOADS = ("none", "host", "encoded")
 """Where pixels wait, the fastest first."""
+HELPS = 0.95
+"""Share of the lack that a setting must leave at most, so that it is named."""
+SMALLER = 4
+"""Chunk sizes, the largest that fits and its halves, of which the one is taken with which least is encoded twice."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +73,11 @@ class Prediction:
     """One step of a run on a machine."""
 
     def __init__(
-        self,
-        config: PlanConfig,
-        target: Target,
-        run: DryRun,
-        model: MemoryModel,
-        flops: tuple[PassFlops, PassFlops],
+        self, config: PlanConfig, target: Target, model: MemoryModel, flops: tuple[PassFlops, PassFlops]
     ) -> None:
         """What follows `target` is of these settings but for batch, chunks, kept graphs, offload and the host's."""
-        self.config, self.target, self.run, self.model, self.flops = config, target, run, model, flops
+        self.config, self.target, self.model, self.flops = config, target, model, flops
+        self.run = model.run
         self.local = config.batch // target.ranks
         self.resident = config.offload == "none"
         self.chunks = self.chunk_sizes()
@@ -73,42 +86,57 @@ class Prediction:
 
     def memory(self, batch: int) -> StepMemory:
         """Of a step of `batch` samples on a rank, with the graphs that `cache.keep` keeps."""
-        bare = self.model.at(batch, self.chunks, resident=self.resident)
-        available = self.target.free if self.target.gpu else None
-        return self.model.with_kept(bare, batch, self.chunks, keep_bytes(self.config, bare, available))
+        return self.with_kept(batch, self.chunks, self.model.at(batch, self.chunks, resident=self.resident))
+
+    def with_kept(self, batch: int, chunks: Chunks, bare: StepMemory) -> StepMemory:
+        """A step without kept graphs, with those that `cache.keep` keeps."""
+        keep: float | None = parse_memory("cache.keep", self.config.cache.keep)
+        if keep is None:  # a share of what is free before the step
+            start = bare.before["encode"]
+            share, free = MARGIN["cuda"], self.target.free
+            if self.target.gpu is None:
+                share, free = MARGIN["cpu"], (self.config.host_memory or free_memory()) / self.config.gpus
+            keep = self.model.room(bare, batch, chunks, start + share * (free - start))
+        return self.model.with_kept(bare, batch, chunks, keep)
 
     def chunk_sizes(self) -> Chunks:
-        """Chunk sizes as set, or assumed: the largest up to `auto_chunk` that fits."""
-        model = self.run.train_step.model
-        settings = sizes_of_settings(self.config.cache, self.local, self.run.captions)
-        rows = self.model.sizes(self.local, (None, None))
-        sizes: list[int | None] = []
+        """Chunk sizes as set, or assumed: the largest up to `auto_chunk` that fits, or a smaller one with which more
+        graphs are kept, so that less is encoded twice."""
+        model, local = self.run.train_step.model, self.local
+        settings = sizes_of_settings(self.config.cache, local, self.run.captions)
+        rows = self.model.sizes(local, (None, None))
+        set_sizes: list[int | None] = []
         for name, tower, most in zip(TOWERS, (model.image, model.text), rows):
             whole = batch_norm_chunk(tower, name, settings[name], most)
-            sizes.append(None if whole else settings[name] or 0)
-        return self.largest_chunks(sizes) if 0 in sizes else (sizes[0], sizes[1])
-
-    def largest_chunks(self, sizes: list[int | None]) -> Chunks:
-        """These sizes, where in place of 0 is the largest of `auto_chunk` and its halves with which a step fits.
-
-        Of those whose graph alone does not fit there is no dry run.
-        """
+            set_sizes.append(None if whole else settings[name] or 0)
 
         def chunks(size: int) -> Chunks:
-            image, text = (size if setting == 0 else setting for setting in sizes)
+            image, text = (size if setting == 0 else setting for setting in set_sizes)
             return image, text
 
-        most = min(CPU_CHUNK if self.target.gpu is None else ASSUMED.auto_chunk, self.local)
-        graph = max(self.model.graph(tower, most) for tower in (0, 1) if sizes[tower] == 0)
+        most = min(ASSUMED.auto_chunk if self.target.gpu else CPU_CHUNK, local)
+        if self.target.gpu is None or 0 not in set_sizes:
+            return chunks(most)
+        bare = self.model.at(local, chunks(most), resident=self.resident)
+        sizes = [most >> i for i in range(most.bit_length())]
+        steps = {size: self.model.rechunked(bare, local, chunks(most), chunks(size)) for size in sizes}
+        fitting = [size for size in sizes if steps[size].highest <= self.target.free] or [1]
 
-        def fits(size: int) -> bool:
-            if self.run.static + graph * size / most > self.target.free:
-                return False
-            return self.model.at(self.local, chunks(size), resident=self.resident).highest <= self.target.free
+        def encoded_twice(size: int) -> float:
+            step = self.with_kept(local, chunks(size), steps[size])
+            return round(sum(map(mul, self.second_pass(step, chunks(size)), self.work)), 3)
 
-        if not fits(most) and not fits(1):  # nor does any between them
-            return chunks(1)
-        return chunks(largest(most, 1, most, fits))
+        best = min(fitting[:SMALLER], key=encoded_twice)
+        for size in fitting[fitting.index(best) :]:  # the dry run of another size was an estimate
+            if self.model.at(local, chunks(size), resident=self.resident).highest <= self.target.free:
+                break
+        return chunks(size)
+
+    @property
+    def work(self) -> list[float]:
+        """Each tower's share of a forward pass's operations."""
+        image, text = self.flops[0].forward, self.flops[1].forward * self.run.captions
+        return [image / (image + text), text / (image + text)]
 
     def host_of(self, batch: int) -> Record:
         """The host's memory, for so many samples on each rank."""
@@ -123,22 +151,26 @@ class Prediction:
 
     def largest_batch(self) -> dict[str, int]:
         """Of this batch, its halves and doubles, with these chunks (0: none), and what it needs of the host."""
-        ranks = self.target.ranks
+        ranks, batch = self.target.ranks, self.local
         least = max(chunk or 1 for chunk in self.chunks)
-        batch = largest(self.local, least, ASSUMED.largest_batch // ranks, self.fits)
+        sizes = [batch >> i for i in range(batch.bit_length()) if batch >> i >= least][::-1]
+        while sizes and 2 * sizes[-1] * ranks <= ASSUMED.largest_batch:
+            sizes.append(2 * sizes[-1])
+        found = bisect(sizes, False, key=lambda size: not self.fits(size))
+        batch = sizes[found - 1] if found else 0
         node = self.host_of(batch)["node_bytes"] if batch else 0
         return {"largest_batch": batch * ranks, "largest_host_bytes": node}
 
-    def second_pass(self) -> list[float]:
+    def second_pass(self, step: StepMemory, chunks: Chunks) -> list[float]:
         """The share of each tower's chunks that have one, because their graphs are not kept; 0 of a frozen tower."""
-        counts = self.model.counts(self.local, self.chunks)
-        pairs = zip(self.run.train_step.cache.trained, self.step.kept, counts)
+        counts = self.model.counts(self.local, chunks)
+        pairs = zip(self.run.train_step.cache.trained, step.kept, counts)
         return [1 - graphs / count if trained else 0.0 for trained, graphs, count in pairs]
 
     def result(self) -> Record:
         """The object of docs/plan.md, without a largest batch."""
         config, target, step = self.config, self.target, self.step
-        again = self.second_pass()
+        again = self.second_pass(step, self.chunks)
         time = StepTime(config, target.gpu, self.run, self.flops, again)
         estimate = time.estimate()
         phases = {}
@@ -179,7 +211,32 @@ def plan(config: PlanConfig, *, search: bool = True) -> Record:
     `search`: also look for the largest batch.
     """
     result = fitted(config) if config.fit else predicted(config, search=search)
+    result["remedies"] = [] if result["fits"] else remedies(config, result)
     return result | {"conclusion": written("conclusion", **result)}
+
+
+def remedies(config: PlanConfig, result: Record) -> list[str]:
+    """The settings that make a run fit; where none does by itself, those with which it takes less of what it lacks."""
+
+    def lacking(result: Record) -> float:
+        device, host = result["device"], result["host"]
+        over_device = device["total_bytes"] - (device["usable_bytes"] or math.inf)
+        return max(0, over_device) + max(0, host["node_bytes"] - (host["memory_bytes"] or math.inf))
+
+    tiles = replace(config.loss, exchange="auto", backend="auto")
+    trials: dict[str, Record] = {
+        "loss=infcl" if config.loss.objective == "softmax" else "loss.backend=auto": {"loss": tiles},
+        "cache.chunk=auto": {"cache": replace(config.cache, chunk=["auto"])},
+        "cache.keep=none": {"cache": replace(config.cache, keep="none")},
+        "model.grad_checkpointing=true": {"model": replace(config.model, grad_checkpointing=True)},
+        "launch.parallel=zero3": {"launch": replace(config.launch, parallel="zero3")},
+        "data.buffers=1": {"data": replace(config.data, buffers=1)},
+        "offload=encoded": {"offload": "encoded"},
+    }
+    changed = {words: replace(config, fit=False, **trial) for words, trial in trials.items()}
+    after = {words: predicted(trial, search=False) for words, trial in changed.items() if trial != config}
+    fitting = [words for words, trial in after.items() if trial["fits"]]
+    return fitting or [words for words, trial in after.items() if lacking(trial) < HELPS * lacking(result)]
 
 
 @contextmanager
@@ -195,9 +252,9 @@ def predictions(config: PlanConfig) -> Iterator[Callable[[PlanConfig], Predictio
     model = model_without_values(config.model)
     flops = pass_flops(config.model, model)
     capability = target.gpu.capability if target.gpu else None
-    with dry_run(config, model, target.ranks, capability, config.nodes) as run:
-        memory = MemoryModel(run, caption_width(model) / model.context_length)
-        yield lambda settings: Prediction(settings, target, run, memory, flops)
+    with dry_runs(config, target.ranks, capability, config.nodes) as runs:
+        memory = MemoryModel(runs, caption_width(model) / model.context_length)
+        yield lambda settings: Prediction(settings, target, memory, flops)
 
 
 def predicted(config: PlanConfig, *, search: bool = True) -> Record:
@@ -208,15 +265,6 @@ def predicted(config: PlanConfig, *, search: bool = True) -> Record:
         if search and (prediction.target.gpu or config.host_memory):
             result |= prediction.largest_batch()
     return result
-
-
-def largest(size: int, least: int, most: int, fits: Callable[[int], bool]) -> int:
-    """The largest that fits of a size, its halves down to `least`, and its doubles up to `most`; 0: none."""
-    while size >= least and not fits(size):
-        size //= 2
-    while least <= size <= most // 2 and fits(2 * size):
-        size *= 2
-    return size if size >= least else 0
 
 
 def fitted(config: PlanConfig) -> Record:

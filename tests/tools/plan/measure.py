@@ -18,7 +18,8 @@ from clipscale.state.train_state import build_state
 from clipscale.step.batch_loss import BatchLoss
 from clipscale.step.precision import Precision
 from clipscale.step.train_step import TrainStep
-from clipscale.tools.plan.dry_run import CPU, PHASES, StepMemory
+from clipscale.tools.plan.dry_run import CPU
+from clipscale.tools.plan.memory import PHASES, StepMemory
 
 ARCHITECTURE = {
     "embed_dim": 64,

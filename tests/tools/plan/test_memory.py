@@ -6,8 +6,8 @@ import pytest
 
 from clipscale.common.units import parse_memory
 from clipscale.config.train import TrainConfig
-from clipscale.tools.plan.dry_run import PHASES, DryRun, StepMemory, dry_run, model_without_values
-from clipscale.tools.plan.memory import MemoryModel
+from clipscale.tools.plan.dry_run import ShortModel, dry_runs
+from clipscale.tools.plan.memory import PHASES, MemoryModel, StepMemory
 from tests.support.ranks import run_ranks
 from tests.tools.plan.measure import measured, measured_on_a_rank, settings
 
@@ -17,17 +17,13 @@ SMALL = 256 * 1024
 """Error in bytes that is always allowed: CPU kernels take memory themselves, for packed operands of a product, say."""
 
 
-def predicted(config: TrainConfig, ranks: int = 1) -> StepMemory:
-    chunk = int(config.cache.chunk[0])
+def predicted(config: TrainConfig, ranks: int = 1, capability: int | None = None) -> StepMemory:
+    """A step with the kept graphs that `cache.keep` bytes hold."""
+    chunks = (int(config.cache.chunk[0]),) * 2
     keep = parse_memory("cache.keep", config.cache.keep) or 0
-    with dry_run(config, model_without_values(config.model), ranks, None) as run:
-        return at(run, config.batch // ranks, chunk, keep, resident=config.offload == "none")
-
-
-def at(run: DryRun, batch: int, chunk: int, keep: float, *, resident: bool = False) -> StepMemory:
-    """A step with `keep` bytes for kept graphs."""
-    model, chunks = MemoryModel(run), (chunk, chunk)
-    return model.with_kept(model.at(batch, chunks, resident=resident), batch, chunks, keep)
+    with dry_runs(config, ranks, capability) as runs:
+        model, batch = MemoryModel(runs), config.batch // ranks
+        return model.with_kept(model.at(batch, chunks, resident=config.offload == "none"), batch, chunks, keep)
 
 
 def figures(step: StepMemory, growth: bool, peaks: bool) -> dict[str, float]:
@@ -75,12 +71,32 @@ def test_every_phase_takes_the_predicted_memory(name: str) -> None:
 def test_kept_graphs(share: float, kept: int) -> None:
     """Of a share of all graphs' bytes. Growth is too large where a kept chunk finds no gradients yet."""
     config = settings(batch=96)
-    with dry_run(config, model_without_values(config.model), 1, None) as run:
-        graphs = [run.graph(tower, 16) for tower in (0, 1)]
+    with dry_runs(config, 1, None) as runs:
+        graphs = MemoryModel(runs).graphs(96, (16, 16))
     config = replace(config, cache=replace(config.cache, keep=str(int(share * 6 * sum(graphs)))))
     step = predicted(config)
     assert_agree(step, measured(config), growth=False)
     assert sum(step.kept) >= kept
+
+
+DEEP = {
+    "many ranks": {"launch__parallel": "ddp"},
+    "sharded": {"launch__parallel": "zero3"},
+    "some blocks train": {"model__image__train": "2", "model__grad_checkpointing": True},
+}
+
+
+@pytest.mark.parametrize("name", ["many ranks", *(pytest.param(n, marks=pytest.mark.slow) for n in list(DEEP)[1:])])
+def test_a_dry_run_of_few_blocks_tells_what_all_take(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """As a dry run of all of them does, in every stage."""
+    layers = {"model__architecture__vision_cfg__layers": 7, "model__architecture__text_cfg__layers": 6}
+    config = settings(batch=192, chunk=16, **DEEP[name] | layers)
+    ranks = 1 if name == "some blocks train" else 4
+    few = predicted(config, ranks, 90)
+    monkeypatch.setattr("clipscale.tools.plan.dry_run.ShortModel", lambda model, *_: ShortModel(model, 99, 99))
+    every = predicted(config, ranks, 90)
+    assert few.peak == pytest.approx(every.peak, rel=1e-3)
+    assert few.before == pytest.approx(every.before, rel=1e-3)
 
 
 @pytest.mark.parametrize("parallel", ["ddp", pytest.param("zero3", marks=pytest.mark.slow)])
@@ -98,9 +114,7 @@ def test_two_ranks(parallel: str) -> None:
 
 
 def test_a_frozen_tower_has_no_second_pass_and_no_graph() -> None:
-    config = settings(model__image__train="none")
-    with dry_run(config, model_without_values(config.model), 1, 90) as run:
-        memory = at(run, 1024, 16, keep=1e12)
+    memory = predicted(settings(batch=1024, model__image__train="none", cache__keep="1000G"), capability=90)
     assert "replay image" not in memory.peak
     assert memory.kept == (0, 64)
 
@@ -108,11 +122,9 @@ def test_a_frozen_tower_has_no_second_pass_and_no_graph() -> None:
 @pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
 def test_checkpointing_on_a_gpu_takes_less_memory_in_the_second_pass(precision: str) -> None:
     """Recomputed layer norms are float32 under autocast, as in the first pass; else torch refuses to go backward."""
-    steps = []
-    for checkpointing in (False, True):
-        config = settings(model__grad_checkpointing=checkpointing, precision=precision)
-        with dry_run(config, model_without_values(config.model), 1, 90) as run:
-            steps.append(run.step((16, 16), 64, resident=False))
-    plain, checkpointed = steps
+    plain, checkpointed = (
+        predicted(settings(model__grad_checkpointing=each, precision=precision), capability=90)
+        for each in (False, True)
+    )
     assert checkpointed.peak["replay image"] < plain.peak["replay image"]
     assert checkpointed.peak["encode image"] == plain.peak["encode image"]
