@@ -1,9 +1,10 @@
 """The verb `train`: checks the settings and what lies on this machine, plans the run, and starts it."""
 
 import os
-from dataclasses import replace
+from contextlib import nullcontext
 from pathlib import Path
 
+from clipscale.cli.planned import planned
 from clipscale.common import files, ranks
 from clipscale.common.checkpoints import path_of
 from clipscale.common.errors import StoppedError
@@ -14,7 +15,6 @@ from clipscale.config.stages import stages_of
 from clipscale.config.train import MOST, RESULT, TrainConfig, changes_since, samples_of, settled
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.launch import local
-from clipscale.models.sources import fetched_description
 
 
 def check(config: TrainConfig) -> None:
@@ -53,7 +53,7 @@ def finished(config: TrainConfig) -> Record | None:
 
 
 def main(config: TrainConfig, *, isolated: bool = False) -> Record:
-    """Say whether the run fits this machine, then start it. torchrun's workers start without a plan.
+    """Start the run, and say meanwhile whether it fits this machine. torchrun's workers start without a plan.
 
     `isolated`: in processes of its own, also if it is one. Raises as `launch.local.run` does, and UserError for a run
     that cannot fit.
@@ -76,17 +76,15 @@ def main(config: TrainConfig, *, isolated: bool = False) -> Record:
             print_results(result["eval"], f"{Path(config.run).name}, step {step}")
             return result
     if not isolated and config.data.workers != 0:
-        warm_up()  # beside the imports of planning and training
-    if config.plan and alone:
-        doing("loading torch")
-        from clipscale.launch.run_lock import check_free
-        from clipscale.tools.plan.of_run import before
-
-        check_free(Path(config.run))
-        config = replace(config, model=fetched_description(config.model))
-        before(config, local.workers(config))
+        warm_up()  # beside the imports of training
     try:
-        return local.run(config, isolated=isolated)
+        with planned(config) if config.plan and alone else nullcontext():
+            doing("loading torch")
+            from clipscale.launch.run_lock import check_free
+
+            if alone:
+                check_free(Path(config.run))
+            return local.run(config, isolated=isolated)
     except StoppedError as stopped:
         if not any(Path(config.run, "checkpoints").glob("step_*")):
             raise

@@ -16,7 +16,6 @@ from clipscale.config.data import DataConfig
 from clipscale.config.train import TrainConfig
 from clipscale.launch import run_lock
 from clipscale.launch.run_lock import RunLock
-from clipscale.tools.plan import of_run
 from clipscale.train import train
 from tests.support.refused import refused
 
@@ -44,12 +43,11 @@ def test_a_second_run_is_refused_with_the_holder_and_a_killed_one_holds_nothing(
 
 
 @pytest.mark.parametrize("start", [verb.main, train])
-def test_a_second_start_is_refused_before_it_is_planned_and_changes_nothing(
+def test_a_second_start_is_refused_and_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Callable[[TrainConfig], object]
 ) -> None:
     """By the command line and, under torchrun for one, by the run."""
     monkeypatch.setattr(run_lock, "WAIT_S", 0.0)
-    monkeypatch.setattr(of_run, "before", lambda *_: pytest.fail("planned"))
     lock = RunLock(tmp_path)
     lock.acquire()
     with refused(f"run={tmp_path} is in use by process {os.getpid()}"):

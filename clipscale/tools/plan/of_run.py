@@ -1,5 +1,6 @@
 """A run beside its plan: planned before it starts, and compared with what it has measured by `plan run=`."""
 
+import json
 from dataclasses import fields, replace
 from pathlib import Path
 from statistics import median
@@ -7,17 +8,18 @@ from statistics import median
 import torch
 
 from clipscale.common import files
-from clipscale.common.errors import UserError, first_line
+from clipscale.common.errors import UserError
 from clipscale.common.hardware import gpu_here, hardware_of
 from clipscale.common.record import Record
-from clipscale.common.terminal import tell
 from clipscale.common.units import format_bytes
 from clipscale.config.parse import typed
 from clipscale.config.secrets import restored
 from clipscale.config.stages import stages_of
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.memory import free_memory
+from clipscale.launch.local import workers
 from clipscale.log.metrics import read_metrics
+from clipscale.models.sources import fetched_description
 from clipscale.tools.plan.planner import plan
 from clipscale.tools.plan.settings import PlanConfig
 
@@ -37,30 +39,22 @@ GONE = (
 """Settings of earlier versions, which their runs' files have."""
 
 
-def before(config: TrainConfig, processes: int) -> None:
-    """Plan a run of so many processes on this machine, and print the plan.
-
-    Raises UserError for a run that cannot fit. What has no dry run starts without a plan.
+def before(config: TrainConfig) -> str:
+    """The plan of a run that starts on this machine, as JSON: whether it `fits`, and the `lines` to print; without
+    lines where the GPU is unknown. Raises UserError, and whatever a dry run does with a model that has none.
     """
     gpu = gpu_here() if config.device != "cpu" else None
     unknown = config.device != "cpu" and not gpu and torch.cuda.is_available()  # as in a container without nvidia-smi
     hardware = hardware_of(gpu) if gpu else "cpu"
-    if unknown or hardware is None or any(stage.batch % processes for stage in stages_of(config)):
-        return
-    machine = PlanConfig(hardware=hardware, gpus=processes, host_memory=free_memory())
-    try:
-        result = largest_stage([of_training(stage, machine) for stage in stages_of(config)])
-    except UserError:
-        raise
-    except Exception as error:
-        tell(f"plan: the dry run of this run failed ({first_line(error)})", error=True)
-        return
-    if not result["fits"]:
-        raise UserError(f"this run {result['conclusion']}; plan=false starts it all the same")
-    tell(f"plan: {result['conclusion']}")
-    tell(f"plan: the loss takes {format_bytes(result['loss_bytes'])}")
+    if unknown or hardware is None:
+        return json.dumps({"fits": True, "lines": []})
+    machine = PlanConfig(hardware=hardware, gpus=workers(config), host_memory=free_memory())
+    config = replace(config, model=fetched_description(config.model))
+    result = largest_stage([of_training(stage, machine) for stage in stages_of(config)])
+    lines = [result["conclusion"], f"the loss takes {format_bytes(result['loss_bytes'])}"]
     if time := result["time"]:
-        tell(f"plan: a step takes about {time['step_s']:.3g} s, by what is {time['what']}")
+        lines.append(f"a step takes about {time['step_s']:.3g} s, by what is {time['what']}")
+    return json.dumps({"fits": result["fits"], "lines": lines})
 
 
 def largest_stage(configs: list[PlanConfig]) -> Record:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +14,8 @@ import pytest
 
 from clipscale.cli import compose
 from clipscale.cli.main import main
-from clipscale.common.errors import UserError
 from clipscale.common.units import format_count
 from clipscale.log.metrics import read_metrics
-from clipscale.tools.plan import of_run
 from clipscale.tools.plan.planner import plan, predicted
 from tests.conftest import TINIEST, TINY, Cap
 from tests.support.forks import forks
@@ -143,13 +142,45 @@ def test_a_run_is_planned_before_it_starts_and_compared_when_asked(
     assert main(["plan", "run=unplanned"]) == 0, "any run can be compared with its plan, of an earlier version too"
 
 
-def test_a_run_that_cannot_fit_this_machine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(of_run, "free_memory", lambda: 6 * 10**9)
-    words = ("batch=512k", "cache.chunk=64", "device=cpu", "data.train=[x.tar]", "samples=1M", f"run={tmp_path / 'x'}")
-    config = compose.settings("train", compose.overrides("train", (*TINIEST, *words))[1])
-    with pytest.raises(UserError, match=r"^this run does not fit: .* try .*fit=true .*; plan=false starts it"):
-        of_run.before(config, 1)
-    assert not (tmp_path / "x").exists()
+def planned_run(folder: Path, code: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """A run of a few steps in a folder, where every process of Python runs `code` first."""
+    (folder / "sitecustomize.py").write_text(code)
+    tiny = [word for word in TINY if not word.startswith(("plan=", "samples="))]
+    path = os.pathsep.join([str(folder), *sys.path])
+    command = [sys.executable, "-m", "clipscale", "train", *tiny, *words, "run=a"]
+    return subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+
+
+def test_a_torch_that_has_moved_its_private_modules_costs_a_line(shards: str, tmp_path: Path) -> None:
+    code = "import sys; sys.modules['torch.distributed._tools.fake_collectives'] = None"
+    done = planned_run(tmp_path, code, f"data.train={shards}", "samples=2k")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "done: runs/a" in done.stdout
+    assert "no plan: ModuleNotFoundError: import of torch.distributed._tools.fake_collectives" in done.stderr
+
+
+def test_a_run_that_cannot_fit_this_machine_is_refused(shards: str, tmp_path: Path) -> None:
+    """While it loads. The run would last for hours."""
+    answer = json.dumps({"fits": False, "lines": ["does not fit: 20 GiB of 16 GiB"]})
+    answered = f"print({answer!r}, flush=True), os._exit(0)"
+    code = f"import os, sys; 'clipscale.tools.plan' in sys.orig_argv and [{answered}]"
+    done = planned_run(tmp_path, code, f"data.train={shards}", "samples=32M")
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert "error: this run does not fit: 20 GiB of 16 GiB; plan=false starts it all the same" in done.stderr
+
+
+def test_what_does_not_fit_names_the_loss_that_does() -> None:
+    words = ("batch=128k", "hardware=a800-80g", "gpus=8", "loss=clip")
+    result = plan(settings(*TINIEST, *words), search=False)
+    assert result["remedies"] == ["loss=infcl"] and "; try loss=infcl;" in result["conclusion"]
+
+
+def test_graphs_are_kept_in_the_memory_that_a_second_pass_does_not_need() -> None:
+    """Kept graphs are used up before the first of the same tower's chunks is encoded again."""
+    words = ("batch=8k", "hardware=h100-80g", "gpus=8", "model=vit-b16")
+    automatic, given = (plan(settings(*words, f"cache.keep={keep}"), search=False) for keep in ("auto", "64G"))
+    assert automatic["second_pass"] == given["second_pass"] == {"image": 0.0, "text": 0.0}
+    assert automatic["peak_bytes"] <= 0.91 * automatic["device"]["usable_bytes"]
 
 
 def test_across_nodes_the_exchange_is_the_one_that_the_run_takes() -> None:
