@@ -120,7 +120,7 @@ def read_shard(
     A repeated member is ignored. Members' names are never paths. Content is read only for samples whose index `want`
     accepts and for members in `kinds` (what `sample.limits` returns; None: all). A sample with a wanted member over its
     size limit has the damage `too_large` and no members. `offsets` knows where samples begin (`index.sample_offsets`):
-    those before the first wanted one are then not read, and have no key.
+    those that are not wanted are then not read, and have no key.
     """
     store = store or Store()
     subset = subset_of(store.config.only_keys)
@@ -131,14 +131,24 @@ def read_shard(
             stream, can_seek = unpacked(source)
             archive = Archive(stream, can_seek)
             known = offsets(url, state) if can_seek and subset is None else None
+            starts = [] if known is None else known.tolist()
+            samples = archive.samples()
             number = 0
-            if known is not None:
-                while number < len(known) - 1 and not want(number):
-                    yield RawSample(url, "", number, {}, extent=int(known[number + 1] - known[number]))
+            end = 0
+            while True:
+                if starts and number == len(starts) - 1:
+                    break
+                if starts and not want(number):
+                    yield RawSample(url, "", number, {}, extent=starts[number + 1] - starts[number])
                     number += 1
-                archive.seek(int(known[number]))
-            end = archive.at
-            for key, members in archive.samples():
+                    continue
+                if starts and archive.at != starts[number]:
+                    archive.seek(starts[number])
+                    samples = archive.samples()
+                    end = archive.at
+                key, members = next(samples, ("", None))
+                if members is None:
+                    break
                 sample = RawSample(url, key, number, {})
                 about = _read(sample, archive, members, kinds if want(number) else {}, by_uid(subset))
                 sample.extent = archive.at - end
