@@ -68,7 +68,8 @@ FAMILIES = (
         cuts_captions=_cuts_captions,
     ),
     Family(TimmModel, projection="head", adapters=lambda encoder: isinstance(encoder.trunk, TimmVisionTransformer)),
-    Family(HFTextEncoder, adapters=lambda encoder: True),
+    # open_clip masks the padding in attention and in every pooler.
+    Family(HFTextEncoder, adapters=lambda encoder: True, cuts_captions=lambda encoder: True),
 )
 OTHER = Family()
 

