@@ -81,10 +81,14 @@ class Phases:
     def total(self) -> float:
         return sum(self.seconds.values())
 
-    def working_bytes(self) -> int:
-        """The peak beyond the allocation at the step's start; on a CPU beyond what the process holds after it."""
+    def working_bytes(self, graph: int) -> int:
+        """The peak beyond the allocation at the step's start; on a CPU beyond what the process holds after it.
+
+        `graph`: bytes of a chunk's graph, without which the peaks of `encode` and `replay` count on a GPU.
+        """
         if self.device.type == "cuda":
-            return max(self.peak.values()) - self.before["encode"]
+            with_graph = ("encode", "replay")
+            return max(size - graph * (name in with_graph) for name, size in self.peak.items()) - self.before["encode"]
         peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return max(0, peak - psutil.Process().memory_info().rss)
 

@@ -123,7 +123,8 @@ class GradCache:
         if any(tower.graphs.exhausted for tower in self._towers):
             budget = 0
         elif budget is not None:
-            budget -= sum(tower.graphs.count * tower.graphs.bytes_each for tower in self._towers[:i])
+            # Of a tower that keeps none, one graph at a time is built beside those of the later ones.
+            budget -= sum(max(1, tower.graphs.count) * tower.graphs.bytes_each for tower in self._towers[:i])
         return self._towers[i].encode(batch, self.chunks[i], budget, before_chunk)
 
     def backward(self, value: Tensor) -> None:
@@ -151,6 +152,11 @@ class GradCache:
     def kept(self) -> list[int]:
         """The chunks of each tower whose graphs this step keeps."""
         return [tower.graphs.count for tower in self._towers]
+
+    @property
+    def graph_bytes(self) -> int:
+        """Of a chunk's graph of the first tower with a second pass; 0: not measured."""
+        return next((tower.graphs.bytes_each for tower in self._towers if tower.graphs.bytes_each), 0)
 
     def calls(self, rows: int) -> int:
         """How often a step of `rows` samples calls `before_chunk`. An estimate, until an `Arranged` input is cut."""

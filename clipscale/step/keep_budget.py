@@ -18,7 +18,8 @@ class KeepBudget:
     """The bytes for kept graphs in each step: `cache.keep` is `none`, a number of bytes, or `auto`.
 
     `auto` keeps none in the first step, which measures a graph and its peak beyond what it leaves. Later steps may
-    keep graphs in the rest of the free memory, less a margin.
+    keep graphs in the rest of the free memory, less a margin. The graph that the first step built for one chunk at a
+    time is no part of that peak: a tower's kept graphs are used up before the first of its chunks is encoded again.
     """
 
     def __init__(self, setting: str, world: World) -> None:
@@ -26,10 +27,11 @@ class KeepBudget:
         self.bytes = parse_memory("cache.keep", setting)
         """For the next step; None: not measured yet."""
 
-    def after_step(self, phases: Phases) -> None:
-        """Take in what the step has needed. All ranks call it."""
+    def after_step(self, phases: Phases, graph: int) -> None:
+        """Take in what the step has needed. `graph`: bytes of a chunk's graph; see `GradCache.graph_bytes`. All ranks
+        call it."""
         if self.bytes is None:
-            rest = usable_bytes(self._world.device) - phases.working_bytes()
+            rest = usable_bytes(self._world.device) - phases.working_bytes(graph)
             self.bytes = -self._world.highest(-max(0, rest))[0]  # the least of all ranks
 
 

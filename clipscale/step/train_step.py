@@ -116,7 +116,7 @@ class TrainStep:
             self.cache.replay(before_chunk)
         with self.phase(phases, "optim", number):
             loss, norm = self.finish(value, stream, number)
-        self.keep.after_step(phases)
+        self.keep.after_step(phases, self.cache.graph_bytes)
         widths = {self.model.context_length: len(texts)}
         if isinstance(texts, SortedCaptions):
             widths = dict(texts.widths())

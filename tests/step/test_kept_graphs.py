@@ -95,15 +95,18 @@ def test_a_graph_that_is_measured_is_gone_at_once() -> None:
     assert [y() for y in held] == [None] * 3
 
 
-def test_auto_measures_in_the_first_step_and_then_keeps_what_it_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the rank that has least."""
+@pytest.mark.parametrize(("other_rank", "loss", "required"), [(840, 70, 830), (750, 70, 750), (840, 150, 810)])
+def test_auto_measures_in_the_first_step_and_then_keeps_what_it_has_left(
+    other_rank: int, loss: int, required: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the rank that has least. A graph of 30 bytes that the step built and dropped is one that may be kept."""
     monkeypatch.setattr(keep_budget, "usable_bytes", lambda device: 900)
-    monkeypatch.setattr(World, "highest", lambda self, *values: [max(-750, *values)])
+    monkeypatch.setattr(World, "highest", lambda self, *values: [max(-other_rank, *values)])
     budget, phases = KeepBudget("auto", World(0, 1, torch.device("cuda"))), Phases(torch.device("cuda"))
-    phases.before, phases.peak = {"encode": 60}, {"replay": 160}
+    phases.before, phases.peak = {"encode": 60}, {"encode": 150, "loss": loss, "replay": 160}
     assert budget.bytes is None
-    budget.after_step(phases)
-    assert budget.bytes == 750
+    budget.after_step(phases, graph=30)
+    assert budget.bytes == required
     for setting, bytes in (("none", 0), ("2k", 2048)):
         assert KeepBudget(setting, World(0, 1, torch.device("cuda"))).bytes == bytes
 
@@ -119,7 +122,7 @@ def test_on_a_cpu_auto_keeps_the_graphs_of_a_batch_that_fits_from_the_second_ste
         cache.keep_bytes = budget.bytes
         calls.clear()
         cache.step(*samples(N))
-        budget.after_step(Phases(world.device))
+        budget.after_step(Phases(world.device), cache.graph_bytes)
         assert len(calls) == expected
     assert 2**20 < budget.bytes < psutil.virtual_memory().total // 2
 
