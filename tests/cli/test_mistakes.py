@@ -46,7 +46,7 @@ def test_what_cannot_work_is_refused_before_a_step_and_mostly_before_a_model_is_
     cli: Cli, shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str
 ) -> None:
     (tmp_path / "taken").write_text("a file, not a folder")
-    part = "train.Run.train_step" if word == "model.image_size=31" else "state.train_state.build_model"
+    part = "train.Run.train_step" if word == "model.image_size=31" else "state.start.build_model"
     monkeypatch.setattr(f"clipscale.{part}", lambda *given: pytest.fail("too late"))
     monkeypatch.setattr("wandb.login", lambda **options: False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

@@ -195,4 +195,4 @@ def test_evaluations_change_no_bit_of_the_curve(shards: str, tmp_path: Path) -> 
     assert len(list((tmp_path / "evaluated/eval").glob("step_*.json"))) > 2
     assert curve(tmp_path / "evaluated") == curve(tmp_path / "plain")
     ours, reference = (checkpoint.load(checkpoint.locate(tmp_path / name, "latest")) for name in ("evaluated", "plain"))
-    assert all(torch.equal(ours["model"][name], value) for name, value in reference["model"].items())
+    assert all(torch.equal(ours.model[name], value) for name, value in reference.model.items())
