@@ -1,6 +1,7 @@
 """Measures the memory of real steps on the CPU by torch's profiler, which sees every allocation."""
 
 import gc
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -40,7 +41,7 @@ def settings(batch: int = 64, chunk: int = 16, **changed: Any) -> TrainConfig:
     """A small run. `changed` holds dotted keys, with `__` for the dots."""
     values = {
         "batch": batch,
-        "model": {"name": "small", "architecture": ARCHITECTURE},
+        "model": {"name": "small", "architecture": deepcopy(ARCHITECTURE)},
         "cache": {"chunk": str(chunk)},
         "precision": "fp32",
     }
