@@ -143,7 +143,8 @@ class MemoryModel:
         counts = self.counts(batch, chunks)
         each = self.graphs(batch, chunks)
         image = min(counts[0], int(keep // max(each[0], 1)))
-        text = min(counts[1], int((keep - image * each[0]) // max(each[1], 1)))
+        # Of a tower that keeps none, one graph at a time is built beside those of the other.
+        text = min(counts[1], max(0, int((keep - max(1, image) * each[0]) // max(each[1], 1))))
         kept = (image if each[0] else 0, text if each[1] else 0)  # a frozen tower has no graphs
         held = [number * size for number, size in zip(kept, each)]
         # `step` has the graph of one chunk already: in the last forward pass if it is kept, and in the second pass.
