@@ -5,7 +5,7 @@ b: samples of one rank, c: samples of a chunk. All sizes in bytes, of one GPU un
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 from clipscale.common.record import Record
@@ -116,17 +116,6 @@ class MemoryModel:
     def graphs(self, batch: int, chunks: Chunks) -> list[float]:
         """The bytes of the graph of one chunk of each tower; 0 of a frozen one."""
         return [self.graph(tower, size) for tower, size in enumerate(self.sizes(batch, chunks))]
-
-    def rechunked(self, step: StepMemory, batch: int, chunks: Chunks, others: Chunks) -> StepMemory:
-        """About what a step with other chunks takes, by one with `chunks`: a dry run of every size would take long."""
-        peak = dict(step.peak)
-        graphs = zip(TOWERS, self.graphs(batch, chunks), self.graphs(batch, others))
-        for (tower, graph, other), size, new in zip(graphs, self.sizes(batch, chunks), self.sizes(batch, others)):
-            before = step.before["encode"]
-            peak[f"encode {tower}"] = before + (peak[f"encode {tower}"] - before) * new / size
-            if graph:
-                peak[f"replay {tower}"] += other - graph
-        return replace(step, peak=peak)
 
     def room(self, step: StepMemory, batch: int, chunks: Chunks, most: float) -> float:
         """The bytes for kept graphs with which a step, by itself as `step`, takes at most `most`.

@@ -1,11 +1,10 @@
 """Plans a run on any machine: chunk sizes, memory, time, the largest batch, and settings with which a run fits."""
 
 import math
-from bisect import bisect
+from bisect import bisect, bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from operator import mul
 
 from clipscale.common.hardware import Hardware
 from clipscale.common.record import Record
@@ -35,8 +34,6 @@ OFFLOADS = ("none", "host", "encoded")
 """Where pixels wait, the fastest first."""
 HELPS = 0.95
 """Share of the lack that a setting must leave at most, so that it is named."""
-SMALLER = 4
-"""Chunk sizes, the largest that fits and its halves, of which the one is taken with which least is encoded twice."""
 
 
 @dataclass(frozen=True)
@@ -86,22 +83,18 @@ class Prediction:
 
     def memory(self, batch: int) -> StepMemory:
         """Of a step of `batch` samples on a rank, with the graphs that `cache.keep` keeps."""
-        return self.with_kept(batch, self.chunks, self.model.at(batch, self.chunks, resident=self.resident))
-
-    def with_kept(self, batch: int, chunks: Chunks, bare: StepMemory) -> StepMemory:
-        """A step without kept graphs, with those that `cache.keep` keeps."""
+        bare = self.model.at(batch, self.chunks, resident=self.resident)
         keep: float | None = parse_memory("cache.keep", self.config.cache.keep)
         if keep is None:  # a share of what is free before the step
             start = bare.before["encode"]
             share, free = MARGIN["cuda"], self.target.free
             if self.target.gpu is None:
                 share, free = MARGIN["cpu"], (self.config.host_memory or free_memory()) / self.config.gpus
-            keep = self.model.room(bare, batch, chunks, start + share * (free - start))
-        return self.model.with_kept(bare, batch, chunks, keep)
+            keep = self.model.room(bare, batch, self.chunks, start + share * (free - start))
+        return self.model.with_kept(bare, batch, self.chunks, keep)
 
     def chunk_sizes(self) -> Chunks:
-        """Chunk sizes as set, or assumed: the largest up to `auto_chunk` that fits, or a smaller one with which more
-        graphs are kept, so that less is encoded twice."""
+        """Chunk sizes as set, or assumed: the largest of `auto_chunk` and its halves that fits."""
         model, local = self.run.train_step.model, self.local
         settings = sizes_of_settings(self.config.cache, local, self.run.captions)
         rows = self.model.sizes(local, (None, None))
@@ -114,29 +107,14 @@ class Prediction:
             image, text = (size if setting == 0 else setting for setting in set_sizes)
             return image, text
 
+        def fits(size: int) -> bool:
+            return self.model.at(local, chunks(size), resident=self.resident).highest <= self.target.free
+
         most = min(ASSUMED.auto_chunk if self.target.gpu else CPU_CHUNK, local)
-        if self.target.gpu is None or 0 not in set_sizes:
+        if 0 not in set_sizes or fits(most):
             return chunks(most)
-        bare = self.model.at(local, chunks(most), resident=self.resident)
         sizes = [most >> i for i in range(most.bit_length())]
-        steps = {size: self.model.rechunked(bare, local, chunks(most), chunks(size)) for size in sizes}
-        fitting = [size for size in sizes if steps[size].highest <= self.target.free] or [1]
-
-        def encoded_twice(size: int) -> float:
-            step = self.with_kept(local, chunks(size), steps[size])
-            return round(sum(map(mul, self.second_pass(step, chunks(size)), self.work)), 3)
-
-        best = min(fitting[:SMALLER], key=encoded_twice)
-        for size in fitting[fitting.index(best) :]:  # the dry run of another size was an estimate
-            if self.model.at(local, chunks(size), resident=self.resident).highest <= self.target.free:
-                break
-        return chunks(size)
-
-    @property
-    def work(self) -> list[float]:
-        """Each tower's share of a forward pass's operations."""
-        image, text = self.flops[0].forward, self.flops[1].forward * self.run.captions
-        return [image / (image + text), text / (image + text)]
+        return chunks([*sizes, 1][bisect_left(sizes, True, key=fits)])
 
     def host_of(self, batch: int) -> Record:
         """The host's memory, for so many samples on each rank."""
@@ -161,16 +139,16 @@ class Prediction:
         node = self.host_of(batch)["node_bytes"] if batch else 0
         return {"largest_batch": batch * ranks, "largest_host_bytes": node}
 
-    def second_pass(self, step: StepMemory, chunks: Chunks) -> list[float]:
+    def second_pass(self) -> list[float]:
         """The share of each tower's chunks that have one, because their graphs are not kept; 0 of a frozen tower."""
-        counts = self.model.counts(self.local, chunks)
-        pairs = zip(self.run.train_step.cache.trained, step.kept, counts)
+        counts = self.model.counts(self.local, self.chunks)
+        pairs = zip(self.run.train_step.cache.trained, self.step.kept, counts)
         return [1 - graphs / count if trained else 0.0 for trained, graphs, count in pairs]
 
     def result(self) -> Record:
         """The object of docs/plan.md, without a largest batch."""
         config, target, step = self.config, self.target, self.step
-        again = self.second_pass(step, self.chunks)
+        again = self.second_pass()
         time = StepTime(config, target.gpu, self.run, self.flops, again)
         estimate = time.estimate()
         phases = {}

@@ -72,7 +72,9 @@ class StepTime:
 
     def estimate(self) -> Record | None:
         """`time` of docs/plan.md; None: nothing is known."""
-        known = self.known()
+        known = self.measured()
+        if known is None and self.gpu is not UNKNOWN:
+            known = self.of_plain_steps()
         if known is None:
             return None
         share = math.sqrt(known.low * known.high)
@@ -87,12 +89,6 @@ class StepTime:
             "plain_samples_per_s": rate * self.cached / self.plain,
             "run_s": self.config.samples / rate if self.config.samples else None,
         }
-
-    def known(self) -> Share | None:
-        """The best evidence of the share: what was measured here, else what is known of plain steps."""
-        if measured := self.measured():
-            return measured
-        return None if self.gpu is UNKNOWN else self.of_plain_steps()
 
     def of_plain_steps(self) -> Share:
         """By the plain steps that are nearest: in kind, in size, by the newest software, and in the chip's speed."""
