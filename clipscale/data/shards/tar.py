@@ -110,6 +110,8 @@ def _number(field: bytes) -> int:
     if field[0] & 0x80:  # base 256, for what octal digits cannot hold
         return int.from_bytes(field[1:], "big")
     digits = field.strip(b" \0")
+    if digits.strip(b"01234567"):
+        raise tarfile.ReadError("no tar header")
     return int(digits, 8) if digits else 0
 
 

@@ -87,7 +87,8 @@ def render_demo(root: Path, train_samples: int = 20_000) -> bool:
     if note.is_file() and note.read_bytes() == recipe:
         return False
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
-        raise UserError(f"root={root}: exists and is not this demo set; remove it, or choose a new folder")
+        what = "it is of another size or version; " * note.is_file()
+        raise UserError(f"root={root}: exists and is not this demo set; {what}remove it, or choose a new folder")
     try:
         root.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{root.name}-", dir=root.parent) as temporary:

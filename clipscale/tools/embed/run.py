@@ -70,7 +70,9 @@ def work(config: EmbedConfig) -> Record:
     if world.main:
         files.write_json(out / SHARDS, dict(sorted((read(out / SHARDS) | entries).items())))
         remedy = f"; train with data.train={out} distill.teachers={config.teacher}" if config.teacher else ""
-        say(f"features of {samples} samples: {out}{remedy}")
+        empty = [entry["source"] for entry in entries.values() if not entry["samples"]]
+        none = f"; {len(empty)} of {len(sources)} shards have none, such as {empty[0]}" if empty else ""
+        say(f"features of {samples} samples: {out}{none}{remedy}")
     unread = len(sources) - len(entries)
     if unread:
         raise UserError(f"out={out}: {unread} of {len(sources)} shards could not be fetched; start again to fetch them")
