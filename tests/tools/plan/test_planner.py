@@ -94,6 +94,7 @@ def test_hard_negatives_are_texts_that_are_encoded_and_compared() -> None:
     assert negatives["step_s"] > plain["step_s"] and negatives["host_bytes"] > plain["host_bytes"]
 
 
+@pytest.mark.slow
 def test_the_largest_batch_and_its_fastest_settings() -> None:
     """It is planned again as it is named, and its double does not fit."""
     tiny = (*TINIEST, "hardware=v100-16g", "host_memory=20G")
@@ -169,6 +170,7 @@ def test_a_run_that_cannot_fit_this_machine_is_refused(shards: str, tmp_path: Pa
     assert "error: this run does not fit: 20 GiB of 16 GiB; plan=false starts it all the same" in done.stderr
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_names_the_loss_that_does() -> None:
     words = ("batch=128k", "hardware=a800-80g", "gpus=8", "loss=clip")
     result = plan(settings(*TINIEST, *words), search=False)
