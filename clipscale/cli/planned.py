@@ -21,48 +21,70 @@ LIMIT_S = 300.0
 """Time for a plan. It takes 10 to 20 s, but much longer where the loader takes all cores."""
 
 
+class Planner:
+    """The planner's process, and a thread that prints what it answers."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        command = [sys.executable, "-m", "clipscale.tools.plan"]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe)
+        self.refusal = ""
+        """Why the run cannot fit."""
+        self._settings = pickle.dumps(config)
+        self._printing = Lock()
+        Thread(target=self._read, daemon=True).start()
+
+    def close(self) -> None:
+        """End the process. No plan is printed after this."""
+        self._printing.acquire()
+        self.process.kill()
+
+    def _read(self) -> None:
+        answer, reason = self._answer()
+        if not self._printing.acquire(blocking=False):
+            return
+        try:
+            self._report(answer, reason)
+        finally:
+            self._printing.release()
+
+    def _answer(self) -> tuple[bytes, str]:
+        """The plan as JSON; where it is empty, the reason."""
+        try:
+            answer, errors = self.process.communicate(self._settings, LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return b"", f"not ready in {LIMIT_S:.0f} s"
+        lines = errors.decode(errors="replace").strip().splitlines()
+        return answer, lines[-1] if lines else f"its process ended with status {self.process.returncode}"
+
+    def _report(self, answer: bytes, reason: str) -> None:
+        """Print the plan. Interrupt a run that cannot fit: its main thread raises the refusal."""
+        if not answer:
+            tell(f"no plan: {reason}", error=True)
+            return
+        plan = json.loads(answer)
+        if plan["fits"]:
+            for line in plan["lines"]:
+                tell(f"plan: {line}")
+            return
+        self.refusal = f"this run {plan['lines'][0]}; plan=false starts it all the same"
+        os.kill(os.getpid(), signal.SIGINT)
+
+
 @contextmanager
 def planned(config: TrainConfig) -> Iterator[None]:
     """Plan a run, and print the plan when it is there. The body is the run; it is interrupted if it cannot fit.
 
     Raises UserError then, from the main thread.
     """
-    command = [sys.executable, "-m", "clipscale.tools.plan"]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe)
-    ended, refusal = Lock(), ""
-
-    def read() -> None:
-        nonlocal refusal
-        try:
-            out, errors = process.communicate(pickle.dumps(config), LIMIT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            out, errors = b"", f"not ready in {LIMIT_S:.0f} s".encode()
-        if not ended.acquire(blocking=False):
-            return
-        try:
-            if not out:
-                tell(f"no plan: {errors.decode(errors='replace').strip().rpartition(chr(10))[2]}", error=True)
-                return
-            plan = json.loads(out)
-            if plan["fits"]:
-                for line in plan["lines"]:
-                    tell(f"plan: {line}")
-                return
-            refusal = f"this run {plan['lines'][0]}; plan=false starts it all the same"
-            os.kill(os.getpid(), signal.SIGINT)
-        finally:
-            ended.release()
-
-    Thread(target=read, daemon=True).start()
+    planner = Planner(config)
     try:
         try:
             yield
         finally:
-            ended.acquire()  # no plan is printed after the run
-            process.kill()
+            planner.close()  # the interrupt of a plan that comes at the run's end arrives here
     except (KeyboardInterrupt, StoppedError):
-        if refusal:
-            raise UserError(refusal) from None
+        if planner.refusal:
+            raise UserError(planner.refusal) from None
         raise

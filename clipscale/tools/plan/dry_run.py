@@ -1,6 +1,6 @@
 """Runs the trainer's own optimizer step on tensors without memory, as one of P ranks, and records the memory it takes.
 
-The blocks of a tower are alike, so only a few of them are run. Parts of a step are told apart at their boundaries: at
+The blocks of a tower are alike, so only a few of them are run. Parts of a step are separated at their boundaries: at
 every moment within one part, each block more adds the same memory (memory.py counts them all).
 
 b: samples of one rank, c: samples of a chunk, P: ranks, D: feature width. All sizes in bytes.
