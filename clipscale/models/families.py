@@ -33,10 +33,6 @@ head. Towers of timm have patterns of their own."""
 class Family:
     encoder: type[nn.Module] = nn.Module
     """The class of open_clip's that its encoders have."""
-    projection: str = "proj"
-    """The name of the linear map at the encoder's end: a parameter, or a module."""
-    without_projection: Callable[[], nn.Module | None] = nn.Identity
-    """What takes the projection's place where the features before it are wanted."""
     shorter: Callable[[Any], nn.Module] = lambda encoder: encoder
     """The encoder with a shorter forward pass, which computes the same."""
     adapters: Callable[[Any], bool] = lambda encoder: False
@@ -55,19 +51,16 @@ def _cuts_captions(encoder: TextTransformer) -> bool:
 FAMILIES = (
     Family(
         VisionTransformer,
-        without_projection=lambda: None,
         shorter=lean,
         adapters=lambda encoder: isinstance(encoder, LeanVision),
     ),
     Family(
         TextTransformer,
-        projection="text_projection",
-        without_projection=lambda: None,
         shorter=lean,
         adapters=lambda encoder: isinstance(encoder, LeanText),
         cuts_captions=_cuts_captions,
     ),
-    Family(TimmModel, projection="head", adapters=lambda encoder: isinstance(encoder.trunk, TimmVisionTransformer)),
+    Family(TimmModel, adapters=lambda encoder: isinstance(encoder.trunk, TimmVisionTransformer)),
     # open_clip masks the padding in attention and in every pooler.
     Family(HFTextEncoder, adapters=lambda encoder: True, cuts_captions=lambda encoder: True),
 )

@@ -47,26 +47,12 @@ class Tower(nn.Module):
     def __init__(self, encoder: nn.Module) -> None:
         super().__init__()
         self.encoder = encoder
-        self.projection = family_of(encoder).projection
-
-    def trains_only_its_projection(self) -> bool:
-        trained = {name.split(".")[0] for name, p in self.encoder.named_parameters() if p.requires_grad}
-        return trained == {self.projection}
 
     def prepared(self, inputs: Tensor) -> Tensor:
         raise NotImplementedError
 
     def forward(self, inputs: Tensor) -> Tensor:
         return unit_rows(self.encoder(self.prepared(inputs)))
-
-    def trunk(self, inputs: Tensor) -> Tensor:
-        """All but the projection: rows (N, W)."""
-        projection = getattr(self.encoder, self.projection)
-        setattr(self.encoder, self.projection, family_of(self.encoder).without_projection())
-        try:
-            return self.encoder(self.prepared(inputs))
-        finally:
-            setattr(self.encoder, self.projection, projection)
 
     def digest(self, *, frozen: bool = False) -> str:
         """A digest of the weights, names and values, on any device; of the `frozen` ones alone."""
@@ -111,17 +97,6 @@ class TextTower(Tower):
 
     def prepared(self, inputs: Tensor) -> Tensor:
         return inputs.long()
-
-
-class Projection(nn.Module):
-    """The end of a tower, sharing its parameters: rows (N, W) of the trunk -> unit rows (N, D)."""
-
-    def __init__(self, tower: Tower) -> None:
-        super().__init__()
-        self.map = getattr(tower.encoder, tower.projection)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return unit_rows(rows @ self.map if isinstance(self.map, nn.Parameter) else self.map(rows))
 
 
 def unit_rows(features: Tensor) -> Tensor:
@@ -169,7 +144,7 @@ class ClipModel(nn.Module):
             if isinstance(module, BATCH_NORMS) and (self.batch_norm_frozen or frozen(module)):
                 module.eval()
         for tower in (self.image, self.text):
-            if frozen(tower) or tower.trains_only_its_projection():
+            if frozen(tower):
                 tower.eval()
         return self
 

@@ -3,7 +3,6 @@
 from dataclasses import asdict, dataclass
 from functools import partial
 
-from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -18,7 +17,7 @@ from clipscale.common.record import Record
 from clipscale.config.train import TrainConfig
 from clipscale.distributed.fsdp import replicate_state, sharded_as
 from clipscale.distributed.world import World
-from clipscale.models.towers import ClipModel, Projection, fit_positions
+from clipscale.models.towers import ClipModel, fit_positions
 from clipscale.step.batch_loss import BatchLoss
 from clipscale.step.chunk_sizes import ChunkSizes, agreed_chunk_sizes, random_captions, random_pixels
 from clipscale.step.ema import WeightAverage
@@ -117,13 +116,11 @@ def build_state(
     """
     frozen = [tower.digest(frozen=True) for tower in (model.image, model.text)] if config.model.lora else None
     precision = Precision(config.precision, world.device)
-    trunks = frozen_trunks(config, model)
-    towers: dict[str, nn.Module] = {"image": model.image, "text": model.text}
-    towers |= {name: Projection(towers[name]) for name in trunks}  # type: ignore[arg-type]
-    for tower in towers.values():
+    towers = (model.image, model.text)
+    for tower in towers:
         precision.store(tower)
     parallel = config.launch.parallel
-    encoders = [world.wrap(tower, parallel, precision.dtype) for tower in towers.values()]
+    encoders = [world.wrap(tower, parallel, precision.dtype) for tower in towers]
     chunks = chunks or found_chunk_sizes(config, world, model, precision, earlier)
     # After the wrappers: FSDP2 replaces parameters by sharded ones.
     scales = model.rate_factors(config.model)
@@ -142,17 +139,9 @@ def build_state(
         optimizer=build_optimizer(model, config.optim, sharded=parallel != "ddp", scales=scales),
         average=WeightAverage(config.ema, model) if config.ema else None,
         keep=KeepBudget(config.cache.keep, world),
-        trunks=trunks,
         sorts=sorts,
     )
     return TrainState(config, model, step, chunks, frozen)
-
-
-def frozen_trunks(config: TrainConfig, model: ClipModel) -> tuple[str, ...]:
-    """The towers of which only the projection trains, and whose trunk so runs once a step. FSDP2 shards whole ones."""
-    if config.launch.parallel != "ddp":
-        return ()
-    return tuple(name for name in ("image", "text") if getattr(model, name).trains_only_its_projection())
 
 
 def found_chunk_sizes(

@@ -163,13 +163,13 @@ class GradCache:
         counts = [len(tower.spans) or len(_spans(rows, size)) for tower, size in zip(self._towers, self.chunks)]
         return sum(count * (1 + trained) for count, trained in zip(counts, self.trained))
 
-    def ranges(self, i: int, rows: int, *, twice: bool = True) -> Iterator[tuple[int, int]]:
-        """The row ranges of a batch that tower i reads, in order: in both passes, or in the first alone.
+    def ranges(self, i: int, rows: int) -> Iterator[tuple[int, int]]:
+        """The row ranges of a batch that tower i reads, in order, in both passes.
 
         Read at most one range ahead of the passes. Not for an `Arranged` input, which cuts its own.
         """
         spans, tower = _spans(rows, self.chunks[i]), self._towers[i]
-        again = twice and tower.trained  # asked here: gradients are off inside the first pass
+        again = tower.trained  # asked here: gradients are off inside the first pass
 
         def both_passes() -> Iterator[tuple[int, int]]:
             yield from spans

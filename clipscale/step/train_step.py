@@ -20,10 +20,9 @@ from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import Later, World, gradient_norm
 from clipscale.models.towers import ClipModel
 from clipscale.step.ema import WeightAverage
-from clipscale.step.grad_cache import Chunked, GradCache
+from clipscale.step.grad_cache import GradCache
 from clipscale.step.keep_budget import KeepBudget
 from clipscale.step.precision import Precision
-from clipscale.step.trunk import TrunkFeatures
 
 
 class Agreement:
@@ -78,8 +77,6 @@ class TrainStep:
     optimizer: torch.optim.Optimizer
     average: WeightAverage | None
     keep: KeepBudget
-    trunks: tuple[str, ...]
-    """The towers whose frozen trunk runs once a step."""
     sorts: bool
     """Whether captions are ordered by length and cut, since the text tower's features do not depend on padding."""
 
@@ -105,7 +102,7 @@ class TrainStep:
         texts: ChunkLoader | SortedCaptions = ChunkLoader(batch.tokens, batch.texts, device, resident=resident)
         if self.sorts:
             texts = SortedCaptions(batch.tokens, batch.lengths, batch.texts, device, resident=resident)
-        batch.expect(self.cache.ranges(0, len(batch), twice="image" not in self.trunks))
+        batch.expect(self.cache.ranges(0, len(batch)))
         with self.phase(phases, "encode", number):
             features, agreement = self.encode(images, texts, save, before_chunk)
         with self.phase(phases, "loss", number):
@@ -127,19 +124,13 @@ class TrainStep:
     ) -> tuple[list[Tensor], Agreement]:
         """The first pass. Between the towers the ranks agree: by then all captions have arrived, so that their chunks
         are known, and the device still computes the last chunks of images."""
-        image_features = self.cache.encode_tower(0, self.past_trunk("image", images), before_chunk)
+        image_features = self.cache.encode_tower(0, images, before_chunk)
         chunks = texts.cut(self.cache.chunks[1]) if isinstance(texts, SortedCaptions) else 0
         agreement = Agreement.begin(self.world, chunks, save)
         if isinstance(texts, SortedCaptions):
             texts.split(agreement.chunks)
-        text_features = self.cache.encode_tower(1, self.past_trunk("text", texts), before_chunk)
+        text_features = self.cache.encode_tower(1, texts, before_chunk)
         return [image_features, text_features], agreement
-
-    def past_trunk(self, name: str, inputs: Chunked) -> Chunked:
-        """The input of what is trained of a tower, by that of the whole one."""
-        if name not in self.trunks:
-            return inputs
-        return TrunkFeatures(inputs, getattr(self.model, name).trunk, self.precision.autocast)
 
     @contextmanager
     def phase(self, phases: Phases, name: str, number: int) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Adapters: nothing at first, merged to the same features, and alone in the checkpoint (exactness: step/test_trunk)."""
+"""Adapters: nothing at first, merged to the same features, and alone in the checkpoint."""
 
 from dataclasses import asdict, replace
 from pathlib import Path

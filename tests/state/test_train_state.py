@@ -105,7 +105,7 @@ def test_captions_are_sorted(shards: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert [r["loss"] for r in sorted_records] == pytest.approx([r["loss"] for r in unsorted_records], rel=1e-5)
 
 
-def test_a_frozen_trunk_is_compiled(shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partly_frozen_tower_is_compiled(shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step calls the blocks by what the compiler has made of them; captions that are cut have too many shapes."""
     calls = []
 
@@ -120,7 +120,6 @@ def test_a_frozen_trunk_is_compiled(shards: str, tmp_path: Path, monkeypatch: py
     projection = TowerConfig(train="1")
     model = ModelConfig(name="test", architecture=ARCHITECTURE, compile="true", image=projection, text=TowerConfig())
     run = start_run(small(shards, tmp_path / "run", model=model), ALONE)
-    assert run.state.step.trunks == ("image",)
     calls.clear()
     run.train_step()
     run.stream.close()

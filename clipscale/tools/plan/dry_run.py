@@ -188,7 +188,7 @@ class DryRun:
 
     def inputs(self, tower: int, rows: int, resident: bool) -> Chunked:
         """So many inputs of the image (0) or the text tower (1)."""
-        return self.train_step.past_trunk(TOWERS[tower], StagedRows(self, tower, rows, resident))
+        return StagedRows(self, tower, rows, resident)
 
     def step(self, chunks: tuple[int, int], batch: int, *, resident: bool) -> Bytes:
         """One optimizer step over `batch` samples of this rank, with chunks of the given sizes for the two towers.

@@ -15,7 +15,7 @@ from clipscale.config.sections import ModelConfig
 from clipscale.loss.objective import OBJECTIVES
 from clipscale.models.flops import PassFlops, image_flops, text_flops, trained_of
 from clipscale.models.towers import ClipModel
-from clipscale.tools.plan.dry_run import TOWERS, DryRun
+from clipscale.tools.plan.dry_run import DryRun
 from clipscale.tools.plan.settings import PlanConfig
 
 UNKNOWN = Hardware([], 0, 0, 1e-12, 1e-12)
@@ -53,9 +53,9 @@ class StepTime:
         self.forward = image.forward + text.forward * run.captions
         """FLOPs of a sample's first pass."""
         again = backward = trained = 0.0
-        towers = zip(TOWERS, run.train_step.cache.trained, flops, (1, run.captions), second_pass)
-        for name, second, passes, inputs, share in towers:
-            if second and name not in run.train_step.trunks:  # a frozen trunk has no second pass
+        towers = zip(run.train_step.cache.trained, flops, (1, run.captions), second_pass)
+        for second, passes, inputs, share in towers:
+            if second:
                 trained += 1
                 again += inputs * passes.forward * share
                 backward += inputs * (passes.backward + passes.forward * config.model.grad_checkpointing)
