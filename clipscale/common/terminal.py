@@ -48,7 +48,9 @@ def on_terminal() -> bool:
 def say(text: object, *, error: bool = False) -> None:
     """Print a line on stdout, or on stderr for an `error`."""
     clear()
-    print(printable(text), file=sys.stderr if error else sys.stdout, flush=True)
+    stream = sys.stderr if error else sys.stdout
+    stream.write(f"{printable(text)}\n")  # its end in the same write, also where Python buffers nothing
+    stream.flush()
 
 
 def tell(text: object, *, error: bool = False) -> None:

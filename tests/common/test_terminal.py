@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import pytest
 from hypothesis import given
@@ -77,6 +78,13 @@ def test_other_ranks_and_terminals_that_cannot_clear_a_line_show_lines_only(tmp_
     code = f"import os; os.environ.update({variable!r})\n{WORK}"
     _, output = on_terminal([sys.executable, "-c", code], tmp_path, os.environ)
     assert screen(output) == ["begun", "done", ""] and "..." not in output and "━" not in output
+
+
+def test_a_line_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Python buffers nothing, Ctrl-C's message or another rank's line could come before its end."""
+    monkeypatch.setattr(sys, "stdout", Mock())
+    terminal.say("a")
+    assert sys.stdout.write.mock_calls == [call("a\n")]
 
 
 def test_files_and_pipes_get_lines_only() -> None:

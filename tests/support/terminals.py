@@ -18,7 +18,7 @@ TIMEOUT_S = 100.0
 def on_terminal(
     command: Sequence[str], folder: Path, environment: Mapping[str, str], *typed: tuple[str, str]
 ) -> tuple[int, str]:
-    """The exit status of a command and all that it has written. `typed`: once a text is there, another one is typed."""
+    """The exit status of a command and all that it has written. `typed`: once a pattern is found, a text is typed."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
     process = subprocess.Popen(
@@ -37,7 +37,7 @@ def on_terminal(
     answered = 0
     while part := read(ours, TIMEOUT_S):
         output += part
-        if left and left[0][0] in plain(output[answered:]):
+        if left and re.search(left[0][0], plain(output[answered:])):
             answered = len(output)
             os.write(ours, left.pop(0)[1].encode())
     os.close(ours)
