@@ -257,7 +257,9 @@ def join(device: str, timeout_s: float = TIMEOUT.total_seconds()) -> World:
         backend = "nccl" if chosen.type == "cuda" else "gloo"
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         store = attempt_store(rank, size, timeout) if agent else None
-        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+        # A GPU's ranks connect here, not within the first step.
+        bound = chosen if chosen.type == "cuda" else None
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size, device_id=bound)
     return World(rank, size, chosen, timeout)
 
 
