@@ -18,7 +18,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
 GPU := gpu-first gpu-second gpu-right gpu-loss gpu-train gpu-compiled gpu-step gpu-memory gpu-data gpu-largest
-MORE := gpu-loss-widths gpu-step-large gpu-memory-1m gpu-largest-encoded
+MORE := gpu-loss-widths gpu-step-large gpu-memory-1m
 .PHONY: demo test oldest newest lint docs clean install wheels gpu gpu-more gpu-eight $(GPU) $(MORE)
 
 demo: $(INSTALLED)
@@ -153,16 +153,10 @@ gpu-memory:
 gpu-memory-1m:
 	$(call step,flat-1m,560) model=vit-b32 chunk=512 repeats=1 methods=cache@1M $(SMALLER_STEP)
 
-# One whole step of the largest batch that plan predicts for an H200 with 128 GiB of host memory: raw pixels there; and encoded pictures, where
-# time is the bound.
-LARGEST := model=vit-b32 cache.chunk=512 data.buffers=1
+# One whole step of the largest batch that plan predicts for an H200 with 128 GiB of host memory.
 gpu-largest:
 	$(CLIPSCALE) data demo
-	$(call predicted,largest,560,$(LARGEST) batch=704k samples=704k offload=host)
-
-gpu-largest-encoded:
-	$(CLIPSCALE) data demo
-	$(call predicted,largest-encoded,560,$(LARGEST) batch=1M samples=1M offload=encoded)
+	$(call predicted,largest,560,model=vit-b32 cache.chunk=512 data.buffers=1 batch=704k samples=704k offload=host)
 
 # Do the cores feed the model.
 gpu-data:

@@ -137,14 +137,13 @@ def plain(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return run(demo, tmp_path_factory.mktemp("runs") / "plain")
 
 
-@pytest.mark.parametrize(("offload", "workers"), [("none", 0), ("host", 2), ("encoded", 0), ("encoded", 2)])
+@pytest.mark.parametrize(("offload", "workers"), [("none", 0), ("host", 2)])
 def test_where_pixels_wait_does_not_change_the_curve(
     demo: Path, plain: list[float], tmp_path: Path, offload: str, workers: int
 ) -> None:
     """And what is copied to the device is page-locked."""
     assert run(demo, tmp_path / "run", offload=offload, workers=workers) == pytest.approx(plain, rel=1e-4)
-    if offload in ("host", "encoded"):
-        assert {line["host_pinned"] for line in records(tmp_path / "run")} == {CUDA}
+    assert {line["host_pinned"] for line in records(tmp_path / "run")} == {CUDA}
 
 
 def test_kept_graphs_and_found_chunks_do_not_change_the_curve(demo: Path, plain: list[float], tmp_path: Path) -> None:

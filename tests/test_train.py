@@ -26,7 +26,7 @@ from clipscale.config.sections import (
     ScheduleConfig,
 )
 from clipscale.config.train import TrainConfig
-from clipscale.data.loader.host_batch import PixelBackend
+from clipscale.data.decode import TrainTransform
 from clipscale.data.loader.workers import InProcess
 from clipscale.launch import local
 from clipscale.step.grad_cache import GradCache
@@ -71,9 +71,9 @@ def test_a_run_learns_and_leaves_its_record(finished: Path) -> None:
 
 def test_waiting_for_data_is_a_share_of_the_step(shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first samples take long, and are waited for before the step begins."""
-    put = PixelBackend.put
+    decode = TrainTransform.__call__
     late = chain([0.2] * 12, repeat(0.0))
-    monkeypatch.setattr(PixelBackend, "put", lambda *given: (time.sleep(next(late)), put(*given)))
+    monkeypatch.setattr(TrainTransform, "__call__", lambda *given: (time.sleep(next(late)), decode(*given)))
     train(small(shards, tmp_path / "run", samples=24))
     assert [record["data_wait_frac"] for record in records(tmp_path / "run") if record["data_wait_frac"] > 1] == []
 

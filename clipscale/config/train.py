@@ -52,8 +52,8 @@ class TrainConfig:
     ema: float = setting(0.0, "Decay of a moving average of the weights (`0.9999`); 0: none.", least=0, below=1)
     offload: str = setting(
         "host",
-        "The batch's pixels between the passes: on the device (`none`), in `host` memory, or `encoded`.",
-        choices=("none", "host", "encoded"),
+        "The batch's pixels between the passes: on the device (`none`), or in `host` memory.",
+        choices=("none", "host"),
     )
     model: sections.ModelConfig = field(default_factory=sections.ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -18,7 +18,6 @@ from clipscale.config.stages import stages_of
 from clipscale.config.train import TrainConfig, check_divisible, samples_of
 from clipscale.data.columns import Columns, columns_of
 from clipscale.data.features import TeacherFeatures, stored_teachers
-from clipscale.data.loader.host_batch import Offload
 from clipscale.data.loader.memory import free_memory
 from clipscale.data.loader.stream import TrainStream, merge_positions, open_stream, ordered_shards
 from clipscale.data.order import BatchShare
@@ -125,19 +124,17 @@ def checkpoint_of(config: TrainConfig, world: World) -> Path | None:
 def begin(run: Resolved, world: World) -> tuple[TrainState, TrainStream]:
     """The data at its place, the model and the optimizer, and this rank's random numbers. Raises UserError.
 
-    Data workers start first, and read while the model is built, unless their buffers have the size of a chunk.
+    Data workers start first, and read while the model is built.
     """
     config = run.config
     side, tokenizer = inputs_of(config.model)
     teachers = stored_teachers(config.data, config.distill)
     columns = columns_of(config.data, side, teachers, pad=int(tokenizer.rows([""])[0, -1]))
-    read = partial(data_stream, run, columns, tokenizer, world)
     with ExitStack() as undo:
         doing("opening the shards")
-        stream = undo.enter_context(read()) if config.offload != "encoded" else None
+        stream = undo.enter_context(data_stream(run, columns, tokenizer, world))
         doing("building the model")
         state = begun_state(run, world, tokenizer, teachers)
-        stream = stream or undo.enter_context(read(state.chunks.image))
         tell_notices(run, stream, world)
         check_streams(run, stream, world)
         restore_random(run, world)
@@ -232,13 +229,9 @@ def fitting_streams(run: Resolved, streams: int) -> int:
     return math.gcd(streams, *batches) if len(batches) > 1 else streams
 
 
-def data_stream(run: Resolved, columns: Columns, tokenizer: Tokenizer, world: World, chunk: int = 0) -> TrainStream:
-    """The data, from its start or from the checkpoint's position. `chunk`: of images, for `offload=encoded`.
-
-    Raises UserError.
-    """
+def data_stream(run: Resolved, columns: Columns, tokenizer: Tokenizer, world: World) -> TrainStream:
+    """The data, from its start or from the checkpoint's position. Raises UserError."""
     config = run.config
-    backend = config.offload if config.offload != "none" else "host"
     free = free_memory()
     world.gather(None)  # all ranks have looked before the first takes its share
     position = run.saved.position if run.saved else None
@@ -251,6 +244,6 @@ def data_stream(run: Resolved, columns: Columns, tokenizer: Tokenizer, world: Wo
         tokenizer.rows,
         shards,
         position=position,
-        offload=Offload(backend, chunk, world.device.type == "cuda"),
+        gpu=world.device.type == "cuda",
         free=free,
     )

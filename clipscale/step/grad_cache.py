@@ -7,7 +7,7 @@ A contrastive loss couples samples only through their representations, so three 
 By the chain rule the sum over chunks is the gradient of one graph over the whole batch.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -162,20 +162,6 @@ class GradCache:
         """How often a step of `rows` samples calls `before_chunk`. An estimate, until an `Arranged` input is cut."""
         counts = [len(tower.spans) or len(_spans(rows, size)) for tower, size in zip(self._towers, self.chunks)]
         return sum(count * (1 + trained) for count, trained in zip(counts, self.trained))
-
-    def ranges(self, i: int, rows: int) -> Iterator[tuple[int, int]]:
-        """The row ranges of a batch that tower i reads, in order, in both passes.
-
-        Read at most one range ahead of the passes. Not for an `Arranged` input, which cuts its own.
-        """
-        spans, tower = _spans(rows, self.chunks[i]), self._towers[i]
-        again = tower.trained  # asked here: gradients are off inside the first pass
-
-        def both_passes() -> Iterator[tuple[int, int]]:
-            yield from spans
-            yield from spans[tower.graphs.count :] if again else ()
-
-        return both_passes()
 
 
 @dataclass

@@ -102,7 +102,6 @@ class TrainStep:
         texts: ChunkLoader | SortedCaptions = ChunkLoader(batch.tokens, batch.texts, device, resident=resident)
         if self.sorts:
             texts = SortedCaptions(batch.tokens, batch.lengths, batch.texts, device, resident=resident)
-        batch.expect(self.cache.ranges(0, len(batch)))
         with self.phase(phases, "encode", number):
             features, agreement = self.encode(images, texts, save, before_chunk)
         with self.phase(phases, "loss", number):

@@ -30,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("data ", ["demo", "pack", "index", "check"]),
         ("data pa", ["pack"]),
         ("train experiment=", [f"experiment={name}" for name in group_options()["experiment"]]),
-        ("train -m offload=host,e", ["offload=host,encoded"]),
+        ("train -m offload=host,n", ["offload=host,none"]),
         ("train sched", ["schedule=", "schedule."]),
         ("train --help optim.cl", ["optim.clip_norm"]),
         ("train --cf", ["--cfg"]),

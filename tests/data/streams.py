@@ -16,7 +16,7 @@ import torch
 from clipscale.config.data import DataConfig
 from clipscale.data.columns import KEYS, Column, columns_of
 from clipscale.data.loader import stream as loader
-from clipscale.data.loader.host_batch import Arena, HostBatch, Offload
+from clipscale.data.loader.host_batch import Arena, HostBatch
 from clipscale.data.loader.shard_reader import OrderedShards, ShardReader
 from clipscale.data.loader.shard_stream import BatchFiller, Report, WorkerSpec
 from clipscale.data.loader.stream import TrainStream, merge_positions
@@ -44,7 +44,6 @@ def open_stream(
     folder: Path | str, /, *, batch: int, rank: int = 0, world: int = 1, tokenizer: Any = None, **options: Any
 ) -> TrainStream:
     seed, position = options.pop("seed", 0), options.pop("position", None)
-    offload = Offload(**{name: options.pop(name) for name in ("backend", "chunk") if name in options})
     side = options.pop("side", SIDE)
     more = options.pop("columns", ())
     config = DataConfig(**{"train": [str(folder)], "workers": 0, "shuffle": 8, **options})
@@ -57,7 +56,6 @@ def open_stream(
         tokenizer or Letters(),
         loader.ordered_shards(config, share, seed, position),
         position=position,
-        offload=offload,
     )
 
 

@@ -134,6 +134,5 @@ def test_a_step_is_that_of_one_dense_graph(shard: str, tmp_path: Path, ranks: in
 def test_a_resumed_run_has_the_same_losses_wherever_rows_wait(shard: str, tmp_path: Path, given: dict) -> None:
     train(config_of(shard, tmp_path / "whole", checkpoint=CheckpointConfig(every="2", keep=0), **given))
     saved = str(checkpoint.path_of(tmp_path / "whole", 2))
-    for offload in ("encoded", "none"):
-        train(config_of(shard, tmp_path / offload, resume=saved, offload=offload, **given))
-        assert [record["loss"] for record in records(tmp_path / offload)] == curve(tmp_path / "whole")[2:], offload
+    train(config_of(shard, tmp_path / "resumed", resume=saved, offload="none", **given))
+    assert [record["loss"] for record in records(tmp_path / "resumed")] == curve(tmp_path / "whole")[2:]

@@ -7,7 +7,6 @@ gives next.
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from clipscale.config.data import DataConfig
 from clipscale.data.columns import Columns
 from clipscale.data.decode import IMAGE_TYPES, image_bytes
 from clipscale.data.filters import Selection, name_of
-from clipscale.data.loader.host_batch import Arena, PixelBackend
+from clipscale.data.loader.host_batch import Arena
 from clipscale.data.loader.shard_reader import OrderedShards, Position, ShardReader
 from clipscale.data.order import AUGMENT, CAPTION, NEGATIVE, BatchShare, CounterRNG, Mixed, Segment
 from clipscale.data.sample import BrokenSampleError, ChosenSample, RawSample, limits
@@ -86,12 +85,11 @@ class ShardStream:
         of_sources = [(reader.epoch, reader.index) for reader in self._readers]
         return Position(0, self._used, of_sources) if self._weighted else Position(*of_sources[0])
 
-    def take(self, put: Callable[[bytes, CounterRNG], None]) -> tuple[list[str], Record]:
-        """Give the next usable sample's picture to `put`; returns its captions and behind them its hard negatives, and
+    def take(self, row: np.ndarray) -> tuple[list[str], Record]:
+        """Write the next usable sample's pixels to `row`; returns its captions and behind them its hard negatives, and
         its value of each column, by their names. Raises UserError.
 
-        `put` raises BrokenSampleError before it writes anything. A weighted source's broken sample is replaced by the
-        same source's next.
+        A weighted source's broken sample is replaced by the same source's next.
         """
         spec = self._spec
         order = spec.shards.order
@@ -111,7 +109,7 @@ class ShardStream:
                 chosen = ChosenSample(item, captions, f"{segment.shard} {item.index}")
                 negatives = spec.selection.draw_negatives(item.members, CounterRNG(order.seed, NEGATIVE, *place))
                 values = {column.name: column.read(chosen) for column in spec.columns.beside}
-                put(image_bytes(item.members), CounterRNG(order.seed, AUGMENT, *place))
+                spec.columns.images(image_bytes(item.members), CounterRNG(order.seed, AUGMENT, *place), row)
             except BrokenSampleError as error:
                 self._counts[error.reason] += 1
                 self._skipped(error, segment, item)
@@ -180,7 +178,7 @@ class BatchFiller:
         self, spec: WorkerSpec, arena: Arena, tick: Callable[[], None], begin: Begin = lambda what: None
     ) -> None:
         self.counts: Counter[str] = Counter()
-        self.backend = PixelBackend(arena)
+        self._left_out = np.empty(spec.columns.images.shape, np.uint8)  # pixels of another rank's sample
         self._spec = spec
         self._arena = arena
         self._tick = tick
@@ -202,13 +200,12 @@ class BatchFiller:
             texts: dict[int, str] = {}  # by their row of the tokens
             for stream, place in piece:
                 self._tick()
-                if place in local:
-                    of_sample, values = stream.take(partial(self.backend.put, slot, place))
+                mine = place in local
+                of_sample, values = stream.take(slot["rows"][place] if mine else self._left_out)
+                if mine:
                     texts.update(zip(self._arena.layout.text_rows(place), of_sample, strict=True))
                     for name, value in values.items():
                         slot[name][place] = value
-                else:
-                    stream.take(self.backend.check)
             if texts:
                 tokens = np.asarray(self._spec.tokenizer(list(texts.values())))
                 rows = list(texts)

@@ -1,6 +1,6 @@
 """The training stream: opens the data of a run, and hands out one local batch after another.
 
-order.py fixes the order, the workers read and decode, and the prefetcher loads rows that wait elsewhere.
+order.py fixes the order, and the workers read and decode.
 """
 
 import logging
@@ -19,16 +19,15 @@ from clipscale.common.record import Record
 from clipscale.config.data import DataConfig
 from clipscale.data.columns import Columns
 from clipscale.data.filters import selection
-from clipscale.data.loader.host_batch import HOST, Arena, HostBatch, Layout, Offload, Prefetcher, Slot
-from clipscale.data.loader.memory import picture_bytes, stated_memory
+from clipscale.data.loader.host_batch import Arena, HostBatch, Layout
+from clipscale.data.loader.memory import stated_memory
 from clipscale.data.loader.shard_reader import OrderedShards, Position
-from clipscale.data.loader.shard_stream import Report, WorkerSpec
+from clipscale.data.loader.shard_stream import WorkerSpec
 from clipscale.data.loader.workers import InProcess, Workers
 from clipscale.data.order import BatchShare
 from clipscale.data.shards.addresses import EVENT
 from clipscale.data.shards.counts import Once, build_order, here
 from clipscale.data.shards.listing import list_shards
-from clipscale.data.shards.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -78,12 +77,6 @@ class TrainStream:
         be given back."""
         self.samples_per_epoch = self._shards.samples
         """Over all ranks; None where shards are drawn with replacement."""
-        offload = arena.layout.offload
-        self._prefetcher: Prefetcher | None = None
-        """Gives image rows that do not lie in the slots."""
-        if offload.backend != "host":
-            # On the CPU the trainer may keep the tensors, since no copy to a device comes between.
-            self._prefetcher = Prefetcher(arena.buffers, arena.layout.buffer_rows, self._load, copy=not offload.gpu)
         for step in range(len(arena.slots)):
             self._begin(step)
 
@@ -128,21 +121,16 @@ class TrainStream:
         slot = self._arena.slot(step)
         if before >= 0:
             self._positions = self._finish(before)
-        if self._prefetcher:
-            self._prefetcher.open(slot)
         if before >= 0:  # give the slot of the batch before to the workers again
             del self._batches[before]
-            self._arena.empty(self._arena.slot(before))
             self._begin(before + len(self._arena.slots))
 
         def wait(stop: int) -> None:
             batch = self._batches[step]
             needed = [int(np.searchsorted(places, stop)) for places in self._places]
             self._wait(lambda: [n for n, need in enumerate(needed) if batch.done[n] < need])
-            if self._prefetcher:
-                self._prefetcher.arrived(self._arrived(batch))
 
-        return HostBatch(slot, self._arena.layout, wait, self._prefetcher)
+        return HostBatch(slot, self._arena.layout, wait)
 
     def give_back(self) -> None:
         """Count the batch handed out last as not used: `position` is the one before it, and no other batch follows."""
@@ -188,17 +176,6 @@ class TrainStream:
         self._wait(lambda: sorted(batch.unfinished))
         return batch.positions
 
-    def _arrived(self, batch: _Filling) -> int:
-        """How many of the batch's first rows have arrived, without a gap."""
-        self._receive(())
-        missing = (int(places[done]) for places, done in zip(self._places, batch.done) if done < len(places))
-        return min(max(0, min(missing, default=self._samples)), self._samples)  # other places are another rank's
-
-    def _load(self, slot: Slot, start: int, stop: int, at: int) -> Callable[[], None]:
-        """Let the workers load image rows into the buffers (a host_batch.Load)."""
-        missing = self.workers.load(slot.number, start, stop, at)
-        return lambda: self._wait(missing)
-
     def _wait(self, missing: Callable[[], list[int]]) -> None:
         """Handle the workers' messages until no worker is missing."""
         begun = time.monotonic()
@@ -215,8 +192,6 @@ class TrainStream:
             self.failure = error
             return
         for number, message in messages:
-            if not isinstance(message, Report):
-                continue
             self._counts.update(message.counts)
             if message.positions is not None:
                 batch = self._batches[message.step]
@@ -254,22 +229,21 @@ def open_stream(
     shards: OrderedShards,
     *,
     position: Record | None = None,
-    offload: Offload = HOST,
+    gpu: bool = False,
     free: int | None = None,
 ) -> TrainStream:
     """The batches of `ordered_shards` from their start, or from `position`, the record that `merge_positions` made.
 
-    `free` is the free memory before any process of this machine took its share (None: what is free now). Raises
-    UserError for settings or shards that cannot work.
+    `gpu`: whether rows are copied to a GPU, and so page-locked. `free` is the free memory before any process of this
+    machine took its share (None: what is free now). Raises UserError for settings or shards that cannot work.
     """
     chosen = selection(config, first=any(column.of_first_caption for column in columns.beside))
     start = start_positions(shards, position, share)
     workers = worker_count(config, len(start))
-    layout = layout_of(config, share.samples, columns, np.asarray(tokenizer(["a"])).shape[1], workers, offload)
-    picture = picture_bytes(shards.urls[0], layout, Store(config)) if offload.backend == "encoded" else None
-    memory = stated_memory(layout, picture, free)
+    layout = layout_of(config, share.samples, columns, np.asarray(tokenizer(["a"])).shape[1], workers)
+    memory = stated_memory(layout, free)
     arena = Arena(layout)
-    if offload.gpu:
+    if gpu:
         arena.pin()
     count = max(1, workers)
     specs = [
@@ -315,9 +289,7 @@ def worker_count(config: DataConfig, streams: int) -> int:
     return min(max(1, cores_of_rank() - 1), streams)  # one core is left to the training process
 
 
-def layout_of(
-    config: DataConfig, samples: int, columns: Columns, context_length: int, workers: int, offload: Offload
-) -> Layout:
+def layout_of(config: DataConfig, samples: int, columns: Columns, context_length: int, workers: int) -> Layout:
     """What a rank stores whose batches have `samples` samples."""
     return Layout(
         slots=config.buffers if workers else 1,
@@ -325,7 +297,6 @@ def layout_of(
         columns=columns,
         texts=(config.captions_per_step, config.texts_per_step - config.captions_per_step),
         context_length=context_length,
-        offload=offload,
     )
 
 

@@ -50,7 +50,6 @@ class ChunkLoader:
         if len(self.computed) >= AHEAD:
             self.computed.popleft().synchronize()
         with torch.cuda.stream(self.copies):
-            # Rows that the GPU decodes are made there, on this stream.
             chunk = self.read(start, stop).to(self.device, non_blocking=True)
         compute.wait_stream(self.copies)
         # The memory belongs to the copy stream; without this it could be handed out again while the computation still

@@ -8,13 +8,12 @@ import time
 import traceback
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import pairwise
 from multiprocessing.connection import Connection, wait
 from multiprocessing.sharedctypes import RawArray
 from multiprocessing.util import Finalize
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -28,15 +27,6 @@ from clipscale.data.shards.addresses import utf8
 ALIVE_S = 2.0
 """A worker that reads but has nothing to deliver reports at most this often."""
 PLACE_BYTES = 1024
-
-
-class Load(NamedTuple):
-    """Asks a worker to load rows start..stop of a slot to place `at` of the buffers. It sends this back when done."""
-
-    slot: int
-    start: int
-    stop: int
-    at: int
 
 
 class InProcess:
@@ -53,10 +43,6 @@ class InProcess:
 
     def fill(self, step: int) -> None:
         self._steps.append(step)
-
-    def load(self, slot: int, start: int, stop: int, at: int) -> Callable[[], list[int]]:
-        self.filler.backend.load(slot, start, stop, at)
-        return lambda: []
 
     def receive(self, needed: Sequence[int]) -> list[tuple[int, Report]]:
         return [(0, next(self._reports))] if needed else []
@@ -82,19 +68,14 @@ def work(connection: Connection, spec: WorkerSpec, arena: Arena, place: Any) -> 
     steps: deque[int] = deque()  # of the batches to fill
     last_tick = time.monotonic()
 
-    def send(message: Report | Load) -> None:
+    def send(message: Report) -> None:
         with _ended_if_lost():
             connection.send(message)
 
     def handle_message() -> None:
-        """Wait for a message: a batch to fill later, or rows to load at once, since a pass waits for them."""
+        """Wait for a message: a batch to fill later."""
         with _ended_if_lost():
-            message = connection.recv()
-        if isinstance(message, int):
-            steps.append(message)
-            return
-        filler.backend.load(*message)
-        send(message)
+            steps.append(connection.recv())
 
     def begin(what: str) -> None:
         """Called before each shard and each sample."""
@@ -146,7 +127,6 @@ class Workers:
         # blocked in them, and waits.
         self.close = Finalize(self, _end, (self._connections, self.processes), exitpriority=10)
         """End the processes."""
-        self._loading: set[tuple[int, Load]] = set()  # with the worker's number
         context = multiprocessing.get_context("forkserver")
         for number, spec in enumerate(specs):
             connection, of_worker = context.Pipe()
@@ -163,24 +143,11 @@ class Workers:
 
     def fill(self, step: int) -> None:
         """Let every worker fill its part of batch `step`."""
-        for number in range(len(self.processes)):
-            self._send(number, step)
+        for connection in self._connections:
+            with suppress(ConnectionError):  # it has died: whoever waits for it reports that
+                connection.send(step)
 
-    def load(self, slot: int, start: int, stop: int, at: int) -> Callable[[], list[int]]:
-        """Let each worker load a part of rows start..stop. The function returned names those that have not done it."""
-        count = len(self.processes)
-        bounds = pairwise(start + (stop - start) * number // count for number in range(count + 1))
-        loads = {(number, Load(slot, a, b, at + a - start)) for number, (a, b) in enumerate(bounds)}
-        self._loading |= loads
-        for number, load in loads:
-            self._send(number, load)
-        return lambda: [number for number, _ in loads & self._loading]
-
-    def _send(self, number: int, message: int | Load) -> None:
-        with suppress(ConnectionError):  # it has died: whoever waits for it reports that
-            self._connections[number].send(message)
-
-    def receive(self, needed: Sequence[int]) -> list[tuple[int, Report | Load]]:
+    def receive(self, needed: Sequence[int]) -> list[tuple[int, Report]]:
         """All messages that are there, each with its worker's number. Blocks for one if workers are `needed`.
 
         Raises UserError when a worker cannot go on or has died, or when one of `needed` has been silent for the
@@ -202,7 +169,7 @@ class Workers:
                 )
             wait(self._connections, timeout=min(left, 1.0))
 
-    def _drain(self, number: int) -> Iterator[Report | Load]:
+    def _drain(self, number: int) -> Iterator[Report]:
         connection = self._connections[number]
         while True:
             try:
@@ -214,8 +181,6 @@ class Workers:
             self._last[number] = time.monotonic()
             if isinstance(message, Exception):
                 raise message
-            if isinstance(message, Load):
-                self._loading.remove((number, message))
             yield message
 
     def _name(self, number: int) -> str:

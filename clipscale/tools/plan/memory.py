@@ -10,7 +10,6 @@ from functools import cache
 
 from clipscale.common.record import Record
 from clipscale.data.loader.captions import GRAIN
-from clipscale.data.loader.host_batch import Offload
 from clipscale.data.loader.stream import layout_of, worker_count
 from clipscale.data.order import BatchShare, default_streams
 from clipscale.models.families import family_of
@@ -164,11 +163,11 @@ def caption_width(model: ClipModel) -> int:
     return min(model.context_length, round(ASSUMED.caption_tokens + GRAIN / 2))
 
 
-def host_memory(config: PlanConfig, run: DryRun, batch: int, chunk: int | None, step: float = 0) -> Record:
+def host_memory(config: PlanConfig, run: DryRun, batch: int, step: float = 0) -> Record:
     """Host memory of a node: `process_bytes`, of one process with its loader workers, by what holds them; `processes`
     and `node_bytes`.
 
-    `batch`: samples of one rank; `chunk`: of the image tower; `step`: what a step takes, on a CPU in the same memory.
+    `batch`: samples of one rank; `step`: what a step takes, on a CPU in the same memory.
     """
     data = config.data
     ranks = config.gpus * config.nodes
@@ -176,13 +175,12 @@ def host_memory(config: PlanConfig, run: DryRun, batch: int, chunk: int | None, 
     streams = data.shard_streams or default_streams(config.batch, ranks, None)
     streams_of_rank = len(BatchShare(batch * ranks, 0, ranks).streams(streams))
     workers = worker_count(data, streams_of_rank)
-    offload = Offload(config.offload if config.offload != "none" else "host", chunk or batch)
-    layout = layout_of(data, batch, run.columns, run.context_length, workers, offload)
+    layout = layout_of(data, batch, run.columns, run.context_length, workers)
     pictures = 3 * config.eval.batch if config.eval.has_sets else 0  # being decoded, waiting, and in a batch
     process = {
         "process": ASSUMED.process if cpu else ASSUMED.cuda_process,
         "step": round(step) if cpu else 0,
-        "batch": layout.memory_bytes(min(ASSUMED.picture, layout.row_bytes)),
+        "batch": layout.memory_bytes(),
         "shuffle windows": streams_of_rank * max(data.shuffle, 1) * ASSUMED.picture,
         "loader workers": ASSUMED.loader + workers * ASSUMED.worker if workers else 0,
         "evaluation": pictures * 3 * run.train_step.model.image_size**2,

@@ -30,7 +30,7 @@ from clipscale.tools.plan.settings import PlanConfig, target_gpu
 from clipscale.tools.plan.step_time import StepTime, pass_flops
 from clipscale.tools.plan.text import written
 
-OFFLOADS = ("none", "host", "encoded")
+OFFLOADS = ("none", "host")
 """Where pixels wait, the fastest first."""
 HELPS = 0.95
 """Share of the lack that a setting must leave at most, so that it is named."""
@@ -118,7 +118,7 @@ class Prediction:
 
     def host_of(self, batch: int) -> Record:
         """The host's memory, for so many samples on each rank."""
-        return host_memory(self.config, self.run, batch, self.chunks[0], self.memory(batch).highest)
+        return host_memory(self.config, self.run, batch, self.memory(batch).highest)
 
     def fits(self, batch: int) -> bool:
         """Whether so many samples on each rank fit, with these chunks."""
@@ -209,7 +209,6 @@ def remedies(config: PlanConfig, result: Record) -> list[str]:
         "model.grad_checkpointing=true": {"model": replace(config.model, grad_checkpointing=True)},
         "launch.parallel=zero3": {"launch": replace(config.launch, parallel="zero3")},
         "data.buffers=1": {"data": replace(config.data, buffers=1)},
-        "offload=encoded": {"offload": "encoded"},
     }
     changed = {words: replace(config, fit=False, **trial) for words, trial in trials.items()}
     after = {words: predicted(trial, search=False) for words, trial in changed.items() if trial != config}

@@ -102,7 +102,7 @@ def test_the_largest_batch_and_its_fastest_settings() -> None:
     assert {word.partition("=")[0] for word in words} >= {"batch", "offload", "cache.chunk", "cache.keep"}
     found = settings(*tiny, *words)
     assert predicted(found, search=False)["fits"]
-    for offload in ("none", "host", "encoded"):
+    for offload in ("none", "host"):
         assert not predicted(replace(found, offload=offload, batch=2 * found.batch), search=False)["fits"]
 
 
