@@ -77,7 +77,6 @@ class DataConfig:
     )
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     max_pixels: int = setting(89_478_485, "Most pixels of an image; others are broken (`huge_image`).", least=1)
-    allow_pipe: bool = setting(False, "Allow `pipe:` shards, which run a shell command.")
     timeout_s: float = setting(300.0, "Seconds without progress after which a worker ends the run.", above=0)
 
     @property

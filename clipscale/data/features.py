@@ -73,7 +73,7 @@ def stored_teachers(data: DataConfig, config: DistillConfig) -> tuple[TeacherFea
     if not config.teachers:
         return ()
     url = list_shards(data, once=lambda work: [])[0][0]
-    notes = notes_beside(url, Store(data))
+    notes = notes_beside(url)
     captions = source_names(data.captions)
     teachers = []
     for number, name in enumerate(config.teachers):
@@ -90,14 +90,14 @@ def stored_teachers(data: DataConfig, config: DistillConfig) -> tuple[TeacherFea
     return tuple(teachers)
 
 
-def notes_beside(url: str, store: Store) -> Record:
+def notes_beside(url: str) -> Record:
     """The notes of the features in a shard, of each teacher by its name; empty if there is no such file.
 
     Raises UserError for one that cannot be read.
     """
     path = f"{folder_of(url)}/{NOTE}"
     try:
-        with closing(store.open(path)[0]) as file:
+        with closing(Store().open(path)[0]) as file:
             return dict(json.loads(file.read(MAX_TEXT_BYTES)))
     except (FileNotFoundError, SourceError):
         return {}

@@ -41,7 +41,7 @@ def main(config: TrainConfig) -> None:
 
 def check_source(source: str, config: DataConfig) -> int:
     """The shards of a source. Raises UserError where none of its first samples can be used."""
-    shards = expand(source, config.allow_pipe)
+    shards = expand(source)
     findings = check_shard(shards[0], config, SAMPLES)
     if findings.samples == findings.broken.total():
         why = next(iter(findings.examples.values()), findings.damage or "it has no sample")

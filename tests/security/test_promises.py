@@ -37,7 +37,7 @@ def test_every_row_has_its_test() -> None:
 
 
 @pytest.mark.parametrize("source", ["{pipe}", "@{list}"])
-def test_a_command_runs_only_where_the_command_line_allows_it(tmp_path: Path, capsys: Cap, source: str) -> None:
+def test_no_shard_is_a_command(tmp_path: Path, capsys: Cap, source: str) -> None:
     pipe = f"pipe:touch {tmp_path}/ran; cat {write_tar(tmp_path / 'a.tar', [('a.png', picture()), ('a.txt', b'a')])}"
     (tmp_path / "list").write_text(pipe)
     assert main(["data", "check", source.format(pipe=pipe, list=tmp_path / "list")]) == 2

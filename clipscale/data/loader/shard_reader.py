@@ -10,7 +10,7 @@ from clipscale.data.order import WINDOW, Epochs, Mixed, Order, Segment, fingerpr
 from clipscale.data.sample import RawSample
 from clipscale.data.shards import index
 from clipscale.data.shards.addresses import leaf_of
-from clipscale.data.shards.reader import ReadProblem, read_shard
+from clipscale.data.shards.reader import ReadProblem, Subset, read_shard
 from clipscale.data.shards.store import Store
 
 WINDOW_BYTES = 128 << 20
@@ -128,6 +128,7 @@ class ShardReader:
         start: tuple[int, int],
         kinds: Mapping[str, int],
         store: Store,
+        subset: Subset | None = None,
         opens: Callable[[str], None] = lambda url: None,
     ) -> None:
         """`start`: epoch and samples read in it. `opens` is called with each shard before it is opened."""
@@ -135,6 +136,7 @@ class ShardReader:
         self._stream = stream
         self._kinds = kinds
         self._store = store
+        self._subset = subset
         self._opens = opens
         self.url = ""
         """The shard that is read now."""
@@ -214,4 +216,7 @@ class ShardReader:
     def _open(self, url: str, problem: ReadProblem, windows: Windows) -> Generator[RawSample, None, None]:
         self.url = url
         self._opens(url)
-        return read_shard(url, problem, windows.needs, self._kinds, store=self._store, offsets=index.sample_offsets)
+        offsets = index.sample_offsets
+        return read_shard(
+            url, problem, windows.needs, self._kinds, store=self._store, subset=self._subset, offsets=offsets
+        )

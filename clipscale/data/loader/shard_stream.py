@@ -21,7 +21,7 @@ from clipscale.data.loader.host_batch import Arena
 from clipscale.data.loader.shard_reader import OrderedShards, Position, ShardReader
 from clipscale.data.order import AUGMENT, CAPTION, NEGATIVE, BatchShare, CounterRNG, Mixed, Segment
 from clipscale.data.sample import BrokenSampleError, ChosenSample, RawSample, limits
-from clipscale.data.shards.reader import unusable
+from clipscale.data.shards.reader import subset_of, unusable
 from clipscale.data.shards.store import RETRIES, Store
 
 Begin = Callable[[str], None]
@@ -72,8 +72,9 @@ class ShardStream:
         starts = [(start.epoch, start.samples)]
         if self._weighted:
             starts = list(start.sources) or [(0, 0)] * len(sources)
+        subset = subset_of(spec.config.only_keys)
         self._readers = [
-            ShardReader(source, stream, place, kinds, store, lambda url: begin(f", reading {url}"))
+            ShardReader(source, stream, place, kinds, store, subset, lambda url: begin(f", reading {url}"))
             for source, place in zip(sources, starts, strict=True)
         ]
         self._used = start.samples  # usable samples
@@ -182,7 +183,7 @@ class BatchFiller:
         self._spec = spec
         self._arena = arena
         self._tick = tick
-        store = Store(spec.config, self.counts, tick)
+        store = Store(self.counts, tick)
         self.streams = {stream: ShardStream(spec, stream, store, begin) for stream in spec.streams}
 
     def fill(self, step: int) -> Iterator[Report]:

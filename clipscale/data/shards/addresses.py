@@ -40,9 +40,9 @@ def leaf_of(url: str) -> str:
 
 
 def head_of(url: str) -> str:
-    """What comes before the last part of a path or address: its folder, or of `pipe:COMMAND` the scheme. Shards of one
-    folder have it in common, so that what depends on it is found once."""
-    return url[: url.rfind("/") + 1] or url[: url.find(":") + 1]
+    """What comes before the last part of a path or address: its folder. Shards of one folder have it in common, so that
+    what depends on it is found once."""
+    return url[: url.rfind("/") + 1]
 
 
 def utf8(text: str) -> str:

@@ -22,7 +22,6 @@ import numpy as np
 
 from clipscale.common.errors import UserError
 from clipscale.common.files import user_cache
-from clipscale.config.data import DataConfig
 from clipscale.data.shards.addresses import SourceError, digest, head_of, is_local, leaf_of, utf8
 from clipscale.data.shards.reader import ReadProblem, Subset, read_shard
 from clipscale.data.shards.store import State, Store, local_state
@@ -188,10 +187,9 @@ def _writing(path: Path) -> Iterator[sqlite3.Connection]:
 def scan_shard(url: str, subset: Subset | None = None) -> Entry:
     """The index entry of a shard, from its headers; or of the samples that it has of a subset. The entry notes damage.
     Raises OSError or SourceError where the shard cannot be reached."""
-    store = Store(DataConfig(only_keys=subset.path if subset else None))
-    state = store.state(url)
+    state = Store().state(url)
     problem = ReadProblem()
-    raws = read_shard(url, problem, lambda _: False, {}, store=store)
+    raws = read_shard(url, problem, lambda _: False, {}, subset=subset)
     offsets = [0, *accumulate(raw.extent for raw in raws)]
     error = problem.error
     if isinstance(error, SourceError) or (isinstance(error, OSError) and error.errno):

@@ -48,11 +48,7 @@ def list_shards(config: DataConfig, once: Once = here) -> tuple[list[str], list[
         raise UserError("data.train is not set; give shards, for example data.train='/data/{00000..00099}.tar'")
     config.check_weights()
     notes: list[str] = []
-    listed = [
-        (url, number)
-        for number, source in enumerate(config.train)
-        for url in expand(source, config.allow_pipe, note=notes.append)
-    ]
+    listed = [(url, number) for number, source in enumerate(config.train) for url in expand(source, note=notes.append)]
     gone = {*once(lambda: _absent([url for url, _ in listed], notes))}
     present = [(url, number) for url, number in listed if url not in gone]
     return [url for url, _ in present], None if config.weights is None else [number for _, number in present]
@@ -65,7 +61,7 @@ def local_shards(config: DataConfig) -> list[str] | None:
     """
     shards = []
     for source in config.train or []:
-        shards += expand(source, config.allow_pipe, note=lambda line: None) if is_local(source) else [source]
+        shards += expand(source, note=lambda line: None) if is_local(source) else [source]
     return shards if all(map(is_local, shards)) else None
 
 
@@ -88,22 +84,20 @@ def _absent(urls: Sequence[str], notes: Iterable[str]) -> list[str]:
     return missing
 
 
-def expand(
-    source: str, allow_pipe: bool = False, *, setting: str = "data.train", note: Note = log.warning
-) -> list[str]:
+def expand(source: str, *, setting: str = "data.train", note: Note = log.warning) -> list[str]:
     """The shards that one source names: a brace list, a glob, a folder of shards, `@FILE` with an address or path a
     line, or a URL (`::` joins several).
 
     Leaves out local shards that are missing, since downloads have gaps, and what lies beside a folder's shards; `note`
-    is called with a line on them. Raises UserError if no shard is left, or for `pipe:` without `allow_pipe`.
+    is called with a line on them. Raises UserError if no shard is left, and for other addresses than SCHEMES.
     """
     if source.startswith("@"):
-        names = _from_list(Path(source[1:]).expanduser(), allow_pipe, setting)
+        names = _from_list(Path(source[1:]).expanduser(), setting)
     else:
         source = os.path.expanduser(source)  # noqa: PTH111 (a pattern, not yet a path)
         names = []
         for part in [source] if os.path.exists(source) else source.split("::"):  # noqa: PTH110
-            names += _local(part, setting, note) if is_local(part) else _remote(part, allow_pipe, setting, note)
+            names += _local(part, setting, note) if is_local(part) else _remote(part, setting, note)
     present = _existing(names)
     if not present:
         raise UserError(f"{setting}={source!r} {NOTHING}")
@@ -170,24 +164,19 @@ def _braces(source: str, what: str) -> list[str]:
         raise UserError(f"{what} cannot be expanded: {error}") from error
 
 
-def _check_address(url: str, allow_pipe: bool, setting: str) -> None:
+def _check_address(url: str, setting: str) -> None:
     """Raise UserError for an address that is not read."""
-    scheme = scheme_of(url)
-    if scheme == "pipe":
-        if not allow_pipe:
-            what = f"{setting}={url!r}: `pipe:` runs a shell command"
-            raise UserError(f"{what}; set data.allow_pipe=true if you wrote it yourself")
-    elif scheme not in SCHEMES or "::" in url:
+    if scheme_of(url) not in SCHEMES or "::" in url:
         raise UserError(f"{setting}={url[:200]!r} is neither a path nor one of {', '.join(SCHEMES)}:")
 
 
-def _remote(source: str, allow_pipe: bool, setting: str, note: Note) -> list[str]:
+def _remote(source: str, setting: str, note: Note) -> list[str]:
     """The addresses of a brace list, with the objects in the place of a pattern (`s3://bucket/*.tar`) or folder
     (`s3://bucket/set/`) that names them."""
-    _check_address(source, allow_pipe, setting)
+    _check_address(source, setting)
     scheme = scheme_of(source)
     urls = _braces(source, f"{setting}={source!r}")
-    if scheme in ("http", "https", "pipe"):
+    if scheme in ("http", "https"):
         return urls
     from fsspec.core import get_filesystem_class, url_to_fs
 
@@ -207,7 +196,7 @@ def _remote(source: str, allow_pipe: bool, setting: str, note: Note) -> list[str
     return [name for name in names if "::" not in name and scheme_of(name) == scheme]
 
 
-def _from_list(path: Path, allow_pipe: bool, setting: str) -> list[str]:
+def _from_list(path: Path, setting: str) -> list[str]:
     """The addresses and paths that the lines of a list name; empty lines and remarks name none."""
     try:
         text = path.read_text(encoding="utf-8", errors="surrogateescape")  # as paths are
@@ -216,5 +205,5 @@ def _from_list(path: Path, allow_pipe: bool, setting: str) -> list[str]:
     names = [line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")]
     for name in names:
         if not is_local(name):
-            _check_address(name, allow_pipe, f"{setting}=@{path}")
+            _check_address(name, f"{setting}=@{path}")
     return names

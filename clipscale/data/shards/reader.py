@@ -36,6 +36,62 @@ RULE = (
 )
 
 
+class Subset(NamedTuple):
+    """The subset that a file lists. Sent to processes by pickle, which read the file themselves."""
+
+    path: str
+    name: str
+    """A digest of the file's path, size and time of change."""
+
+    def has(self, key: str, about: bytes) -> bool:
+        """Whether the subset has the sample with this key and json."""
+        listed = _listed(self)
+        if isinstance(listed, frozenset):
+            return key in listed
+        try:
+            uid = json_fields(about)["uid"]
+            halves = int(uid[:16], 16), int(uid[16:], 16)
+        except (KeyError, TypeError, ValueError, BrokenSampleError):
+            return False
+        at = bisect_left(listed, halves, key=lambda row: tuple(row.item()))
+        return at < len(listed) and bool(listed[at].item() == halves)
+
+
+def by_uid(subset: Subset | None) -> bool:
+    """Whether samples are found by the `uid` of their json, and not by their key."""
+    return subset is not None and subset.path.endswith(".npy")
+
+
+def subset_of(path: str | None) -> Subset | None:
+    """The subset in a file. Raises UserError if there is no such file."""
+    if path is None:
+        return None
+    file = Path(path).expanduser().absolute()
+    try:
+        state = file.stat()
+    except OSError as error:
+        raise UserError(f"data.only_keys={path}: cannot be read ({error.strerror})") from error
+    return Subset(str(file), digest(f"{file} {state.st_size} {state.st_mtime_ns}"))
+
+
+@lru_cache(maxsize=1)
+def _listed(subset: Subset) -> frozenset[str] | np.ndarray:
+    """The file's keys; or the halves of its uids, sorted, which stay on disk. Raises UserError."""
+    what = f"data.only_keys={subset.path}"
+    try:
+        if not by_uid(subset):
+            text = Path(subset.path).read_text(encoding="utf-8", errors="surrogateescape")  # as members' names are
+            return frozenset(map(str.strip, text.split("\n")))
+        pairs: np.ndarray = np.load(subset.path, mmap_mode="r")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{what}: cannot be read ({error})") from error
+    if pairs.dtype != np.dtype("u8,u8") or pairs.ndim != 1:
+        raise UserError(f"{what}: {pairs.dtype} {pairs.shape}, not rows of numpy's dtype('u8,u8')")
+    if (pairs["f0"][:-1] > pairs["f0"][1:]).any():
+        raise UserError(f"{what}: its rows are not in order; sort and save them again with numpy")
+    return pairs
+
+
 class Member(NamedTuple):
     """A member that belongs to a sample. Its content comes next in the archive's stream."""
 
@@ -113,20 +169,20 @@ def read_shard(
     kinds: Mapping[str, int] | None = None,
     *,
     store: Store | None = None,
+    subset: Subset | None = None,
     offsets: Callable[[str, State], np.ndarray | None] = lambda url, state: None,
 ) -> Generator[RawSample, None, None]:
     """The raw samples of a shard. Ends early where the shard cannot be read further, and sets `problem`.
 
     A repeated member is ignored. Members' names are never paths. Content is read only for samples whose index `want`
     accepts and for members in `kinds` (what `sample.limits` returns; None: all). A sample with a wanted member over its
-    size limit has the damage `too_large` and no members. `offsets` knows where samples begin (`index.sample_offsets`):
-    those that are not wanted are then not read, and have no key.
+    size limit has the damage `too_large` and no members. With a `subset` the shard has no other samples than it lists.
+    `offsets` knows where samples begin (`index.sample_offsets`): those that are not wanted are then not read, and have
+    no key.
     """
-    store = store or Store()
-    subset = subset_of(store.config.only_keys)
     archive: Archive | None = None
     try:
-        source, state = store.open(url)
+        source, state = (store or Store()).open(url)
         with closing(source):
             stream, can_seek = unpacked(source)
             archive = Archive(stream, can_seek)
@@ -158,8 +214,6 @@ def read_shard(
                     number += 1
             if can_seek and archive.at >= state[0]:  # where contents are skipped, the only sign of a cut
                 raise tarfile.ReadError("ends without the zeros that end an archive: it may have been cut off")
-            while not source.seekable() and source.read(1 << 20):
-                pass  # a command's failure shows at its end
     except (SourceError, *DAMAGE) as error:
         problem.note(url, error, "truncated_shard" if archive and archive.begun else "unreadable_shard")
 
@@ -193,62 +247,3 @@ def unusable(url: str, captions: Sequence[str], store: Store | None = None) -> s
             kinds[" and ".join(f".{name}" for name in sorted(names)[:KINDS])] += 1
     held = ", or ".join(kind for kind, _ in kinds.most_common(KINDS))
     return held and f"samples of {leaf_of(url)} hold {held}, and data.captions is [{','.join(captions)}]; {RULE}"
-
-
-# -- data.only_keys ----------------------------------------------------------------------------------------------------
-
-
-class Subset(NamedTuple):
-    """The subset that a file lists. Sent to processes by pickle, which read the file themselves."""
-
-    path: str
-    name: str
-    """A digest of the file's path, size and time of change."""
-
-    def has(self, key: str, about: bytes) -> bool:
-        """Whether the subset has the sample with this key and json."""
-        listed = _listed(self)
-        if isinstance(listed, frozenset):
-            return key in listed
-        try:
-            uid = json_fields(about)["uid"]
-            halves = int(uid[:16], 16), int(uid[16:], 16)
-        except (KeyError, TypeError, ValueError, BrokenSampleError):
-            return False
-        at = bisect_left(listed, halves, key=lambda row: tuple(row.item()))
-        return at < len(listed) and bool(listed[at].item() == halves)
-
-
-def by_uid(subset: Subset | None) -> bool:
-    """Whether samples are found by the `uid` of their json, and not by their key."""
-    return subset is not None and subset.path.endswith(".npy")
-
-
-def subset_of(path: str | None) -> Subset | None:
-    """The subset in a file. Raises UserError if there is no such file."""
-    if path is None:
-        return None
-    file = Path(path).expanduser().absolute()
-    try:
-        state = file.stat()
-    except OSError as error:
-        raise UserError(f"data.only_keys={path}: cannot be read ({error.strerror})") from error
-    return Subset(str(file), digest(f"{file} {state.st_size} {state.st_mtime_ns}"))
-
-
-@lru_cache(maxsize=1)
-def _listed(subset: Subset) -> frozenset[str] | np.ndarray:
-    """The file's keys; or the halves of its uids, sorted, which stay on disk. Raises UserError."""
-    what = f"data.only_keys={subset.path}"
-    try:
-        if not by_uid(subset):
-            text = Path(subset.path).read_text(encoding="utf-8", errors="surrogateescape")  # as members' names are
-            return frozenset(map(str.strip, text.split("\n")))
-        pairs: np.ndarray = np.load(subset.path, mmap_mode="r")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{what}: cannot be read ({error})") from error
-    if pairs.dtype != np.dtype("u8,u8") or pairs.ndim != 1:
-        raise UserError(f"{what}: {pairs.dtype} {pairs.shape}, not rows of numpy's dtype('u8,u8')")
-    if (pairs["f0"][:-1] > pairs["f0"][1:]).any():
-        raise UserError(f"{what}: its rows are not in order; sort and save them again with numpy")
-    return pairs

@@ -31,7 +31,7 @@ def unpacked(source: Any) -> tuple[Any, bool]:
     if not first:
         raise tarfile.ReadError("empty")
     packed = first == b"\x1f\x8b"
-    return Unpacked(fileobj=source) if packed else source, not packed and source.seekable()
+    return Unpacked(fileobj=source) if packed else source, not packed
 
 
 class Unpacked(gzip.GzipFile):

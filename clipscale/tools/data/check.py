@@ -17,8 +17,7 @@ from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError, limits
 from clipscale.data.shards import index
 from clipscale.data.shards.addresses import leaf_of
-from clipscale.data.shards.reader import RULE, ReadProblem, read_shard, unusable
-from clipscale.data.shards.store import Store
+from clipscale.data.shards.reader import RULE, ReadProblem, read_shard, subset_of, unusable
 from clipscale.log.table import TextTable, show
 from clipscale.tools.data.make_index import expanded
 from clipscale.tools.data.settings import CheckSettings
@@ -41,7 +40,7 @@ class Findings:
 def main(sources: Sequence[str], settings: CheckSettings) -> int:
     """Print the table. Status 1 where something is broken, apart from what the filters leave out, or nothing is there.
     Raises UserError."""
-    urls = expanded(sources, settings.data.allow_pipe)
+    urls = expanded(sources)
     checked = index.map_shards(partial(check_shard, config=settings.data), cores(), urls)
     shards = list(tracked(checked, "checking shards", len(urls)))
     samples = sum(shard.samples for shard in shards)
@@ -63,8 +62,7 @@ def check_shard(url: str, config: DataConfig, most: int | None = None) -> Findin
     problem = ReadProblem()
     chosen = selection(config)
     kinds = limits(IMAGE_TYPES, chosen.members(), config.max_bytes)
-    store = Store(config)
-    for sample in islice(read_shard(url, problem, kinds=kinds, store=store), most):
+    for sample in islice(read_shard(url, problem, kinds=kinds, subset=subset_of(config.only_keys)), most):
         findings.samples += 1
         findings.bytes += sample.extent
         try:
@@ -76,7 +74,7 @@ def check_shard(url: str, config: DataConfig, most: int | None = None) -> Findin
             findings.broken[error.reason] += 1
             findings.examples.setdefault(error.reason, f"{leaf_of(url)}/{sample.key}: {error}"[:200])
     if findings.broken.keys() & {"no_image", "no_caption"}:
-        holds = unusable(url, source_names(config.captions), store)
+        holds = unusable(url, source_names(config.captions))
         findings.examples |= {reason: holds for reason in ("no_image", "no_caption") if holds}
     if problem.reason:
         findings.damage = f"{problem.reason}: {problem.detail}".replace(f"{url}: ", "")

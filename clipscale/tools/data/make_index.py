@@ -7,22 +7,21 @@ from clipscale.common.hardware import cores
 from clipscale.common.terminal import say, tracked
 from clipscale.common.units import counted, format_bytes
 from clipscale.data.shards import index, listing
-from clipscale.data.shards.addresses import scheme_of
 from clipscale.data.shards.reader import subset_of
 from clipscale.tools.data.settings import IndexSettings
 
 
-def expanded(sources: Sequence[str], allow_pipe: bool = False) -> list[str]:
+def expanded(sources: Sequence[str]) -> list[str]:
     """The shards that the arguments name, each once. Raises UserError."""
     if not sources:
         raise UserError("no shards given; for example: clipscale data index '/data/{00000..00099}.tar'")
-    urls = (url for source in sources for url in listing.expand(source, allow_pipe, setting="shards"))
+    urls = (url for source in sources for url in listing.expand(source, setting="shards"))
     return list(dict.fromkeys(urls))
 
 
 def main(sources: Sequence[str], settings: IndexSettings) -> int:
     """Index the shards, and print their samples and bytes. Status 1 where one is damaged or cannot be read."""
-    urls = [url for url in expanded(sources) if scheme_of(url) != "pipe"]  # which has no index
+    urls = expanded(sources)
     subset = subset_of(settings.only_keys)
     outcomes = dict(tracked(index.update_indexes(urls, subset, workers=cores()), "indexing shards", len(urls)))
     known = index.current(urls, subset)

@@ -30,7 +30,6 @@ from clipscale.data.shards.addresses import SourceError, is_local, leaf_of, unsi
 from clipscale.data.shards.index import scan_shard
 from clipscale.data.shards.listing import list_shards
 from clipscale.data.shards.reader import ReadProblem, read_shard
-from clipscale.data.shards.store import Store
 from clipscale.data.shards.writer import shard_writer
 from clipscale.distributed.world import join, leave
 from clipscale.launch import local
@@ -121,7 +120,7 @@ def prepared(config: EmbedConfig, out: Path, note: Record) -> dict[str, str]:
         what = f"{name}: {str(before)[:80]}, not {str(now)[:80]}"
         raise UserError(f"out={out}: holds features of another kind ({what}); choose another folder")
     out.mkdir(parents=True, exist_ok=True)
-    earlier_teachers = notes_beside(next(iter(shards.values())), Store(config.data)) if config.teacher else {}
+    earlier_teachers = notes_beside(next(iter(shards.values()))) if config.teacher else {}
     files.write_json(out / NOTE, earlier_teachers | {kind: note})
     return shards
 
@@ -159,7 +158,7 @@ def shard_groups(encoder: FeatureEncoder, config: EmbedConfig, url: str) -> Iter
     problem = ReadProblem()
     captions = {source.partition(":")[0] for source in encoder.captions}
     kinds = None if config.teacher else limits(IMAGE_TYPES, captions, config.data.max_bytes)
-    raws = read_shard(url, problem, kinds=kinds, store=Store(config.data))
+    raws = read_shard(url, problem, kinds=kinds)
     missing = samples = 0
     for group in encoder.groups(raws, config.batch, config.dtype):
         samples += len(group.raws)

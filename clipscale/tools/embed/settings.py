@@ -21,7 +21,7 @@ class EmbedConfig(AnyModel):
 
     ONLY: ClassVar = {
         "model": MODEL,
-        "data": "train captions max_pixels allow_pipe",
+        "data": "train captions max_pixels",
         "launch": "procs timeout_s",
     }
 

@@ -21,7 +21,6 @@ from clipscale.data.shards.addresses import is_local
 from clipscale.data.shards.counts import count_samples
 from clipscale.data.shards.index import sample_offsets
 from clipscale.data.shards.reader import ReadProblem, read_shard
-from clipscale.data.shards.store import Store
 from clipscale.distributed.world import join
 from clipscale.models.towers import load_any
 from clipscale.tools.embed.arrays import EmbeddedSet
@@ -95,9 +94,8 @@ class Explorer:
         make_index(url)
         problem = ReadProblem()
         members = limits(IMAGE_TYPES, (), self.data.max_bytes)
-        store = Store(self.data)
         row = sample["row"]
-        for raw in read_shard(url, problem, lambda n: n == row, members, store=store, offsets=sample_offsets):
+        for raw in read_shard(url, problem, lambda n: n == row, members, offsets=sample_offsets):
             if raw.index == row:
                 if raw.damage:
                     raise BrokenSampleError(raw.damage, raw.detail)

@@ -28,6 +28,7 @@ FILE = "plan.json"
 FIRST = 2
 """The step from which on a run is compared: the first creates the optimizer's state and DDP's buckets."""
 GONE = (
+    "data.allow_pipe",
     "data.augment.greyscale",
     "data.augment.jitter",
     "data.decode",

@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from clipscale.config.data import DataConfig
 from clipscale.data.sample import RawSample
 from clipscale.data.shards import index, store
 from clipscale.data.shards.listing import expand
@@ -24,9 +23,9 @@ from tests.support.refused import refused
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("small_blocks")]
 
 
-def read(url: str, config: DataConfig | None = None) -> tuple[list[RawSample], ReadProblem, Counter[str]]:
+def read(url: str) -> tuple[list[RawSample], ReadProblem, Counter[str]]:
     problem, counts = ReadProblem(), Counter[str]()
-    return list(read_shard(url, problem, store=Store(config, counts))), problem, counts
+    return list(read_shard(url, problem, store=Store(counts))), problem, counts
 
 
 def members(samples: list[RawSample]) -> list[tuple[str, dict[str, bytes]]]:
