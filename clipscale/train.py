@@ -248,7 +248,8 @@ class Run:
             "grad_norm": done.grad_norm,
             "skipped": done.grad_norm is None,
         }
-        self.records.add(record, done.phases, self.state.model.logit_scale.exp(), done.widths)
+        scalars = {"logit_scale": self.state.model.logit_scale.exp(), **done.statistics}
+        self.records.add(record, done.phases, scalars, done.widths)
         return done.agreement
 
     def before_chunk(self) -> Callable[[], None]:

@@ -20,10 +20,10 @@ class StepRecords:
         """`log` takes each complete record; None: this rank logs none."""
         self.log, self._ranks, self.flops, self._stream = log, ranks, flops, stream
         self._measured_at = time.monotonic()
-        self._unfinished: tuple[Record, Phases, Readback, Mapping[int, int]] | None = None
+        self._unfinished: tuple[Record, Phases, list[str], Readback, Mapping[int, int]] | None = None
 
-    def add(self, record: Record, phases: Phases, logit_scale: Tensor, widths: Mapping[int, int]) -> None:
-        """A step has been given to the device. `logit_scale`: after it. `widths`: captions by width."""
+    def add(self, record: Record, phases: Phases, scalars: Mapping[str, Tensor], widths: Mapping[int, int]) -> None:
+        """A step has been given to the device. `scalars`: on it, by their names. `widths`: captions by width."""
         self.finish()
         now = time.monotonic()
         measured = {
@@ -35,11 +35,11 @@ class StepRecords:
             "caption_tokens": sum(width * count for width, count in widths.items()) / sum(widths.values()),
         }
         self._measured_at = now
-        self._unfinished = record | measured, phases, Readback(logit_scale), dict(widths)
+        self._unfinished = record | measured, phases, [*scalars], Readback(*scalars.values()), dict(widths)
 
     def poll(self) -> None:
         """Log the last step's record if the device has done the step."""
-        if self._unfinished and self._unfinished[2].ready:
+        if self._unfinished and self._unfinished[3].ready:
             self.finish()
 
     def finish(self) -> None:
@@ -55,12 +55,13 @@ class StepRecords:
         if self.log:
             self.log.close()
 
-    def _complete(self, record: Record, phases: Phases, values: Readback, widths: Mapping[int, int]) -> Record:
+    def _complete(
+        self, record: Record, phases: Phases, names: list[str], values: Readback, widths: Mapping[int, int]
+    ) -> Record:
         rate = record["batch"] / phases.total
         waited_s = record.pop("waited_s")
-        (scale,) = values.read()
         return record | {
-            "logit_scale": scale,
+            **dict(zip(names, values.read())),
             "samples_per_s": rate,
             "samples_per_s_per_gpu": rate / self._ranks,
             "data_wait_frac": waited_s / phases.total,

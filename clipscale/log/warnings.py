@@ -9,6 +9,9 @@ from clipscale.common.record import Record
 WINDOW, FIRST = 50, 10
 """Steps that are looked at, and the first ones, which start kernels, compilers and workers."""
 
+ALIKE = -0.05
+"""Uniformity above which features are taken for collapsed: two of them have a cosine of 0.99."""
+
 
 def warnings_of(records: Sequence[Record], settings: Record) -> dict[str, str]:
     """Kind -> a line: what the newest record suggests, compared with the others: at most WINDOW, all after the FIRST.
@@ -36,5 +39,11 @@ def warnings_of(records: Sequence[Record], settings: Record) -> dict[str, str]:
         warnings["collapse"] = (
             f"the loss stays at ln(batch) = {math.log(last['batch']):.2f}, as if all features were alike: a lower "
             "optim.lr or a longer schedule.warmup"
+        )
+    alike = [kind for kind in ("image", "text") if last.get(f"uniformity_{kind}", -math.inf) > ALIKE]
+    if alike and last["step"] >= 200:
+        warnings["collapse"] = (
+            f"the {alike[0]} features of the batch are almost alike (uniformity "
+            f"{last[f'uniformity_{alike[0]}']:.3f}): a lower optim.lr or a longer schedule.warmup"
         )
     return warnings

@@ -20,6 +20,7 @@ from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import Later, World, gradient_norm
 from clipscale.models.towers import ClipModel
 from clipscale.step.ema import WeightAverage
+from clipscale.step.feature_statistics import EVERY, feature_statistics
 from clipscale.step.grad_cache import GradCache
 from clipscale.step.keep_budget import KeepBudget
 from clipscale.step.precision import Precision
@@ -62,6 +63,8 @@ class StepResult:
     phases: Phases
     widths: dict[int, int]
     """Captions by the width at which the text tower computed them."""
+    statistics: dict[str, Tensor]
+    """Of the features, on rank 0 and not in every step."""
 
 
 @dataclass
@@ -104,6 +107,8 @@ class TrainStep:
             texts = SortedCaptions(batch.tokens, batch.lengths, batch.texts, device, resident=resident)
         with self.phase(phases, "encode", number):
             features, agreement = self.encode(images, texts, save, before_chunk)
+        look = self.world.main and (number == 1 or number % EVERY == 0)
+        statistics = feature_statistics(*features) if look else {}
         with self.phase(phases, "loss", number):
             value = self.cache.loss(*features, targets=batch.targets(device))
             self.cache.backward(value)
@@ -116,7 +121,7 @@ class TrainStep:
         widths = {self.model.context_length: len(texts)}
         if isinstance(texts, SortedCaptions):
             widths = dict(texts.widths())
-        return StepResult(loss, norm, agreement, phases, widths)
+        return StepResult(loss, norm, agreement, phases, widths, statistics)
 
     def encode(
         self, images: ChunkLoader, texts: ChunkLoader | SortedCaptions, save: bool, before_chunk: Callable[[], None]

@@ -1,0 +1,63 @@
+"""What is said of features, by closed forms; in a run it is in the records of the steps that look."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from clipscale.step import train_step
+from clipscale.step.feature_statistics import PART, SAMPLE, feature_statistics
+from clipscale.train import train
+from tests.support.runs import records, small
+
+AXES = torch.eye(8)
+ALIKE = F.normalize(torch.ones(8, 8), dim=-1)
+HALVES = AXES[[0, 0, 0, 0, 1, 1, 1, 1]]
+
+
+def opposite(angle: float, count: int = 8) -> Tensor:
+    """Rows of the plane's two directions at this angle, half of them each."""
+    rows = torch.tensor([[1.0, 0.0], [math.cos(angle), math.sin(angle)]])
+    return rows.repeat_interleave(count // 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("images", "texts", "expected"),
+    [
+        (AXES, AXES, {"modality_gap": 0, "uniformity_image": -4, "uniformity_text": -4, "rank_image": 8, "nearest": 1}),
+        (ALIKE, -ALIKE, {"modality_gap": 2, "uniformity_image": 0, "rank_image": 1, "rank_text": 1}),
+        (AXES, AXES.flip(0), {"modality_gap": 0, "nearest": 0}),
+        # 3 of 7 others are the same, 4 at a right angle
+        (HALVES, AXES, {"uniformity_image": math.log((3 + 4 * math.exp(-4)) / 7), "rank_image": 2}),
+        (
+            opposite(math.pi),
+            opposite(math.pi),
+            {"uniformity_text": math.log((3 + 4 * math.exp(-8)) / 7), "rank_text": 1},
+        ),
+    ],
+    ids=["axes", "alike", "strangers", "halves", "poles"],
+)
+def test_statistics_have_closed_forms(images: Tensor, texts: Tensor, expected: dict[str, float]) -> None:
+    values = feature_statistics(images, torch.cat([texts, -texts]))  # hard negatives after the pairs' texts
+    assert {name: values[name].item() for name in expected} == pytest.approx(expected, abs=1e-5)
+
+
+def test_many_rows_are_a_sample_in_parts() -> None:
+    u, v = (F.normalize(torch.randn(SAMPLE + PART + 5, 16), dim=-1) for _ in range(2))
+    whole, sample = feature_statistics(u, v), feature_statistics(u[:SAMPLE], v[:SAMPLE])
+    assert all(torch.equal(whole[name], sample[name]) for name in whole)
+    distances = torch.cdist(u[:SAMPLE].double(), u[:SAMPLE].double()).square()[~torch.eye(SAMPLE, dtype=torch.bool)]
+    assert sample["uniformity_image"].item() == pytest.approx((-2 * distances).exp().mean().log().item(), abs=1e-5)
+
+
+def test_a_run_logs_them_at_its_first_step_and_then_now_and_then(
+    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_step, "EVERY", 3)
+    train(small(shards, tmp_path / "run"))
+    rows = records(tmp_path / "run")
+    assert [row["step"] for row in rows if "nearest" in row] == [1, 3]
+    assert all(row["rank_image"] >= 1 and row["uniformity_text"] <= 0 for row in rows if "nearest" in row)
