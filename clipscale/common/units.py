@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from fractions import Fraction
+from itertools import chain
 from pathlib import Path
 
 from clipscale.common.errors import UserError
@@ -21,7 +22,7 @@ def run_folder(name: str) -> Path:
 def unused(folder: Path) -> Path:
     """The folder, or if it exists, the first free one with a number appended."""
     numbered = (folder.with_name(f"{folder.name}-{i}") for i in range(2, 10_000))
-    return next(path for path in (folder, *numbered) if not path.exists())
+    return next(path for path in chain([folder], numbered) if not path.exists())
 
 
 def parse_count(text: str) -> int:
