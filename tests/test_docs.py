@@ -9,7 +9,7 @@ import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,12 +19,14 @@ import open_clip
 import pytest
 
 import clipscale
+from clipscale.cli import compose
 from clipscale.cli.main import main
-from clipscale.cli.verbs import VERBS
+from clipscale.cli.verbs import VERBS, split_verb
+from clipscale.common.errors import UserError
 from clipscale.config.parse import MEANT
 from clipscale.config.presets import PACKAGE, group_options
 from clipscale.config.setting import setting, settings_of
-from clipscale.config.train import MOST, TrainConfig
+from clipscale.config.train import MOST, TrainConfig, check
 from tests.conftest import shared
 from tests.support.laid import SHELLS, lay, programs, within
 
@@ -148,13 +150,43 @@ def runs_of(words: Sequence[str]) -> set[str]:
     )
 
 
+def checked(commands: Commands) -> dict[tuple[str, ...], Block]:
+    return {tuple(ours(words)): block for block, words in commands if ours(words) and block.needs != IN_TEXT}
+
+
+def lay_runs(typed: Iterable[Sequence[str]], finished: Path, folder: Path) -> None:
+    for run in set().union(*map(runs_of, typed)):
+        shutil.copytree(finished, folder / "runs" / run, dirs_exist_ok=True)
+
+
+def test_every_command_composes(
+    commands: Commands, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its words are settings of its verb, and their values fit each other and the runs. /models is not there."""
+    monkeypatch.chdir(tmp_path)
+    typed = checked(commands)
+    lay_runs(typed, finished, tmp_path)
+    for words in typed:
+        name, rest = split_verb(words)
+        line = compose.parse(rest)
+        try:
+            if line.multirun:
+                compose.combinations(line.words, line.config_dir)
+            elif name != "completion":
+                settings = compose.settings(name, compose.overrides(name, line.words)[1], line.config_dir)
+                if name == "train":
+                    check(settings)
+        except UserError as error:
+            assert "there is no /models/" in str(error), words
+
+
+@pytest.mark.slow  # the ordinary test above composes every command
 def test_every_command_finds_what_it_names(
     commands: Commands, laid: Path, finished: Path, demo: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
     """As far as this machine can tell: weights of every architecture, sets, shards and runs are there."""
-    typed = {tuple(ours(words)): block for block, words in commands if ours(words) and block.needs != IN_TEXT}
-    for run in set().union(*map(runs_of, typed)):
-        shutil.copytree(finished, tmp_path / "runs" / run, dirs_exist_ok=True)
+    typed = checked(commands)
+    lay_runs(typed, finished, tmp_path)
     beside(tmp_path)
     features = ["embed", f"run={finished}", f"data={laid}/data/mine", f"out={laid}/data/laion-b32", "device=cpu"]
     assert main(features) == 0
