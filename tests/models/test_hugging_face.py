@@ -78,17 +78,16 @@ def model_of(folder: Path) -> tuple[ClipModel, ModelConfig]:
     return build_model(config), config
 
 
-KINDS = [
-    ("clip", "quick_gelu", 2),
-    ("clip", "gelu", 49407),
-    ("clip", "gelu_pytorch_tanh", 49000),
-    ("siglip", "gelu_pytorch_tanh", 49407),
-    ("siglip", "gelu", 49407),
-]
-
-
-@pytest.mark.parametrize("form", ["whole", "sharded", "bin"])
-@pytest.mark.parametrize(("kind", "act", "eos"), KINDS)
+@pytest.mark.parametrize(
+    ("kind", "act", "eos", "form"),
+    [
+        ("clip", "quick_gelu", 2, "whole"),
+        ("clip", "gelu", 49407, "sharded"),
+        ("clip", "gelu_pytorch_tanh", 49000, "bin"),
+        ("siglip", "gelu_pytorch_tanh", 49407, "whole"),
+        ("siglip", "gelu", 49407, "sharded"),
+    ],
+)
 def test_a_folder_has_the_features_of_transformers_and_is_exported_as_it_came(
     tmp_path: Path, kind: str, act: str, eos: int, form: str
 ) -> None:

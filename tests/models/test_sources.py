@@ -104,27 +104,25 @@ def test_a_repository_is_described_before_its_weights_are_fetched(place: Path, m
     assert (model.name, model.architecture, asked) == ("their-clip", SMALL, [["*.json"]])
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("model.weights=theirs/none", "there is no theirs/none"),
-        ("model.weights=run:none", "there is no run runs/none"),
-        (
-            "model.weights=bare.safetensors",
-            "not fit model.name=ViT-B-32: its visual.conv1.weight is (32, 3, 8, 8)",
-        ),
-        ("model=siglip-b16 model.text.weights=bare.safetensors", "its text.token_embedding.weight is (49408, 32)"),
-        ("model=rn50 model.weights=bare.safetensors", "it has visual.proj"),
-        ("model.image.weights=empty", "holds no weights"),
-        ("model=vit-b32 model.weights=start", "is small"),
-    ],
-)
-def test_what_is_wrong_with_weights_is_said_before_torch_is_loaded(place: Path, words: str, message: str) -> None:
+WRONG = {
+    "model.weights=theirs/none": "there is no theirs/none",
+    "model.weights=run:none": "there is no run runs/none",
+    "model.weights=bare.safetensors": "not fit model.name=ViT-B-32: its visual.conv1.weight is (32, 3, 8, 8)",
+    "model=siglip-b16 model.text.weights=bare.safetensors": "its text.token_embedding.weight is (49408, 32)",
+    "model=rn50 model.weights=bare.safetensors": "it has visual.proj",
+    "model.image.weights=empty": "holds no weights",
+    "model=vit-b32 model.weights=start": "is small",
+}
+
+
+def test_what_is_wrong_with_weights_is_said_before_torch_is_loaded(place: Path) -> None:
     (place / "empty").mkdir()
-    code = "import sys; from clipscale.cli.main import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
-    command = [sys.executable, "-c", code, "train", "data.train=x.tar", *words.split()]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    commands = [["train", "data.train=x.tar", *words.split()] for words in WRONG]
+    code = f"import sys; from clipscale.cli.main import main; [main(words) for words in {commands}]"
+    done = subprocess.run([sys.executable, "-c", f"{code}; assert 'torch' not in sys.modules"], stderr=subprocess.PIPE)
+    lines = done.stderr.decode().splitlines()
+    assert done.returncode == 0 and len(lines) == len(WRONG), lines
+    assert all(message in line for message, line in zip(WRONG.values(), lines)), lines
 
 
 OTHERS = [
