@@ -17,9 +17,7 @@ from clipscale.train import train
 loss_of_batch = BatchLoss.__call__
 
 
-def loss_of_chunks(
-    loss: BatchLoss, image_features: Tensor, text_features: Tensor, *, targets: dict[str, Tensor]
-) -> Tensor:
+def loss_of_chunks(loss: BatchLoss, image_features: Tensor, text_features: Tensor, *, keys: Tensor) -> Tensor:
     """The mean over chunks of the loss of each image chunk with its own captions."""
     size = loss.config.cache.sizes[0]
     assert size, "give cache.chunk=N"
@@ -27,8 +25,7 @@ def loss_of_chunks(
     for start in range(0, len(image_features), size):
         images, texts = image_features[start : start + size], text_features[start : start + size]
         share = len(images) / len(image_features)
-        part = {name: rows[start : start + size] for name, rows in targets.items()}
-        value = value + share * loss_of_batch(loss, images, texts, targets=part)
+        value = value + share * loss_of_batch(loss, images, texts, keys=keys[start : start + size])
     return value
 
 

@@ -25,7 +25,6 @@ from PIL import Image
 from webdataset import TarWriter
 
 from clipscale.config.data import DataConfig
-from clipscale.data.columns import columns_of
 from clipscale.data.decode import TrainTransform
 from clipscale.data.loader.stream import open_stream, ordered_shards
 from clipscale.data.order import AUGMENT, BatchShare, CounterRNG
@@ -144,9 +143,8 @@ def our_batches(pattern: str, settings: SimpleNamespace) -> Generator[None]:
 
     config = DataConfig(train=[pattern], workers=settings.workers, order="epochs")
     tokenizer = open_clip.get_tokenizer("ViT-B-32")
-    columns = columns_of(config, settings.image_size)
     share = BatchShare(settings.batch)
-    with open_stream(config, share, columns, tokenizer, ordered_shards(config, share, 0)) as stream:
+    with open_stream(config, share, settings.image_size, tokenizer, ordered_shards(config, share, 0)) as stream:
         while True:
             batch = stream.next_batch()
             batch.pixels(0, settings.batch), batch.tokens(0, settings.batch)

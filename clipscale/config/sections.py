@@ -168,23 +168,6 @@ class LossConfig:
 
 
 @dataclass(frozen=True)
-class DistillConfig:
-    """Distillation from teachers' features, which `clipscale embed teacher=NAME` writes into the shards."""
-
-    teachers: list[str] = setting([], "Names of the teachers: a sample's member NAME.npy has its features.")
-    scales: list[float] | None = setting(None, "Each teacher's logit scale; null: as `embed` has written it.")
-    weights: tuple[float, float] = setting((0.0, 1.0), "Of the contrastive loss, and of the distillation.", least=0)
-
-    def check(self) -> None:
-        """Raises UserError for teachers that are named twice, scales that are not theirs, and weights of 0."""
-        teachers, scales = self.teachers, self.scales
-        if teachers and scales is not None and (len(scales) != len(teachers) or min(scales) <= 0):
-            raise UserError(f"distill.scales={scales}: give one above 0 for each of {len(teachers)} teachers")
-        if len({*teachers}) < len(teachers) or not any(self.weights):
-            raise UserError(f"distill: teachers={teachers} must differ, and weights={self.weights} not all be 0")
-
-
-@dataclass(frozen=True)
 class SinkConfig:
     """Where results go, in addition to the run's folder."""
 

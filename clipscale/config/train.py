@@ -58,7 +58,6 @@ class TrainConfig:
     model: sections.ModelConfig = field(default_factory=sections.ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     loss: sections.LossConfig = field(default_factory=sections.LossConfig)
-    distill: sections.DistillConfig = field(default_factory=sections.DistillConfig)
     cache: sections.CacheConfig = field(default_factory=sections.CacheConfig)
     optim: sections.OptimConfig = field(default_factory=sections.OptimConfig)
     schedule: sections.ScheduleConfig = field(default_factory=sections.ScheduleConfig)
@@ -144,10 +143,8 @@ def check_pairs(config: TrainConfig) -> None:
         raise UserError("data.train is not set; give shards, data.train='/data/{00000..00099}.tar', or take data=demo")
     if shared == "positive" and not keys:
         raise UserError("loss.shared=positive: say what samples share, data.same=caption|url|sha256|FIELD")
-    if several and config.distill.teachers:
-        raise UserError("distill.teachers: needs data.captions_per_step=1")
-    if data.negatives and (config.distill.teachers or keys):
-        raise UserError("data.negatives: not with distill.teachers or data.same, which know nothing of these texts")
+    if data.negatives and keys:
+        raise UserError("data.negatives: not with data.same, which knows nothing of these texts")
     if several and keys and (data.same == "caption" or shared == "mask"):
         raise UserError("data.captions_per_step: with data.same=url or another field, take loss.shared=positive")
     if config.loss.backend == "triton" and (several or keys):

@@ -15,7 +15,7 @@ from clipscale.config.data import DataConfig
 from clipscale.data.decode import Picture, captions_of, first_caption, image_bytes, json_fields
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError, RawSample
-from clipscale.data.shards.addresses import leaf_of, utf8
+from clipscale.data.shards.addresses import hash64, leaf_of, utf8
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,15 @@ class Selection:
     conditions: tuple[Condition, ...]
     count: int = 1
     """Captions of a sample."""
-    first: bool = False
-    """Whether a sample's first caption is taken, as `clipscale embed` does, and none is drawn."""
     negatives: tuple[str, int] | None = None
     """The source of hard negatives, and how many are drawn."""
+    same: str | None = None
+    """What samples of equal keys share: the `caption`, or a field of the json."""
 
     def members(self) -> set[str]:
         """The extensions to read, apart from the picture's."""
-        fields = self.negatives or any(each.of_field for each in self.conditions)
+        fields = self.negatives or self.same not in (None, "caption")
+        fields = fields or any(each.of_field for each in self.conditions)
         return {source.partition(":")[0] for source, _ in self.captions} | ({"json"} if fields else set())
 
     def draw(self, members: dict[str, bytes], rng: CounterRNG) -> list[str]:
@@ -44,8 +45,6 @@ class Selection:
         Raises BrokenSampleError with the first source's reason if none has a text.
         """
         sources = [source for source, _ in self.captions]
-        if self.first:
-            return [first_caption(members, sources)]
         pool = []
         for source, weight in self.captions:
             if weight:
@@ -84,6 +83,21 @@ class Selection:
                     fields = json_fields(sample.members.get("json", b"{}"))
                 _require(condition, fields.get(condition.name))
 
+    def key(self, sample: RawSample, captions: Sequence[str], place: str) -> int:
+        """A signed 64-bit hash of what samples share; `place`: the sample's own.
+
+        Captions are compared without regard to case and white space, a field's text or number without white space
+        around it. A sample without it has a key of its own.
+        """
+        value = None
+        if self.same == "caption":
+            value = " ".join(captions[0].casefold().split())
+        elif "json" in sample.members and self.same:
+            with suppress(BrokenSampleError):
+                value = json_fields(sample.members["json"]).get(self.same)
+        shared = isinstance(value, str | int | float) and str(value).strip() not in ("", "nan")
+        return hash64(f"same {str(value).strip()}" if shared else f"alone {place}") - (1 << 63)
+
 
 def _require(condition: Condition, value: Any) -> None:
     """Raise BrokenSampleError `filter_NAME` for a value that does not meet the condition, and `filter_no_NAME` for
@@ -112,12 +126,12 @@ def name_of(sample: RawSample) -> str:
     return f"{leaf_of(sample.url)}/{sample.key}"
 
 
-def selection(config: DataConfig, *, first: bool = False) -> Selection:
+def selection(config: DataConfig) -> Selection:
     """Parse the settings. Raises UserError for conditions, sources or files that cannot be used."""
     return Selection(
         caption_sources(config.captions),
         conditions(config.filter),
         config.captions_per_step,
-        first,
         (config.negatives, config.negatives_per_step) if config.negatives else None,
+        config.same,
     )

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from clipscale.config.data import MAX_IMAGE_BYTES
 
@@ -59,16 +58,6 @@ class RawSample:
             return True
         self.members, self.damage, self.detail = {}, "too_large", f"{name}: {size} bytes"
         return False
-
-
-class ChosenSample(NamedTuple):
-    """A sample that the filters keep, as columns read it."""
-
-    raw: RawSample
-    captions: list[str]
-    """The captions drawn for this batch."""
-    place: str
-    """Its shard's number and its own in the shard."""
 
 
 def key_and_extension(name: str) -> tuple[str, str] | None:

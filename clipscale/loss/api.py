@@ -1,15 +1,15 @@
-"""The public functions: check the call, choose exchange, backend and similarity, and compute the loss.
+"""The public function: check the call, choose exchange, backend and similarity, and compute the loss.
 
 Letters: n rows (images) and m columns (texts) of this rank, D feature width.
 """
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Any, Unpack, cast
+from typing import Unpack, cast
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from clipscale.loss.autograd import Backend, ContrastiveLoss, LossCall
-from clipscale.loss.distillation import Distillation, Teacher, with_teachers
 from clipscale.loss.exchange import Communicator, Gather, Ring, Single
 from clipscale.loss.inputs import Inputs, LossOptions, Pair, checked_inputs
 from clipscale.loss.machine import Machine
@@ -153,61 +152,31 @@ def contrastive_loss(
             exchanged.
     """
     choices = Choices(objective, exchange, backend, **options)
+    comm, module, machine = choices.comm, choices.module, choices.machine or Machine()
     with choices.refusals(image_features.device):
         choices.refuse_mistakes(keys is not None)
+        of = OBJECTIVES[objective]
         inputs = checked_inputs(
             image_features, text_features, logit_scale, logit_bias, None if choices.shared == "ignore" else keys,
-            captions=choices.captions, has_module=choices.module is not None, check=choices.check,
+            captions=choices.captions, has_module=module is not None, check=choices.check,
         )  # fmt: skip
-    return _loss(inputs, OBJECTIVES[objective], choices)
-
-
-def distillation_loss(
-    image_features: Tensor, text_features: Tensor, logit_scale: Tensor | float, teachers: Sequence[Teacher],
-    weights: tuple[float, float] = (0.0, 1.0), **options: Any,
-) -> Tensor:  # fmt: skip
-    """weights[0] times `contrastive_loss` (with all its `options`) and weights[1] times the cross-entropy to teachers,
-
-        1/2 [-mean_i sum_j P_ij log softmax_j x_ij - mean_j sum_i Q_ij log softmax_i x_ij]
-
-    where P is the mean over teachers of softmax_j(t <a_i, b_j>) and Q that of softmax_i (MobileCLIP, arXiv 2311.17049).
-    That part is computed in torch's tiles. `teachers`: (a (n, D_k), b (m, D_k), t) each, features of the same images
-    and texts, usually of unit length, and the teacher's own logit scale. They get no gradient.
-    """
-    value = torch.zeros((), device=image_features.device)
-    if weights[0]:
-        value = weights[0] * contrastive_loss(image_features, text_features, logit_scale, **options)
-    if weights[1]:
-        kept = {name: options[name] for name in ("exchange", "group", "check", "machine") if name in options}
-        choices = Choices(backend="dense" if options.get("backend") == "dense" else "tiled", **kept)
-        with choices.refusals(image_features.device):
-            inputs = checked_inputs(image_features, text_features, logit_scale, None, check=choices.check)
-            inputs = with_teachers(inputs, teachers)
-        value = value + weights[1] * _loss(inputs, Distillation.of(teachers), choices)
-    return value
-
-
-def _loss(inputs: Inputs, objective: Objective, choices: Choices) -> Tensor:
-    comm, module, device = choices.comm, choices.module, inputs.scale.device
-    machine = choices.machine or Machine()
-    with choices.refusals(device):
-        backend = _chosen_backend(choices.backend, objective, module, inputs, machine)
-    choices.agree(inputs, device)
+        backend = _chosen_backend(backend, of, module, inputs, machine)
+    choices.agree(inputs, image_features.device)
     inputs = inputs.with_shares(comm, positive=choices.shared == "positive" or choices.captions > 1)
     if backend == "triton":
         inputs = inputs.padded(WIDTH_STEP)
     is_replicated = choices.exchange == "replicated" and module is None and len(inputs.rows) == len(inputs.cols)
     if comm is not None and is_replicated:
         inputs, comm = inputs.on_every_rank(comm), None
-    over_rows, over_cols = (weight is not None for weight in objective.weights)
+    over_rows, over_cols = (weight is not None for weight in of.weights)
     if over_cols and not over_rows:
         inputs = inputs.positives_only()  # a hard negative is in no text's softmax
-    similarity = Dot() if module is None else Deep(module, device)
-    exchange = _exchange(choices.exchange, comm, inputs, machine)
+    similarity = Dot() if module is None else Deep(module, image_features.device)
+    transfers = _exchange(choices.exchange, comm, inputs, machine)
     values = []
-    for part, sides in _parts(objective, inputs, choices):
+    for part, sides in _parts(of, inputs, choices):
         blocks = _backend(backend, part, sides, similarity, machine)
-        call = LossCall(exchange, blocks, similarity, part, sides, choices.check, torch.is_grad_enabled())
+        call = LossCall(transfers, blocks, similarity, part, sides, choices.check, torch.is_grad_enabled())
         tensors = (sides.rows.features, sides.cols.features, sides.scale, sides.bias, *similarity.parameters)
         values.append(cast(Tensor, ContrastiveLoss.apply(call, *tensors)))
     return values[0] if len(values) == 1 else (values[0] + values[1]) / 2

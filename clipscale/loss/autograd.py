@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from clipscale.common.rng import RandomState
 from clipscale.loss.block import Block, Parameters, RowBlock, sum_dtype, widened
-from clipscale.loss.exchange import GRAD, Single, Visit, log_sum_exps
+from clipscale.loss.exchange import GRAD, LOG_SUM_EXP, Single, Visit
 from clipscale.loss.inputs import Inputs
 from clipscale.loss.machine import float32_matmuls
 from clipscale.loss.objective import Objective
@@ -79,9 +79,9 @@ class ContrastiveLoss(torch.autograd.Function):
         with _arithmetic(call, images.device):
             rows, cols = call.local_blocks(images, texts)
             rows.target = scale.new_zeros(len(rows), dtype=torch.float64)
-            if call.objective.log_sum_exps:
+            if not call.objective.pairwise:
                 collect(call, rows, cols, Parameters(scale, bias))
-            if call.objective.pairwise:
+            else:
                 needed = [call.trains and needs for needs in ctx.needs_input_grad[1:]]
                 grads = gradients(call, rows, cols, inputs, needed, scale.new_tensor(1 / ctx.count))
                 ctx.grads = grads if any(needed) else None
@@ -116,14 +116,13 @@ class ContrastiveLoss(torch.autograd.Function):
 
 def collect(call: LossCall, rows: RowBlock, cols: RowBlock, parameters: Parameters) -> None:
     """One sweep of the backend's forward function: the log-sum-exps of rows and columns, and the rows' targets."""
-    count = call.objective.log_sum_exps
     if rows.weight is not None:
-        rows.lse = rows.empty_lse(count)
+        rows.lse = rows.empty_lse()
 
     def visit(cols: RowBlock, positive: int | None) -> None:
         call.backend.forward(Block(rows, cols, parameters, positive))
 
-    sums = [] if cols.weight is None else [log_sum_exps(count)]
+    sums = [] if cols.weight is None else [LOG_SUM_EXP]
     for lse in call.exchange.sweep(cols, sums, visit):
         cols.lse = lse
     for side in (rows, cols):
@@ -137,7 +136,7 @@ def local_value(rows: RowBlock, cols: RowBlock) -> Tensor:
     value = -rows.target.sum()
     for side in (rows, cols):
         if side.lse is not None and side.weight is not None:
-            value += (side.weight * side.lse[:, 0]).sum()
+            value += (side.weight * side.lse).sum()
     return value
 
 
@@ -222,9 +221,7 @@ def _arithmetic(call: LossCall, device: torch.device) -> Iterator[None]:
     matmuls: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     # A module keeps the caller's setting. Half-precision numbers widened to float32 multiply exactly in TF32, too.
     if device.type == "cuda" and call.similarity.homogeneous:
-        extra = call.inputs.rows.extra
-        is_half = call.inputs.dtype.itemsize == 2 and (extra is None or extra.dtype.itemsize == 2)
-        matmuls = float32_matmuls("tf32" if is_half else "ieee")
+        matmuls = float32_matmuls("tf32" if call.inputs.dtype.itemsize == 2 else "ieee")
     with torch.autocast(device.type, enabled=False), matmuls:
         yield
 

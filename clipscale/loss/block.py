@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-SENT = ("features", "keys", "share", "extra", "lse")
+SENT = ("features", "keys", "share", "lse")
 """The fields that another rank needs to use a RowBlock as columns. Sums and gradients stay."""
 
 
@@ -21,9 +21,8 @@ class RowBlock:
     features: Tensor  # (n, D); for a module (n, ...)
     keys: Tensor | None = None  # (n,) int64; a pair with equal keys is no negative
     share: Tensor | None = None  # (n,) its weight / its pairs with equal keys, which are positives; None: left out
-    extra: Tensor | None = None  # (n, E) numbers that the objective alone reads, such as teachers' features
     weight: Tensor | None = None  # (n,) a_i or b_j times N; None: no softmax in this direction
-    lse: Tensor | None = None  # (n, K) float64 log-sum-exps of the scores, and of teachers': complete in backward
+    lse: Tensor | None = None  # (n,) float64 log-sum-exps of the scores: complete in backward
     grad: Tensor | None = None  # like features, in sum_dtype; None: frozen
     target: Tensor | None = None  # (n,) float64, rows only: what the loss subtracts from the log-sum-exps
 
@@ -47,9 +46,9 @@ class RowBlock:
         names = [name for name in self.present() if name in SENT]
         return RowBlock(**dict(zip(names, tensors, strict=True)), weight=self.weight)
 
-    def empty_lse(self, count: int = 1) -> Tensor:
-        """The log-sum-exps of no terms, (n, count) float64."""
-        return self.features.new_full((len(self), count), -torch.inf, dtype=torch.float64)
+    def empty_lse(self) -> Tensor:
+        """The log-sum-exps of no terms, (n,) float64."""
+        return self.features.new_full((len(self),), -torch.inf, dtype=torch.float64)
 
     def empty_grad(self) -> Tensor:
         """A gradient of zeros, like the features, in sum_dtype."""

@@ -8,7 +8,7 @@ Letters: P ranks; n rows (images) and m columns (texts) of one rank, the same on
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -73,7 +73,7 @@ class Communicator:
         return mine
 
     def scatter_lse(self, x: Tensor) -> Tensor:
-        """Log-sum-exps (P n, K) of each rank, joined over ranks, to this rank's (n, K): the maximum, then the sums."""
+        """Log-sum-exps (P n,) of each rank, joined over ranks, to this rank's (n,): the maximum, then the sums."""
         largest = self.reduce(x.clone(), dist.ReduceOp.MAX).clamp_min(torch.finfo(x.dtype).min)
         mine = self.scatter((x - largest).exp_())
         return mine.log_().add_(largest[self.rank * len(mine) :][: len(mine)])
@@ -138,11 +138,7 @@ class Sums:
     scatter: Callable[[Communicator, Tensor], Tensor]  # joins the parts of all ranks
 
 
-def log_sum_exps(count: int) -> Sums:
-    """So many for each column."""
-    return Sums("lse", partial(RowBlock.empty_lse, count=count), torch.logaddexp, Communicator.scatter_lse)
-
-
+LOG_SUM_EXP = Sums("lse", RowBlock.empty_lse, torch.logaddexp, Communicator.scatter_lse)
 GRAD = Sums("grad", RowBlock.empty_grad, torch.add, Communicator.scatter)
 
 

@@ -45,7 +45,7 @@ class Inputs:
 
     def facts(self) -> dict[str, int]:
         """What must be the same on all ranks: sizes for the transfers, the rest for their order."""
-        u, v, extra = self.rows.features, self.cols.features, self.rows.extra
+        u, v = self.rows.features, self.cols.features
         trained = [torch.is_grad_enabled() and x.requires_grad for x in (u, v, self.scale, self.bias)]
         return {
             "number of images": len(u),
@@ -53,7 +53,6 @@ class Inputs:
             "size of an image's features": u[0].numel(),
             "size of a text's features": v[0].numel(),
             "feature type": DTYPES.index(self.dtype),
-            "width of all teachers' features": 0 if extra is None else extra.shape[1],
             "choice of keys": int(self.rows.keys is not None),
             "choice of tensors that need a gradient": sum(2**i for i, needs in enumerate(trained) if needs),
             "number of captions": self.captions,

@@ -20,10 +20,9 @@ class Objective:
 
     weights: tuple[float | None, float | None] = (None, None)
     """N times the weight of the softmax over each row and over each column; None: there is none."""
-    log_sum_exps: int = 0
-    """How many the first sweep collects for a row or column with a weight; 0: there is no first sweep."""
     pairwise: bool = True
-    """The value has terms of single pairs, which the sweep of the gradients finds, in the forward pass."""
+    """The value has terms of single pairs, which the sweep of the gradients finds, in the forward pass. Otherwise a
+    sweep before it collects the log-sum-exps of rows and columns with a weight."""
     needs_bias: bool = False
     """Takes a logit bias, which is trained."""
     has_kernels: bool = False
@@ -32,7 +31,7 @@ class Objective:
     @property
     def sweeps(self) -> int:
         """How often a step of training computes all scores; the products of the gradients are not among these."""
-        return 2 if self.log_sum_exps else 1
+        return 1 if self.pairwise else 2
 
     def dense(self, scores: "Tensor", positive: "Tensor", paired: int) -> "Tensor":
         """The value by the formula, for tests: of the scores (N, M), -inf where a pair is left out. positive: (N, M)
@@ -56,7 +55,6 @@ class Softmax(Objective):
     2103.00020. Several positives: the outer form of SupCon, arXiv 2004.11362, eq. 2.
     """
 
-    log_sum_exps: int = 1
     pairwise: bool = False
     has_kernels: bool = True
 

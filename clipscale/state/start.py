@@ -16,8 +16,6 @@ from clipscale.common.rng import RandomState
 from clipscale.common.terminal import doing, tell
 from clipscale.config.stages import stages_of
 from clipscale.config.train import TrainConfig, check_divisible, samples_of
-from clipscale.data.columns import Columns, columns_of
-from clipscale.data.features import TeacherFeatures, stored_teachers
 from clipscale.data.loader.memory import free_memory
 from clipscale.data.loader.stream import TrainStream, merge_positions, open_stream, ordered_shards
 from clipscale.data.order import BatchShare
@@ -128,13 +126,11 @@ def begin(run: Resolved, world: World) -> tuple[TrainState, TrainStream]:
     """
     config = run.config
     side, tokenizer = inputs_of(config.model)
-    teachers = stored_teachers(config.data, config.distill)
-    columns = columns_of(config.data, side, teachers, pad=int(tokenizer.rows([""])[0, -1]))
     with ExitStack() as undo:
         doing("opening the shards")
-        stream = undo.enter_context(data_stream(run, columns, tokenizer, world))
+        stream = undo.enter_context(data_stream(run, side, tokenizer, world))
         doing("building the model")
-        state = begun_state(run, world, tokenizer, teachers)
+        state = begun_state(run, world, tokenizer)
         tell_notices(run, stream, world)
         check_streams(run, stream, world)
         restore_random(run, world)
@@ -142,13 +138,13 @@ def begin(run: Resolved, world: World) -> tuple[TrainState, TrainStream]:
     return state, stream
 
 
-def begun_state(run: Resolved, world: World, tokenizer: Tokenizer, teachers: tuple[TeacherFeatures, ...]) -> TrainState:
+def begun_state(run: Resolved, world: World, tokenizer: Tokenizer) -> TrainState:
     """What the run trains, with its initial weights or those of its checkpoint. Raises UserError."""
     config = run.config
     torch.manual_seed(config.seed)
     model = build_model(config.model, tokenizer=tokenizer).to(world.device)
     sorts = family_of(model.text.encoder).cuts_captions(model.text.encoder)
-    loss = BatchLoss(config, model, Precision(config.precision, world.device).autocast, teachers)
+    loss = BatchLoss(config, model, Precision(config.precision, world.device).autocast)
     earlier = ChunkSizes(**run.saved.chunks) if run.saved and not run.begins_stage else None
     state = build_state(config, world, model, loss, sorts=sorts, earlier=earlier)
     if run.checkpoint:
@@ -229,7 +225,7 @@ def fitting_streams(run: Resolved, streams: int) -> int:
     return math.gcd(streams, *batches) if len(batches) > 1 else streams
 
 
-def data_stream(run: Resolved, columns: Columns, tokenizer: Tokenizer, world: World) -> TrainStream:
+def data_stream(run: Resolved, side: int, tokenizer: Tokenizer, world: World) -> TrainStream:
     """The data, from its start or from the checkpoint's position. Raises UserError."""
     config = run.config
     free = free_memory()
@@ -240,7 +236,7 @@ def data_stream(run: Resolved, columns: Columns, tokenizer: Tokenizer, world: Wo
     return open_stream(
         config.data,
         share,
-        columns,
+        side,
         tokenizer.rows,
         shards,
         position=position,

@@ -1,8 +1,7 @@
-"""The loss of a run's batch: its objective, and that of its teachers."""
+"""The loss of a run's batch."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -10,12 +9,10 @@ from torch import Tensor
 
 from clipscale.common.record import Record
 from clipscale.config.train import TrainConfig
-from clipscale.data.columns import KEYS
-from clipscale.data.features import TeacherFeatures
-from clipscale.loss.api import contrastive_loss, distillation_loss
+from clipscale.loss.api import contrastive_loss
 from clipscale.loss.machine import Machine
 from clipscale.loss.objective import OBJECTIVES
-from clipscale.models.towers import ClipModel, unit_rows
+from clipscale.models.towers import ClipModel
 
 
 @dataclass(frozen=True)
@@ -26,22 +23,18 @@ class BatchLoss:
     model: ClipModel
     """Its logit scale and bias."""
     autocast: Callable[[], Any]
-    teachers: Sequence[TeacherFeatures] = ()
-    """Read the features of `distill.teachers`."""
     machine: Machine | None = None
     """What the loss runs on; None: this machine."""
     group: dist.ProcessGroup | None = None
     """The ranks whose samples meet in the loss; None: all."""
 
-    def __call__(
-        self, image_features: Tensor, text_features: Tensor, *, targets: Mapping[str, Tensor] = MappingProxyType({})
-    ) -> Tensor:
-        """`targets`: the columns that it takes (data/columns.py), by their names."""
+    def __call__(self, image_features: Tensor, text_features: Tensor, *, keys: Tensor | None = None) -> Tensor:
+        """`keys`: of `data.same`, (N,) int64."""
         config = self.config.loss
         options: Record = {
             "logit_bias": self.model.logit_bias if OBJECTIVES[config.objective].needs_bias else None,
             "captions": self.config.data.captions_per_step,
-            "keys": targets.get(KEYS),
+            "keys": keys if self.config.data.same else None,
             "group": self.group,
             "machine": self.machine,
             "check": False,
@@ -49,11 +42,4 @@ class BatchLoss:
         }
         scale = self.model.logit_scale.exp()
         with self.autocast():
-            if not self.teachers:
-                return contrastive_loss(image_features, text_features, scale, **options)
-            teachers = []
-            for teacher in self.teachers:
-                rows = unit_rows(targets[teacher.member])
-                teachers.append((rows[:, 0], rows[:, 1], teacher.scale))
-            weights = self.config.distill.weights
-            return distillation_loss(image_features, text_features, scale, teachers, weights, **options)
+            return contrastive_loss(image_features, text_features, scale, **options)

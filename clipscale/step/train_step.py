@@ -110,7 +110,7 @@ class TrainStep:
         look = self.world.main and (number == 1 or number % EVERY == 0)
         statistics = feature_statistics(*features) if look else {}
         with self.phase(phases, "loss", number):
-            value = self.cache.loss(*features, targets=batch.targets(device))
+            value = self.cache.loss(*features, keys=batch.keys().to(device, non_blocking=True))
             self.cache.backward(value)
             del features
         with self.phase(phases, "replay", number):

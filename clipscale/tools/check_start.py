@@ -6,7 +6,6 @@ from clipscale.common.units import counted
 from clipscale.config.data import DataConfig
 from clipscale.config.stages import stages_of
 from clipscale.config.train import TrainConfig
-from clipscale.data.features import stored_teachers
 from clipscale.data.shards.listing import expand
 from clipscale.eval.suites import chosen_sets
 from clipscale.models.towers import architecture, build_model, inputs_of
@@ -32,7 +31,6 @@ def main(config: TrainConfig) -> None:
         build_model(model)
     shards = sets = 0
     if not is_missing(sources):  # what the start renders
-        stored_teachers(config.data, config.distill)
         shards = sum(check_source(source, config.data) for source in sources)
         sets = len(chosen_sets(config.eval))
     found = f"{model.name} of {side} pixels, {counted(shards, 'shard')}, {counted(sets, 'evaluation set')}"

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from clipscale.config.data import DataConfig
-from clipscale.data.columns import KEYS, Column, columns_of
+from clipscale.data.filters import Selection, selection
 from clipscale.data.loader import stream as loader
 from clipscale.data.loader.host_batch import Arena, HostBatch
 from clipscale.data.loader.shard_reader import OrderedShards, ShardReader
@@ -22,7 +22,7 @@ from clipscale.data.loader.shard_stream import BatchFiller, Report, WorkerSpec
 from clipscale.data.loader.stream import TrainStream, merge_positions
 from clipscale.data.loader.workers import Workers
 from clipscale.data.order import BatchShare, Segment
-from clipscale.data.sample import ChosenSample
+from clipscale.data.sample import RawSample
 from clipscale.data.shards.addresses import hash64, leaf_of
 from clipscale.data.shards.store import Store
 from tests.data.files import SIDE, Letters
@@ -33,11 +33,11 @@ def sample_id(url: str, key: str) -> int:
     return hash64(f"{leaf_of(url)}/{key}") >> 1
 
 
-def id_of(sample: ChosenSample) -> int:
-    return sample_id(sample.raw.url, sample.raw.key)
+class Known(Selection):
+    """Samples' keys are their ids."""
 
-
-IDS = Column("ids", (), "int64", id_of)
+    def key(self, sample: RawSample, captions: Sequence[str], place: str) -> int:
+        return sample_id(sample.url, sample.key)
 
 
 def open_stream(
@@ -45,32 +45,24 @@ def open_stream(
 ) -> TrainStream:
     seed, position = options.pop("seed", 0), options.pop("position", None)
     side = options.pop("side", SIDE)
-    more = options.pop("columns", ())
+    kind = options.pop("selection", Selection if "same" in options else Known)
     config = DataConfig(**{"train": [str(folder)], "workers": 0, "shuffle": 8, **options})
-    columns = columns_of(config, side)
     share = BatchShare(batch, rank, world)
-    return loader.open_stream(
-        config,
-        share,
-        columns._replace(beside=(*columns.beside, IDS, *more)),
-        tokenizer or Letters(),
-        loader.ordered_shards(config, share, seed, position),
-        position=position,
-    )
+    with mock.patch.object(loader, "selection", lambda config: kind(**vars(selection(config)))):
+        shards = loader.ordered_shards(config, share, seed, position)
+        return loader.open_stream(config, share, side, tokenizer or Letters(), shards, position=position)
 
 
-def contents(stream: TrainStream, steps: int) -> list[tuple[list[int], bytes, bytes, bytes]]:
-    """Of each of the next batches: ids, pixels, tokens, keys."""
+def contents(stream: TrainStream, steps: int) -> list[tuple[list[int], bytes, bytes]]:
+    """Of each of the next batches: keys (samples' ids, where nothing else is said), pixels, tokens."""
     return [content(stream.next_batch()) for _ in range(steps)]
 
 
-def content(batch: HostBatch) -> tuple[list[int], bytes, bytes, bytes]:
-    """Its ids, pixels, tokens, keys."""
+def content(batch: HostBatch) -> tuple[list[int], bytes, bytes]:
+    """Its keys, pixels, tokens."""
     pixels = torch.cat([batch.pixels(row, row + 1).clone() for row in range(len(batch))])
     tokens = batch.tokens(0, len(batch) * batch.captions)
-    keys = batch.targets(pixels.device).get(KEYS)
-    arrays = (b"" if array is None else array.numpy().tobytes() for array in (pixels, tokens, keys))
-    return batch.column("ids").tolist(), *arrays
+    return batch.keys().tolist(), pixels.numpy().tobytes(), tokens.numpy().tobytes()
 
 
 def ids(stream: TrainStream, steps: int) -> list[list[int]]:

@@ -80,3 +80,17 @@ def test_negatives_are_drawn_as_captions_and_a_sample_without_one_is_broken() ->
     for sample in (raw(), raw(hard=[])):
         with pytest.raises(BrokenSampleError, match="no_negative"):
             selected.draw_negatives(sample.members, CounterRNG(0))
+
+
+@pytest.mark.parametrize(("same", "one", "other", "equal"), SAMPLES["keys"])
+def test_samples_with_the_same_value_have_the_same_key(same: str, one: dict, other: dict, equal: bool) -> None:
+    selected = selection(DataConfig(same=same))
+
+    def key(fields: dict, place: str) -> int:
+        sample = raw(**fields)
+        return selected.key(sample, [sample.members["txt"].decode()], place)
+
+    keys = [key(one, "0 0"), key(other, "0 1")]
+    assert (keys[0] == keys[1]) == equal
+    assert keys[0] == key(one, "0 0"), "the same sample twice in a batch"
+    assert all(-(2**63) <= key < 2**63 for key in keys)

@@ -74,17 +74,6 @@ def keys(n: int, m: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return texts[:n].clone(), texts
 
 
-def dense_distillation_loss(
-    image_features: Tensor, text_features: Tensor, logit_scale: Tensor, teachers: Sequence[tuple[Tensor, Tensor, float]]
-) -> Tensor:
-    """`distillation_loss` of all ranks' batch, with weights 0 and 1."""
-    scores, value = logit_scale * image_features @ text_features.T, torch.zeros_like(logit_scale)
-    for dim in (0, 1):
-        expected = torch.stack([(t * a @ b.T).softmax(dim) for a, b, t in teachers]).mean(0)
-        value = value - (expected * scores.log_softmax(dim)).sum(dim).mean() / 2
-    return value
-
-
 @contextmanager
 def tiles_of(side: int | None) -> Iterator[None]:
     """Inside, the torch backend's tiles have this side; None: its own choice."""

@@ -93,6 +93,6 @@ def test_more_than_two_to_the_thirty_one_numbers_in_one_side() -> None:
     cols.weight, rows.grad = None, rows.empty_grad()
     backend.backward(block)
     scores = 10.0 * u[-m:].double() @ v.double().T
-    assert float((rows.lse[-m:, 0] - scores.logsumexp(1)).abs().max()) <= 5e-5  # 1.9e-5 on an H100
+    assert float((rows.lse[-m:] - scores.logsumexp(1)).abs().max()) <= 5e-5  # 1.9e-5 on an H100
     true = scores.softmax(1) @ v.double()
     assert float((rows.grad[-m:] / 10.0 - true).norm() / true.norm()) <= 6e-3

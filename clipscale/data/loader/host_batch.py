@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from clipscale.common.units import format_bytes
-from clipscale.data.columns import Columns
 
 log = logging.getLogger(__name__)
 
@@ -45,20 +44,18 @@ class Layout:
 
     slots: int  # local batches at once
     samples: int  # of the local batch
-    columns: Columns
+    side: int  # of the pictures
     texts: tuple[int, int]  # captions and hard negatives of a sample
     context_length: int
 
     def slot_parts(self) -> dict[str, Part]:
         """The arrays of one slot in shared memory."""
-        parts = {
+        return {
             "tokens": Part((self.samples * sum(self.texts), self.context_length), "int32"),
+            "keys": Part((self.samples,), "int64"),
             "lengths": Part((self.samples * sum(self.texts),), "int16"),
-            "rows": Part((self.samples, *self.columns.images.shape), "uint8"),
+            "rows": Part((self.samples, 3, self.side, self.side), "uint8"),
         }
-        for column in self.columns.beside:
-            parts[column.name] = Part((self.samples, *column.shape), column.dtype)
-        return parts
 
     def text_rows(self, place: int) -> list[int]:
         """The rows of a sample's captions among the tokens, then of its negatives, which follow all captions."""
@@ -141,7 +138,6 @@ class HostBatch:
     def __init__(self, slot: Slot, layout: Layout, wait: Callable[[int], None]) -> None:
         """`wait(stop)` blocks until rows 0..stop have arrived."""
         self._slot = slot
-        self._columns = layout.columns.beside
         self._wait = wait
         self.captions = layout.texts[0]
         """Of a sample; caption j is of sample j // captions."""
@@ -166,12 +162,7 @@ class HostBatch:
         self._wait(len(self))
         return self._slot["lengths"]
 
-    def column(self, name: str) -> Tensor:
-        """(N, ...): the values of a column; waits for all samples."""
+    def keys(self) -> Tensor:
+        """(N,) int64, equal for samples that are the same by `data.same`; waits for all samples."""
         self._wait(len(self))
-        return torch.from_numpy(self._slot[name])
-
-    def targets(self, device: torch.device) -> dict[str, Tensor]:
-        """The columns that the loss takes, on the device, by their names; waits for all samples."""
-        names = [column.name for column in self._columns if column.for_loss]
-        return {name: self.column(name).to(device, non_blocking=True) for name in names}
+        return torch.from_numpy(self._slot["keys"])

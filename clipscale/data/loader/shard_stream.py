@@ -12,15 +12,13 @@ from typing import Any
 import numpy as np
 
 from clipscale.common.errors import DataError, LoaderError
-from clipscale.common.record import Record
 from clipscale.config.data import DataConfig
-from clipscale.data.columns import Columns
-from clipscale.data.decode import IMAGE_TYPES, image_bytes
+from clipscale.data.decode import IMAGE_TYPES, TrainTransform, image_bytes
 from clipscale.data.filters import Selection, name_of
 from clipscale.data.loader.host_batch import Arena
 from clipscale.data.loader.shard_reader import OrderedShards, Position, ShardReader
 from clipscale.data.order import AUGMENT, CAPTION, NEGATIVE, BatchShare, CounterRNG, Mixed, Segment
-from clipscale.data.sample import BrokenSampleError, ChosenSample, RawSample, limits
+from clipscale.data.sample import BrokenSampleError, RawSample, limits
 from clipscale.data.shards.reader import subset_of, unusable
 from clipscale.data.shards.store import RETRIES, Store
 
@@ -41,8 +39,9 @@ class WorkerSpec:
 
     config: DataConfig
     shards: OrderedShards
-    columns: Columns
+    transform: TrainTransform
     tokenizer: Any  # captions -> tokens
+    pad: int  # the padding token
     selection: Selection
     streams: dict[int, Position]  # the worker's shard streams, and where each starts
     share: BatchShare
@@ -64,8 +63,7 @@ class ShardStream:
         self._stream = stream
         self._store = store
         self._counts = store.counts
-        members = spec.selection.members().union(*(column.members for column in spec.columns.beside))
-        kinds = limits(IMAGE_TYPES, members, spec.config.max_bytes)
+        kinds = limits(IMAGE_TYPES, spec.selection.members(), spec.config.max_bytes)
         sources = spec.shards.sources
         self._weighted = isinstance(spec.shards.order, Mixed)
         start = spec.streams[stream]
@@ -86,9 +84,9 @@ class ShardStream:
         of_sources = [(reader.epoch, reader.index) for reader in self._readers]
         return Position(0, self._used, of_sources) if self._weighted else Position(*of_sources[0])
 
-    def take(self, row: np.ndarray) -> tuple[list[str], Record]:
+    def take(self, row: np.ndarray) -> tuple[list[str], int]:
         """Write the next usable sample's pixels to `row`; returns its captions and behind them its hard negatives, and
-        its value of each column, by their names. Raises UserError.
+        its key. Raises UserError.
 
         A weighted source's broken sample is replaced by the same source's next.
         """
@@ -107,17 +105,16 @@ class ShardStream:
                 place = segment.epoch, segment.shard, item.index
                 captions = spec.selection.draw(item.members, CounterRNG(order.seed, CAPTION, *place))
                 spec.selection.check(item, captions)
-                chosen = ChosenSample(item, captions, f"{segment.shard} {item.index}")
                 negatives = spec.selection.draw_negatives(item.members, CounterRNG(order.seed, NEGATIVE, *place))
-                values = {column.name: column.read(chosen) for column in spec.columns.beside}
-                spec.columns.images(image_bytes(item.members), CounterRNG(order.seed, AUGMENT, *place), row)
+                key = spec.selection.key(item, captions, f"{segment.shard} {item.index}")
+                spec.transform(image_bytes(item.members), CounterRNG(order.seed, AUGMENT, *place), row)
             except BrokenSampleError as error:
                 self._counts[error.reason] += 1
                 self._skipped(error, segment, item)
             else:
                 self._used += 1
                 self._forget_skipped()
-                return captions + negatives, values
+                return captions + negatives, key
 
     def close(self) -> None:
         for reader in self._readers:
@@ -179,7 +176,7 @@ class BatchFiller:
         self, spec: WorkerSpec, arena: Arena, tick: Callable[[], None], begin: Begin = lambda what: None
     ) -> None:
         self.counts: Counter[str] = Counter()
-        self._left_out = np.empty(spec.columns.images.shape, np.uint8)  # pixels of another rank's sample
+        self._left_out = np.empty(spec.transform.shape, np.uint8)  # pixels of another rank's sample
         self._spec = spec
         self._arena = arena
         self._tick = tick
@@ -202,18 +199,15 @@ class BatchFiller:
             for stream, place in piece:
                 self._tick()
                 mine = place in local
-                of_sample, values = stream.take(slot["rows"][place] if mine else self._left_out)
+                of_sample, key = stream.take(slot["rows"][place] if mine else self._left_out)
                 if mine:
                     texts.update(zip(self._arena.layout.text_rows(place), of_sample, strict=True))
-                    for name, value in values.items():
-                        slot[name][place] = value
+                    slot["keys"][place] = key
             if texts:
                 tokens = np.asarray(self._spec.tokenizer(list(texts.values())))
                 rows = list(texts)
                 slot["tokens"][rows] = tokens
-                pad = self._spec.columns.pad
-                if pad is not None:
-                    slot["lengths"][rows] = lengths(tokens, pad)
+                slot["lengths"][rows] = lengths(tokens, self._spec.pad)
             yield self.report(step, start + len(piece))
         yield replace(self.report(step), positions={number: stream.position for number, stream in self.streams.items()})
 

@@ -17,7 +17,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores_of_rank
 from clipscale.common.record import Record
 from clipscale.config.data import DataConfig
-from clipscale.data.columns import Columns
+from clipscale.data.decode import TrainTransform
 from clipscale.data.filters import selection
 from clipscale.data.loader.host_batch import Arena, HostBatch, Layout
 from clipscale.data.loader.memory import stated_memory
@@ -224,7 +224,7 @@ def ordered_shards(
 def open_stream(
     config: DataConfig,
     share: BatchShare,
-    columns: Columns,
+    side: int,
     tokenizer: Callable[[list[str]], Any],
     shards: OrderedShards,
     *,
@@ -234,24 +234,28 @@ def open_stream(
 ) -> TrainStream:
     """The batches of `ordered_shards` from their start, or from `position`, the record that `merge_positions` made.
 
-    `gpu`: whether rows are copied to a GPU, and so page-locked. `free` is the free memory before any process of this
-    machine took its share (None: what is free now). Raises UserError for settings or shards that cannot work.
+    `side`: of the model's pictures. `gpu`: whether rows are copied to a GPU, and so page-locked. `free` is the free
+    memory before any process of this machine took its share (None: what is free now). Raises UserError for settings or
+    shards that cannot work.
     """
-    chosen = selection(config, first=any(column.of_first_caption for column in columns.beside))
+    chosen = selection(config)
+    empty = np.asarray(tokenizer([""]))
     start = start_positions(shards, position, share)
     workers = worker_count(config, len(start))
-    layout = layout_of(config, share.samples, columns, np.asarray(tokenizer(["a"])).shape[1], workers)
+    layout = layout_of(config, share.samples, side, empty.shape[1], workers)
     memory = stated_memory(layout, free)
     arena = Arena(layout)
     if gpu:
         arena.pin()
     count = max(1, workers)
+    augment = config.augment
     specs = [
         WorkerSpec(
             config=config,
             shards=shards,
-            columns=columns,
+            transform=TrainTransform(side, augment.scale, augment.ratio, augment.flip, config.max_pixels),
             tokenizer=tokenizer,
+            pad=int(empty[0, -1]),
             selection=chosen,
             streams=dict(
                 islice(start.items(), number, None, count)
@@ -289,12 +293,12 @@ def worker_count(config: DataConfig, streams: int) -> int:
     return min(max(1, cores_of_rank() - 1), streams)  # one core is left to the training process
 
 
-def layout_of(config: DataConfig, samples: int, columns: Columns, context_length: int, workers: int) -> Layout:
-    """What a rank stores whose batches have `samples` samples."""
+def layout_of(config: DataConfig, samples: int, side: int, context_length: int, workers: int) -> Layout:
+    """What a rank stores whose batches have `samples` samples, with pictures of this `side`."""
     return Layout(
         slots=config.buffers if workers else 1,
         samples=samples,
-        columns=columns,
+        side=side,
         texts=(config.captions_per_step, config.texts_per_step - config.captions_per_step),
         context_length=context_length,
     )

@@ -168,7 +168,7 @@ def in_log2(side: RowBlock, nat: Tensor) -> RowBlock:
     if side.weight is None or side.lse is None:
         nothing = side.features.new_zeros(len(side), dtype=torch.float32)
         return replace(side, lse=nothing + torch.inf, weight=nothing, target=nothing)
-    exact = side.lse[:, 0] * nat
+    exact = side.lse * nat
     rounded = exact.float()
     weight = side.weight * UNIT.value * (rounded - exact).exp2()
     return replace(side, lse=rounded, weight=weight.float(), target=side.weight * UNIT.value)
@@ -190,7 +190,7 @@ class TritonSoftmax(TritonBackend):
             self.launch(lse_kernel, panel, factor, row_parts=row_parts, col_parts=col_parts)
             for side, parts in ((panel.rows, row_parts), (panel.cols, col_parts)):
                 if side.lse is not None:
-                    torch.logaddexp(side.lse, (joined(parts) / nat)[:, None], out=side.lse)
+                    torch.logaddexp(side.lse, joined(parts) / nat, out=side.lse)
         diagonal = block.diagonal()
         if diagonal is not None:
             i, j = diagonal

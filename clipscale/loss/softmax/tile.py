@@ -62,7 +62,7 @@ def directions(block: Block) -> list[tuple[Tensor, Tensor, int]]:
     sides = []
     for side, dim in ((block.rows, 1), (block.cols, 0)):
         if side.weight is not None and side.lse is not None:
-            sides.append((side.weight, side.lse[:, 0], dim))
+            sides.append((side.weight, side.lse, dim))
     return sides
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from clipscale.common import files
-from clipscale.common.errors import UserError
 from clipscale.common.record import Record
-from clipscale.data.features import NOTE
 
+NOTE = "features.json"
+"""The file of a folder that says what its features are."""
 SHARDS = "shards.json"
 """The file of a folder that says where the samples of each of its files come from."""
 
@@ -33,8 +33,6 @@ class EmbeddedSet:
         with files.reported("data", folder / SHARDS, "give a folder of `clipscale embed`"):
             self.note = files.read_json(folder / NOTE)["features"]
             shards = files.read_json(folder / SHARDS)
-        if any(name.endswith(".tar") for name in shards):
-            raise UserError(f"data={folder}: it holds a teacher's shards; embed without teacher=")
         self.sources = {Path(name).stem: entry["source"] for name, entry in shards.items()}
         """The shard that has the pictures of each part."""
         self.paths = [folder / name for name in shards]

@@ -1,7 +1,5 @@
-"""The verb `clipscale embed`. Each shard becomes files of its own in `out`.
-
-    arrays       NAME.image.npy and NAME.text.npy, (samples, D), and NAME.jsonl with the key and caption of each row
-    of a teacher NAME.tar with all members, and KEY.TEACHER.npy, (2, D), for `distill.teachers`
+"""The verb `clipscale embed`. Each shard becomes files of its own in `out`: NAME.image.npy and NAME.text.npy,
+(samples, D), and NAME.jsonl with the key and caption of each row.
 
 features.json says what the features are, and SHARDS where each file's samples come from.
 Rank r of P takes every P-th shard. D: feature width.
@@ -24,17 +22,14 @@ from clipscale.config.secrets import hidden
 from clipscale.config.sections import ModelConfig
 from clipscale.config.setting import differing
 from clipscale.data.decode import IMAGE_TYPES
-from clipscale.data.features import NOTE, encoded_array, notes_beside
 from clipscale.data.sample import limits
 from clipscale.data.shards.addresses import SourceError, is_local, leaf_of, unsigned
-from clipscale.data.shards.index import scan_shard
 from clipscale.data.shards.listing import list_shards
 from clipscale.data.shards.reader import ReadProblem, read_shard
-from clipscale.data.shards.writer import shard_writer
 from clipscale.distributed.world import join, leave
 from clipscale.launch import local
 from clipscale.models.towers import ClipModel, load_any
-from clipscale.tools.embed.arrays import SHARDS, array_path
+from clipscale.tools.embed.arrays import NOTE, SHARDS, array_path
 from clipscale.tools.embed.encode import FeatureEncoder, Group
 from clipscale.tools.embed.settings import KINDS, EmbedConfig, check_embed
 
@@ -68,10 +63,9 @@ def work(config: EmbedConfig) -> Record:
     samples = sum(entry["samples"] for entry in entries.values())
     if world.main:
         files.write_json(out / SHARDS, dict(sorted((read(out / SHARDS) | entries).items())))
-        remedy = f"; train with data.train={out} distill.teachers={config.teacher}" if config.teacher else ""
         empty = [entry["source"] for entry in entries.values() if not entry["samples"]]
         none = f"; {len(empty)} of {len(sources)} shards have none, such as {empty[0]}" if empty else ""
-        say(f"features of {samples} samples: {out}{none}{remedy}")
+        say(f"features of {samples} samples: {out}{none}")
     unread = len(sources) - len(entries)
     if unread:
         raise UserError(f"out={out}: {unread} of {len(sources)} shards could not be fetched; start again to fetch them")
@@ -80,7 +74,7 @@ def work(config: EmbedConfig) -> Record:
 
 def features_note(config: EmbedConfig, model: ClipModel, settings: ModelConfig) -> Record:
     """What the features are: the weights that compute them, and how their inputs are made."""
-    note = {
+    return {
         "model": settings.name,
         "weights": model.image.digest(),
         "width": model.width,
@@ -93,9 +87,6 @@ def features_note(config: EmbedConfig, model: ClipModel, settings: ModelConfig) 
         "text": model.text.digest(),
         "captions": source_names(config.data.captions),
     }
-    if config.teacher:
-        note["scale"] = model.logit_scale.exp().item()
-    return note
 
 
 def prepared(config: EmbedConfig, out: Path, note: Record) -> dict[str, str]:
@@ -106,7 +97,7 @@ def prepared(config: EmbedConfig, out: Path, note: Record) -> dict[str, str]:
     shards = {}
     sources = {name: entry["source"] for name, entry in read(out / SHARDS).items()}
     for url in list_shards(config.data)[0]:
-        name = leaf_of(url).partition(".tar")[0] + (".tar" if config.teacher else ".jsonl")
+        name = leaf_of(url).partition(".tar")[0] + ".jsonl"
         other = sources.setdefault(name, address(url))
         if other != address(url):
             raise UserError(f"out={out}: {name} is of {other} and of {address(url)}; choose an out=DIR for each source")
@@ -114,14 +105,12 @@ def prepared(config: EmbedConfig, out: Path, note: Record) -> dict[str, str]:
             raise UserError(f"out={out}: data.train has shards there; choose another folder")
         shards[name] = url
     notes = read(out / NOTE)
-    kind = config.teacher or "features"
-    earlier = notes.get(kind, {}) if notes else note
+    earlier = notes.get("features", {}) if notes else note
     for name, (before, now) in differing(earlier, note).items():
         what = f"{name}: {str(before)[:80]}, not {str(now)[:80]}"
         raise UserError(f"out={out}: holds features of another kind ({what}); choose another folder")
     out.mkdir(parents=True, exist_ok=True)
-    earlier_teachers = notes_beside(next(iter(shards.values()))) if config.teacher else {}
-    files.write_json(out / NOTE, earlier_teachers | {kind: note})
+    files.write_json(out / NOTE, {"features": note})
     return shards
 
 
@@ -140,24 +129,18 @@ def embed_shard(encoder: FeatureEncoder, config: EmbedConfig, url: str, path: Pa
     A damaged shard is written as far as it can be read: it will not get better. None for one that could not be fetched.
     """
     if not path.is_file():
-        groups = shard_groups(encoder, config, url)
         try:
-            if config.teacher:
-                write_tar(path, groups, config.teacher)
-            else:
-                write_npy(path, groups)
+            write_npy(path, shard_groups(encoder, config, url))
         except SourceError:
             return None
-    samples = scan_shard(str(path)).samples if config.teacher else len(path.read_bytes().splitlines())
-    return {"source": address(url), "samples": samples}
+    return {"source": address(url), "samples": len(path.read_bytes().splitlines())}
 
 
 def shard_groups(encoder: FeatureEncoder, config: EmbedConfig, url: str) -> Iterator[Group]:
-    """A shard's samples with their features; of a teacher, with all their members. Raises SourceError for a shard that
-    could not be fetched."""
+    """A shard's samples with their features. Raises SourceError for a shard that could not be fetched."""
     problem = ReadProblem()
     captions = {source.partition(":")[0] for source in encoder.captions}
-    kinds = None if config.teacher else limits(IMAGE_TYPES, captions, config.data.max_bytes)
+    kinds = limits(IMAGE_TYPES, captions, config.data.max_bytes)
     raws = read_shard(url, problem, kinds=kinds)
     missing = samples = 0
     for group in encoder.groups(raws, config.batch, config.dtype):
@@ -184,15 +167,3 @@ def write_npy(path: Path, groups: Iterable[Group]) -> None:
         with files.replacing(array_path(path, kind)) as file:
             np.save(file, np.concatenate([part[:, number] for part in rows]) if rows else np.empty((0, 0)))
     files.write_text(path, "".join(lines))
-
-
-def write_tar(path: Path, groups: Iterable[Group], teacher: str) -> None:
-    """A sample without a picture's or a text's features keeps its place, without both."""
-    member = f"{teacher}.npy"
-    with shard_writer(path) as writer:
-        for group in groups:
-            for raw, features in zip(group.raws, group.rows):
-                members = {name: data for name, data in raw.members.items() if name not in ("", member)}  # "": no name
-                if not np.isnan(features).any():
-                    members[member] = encoded_array(features)
-                writer.write({**(members or {"missing": b""}), "__key__": raw.key})

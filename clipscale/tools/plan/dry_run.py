@@ -22,8 +22,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from clipscale.config.sections import ModelConfig
 from clipscale.config.train import TrainConfig
-from clipscale.data.columns import columns_of
-from clipscale.data.features import TeacherFeatures
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import World
 from clipscale.loss.objective import exchange_of
@@ -131,8 +129,7 @@ class DryRun:
                 if group.get("foreach", False) is None:
                     group["foreach"] = True
         self.train_step.precision.scaler = None  # it takes a few bytes, and its test of every gradient needs values
-        self.width, self.context_length = model.width, model.context_length
-        self.columns = columns_of(config.data, model.image_size, teachers_of(config, model))
+        self.width, self.context_length, self.side = model.width, model.context_length, model.image_size
         for p in self.train_step.trained:  # the optimizer makes its state in the first update
             p.grad = torch.empty_like(p)
         self.train_step.update(self.train_step.gradient_norm())
@@ -226,14 +223,7 @@ class DryRun:
         features = [torch.empty(n, self.width).requires_grad_(trained) for n, trained in zip(rows, cache.trained)]
         self.tracker.take_peak()
         before = self.tracker.live
-        cache.loss(
-            *features,
-            targets={
-                column.name: torch.empty(batch, *column.shape, dtype=getattr(torch, column.dtype))
-                for column in self.columns.beside
-                if column.for_loss
-            },
-        ).backward()
+        cache.loss(*features, keys=torch.empty(batch, dtype=torch.int64)).backward()
         self.train_step.optimizer.zero_grad()
         return self.tracker.take_peak() - before
 
@@ -256,7 +246,8 @@ class StagedRows(ChunkLoader):
     """A tower's rows, made on demand. Asking for them begins a pass of that tower."""
 
     def __init__(self, run: DryRun, tower: int, rows: int, resident: bool) -> None:
-        shape, dtype = (run.columns.images.shape, torch.uint8) if tower == 0 else ((run.context_length,), torch.int32)
+        shape = (run.context_length,) if tower else (3, run.side, run.side)
+        dtype = torch.int32 if tower else torch.uint8
 
         def read(start: int, stop: int) -> Tensor:
             return torch.empty(stop - start, *shape, dtype=dtype)
@@ -313,11 +304,6 @@ def repeated_blocks(encoder: nn.Module) -> tuple[Any, list[int]]:
     return best
 
 
-def teachers_of(config: TrainConfig, model: ClipModel) -> tuple[TeacherFeatures, ...]:
-    """As wide as the model."""
-    return tuple(TeacherFeatures(name, model.width, "float16") for name in config.distill.teachers)
-
-
 def train_step_of(config: TrainConfig, model: ClipModel, world: World, machine: DryMachine) -> TrainStep:
     """The step of a run that reads nothing. Chunk sizes are set before each step."""
     for module in model.modules():  # on GPUs batch normalisation is synchronised, which takes as much memory
@@ -331,7 +317,7 @@ def train_step_of(config: TrainConfig, model: ClipModel, world: World, machine: 
         group = dist.new_group(list(range(laps)))
         loss_group = group if isinstance(group, dist.ProcessGroup) else None
     autocast = Precision(config.precision, world.device).autocast
-    loss = BatchLoss(config, model, autocast, teachers_of(config, model), machine, loss_group)
+    loss = BatchLoss(config, model, autocast, machine, loss_group)
     # Chunks of sorted captions hold as many tokens.
     return build_state(config, world, model, loss, sorts=False, chunks=ChunkSizes(1, 1, "")).step
 

@@ -175,7 +175,7 @@ def host_memory(config: PlanConfig, run: DryRun, batch: int, step: float = 0) ->
     streams = data.shard_streams or default_streams(config.batch, ranks, None)
     streams_of_rank = len(BatchShare(batch * ranks, 0, ranks).streams(streams))
     workers = worker_count(data, streams_of_rank)
-    layout = layout_of(data, batch, run.columns, run.context_length, workers)
+    layout = layout_of(data, batch, run.side, run.context_length, workers)
     pictures = 3 * config.eval.batch if config.eval.has_sets else 0  # being decoded, waiting, and in a batch
     process = {
         "process": ASSUMED.process if cpu else ASSUMED.cuda_process,
@@ -183,7 +183,7 @@ def host_memory(config: PlanConfig, run: DryRun, batch: int, step: float = 0) ->
         "batch": layout.memory_bytes(),
         "shuffle windows": streams_of_rank * max(data.shuffle, 1) * ASSUMED.picture,
         "loader workers": ASSUMED.loader + workers * ASSUMED.worker if workers else 0,
-        "evaluation": pictures * 3 * run.train_step.model.image_size**2,
+        "evaluation": pictures * 3 * run.side**2,
     }
     node = config.gpus * sum(process.values())
     return {"process_bytes": process, "processes": config.gpus, "node_bytes": node}

@@ -32,6 +32,7 @@ GONE = (
     "data.augment.greyscale",
     "data.augment.jitter",
     "data.decode",
+    "distill",
     "expected",
     "eval.loss_batch",
     "optim.on_divergence",

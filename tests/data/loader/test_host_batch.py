@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from clipscale.common.errors import UserError
-from clipscale.config.data import DataConfig
-from clipscale.data.columns import columns_of
 from clipscale.data.loader import memory
 from clipscale.data.loader.host_batch import Arena, Layout
 from tests.data.files import sample, write_tar
@@ -111,7 +109,7 @@ def test_what_is_copied_to_the_gpu_is_locked_until_the_end(
 ) -> None:
     runtime = Runtime(answer)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    memory = Arena(Layout(2, 8, columns_of(DataConfig(), 16), (1, 0), 4))
+    memory = Arena(Layout(2, 8, 16, (1, 0), 4))
     memory.pin()
     assert memory.pinned == (not answer) == (not caplog.text)
     assert not answer or "could not be page-locked (CUDA error 2)" in caplog.text

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from clipscale.common.errors import LoaderError, UserError
-from clipscale.data.columns import Column
+from clipscale.data.filters import Selection
 from clipscale.data.loader.workers import Workers
-from clipscale.data.sample import ChosenSample
+from clipscale.data.sample import RawSample
 from tests.data.files import Letters, picture, write_shards, write_tar
 from tests.data.streams import contents, open_stream, processes_of
 
@@ -60,20 +60,19 @@ def test_a_silent_worker_is_named(tmp_path: Path) -> None:
 VICTIM = "000000007"
 
 
-def kills(sample: ChosenSample) -> int:
-    """As a sample does whose decoder takes all memory."""
-    if sample.raw.key == VICTIM:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return 0
+class Deadly(Selection):
+    """One sample kills its process, as a decoder that takes all memory does."""
 
-
-KILLER = Column("killer", (), "int64", kills)
+    def key(self, sample: RawSample, captions: Sequence[str], place: str) -> int:
+        if sample.key == VICTIM:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 0
 
 
 def test_what_kills_a_worker_is_named_and_can_be_left_out(tmp_path: Path) -> None:
     """A sample that no decoder survives must not end every start of a run."""
     write_shards(tmp_path, [50])
-    options = {"batch": 5, "workers": 2, "shard_streams": 2, "columns": (KILLER,)}
+    options = {"batch": 5, "workers": 2, "shard_streams": 2, "selection": Deadly}
     name = f"00000.tar/{VICTIM}"
     line = rf"data worker [01] \(process \d+\) of rank 0 was killed by SIGKILL, at sample {name} "
     line += rf"\(data.filter='sample!={name}' "

@@ -1,6 +1,5 @@
-"""Stored features equal the model's own, in both formats, by any number of processes, and after a kill."""
+"""Stored features equal the model's own, by any number of processes, and after a kill."""
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,6 @@ import torch
 
 from clipscale.cli.main import main as cli
 from clipscale.config.data import DataConfig
-from clipscale.config.sections import DistillConfig
-from clipscale.data.features import stored_teachers
-from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.tools.embed.encode import FeatureEncoder
 from clipscale.tools.embed.run import main
@@ -25,7 +21,6 @@ from tests.support.checkpoints import save_model
 from tests.support.ranks import run_ranks
 from tests.support.refused import refused
 
-SHARDS = {"teacher": "t"}
 Rows = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
@@ -55,14 +50,6 @@ def of_npy(folder: Path) -> Rows:
     return rows
 
 
-def of_shards(folder: Path) -> Rows:
-    """As training reads them."""
-    (teacher,) = stored_teachers(DataConfig(train=[str(folder)]), DistillConfig(["t"]))
-    assert (teacher.member, teacher.dtype) == ("t.npy", "float32")
-    raws = [raw for file in folder.glob("*.tar") for raw in read_shard(str(file), ReadProblem())]
-    return {raw.key: tuple(np.load(io.BytesIO(raw.members["t.npy"]))) for raw in raws}
-
-
 def by_the_model(model: ClipModel, data: bytes, caption: str) -> tuple[np.ndarray, np.ndarray]:
     """Features one at a time."""
     with torch.no_grad():
@@ -70,12 +57,11 @@ def by_the_model(model: ClipModel, data: bytes, caption: str) -> tuple[np.ndarra
         return image.numpy(), model.text(model.tokenizer([caption]))[0].numpy()
 
 
-@pytest.mark.parametrize(("form", "read"), [({}, of_npy), (SHARDS, of_shards)])
-def test_features_are_the_models_own_under_the_samples_keys(run: str, tmp_path: Path, form: dict, read: Any) -> None:
+def test_features_are_the_models_own_under_the_samples_keys(run: str, tmp_path: Path) -> None:
     torch.manual_seed(3)
     model = build_model(TINY).eval()
     write_shards(tmp_path / "in", [5, 6])
-    rows = read(embed(run, tmp_path / "in", tmp_path / "out", **form))
+    rows = of_npy(embed(run, tmp_path / "in", tmp_path / "out"))
     assert len(rows) == 11
     for key, (image, text) in rows.items():
         expected = by_the_model(model, picture(int(key[-4:]) % 7), f"caption {key}")
@@ -96,12 +82,11 @@ def test_a_sample_without_a_usable_picture_or_text_keeps_its_row(
     assert "2 of 4 samples without a usable picture or text" in caplog.text
 
 
-@pytest.mark.parametrize("form", [{}, SHARDS])
 def test_an_interrupted_embedding_goes_on_and_gives_the_same_bytes(
-    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: dict
+    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_shards(tmp_path / "in", [9, 10])
-    whole = contents(embed(run, tmp_path / "in", tmp_path / "whole", **form))
+    whole = contents(embed(run, tmp_path / "in", tmp_path / "whole"))
     encode, passes = FeatureEncoder.encode, []
 
     def interrupted(self: FeatureEncoder, tower: Any, prepared: Any, inputs: Any) -> np.ndarray:
@@ -112,9 +97,9 @@ def test_an_interrupted_embedding_goes_on_and_gives_the_same_bytes(
 
     monkeypatch.setattr(FeatureEncoder, "encode", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        embed(run, tmp_path / "in", tmp_path / "out", **form)
+        embed(run, tmp_path / "in", tmp_path / "out")
     passes.clear()
-    assert contents(embed(run, tmp_path / "in", tmp_path / "out", **form)) == whole
+    assert contents(embed(run, tmp_path / "in", tmp_path / "out")) == whole
     assert sum(passes) == 2 * 10, "the first shard is complete"
 
 

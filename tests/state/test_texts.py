@@ -1,13 +1,10 @@
-"""A step of a whole run with keys, several captions, hard negatives or teachers is one dense graph's, and its losses
-resume.
-"""
+"""A step of a whole run with keys, several captions or hard negatives is one dense graph's, and its losses resume."""
 
 import json
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,42 +13,31 @@ from clipscale.config.data import DataConfig
 from clipscale.config.sections import (
     CacheConfig,
     CheckpointConfig,
-    DistillConfig,
     LaunchConfig,
     LossConfig,
     ModelConfig,
     OptimConfig,
 )
 from clipscale.config.train import TrainConfig
-from clipscale.data.features import encoded_array
 from clipscale.distributed.world import World
 from clipscale.loss.reference import dense_contrastive_loss
-from clipscale.models.towers import build_model, unit_rows
+from clipscale.models.towers import build_model
 from clipscale.train import start_run, train
 from tests.data.files import picture, write_tar
-from tests.loss.cases import dense_distillation_loss
 from tests.support.gradients import gradients, whole
 from tests.support.ranks import run_ranks
 from tests.support.runs import ARCHITECTURE, curve, records, small
 
-SCALES = [20.0, 7.0]
-
 
 @pytest.fixture(scope="module")
 def shard(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Three samples share a url, and have one to three captions, and as many hard negatives; two teachers of other
-    widths than the model."""
-    random, members = np.random.default_rng(0), []
+    """Three samples share a url, and have one to three captions, and as many hard negatives."""
+    members = []
     for i in range(24):
         captions = [f"a {'very ' * (i % 4)}good number {i} {c}" for c in range(i % 3 + 1)]
         about = {"url": f"u{i // 3}", "captions": captions, "hard": [f"a bad {text[1:]}" for text in captions]}
         members += [(f"{i:02d}.png", picture(i, (30, 30))), (f"{i:02d}.json", json.dumps(about).encode())]
-        for name, width, dtype in (("a", 7, np.float32), ("b", 40, np.float16)):
-            members.append((f"{i:02d}.{name}.npy", encoded_array(random.normal(size=(2, width)).astype(dtype))))
-    folder = tmp_path_factory.mktemp("targets")
-    note = {"a": {"width": 7, "dtype": "float32"}, "b": {"width": 40, "dtype": "float16"}}
-    (folder / "features.json").write_text(json.dumps(note))
-    return str(write_tar(folder / "0.tar", members))
+    return str(write_tar(tmp_path_factory.mktemp("texts") / "0.tar", members))
 
 
 def config_of(shard: str, run: Path, shared: str = "mask", k: int = 1, **given: Any) -> TrainConfig:
@@ -65,7 +51,7 @@ def config_of(shard: str, run: Path, shared: str = "mask", k: int = 1, **given: 
 
 
 def one_step(rank: int, world: int, config: TrainConfig) -> tuple[Any, ...]:
-    """Weights before a float64 step, its gradients and value, and this rank's pixels, tokens, keys and teachers."""
+    """Weights before a float64 step, its gradients and value, and this rank's pixels, tokens and keys."""
     cpu = torch.device("cpu")
     with mock.patch("clipscale.state.start.build_model", lambda config, **given: build_model(config, **given).double()):
         run = start_run(config, World(rank, world, cpu))
@@ -75,16 +61,14 @@ def one_step(rank: int, world: int, config: TrainConfig) -> tuple[Any, ...]:
         with mock.patch.object(run.stream, "next_batch", lambda batch=batch: batch):
             run.train_step()
     assert all(run.state.step.cache.kept) == (config.cache.keep != "none")
-    targets, n = batch.targets(cpu), len(batch)
-    paired = n * batch.captions
-    rows = [batch.pixels(0, n), batch.tokens(0, paired), batch.tokens(paired, batch.texts), *targets.values()]
+    n, paired = len(batch), len(batch) * batch.captions
+    rows = [batch.pixels(0, n), batch.tokens(0, paired), batch.tokens(paired, batch.texts), batch.keys()]
     rows = [tensor.clone() for tensor in rows]
     run.stream.close()
     return weights, gradients(run.state.model), run.loss, rows
 
 
 HARD: dict = {"shared": "ignore", "data": {"negatives": "json:hard", "negatives_per_step": 2}}
-BOTH = DistillConfig(["a", "b"], SCALES, (0.3, 0.7))
 
 
 @pytest.mark.parametrize(
@@ -97,8 +81,6 @@ BOTH = DistillConfig(["a", "b"], SCALES, (0.3, 0.7))
         (2, HARD | {"k": 2, "exchange": "ring"}),
         (2, HARD | {"exchange": "gather", "cache": CacheConfig(chunk=["5", "5"], keep="1G")}),
         (2, HARD | {"objective": "sigmoid", "launch": LaunchConfig(parallel="zero3")}),
-        (1, {"distill": DistillConfig(["a"], SCALES[:1])}),
-        (2, {"distill": BOTH}),
     ],
     ids=str,
 )
@@ -106,23 +88,18 @@ def test_a_step_is_that_of_one_dense_graph(shard: str, tmp_path: Path, ranks: in
     config = config_of(shard, tmp_path / "run", **given)
     parts = run_ranks(one_step, ranks, config) if ranks > 1 else [one_step(0, 1, config)]
     weights, actual, value, _ = parts[0]
-    pixels, captions, negatives, keys, *teachers = (torch.cat(rows) for rows in zip(*(part[-1] for part in parts)))
+    pixels, captions, negatives, keys = (torch.cat(rows) for rows in zip(*(part[-1] for part in parts)))
     model = build_model(config.model).double()
     model.load_state_dict(weights)
     scale = model.logit_scale.exp()
-    u, v, k, own = model.image(pixels), model.text(captions), config.data.captions_per_step, config.distill
+    u, v, k = model.image(pixels), model.text(captions), config.data.captions_per_step
     assert len(negatives) == (2 * len(u) if config.data.negatives else 0)
     if len(negatives):
         v = torch.cat([v, model.text(negatives)])
     given = {"logit_bias": model.logit_bias, **{name: vars(config.loss)[name] for name in ("objective", "shared")}}
     if config.data.negatives is None:
         given["keys"] = keys, keys.repeat_interleave(k)
-    options = given | {"captions": k}
-    expected = dense_contrastive_loss(u, v, scale, **options)
-    if own.teachers:
-        pairs = [unit_rows(teacher).double().unbind(1) for teacher in teachers]
-        seen = [(a, b, t) for (a, b), t in zip(pairs, SCALES)]
-        expected = own.weights[0] * expected + own.weights[1] * dense_distillation_loss(u, v, scale, seen)
+    expected = dense_contrastive_loss(u, v, scale, captions=k, **given)
     expected.backward()
     assert value == pytest.approx(expected.item(), rel=1e-6), "the value is kept in float32"
     assert len(set(keys.tolist())) < len(keys)
@@ -130,7 +107,7 @@ def test_a_step_is_that_of_one_dense_graph(shard: str, tmp_path: Path, ranks: in
         torch.testing.assert_close(actual[name], gradient, rtol=1e-10, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("given", [{"shared": "positive", "k": 3}, {"distill": BOTH}, HARD], ids=str)
+@pytest.mark.parametrize("given", [{"shared": "positive", "k": 3}, HARD], ids=str)
 def test_a_resumed_run_has_the_same_losses_wherever_rows_wait(shard: str, tmp_path: Path, given: dict) -> None:
     train(config_of(shard, tmp_path / "whole", checkpoint=CheckpointConfig(every="2", keep=0), **given))
     saved = str(checkpoint.path_of(tmp_path / "whole", 2))
