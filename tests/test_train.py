@@ -31,7 +31,6 @@ from clipscale.data.loader.workers import InProcess
 from clipscale.launch import local
 from clipscale.step.grad_cache import GradCache
 from clipscale.train import start_run, train
-from tests.conftest import Cap
 from tests.support.checkpoints import ALONE
 from tests.support.ranks import run_ranks
 from tests.support.refused import refused
@@ -90,27 +89,6 @@ def test_the_number_of_processes_does_not_change_the_curve(
     else:
         run_ranks(on_a_rank, procs, config)
     assert curve(tmp_path / "run") == pytest.approx(curve(finished), rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("parallel", "batch", "starts"),
-    [
-        ("zero3", 64, [(192, 2), (320, 1)]),
-        pytest.param("ddp", 48, [(96, 1), (192, 3)], marks=pytest.mark.slow),  # 3 share the 64 shard streams unevenly
-    ],
-)
-def test_a_run_goes_on_with_another_number_of_processes(
-    demo: Path, tmp_path: Path, parallel: str, batch: int, starts: list[tuple[int, int]]
-) -> None:
-    constant = ScheduleConfig(name="constant", warmup="0")
-    given = {"batch": batch, "schedule": constant, "cache": CacheConfig(chunk=["8"]), "ema": 0.9}
-    for samples, procs in starts:
-        launch = LaunchConfig(parallel=parallel)
-        run_ranks(on_a_rank, procs, settings(demo, tmp_path / "run", samples=samples, launch=launch, **given))
-    train(settings(demo, tmp_path / "whole", samples=starts[-1][0], **given))
-    assert curve(tmp_path / "run") == pytest.approx(curve(tmp_path / "whole"), rel=1e-4)
-    ends = [checkpoint.load(checkpoint.checkpoints_of(tmp_path / name)[-1]) for name in ("run", "whole")]
-    torch.testing.assert_close(*(end.ema for end in ends), rtol=1e-2, atol=1e-4)
 
 
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
@@ -172,23 +150,21 @@ def losing_a_loader(rank: int, world: int, config: TrainConfig) -> None:
         train(config)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_lost_loader_saves_the_run_on_all_ranks(shards: str, tmp_path: Path, world: int) -> None:
+def test_a_lost_loader_saves_the_run_on_all_ranks(shards: str, tmp_path: Path) -> None:
     """Also where the others are in the middle of a step; the run goes on as if nothing had happened."""
     config = small(shards, tmp_path / "run", samples=12 * 6, checkpoint=CheckpointConfig(every="0"))
-    run_ranks(losing_a_loader, world, config)
+    run_ranks(losing_a_loader, 2, config)
     assert len(curve(tmp_path / "run")) == 3
     (saved,) = checkpoint.checkpoints_of(tmp_path / "run")
     assert checkpoint.step_of(saved) == 3
-    run_ranks(on_a_rank, world, config)
-    run_ranks(on_a_rank, world, replace(config, run=str(tmp_path / "whole")))
+    run_ranks(on_a_rank, 2, config)
+    run_ranks(on_a_rank, 2, replace(config, run=str(tmp_path / "whole")))
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
 
 
 def test_out_of_memory_names_the_phase_the_chunks_and_what_to_run(
-    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Cap
+    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command that it names finds settings."""
 
     def too_large(cache: GradCache, before_chunk: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")
@@ -200,8 +176,7 @@ def test_out_of_memory_names_the_phase_the_chunks_and_what_to_run(
     line = str(raised.value)
     assert line.startswith("step 1: ")
     command = re.search("clipscale (plan .* fit=true)", line)
-    assert command and main(command[1].split()) == 0
-    assert "the largest and fastest that fits: batch=" in capsys.readouterr().out
+    assert command and main([*command[1].split(), "--check"]) == 0
 
 
 def test_a_run_that_is_let_go_frees_its_model_at_once(shards: str, tmp_path: Path) -> None:

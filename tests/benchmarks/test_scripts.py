@@ -82,6 +82,7 @@ def test_a_step_is_timed_and_compared_with_plain(script: Any) -> None:
         step.plan(settings(step, "methods=cash"))
 
 
+@pytest.mark.slow  # it starts processes
 def test_starts_messages_and_what_a_step_sends_are_figures(script: Any) -> None:
     scale = script("scale")
     _, jobs = scale.plan(settings(scale, "shards=64", "ranks=1k", "files=64", "processes=2", "steps=4", "repeats=1"))

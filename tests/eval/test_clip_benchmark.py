@@ -19,11 +19,6 @@ from tests.eval.sets import members, write_shards
 from tests.eval.test_verb import TINY
 from tests.support.checkpoints import save_model
 
-pytest.importorskip("clip_benchmark", reason="clip-benchmark is not installed")
-from clip_benchmark.datasets.builder import build_dataset
-from clip_benchmark.metrics import zeroshot_classification, zeroshot_retrieval
-from clip_benchmark.models import load_clip
-
 NAMES = ["missile", "owl", "red fox", "projectile", "tench", "sunglasses", "lens", "a very long name of a class"]
 TWINS = ["missile", "owl", "tench"] * 2
 """Whatever is predicted, two classes have its score."""
@@ -54,6 +49,11 @@ def sets(root: Path) -> dict[str, Path]:
 
 
 def test_the_figures_are_clip_benchmarks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("clip_benchmark", reason="clip-benchmark is not installed")
+    from clip_benchmark.datasets.builder import build_dataset
+    from clip_benchmark.metrics import zeroshot_classification, zeroshot_retrieval
+    from clip_benchmark.models import load_clip
+
     torch.manual_seed(3)
     save_model(tmp_path / "run", build_model(TINY), TINY)
     paths = sets(tmp_path)

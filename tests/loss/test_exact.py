@@ -28,8 +28,8 @@ BACKENDS = [
     pytest.param({"backend": "tiled", "tile": 50}, id="tiles of 50"),
 ]
 SMALL_BACKENDS = [{"backend": "dense"}, {"backend": "tiled", "tile": 4}]
-PROBLEMS = [(1, 1, 3, "random"), (2, 2, 64, "random"), (63, 64, 33, "random"), (252, 507, 123, "random")]
-PROBLEMS += [(120, 130, 60, kind) for kind in ("aligned", "equal", "orthogonal", "low", "duplicates")]
+PROBLEMS = [(1, 1, 3, "random"), (2, 2, 64, "random"), (63, 64, 33, "random"), (152, 307, 123, "random")]
+PROBLEMS += [(70, 80, 40, kind) for kind in ("aligned", "equal", "orthogonal", "low", "duplicates")]
 U, V = features(90, 95, 32)
 
 

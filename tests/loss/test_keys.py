@@ -12,7 +12,7 @@ from torch import Tensor
 from clipscale import contrastive_loss
 from clipscale.loss.machine import Machine
 from clipscale.loss.objective import OBJECTIVES
-from tests.loss.cases import Phi, assert_exact, assert_near_plain_torch, features, keys, oracle, results
+from tests.loss.cases import assert_exact, features, keys, oracle, results
 from tests.loss.workers import Workers, check, stacked, stacked_again
 
 EXCHANGES = ["replicated", "local", "gather", "ring"]
@@ -81,31 +81,6 @@ def keyed(sizes: tuple[int, int, int], kinds: int, seed: int, shared: str) -> tu
     texts[: k * n] = images.repeat_interleave(k)
     mode = "positive" if k > 1 and shared == "mask" else shared
     return u, v, {"keys": (images, texts), "captions": k, "shared": mode}
-
-
-@pytest.mark.parametrize("shared", ["mask", "positive"])
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_modules_take_keys_and_captions(objective: str, shared: str) -> None:
-    torch.manual_seed(0)
-    options = {"objective": objective, "similarity": Phi(7).double()}
-    for captions in (1, 3):
-        u, v, given = keyed((6, 3, captions), 4, 0, shared)
-        options |= given
-        actual = results(contrastive_loss, u, v, 5.0, tile=4, **options)
-        assert_exact(actual, oracle(u, v, 5.0, **options), 5.0, 1e-10, (objective, given))
-
-
-@pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
-@pytest.mark.parametrize(("captions", "shared"), [(1, "mask"), (1, "positive"), (3, "positive")])
-def test_half_precision_is_no_further_from_the_truth_than_twice_plain_torch(
-    objective: str, captions: int, shared: str
-) -> None:
-    """Also where 1 / captions is no bfloat16."""
-    u, v, options = keyed((90, 20, captions), 60, 0, shared)
-    u, v = u.bfloat16(), v.bfloat16()
-    options["objective"] = objective
-    for scale in (14.3, 100.0):
-        assert_near_plain_torch(results(contrastive_loss, u, v, scale, tile=32, **options), u, v, scale, **options)
 
 
 @settings(max_examples=40, derandomize=True, deadline=None)

@@ -36,7 +36,9 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import ARCHITECTURE, curve, on_a_rank, records, small
 
 
-@pytest.mark.parametrize("name", ["adafactorbv", "adamw", pytest.param("muon", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["adamw", *(pytest.param(name, marks=pytest.mark.slow) for name in ("adafactorbv", "muon"))]
+)
 def test_a_resumed_run_ends_with_the_same_weights_average_and_optimizer(shards: str, tmp_path: Path, name: str) -> None:
     given = {"optim": OptimConfig(name=name, lr=1e-3, eps=None), "ema": 0.9}
     train(small(shards, tmp_path / "whole", checkpoint=CheckpointConfig(every="2", keep=0), **given))
@@ -147,12 +149,12 @@ def test_over_ranks_towers_compile_without_breaks(shards: str, tmp_path: Path, p
     """Blocks share their graphs, under FSDP2 too, and no graph is cut at DDP's buckets."""
     launch = LaunchConfig(parallel=parallel)
     deep = deepcopy(ARCHITECTURE)
-    deep["vision_cfg"]["layers"] = deep["text_cfg"]["layers"] = 6
+    deep["vision_cfg"]["layers"] = deep["text_cfg"]["layers"] = 4
     model = ModelConfig(name="test", architecture=deep)
     plain = small(shards, tmp_path / "plain", model=model, launch=launch, samples=24)
     run_ranks(on_a_rank, 2, plain)
     compiled = replace(plain, run=str(tmp_path / "compiled"), model=replace(model, compile="true"))
     (count, breaks, losses), _ = run_ranks(compiled_run, 2, compiled)
     assert breaks == 0
-    assert 0 < count <= 6  # of twelve blocks and passes
+    assert 0 < count <= 6  # of eight blocks and passes
     assert losses == pytest.approx(curve(tmp_path / "plain"), rel=1e-5)

@@ -55,13 +55,6 @@ def test_a_damaged_shard_gives_what_comes_before_the_damage(tmp_path: Path, kind
     assert problem.reason in reasons and bool(samples) >= kind.startswith("cut")
 
 
-def test_a_gzipped_shard_is_read_as_a_plain_one(tmp_path: Path) -> None:
-    path = write_shards(tmp_path, [30])[0]
-    whole = read(path)
-    path.write_bytes(gzip.compress(path.read_bytes()))
-    assert read(path) == whole
-
-
 def test_a_repeated_member_is_ignored(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "x.tar", [*sample("a"), ("a.txt", b"second"), *sample("b")])
     samples, problem = read(path)

@@ -14,7 +14,7 @@ names = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(
     st.lists(st.tuples(names, st.binary(max_size=1500)), max_size=6),
     st.sampled_from([tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]),
@@ -46,7 +46,7 @@ def extended(content: bytes) -> io.BytesIO:
     return io.BytesIO(header.tobuf() + content + bytes(-len(content) % 512) + file.tobuf())
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.lists(st.sampled_from([b"10 path=b\n", b"9 size=4\n", b"6 a=b\n"]) | st.binary(max_size=30), max_size=4))
 def test_an_extended_header_is_read_to_its_end_whatever_it_holds(parts: list[bytes]) -> None:
     with suppress(tarfile.TarError, ValueError):

@@ -55,7 +55,7 @@ def page() -> Iterator[Page]:
         yield opened
 
 
-@pytest.mark.parametrize("count", [1, 20])
+@pytest.mark.parametrize("count", [1, 8])
 def test_every_chart_is_drawn_and_nothing_is_cut(page: Page, tmp_path: Path, count: int) -> None:
     runs = [whole_run(tmp_path / f"runs/a-run-of-a-sweep,batch=32k,seed={n}", n) for n in range(count)]
     (tmp_path / "sent").mkdir()
@@ -91,7 +91,7 @@ def test_every_chart_is_drawn_and_nothing_is_cut(page: Page, tmp_path: Path, cou
     assert after[1] - after[0] == pytest.approx(0.6 * (before[1] - before[0]))
     change = "id('axis').value = 'samples', id('smooth').value = 0, drawAll()"
     ends = "document.querySelector('.plot').data.slice(-1).map((trace) => [trace.x.at(-1), trace.y.at(-1)])"
-    assert page.value(f"{change}.then(() => {ends})") == [[7680, 0.1666667] if count == 1 else [257 * 30, 13.61759]]
+    assert page.value(f"{change}.then(() => {ends})") == [[7680, 0.1666667] if count == 1 else [257 * 30, 1.617591]]
     assert page.errors == []
 
 
