@@ -3,10 +3,9 @@
 import errno
 import fcntl
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -17,22 +16,29 @@ from clipscale.config.train import TrainConfig
 from clipscale.launch import run_lock
 from clipscale.launch.run_lock import RunLock
 from clipscale.train import train
+from tests.support.forks import forks
 from tests.support.refused import refused
 
-HOLD = "import sys; from pathlib import Path; from clipscale.launch.run_lock import RunLock\n"
-HOLD += "lock = RunLock(Path(sys.argv[1])); lock.acquire(); print('held', flush=True); sys.stdin.read()"
+
+def hold(folder: Path, test: Connection) -> None:
+    lock = RunLock(folder)
+    lock.acquire()
+    test.send("held")
+    test.recv()
 
 
 def test_a_second_run_is_refused_with_the_holder_and_a_killed_one_holds_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_lock, "WAIT_S", 0.0)
-    command = [sys.executable, "-c", HOLD, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout and holder.stdout.readline() == "held\n"
-        with refused(rf"^run={tmp_path} is in use by process {holder.pid} on .*; stop that run"):
-            RunLock(tmp_path).acquire()
-        holder.kill()
+    ours, theirs = forks().Pipe()
+    holder = forks().Process(target=hold, args=(tmp_path, theirs))
+    holder.start()
+    assert ours.recv() == "held"
+    with refused(rf"^run={tmp_path} is in use by process {holder.pid} on .*; stop that run"):
+        RunLock(tmp_path).acquire()
+    holder.kill()
+    holder.join()
     lock = RunLock(tmp_path)
     lock.acquire()
     with refused(rf"^run={tmp_path} is in use by process {os.getpid()} "):

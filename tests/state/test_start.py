@@ -47,7 +47,7 @@ def test_resuming_a_finished_run_says_so_and_trains_no_further(demo: Path, finis
 def test_a_longer_run_says_that_its_learning_rate_jumps(shards: str, tmp_path: Path, capsys: Cap) -> None:
     config = small(shards, tmp_path / "run", schedule=ScheduleConfig(warmup="0"))
     train(config)
-    train(replace(config, samples=480))
+    train(replace(config, samples=192))
     last, following = [record["lr"] for record in records(tmp_path / "run")[3:5]]
     assert last < 2e-4 and following > 8e-4
     assert f"learning rate of this step {last:.1e} -> " in capsys.readouterr().out
@@ -63,11 +63,11 @@ def test_a_batch_larger_than_the_data_is_warned_of(
     assert ("batch=48 or less" in printed) == bool(times) and times in printed, printed
 
 
-def test_a_run_taken_back_goes_on_from_there(demo: Path, tmp_path: Path) -> None:
-    config = settings(demo, tmp_path / "run", samples=256, checkpoint=CheckpointConfig(every="1", keep=0))
+def test_a_run_taken_back_goes_on_from_there(shards: str, tmp_path: Path) -> None:
+    config = small(shards, tmp_path / "run", checkpoint=CheckpointConfig(every="1", keep=0))
     train(config)
     folder = tmp_path / "run/checkpoints"
-    train(replace(config, samples=192, resume=str(folder / "step_00000002")))
+    train(replace(config, samples=36, resume=str(folder / "step_00000002")))
     assert sorted(path.name for path in folder.iterdir()) == [
         "step_00000001",
         "step_00000002",
