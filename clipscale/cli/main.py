@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pkgutil import resolve_name
 
 from clipscale import __version__
-from clipscale.cli import completion, help
+from clipscale.cli import completion, help, train
 from clipscale.cli.verbs import VERBS, split_verb
 from clipscale.common.errors import LoaderError, LostRankError, StoppedError, UserError
 from clipscale.common.hardware import let_threads_sleep
@@ -17,6 +17,8 @@ from clipscale.config.train import to_yaml
 from clipscale.launch import local
 
 SEMAPHORES = "/dev/shm"
+FETCH = ("train", "eval", "embed", "explore")
+"""The verbs that fetch weights, if they are not on this machine."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,6 +96,8 @@ def run(argv: list[str]) -> int:
             print("# @package _global_")  # so that it is an experiment, in a folder for --config-dir
         print(to_yaml(settings), end="", flush=True)
     verb.check(settings)
+    if name in FETCH and not line.cfg:
+        train.check_weights(settings)
     if line.check and verb.trial:
         resolve_name(verb.trial)(settings)
     if line.cfg or line.check:

@@ -10,11 +10,15 @@ from clipscale.common.checkpoints import path_of
 from clipscale.common.errors import StoppedError
 from clipscale.common.record import Record
 from clipscale.common.terminal import doing, tell
-from clipscale.config.eval import check_places
+from clipscale.common.units import run_folder
+from clipscale.config.eval import AnyModel, check_places
 from clipscale.config.stages import stages_of
 from clipscale.config.train import MOST, RESULT, TrainConfig, changes_since, samples_of, settled
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.launch import local
+
+NOT_TRAINED = ("log.", "checkpoint.", "launch.", "cache.", "plan ", "offload ", "data.workers ", "data.timeout_s ")
+"""Settings of which neither the weights nor the results depend."""
 
 
 def check(config: TrainConfig) -> None:
@@ -41,6 +45,19 @@ def check(config: TrainConfig) -> None:
             samples_of(stage, epoch)
 
 
+def begun(config: TrainConfig) -> bool:
+    """Whether the run has a checkpoint."""
+    return bool(config.run) and any(run_folder(config.run).glob("checkpoints/step_*"))
+
+
+def check_weights(config: TrainConfig | AnyModel) -> None:
+    """Raise UserError for weights that cannot be fetched, of a command that would."""
+    from clipscale.models.hub import check_connection
+
+    if not (ranks.several() or (isinstance(config, TrainConfig) and begun(config))):
+        check_connection(config.model)
+
+
 def finished(config: TrainConfig) -> Record | None:
     """What the run returned, from its folder, if it is complete with these settings; None: there is work to do."""
     folder = Path(config.run)
@@ -48,7 +65,9 @@ def finished(config: TrainConfig) -> Record | None:
         return None
     result = files.read_json(folder / RESULT)
     described = ("model.preprocess",) if config.model.weights else ()  # by the weights
-    changed = any(not change.startswith(described) for change in changes_since(folder / "config.yaml", config))
+    changed = any(
+        not change.startswith((*described, *NOT_TRAINED)) for change in changes_since(folder / "config.yaml", config)
+    )
     return result if path_of(folder, result["step"]).is_dir() and not changed else None
 
 
@@ -86,7 +105,7 @@ def main(config: TrainConfig, *, isolated: bool = False) -> Record:
                 check_free(Path(config.run))
             return local.run(config, isolated=isolated)
     except StoppedError as stopped:
-        if not any(Path(config.run, "checkpoints").glob("step_*")):
+        if not begun(config):
             raise
         way = "the same command goes on" if repeatable else f"go on with run={config.run} resume=auto"
         raise StoppedError(f"{stopped}; {way}", stopped.number) from None

@@ -2,9 +2,13 @@
 without, and they are asked about any other."""
 
 import re
+import sys
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from clipscale.common import files
 from clipscale.common.record import Record
@@ -25,9 +29,7 @@ def spelt(package: str, source: str, name: str) -> bool:
 @cache
 def architectures() -> list[str]:
     """open_clip's models."""
-    import open_clip
-
-    return sorted(open_clip.list_models())
+    return sorted(file.stem for file in _file("open_clip", "model_configs").glob("*.json"))
 
 
 def model_description(name: str) -> Record:
@@ -36,17 +38,21 @@ def model_description(name: str) -> Record:
     return files.read_json(file) if file.is_file() else {}
 
 
-def listed_tags(name: str) -> list[str]:
-    """The tags of weights with a model's activation, as far as open_clip's file shows them: of others ask open_clip."""
-    file = _file("open_clip", "pretrained.py")
-    text = file.read_text("utf-8") if file.is_file() else ""
-    model = re.escape(name.replace("/", "-").removesuffix("-quickgelu"))
-    entry = re.search(rf"""(?ms)^ +["']{model}["']: (?:(_\w+),|(dict.*?)^ {{0,4}}\S)""", text)
-    table = re.search(rf"(?ms)^{entry[1]} = (.*?)^\S", text) if entry and entry[1] else None
-    found = table[1] if table else entry[2] if entry else ""
-    tags = re.findall(r"""["']?([\w-]+)["']?\s*[=:]\s*_\w*cfg\((.*?)\)""", found or "", re.S)
-    quick = model_description(name).get("quick_gelu", False)
-    return [tag for tag, options in tags if ("quick_gelu=True" in options) == quick]
+@cache
+def pretrained() -> Any:
+    """open_clip's module of tags, alone: it takes seconds to import with what fetches the weights."""
+    name = "open_clip_tags"
+    package = ModuleType(name)
+    package.__path__ = [str(_file("open_clip", ""))]
+    missing = {"safetensors.torch", "huggingface_hub"} - sys.modules.keys()
+    sys.modules[name] = package
+    for absent in missing:
+        sys.modules[absent] = None  # type: ignore[assignment]
+    try:
+        return import_module(f"{name}.pretrained")
+    finally:
+        for absent in missing:
+            del sys.modules[absent]
 
 
 @cache

@@ -17,9 +17,8 @@ from clipscale.common import files
 from clipscale.common.checkpoints import META, is_run, locate
 from clipscale.common.errors import UserError, first_line, one_line
 from clipscale.common.record import Record
-from clipscale.common.terminal import doing
 from clipscale.common.units import nearest, run_folder
-from clipscale.config.libraries import listed_tags, model_description
+from clipscale.config.libraries import model_description, pretrained
 from clipscale.config.parse import typed
 from clipscale.config.sections import ModelConfig, Preprocess
 from clipscale.config.setting import settings_of
@@ -120,9 +119,8 @@ def settled(config: ModelConfig, *, chosen: bool) -> ModelConfig:
 
 
 def _check_tag(config: ModelConfig, tag: str, setting: str) -> None:
-    """Raise UserError for a tag of another model, by open_clip itself, unless its file lists the tag for this one."""
-    if config.name and not tag.startswith(HUB) and tag not in listed_tags(config.name):
-        doing(f"asking open_clip for {setting}={tag}")
+    """Raise UserError for a tag of another model."""
+    if config.name and not tag.startswith(HUB):
         _pretrained(tag, config.name.replace("/", "-"), f"{setting}={tag!r}")
 
 
@@ -354,29 +352,28 @@ def _from_hub(name: str) -> Path:
 
 def _pretrained(tag: str, name: str, origin: str) -> Record:
     """What open_clip says of a tag's weights. Raises UserError for a tag of another model."""
-    import open_clip
-
-    tags = open_clip.list_pretrained_tags_by_model(name)
+    known_tags = pretrained()
+    tags = known_tags.list_pretrained_tags_by_model(name)
     if tag not in tags:
-        of = ", ".join(open_clip.list_pretrained_models_by_tag(tag))
+        of = ", ".join(known_tags.list_pretrained_models_by_tag(tag))
         known = f"it is one of {of}" if of else f"it has {', '.join(tags) or 'none'}"
         raise UserError(
             f"{origin} is no file, no folder, no run and no tag of model.name={name}{nearest(tag, tags)}; {known}"
         )
-    pretrained = open_clip.get_pretrained_cfg(name, tag)
-    quick = pretrained.get("quick_gelu", False)
+    described = known_tags.get_pretrained_cfg(name, tag)
+    quick = described.get("quick_gelu", False)
     if quick != model_description(name).get("quick_gelu", False):
         right = name.removesuffix("-quickgelu") + ("-quickgelu" if quick else "")
         raise UserError(f"{origin} was trained with another activation; take model.name={right}")
-    return dict(pretrained)
+    return dict(described)
 
 
 def _of_tag(tag: str, name: str, origin: str) -> Source:
     import open_clip
 
-    pretrained = _pretrained(tag, name, origin)
-    path = Path(open_clip.download_pretrained(pretrained))
-    return Source(origin, path, (path,), replace(UNKNOWN, preprocess=checked_pixels(pretrained)))
+    described = _pretrained(tag, name, origin)
+    path = Path(open_clip.download_pretrained(described))
+    return Source(origin, path, (path,), replace(UNKNOWN, preprocess=checked_pixels(described)))
 
 
 # -- how their pictures are prepared -----------------------------------------------------------------------------------

@@ -1,18 +1,25 @@
 """Weights say which model they are: instead of a default, and against another that was chosen."""
 
+import pickle
+import re
 import subprocess
 import sys
+import tracemalloc
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import save_file
 
 from clipscale.cli.compose import settings
+from clipscale.cli.train import check_weights
 from clipscale.common.errors import UserError
 from clipscale.config.libraries import model_description
 from clipscale.config.sections import ModelConfig, TowerConfig
+from clipscale.config.train import TrainConfig
 from clipscale.models.sources import Source, as_described, fetched_description, settled
 from clipscale.models.towers import ClipModel, build_model
 from tests.models.test_weights import SMALL, config, custom, open_clip_folder, plain, random_model, state_of
@@ -27,6 +34,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save_model(tmp_path / "runs/start", build_model(started), started)
     open_clip_folder(tmp_path / "theirs", random_model(1))
     save_file(state_of(random_model(1)), tmp_path / "bare.safetensors")
+    torch.save({"epoch": 1, "state_dict": state_of(random_model(1))}, tmp_path / "bare.pt")
+    (tmp_path / "text.pt").write_text("no weights")
     return tmp_path
 
 
@@ -110,19 +119,59 @@ WRONG = {
     "model.weights=bare.safetensors": "not fit model.name=ViT-B-32: its visual.conv1.weight is (32, 3, 8, 8)",
     "model=siglip-b16 model.text.weights=bare.safetensors": "its text.token_embedding.weight is (49408, 32)",
     "model=rn50 model.weights=bare.safetensors": "it has visual.proj",
+    "model.weights=bare.pt": "not fit model.name=ViT-B-32: its visual.conv1.weight is (32, 3, 8, 8)",
+    "model.weights=text.pt": "neither safetensors nor written by torch.save",
+    "model.weights=laion2b_s34b_b79": "no tag of model.name=ViT-B-32; did you mean 'laion2b_s34b_b79k'",
+    "model.weights=laion2b_s34b_b79k": "are not on this machine, and http://127.0.0.1:9 has no answer",
+    "model.weights=hf-hub:org/none": "download org/none elsewhere",
     "model.image.weights=empty": "holds no weights",
     "model=vit-b32 model.weights=start": "is small",
 }
 
 
-def test_what_is_wrong_with_weights_is_said_before_torch_is_loaded(place: Path) -> None:
+def test_what_is_wrong_with_weights_is_said_before_torch_is_loaded(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     (place / "empty").mkdir()
-    commands = [["train", "data.train=x.tar", *words.split()] for words in WRONG]
+    commands = [["train", "data=demo", *words.split()] for words in WRONG]
     code = f"import sys; from clipscale.cli.main import main; [main(words) for words in {commands}]"
     done = subprocess.run([sys.executable, "-c", f"{code}; assert 'torch' not in sys.modules"], stderr=subprocess.PIPE)
-    lines = done.stderr.decode().splitlines()
+    lines = re.findall("error: .*", done.stderr.decode())
     assert done.returncode == 0 and len(lines) == len(WRONG), lines
     assert all(message in line for message, line in zip(WRONG.values(), lines)), lines
+
+
+def test_weights_need_no_server_where_they_are_cached_or_a_run_goes_on(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(place))
+    with pytest.raises(UserError, match="has no answer"):
+        check_weights(TrainConfig(model=ModelConfig("ViT-B-32", weights="hf-hub:org/theirs")))
+    check_weights(TrainConfig(model=ModelConfig("ViT-B-32", weights="hf-hub:org/theirs"), run="start"))
+    (place / "models--org--theirs/refs").mkdir(parents=True)
+    (place / "models--org--theirs/refs/main").write_text("0" * 40)
+    (place / f"models--org--theirs/snapshots/{'0' * 40}").mkdir(parents=True)
+    check_weights(TrainConfig(model=ModelConfig("ViT-B-32", weights="hf-hub:org/theirs")))
+
+
+class Runs:
+    def __reduce__(self) -> tuple[Callable[[str], object], tuple[str]]:
+        return Path.touch, (Path("ran"),)
+
+
+@pytest.mark.parametrize(
+    "content", [pickle.dumps(Runs(), 2), b"\x80\x02r\xff\xff\xff\x7f.", b"\x80\x02X\xff\xff\xff\x7fa."]
+)
+def test_a_file_of_weights_runs_nothing_and_takes_no_more_memory_than_it_has(place: Path, content: bytes) -> None:
+    with zipfile.ZipFile("x.pt", "w") as archive:
+        archive.writestr("x/data.pkl", content)
+    tracemalloc.start()
+    with pytest.raises(UserError, match="damaged or no file of weights"):
+        settings("train", ["model.weights=x.pt"])
+    assert tracemalloc.get_traced_memory()[1] < 2**26 and not Path("ran").exists()
+    tracemalloc.stop()
 
 
 OTHERS = [
@@ -163,7 +212,6 @@ def test_what_is_no_file_of_weights_is_refused_when_settings_are_read(place: Pat
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("model.weights=laion2b_s34b_b79", "no tag of model.name=ViT-B-32; did you mean 'laion2b_s34b_b79k'"),
         ("model.weights=laion2b_s32b_b82k", "no tag of model.name=ViT-B-32.*it is one of ViT-L-14"),
         ("model=vit-l14 model.text.weights=laion2b_s34b_b79k", "no tag of model.name=ViT-L-14"),
         ("model.weights=openai", "another activation; take model.name=ViT-B-32-quickgelu"),
