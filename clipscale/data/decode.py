@@ -6,6 +6,7 @@ C = 3: channels, H, W: the picture's pixels, S: side of the model's input in pix
 import io
 import json
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ training and evaluation. A sample with several pictures has the first of these."
 NAME_OF = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp", "GIF": "gif", "BMP": "bmp"}
 """The name by which a picture is written, by what Pillow finds in it. An MPO is a JPEG with more pictures after it."""
 Image.init()
+warnings.filterwarnings("ignore", module=r"PIL\.")
+"""They name no picture. Damaged ones are counted, and `data.max_pixels` judges sizes."""
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 """The decoders Pillow may use. EPS would run a program; a TIFF's tile is as large as it says, whatever its picture."""
 WEBP_CANVASES = 3

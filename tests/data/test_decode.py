@@ -1,6 +1,8 @@
 """Decoding gives the pixels of open_clip's transforms, and every unusable sample has a reason."""
 
 import io
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -170,6 +172,13 @@ def test_a_moving_picture_is_its_first_frame_and_its_canvases_count() -> None:
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be", "utf-32"])
 def test_captions_are_decoded_by_their_byte_order_mark(encoding: str) -> None:
     assert captions_of({"txt": "a red café\n".encode(encoding)}, "txt") == ["a red café"]
+
+
+def test_a_palette_with_transparency_prints_nothing(tmp_path: Path) -> None:
+    Image.new("P", (9, 9)).save(tmp_path / "a.png", transparency=bytes(range(9)))
+    code = "from clipscale.data.decode import Picture; Picture(open('a.png', 'rb').read()).decode()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, check=True)
+    assert done.stdout + done.stderr == b""
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP"])

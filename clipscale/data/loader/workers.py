@@ -6,7 +6,6 @@ import os
 import signal
 import time
 import traceback
-import warnings
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -59,8 +58,6 @@ def work(connection: Connection, spec: WorkerSpec, arena: Arena, place: Any) -> 
 
     It ends when the training process closes the connection, by no signal to the whole job.
     """
-    # Damaged pictures are counted, and data.max_pixels judges sizes.
-    warnings.filterwarnings("ignore", module=r"PIL\.")
     prepare()
     gc.freeze()  # a collection would write to all objects of the server, and so copy them
     torch.set_num_threads(1)

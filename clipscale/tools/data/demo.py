@@ -50,7 +50,7 @@ class DemoPaths:
 
 def paths(root: Path | None = None) -> DemoPaths:
     """The paths of the demo set at `root` (None: in the user's cache), which need not exist yet."""
-    root = root or user_cache() / "demo"
+    root = root or user_cache() / f"demo-{RECIPE_VERSION}"
     train = f"{root}/train/{{00000..{TRAIN_SHARDS - 1:05d}}}.tar"
     return DemoPaths(root, train, {name: root / name for name in TEST_SETS})
 

@@ -29,6 +29,7 @@ from clipscale.data.shards.addresses import digest
 from clipscale.tools.data.pairs import Pair, pairs_of, tables_of
 from clipscale.tools.data.places import read, resolved
 from clipscale.tools.data.settings import PackSettings
+from clipscale.tools.data.tables import TABLES
 
 SHARD_SAMPLES = 10_000
 SHARD_BYTES = 10**9
@@ -45,6 +46,8 @@ REMEDIES = {
     "outside_root": "; root=DIR names the folder below which a table's files lie",
     "windows_path": "; write paths with / and relative to the table",
     "caption_not_utf8": "; iconv -f CP1252 -t UTF-8 converts a text",
+    ".tar": "; shards are trained on as they are, data.train=FOLDER",
+    **dict.fromkeys(TABLES, "; a table is a source of its own, clipscale data pack TABLE"),
 }
 """What helps, by the reason."""
 Note = dict[str, Record]

@@ -44,7 +44,8 @@ def tables_of(path: Path, columns: list[str] | None) -> list[Table]:
     elif path.suffix.lower() in TABLES:
         found = [] if path.suffix == ".json" and is_coco(path) else [path]
     else:
-        raise UserError(f"{path}: give a folder, a table ({', '.join(TABLES)}) or COCO's captions (.json)")
+        shard = "; shards are trained on as they are, data.train=FOLDER" if ".tar" in path.name else ""
+        raise UserError(f"{path}: give a folder, a table ({', '.join(TABLES)}) or COCO's captions (.json){shard}")
     return [open_table(file, columns) for file in found]
 
 

@@ -207,6 +207,14 @@ def test_a_remedy_helps_where_the_mistake_was_made(pictures: Path, tmp_path: Pat
     assert packed(shop, tmp_path / "out", columns, f"root={pictures}")[0]
 
 
+def test_a_folder_of_tables_and_shards_says_what_to_do(pictures: Path, tmp_path: Path, capsys: Cap) -> None:
+    for name in ("pairs.csv", "00000.tar"):
+        (pictures / name).touch()
+    assert main(["data", "pack", str(pictures), f"out={tmp_path / 'out'}"]) == 2
+    printed = capsys.readouterr().err
+    assert "clipscale data pack TABLE" in printed and "data.train=FOLDER" in printed
+
+
 def test_several_captions_and_other_columns_are_kept(pictures: Path, tmp_path: Path) -> None:
     (pictures / "table.jsonl").write_text(
         json.dumps(
@@ -298,6 +306,7 @@ def test_shards_have_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_mistakes_are_one_line(pictures: Path, tmp_path: Path, capsys: Cap, words: str, message: str) -> None:
     as_csv(pictures)
     (pictures / "empty").mkdir()
+    (pictures / "00000.tar").touch()
     (pictures / "latin.csv").write_bytes(b"image,caption\na,b\na,\xe9\nb,\xe9\n")
     words = words.replace("IN", str(pictures)).replace("OUT", str(tmp_path / "out"))
     assert main(["data", "pack", *words.split()]) == 2
