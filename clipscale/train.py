@@ -132,9 +132,10 @@ def open_log(resolved: Resolved, schedule: Schedule, world: World) -> MetricLog:
         if rates and step > schedule.first and not math.isclose(rates[0], rate, rel_tol=0.05):
             changes.append(f"the learning rate of this step {rates[0]:.1e} -> {rate:.1e}")
         changed = "; changed: " + ", ".join(changes) if changes else ""
-        tell(f"run={config.run}: going on after step {step} of {schedule.end}{changed}")
+        found = " is complete at" if step >= schedule.end else ": going on after"
+        tell(f"run={config.run}{found} step {step} of {schedule.end}{changed}")
     if step >= schedule.end:
-        tell(f"run={config.run} is complete at step {step}: nothing is left to train; more samples= go on with it")
+        tell("nothing is left to train; more samples= go on with it")
     elif 0 < schedule.total <= schedule.warmup:
         tell(
             f"warning: schedule.warmup={config.schedule.warmup} covers all {schedule.total} steps of the run; "

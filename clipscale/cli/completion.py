@@ -40,11 +40,14 @@ def candidates(before: Sequence[str], word: str) -> Iterable[str]:
     name, _ = split_verb(before)
     declared = settings_of(VERBS[name].settings)
     presets = {group: group_options()[group] for group in default_choices(VERBS[name].conf)}
+    runs = [file.parent.name for file in sorted(Path("runs").glob("*/config.yaml"))]
     key, equals, _ = word.partition("=")
     if equals:
         typed = word[: max(map(word.rfind, "=,[")) + 1]  # several values are completed one by one
-        values = presets.get(key, [])
+        values = runs if key in ("run", "model.weights") else presets.get(key, [])
         return [typed + value for value in (*values, *(declared[key].choices if key in declared else ()))]
+    if "RUN" in VERBS[name].words and runs:
+        return runs
     if VERBS[name].words and not word:
         return []
     end = "" if "--help" in before else "="

@@ -20,7 +20,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from clipscale.cli.verbs import VERBS
+from clipscale.cli.verbs import FLAGS, VERBS
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
@@ -35,7 +35,8 @@ from clipscale.models.sources import settled
 
 class Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; settings are KEY=VALUE; those of open_clip's flags: docs/howto/open-clip.md")
+        meant = nearest(message.rpartition(" ")[2], FLAGS)
+        raise UserError(f"{message}{meant}; settings are KEY=VALUE; those of open_clip's: docs/howto/open-clip.md")
 
 
 def parse(argv: Sequence[str]) -> Namespace:

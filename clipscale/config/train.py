@@ -100,6 +100,17 @@ def samples_of(config: TrainConfig, epoch: int | None) -> int:
     return samples
 
 
+def crowded(config: TrainConfig, epoch: int | None) -> str:
+    """A warning of a batch that is larger than the data; empty: it is not, or the samples of an `epoch` are unknown."""
+    batch = config.batch
+    if not epoch or batch <= epoch or config.data.same is not None:
+        return ""
+    return (
+        f"batch={batch} is larger than the {epoch} pairs of data.train: each is {batch / epoch:.3g} times in every "
+        f"batch, as its own negatives; take batch={epoch} or less, or data.same=caption, which leaves the copies out"
+    )
+
+
 def check_sigmoid(config: TrainConfig) -> None:
     """Raise UserError for the sigmoid loss without its bias."""
     name = config.loss.objective

@@ -15,7 +15,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import doing, tell
 from clipscale.config.stages import stages_of
-from clipscale.config.train import TrainConfig, check_divisible, samples_of
+from clipscale.config.train import TrainConfig, check_divisible, crowded, samples_of
 from clipscale.data.loader.memory import free_memory
 from clipscale.data.loader.stream import TrainStream, merge_positions, open_stream, ordered_shards
 from clipscale.data.order import BatchShare
@@ -160,14 +160,8 @@ def tell_notices(run: Resolved, stream: TrainStream, world: World) -> None:
     pixels = run.config.model.pixels
     if pixels != run.stage.config.model.pixels:
         tell(f"pixels are normalised as for the weights: mean {[*pixels.mean]}, deviation {[*pixels.std]}")
-    batch, epoch = run.config.batch, stream.samples_per_epoch
-    if epoch and batch > epoch and run.config.data.same is None:
-        tell(
-            f"warning: batch={batch} is larger than the {epoch} pairs of data.train: each is {batch / epoch:.3g} times "
-            f"in every batch, as its own negatives; take batch={epoch} or less, or data.same=caption, "
-            "which leaves the copies out",
-            error=True,
-        )
+    if warning := crowded(run.config, stream.samples_per_epoch):
+        tell(f"warning: {warning}", error=True)
 
 
 def check_streams(run: Resolved, stream: TrainStream, world: World) -> None:

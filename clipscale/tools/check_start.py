@@ -5,8 +5,9 @@ from clipscale.common.terminal import say
 from clipscale.common.units import counted
 from clipscale.config.data import DataConfig
 from clipscale.config.stages import stages_of
-from clipscale.config.train import TrainConfig
-from clipscale.data.shards.listing import expand
+from clipscale.config.train import TrainConfig, crowded
+from clipscale.data.shards.counts import counted_at_once
+from clipscale.data.shards.listing import expand, local_shards
 from clipscale.eval.suites import chosen_sets
 from clipscale.models.towers import architecture, build_model, inputs_of
 from clipscale.models.weights import described
@@ -32,6 +33,10 @@ def main(config: TrainConfig) -> None:
     shards = sets = 0
     if not is_missing(sources):  # what the start renders
         shards = sum(check_source(source, config.data) for source in sources)
+        local = local_shards(config.data)
+        epoch = counted_at_once(config.data, local) if local else None
+        for warning in {crowded(stage, epoch) for stage in stages_of(config)} - {""}:
+            say(f"warning: {warning}", error=True)
         sets = len(chosen_sets(config.eval))
     found = f"{model.name} of {side} pixels, {counted(shards, 'shard')}, {counted(sets, 'evaluation set')}"
     say(f"checked, and nothing is started: {found}")

@@ -15,11 +15,13 @@ from tests.support.terminals import on_terminal, plain
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """With a run, a file and a folder."""
+    """With two runs, one of which has begun, a file and a folder."""
     monkeypatch.chdir(tmp_path)
     for path in ("runs/mine", "my data/.hidden"):
         (tmp_path / path).mkdir(parents=True)
-    (tmp_path / "my.tar").touch()
+    (tmp_path / "runs/demo").mkdir()
+    for path in ("my.tar", "runs/demo/config.yaml"):
+        (tmp_path / path).touch()
     return tmp_path
 
 
@@ -35,11 +37,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("train --help optim.cl", ["optim.clip_norm"]),
         ("train --cf", ["--cfg"]),
         ("data check ", []),
+        ("eval run=de", ["run=demo"]),
+        ("train model.weights=", ["model.weights=demo"]),
+        ("report ", ["demo"]),
         ("train batch=", []),
         ("nothing b", []),
     ],
 )
-def test_what_may_end_a_line(cli: Cli, line: str, found: list[str]) -> None:
+def test_what_may_end_a_line(folder: Path, cli: Cli, line: str, found: list[str]) -> None:
     assert cli("completion", "bash", f" {line}")[1].split() == found
 
 

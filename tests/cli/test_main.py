@@ -79,7 +79,7 @@ def test_a_finished_run_is_answered_from_its_folder_and_keeps_its_settings(
     assert status == 0 and "nothing is left to train" in out
     assert [path.read_bytes() for path in kept] == written
     monkeypatch.setattr("clipscale.launch.local.run", lambda *given, **options: pytest.fail("it starts again"))
-    status, out, err = cli(*words)
+    status, out, err = cli(*words, "log.every=7")
     assert (status, err) == (0, "") and "run=runs/a is complete at step 2" in out and "colours" in out
     with pytest.raises(pytest.fail.Exception, match="it starts again"):
         cli(*words, "seed=1")

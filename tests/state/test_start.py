@@ -38,8 +38,8 @@ def test_resuming_a_finished_run_says_so_and_trains_no_further(demo: Path, finis
     before = curve(finished)
     assert train(settings(demo, finished))["step"] == 10
     printed = capsys.readouterr().out
-    assert "going on after step 10 of 10; changed: eval.every 5 -> 0, eval.sets [" in printed, printed
-    assert "is complete at step 10: nothing is left to train" in printed
+    assert "is complete at step 10 of 10; changed: eval.every 5 -> 0, eval.sets [" in printed, printed
+    assert "nothing is left to train" in printed
     assert "learning rate" not in printed, "it is the same"
     assert curve(finished) == before
 

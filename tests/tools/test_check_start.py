@@ -21,6 +21,11 @@ def test_what_is_there_is_named_and_nothing_is_started(cli: Cli, shards: str, tm
     assert "2 shards, 1 evaluation set\n" in out and not (tmp_path / "runs").exists()
 
 
+def test_a_batch_beyond_the_data_is_warned_of(cli: Cli, shards: str, tmp_path: Path) -> None:
+    status, _, err = cli(*tiny(f"data.train={shards}", "batch=1k", "samples=2k"), "--check")
+    assert status == 0 and "batch=1024 is larger than the" in err, err
+
+
 @pytest.mark.parametrize("sweep", [(), ("-m",)], ids=["a run", "a sweep"])
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_only_a_start_would_find_is_said(
