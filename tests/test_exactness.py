@@ -53,6 +53,7 @@ class Case:
     checkpointing: str
     captions: str
     lean: bool = True
+    dtype: str = "float64"
 
     @property
     def possible(self) -> bool:
@@ -90,7 +91,7 @@ def model_of(case: Case) -> ClipModel:
         lean=case.lean,
         init_bias=-2.0 if case.loss == "sigmoid" else None,
     )
-    return model.double()
+    return model.to(getattr(torch, case.dtype))
 
 
 def inputs_of(case: Case, rank: int) -> tuple[Tensor, Tensor]:
