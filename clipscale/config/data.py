@@ -7,9 +7,6 @@ from clipscale.common.errors import UserError
 from clipscale.config.conditions import caption_sources, conditions
 from clipscale.config.setting import setting
 
-MAX_IMAGE_BYTES = 64 << 20
-"""Size limit of an encoded picture, unless `data.max_pixels` allows larger ones."""
-
 
 @dataclass(frozen=True)
 class AugmentConfig:
@@ -76,18 +73,12 @@ class DataConfig:
         "`sample!=00012.tar/000123456`.",
     )
     augment: AugmentConfig = field(default_factory=AugmentConfig)
-    max_pixels: int = setting(89_478_485, "Most pixels of an image; others are broken (`huge_image`).", least=1)
     timeout_s: float = setting(300.0, "Seconds without progress after which a worker ends the run.", above=0)
 
     @property
     def texts_per_step(self) -> int:
         """Captions and hard negatives of each sample."""
         return self.captions_per_step + (self.negatives_per_step if self.negatives else 0)
-
-    @property
-    def max_bytes(self) -> int:
-        """Most encoded bytes of an image (`too_large`): 64 MiB, more only for more than the default's pixels."""
-        return max(MAX_IMAGE_BYTES, 3 * self.max_pixels // 4)
 
     def check(self) -> None:
         """Raises UserError for captions and conditions that cannot be read, and for weights."""

@@ -27,9 +27,11 @@ NAME_OF = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp", "GIF": "gi
 """The name by which a picture is written, by what Pillow finds in it. An MPO is a JPEG with more pictures after it."""
 Image.init()
 warnings.filterwarnings("ignore", module=r"PIL\.")
-"""They name no picture. Damaged ones are counted, and `data.max_pixels` judges sizes."""
+"""They name no picture. Damaged ones are counted, and MOST_PIXELS judges sizes."""
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 """The decoders Pillow may use. EPS would run a program; a TIFF's tile is as large as it says, whatever its picture."""
+MOST_PIXELS = 89_478_485
+"""Of a picture, as Pillow warns of more: a quarter of a gigabyte of RGB."""
 WEBP_CANVASES = 3
 """Pictures in memory while Pillow decodes one of this format, which may move."""
 MOST_SCANS = 100
@@ -121,19 +123,19 @@ def broken_pictures() -> Iterator[None]:
         raise BrokenSampleError("unreadable_image", f"{type(error).__name__}: {error}") from error
 
 
-def open_picture(data: bytes, max_pixels: float = math.inf) -> Image.Image:
+def open_picture(data: bytes, most: float = MOST_PIXELS) -> Image.Image:
     """A picture whose header has been read. Raises BrokenSampleError: `huge_image`, `too_many_scans`; and
     Pillow's many errors."""
     if data[:2] == b"\xff\xd8" and data.count(SCAN) > MOST_SCANS:
         raise BrokenSampleError("too_many_scans", f"{data.count(SCAN)}")
     image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
-    check_pixels(*image.size, max_pixels / WEBP_CANVASES if image.format == "WEBP" else max_pixels)
+    check_pixels(*image.size, most / WEBP_CANVASES if image.format == "WEBP" else most)
     return image
 
 
-def check_pixels(width: int, height: int, max_pixels: float) -> None:
+def check_pixels(width: int, height: int, most: float = MOST_PIXELS) -> None:
     """Raise BrokenSampleError `huge_image` for more pixels, of a picture to decode or to resize to this size."""
-    if width * height > max_pixels:
+    if width * height > most:
         raise BrokenSampleError("huge_image", f"{width} x {height} pixels")
 
 
@@ -146,10 +148,11 @@ class Picture:
     Raises BrokenSampleError: `huge_image`, `unreadable_image`.
     """
 
-    def __init__(self, data: bytes, max_pixels: float = math.inf) -> None:
+    def __init__(self, data: bytes, most: float = MOST_PIXELS) -> None:
+        """`most`: pixels; of a file that the user gives, any number that Pillow takes."""
         with broken_pictures():
             self._data = data
-            self._image = open_picture(data, max_pixels)
+            self._image = open_picture(data, most)
             self.type = NAME_OF[str(self._image.format)]
             """The one of IMAGE_TYPES that its content calls for."""
             self.width, self.height = self._image.size
@@ -218,7 +221,6 @@ class TrainTransform:
     scale: tuple[float, float]
     ratio: tuple[float, float]
     flip: float
-    max_pixels: int
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -233,7 +235,7 @@ class TrainTransform:
         """
         import torch  # here: `data check` decodes pictures without torch
 
-        picture = Picture(data, self.max_pixels)
+        picture = Picture(data)
         left, top, right, bottom = random_box(picture.width, picture.height, self.scale, self.ratio, rng)
         flipped = self.flip > 0 and rng.uniform() < self.flip
         cut = picture.decode()[top:bottom, left:right]

@@ -28,7 +28,6 @@ class EvalTransform:
     """
 
     side: int
-    max_pixels: int = 89_478_485
     mode: str = "shortest"
     """`shortest`: the shorter side becomes S, the centre is cut out; `squash`: both sides become S; `longest`: the
     longer side becomes S, black fills the rest."""
@@ -37,9 +36,9 @@ class EvalTransform:
     def __call__(self, data: bytes) -> np.ndarray:
         """(C, S, S) uint8. Raises BrokenSampleError."""
         with broken_pictures():
-            image = open_picture(data, self.max_pixels).convert("RGB")
+            image = open_picture(data).convert("RGB")
             if self.mode == "shortest":  # a picture one pixel wide grows by the square of its shorter side
-                check_pixels(self.side, self.side * max(image.size) // min(image.size), self.max_pixels)
+                check_pixels(self.side, self.side * max(image.size) // min(image.size))
             return np.ascontiguousarray(np.asarray(self.resized(image)).transpose(2, 0, 1))
 
     @cached_property

@@ -4,20 +4,20 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from clipscale.config.data import MAX_IMAGE_BYTES
-
 _META = re.compile(r"__[^/]*__($|/)")
 """Members that webdataset reserves for itself."""
 LONGEST_NAME = 4096
 """Bytes of a member's name; a longer one belongs to no sample, as on file systems."""
 
+MAX_IMAGE_BYTES = 64 << 20
+"""Size limit of an encoded picture."""
 MAX_TEXT_BYTES = 1 << 20
 """Size limit of a caption or json member; a parser may need thirty times as much memory."""
 
 
-def limits(pictures: Iterable[str], texts: Iterable[str] = (), most: int = MAX_IMAGE_BYTES) -> dict[str, int]:
+def limits(pictures: Iterable[str], texts: Iterable[str] = ()) -> dict[str, int]:
     """The members to read and their size limits: extension -> bytes."""
-    return dict.fromkeys(texts, MAX_TEXT_BYTES) | dict.fromkeys(pictures, most)
+    return dict.fromkeys(texts, MAX_TEXT_BYTES) | dict.fromkeys(pictures, MAX_IMAGE_BYTES)
 
 
 @dataclass
@@ -51,10 +51,8 @@ class RawSample:
         """
         if self.damage or extension in self.members or (kinds is not None and extension not in kinds):
             return False
-        most, together = (
-            (MAX_IMAGE_BYTES, MAX_IMAGE_BYTES) if kinds is None else (kinds[extension], max(kinds.values()))
-        )
-        if size <= most and sum(map(len, self.members.values())) + size <= together:
+        most = MAX_IMAGE_BYTES if kinds is None else kinds[extension]
+        if size <= most and sum(map(len, self.members.values())) + size <= MAX_IMAGE_BYTES:
             return True
         self.members, self.damage, self.detail = {}, "too_large", f"{name}: {size} bytes"
         return False

@@ -30,6 +30,16 @@ def picture(
     return out.getvalue()
 
 
+def _huge() -> bytes:
+    out = io.BytesIO()
+    Image.new("1", (9600, 9600)).save(out, "PNG")
+    return out.getvalue()
+
+
+HUGE = _huge()
+"""More pixels than are decoded, in 12 kilobytes."""
+
+
 def photograph(side: int, seed: int) -> bytes:
     """A JPEG of side x side pixels, quality 90, of structures of every size, which contrast with their like as in
     natural scenes (Field 1987)."""

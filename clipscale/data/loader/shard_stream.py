@@ -63,7 +63,7 @@ class ShardStream:
         self._stream = stream
         self._store = store
         self._counts = store.counts
-        kinds = limits(IMAGE_TYPES, spec.selection.members(), spec.config.max_bytes)
+        kinds = limits(IMAGE_TYPES, spec.selection.members())
         sources = spec.shards.sources
         self._weighted = isinstance(spec.shards.order, Mixed)
         start = spec.streams[stream]

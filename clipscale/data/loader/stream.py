@@ -253,7 +253,7 @@ def open_stream(
         WorkerSpec(
             config=config,
             shards=shards,
-            transform=TrainTransform(side, augment.scale, augment.ratio, augment.flip, config.max_pixels),
+            transform=TrainTransform(side, augment.scale, augment.ratio, augment.flip),
             tokenizer=tokenizer,
             pad=int(empty[0, -1]),
             selection=chosen,

@@ -24,7 +24,7 @@ from clipscale.data.decode import IMAGE_TYPES, json_fields
 from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError, RawSample, key_and_extension
 from clipscale.data.shards.addresses import SourceError, digest, leaf_of
 from clipscale.data.shards.store import State, Store
-from clipscale.data.shards.tar import DAMAGE, LARGEST_MEMBER, next_member, padded, read_exactly, skip, unpacked
+from clipscale.data.shards.tar import DAMAGE, next_member, padded, read_exactly, skip, unpacked
 
 MOST = 1000
 """Samples, and members of a sample, that `unusable` looks at."""
@@ -104,15 +104,14 @@ class Member(NamedTuple):
 class Archive:
     """The members of a tar stream, from the first to the last. Content that nobody reads is skipped."""
 
-    def __init__(self, stream: Any, can_seek: bool, most: int = LARGEST_MEMBER) -> None:
-        """`can_seek`: skip by seeking. `most`: bytes of the largest member that is not damage."""
+    def __init__(self, stream: Any, can_seek: bool) -> None:
+        """`can_seek`: skip by seeking."""
         self.stream = stream
         self.at = 0
         """Bytes of the archive before the headers of the present member; at the end, before the zeros that end it."""
         self.begun = False
         """Whether it has a sample, be it damaged."""
         self._can_seek = can_seek
-        self._most = most
         self._unread = 0  # bytes of the present member, with what pads it
 
     def samples(self) -> Iterator[tuple[str, Iterator[Member]]]:
@@ -124,7 +123,7 @@ class Archive:
         return groupby(self._members(), key=itemgetter(0))
 
     def _members(self) -> Iterator[Member]:
-        while (header := next_member(self.stream, self._most)) is not None:
+        while (header := next_member(self.stream)) is not None:
             name, size, taken = header
             self._unread = padded(size)
             following = self.at + taken + self._unread
@@ -135,9 +134,9 @@ class Archive:
             skip(self.stream, self._unread, self._can_seek)
             self.at = following
 
-    def read(self, member: Member, most: int = LARGEST_MEMBER) -> bytes:
-        """The present member's content. Raises tarfile.ReadError if it is cut off, or has more than `most` bytes."""
-        content = read_exactly(self.stream, member.size, most)
+    def read(self, member: Member) -> bytes:
+        """The present member's content. Raises tarfile.ReadError if it is cut off."""
+        content = read_exactly(self.stream, member.size)
         self._unread -= member.size
         return content
 

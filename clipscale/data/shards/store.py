@@ -27,13 +27,10 @@ RETRIES = 8
 """Requests that may fail, one after another, before the shard is given up: about a minute."""
 WAIT_S = 30.0
 """Seconds of a server's silence after which a request is repeated."""
-FIRST_BLOCK, LARGEST_BLOCK = 1 << 20, 4 << 20
-"""Bytes of a block after a seek, and of those that follow it."""
+BLOCK = 4 << 20
+"""Bytes that a request asks for."""
 LEAST = 1 << 14
 """Bytes of a cut-off answer that count as progress: a server that sends one byte a request must not hold a reader."""
-FEWER = 4
-"""After a request without an answer so many times fewer bytes are asked for, and after one with an answer so many times
-more than came: a slow server has the time for them."""
 SLOWEST = 1 << 16
 """Bytes a second by which the time limit of a request grows."""
 LONGEST_WAIT_S = 30.0
@@ -110,7 +107,7 @@ def begin(url: str, start: int, stop: int) -> Request:
 def fetch(store: Store, url: str, start: int, stop: int, request: Request | None = None) -> tuple[bytes, State]:
     """Bytes start..stop of an object, or as many of them as came at once, and its state. `request` is the first
     attempt, if it has begun. Failures are counted by the store. Raises SourceError, `unreachable_shard` after
-    RETRIES + 1 of them. After a time-out the next attempt asks for fewer bytes.
+    RETRIES + 1 of them.
     """
     failures = 0
     while True:
@@ -124,8 +121,6 @@ def fetch(store: Store, url: str, start: int, stop: int, request: Request | None
             failures += 1
             if failures > RETRIES:
                 raise SourceError("unreachable_shard", f"{failures} requests failed, the last: {error}") from error
-            if error.reason == NO_ANSWER and stop - start > LEAST:
-                stop = start + max(LEAST, (stop - start) // FEWER)
         finally:
             request.cancel()
         request = None
@@ -149,7 +144,7 @@ class RemoteFile(io.RawIOBase):
         self._at = self._start = 0
         self._ahead: Request | None = None
         """The request for the block behind the present one."""
-        self._block, self.state = fetch(store, url, 0, FIRST_BLOCK)
+        self._block, self.state = fetch(store, url, 0, BLOCK)
         self.size = self.state[0]
 
     def readable(self) -> bool:
@@ -188,7 +183,7 @@ class RemoteFile(io.RawIOBase):
         sequential = self._at == self._start + len(self._block)
         if not sequential:
             self._forget_ahead()
-        stop = min(self._at + (self._following() if sequential else FIRST_BLOCK), self.size)
+        stop = min(self._at + BLOCK, self.size)
         request = self._ahead
         self._ahead = None
         self._block = b""
@@ -198,11 +193,7 @@ class RemoteFile(io.RawIOBase):
             raise SourceError("changed_shard", "it changed on the server while it was read")
         end = self._start + len(self._block)
         if sequential and end < self.size:
-            self._ahead = begin(self._url, end, min(end + self._following(), self.size))
-
-    def _following(self) -> int:
-        """Bytes to ask for behind the present block."""
-        return min(LARGEST_BLOCK, max(LEAST, FEWER * len(self._block)))
+            self._ahead = begin(self._url, end, min(end + BLOCK, self.size))
 
 
 # -- requests, on fsspec's event loop ----------------------------------------------------------------------------------

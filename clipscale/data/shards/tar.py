@@ -45,11 +45,11 @@ class Unpacked(gzip.GzipFile):
         return data
 
 
-def next_member(stream: Any, most: int = LARGEST_MEMBER) -> tuple[str, int, int] | None:
+def next_member(stream: Any) -> tuple[str, int, int] | None:
     """Name and size of the next plain file, and the bytes that its headers took and all before them; None at the
     archive's end. Leaves the stream at the file's content.
 
-    Raises tarfile.TarError for damage, and for a member of more than `most` bytes.
+    Raises tarfile.TarError for damage, and for a member of more than LARGEST_MEMBER bytes.
     """
     extended: dict[str, str] = {}  # fields for the next plain header
     taken = 0
@@ -65,7 +65,7 @@ def next_member(stream: Any, most: int = LARGEST_MEMBER) -> tuple[str, int, int]
         name = extended.get("path", _name(block))
         size = int(extended.get("size", size))
         if kind in b"0\x007" and not name.endswith("/"):
-            if not 0 <= size <= most:
+            if not 0 <= size <= LARGEST_MEMBER:
                 raise tarfile.ReadError(f"member {name!r} claims {size} bytes")
             return name, size, taken
         extended = {}

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from clipscale.common.errors import UserError
 from clipscale.common.record import Metrics, Record
-from clipscale.config.data import MAX_IMAGE_BYTES
-from clipscale.data.sample import BrokenSampleError
+from clipscale.data.sample import MAX_IMAGE_BYTES, BrokenSampleError
 from clipscale.eval.encode import Encoder
 
 log = logging.getLogger(__name__)

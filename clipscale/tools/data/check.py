@@ -61,7 +61,7 @@ def check_shard(url: str, config: DataConfig, most: int | None = None) -> Findin
     findings = Findings()
     problem = ReadProblem()
     chosen = selection(config)
-    kinds = limits(IMAGE_TYPES, chosen.members(), config.max_bytes)
+    kinds = limits(IMAGE_TYPES, chosen.members())
     for sample in islice(read_shard(url, problem, kinds=kinds, subset=subset_of(config.only_keys)), most):
         findings.samples += 1
         findings.bytes += sample.extent
@@ -69,7 +69,7 @@ def check_shard(url: str, config: DataConfig, most: int | None = None) -> Findin
             if sample.damage:
                 raise BrokenSampleError(sample.damage, sample.detail)
             chosen.check(sample, chosen.draw(sample.members, CounterRNG(sample.index)))
-            Picture(image_bytes(sample.members), config.max_pixels).decode()
+            Picture(image_bytes(sample.members)).decode()
         except BrokenSampleError as error:
             findings.broken[error.reason] += 1
             findings.examples.setdefault(error.reason, f"{leaf_of(url)}/{sample.key}: {error}"[:200])

@@ -6,6 +6,7 @@ has a note in DIR/parts, so that a stopped command can go on.
 
 import io
 import json
+import math
 import multiprocessing
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
@@ -177,7 +178,7 @@ def sample_of(number: int, pair: Pair, side: int | None) -> Record:
     if not all(map(is_text, captions)):
         raise BrokenSampleError("caption_not_utf8")
     data = read(pair.place)
-    picture = Picture(data)
+    picture = Picture(data, math.inf)
     pixels, kind = picture.decode(), picture.type
     height, width = pixels.shape[:2]
     if side and min(width, height) > side:

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import fsspec
 
 from clipscale.common.errors import UserError
-from clipscale.config.data import MAX_IMAGE_BYTES
-from clipscale.data.sample import BrokenSampleError
+from clipscale.data.sample import MAX_IMAGE_BYTES, BrokenSampleError
 
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 WEB = ("http://", "https://")

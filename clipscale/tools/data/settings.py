@@ -60,7 +60,7 @@ class CheckSettings:
     """`clipscale data check SHARD...`: read and decode everything, and print what is broken."""
 
     ONLY: ClassVar = {
-        "data": "captions filter only_keys max_pixels",
+        "data": "captions filter only_keys",
     }
 
     data: DataConfig = field(default_factory=DataConfig)

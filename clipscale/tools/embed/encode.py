@@ -6,7 +6,7 @@ n: samples of a group, K: the two features of a sample, D: feature width, C: cha
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,7 @@ class FeatureEncoder:
         self.device = device
         self.precision = Precision(precision, device)
         self.captions = source_names(data.captions)
-        self.transform = replace(model.eval_transform(), max_pixels=data.max_pixels)
+        self.transform = model.eval_transform()
 
     def groups(self, raws: Iterable[RawSample], batch: int, dtype: str) -> Iterator[Group]:
         """All samples in their order, at most `batch` in a group. Threads decode the next group meanwhile."""

@@ -140,7 +140,7 @@ def shard_groups(encoder: FeatureEncoder, config: EmbedConfig, url: str) -> Iter
     """A shard's samples with their features. Raises SourceError for a shard that could not be fetched."""
     problem = ReadProblem()
     captions = {source.partition(":")[0] for source in encoder.captions}
-    kinds = limits(IMAGE_TYPES, captions, config.data.max_bytes)
+    kinds = limits(IMAGE_TYPES, captions)
     raws = read_shard(url, problem, kinds=kinds)
     missing = samples = 0
     for group in encoder.groups(raws, config.batch, config.dtype):

@@ -20,7 +20,7 @@ class EmbedConfig(AnyModel):
 
     ONLY: ClassVar = {
         "model": MODEL,
-        "data": "train captions max_pixels",
+        "data": "train captions",
         "launch": "procs timeout_s",
     }
 

@@ -50,7 +50,6 @@ class Explorer:
         """Load what the settings name. Raises UserError if the set has features of another model."""
         (folder,) = config.data.train or []
         self.embedded = EmbeddedSet(Path(folder).expanduser())
-        self.data = config.data
         self.lock = threading.Lock()
         world = join(config.device)
         run = existing_run(config.run) if config.run else None
@@ -93,7 +92,7 @@ class Explorer:
         url = self.embedded.sources[sample["part"]]
         make_index(url)
         problem = ReadProblem()
-        members = limits(IMAGE_TYPES, (), self.data.max_bytes)
+        members = limits(IMAGE_TYPES)
         row = sample["row"]
         for raw in read_shard(url, problem, lambda n: n == row, members, offsets=sample_offsets):
             if raw.index == row:
@@ -107,7 +106,7 @@ class Explorer:
         data = self.picture(number)
         out = io.BytesIO()
         with self.lock, broken_pictures():
-            image = open_picture(data, self.data.max_pixels).convert("RGB")
+            image = open_picture(data).convert("RGB")
             image.thumbnail((SIDE, SIDE))
             image.save(out, "JPEG")
         return out.getvalue()

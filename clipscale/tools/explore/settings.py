@@ -17,7 +17,7 @@ class ExploreConfig(AnyModel):
 
     ONLY: ClassVar = {
         "model": MODEL,
-        "data": "train max_pixels",
+        "data": "train",
     }
 
     weights: str = setting("trained", sections.WEIGHTS_HELP, choices=sections.WEIGHTS)

@@ -32,6 +32,7 @@ GONE = (
     "data.augment.greyscale",
     "data.augment.jitter",
     "data.decode",
+    "data.max_pixels",
     "distill",
     "expected",
     "eval.loss_batch",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from clipscale.config.data import AugmentConfig
-from tests.data.files import Letters, picture, sample, write_shards, write_tar
+from tests.data.files import HUGE, Letters, picture, sample, write_shards, write_tar
 from tests.data.streams import all_ids, content, contents, flat, ids, inline_workers, open_stream, sample_id
 from tests.support.refused import refused
 
@@ -131,7 +131,7 @@ BROKEN = {
     "no_caption": [("k.png", picture())],
     "empty_image": [("k.png", b""), ("k.txt", b"words")],
     "unreadable_image": [("k.jpg", picture(0, (40, 40), "JPEG")[:-200]), ("k.txt", b"words")],
-    "huge_image": [("k.png", picture(0, (200, 200))), ("k.txt", b"words")],
+    "huge_image": [("k.png", HUGE), ("k.txt", b"words")],
     "too_large": [("k.png", bytes(30_000)), ("k.txt", b"words")],
 }
 
@@ -140,10 +140,10 @@ BROKEN = {
 def test_broken_samples_are_counted_by_reason_and_passed_over(
     tmp_path: Path, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("clipscale.config.data.MAX_IMAGE_BYTES", 29_000)
+    monkeypatch.setattr("clipscale.data.sample.MAX_IMAGE_BYTES", 29_000)
     members = [(f"{i:03d}{name[1:]}", data) for i in range(3) for name, data in BROKEN[reason]]
     path = write_tar(tmp_path / "x.tar", [*sample("a"), *members, *sample("b")])
-    stream = open_stream(path, batch=2, shard_streams=1, max_pixels=10_000)
+    stream = open_stream(path, batch=2, shard_streams=1)
     good = Counter([sample_id(str(path), "a"), sample_id(str(path), "b")])
     assert [Counter(batch) for batch in ids(stream, 2)] == [good, good]
     assert set(stream.broken) == {reason} and 3 <= stream.broken[reason] <= 6, stream.broken

@@ -1,6 +1,5 @@
 """Remote shards are read like local ones, over any network: faults are retried and counted, changes are noticed."""
 
-import asyncio
 import re
 import time
 from collections import Counter
@@ -65,7 +64,7 @@ def test_a_shard_that_changes_is_given_up(tmp_path: Path, web: Web, same_size: b
 
 
 def test_what_a_slow_server_has_sent_is_kept(tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of 4 kB and more, of which a time limit leaves about 2."""
+    """Blocks of 4 kB, of which a time limit leaves about 2."""
     path = write_shards(tmp_path, [7])[0]
     monkeypatch.setattr(store, "WAIT_S", 0.2)
     web.faults = lambda number, _: "slow"
@@ -74,29 +73,12 @@ def test_what_a_slow_server_has_sent_is_kept(tmp_path: Path, web: Web, monkeypat
     assert len(web.requests) < path.stat().st_size / store.LEAST, "it goes on behind what came"
 
 
-def test_a_slow_storage_is_asked_for_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a library gives an answer whole or not at all."""
-    data = bytes(range(256)) * 20
-    asked = []
-
-    async def slow(url: str, start: int, stop: int) -> tuple[bytes, store.State]:
-        asked.append(stop - start)
-        await asyncio.sleep(0.00004 * (stop - start))
-        return data[start:stop], (len(data), "")
-
-    monkeypatch.setattr(store, "WAIT_S", 0.12)
-    monkeypatch.setattr(store, "SLOWEST", 1 << 30)
-    monkeypatch.setattr(store, "_from_file_system", slow)
-    assert store.RemoteFile("s3://bucket/0.tar", Store()).read() == data
-    assert 4096 in asked and 1024 in asked, "the first had no answer"
-
-
 @pytest.mark.parametrize(
     ("fault", "last"),
     [
         ("503", "http_503"),
         ("cut", "ServerDisconnectedError"),
-        ("stall", r"no answer of 1024 bytes within [\d.]+ s$"),
+        ("stall", r"no answer of 4096 bytes within [\d.]+ s$"),
         ("drip", r"\d+ of 4096 bytes came in [\d.]+ s$"),
     ],
 )
