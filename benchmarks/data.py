@@ -94,7 +94,7 @@ def decoding(files: list[bytes], settings: SimpleNamespace) -> dict[str, Callabl
 
     out = np.empty((3, settings.image_size, settings.image_size), np.uint8)
     reference = image_transform(settings.image_size, is_train=True)
-    crops = ((0.9, 1.0), (3 / 4, 4 / 3), 0.0, 2**30)  # open_clip's, which are ours by default
+    crops = ((0.9, 1.0), (3 / 4, 4 / 3), 0.0)  # open_clip's, which are ours by default
 
     def rate(decode: Callable[[bytes, int], object]) -> float:
         begun = time.process_time()

@@ -137,7 +137,8 @@ def test_damaged_pictures_are_decoded_or_counted(kind: str, hits: list[tuple[flo
     out = np.zeros((3, 16, 16), dtype=np.uint8)
     cut_off = bytes(data[: int(len(data) * (1 - cut**4))])
     try:
-        TrainTransform(16, (0.5, 1.0), (0.75, 1.33), 0.5, 100_000)(cut_off, CounterRNG(1), out)
+        Picture(cut_off, 100_000)
+        TrainTransform(16, (0.5, 1.0), (0.75, 1.33), 0.5)(cut_off, CounterRNG(1), out)
     except BrokenSampleError as error:
         assert error.reason in ("unreadable_image", "huge_image")
         assert not out.any(), "nothing is written for a broken picture"

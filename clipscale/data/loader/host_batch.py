@@ -91,8 +91,7 @@ class Arena:
     def _view(self, part: Part) -> np.ndarray:
         """The next array of the memory."""
         at, self._end = self._end, self._end + part.size
-        flat: np.ndarray = np.frombuffer(self._memory, part.dtype, math.prod(part.shape), at)
-        return flat.reshape(part.shape)
+        return np.ndarray(part.shape, part.dtype, self._memory, at)
 
     def slot(self, step: int) -> Slot:
         return self.slots[step % len(self.slots)]

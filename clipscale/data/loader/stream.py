@@ -62,7 +62,6 @@ class TrainStream:
         self._arena = arena
         self.workers = workers
         self._shards = specs[0].shards
-        self._samples = specs[0].share.samples  # of a local batch
         self._places = [np.concatenate(spec.places()) for spec in specs]  # each worker's, in the order it fills them
         self._positions = start
         self._streams = len(start)
@@ -121,9 +120,8 @@ class TrainStream:
         slot = self._arena.slot(step)
         if before >= 0:
             self._positions = self._finish(before)
-        if before >= 0:  # give the slot of the batch before to the workers again
             del self._batches[before]
-            self._begin(before + len(self._arena.slots))
+            self._begin(before + len(self._arena.slots))  # the workers get the slot of the batch before again
 
         def wait(stop: int) -> None:
             batch = self._batches[step]

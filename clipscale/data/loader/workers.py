@@ -62,17 +62,11 @@ def work(connection: Connection, spec: WorkerSpec, arena: Arena, place: Any) -> 
     gc.freeze()  # a collection would write to all objects of the server, and so copy them
     torch.set_num_threads(1)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # those of transformers would start a thread a core, too
-    steps: deque[int] = deque()  # of the batches to fill
     last_tick = time.monotonic()
 
     def send(message: Report) -> None:
         with _ended_if_lost():
             connection.send(message)
-
-    def handle_message() -> None:
-        """Wait for a message: a batch to fill later."""
-        with _ended_if_lost():
-            steps.append(connection.recv())
 
     def begin(what: str) -> None:
         """Called before each shard and each sample."""
@@ -81,8 +75,6 @@ def work(connection: Connection, spec: WorkerSpec, arena: Arena, place: Any) -> 
     def tick() -> None:
         """Called between samples and while the storage is waited for."""
         nonlocal last_tick
-        while connection.poll():
-            handle_message()
         if time.monotonic() - last_tick > ALIVE_S:
             last_tick = time.monotonic()
             send(filler.report())
@@ -90,9 +82,9 @@ def work(connection: Connection, spec: WorkerSpec, arena: Arena, place: Any) -> 
     try:
         filler = BatchFiller(spec, arena, tick, begin)
         while True:
-            while not steps:
-                handle_message()
-            for report in filler.fill(steps.popleft()):
+            with _ended_if_lost():
+                step = connection.recv()
+            for report in filler.fill(step):
                 send(report)
     except Exception as error:
         failure = RuntimeError(f"a data worker failed:\n{traceback.format_exc()}")
