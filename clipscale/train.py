@@ -278,7 +278,7 @@ class Run:
                 config.eval,
                 self.world,
                 autocast=step.precision.autocast,
-                objective=config.loss.objective,
+                loss=config.loss,
                 file=ResultsFile(self.resolved.folder, self.step, {"precision": config.precision}),
                 before_batch=self.stop.check,
                 progress=self.records.log.progress if self.records.log else lambda *_: None,

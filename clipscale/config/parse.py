@@ -66,7 +66,9 @@ def accepted(setting: Setting, value: Any) -> Any:
         raise UserError(f"{key}={result}: choose {one_of(setting.choices)}{nearest(meant, setting.choices)}")
     for name, bound in setting.bounds.items():
         holds, words = BOUNDS[name]
-        if not all(holds(number, bound) for number in (result if setting.kind is tuple else [result])):  # nor is NaN
+        if not all(
+            holds(number, bound) for number in (result if isinstance(result, tuple | list) else [result])
+        ):  # nor is NaN
             raise UserError(f"{key}={as_typed(result)}: give {words} {bound}")
     return result
 

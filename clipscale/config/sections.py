@@ -147,7 +147,7 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class LossConfig:
-    """Which contrastive loss, and how it is computed. The fields are keyword arguments of `contrastive_loss`."""
+    """Which contrastive loss, and how it is computed. The fields but `sizes` are arguments of `contrastive_loss`."""
 
     objective: str = setting(
         "softmax", "`softmax` (CLIP), one direction, or `sigmoid` (SigLIP).", choices=tuple(OBJECTIVES)
@@ -164,6 +164,11 @@ class LossConfig:
         "mask",
         "Pairs whose samples share a key, with `data.same`: `mask`, left out; `positive`; `ignore`, negatives as any.",
         choices=SHARED,
+    )
+    sizes: list[int] = setting(
+        [],
+        "Sizes, in numbers, that features may be cut to: the losses of so many first numbers are added.",
+        least=1,
     )
 
 

@@ -1,5 +1,6 @@
 """All settings of a training run in one tree, their checks that need neither machine nor data, and their YAML form."""
 
+import math
 import os
 import re
 from dataclasses import asdict, dataclass, field, replace
@@ -15,6 +16,7 @@ from clipscale.common.record import Record
 from clipscale.common.units import format_count, nearest, parse_count, run_folder, unused
 from clipscale.config import sections
 from clipscale.config.data import DataConfig
+from clipscale.config.libraries import model_description
 from clipscale.config.parse import MEANT
 from clipscale.config.secrets import hidden
 from clipscale.config.setting import differing, setting
@@ -131,6 +133,9 @@ def check(config: TrainConfig) -> None:
     if config.resume not in RESUMES and not Path(config.resume).expanduser().exists():
         meant = MEANT.get(f"resume={config.resume}", config.resume)
         raise UserError(f"resume={config.resume}: there is no such file or run folder{nearest(meant, RESUMES)}")
+    width = (config.model.architecture or model_description(config.model.name)).get("embed_dim", math.inf)
+    if any(size >= width for size in config.loss.sizes):
+        raise UserError(f"loss.sizes={config.loss.sizes}: the features of this model have {width} numbers; give fewer")
     if lora and not config.model.weights:
         raise UserError(f"model.lora={lora}: a checkpoint has adapters only; give what they adapt, model.weights=...")
     if lora and config.launch.parallel != "ddp":

@@ -1,6 +1,6 @@
 """Zero-shot classification sets, and how a model is measured on them.
 
-N: images, n: images of a batch, C: classes, U: distinct class names, D: feature width.
+N: images, n: images of a batch, C: classes, U: distinct class names, D: feature width, S: sizes of features.
 """
 
 import hashlib
@@ -32,15 +32,18 @@ class ClassificationSet(EvalSet):
         digest = hashlib.blake2b("\n".join(self.classnames).encode(), digest_size=16).hexdigest()
         return {"prompts": list(self.templates), "classes": len(self.classnames), "classnames": digest}
 
-    def measure(self, encoder: Encoder) -> Metrics:
+    def measure(self, encoder: Encoder) -> list[Metrics]:
         """Accuracies, and the mean recall of the classes that have images."""
         target_N = torch.tensor(self.answers, device=encoder.world.device)
         classes_UD, rows_C = encoder.classes(self.classnames, self.templates, self.label)
+        classes = encoder.parts(classes_UD)
         ranks = []
         for span, features_nD, usable_n in self.pictures(encoder):
-            scores_nC = (features_nD @ classes_UD.T)[:, rows_C]
-            ranks_n = zero_shot.target_ranks(scores_nC, target_N[span.start : span.stop])
-            ranks.append(ranks_n.masked_fill(~usable_n, MISSED))
-        ranks_N = join(ranks, len(self), encoder.batch, encoder.world)
-        usable_N = ranks_N != MISSED
-        return zero_shot.accuracy_metrics(ranks_N[usable_N], target_N[usable_N]) | {"images": int(usable_N.sum())}
+            scores = [(rows @ part.T)[:, rows_C] for rows, part in zip(encoder.parts(features_nD), classes)]
+            target_n = target_N[span.start : span.stop]
+            ranks_nS = torch.stack([zero_shot.target_ranks(scores_nC, target_n) for scores_nC in scores], dim=1)
+            ranks.append(ranks_nS.masked_fill(~usable_n[:, None], MISSED))
+        ranks_NS = join(ranks, len(self), encoder.batch, encoder.world)
+        usable_N = ranks_NS[:, 0] != MISSED
+        right_N, counts = target_N[usable_N], {"images": int(usable_N.sum())}
+        return [zero_shot.accuracy_metrics(ranks_N, right_N) | counts for ranks_N in ranks_NS[usable_N].T]

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from clipscale.config.sections import LossConfig
 from clipscale.data.eval_transform import ahead
 from clipscale.data.sample import BrokenSampleError
 from clipscale.distributed.world import World
@@ -55,10 +56,14 @@ class Encoder:
     threads: int
     before_batch: Callable[[], None] = lambda: None
     progress: Callable[[str, int, int], None] = lambda *_: None
-    objective: str | None = None
-    """That of the training, as in `loss.objective`; None: not known."""
+    loss: LossConfig | None = None
+    """That of the training; None: not known."""
     broken: Counter[str] = field(default_factory=Counter)
     """Images of the last set that were left out, by reason."""
+
+    def parts(self, rows: Tensor) -> list[Tensor]:
+        """The features (n, D), and their first numbers of each of the loss's `sizes`, as unit rows."""
+        return [rows, *(F.normalize(rows[:, :size], dim=-1) for size in (self.loss.sizes if self.loss else ()))]
 
     def counted(self, spans: list[range], what: str) -> Iterator[range]:
         for done, span in enumerate(spans):

@@ -27,7 +27,7 @@ class RetrievalSet(EvalSet):
 
     answers: Sequence[Sequence[str]]
 
-    def measure(self, encoder: Encoder) -> Metrics:
+    def measure(self, encoder: Encoder) -> list[Metrics]:
         """Recalls. Every rank ranks the whole set."""
         batches = list(self.pictures(encoder))
         images_ND = join([features for _, features, _ in batches], len(self), encoder.batch, encoder.world)
@@ -38,7 +38,8 @@ class RetrievalSet(EvalSet):
         captions_MD = encoder.texts([text for text, _ in captions])
         owner_M = torch.tensor([image for _, image in captions], device=encoder.world.device)
         counts: Metrics = {"images": len(images_ND), "captions": len(captions)}
-        return self.metrics(encoder, images_ND, captions_MD, owner_M) | counts
+        parts = zip(encoder.parts(images_ND), encoder.parts(captions_MD))
+        return [self.metrics(encoder, images, texts, owner_M) | counts for images, texts in parts]
 
     def metrics(self, encoder: Encoder, images_ND: Tensor, captions_MD: Tensor, owner_M: Tensor) -> Metrics:
         """What `retrieval_metrics` gives for these features; a kind of set adds to it."""
@@ -55,7 +56,7 @@ class PairSet(RetrievalSet):
         """Recalls, and where the objective is known the mean `loss` of all whole batches of images, each with its first
         caption, in the set's order. It depends on LOSS_BATCH, and not on how many are encoded at a time."""
         recalls = retrieval_metrics(images_ND, captions_MD, owner_M)
-        if encoder.objective is None:
+        if encoder.loss is None:
             return recalls
         first_N = torch.searchsorted(owner_M, torch.arange(len(images_ND), device=owner_M.device))
         pairs = images_ND, captions_MD[first_N]
@@ -68,7 +69,7 @@ class PairSet(RetrievalSet):
                 texts_nD,
                 model.logit_scale.exp(),
                 logit_bias=model.logit_bias,
-                objective=encoder.objective,
+                objective=encoder.loss.objective,
                 exchange="none",
                 backend="tiled",
             )

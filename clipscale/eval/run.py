@@ -18,7 +18,7 @@ from clipscale import __version__
 from clipscale.common import files
 from clipscale.common.hardware import cores_of_rank
 from clipscale.common.record import Metrics, Record, Results
-from clipscale.config.sections import EvalConfig
+from clipscale.config.sections import EvalConfig, LossConfig
 from clipscale.distributed.world import World
 from clipscale.eval.encode import Encoder
 from clipscale.eval.sets.item import EvalSet
@@ -68,7 +68,7 @@ def evaluate(
     world: World,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     *,
-    objective: str | None = None,
+    loss: LossConfig | None = None,
     file: ResultsFile | None = None,
     before_batch: Callable[[], None] = lambda: None,
     progress: Callable[[str, int, int], None] = lambda *_: None,
@@ -77,7 +77,8 @@ def evaluate(
 
     Every metric covers the usable images of its set: pictures that can be decoded, with a caption where the set has
     captions. The metric `broken` counts the others, as in training, and the file has their reasons.
-    Held-out pairs have the loss of the run's `objective`; without one, none.
+    `loss`: of the training; without one, held-out pairs have none. The first numbers of the features, of each of its
+    `sizes`, have results of their own, named `SET (size 64)`.
     Rank 0 writes into `file` after each set. The model is in evaluation mode meanwhile. Sets evaluated with averaged
     weights, which the caller puts into the model, are named `SET (ema)`, parts of sets `SET (limit N)`.
     `before_batch()` is called equally often on every rank; what it raises ends the evaluation. `progress(what, done,
@@ -86,21 +87,23 @@ def evaluate(
     Raises UserError for sets that cannot be used, and OSError where `file` cannot be written.
     """
     sets = check(config, world)
-    encoder = Encoder(model, world, autocast, config.batch, min(8, cores_of_rank()), before_batch, progress, objective)
+    threads = min(8, cores_of_rank())
+    encoder = Encoder(model, world, autocast, config.batch, threads, before_batch, progress, loss)
     results = {}
     with torch.no_grad(), ExitStack() as stack:
         stack.callback(model.train, model.training)
         model.train(False)
         for eval_set in sets:
             started = time.perf_counter()
-            metrics = eval_set.measure(encoder)
-            metrics["broken"] = encoder.broken.total()
-            if eval_set.metric:
-                metrics["main"] = sum(metrics[name] for name in eval_set.metric) / len(eval_set.metric)
-            results[eval_set.label] = metrics
-            if file is not None and world.main:
-                facts = measured(eval_set) | {"batch": config.batch, "broken": dict(encoder.broken)}
-                file.add(eval_set.label, metrics, facts | {"seconds": round(time.perf_counter() - started, 3)})
+            of_sizes = [eval_set, *(eval_set.marked(f"size {size}") for size in (loss.sizes if loss else ()))]
+            for part, metrics in zip(of_sizes, eval_set.measure(encoder), strict=True):
+                metrics["broken"] = encoder.broken.total()
+                if part.metric:
+                    metrics["main"] = sum(metrics[name] for name in part.metric) / len(part.metric)
+                results[part.label] = metrics
+                if file is not None and world.main:
+                    facts = measured(part) | {"batch": config.batch, "broken": dict(encoder.broken)}
+                    file.add(part.label, metrics, facts | {"seconds": round(time.perf_counter() - started, 3)})
     return results
 
 

@@ -9,7 +9,7 @@ from clipscale.common import files
 from clipscale.common.record import Record, Results
 from clipscale.common.terminal import Progress, doing, say
 from clipscale.config.eval import EvalRunConfig, check_eval, completed
-from clipscale.config.sections import SinkConfig
+from clipscale.config.sections import LossConfig, SinkConfig
 from clipscale.distributed.world import join, leave
 from clipscale.eval.run import ResultsFile, check, evaluate
 from clipscale.eval.suites import chosen_sets, suite_table
@@ -26,12 +26,13 @@ def main(config: EvalRunConfig) -> Results:
     return local.run(completed(config), f"{__name__}:work")
 
 
-def objective_of(run: Path) -> str:
-    """The objective of a run, or of its last stage, by its settings."""
+def loss_of(run: Path) -> LossConfig:
+    """The `objective` of a run, or of its last stage, and the `sizes` of its features, by its settings."""
     path = run / "config.yaml"
     saved = files.read_yaml(path) if path.is_file() else {}
-    of_run = saved.get("loss", {}).get("objective", "softmax")
-    return str({"loss": of_run, **(saved.get("stages") or [{}])[-1]}["loss"])
+    loss = {"objective": "softmax", **saved.get("loss", {})}
+    last = (saved.get("stages") or [{}])[-1]
+    return LossConfig(str(last.get("loss", loss["objective"])), sizes=loss.get("sizes", []))
 
 
 def work(config: EvalRunConfig) -> Results:
@@ -63,7 +64,7 @@ def work(config: EvalRunConfig) -> Results:
                     config.eval,
                     world,
                     precision.autocast,
-                    objective=objective_of(folder) if run else None,
+                    loss=loss_of(folder) if run else None,
                     file=ResultsFile(folder, step, facts),
                     progress=Progress(),
                 )

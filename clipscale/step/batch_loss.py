@@ -12,12 +12,16 @@ from clipscale.config.train import TrainConfig
 from clipscale.loss.api import contrastive_loss
 from clipscale.loss.machine import Machine
 from clipscale.loss.objective import OBJECTIVES
-from clipscale.models.towers import ClipModel
+from clipscale.models.towers import ClipModel, unit_rows
 
 
 @dataclass(frozen=True)
 class BatchLoss:
-    """The global mean of the loss, on every rank. Gradients are shares: their sum over ranks is its gradient."""
+    """The global mean of the loss, on every rank. Gradients are shares: their sum over ranks is its gradient.
+
+    With `loss.sizes` it is the sum of the losses of the whole features and of their first numbers, so many of each
+    size, as unit rows (Kusupati et al. 2022, arXiv 2205.13147, equation 1).
+    """
 
     config: TrainConfig
     model: ClipModel
@@ -40,6 +44,11 @@ class BatchLoss:
             "check": False,
             **vars(config),
         }
+        del options["sizes"]
         scale = self.model.logit_scale.exp()
         with self.autocast():
-            return contrastive_loss(image_features, text_features, scale, **options)
+            value = contrastive_loss(image_features, text_features, scale, **options)
+            for size in config.sizes:
+                shorter = unit_rows(image_features[:, :size]), unit_rows(text_features[:, :size])
+                value = value + contrastive_loss(*shorter, scale, **options)
+            return value

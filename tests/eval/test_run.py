@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
-from clipscale.config.sections import EvalConfig
+from clipscale.config.sections import EvalConfig, LossConfig
 from clipscale.distributed.world import World
 from clipscale.eval import retrieval
 from clipscale.eval.encode import Encoder, join
@@ -115,13 +115,28 @@ def test_held_out_pairs_have_the_loss_of_the_runs_objective(
     model.logit_scale = torch.tensor(0.7)
     model.logit_bias = torch.tensor(bias) if bias else None
     monkeypatch.setattr(retrieval, "LOSS_BATCH", 2)
-    results = evaluate(model, EvalConfig(sets=[str(root)]), ALONE, objective=objective)["pairs"]
+    loss = LossConfig(objective) if objective else None
+    results = evaluate(model, EvalConfig(sets=[str(root)]), ALONE, loss=loss)["pairs"]
     colours = torch.tensor([COLOURS[name] for name in NAMES if name != NAMES[1]], dtype=torch.float64) - 125
     losses = [formula(math.exp(0.7) * part @ part.T, bias) for part in F.normalize(colours)[:4].split(2) if formula]
     assert ("loss" in results) == bool(losses)
     assert not losses or results["loss"] == pytest.approx(float(sum(losses)) / 2, rel=1e-5)
     assert (results["images"], results["captions"], results["broken"]) == (5, 10, 1)
     assert {value for metric, value in results.items() if "_r" in metric} == {1}
+
+
+def test_sizes_measure_the_first_numbers_of_features(tmp_path: Path) -> None:
+    """As a model that gives no others; the metrics of the whole features stay, bit for bit."""
+    sets = EvalConfig(sets=[*two_sets(tmp_path, wrong=(2,)), str(pair_set(tmp_path / "pairs"))])
+    results = evaluate(ColourModel(), sets, ALONE, loss=LossConfig(sizes=[2, 1]))
+    for size in (1, 2, 3):
+        model = ColourModel()
+        model.image = lambda pixels, n=size, model=model: ColourModel.image(model, pixels)[:, :n]  # type: ignore[method-assign]
+        model.text = lambda tokens, n=size, model=model: ColourModel.text(model, tokens)[:, :n]  # type: ignore[method-assign]
+        for name, metrics in evaluate(model, sets, ALONE, loss=LossConfig()).items():
+            assert results[name if size == 3 else f"{name} (size {size})"] == pytest.approx(metrics, abs=1e-6)
+    tops = [results[f"classes{mark}"]["top1"] for mark in (" (size 1)", "")]
+    assert tops[0] < tops[1], "one number of a colour does not tell all"
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

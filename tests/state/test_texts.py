@@ -1,4 +1,4 @@
-"""A step of a whole run with keys, several captions or hard negatives is one dense graph's, and its losses resume."""
+"""A step of a whole run with keys, several captions, hard negatives or sizes is one dense graph's, and resumes."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ from clipscale.config.sections import (
 from clipscale.config.train import TrainConfig
 from clipscale.distributed.world import World
 from clipscale.loss.reference import dense_contrastive_loss
-from clipscale.models.towers import build_model
+from clipscale.models.towers import build_model, unit_rows
 from clipscale.train import start_run, train
 from tests.data.files import picture, write_tar
 from tests.support.gradients import gradients, whole
@@ -46,7 +46,7 @@ def config_of(shard: str, run: Path, shared: str = "mask", k: int = 1, **given: 
     data = DataConfig(train=[shard], workers=0, shard_streams=6, **fields)
     model = ModelConfig(name="test", architecture=ARCHITECTURE, init_bias=-2.0)
     given = {"optim": OptimConfig(lr=1e-3), "cache": CacheConfig(chunk=["5", "5"]), **given}
-    loss = LossConfig(objective, given.pop("exchange", "auto"), shared=shared)
+    loss = LossConfig(objective, given.pop("exchange", "auto"), shared=shared, sizes=given.pop("sizes", []))
     return small(shard, run, data=data, model=model, loss=loss, precision="fp32", **given)
 
 
@@ -81,6 +81,8 @@ HARD: dict = {"shared": "ignore", "data": {"negatives": "json:hard", "negatives_
         (2, HARD | {"k": 2, "exchange": "ring"}),
         (2, HARD | {"exchange": "gather", "cache": CacheConfig(chunk=["5", "5"], keep="1G")}),
         (2, HARD | {"objective": "sigmoid", "launch": LaunchConfig(parallel="zero3")}),
+        (1, {"sizes": [3, 8]}),
+        (2, {"sizes": [8, 3, 1], "objective": "sigmoid", "exchange": "ring"}),
     ],
     ids=str,
 )
@@ -99,7 +101,9 @@ def test_a_step_is_that_of_one_dense_graph(shard: str, tmp_path: Path, ranks: in
     given = {"logit_bias": model.logit_bias, **{name: vars(config.loss)[name] for name in ("objective", "shared")}}
     if config.data.negatives is None:
         given["keys"] = keys, keys.repeat_interleave(k)
-    expected = dense_contrastive_loss(u, v, scale, captions=k, **given)
+    parts = [(u, v), *((unit_rows(u[:, :size]), unit_rows(v[:, :size])) for size in config.loss.sizes)]
+    expected = sum(dense_contrastive_loss(*part, scale, captions=k, **given) for part in parts)
+    assert isinstance(expected, torch.Tensor)
     expected.backward()
     assert value == pytest.approx(expected.item(), rel=1e-6), "the value is kept in float32"
     assert len(set(keys.tolist())) < len(keys)

@@ -19,8 +19,8 @@ from clipscale.models.towers import ClipModel, load_model
 from clipscale.tools.export import hugging_face, open_clip
 from clipscale.tools.export.settings import ExportSettings
 
-SHOWN = ("batch", "samples", "epochs", "loss.objective", "optim.name", "optim.lr", "schedule.name", "schedule.warmup",
-         "precision", "seed")  # fmt: skip
+SHOWN = ("batch", "samples", "epochs", "loss.objective", "loss.sizes", "optim.name", "optim.lr", "schedule.name",
+         "schedule.warmup", "precision", "seed")  # fmt: skip
 """Settings of the run in the card, as far as they are set."""
 MADE = "exported with clipscale"
 """In every card: the folder is ours to write again."""
