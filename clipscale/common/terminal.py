@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta
@@ -20,6 +21,8 @@ LONGEST = 4000
 """Characters of a printed error or warning; the rest of it is left out."""
 CLEAR = "\r\x1b[K"
 """Empties a terminal's last line."""
+FOLD = textwrap.TextWrapper(100, subsequent_indent=" " * 9, break_long_words=False, break_on_hyphens=False)
+"""Lines of a log on a terminal."""
 LINE_S = 60.0
 """Seconds between lines about the progress of long work, where there is no terminal."""
 BAR_AFTER_S, BAR_EVERY_S, BAR_WIDTH = 2.0, 0.2, 20
@@ -54,8 +57,10 @@ def say(text: object, *, error: bool = False) -> None:
 
 
 def tell(text: object, *, error: bool = False) -> None:
-    """Print a line of a run's log: it begins with the time of day."""
-    say(f"{datetime.now():%H:%M:%S} {text}", error=error)
+    """Print a line of a run's log: it begins with the time of day. A terminal shows a long one between words."""
+    line = f"{datetime.now():%H:%M:%S} {printable(text)}"
+    for part in FOLD.wrap(line) if on_terminal() else [line]:
+        say(part, error=error)
 
 
 def doing(what: str) -> None:

@@ -65,6 +65,15 @@ say("done")
 """
 
 
+def test_a_long_line_of_a_log_is_folded_on_a_terminal_alone(tmp_path: Path) -> None:
+    code = "from clipscale.common.terminal import tell; tell('one word after another ' * 10, error=True)"
+    status, output = on_terminal([sys.executable, "-c", code], tmp_path, os.environ)
+    lines = screen(output)
+    assert status == 0 and len(lines) == 4 and max(map(len, lines)) <= 100, lines
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.count("\n") == 1
+
+
 def test_a_terminal_shows_what_is_done_and_keeps_only_lines(tmp_path: Path) -> None:
     status, output = on_terminal([sys.executable, "-c", WORK], tmp_path, os.environ)
     assert (status, screen(output)) == (0, ["begun", "done", ""])
