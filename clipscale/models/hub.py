@@ -5,11 +5,13 @@ open_clip and Hugging Face's client ask twelve times, for a minute and a half.
 
 import os
 import socket
+from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from clipscale.common.errors import UserError
-from clipscale.config.libraries import pretrained
+from clipscale.config.libraries import model_description, pretrained
 from clipscale.config.sections import ModelConfig
 from clipscale.models.sources import HUB, local_source
 
@@ -17,20 +19,26 @@ PATIENCE_S = 3.0
 
 
 def check_connection(model: ModelConfig) -> None:
-    """Raise UserError for weights of a tag or a repository that are not in the cache, if their server has no answer."""
+    """Raise UserError for weights and tokenizers that are not in the cache, if their server has no answer."""
     server = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    for value in (model.weights, model.image.weights, model.text.weights):
-        if not value or local_source(value):
-            continue
-        repository = value.removeprefix(HUB)
-        if repository == value:
-            known = pretrained().get_pretrained_cfg(model.name.replace("/", "-"), value)
-            repository = known.get("hf_hub", "").rpartition("/")[0]
-        if repository and not reached(server) and not cached(repository):
+    for repository in repositories(model):
+        if not cached(repository) and not reached(server):
             raise UserError(
-                f"the weights {value!r} are not on this machine, and {server} has no answer; download {repository} "
-                "elsewhere, and give its folder"
+                f"{repository} is not on this machine, and cannot be fetched: {server} has no answer; download it "
+                "elsewhere, and give model.weights=FOLDER, or copy Hugging Face's cache"
             )
+
+
+def repositories(model: ModelConfig) -> Iterator[str]:
+    """Where a model's weights and its tokenizer are fetched, as far as they are no files or folders."""
+    for value in (model.weights, model.image.weights, model.text.weights):
+        if value and not local_source(value):
+            tag = pretrained().get_pretrained_cfg(model.name.replace("/", "-"), value)
+            yield value.removeprefix(HUB) if value.startswith(HUB) else tag.get("hf_hub", "").rpartition("/")[0]
+    text = (model.architecture or model_description(model.name)).get("text_cfg", {})
+    tokenizer = text.get("hf_tokenizer_name", "")
+    if tokenizer and not Path(tokenizer).is_dir():
+        yield tokenizer
 
 
 def reached(server: str) -> bool:
@@ -46,12 +54,10 @@ def reached(server: str) -> bool:
 
 
 def cached(repository: str) -> bool:
-    """Whether Hugging Face's cache has files of a repository."""
+    """Whether Hugging Face's cache has files of a repository; True for none."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        snapshot_download(repository, local_files_only=True)
-    except LocalEntryNotFoundError:
+        return not repository or bool(snapshot_download(repository, local_files_only=True))
+    except (OSError, ValueError):  # or no name of a repository
         return False
-    return True

@@ -122,8 +122,9 @@ WRONG = {
     "model.weights=bare.pt": "not fit model.name=ViT-B-32: its visual.conv1.weight is (32, 3, 8, 8)",
     "model.weights=text.pt": "neither safetensors nor written by torch.save",
     "model.weights=laion2b_s34b_b79": "no tag of model.name=ViT-B-32; did you mean 'laion2b_s34b_b79k'",
-    "model.weights=laion2b_s34b_b79k": "are not on this machine, and http://127.0.0.1:9 has no answer",
-    "model.weights=hf-hub:org/none": "download org/none elsewhere",
+    "model.weights=laion2b_s34b_b79k": "b79K is not on this machine, and cannot be fetched: http://127.0.0.1:9 has",
+    "model.weights=hf-hub:org/none": "org/none is not on this machine",
+    "model=siglip-b16": "timm/ViT-B-16-SigLIP is not on this machine",
     "model.image.weights=empty": "holds no weights",
     "model=vit-b32 model.weights=start": "is small",
 }
