@@ -10,7 +10,6 @@ from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.units import run_folder
 from clipscale.config import sections
-from clipscale.config.secrets import restored
 from clipscale.config.setting import differing, setting
 
 MODEL = "name architecture weights image.weights text.weights image_size context_length preprocess"
@@ -101,7 +100,7 @@ def completed(config: EvalRunConfig) -> EvalRunConfig:
     without any set."""
     path = run_folder(config.run) / "config.yaml"
     saved = files.read_yaml(path) if config.run and path.is_file() else {}
-    own, chosen = restored(saved.get("eval", {})), config.eval
+    own, chosen = saved.get("eval", {}), config.eval
     if not chosen.has_sets:
         chosen = replace(chosen, sets=own.get("sets", []), suite=own.get("suite", "none"))
     if not chosen.has_sets:

@@ -1,8 +1,6 @@
 """Keeps secrets out of files: what `${oc.env:NAME}` gave is written as that, and addresses lose their passwords."""
 
 import os
-import re
-from collections.abc import Callable
 from typing import Any
 
 from clipscale.common.errors import UserError
@@ -25,29 +23,14 @@ def from_environment(name: str, *default: str | None) -> str | None:
 
 def hidden(tree: Any) -> Any:
     """Nested values as they may be written: without values of the environment and without `user:password@`."""
-
-    def without_secrets(text: str) -> str:
-        for name in os.environ.get(READ, "").split(","):
-            value = os.environ.get(name, "")
-            if len(value) >= LEAST:
-                text = text.replace(value, f"${{oc.env:{name}}}")
-        return without_password(text)
-
-    return each_text(tree, without_secrets)
-
-
-def restored(tree: Any) -> Any:
-    """Nested values that have been read from a file, with `${oc.env:NAME}` replaced by the variable's value.
-
-    Raises UserError.
-    """
-    name = r"\$\{oc\.env:(\w+)\}"
-    return each_text(tree, lambda text: re.sub(name, lambda match: str(from_environment(match[1])), text))
-
-
-def each_text(tree: Any, change: Callable[[str], str]) -> Any:
     if isinstance(tree, dict):
-        return {key: each_text(value, change) for key, value in tree.items()}
+        return {key: hidden(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return [each_text(value, change) for value in tree]
-    return change(tree) if isinstance(tree, str) else tree
+        return [hidden(value) for value in tree]
+    if not isinstance(tree, str):
+        return tree
+    for name in os.environ.get(READ, "").split(","):
+        value = os.environ.get(name, "")
+        if len(value) >= LEAST:
+            tree = tree.replace(value, f"${{oc.env:{name}}}")
+    return without_password(tree)

@@ -226,6 +226,6 @@ def changes_since(file: Path, config: TrainConfig) -> list[str]:
 
 
 def to_yaml(config: Any) -> str:
-    """The configuration as YAML without its secrets. `typed` reads it back, after `restored`."""
+    """The configuration as YAML without its secrets. `typed` reads it back."""
     # `hidden` makes lists of tuples, which YAML does not have.
     return yaml.safe_dump(hidden(asdict(config)), sort_keys=False, allow_unicode=True)

@@ -18,7 +18,7 @@ from PIL import Image
 
 from clipscale.cli.main import main
 from clipscale.config.presets import PACKAGE
-from clipscale.config.secrets import hidden, restored
+from clipscale.config.secrets import hidden
 from clipscale.data.decode import Picture
 from clipscale.data.eval_transform import EvalTransform
 from clipscale.data.sample import BrokenSampleError
@@ -141,7 +141,11 @@ def test_secrets_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "txt",
         "https://host/x",
     ]
-    assert restored(config["data"]["train"]) == [shards]
+    config["eval"]["sets"] = ["${oc.env:SECRET_SHARDS}"]  # as in a folder that somebody sent
+    (tmp_path / "run/config.yaml").write_text(yaml.safe_dump(config))
+    capsys.readouterr()
+    assert main(["eval", f"run={tmp_path}/run"]) == 2
+    assert "eval.sets: ${oc.env:SECRET_SHARDS} does not exist" in capsys.readouterr().err
     assert hidden(json.loads(json.dumps({"a": [f"see {shards}", 3]}))) == {"a": ["see ${oc.env:SECRET_SHARDS}", 3]}
     assert main(["train", *TINY, f"data.train={shards}", "resume=https://me:pass@host/x"]) == 2
     assert "resume=https://host/x" in capsys.readouterr().err

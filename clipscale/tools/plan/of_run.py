@@ -13,7 +13,6 @@ from clipscale.common.hardware import gpu_here, hardware_of
 from clipscale.common.record import Record
 from clipscale.common.units import format_bytes
 from clipscale.config.parse import typed
-from clipscale.config.secrets import restored
 from clipscale.config.stages import stages_of
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.memory import free_memory
@@ -75,7 +74,7 @@ def of_training(trained: TrainConfig, machine: PlanConfig) -> PlanConfig:
 def configs_of(folder: Path) -> list[PlanConfig]:
     """The settings of a run's stages, on the machine that it ran on. Raises UserError."""
     with files.reported("the run's", folder / "config.yaml", "restore it"):
-        config = typed(TrainConfig, restored(files.read_yaml(folder / "config.yaml")), ignored=GONE)
+        config = typed(TrainConfig, files.read_yaml(folder / "config.yaml"), ignored=GONE)
     with files.reported("the run's", folder / "env.json", "restore it"):
         machine = files.read_json(folder / "env.json")
     hardware = hardware_of(machine["gpus"][0]) if machine["gpus"] and config.device != "cpu" else "cpu"
