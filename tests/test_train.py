@@ -150,15 +150,16 @@ def losing_a_loader(rank: int, world: int, config: TrainConfig) -> None:
         train(config)
 
 
-def test_a_lost_loader_saves_the_run_on_all_ranks(shards: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_lost_loader_saves_the_run_on_all_ranks(shards: str, tmp_path: Path, world: int) -> None:
     """Also where the others are in the middle of a step; the run goes on as if nothing had happened."""
     config = small(shards, tmp_path / "run", samples=12 * 6, checkpoint=CheckpointConfig(every="0"))
-    run_ranks(losing_a_loader, 2, config)
+    run_ranks(losing_a_loader, world, config)
     assert len(curve(tmp_path / "run")) == 3
     (saved,) = checkpoint.checkpoints_of(tmp_path / "run")
     assert checkpoint.step_of(saved) == 3
-    run_ranks(on_a_rank, 2, config)
-    run_ranks(on_a_rank, 2, replace(config, run=str(tmp_path / "whole")))
+    run_ranks(on_a_rank, world, config)
+    run_ranks(on_a_rank, world, replace(config, run=str(tmp_path / "whole")))
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
 
 

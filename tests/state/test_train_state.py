@@ -144,7 +144,8 @@ def compiled_run(rank: int, world: int, config: TrainConfig) -> tuple[int, int, 
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), curve(Path(config.run))
 
 
-@pytest.mark.parametrize("parallel", [pytest.param("zero3", marks=pytest.mark.slow), "ddp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["zero3", "ddp"])
 def test_over_ranks_towers_compile_without_breaks(shards: str, tmp_path: Path, parallel: str) -> None:
     """Blocks share their graphs, under FSDP2 too, and no graph is cut at DDP's buckets."""
     launch = LaunchConfig(parallel=parallel)

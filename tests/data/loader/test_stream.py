@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(60)
 
 def test_batches_do_not_depend_on_workers(tmp_path: Path) -> None:
     write_shards(tmp_path, [30, 20, 50])
-    options = {"batch": 200, "augment": AugmentConfig(scale=(0.3, 1.0), flip=0.5)}
+    options = {"batch": 60, "augment": AugmentConfig(scale=(0.3, 1.0), flip=0.5)}
     with open_stream(tmp_path, **options) as alone, open_stream(tmp_path, workers=3, **options) as shared:
         for step in range(6):
             assert contents(shared, 1) == contents(alone, 1), f"step {step}"

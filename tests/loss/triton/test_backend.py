@@ -37,6 +37,7 @@ from tests.loss.workers import Workers, check, stacked  # noqa: E402
 from tests.support.ranks import workers  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+LONG = pytest.mark.slow if DEVICE == "cpu" else pytest.mark.gpu
 SOFTMAXES = ("softmax", "softmax_image", "softmax_text")
 
 
@@ -79,6 +80,7 @@ def test_scores_that_span_more_than_float32_are_exact(kind: str) -> None:
         assert_exact(actual, oracle(u, v, 100.0, objective=objective), 100.0, 1e-5, (kind, objective))
 
 
+@LONG
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
 def test_half_precision_is_no_further_from_the_truth_than_twice_plain_torch(objective: str, dtype: torch.dtype) -> None:
@@ -99,6 +101,7 @@ def test_tiny_sigmoid_terms_keep_their_precision() -> None:
 SHAPES = {(t.rows, t.cols, t.depth, number >= 9) for number, t in ((8, FLOAT32), *tuning.SHAPES.items())}
 
 
+@LONG
 @pytest.mark.skipif(DEVICE == "cuda", reason="each GPU has one")
 @pytest.mark.parametrize("shape", sorted(SHAPES), ids=str)
 def test_every_shape_of_tiles_is_exact(shape: tuple[int, int, int, bool]) -> None:
@@ -217,6 +220,7 @@ def test_columns_far_below_the_largest_row_keep_their_terms(c: float, gap: float
     assert_nothing_is_lost(normalize(u, dim=1), normalize(v, dim=1))
 
 
+@LONG
 @settings(max_examples=8, derandomize=True, deadline=None)
 @given(
     angles=st.lists(st.tuples(*[st.floats(0, math.pi)] * 4), min_size=2, max_size=3),
@@ -230,6 +234,7 @@ def test_no_pairs_lose_anything(angles: list[tuple[float, ...]], scale: float) -
     assert_nothing_is_lost(u, v, scale, ["softmax"])
 
 
+@LONG
 def test_far_rows_in_several_tiles_and_longer_ones_lose_nothing() -> None:
     u, v = extreme(40, 70, 24)
     assert_nothing_is_lost(u, v[:40], objectives=["softmax"])

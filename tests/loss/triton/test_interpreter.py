@@ -19,8 +19,9 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.skipif(NO_INTERPRETER, reason="Triton's interpreter of these versions breaks with this numpy")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they run on the CUDA device")
-def test_the_kernels_in_the_interpreter() -> None:
-    options = ["-o", "addopts=", "-p", "no:cacheprovider", "tests/loss/triton/test_backend.py"]
+@pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_the_kernels_in_the_interpreter(marked: str) -> None:
+    options = ["-o", "addopts=", "-m", marked, "-p", "no:cacheprovider", "tests/loss/triton/test_backend.py"]
     command = [sys.executable, "-m", "pytest", *options]
     env = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
