@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ from clipscale.step.optim import build_optimizer
 OPTIONS = group_options()
 
 
-@cache
 def composed(*overrides: str) -> TrainConfig:
     """The settings of `clipscale train` with these words."""
     _, words = compose.overrides("train", [*overrides, "data.train=x.tar"])
@@ -30,8 +28,13 @@ def composed(*overrides: str) -> TrainConfig:
     return settled(config)
 
 
+RECIPES = yaml.safe_load(Path(__file__).with_name("recipes.yaml").read_text(encoding="utf-8"))
+OWN = {"demo", "finetune", "finetune-lora", "finetune-head"}
+"""They have no source, and name no score."""
+
+
 @pytest.mark.parametrize("name", OPTIONS["experiment"])
-def test_a_preset_composes_and_its_model_and_optimizer_build(name: str) -> None:
+def test_a_preset_is_the_published_recipe_and_its_model_and_optimizer_build(name: str) -> None:
     config = composed(f"experiment={name}")
     with torch.device("meta"):
         model = build_model(without_weights(config.model))
@@ -39,6 +42,12 @@ def test_a_preset_composes_and_its_model_and_optimizer_build(name: str) -> None:
     assert sum(len(group["params"]) for group in optimizer.param_groups) > 0
     trained = [tower for tower in (model.image, model.text) if any(p.requires_grad for p in tower.parameters())]
     assert len(trained) == (1 if config.model.image.train == "none" else 2)
+    recipe, comment = dict(RECIPES.get(name, {"source": "", "accuracy": []})), header("experiment", name)
+    assert bool(recipe.pop("source")) == (name not in OWN)
+    scores = " % and then ".join(map(str, recipe.pop("accuracy")))
+    assert (f"{scores} % zero-shot on ImageNet" in comment) if scores else "%" not in comment
+    values = dict(flat(json.loads(json.dumps(asdict(config)))))
+    assert {key: values[key] for key in recipe} == recipe
 
 
 @pytest.mark.parametrize("name", OPTIONS["model"])
@@ -68,28 +77,6 @@ GROUPS = ("data", "loss", "schedule", "log")
 @pytest.mark.parametrize("word", [f"{group}={name}" for group in GROUPS for name in OPTIONS[group]])
 def test_every_other_choice_composes(word: str) -> None:
     composed(word)
-
-
-RECIPES = yaml.safe_load(Path(__file__).with_name("recipes.yaml").read_text(encoding="utf-8"))
-
-
-def test_every_recipe_has_a_source() -> None:
-    """The others are our own, and name no score."""
-    own = {"demo", "finetune", "finetune-lora", "finetune-head"}
-    assert RECIPES.keys() == {*OPTIONS["experiment"]} - own
-    assert not any("%" in header("experiment", name) for name in own)
-    assert all(recipe["source"] for recipe in RECIPES.values())
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_is_the_published_one(name: str) -> None:
-    published = {key: value for key, value in RECIPES[name].items() if key not in ("source", "accuracy")}
-    config = composed(f"experiment={name}")
-    comment = header("experiment", name)
-    scores = " % and then ".join(map(str, RECIPES[name]["accuracy"]))
-    assert (f"{scores} % zero-shot on ImageNet" in comment) if scores else "%" not in comment
-    values = dict(flat(json.loads(json.dumps(asdict(config)))))
-    assert {key: values[key] for key in published} == published
 
 
 @pytest.mark.parametrize("name", ["siglip-b16", "infcl-vit-b16-lit", "clipa-b16"])
