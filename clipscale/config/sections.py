@@ -162,7 +162,7 @@ class LossConfig:
     )
     shared: str = setting(
         "mask",
-        "Pairs whose samples share a key, with `data.same`: `mask`, left out; `positive`; `ignore`, negatives as any.",
+        "Pairs whose samples share a key, with `data.same`: `mask`, left out; `positive`.",
         choices=SHARED,
     )
     sizes: list[int] = setting(

@@ -154,7 +154,7 @@ def check_pairs(config: TrainConfig) -> None:
     """Raise UserError for settings of pairs, keys and further texts that do not go together."""
     data, shared = config.data, config.loss.shared
     several = data.captions_per_step > 1
-    keys = data.same is not None and shared != "ignore"
+    keys = data.same is not None
     if not data.train:
         raise UserError("data.train is not set; give shards, data.train='/data/{00000..00099}.tar', or take data=demo")
     if shared == "positive" and not keys:

@@ -83,17 +83,8 @@ class Communicator:
         dist.all_reduce(x, op, group=self.group)
         return x
 
-    def agree(self, facts: dict[str, int] | None, device: torch.device) -> None:
-        """Raise ValueError if another rank has none, as it is about to raise, or if the ranks differ in one of them.
-        Otherwise ranks would wait for one that raises, or that brings another batch size."""
-        failed = self.gather(torch.tensor([facts is None], device=device)).tolist()
-        if facts is None:
-            return
-        faulty = [str(rank) for rank, has_failed in enumerate(failed) if has_failed]
-        if faulty:
-            raise ValueError(
-                f"contrastive_loss was refused on rank {', '.join(faulty)} of the group; the error there has the reason"
-            )
+    def agree(self, facts: dict[str, int], device: torch.device) -> None:
+        """Raise ValueError if the ranks differ in one of the facts: otherwise some would wait for others' numbers."""
         gathered = self.gather(torch.tensor([*facts.values()], device=device)).view(self.size, -1)
         for name, values in zip(facts, gathered.T.tolist()):
             if len(set(values)) > 1:

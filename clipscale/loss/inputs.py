@@ -18,7 +18,6 @@ from clipscale.loss.exchange import AllRows, Communicator
 from clipscale.loss.machine import Machine
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # from wide to narrow
-Pair = tuple[Tensor, Tensor]  # of the images and of the texts
 
 
 class LossOptions(TypedDict, total=False):
@@ -43,19 +42,15 @@ class Inputs:
     dtype: torch.dtype  # what the features are cast to
     captions: int = 1  # of an image: text i + c n is the c-th of image i; then come the hard negatives
 
-    def facts(self) -> dict[str, int]:
-        """What must be the same on all ranks: sizes for the transfers, the rest for their order."""
+    def shapes(self) -> dict[str, int]:
+        """What must be the same on all ranks for the transfers of features."""
         u, v = self.rows.features, self.cols.features
-        trained = [torch.is_grad_enabled() and x.requires_grad for x in (u, v, self.scale, self.bias)]
         return {
             "number of images": len(u),
             "number of texts": len(v),
             "size of an image's features": u[0].numel(),
             "size of a text's features": v[0].numel(),
             "feature type": DTYPES.index(self.dtype),
-            "choice of keys": int(self.rows.keys is not None),
-            "choice of tensors that need a gradient": sum(2**i for i, needs in enumerate(trained) if needs),
-            "number of captions": self.captions,
         }
 
     def positives_only(self) -> "Inputs":
@@ -79,33 +74,18 @@ class Inputs:
         scale, bias = (x.detach() + (x - x.detach()) / comm.size for x in (self.scale, self.bias))
         return replace(self, rows=rows, cols=cols, scale=scale, bias=bias)
 
-    def with_shares(self, comm: Communicator | None, positive: bool) -> "Inputs":
-        """With the keys that make an image's captions its positives, and, if pairs of equal keys are `positive`, with
-        each sample's share of them; without keys if no two samples have the same.
-
-        It gathers the keys of all ranks, and waits for the device.
-        """
-        n, k = len(self.rows), self.captions
-        row_keys, col_keys = self.rows.keys, self.cols.keys
+    def with_shares(self, comm: Communicator | None) -> "Inputs":
+        """With each sample's share of the pairs of equal keys, and keys that make an image's captions its positives
+        where there are none. Gathers the keys of all ranks."""
+        n, k, row_keys, col_keys = len(self.rows), self.captions, self.rows.keys, self.cols.keys
         if row_keys is None or col_keys is None:
-            if k == 1:
-                return self
             row_keys = torch.arange(n, device=self.scale.device) + (comm.rank * n if comm else 0)
             col_keys = F.pad(row_keys.repeat(k), (0, len(self.cols) - k * n), value=-1)
-
-        def equal(keys: Tensor, among: Tensor) -> Tensor:
-            """How many of all ranks' keys are equal to each."""
-            ordered = (comm.gather(among) if comm else among).sort()[0]
-            return torch.searchsorted(ordered, keys, right=True) - torch.searchsorted(ordered, keys)
-
-        texts, images = equal(row_keys, col_keys), equal(col_keys, row_keys)
-        others = (texts - 1).sum()
-        is_alone = int(comm.reduce(others) if comm else others) == 0
         sides = []
-        for side, keys, count in ((self.rows, row_keys, texts), (self.cols, col_keys, images)):
-            share = 1 / count.clamp_min(1).double()  # a hard negative may have no image
-            given = {"keys": None} if is_alone else {"keys": keys, "share": share if positive else None}
-            sides.append(replace(side, **given))
+        for side, keys, among in ((self.rows, row_keys, col_keys), (self.cols, col_keys, row_keys)):
+            ordered = (comm.gather(among) if comm else among).sort()[0]
+            equal = torch.searchsorted(ordered, keys, right=True) - torch.searchsorted(ordered, keys)
+            sides.append(replace(side, keys=keys, share=1 / equal.clamp_min(1).double()))  # a hard negative has none
         return replace(self, rows=sides[0], cols=sides[1])
 
 
@@ -114,7 +94,7 @@ def checked_inputs(
     text_features: Tensor,
     logit_scale: Tensor | float,
     logit_bias: Tensor | float | None,
-    keys: Tensor | Pair | None = None,
+    keys: Tensor | None = None,
     *,
     captions: int = 1,
     has_module: bool = False,
@@ -132,7 +112,12 @@ def checked_inputs(
     if captions > 1:
         first = v[:paired].unflatten(0, (-1, captions)).transpose(0, 1).flatten(0, 1)
         v = torch.cat([first, v[paired:]]) if len(v) > paired else first
-    image_keys, text_keys = (None, None) if keys is None else _checked_keys(keys, u, v, captions)
+    if keys is not None:
+        _require(len(v) == paired, "keys go with an image's own texts, and there are hard negatives")
+        _require(
+            (keys.dtype, keys.shape, keys.device) == (torch.int64, u.shape[:1], u.device),
+            f"keys must be torch.int64 on {u.device}, of shape {tuple(u.shape[:1])}",
+        )
     dtype = _feature_dtype(u, v)
     scale, bias = (_number(x, sum_dtype(dtype), u.device) for x in (logit_scale, bias))
     if check and not bool(scale > 0) and bool(scale.isfinite()):
@@ -140,7 +125,8 @@ def checked_inputs(
             f"logit_scale is {float(scale):g} and must be positive: it is the multiplier itself, not its logarithm "
             "(pass log_scale.exp())"
         )
-    return Inputs(RowBlock(u, image_keys), RowBlock(v, text_keys), scale, bias, dtype, captions)
+    text_keys = None if keys is None else keys.repeat(captions)
+    return Inputs(RowBlock(u, keys), RowBlock(v, text_keys), scale, bias, dtype, captions)
 
 
 def _check_features(u: Tensor, v: Tensor, captions: int, has_module: bool) -> None:
@@ -159,20 +145,6 @@ def _check_features(u: Tensor, v: Tensor, captions: int, has_module: bool) -> No
         f"fewer texts than images: {shapes}, captions={captions}; text j belongs to image j // captions, texts beyond "
         "are hard negatives",
     )
-
-
-def _checked_keys(keys: Tensor | Pair, u: Tensor, v: Tensor, captions: int) -> Pair:
-    """The keys of all images and texts; an own text's is its image's. Raises ValueError where they do not fit."""
-    pair = (keys, keys) if isinstance(keys, Tensor) else keys
-    _require(all(x is not None for x in pair), "keys of one side alone have nothing to be compared with")
-    images = pair[0]
-    texts = torch.cat([images.repeat(captions), pair[1][captions * len(u) :]])
-    for x, features in ((images, u), (texts, v)):
-        _require(
-            (x.dtype, x.shape, x.device) == (torch.int64, features.shape[:1], u.device),
-            f"keys must be torch.int64 on {u.device}, of shapes {tuple(u.shape[:1])} and {tuple(v.shape[:1])}",
-        )
-    return images, texts
 
 
 def _feature_dtype(u: Tensor, v: Tensor) -> torch.dtype:

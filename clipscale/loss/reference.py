@@ -10,7 +10,7 @@ from typing import Unpack
 import torch
 from torch import Tensor, nn
 
-from clipscale.loss.inputs import LossOptions, Pair
+from clipscale.loss.inputs import LossOptions
 from clipscale.loss.objective import OBJECTIVES
 
 
@@ -21,7 +21,7 @@ def dense_contrastive_loss(
     *,
     logit_bias: Tensor | float = 0.0,
     objective: str = "softmax",
-    keys: Pair | None = None,
+    keys: Tensor | None = None,
     **options: Unpack[LossOptions],
 ) -> Tensor:
     """`contrastive_loss` of all ranks' batch, in the inputs' precision: text j belongs to image j // captions, and
@@ -39,8 +39,8 @@ def dense_contrastive_loss(
     logits = logit_scale * scores
     if OBJECTIVES[objective].needs_bias:
         logits = logits + logit_bias
-    if keys is not None and shared != "ignore":
-        equal = keys[0][:, None] == keys[1][None, :]
+    if keys is not None:
+        equal = keys[:, None] == keys.repeat_interleave(captions)
         if shared == "mask":
             logits = logits.masked_fill(equal & ~positive, -torch.inf)
         else:

@@ -1,7 +1,7 @@
 """Plain values in, a checked configuration out."""
 
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +12,16 @@ from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.config.parse import typed
 from clipscale.config.sections import (
-    LossConfig,
     ModelConfig,
     OptimConfig,
     TowerConfig,
 )
 from clipscale.config.train import MOST, TrainConfig, changes_since, settled, to_yaml, warnings
-from clipscale.loss.api import Choices
 
 
 def config(**changes: Any) -> TrainConfig:
     """A valid configuration with these changes."""
     return replace(TrainConfig(samples=1000, data=DataConfig(train=["x.tar"])), **changes)
-
-
-def test_the_loss_has_one_default_in_the_library_and_in_the_settings() -> None:
-    settings = asdict(LossConfig())
-    assert settings.pop("sizes") == []
-    assert settings.items() <= asdict(Choices()).items()
 
 
 def test_a_locked_tower_of_random_weights_gives_a_warning() -> None:

@@ -67,11 +67,9 @@ def features(n: int, m: int, width: int, kind: str = "random", seed: int = 0) ->
     return F.normalize(u, dim=1), F.normalize(v, dim=1)
 
 
-def keys(n: int, m: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Keys of images and texts among which about half have a double."""
-    generator = torch.Generator().manual_seed(seed)
-    texts = torch.randint(0, max(1, n), (m,), generator=generator)
-    return texts[:n].clone(), texts
+def keys(n: int, seed: int = 0) -> Tensor:
+    """Keys of images among which about half have a double."""
+    return torch.randint(0, n, (n,), generator=torch.Generator().manual_seed(seed))
 
 
 @contextmanager

@@ -9,13 +9,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from clipscale import contrastive_loss
 from clipscale.loss.objective import OBJECTIVES
 from clipscale.loss.reference import dense_contrastive_loss
-from tests.loss import cases
 from tests.loss.cases import (
     Phi,
     assert_exact,
     assert_near_plain_torch,
     error,
     features,
+    keys,
     oracle,
     results,
     tiles_of,
@@ -31,10 +31,6 @@ SMALL_BACKENDS = [{"backend": "dense"}, {"backend": "tiled", "tile": 4}]
 PROBLEMS = [(1, 1, 3, "random"), (2, 2, 64, "random"), (63, 64, 33, "random"), (152, 307, 123, "random")]
 PROBLEMS += [(70, 80, 40, kind) for kind in ("aligned", "equal", "orthogonal", "low", "duplicates")]
 U, V = features(90, 95, 32)
-
-
-def key_options(has_keys: bool, n: int, m: int) -> dict:
-    return {"keys": cases.keys(n, m)} if has_keys else {}
 
 
 def agrees(u: Tensor, v: Tensor, scale: float, options: dict, backend: dict) -> None:
@@ -53,8 +49,8 @@ def agrees(u: Tensor, v: Tensor, scale: float, options: dict, backend: dict) -> 
 def test_dot_product_is_exact(objective: str, has_keys: bool, backend: dict) -> None:
     for n, m, width, kind in PROBLEMS:
         for scale in (1.0, 14.3, 100.0) if n > 64 else (100.0,):
-            options = {"objective": objective} | key_options(has_keys, n, m)
-            agrees(*features(n, m, width, kind), scale, options, backend)
+            options = {"objective": objective} | ({"keys": keys(n)} if has_keys else {})
+            agrees(*features(n, n if has_keys else m, width, kind), scale, options, backend)
 
 
 @pytest.mark.parametrize("backend", SMALL_BACKENDS)
@@ -63,9 +59,9 @@ def test_dot_product_is_exact(objective: str, has_keys: bool, backend: dict) -> 
 def test_modules_are_exact_down_to_parameters(objective: str, has_keys: bool, backend: dict) -> None:
     torch.manual_seed(0)
     for n, m in ((1, 1), (5, 5), (13, 17)):
-        options = {"objective": objective} | key_options(has_keys, n, m)
+        options = {"objective": objective} | ({"keys": keys(n)} if has_keys else {})
         for scale in (1.0, 14.3):
-            agrees(*features(n, m, 8), scale, options | {"similarity": Phi(8)}, backend)
+            agrees(*features(n, n if has_keys else m, 8), scale, options | {"similarity": Phi(8)}, backend)
 
 
 def test_deep_similarity_sees_the_same_random_numbers_in_both_passes() -> None:
@@ -132,8 +128,8 @@ def test_half_precision_is_no_further_from_the_truth_than_twice_plain_torch(
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_gradients_of_rows_in_stripes_are_exact(objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clipscale.loss.autograd.STRIPE", 5)
-    u, v = features(13, 17, 8)
-    options = {"objective": objective} | key_options(True, 13, 17)
+    u, v = features(13, 13, 8)
+    options = {"objective": objective, "keys": keys(13)}
     actual = results(contrastive_loss, u, v, 14.3, tile=4, **options)
     assert_exact(actual, oracle(u, v, 14.3, **options), 14.3, 1e-10, objective)
 

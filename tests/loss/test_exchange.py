@@ -3,12 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from clipscale import contrastive_loss
 from clipscale.loss.machine import Machine
 from clipscale.loss.objective import OBJECTIVES, exchange_of
-from tests.loss.cases import Phi, assert_exact, oracle, results
+from tests.loss.cases import Phi
 from tests.loss.workers import Workers, check, stacked
 
 EXCHANGES = ["replicated", "local", "gather", "ring"]
@@ -81,24 +80,13 @@ def test_auto_is_a_ring_in_a_node_and_across_nodes_a_gather_where_that_is_small(
     assert Machine(ranks_of_node=4).nodes(8) == 2
 
 
-def alone(group: dist.ProcessGroup, rank: int, u: Tensor, v: Tensor) -> list[Tensor]:
-    return results(contrastive_loss, u[rank], v[rank], 7.0, group=group, exchange="none")
-
-
-def test_without_an_exchange_each_rank_has_its_own_loss(ranks: Workers) -> None:
-    u, v = stacked(3, 4, 5, 6)
-    for rank, actual in enumerate(ranks.run(alone, 3, u, v)):
-        assert_exact(actual, oracle(u[rank], v[rank], 7.0), 7.0, 1e-10, f"rank {rank}")
-
-
 def refusal(group: dist.ProcessGroup, rank: int, kind: str) -> str:
     """What a rank says where rank 1 differs from the others."""
-    u, options = torch.randn(4, 6), {}
+    u = torch.randn(4, 6)
     if rank == 1:
-        u = {"sizes": torch.randn(5, 6), "types": u.double(), "mistakes": u.long(), "NaN": u * torch.nan}.get(kind, u)
-        options = {"objectives": {"objective": "sigmoid"}, "keys": {"shared": "positive"}}.get(kind, {})
+        u = {"sizes": torch.randn(5, 6), "types": u.double(), "NaN": u * torch.nan}[kind]
     with pytest.raises(ValueError) as caught:
-        contrastive_loss(u, u, 10.0, group=group, **options)
+        contrastive_loss(u, u, 10.0, group=group)
     return str(caught.value)
 
 
@@ -107,9 +95,6 @@ def refusal(group: dist.ProcessGroup, rank: int, kind: str) -> str:
     [
         ("sizes", "the same number of images on all ranks, but rank by rank it is [4, 5, 4]", "rank by rank"),
         ("types", "the same feature type", "the same feature type"),
-        ("objectives", "the same objective", "the same objective"),
-        ("keys", "the same shared", "the same shared"),
-        ("mistakes", "refused on rank 1 of the group", "must be floating-point"),
         ("NaN", "another rank's are not", "image_features has 24 non-finite"),
     ],
 )

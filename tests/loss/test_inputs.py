@@ -28,13 +28,13 @@ REFUSALS = {
     "an unknown objective": ({"objective": "softmin"}, "objective='softmin' is not one of softmax, "),
     "an unknown exchange": ({"exchange": "rign"}, "exchange='rign' is not one of"),
     "an unknown backend": ({"backend": "cuda"}, "backend='cuda' is not one of"),
-    "keys of one side": ({"keys": (None, torch.arange(8))}, "nothing to be compared with"),
+    "keys beside hard negatives": ({"keys": torch.arange(6)}, "and there are hard negatives"),
     "a left-out pair among captions": (
         {"keys": torch.arange(6), "captions": 2, "text_features": torch.cat([V, V])[:12]},
         "shared=positive",
     ),
     "too few captions": ({"captions": 2}, "fewer texts than images"),
-    "keys of another length": ({"keys": torch.arange(6)}, r"keys must be torch.int64 .* shapes \(6,\) and \(8,\)"),
+    "keys of another length": ({"keys": torch.arange(5), "text_features": V[:6]}, r"torch.int64 .* shape \(6,\)"),
     "a module of another shape": ({"similarity": nn.Bilinear(4, 4, 1), "text_features": U}, "must map"),
     "Triton on the CPU": ({"backend": "triton"}, "backend=triton cannot be had, since the features are on cpu"),
     "Triton for a module": (

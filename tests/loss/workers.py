@@ -19,15 +19,14 @@ def local_results(
     u: Tensor,
     v: Tensor,
     scale: float,
-    pairs: dict[str, tuple[Tensor, Tensor]],
+    keys: Tensor | None,
     options: dict,
 ) -> list[Tensor]:
-    """This rank's `results` for its images and texts, and its keys in `pairs`, all of which are given stacked
-    by rank."""
+    """This rank's `results` for its images, texts and keys, all of which are given stacked by rank."""
     if options.get("exchange") == "auto":  # the group as a mesh of one dimension
         group = DeviceMesh.from_group(group, "cpu")
-    mine = {name: (images[rank], texts[rank]) for name, (images, texts) in pairs.items()}
-    return results(contrastive_loss, u[rank], v[rank], scale, group=group, **mine, **options)
+    mine = None if keys is None else keys[rank]
+    return results(contrastive_loss, u[rank], v[rank], scale, group=group, keys=mine, **options)
 
 
 def whole(per_rank: list[list[Tensor]]) -> list[Tensor]:
@@ -60,15 +59,15 @@ def check(
     scale: float,
     options: dict,
     bar: float = 1e-10,
-    **pairs: tuple[Tensor, Tensor],
+    keys: Tensor | None = None,
 ) -> None:
-    """Compare the ranks' results with the oracle's, for features (P, n, ...) and (P, m, ...), and keys (`pairs`),
-    stacked by rank."""
+    """Compare the ranks' results with the oracle's, for features (P, n, ...) and (P, m, ...), and keys (P, n), stacked
+    by rank."""
     n = u.shape[1] * options.get("captions", 1)
     oracle_options = {k: x for k, x in options.items() if k in ("objective", "similarity", "shared", "captions")}
-    flat = {name: (images.flatten(0, 1), positives_first(texts, n)) for name, (images, texts) in pairs.items()}
-    true = oracle(u.flatten(0, 1), positives_first(v, n), scale, **oracle_options, **flat)
-    actual = whole(ranks.run(local_results, world, u, v, scale, pairs, options))
+    flat = None if keys is None else keys.flatten()
+    true = oracle(u.flatten(0, 1), positives_first(v, n), scale, **oracle_options, keys=flat)
+    actual = whole(ranks.run(local_results, world, u, v, scale, keys, options))
     actual[1], actual[2] = actual[1].flatten(0, 1), positives_first(actual[2], n)
     assert_exact(actual, true, scale, bar, (world, tuple(u.shape), tuple(v.shape), scale, options))
 
