@@ -66,6 +66,10 @@ class DataConfig:
         None,
         "A subset of the samples: DataComp's uids (`FILE.npy`, dtype `u8,u8`, sorted), or a text of keys, one a line.",
     )
+    sample_weights: str | None = setting(
+        None,
+        "Times that each sample comes in an epoch: a Parquet file, `key` or DataComp's `uid`, and `weight`; 0: never.",
+    )
     filter: list[str] = setting(
         [],
         "What samples must meet: `width`, `height`, shorter `side`, `aspect` (longer over shorter), characters of a "
@@ -83,6 +87,8 @@ class DataConfig:
     def check(self) -> None:
         """Raises UserError for captions and conditions that cannot be read, and for weights."""
         self.check_weights()
+        if self.only_keys is not None and self.sample_weights is not None:
+            raise UserError("data.only_keys and data.sample_weights exclude each other; give weights of 0")
         caption_sources(self.captions)
         conditions(self.filter)
         if self.negatives and not re.fullmatch("json:.+", self.negatives):

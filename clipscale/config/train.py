@@ -161,6 +161,8 @@ def check_pairs(config: TrainConfig) -> None:
         raise UserError("loss.shared=positive: say what samples share, data.same=caption|url|sha256|FIELD")
     if data.negatives and keys:
         raise UserError("data.negatives: not with data.same, which knows nothing of these texts")
+    if data.sample_weights is not None and (data.negatives or several):
+        raise UserError("data.sample_weights: not with data.negatives or data.captions_per_step; leave one of them out")
     if several and keys and (data.same == "caption" or shared == "mask"):
         raise UserError("data.captions_per_step: with data.same=url or another field, take loss.shared=positive")
     if config.loss.backend == "triton" and (several or keys):

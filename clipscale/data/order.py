@@ -29,6 +29,7 @@ AUGMENT = 4
 CAPTION = 5
 MIX = 6
 NEGATIVE = 7
+WEIGHT = 8
 
 MIXED = 64
 """Places of a stream that are shared among the sources at once: few, so that every batch is mixed."""

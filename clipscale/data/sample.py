@@ -35,6 +35,11 @@ class RawSample:
     """Bytes from this sample's first header to the next sample's. The value does not
     depend on whether the sample is wanted or the shard has an index."""
 
+    repeat: int = 0
+    """How often the shard has had this sample before, where samples have weights."""
+    chance: float = 1.0
+    """With which the sample comes in an epoch, if below 1."""
+
     @classmethod
     def lost(cls, url: str, reason: str, detail: str) -> "RawSample":
         """Stands at the place of a sample that cannot be read."""

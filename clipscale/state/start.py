@@ -19,6 +19,7 @@ from clipscale.config.train import TrainConfig, check_divisible, crowded, sample
 from clipscale.data.loader.memory import free_memory
 from clipscale.data.loader.stream import TrainStream, merge_positions, open_stream, ordered_shards
 from clipscale.data.order import BatchShare
+from clipscale.data.shards.subset import subset_of
 from clipscale.distributed.world import World
 from clipscale.models.families import family_of
 from clipscale.models.tokenizer import Tokenizer
@@ -144,7 +145,9 @@ def begun_state(run: Resolved, world: World, tokenizer: Tokenizer) -> TrainState
     torch.manual_seed(config.seed)
     model = build_model(config.model, tokenizer=tokenizer).to(world.device)
     sorts = family_of(model.text.encoder).cuts_captions(model.text.encoder)
-    loss = BatchLoss(config, model, Precision(config.precision, world.device).autocast)
+    subset = subset_of(config.data)
+    autocast = Precision(config.precision, world.device).autocast
+    loss = BatchLoss(config, model, autocast, repeats=subset is not None and subset.most > 1)
     earlier = ChunkSizes(**run.saved.chunks) if run.saved and not run.begins_stage else None
     state = build_state(config, world, model, loss, sorts=sorts, earlier=earlier)
     if run.checkpoint:

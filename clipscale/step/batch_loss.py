@@ -31,14 +31,16 @@ class BatchLoss:
     """What the loss runs on; None: this machine."""
     group: dist.ProcessGroup | None = None
     """The ranks whose samples meet in the loss; None: all."""
+    repeats: bool = False
+    """Whether a batch may have a sample twice, by its weight: each is no negative of the other."""
 
     def __call__(self, image_features: Tensor, text_features: Tensor, *, keys: Tensor | None = None) -> Tensor:
-        """`keys`: of `data.same`, (N,) int64."""
+        """`keys`: of what samples share, (N,) int64."""
         config = self.config.loss
         options: Record = {
             "logit_bias": self.model.logit_bias if OBJECTIVES[config.objective].needs_bias else None,
             "captions": self.config.data.captions_per_step,
-            "keys": keys if self.config.data.same else None,
+            "keys": keys if self.config.data.same or self.repeats else None,
             "group": self.group,
             "machine": self.machine,
             "check": False,

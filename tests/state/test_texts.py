@@ -28,6 +28,10 @@ from tests.support.gradients import gradients, whole
 from tests.support.ranks import run_ranks
 from tests.support.runs import ARCHITECTURE, curve, records, small
 
+pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed (clipscale[parquet])")
+parquet = pytest.importorskip("pyarrow.parquet")
+OFTEN = "often.parquet"
+
 
 @pytest.fixture(scope="module")
 def shard(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -37,12 +41,16 @@ def shard(tmp_path_factory: pytest.TempPathFactory) -> str:
         captions = [f"a {'very ' * (i % 4)}good number {i} {c}" for c in range(i % 3 + 1)]
         about = {"url": f"u{i // 3}", "captions": captions, "hard": [f"a bad {text[1:]}" for text in captions]}
         members += [(f"{i:02d}.png", picture(i, (30, 30))), (f"{i:02d}.json", json.dumps(about).encode())]
-    return str(write_tar(tmp_path_factory.mktemp("texts") / "0.tar", members))
+    folder = tmp_path_factory.mktemp("texts")
+    parquet.write_table(pyarrow.table({"key": ["00", "01", "02"], "weight": [8.0] * 3}), folder / OFTEN)
+    return str(write_tar(folder / "0.tar", members))
 
 
 def config_of(shard: str, run: Path, shared: str = "mask", k: int = 1, **given: Any) -> TrainConfig:
     objective = given.pop("objective", "softmax")
     fields = {"same": "url", "captions": ["json:captions"], "captions_per_step": k, **given.pop("data", {})}
+    if "sample_weights" in fields:
+        fields["sample_weights"] = str(Path(shard).with_name(OFTEN))
     data = DataConfig(train=[shard], workers=0, shard_streams=6, **fields)
     model = ModelConfig(name="test", architecture=ARCHITECTURE, init_bias=-2.0)
     given = {"optim": OptimConfig(lr=1e-3), "cache": CacheConfig(chunk=["5", "5"]), **given}
@@ -82,6 +90,7 @@ HARD: dict = {"data": {"same": None, "negatives": "json:hard", "negatives_per_st
         (2, HARD | {"exchange": "gather", "cache": CacheConfig(chunk=["5", "5"], keep="1G")}),
         (2, HARD | {"objective": "sigmoid", "launch": LaunchConfig(parallel="zero3")}),
         (1, {"sizes": [3, 8]}),
+        (2, {"data": {"same": None, "sample_weights": OFTEN}}),
         (2, {"sizes": [8, 3, 1], "objective": "sigmoid", "exchange": "ring"}),
     ],
     ids=str,

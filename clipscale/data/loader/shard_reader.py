@@ -10,8 +10,9 @@ from clipscale.data.order import WINDOW, Epochs, Mixed, Order, Segment, fingerpr
 from clipscale.data.sample import RawSample
 from clipscale.data.shards import index
 from clipscale.data.shards.addresses import leaf_of
-from clipscale.data.shards.reader import ReadProblem, Subset, read_shard
+from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
+from clipscale.data.shards.subset import Subset
 
 WINDOW_BYTES = 128 << 20
 """A shuffle window closes at this many bytes, even if it holds few samples. Ordinary data does not come to it: that
@@ -26,11 +27,13 @@ class OrderedShards:
     urls: tuple[str, ...]
     order: Order
     window: int  # samples in a shuffle window
+    share: float = 1.0
+    """Samples of an epoch over those that are counted; below 1 where some come in a part of the epochs."""
 
     @property
     def samples(self) -> int | None:
-        """Samples of an epoch over all streams; None where shards are drawn with replacement."""
-        return sum(self.order.counts) if isinstance(self.order, Epochs) else None
+        """Samples of an epoch over all streams, on average; None where shards are drawn with replacement."""
+        return round(sum(self.order.counts) * self.share) if isinstance(self.order, Epochs) else None
 
     @cached_property
     def fingerprint(self) -> str:

@@ -17,10 +17,12 @@ from clipscale.data.decode import IMAGE_TYPES, TrainTransform, image_bytes
 from clipscale.data.filters import Selection, name_of
 from clipscale.data.loader.host_batch import Arena
 from clipscale.data.loader.shard_reader import OrderedShards, Position, ShardReader
-from clipscale.data.order import AUGMENT, CAPTION, NEGATIVE, BatchShare, CounterRNG, Mixed, Segment
+from clipscale.data.order import AUGMENT, CAPTION, NEGATIVE, WEIGHT, BatchShare, CounterRNG, Mixed, Segment
 from clipscale.data.sample import BrokenSampleError, RawSample, limits
-from clipscale.data.shards.reader import subset_of, unusable
+from clipscale.data.shards.addresses import hash64
+from clipscale.data.shards.reader import unusable
 from clipscale.data.shards.store import RETRIES, Store
+from clipscale.data.shards.subset import subset_of
 
 Begin = Callable[[str], None]
 """Is given words on the shard or the sample that is begun."""
@@ -70,7 +72,7 @@ class ShardStream:
         starts = [(start.epoch, start.samples)]
         if self._weighted:
             starts = list(start.sources) or [(0, 0)] * len(sources)
-        subset = subset_of(spec.config.only_keys)
+        subset = subset_of(spec.config)
         self._readers = [
             ShardReader(source, stream, place, kinds, store, subset, lambda url: begin(f", reading {url}"))
             for source, place in zip(sources, starts, strict=True)
@@ -103,10 +105,14 @@ class ShardStream:
                 if item.damage:
                     raise BrokenSampleError(item.damage, item.detail)
                 place = segment.epoch, segment.shard, item.index
+                draw = CounterRNG(order.seed, WEIGHT, segment.epoch, hash64(item.key))
+                if item.chance < 1 and draw.uniform() >= item.chance:
+                    continue  # not in this epoch
                 captions = spec.selection.draw(item.members, CounterRNG(order.seed, CAPTION, *place))
                 spec.selection.check(item, captions)
                 negatives = spec.selection.draw_negatives(item.members, CounterRNG(order.seed, NEGATIVE, *place))
-                key = spec.selection.key(item, captions, f"{segment.shard} {item.index}")
+                own = item.key if spec.config.sample_weights else item.index  # repeats share it
+                key = spec.selection.key(item, captions, f"{segment.shard} {own}")
                 spec.transform(image_bytes(item.members), CounterRNG(order.seed, AUGMENT, *place), row)
             except BrokenSampleError as error:
                 self._counts[error.reason] += 1

@@ -28,6 +28,7 @@ from clipscale.data.order import BatchShare
 from clipscale.data.shards.addresses import EVENT
 from clipscale.data.shards.counts import Once, build_order, here
 from clipscale.data.shards.listing import list_shards
+from clipscale.data.shards.subset import subset_of
 
 log = logging.getLogger(__name__)
 
@@ -216,7 +217,8 @@ def ordered_shards(
     order = build_order(config, urls, source_of, share, seed, position["streams"] if position else None, once)
     if config.shard_streams is None and (streams := fitting(order.streams)) < order.streams:
         order = build_order(config, urls, source_of, share, seed, streams, once)
-    return OrderedShards(tuple(urls), order, max(config.shuffle, 1))
+    subset = subset_of(config)
+    return OrderedShards(tuple(urls), order, max(config.shuffle, 1), subset.share if subset else 1.0)
 
 
 def open_stream(

@@ -10,7 +10,8 @@ from clipscale.config.data import DataConfig
 from clipscale.data.order import BatchShare, Epochs, Mixed, Order, Resampled, default_streams, streams_fit
 from clipscale.data.shards import index
 from clipscale.data.shards.addresses import is_local
-from clipscale.data.shards.reader import RULE, Subset, subset_of
+from clipscale.data.shards.reader import RULE
+from clipscale.data.shards.subset import Subset, subset_of
 
 log = logging.getLogger(__name__)
 Counts = list[int | None]
@@ -61,12 +62,13 @@ def counted_at_once(config: DataConfig, urls: Sequence[str]) -> int | None:
     """
     if config.weights is not None or config.order == "resampled" or len(urls) > SCAN_AT_MOST:
         return None
-    subset = subset_of(config.only_keys)
+    subset = subset_of(config)
     entries = index.current(urls, subset).entries
     unknown = [url for url in urls if url not in entries]
     if sum(Path(url).stat().st_size for url in unknown) > SMALL:
         return None
-    return sum(entries[url].samples if url in entries else index.scan_shard(url, subset).samples for url in urls)
+    counts = [entries[url].samples if url in entries else index.scan_shard(url, subset).samples for url in urls]
+    return round(sum(counts) * subset.share) if subset else sum(counts)
 
 
 def _scanned(urls: Sequence[str], subset: Subset | None) -> Iterator[tuple[str, index.Outcome]]:
@@ -95,17 +97,18 @@ def build_order(
         raise UserError("data.weights and data.order=epochs exclude each other; weights need data.order=resampled")
     epochs = config.order == "epochs" or (config.order == "auto" and source_of is None)
     scan = config.order == "epochs" or (epochs and len(urls) <= SCAN_AT_MOST)
-    counts = once(lambda: count_samples(urls, subset_of(config.only_keys), scan=scan))
+    subset = subset_of(config)
+    counts = once(lambda: count_samples(urls, subset, scan=scan))
     known = [count for count in counts if count is not None]
     unknown = len(urls) - len(known)
     if not unknown and not sum(known):
-        listed = f" that data.only_keys={config.only_keys} lists" if config.only_keys else ""
+        listed = f" that {subset.setting} lists" if subset else ""
         what = f"the {len(urls)} shards hold no sample{listed}; {RULE}"
         raise UserError(f"data.train={config.train}: {what}; `clipscale data check` shows what they hold")
     if epochs and not unknown:
         return Epochs(tuple(known), share.batch, _streams(config, share, sum(known), streams), seed)
     if epochs:
-        listed = f" only_keys={config.only_keys}" if config.only_keys else ""
+        listed = f" {subset.setting.removeprefix('data.')}" if subset else ""
         what = (
             f"the samples of {unknown} of {len(urls)} shards are not known: run `clipscale data index SHARDS{listed}`"
         )

@@ -23,8 +23,9 @@ import numpy as np
 from clipscale.common.errors import UserError
 from clipscale.common.files import user_cache
 from clipscale.data.shards.addresses import SourceError, digest, head_of, is_local, leaf_of, utf8
-from clipscale.data.shards.reader import ReadProblem, Subset, read_shard
+from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import State, Store, local_state
+from clipscale.data.shards.subset import Subset
 from clipscale.data.shards.tar import BLOCK
 
 log = logging.getLogger(__name__)

@@ -1,29 +1,26 @@
 """Reads the samples of a shard: runs of a tar file's members that have one key. This is the one rule by which training,
 the index and evaluation read shards.
 
-With `data.only_keys` a shard has no other samples than those that a file lists: uids in DataComp's format
-(https://github.com/mlfoundations/datacomp), or keys.
+With `data.only_keys` or `data.sample_weights` a shard has no other samples than those that a file lists (`subset.py`).
 """
 
+import math
 import tarfile
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from operator import itemgetter
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from clipscale.common.errors import UserError
-from clipscale.data.decode import IMAGE_TYPES, json_fields
-from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError, RawSample, key_and_extension
-from clipscale.data.shards.addresses import SourceError, digest, leaf_of
+from clipscale.data.decode import IMAGE_TYPES
+from clipscale.data.sample import MAX_TEXT_BYTES, RawSample, key_and_extension
+from clipscale.data.shards.addresses import SourceError, leaf_of
 from clipscale.data.shards.store import State, Store
+from clipscale.data.shards.subset import Subset
 from clipscale.data.shards.tar import DAMAGE, next_member, padded, read_exactly, skip, unpacked
 
 MOST = 1000
@@ -34,62 +31,6 @@ RULE = (
     f"a sample is a picture (KEY.{', .'.join(IMAGE_TYPES)}) and what data.captions names (KEY.txt), one after "
     "the other in the tar; KEY ends at the first dot of the name"
 )
-
-
-class Subset(NamedTuple):
-    """The subset that a file lists. Sent to processes by pickle, which read the file themselves."""
-
-    path: str
-    name: str
-    """A digest of the file's path, size and time of change."""
-
-    def has(self, key: str, about: bytes) -> bool:
-        """Whether the subset has the sample with this key and json."""
-        listed = _listed(self)
-        if isinstance(listed, frozenset):
-            return key in listed
-        try:
-            uid = json_fields(about)["uid"]
-            halves = int(uid[:16], 16), int(uid[16:], 16)
-        except (KeyError, TypeError, ValueError, BrokenSampleError):
-            return False
-        at = bisect_left(listed, halves, key=lambda row: tuple(row.item()))
-        return at < len(listed) and bool(listed[at].item() == halves)
-
-
-def by_uid(subset: Subset | None) -> bool:
-    """Whether samples are found by the `uid` of their json, and not by their key."""
-    return subset is not None and subset.path.endswith(".npy")
-
-
-def subset_of(path: str | None) -> Subset | None:
-    """The subset in a file. Raises UserError if there is no such file."""
-    if path is None:
-        return None
-    file = Path(path).expanduser().absolute()
-    try:
-        state = file.stat()
-    except OSError as error:
-        raise UserError(f"data.only_keys={path}: cannot be read ({error.strerror})") from error
-    return Subset(str(file), digest(f"{file} {state.st_size} {state.st_mtime_ns}"))
-
-
-@lru_cache(maxsize=1)
-def _listed(subset: Subset) -> frozenset[str] | np.ndarray:
-    """The file's keys; or the halves of its uids, sorted, which stay on disk. Raises UserError."""
-    what = f"data.only_keys={subset.path}"
-    try:
-        if not by_uid(subset):
-            text = Path(subset.path).read_text(encoding="utf-8", errors="surrogateescape")  # as members' names are
-            return frozenset(map(str.strip, text.split("\n")))
-        pairs: np.ndarray = np.load(subset.path, mmap_mode="r")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{what}: cannot be read ({error})") from error
-    if pairs.dtype != np.dtype("u8,u8") or pairs.ndim != 1:
-        raise UserError(f"{what}: {pairs.dtype} {pairs.shape}, not rows of numpy's dtype('u8,u8')")
-    if (pairs["f0"][:-1] > pairs["f0"][1:]).any():
-        raise UserError(f"{what}: its rows are not in order; sort and save them again with numpy")
-    return pairs
 
 
 class Member(NamedTuple):
@@ -175,7 +116,8 @@ def read_shard(
 
     A repeated member is ignored. Members' names are never paths. Content is read only for samples whose index `want`
     accepts and for members in `kinds` (what `sample.limits` returns; None: all). A sample with a wanted member over its
-    size limit has the damage `too_large` and no members. With a `subset` the shard has no other samples than it lists.
+    size limit has the damage `too_large` and no members. With a `subset` the shard has no other samples than it lists,
+    and one of weight 2.5 three times.
     `offsets` knows where samples begin (`index.sample_offsets`): those that are not wanted are then not read, and have
     no key.
     """
@@ -205,11 +147,18 @@ def read_shard(
                 if members is None:
                     break
                 sample = RawSample(url, key, number, {})
-                about = _read(sample, archive, members, kinds if want(number) else {}, by_uid(subset))
+                wanted = want(number) or (subset and any(map(want, range(number + 1, number + subset.most))))
+                about = _read(sample, archive, members, kinds if wanted else {}, subset is not None and subset.by_uid)
                 sample.extent = archive.at - end
                 end = archive.at
-                if subset is None or subset.has(key, about):
+                if subset is None:
                     yield sample
+                    number += 1
+                    continue
+                weight = subset.weight(key, about)
+                for times in range(math.ceil(weight)):
+                    extent = 0 if times else sample.extent
+                    yield replace(sample, index=number, extent=extent, repeat=times, chance=weight - times)
                     number += 1
             if can_seek and archive.at >= state[0]:  # where contents are skipped, the only sign of a cut
                 raise tarfile.ReadError("ends without the zeros that end an archive: it may have been cut off")

@@ -17,7 +17,8 @@ from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError, limits
 from clipscale.data.shards import index
 from clipscale.data.shards.addresses import leaf_of
-from clipscale.data.shards.reader import RULE, ReadProblem, read_shard, subset_of, unusable
+from clipscale.data.shards.reader import RULE, ReadProblem, read_shard, unusable
+from clipscale.data.shards.subset import subset_of
 from clipscale.log.table import TextTable, show
 from clipscale.tools.data.make_index import expanded
 from clipscale.tools.data.settings import CheckSettings
@@ -28,6 +29,8 @@ class Findings:
     """What is wrong with a shard."""
 
     samples: int = 0
+    weight: float = 0.0
+    """Of its samples, by `data.sample_weights`."""
     bytes: int = 0
     broken: Counter[str] = field(default_factory=Counter)
     """Reason -> samples."""
@@ -49,6 +52,8 @@ def main(sources: Sequence[str], settings: CheckSettings) -> int:
     damaged = [("damaged shard", url, shard.damage) for url, shard in zip(urls, shards) if shard.damage]
     rows = [("samples", str(samples), format_bytes(sum(shard.bytes for shard in shards)))]
     rows.append(("usable", str(samples - broken.total()), ""))
+    if settings.data.sample_weights:
+        rows.append(("samples in an epoch", f"{sum(shard.weight for shard in shards):.1f}", "by data.sample_weights"))
     if not samples:
         rows.append(("no sample", "", RULE))
     rows += [(reason, str(count), examples[reason]) for reason, count in broken.most_common()]
@@ -62,7 +67,10 @@ def check_shard(url: str, config: DataConfig, most: int | None = None) -> Findin
     problem = ReadProblem()
     chosen = selection(config)
     kinds = limits(IMAGE_TYPES, chosen.members())
-    for sample in islice(read_shard(url, problem, kinds=kinds, subset=subset_of(config.only_keys)), most):
+    for sample in islice(read_shard(url, problem, kinds=kinds, subset=subset_of(config)), most):
+        findings.weight += min(1.0, sample.chance)
+        if sample.repeat:
+            continue
         findings.samples += 1
         findings.bytes += sample.extent
         try:

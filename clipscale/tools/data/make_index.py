@@ -6,8 +6,9 @@ from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores
 from clipscale.common.terminal import say, tracked
 from clipscale.common.units import counted, format_bytes
+from clipscale.config.data import DataConfig
 from clipscale.data.shards import index, listing
-from clipscale.data.shards.reader import subset_of
+from clipscale.data.shards.subset import subset_of
 from clipscale.tools.data.settings import IndexSettings
 
 
@@ -22,7 +23,7 @@ def expanded(sources: Sequence[str]) -> list[str]:
 def main(sources: Sequence[str], settings: IndexSettings) -> int:
     """Index the shards, and print their samples and bytes. Status 1 where one is damaged or cannot be read."""
     urls = expanded(sources)
-    subset = subset_of(settings.only_keys)
+    subset = subset_of(DataConfig(only_keys=settings.only_keys, sample_weights=settings.sample_weights))
     outcomes = dict(tracked(index.update_indexes(urls, subset, workers=cores()), "indexing shards", len(urls)))
     known = index.current(urls, subset)
     entries = known.entries.values()

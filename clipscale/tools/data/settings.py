@@ -22,6 +22,7 @@ class IndexSettings:
     """`clipscale data index SHARD...`: write an index of counts, offsets and sizes beside the shards; print counts."""
 
     only_keys: str | None = setting(None, "Index the subset for `data.only_keys`, instead of all samples.")
+    sample_weights: str | None = setting(None, "Index what `data.sample_weights` takes, instead of all samples.")
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class CheckSettings:
     """`clipscale data check SHARD...`: read and decode everything, and print what is broken."""
 
     ONLY: ClassVar = {
-        "data": "captions filter only_keys",
+        "data": "captions filter only_keys sample_weights",
     }
 
     data: DataConfig = field(default_factory=DataConfig)

@@ -1,7 +1,10 @@
-"""A run over a subset of full shards is the run over shards that hold only the subset, sample for sample."""
+"""A run over a subset of full shards is the run over shards that hold only the subset; samples come as often as they
+weigh.
+"""
 
 import json
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +12,15 @@ import numpy as np
 import pytest
 
 from clipscale.common.errors import UserError
+from clipscale.config.data import DataConfig
+from clipscale.data.filters import Selection
 from clipscale.data.loader.stream import TrainStream
 from clipscale.data.shards import index
-from clipscale.data.shards.reader import subset_of
+from clipscale.data.shards.subset import subset_of
 from clipscale.tools.data.make_index import main as make_index
 from clipscale.tools.data.settings import IndexSettings
 from tests.data.files import picture, write_tar
-from tests.data.streams import contents, open_stream, positions
+from tests.data.streams import contents, flat, ids, open_stream, positions, sample_id
 
 
 def uid(shard: int, i: int) -> str:
@@ -39,9 +44,22 @@ FULL = {0: [*range(30)], 1: [*range(21)], 2: [*range(44)], 3: [*range(5)]}
 PART = {shard: [i for i in numbers if i % 3 == 0 and shard < 3] for shard, numbers in FULL.items()}
 
 
+def weighed(file: Path, weights: dict[tuple[int, int], Any], column: str = "key") -> Path:
+    """A table of weights by shard and number; all samples of the same shards have one."""
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed (clipscale[parquet])")
+    from pyarrow import parquet
+
+    names = [uid(*s) if column == "uid" else f"{s[0]}-{s[1]:02d}" for s in weights]
+    parquet.write_table(pyarrow.table({column: names, "weight": [*weights.values()]}), file)
+    return file
+
+
 def listed(file: Path) -> Path:
     """The subset's file, by uid or by key."""
     chosen = [(shard, i) for shard, numbers in PART.items() for i in numbers]
+    if file.suffix == ".parquet":
+        every = [(shard, i) for shard, numbers in FULL.items() for i in numbers]
+        return weighed(file, {s: float(s in chosen) for s in every}, file.stem)
     if file.suffix == ".npy":
         pairs = [(int(uid(*s)[:16], 16), int(uid(*s)[16:], 16)) for s in chosen]
         np.save(file, np.sort(np.array([*pairs, (1, 2)], "u8,u8")))
@@ -51,7 +69,7 @@ def listed(file: Path) -> Path:
 
 
 @pytest.mark.parametrize("order", ["epochs", "resampled", "weights"])
-@pytest.mark.parametrize("name", ["uids.npy", "keys.txt"])
+@pytest.mark.parametrize("name", ["uids.npy", "keys.txt", "key.parquet", "uid.parquet"])
 def test_a_subset_of_full_shards_is_the_shards_of_the_subset(tmp_path: Path, order: str, name: str) -> None:
     """Also after a resume."""
     full, part, file = write(tmp_path / "full", FULL), write(tmp_path / "part", PART), listed(tmp_path / name)
@@ -61,12 +79,13 @@ def test_a_subset_of_full_shards_is_the_shards_of_the_subset(tmp_path: Path, ord
         options |= sources if order == "weights" else {"order": order}
         return open_stream(folder, batch=8, shard_streams=4, **options)
 
-    make_index([str(full)], IndexSettings(only_keys=str(file)))
+    given = {"sample_weights" if file.suffix == ".parquet" else "only_keys": str(file)}
+    make_index([str(full)], IndexSettings(**given))
     make_index([str(part)], IndexSettings())
     expected = contents(opened(part), 9)
-    stream = opened(full, only_keys=str(file))
+    stream = opened(full, **given)
     assert contents(stream, 5) == expected[:5]
-    assert contents(opened(full, only_keys=str(file), position=positions([stream])), 4) == expected[5:]
+    assert contents(opened(full, **given, position=positions([stream])), 4) == expected[5:]
     assert order != "epochs" or stream.samples_per_epoch == sum(map(len, PART.values()))
 
 
@@ -82,7 +101,7 @@ def test_a_shard_or_list_that_changes_is_scanned_again(tmp_path: Path, monkeypat
     (full / "1.tar").write_bytes((full / "2.tar").read_bytes())
     assert count() == 30
     file.write_text("2-00\n2-01\n2-02\n2-03\n")
-    assert count() == 8 and index.current([str(full / "2.tar")], subset_of(str(file))).entries
+    assert count() == 8 and index.current([str(full / "2.tar")], subset_of(DataConfig(only_keys=str(file)))).entries
 
 
 @pytest.mark.parametrize(
@@ -102,3 +121,57 @@ def test_a_list_that_cannot_be_used_is_named(tmp_path: Path, name: str, rows: An
     (tmp_path / "a.txt").write_text("other\n")
     with pytest.raises(UserError, match=message):
         open_stream(full, batch=4, only_keys=str(tmp_path / name))
+
+
+WEIGHTS = {(0, i): (0.0, 0.5, 1.0, 2.5)[i % 4] for i in range(1, 30) if i % 7}
+EPOCH = round(sum(WEIGHTS.values()))
+
+
+def test_samples_come_as_often_as_they_weigh(tmp_path: Path) -> None:
+    """Twice in every epoch and a third time in half of them, in the same batches over any ranks, workers and resumes.
+    Repeats have one key, and pixels of their own.
+    """
+    file = weighed(tmp_path / "w.parquet", WEIGHTS)
+    write(tmp_path / "shards", {0: [i for _, i in WEIGHTS]})
+    options: dict = {"batch": 8, "shard_streams": 4, "sample_weights": str(file), "shuffle": 100}
+    stream = open_stream(tmp_path / "shards", **options)
+    assert stream.samples_per_epoch == EPOCH
+    epochs = 40
+    batches = contents(stream, epochs * EPOCH // 8)
+    counts = Counter(key for keys, *_ in batches for key in keys)
+    for (shard, i), weight in WEIGHTS.items():
+        share = weight % 1
+        actual = counts[sample_id("0.tar", f"{shard}-{i:02d}")]
+        assert abs(actual - epochs * weight) <= 3 + 4 * (epochs * share * (1 - share)) ** 0.5, (i, weight, actual)
+    ranks = [open_stream(tmp_path / "shards", rank=rank, world=4, **options) for rank in range(4)]
+    several = zip(*(ids(each, 12) for each in ranks))
+    assert [sorted(flat(parts)) for parts in several] == [sorted(keys) for keys, *_ in batches[:12]]
+    resumed = open_stream(tmp_path / "shards", position=positions(ranks), **options)
+    assert contents(resumed, 8) == batches[12:20]
+
+
+def test_repeats_have_one_key_and_others_have_their_own(tmp_path: Path) -> None:
+    file = weighed(tmp_path / "w.parquet", {(0, i): 2.0 for i in range(1, 5)})
+    write(tmp_path / "shards", {0: [1, 2, 3, 4]})
+    stream = open_stream(tmp_path / "shards", batch=8, sample_weights=str(file), selection=Selection)
+    [(keys, pixels, _)] = contents(stream, 1)
+    assert sorted(Counter(keys).values()) == [2, 2, 2, 2]
+    size = len(pixels) // 8
+    assert len({pixels[i * size : (i + 1) * size] for i in range(8)}) > 4, "each repeat has its own crop"
+
+
+@pytest.mark.parametrize(
+    ("weights", "column", "message"),
+    [
+        ([1.0, -1.0], "key", "1 weights are no numbers from 0 on"),
+        ([None, 1.0], "key", "1 weights are no numbers"),
+        (["a", "b"], "key", "cannot be read"),
+        ([0.0, 0.0], "key", "all weights are 0"),
+        ([1.0, 1.0], "name", "not key or uid, and weight"),
+    ],
+)
+def test_weights_that_cannot_be_used_are_named(tmp_path: Path, weights: list, column: str, message: str) -> None:
+    write(tmp_path / "full", FULL)
+    file = weighed(tmp_path / "w.parquet", {(0, i): weight for i, weight in enumerate(weights)}, column)
+    with pytest.raises(UserError, match=f"data.sample_weights=.*w.parquet: .*{message}"):
+        open_stream(tmp_path / "full", batch=4, sample_weights=str(file))

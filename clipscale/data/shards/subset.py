@@ -1,0 +1,165 @@
+"""Which samples a run takes of its shards, and how often: `data.only_keys` and `data.sample_weights`."""
+
+import hashlib
+import math
+import tempfile
+from bisect import bisect_left
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from clipscale.common.errors import UserError, first_line
+from clipscale.common.files import user_cache
+from clipscale.config.data import DataConfig
+from clipscale.data.decode import json_fields
+from clipscale.data.sample import BrokenSampleError
+from clipscale.data.shards.addresses import digest
+
+ROW = np.dtype([("f0", "u8"), ("f1", "u8"), ("weight", "f4")])
+"""Of a table of weights: the halves of a uid, or of a key's digest."""
+ROWS = 2**16
+"""Of a table that are read at a time."""
+
+
+class _Table(NamedTuple):
+    """Rows in order of their halves, which stay on the disk."""
+
+    rows: np.ndarray
+    by_uid: bool
+    most: int
+    """Times that the most frequent sample comes in an epoch, rounded up."""
+    share: float
+    """Of these times of all samples that an epoch has, on average."""
+
+
+class Subset:
+    """The samples that a file lists. Sent to processes by pickle, which read the file themselves."""
+
+    def __init__(self, setting: str, path: str) -> None:
+        """Raises UserError if there is no such file."""
+        self.setting = f"data.{setting}={path}"
+        self.file = Path(path).expanduser().absolute()
+        try:
+            state = self.file.stat()
+        except OSError as error:
+            raise UserError(f"{self.setting}: cannot be read ({error.strerror})") from error
+        self.name = digest(f"{self.file} {state.st_size} {state.st_mtime_ns}")
+        """A digest of the file's path, size and time of change."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        name, _, path = self.setting.removeprefix("data.").partition("=")
+        return Subset, (name, path)
+
+    @property
+    def by_uid(self) -> bool:
+        """Whether samples are found by the `uid` of their json, and not by their key."""
+        listed = self._listed
+        return isinstance(listed, _Table) and listed.by_uid
+
+    @property
+    def most(self) -> int:
+        """Times that a sample may come in an epoch."""
+        listed = self._listed
+        return listed.most if isinstance(listed, _Table) else 1
+
+    @property
+    def share(self) -> float:
+        """Samples of an epoch, on average, over the sum of all weights rounded up."""
+        listed = self._listed
+        return listed.share if isinstance(listed, _Table) else 1.0
+
+    def weight(self, key: str, about: bytes) -> float:
+        """Times that the sample with this key and json comes in an epoch; 0: it is not listed."""
+        listed = self._listed
+        if isinstance(listed, frozenset):
+            return float(key in listed)
+        try:
+            halves = _of_uid(json_fields(about)["uid"]) if listed.by_uid else _of_key(key)
+        except (KeyError, TypeError, ValueError, BrokenSampleError):
+            return 0.0
+        rows = listed.rows
+        at = bisect_left(rows, halves, key=lambda row: row.item()[:2])
+        if at == len(rows) or rows[at].item()[:2] != halves:
+            return 0.0
+        return float(rows[at]["weight"]) if rows.dtype == ROW else 1.0
+
+    @property
+    def _listed(self) -> frozenset[str] | _Table:
+        return _read(self.setting, self.file, self.name)
+
+
+def subset_of(config: DataConfig) -> Subset | None:
+    """The subset of `data.only_keys` or `data.sample_weights`. Raises UserError if there is no such file."""
+    if config.sample_weights is not None:
+        return Subset("sample_weights", config.sample_weights)
+    return Subset("only_keys", config.only_keys) if config.only_keys is not None else None
+
+
+def _of_uid(uid: str) -> tuple[int, int]:
+    return int(uid[:16], 16), int(uid[16:], 16)
+
+
+def _of_key(key: str) -> tuple[int, int]:
+    whole = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=16).digest()
+    return int.from_bytes(whole[:8], "big"), int.from_bytes(whole[8:], "big")
+
+
+@lru_cache(maxsize=1)
+def _read(setting: str, file: Path, name: str) -> frozenset[str] | _Table:
+    """The file's keys, or its rows. Raises UserError."""
+    try:
+        if setting.startswith("data.sample_weights"):
+            return _weights(setting, file, name)
+        if file.suffix != ".npy":
+            text = file.read_text(encoding="utf-8", errors="surrogateescape")  # as members' names are
+            return frozenset(map(str.strip, text.split("\n")))
+        pairs: np.ndarray = np.load(file, mmap_mode="r")
+    except (OSError, ValueError, TypeError, AttributeError) as error:  # pyarrow's are ValueErrors
+        raise UserError(f"{setting}: cannot be read ({first_line(error)})") from error
+    if pairs.dtype != np.dtype("u8,u8") or pairs.ndim != 1:
+        raise UserError(f"{setting}: {pairs.dtype} {pairs.shape}, not rows of numpy's dtype('u8,u8')")
+    if (pairs["f0"][:-1] > pairs["f0"][1:]).any():
+        raise UserError(f"{setting}: its rows are not in order; sort and save them again with numpy")
+    return _Table(pairs, by_uid=True, most=1, share=1.0)
+
+
+def _weights(setting: str, file: Path, name: str) -> _Table:
+    """A table of weights, whose rows the user's cache keeps in order. Raises UserError, and what pyarrow raises."""
+    try:
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise UserError(f"{setting}: needs pyarrow, pip install 'clipscale[parquet]'") from error
+    table = ParquetFile(file)
+    column = next((each for each in ("uid", "key") if each in table.schema_arrow.names), None)
+    if column is None or "weight" not in table.schema_arrow.names:
+        raise UserError(f"{setting}: has the columns {', '.join(table.schema_arrow.names)}, not key or uid, and weight")
+    cached = user_cache() / "weights" / f"{name}.npy"
+    if not cached.exists():
+        rows = np.fromiter(_rows_of(table, column), ROW, count=table.metadata.num_rows)
+        rows.sort(order=["f0", "f1"])
+        bad = ~(np.isfinite(rows["weight"]) & (rows["weight"] >= 0))
+        twice = (rows["f0"][1:] == rows["f0"][:-1]) & (rows["f1"][1:] == rows["f1"][:-1])
+        if bad.any() or twice.any():
+            what = f"{bad.sum()} weights are no numbers from 0 on" if bad.any() else f"{twice.sum()} samples come twice"
+            raise UserError(f"{setting}: {what}; give each sample one weight")
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cached.parent) as folder:  # of several processes one is the last
+            np.save(Path(folder) / "rows.npy", rows)
+            (Path(folder) / "rows.npy").replace(cached)
+    rows = np.load(cached, mmap_mode="r")
+    times = float(np.ceil(rows["weight"]).sum(dtype=np.float64))
+    if not times:
+        raise UserError(f"{setting}: all weights are 0; nothing is left to train on")
+    share = float(rows["weight"].sum(dtype=np.float64)) / times
+    return _Table(rows, column == "uid", math.ceil(rows["weight"].max()), share)
+
+
+def _rows_of(table: Any, column: str) -> Iterator[tuple[int, int, float]]:
+    """The rows of a Parquet file, a bounded number at a time."""
+    halves = _of_uid if column == "uid" else _of_key
+    for batch in table.iter_batches(ROWS, columns=[column, "weight"]):
+        for name, weight in zip(batch[column].to_pylist(), batch["weight"].to_pylist()):
+            yield *halves(name), math.nan if weight is None else weight
