@@ -123,6 +123,8 @@ def schedule_of(resolved: Resolved, stream: TrainStream) -> Schedule:
 def open_log(resolved: Resolved, schedule: Schedule, world: World) -> MetricLog:
     """The log of this start, on rank 0, after what the user should know of it."""
     config, step, folder = resolved.written, resolved.step, resolved.folder
+    if not (resolved.checkpoint and resolved.checkpoint.resolve().parent == (folder / "checkpoints").resolve()):
+        checkpoint.set_records_aside(folder)
     (folder / RESULT).unlink(missing_ok=True)
     if step:
         checkpoint.set_aside(folder, step)

@@ -1,23 +1,35 @@
-"""The folder of a run: its checkpoints RUN/checkpoints/step_00001000, and which of them are kept."""
+"""The folder of a run: its records, its checkpoints RUN/checkpoints/step_00001000, and which of them are kept."""
 
 import logging
+import re
 import shutil
 import tempfile
 from pathlib import Path
 
-from clipscale.common.checkpoints import checkpoints_of, step_of
+from clipscale.common.checkpoints import check_own, checkpoints_of, step_of
 from clipscale.common.errors import UserError
-from clipscale.common.units import format_bytes
+from clipscale.common.units import format_bytes, unused
 
 log = logging.getLogger(__name__)
 
 TEMPORARY = ".tmp"
 """Ends the name of what is being written or deleted."""
+LEFT = re.compile(
+    r"\.(config\.yaml|env\.json|metrics\.jsonl|result\.json|plan\.json|step_\d+\.json|final\.json)-[0-9a-f]{16}\.tmp"
+    r"|step_\d+(\.old)?\.tmp"
+)
+"""The names of what a run that dies may leave unfinished."""
+RECORDS = (
+    "metrics.jsonl", "eval", "result.json", "config.yaml", "env.json", "plan.json", "report.html", "tensorboard",
+    "wandb",
+)  # fmt: skip
+"""What a run writes beside its checkpoints. The first three say what it has measured."""
 
 
 def make_folder(run: Path) -> None:
-    """Make the run's folder. Raises UserError where it cannot be written."""
+    """Make the run's folder. Raises UserError where it cannot be written, or is somebody else's."""
     try:
+        check_own(run)
         (run / "checkpoints").mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=run):
             pass
@@ -39,8 +51,21 @@ def check_room(run: Path, size: int) -> None:
 
 def remove_temporary(run: Path) -> None:
     """Remove what a run which died has not finished writing or deleting. The caller holds the run's lock."""
-    for path in (*run.glob(f"*{TEMPORARY}"), *run.glob(f"checkpoints/*{TEMPORARY}")):
-        discard(path)
+    for folder in (run, run / "checkpoints", run / "eval"):
+        for path in folder.glob(f"*{TEMPORARY}"):
+            if LEFT.fullmatch(path.name):
+                discard(path)
+
+
+def set_records_aside(run: Path) -> None:
+    """Move the records of an earlier run, whose checkpoints are gone, into a folder of their own, and say so."""
+    records = [run / name for name in RECORDS if (run / name).exists()]
+    if any(path.name in RECORDS[:3] and path.stat().st_size for path in records):
+        aside = unused(run / "earlier")
+        aside.mkdir()
+        for path in records:
+            path.rename(aside / path.name)
+        log.warning("run=%s begins anew, without a checkpoint; its earlier records are now in %s", run, aside)
 
 
 def outdated(run: Path, step: int, keep: int, keep_every: int) -> list[Path]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from clipscale.cli.planned import planned
 from clipscale.common import files, ranks
-from clipscale.common.checkpoints import path_of
+from clipscale.common.checkpoints import check_own, path_of
 from clipscale.common.errors import StoppedError
 from clipscale.common.record import Record
 from clipscale.common.terminal import doing, tell
@@ -24,6 +24,8 @@ NOT_TRAINED = ("log.", "checkpoint.", "launch.", "cache.", "plan ", "offload ", 
 def check(config: TrainConfig) -> None:
     """Every check that needs no torch, local shards among them. Raises UserError, prints warnings. Writes nothing."""
     local.check_train(config)
+    if config.run:
+        check_own(run_folder(config.run))
     if ranks.several():  # there all ranks find missing shards together
         return
     from clipscale.config.conditions import source_names

@@ -1,12 +1,25 @@
-"""Where the checkpoints of a run are: RUN/checkpoints/step_00001000. Imports nothing heavy."""
+"""The folder of a run, and where its checkpoints are: RUN/checkpoints/step_00001000. Imports nothing heavy."""
 
 import re
 from pathlib import Path
 
 from clipscale.common.errors import UserError
+from clipscale.common.files import visible
 
 META = "meta.json"
 """In a checkpoint: everything but its tensors."""
+LOCK = "run.lock"
+LOGS = (".log", ".out", ".err", ".txt")
+"""Ends of names that a folder may hold before its run: of what a shell or a scheduler writes there."""
+
+
+def check_own(run: Path) -> None:
+    """Raise UserError for a folder that holds something, and no lock and no checkpoint of a run of ours."""
+    if not run.is_dir() or (run / LOCK).is_file() or any((path / META).is_file() for path in checkpoints_of(run)):
+        return
+    others = [path.name for path in visible(run) if path.suffix not in LOGS and path != run / "checkpoints"]
+    if others:
+        raise UserError(f"run={run} is no folder of a run: it holds {others[0]}; choose another run=NAME")
 
 
 def is_run(folder: Path) -> bool:

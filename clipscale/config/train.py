@@ -124,6 +124,11 @@ def check(config: TrainConfig) -> None:
     """Raise UserError for the first mistake that spans sections; what lies in one is checked by it."""
     check_pairs(config)
     lora = config.model.lora
+    if re.match(r"[a-z][a-z0-9+.-]+:/", config.run, re.IGNORECASE):
+        raise UserError(
+            f"run={config.run}: a run's folder is a path and no address; give run=NAME, and copy runs/NAME with a tool "
+            "of the storage, such as `aws s3 sync` (docs/runs.md, Copies)"
+        )
     if config.samples is not None and config.epochs is not None:
         raise UserError(
             f"samples={config.samples} and epochs={config.epochs}: give the length of the run with one of them"

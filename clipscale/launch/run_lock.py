@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import IO
 
 from clipscale import checkpoint
+from clipscale.common.checkpoints import LOCK
 from clipscale.common.errors import UserError
 
 log = logging.getLogger(__name__)
 
-FILE = "run.lock"
 WAIT_S = 10.0
 """Wait for a run that is about to end. The lock ends with its process, so a longer wait is for a run that goes on."""
 
 
 def check_free(folder: Path) -> None:
     """Raise UserError where another run keeps the folder: at once, before a plan and workers."""
-    if (folder / FILE).exists():
+    if (folder / LOCK).exists():
         lock = RunLock(folder)
         lock.acquire()
         lock.release()
@@ -44,7 +44,7 @@ class RunLock:
         """
         self.made |= not self.folder.exists()
         checkpoint.make_folder(self.folder)
-        file = (self.folder / FILE).open("a+")
+        file = (self.folder / LOCK).open("a+")
         deadline, announced = time.monotonic() + WAIT_S, False
         while True:
             try:
@@ -87,7 +87,7 @@ class RunLock:
 
     def _removed(self, file: IO[str]) -> bool:
         try:
-            return not os.path.samestat(os.fstat(file.fileno()), (self.folder / FILE).stat())
+            return not os.path.samestat(os.fstat(file.fileno()), (self.folder / LOCK).stat())
         except FileNotFoundError:
             return True
 
@@ -95,10 +95,10 @@ class RunLock:
         """Give the lock back, and remove a folder that this lock has made if nothing is in it. Safe without a lock."""
         if self.file:
             ours = self.made and not self._removed(self.file)  # another run may have begun in its place
-            if ours and sorted(path.name for path in self.folder.glob("*")) == ["checkpoints", FILE]:
+            if ours and sorted(path.name for path in self.folder.glob("*")) == ["checkpoints", LOCK]:
                 with suppress(OSError):  # there is something in it
                     (self.folder / "checkpoints").rmdir()
-                    (self.folder / FILE).unlink()
+                    (self.folder / LOCK).unlink()
                     self.folder.rmdir()
             self.file.truncate(0)
             self.file.close()

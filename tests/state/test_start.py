@@ -1,5 +1,6 @@
 """How a run begins: refused with one line, resumed, taken back, or alike on every rank."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -151,3 +152,32 @@ def test_flops_are_those_of_the_model_that_runs(shards: str, tmp_path: Path) -> 
         rates.append(run.records.flops.per_sample())
         run.stream.close()
     assert rates[0] == rates[1]
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "samples.html", "thesis/a"])
+def test_a_folder_of_somebody_else_is_refused_and_keeps_its_files(shards: str, tmp_path: Path, name: str) -> None:
+    """A folder with a shell's log is nobody's."""
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    with refused(f"^run={tmp_path} is no folder of a run: it holds {name[:6]}.*; choose another run=NAME"):
+        train(small(shards, tmp_path))
+    assert [path.read_text() for path in tmp_path.rglob("*") if path.is_file()] == ["mine"]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/job.out").touch()
+    assert train(small(shards, tmp_path / "run"))["step"] == 4
+
+
+def test_a_run_whose_checkpoints_were_removed_begins_beside_its_records(
+    shards: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = small(shards, tmp_path / "run")
+    for _ in range(3):
+        train(config)
+        train(config)  # is complete, and changes nothing
+        (tmp_path / "run/eval").mkdir(exist_ok=True)
+        shutil.rmtree(tmp_path / "run/checkpoints")
+    assert curve(tmp_path / "run/earlier") == curve(tmp_path / "run/earlier-2") == curve(tmp_path / "run")
+    kept = {"config.yaml", "env.json", "eval", "metrics.jsonl", "result.json"}
+    assert {path.name for path in (tmp_path / "run/earlier-2").iterdir()} == kept
+    said = [message for message in caplog.messages if "begins anew" in message]
+    assert [message.rpartition("/")[2] for message in said] == ["earlier", "earlier-2"]
