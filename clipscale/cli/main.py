@@ -12,7 +12,7 @@ from clipscale.cli import completion, help, train
 from clipscale.cli.verbs import VERBS, split_verb
 from clipscale.common.errors import LoaderError, LostRankError, StoppedError, UserError
 from clipscale.common.hardware import let_threads_sleep
-from clipscale.common.terminal import clear, doing, main_rank, prepare, report, say
+from clipscale.common.terminal import clear, doing, main_rank, outlive_output, prepare, report, say
 from clipscale.config.train import to_yaml
 from clipscale.launch import local
 
@@ -41,10 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if main_rank():
             say(stopped, error=True)
         return 128 + stopped.number
-    except BrokenPipeError:  # the reader of our output has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except (UserError, OSError) as error:  # OSError: a folder without permission, a full disk
+        if isinstance(error, BrokenPipeError) and sys.stdout is sys.__stdout__:  # the output's reader: not of a run's
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
         if os.environ.get("CLIPSCALE_DEBUG") == "1":
             traceback.print_exc()
         if main_rank():  # all ranks compose, and make the same mistakes
@@ -84,6 +84,8 @@ def run(argv: list[str]) -> int:
 
     verb = VERBS[name]
     line = compose.parse(words)
+    if name == "train" and not (line.cfg or line.check):
+        outlive_output()
     if line.multirun:
         from clipscale.cli import sweep
 

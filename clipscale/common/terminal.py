@@ -3,6 +3,7 @@
 Text may come from strangers, such as names and captions: no control character of theirs reaches the terminal.
 """
 
+import io
 import logging
 import os
 import re
@@ -11,8 +12,10 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from datetime import datetime, timedelta
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 from clipscale.common import ranks
 
@@ -135,6 +138,35 @@ class _Printable(logging.Formatter):
 
 
 def prepare() -> None:
-    """Let this process's warnings be printable. Every process of ours calls it once."""
+    """Let this process's warnings be printable. Every process of ours calls it once.
+
+    What stdout's encoding lacks is escaped there, and a closed stdout or stderr takes what is written.
+    """
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_Printable())
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or Path(os.devnull).open("w")  # noqa: SIM115
+        setattr(sys, name, stream)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+class _Lasting(io.FileIO):
+    """stdout or stderr that loses what a full disk does not take, or a reader that has gone, and raises nothing."""
+
+    def write(self, data: Any) -> int:
+        with suppress(OSError):
+            super().write(data)
+        return len(data)
+
+
+def outlive_output() -> None:
+    """From here on nothing that this process prints ends it: a run is worth more than its output."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is getattr(sys, f"__{name}__"):  # else it was replaced already, or by a test
+            with suppress(OSError):
+                stream.flush()
+            raw: Any = _Lasting(stream.fileno(), "w", closefd=False)
+            lasting = io.TextIOWrapper(raw, stream.encoding, "backslashreplace", write_through=True)
+            setattr(sys, name, lasting)

@@ -132,7 +132,8 @@ def start(config: Launched, main: str, count: int) -> Record:
             logging.getLogger(name).setLevel(logging.CRITICAL)  # the exceptions below say it once
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // count)))
-    handlers = {number: signal.getsignal(number) for number in HANDLED}  # torch sets its own
+    # torch sets its own, also for what nohup ignores
+    handlers = {n: handler for n in HANDLED if (handler := signal.getsignal(n)) != signal.SIG_IGN}
     with tempfile.TemporaryDirectory() as folder:
         elastic = ElasticConfig(
             min_nodes=1,
@@ -143,7 +144,7 @@ def start(config: Launched, main: str, count: int) -> Record:
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
             max_restarts=0,
-            signals_to_handle=",".join(number.name for number in HANDLED),
+            signals_to_handle=",".join(number.name for number in handlers),
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         with blocked():  # starts the resource tracker that the workers share
@@ -173,6 +174,7 @@ def worker(config: Launched, main: str, folder: Path) -> Record:
     """The main function of a process that `start` starts. Leaves its failure in the folder."""
     end_with_the_launcher()
     terminal.prepare()
+    terminal.outlive_output()
     terminal.doing("loading torch")
     if main == TRAIN and isinstance(config, TrainConfig) and config.data.workers != 0:
         warm_up()  # beside the imports of training

@@ -4,6 +4,7 @@ import math
 import os
 import signal
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ AGAIN_S = 1.0
 """A second Ctrl-C within this time is the same one: the terminal sends it to the launcher and the workers, and the
 launcher forwards it.
 """
-WARNINGS = (signal.SIGTERM, signal.SIGUSR1)
+WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 VOTE_S = 0.25
 """Ranks tell each other of signals about so often. A message takes 25 to 50 ms over 512 ranks."""
 MOST_CALLS = 256
@@ -30,8 +31,9 @@ class SignalError(Exception):
 class Stop:
     """Records a scheduler's warning or Ctrl-C; `check` then leaves the work, so that the run can save.
 
-    Warnings are SIGTERM and SIGUSR1, which Slurm's users choose for it. Both count as SIGTERM, so the run ends with the
-    same status. A later Ctrl-C raises KeyboardInterrupt. Works in the main thread only.
+    Warnings are SIGTERM, SIGUSR1, which Slurm's users choose for it and which counts as SIGTERM, so the run ends with
+    the same status, and SIGHUP of a terminal that is closed, unless the run was started to ignore it (nohup). A later
+    Ctrl-C raises KeyboardInterrupt. Works in the main thread only.
     """
 
     def __init__(self, world: World) -> None:
@@ -48,7 +50,9 @@ class Stop:
         self._voted = time.monotonic()
 
     def __enter__(self) -> None:
-        self._before = {number: signal.signal(number, self._record) for number in WARNINGS + (signal.SIGINT,)}
+        for number in WARNINGS + (signal.SIGINT,):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._record)
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
@@ -90,5 +94,6 @@ class Stop:
         if not self.number:
             self._first = now
             if self._world.main and number == signal.SIGINT:
-                os.write(2, b"\nsaving and ending; Ctrl-C again ends the run at once\n")
-        self.number = signal.SIGTERM if number in WARNINGS else number
+                with suppress(OSError):
+                    os.write(2, b"\nsaving and ending; Ctrl-C again ends the run at once\n")
+        self.number = signal.SIGTERM if number == signal.SIGUSR1 else number

@@ -1,6 +1,7 @@
 """The command line: help, presets and overrides, and one clear line for every mistake."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -190,6 +191,17 @@ def test_a_stopped_run_says_how_it_goes_on(
     monkeypatch.setattr("clipscale.launch.local.run", stopped)
     status, _, err = cli(*tiny(f"data.train={shards}", words))
     assert status == 130 and err.startswith("stopped after step 3 and saved; ") and way in err
+
+
+def test_no_output_ends_a_run(shards: str, tmp_path: Path, environment: dict) -> None:
+    """On a full disk, with a reader that has gone, in an encoding that lacks a letter."""
+    read, gone = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "clipscale", *tiny(f"data.train={shards}", f"run={tmp_path}/ü")]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=gone, env=environment | {"PYTHONIOENCODING": "ascii"})
+    os.close(gone)
+    assert done.returncode == 0 and (tmp_path / "ü/result.json").is_file()
 
 
 # ---- before and beside the verbs ----

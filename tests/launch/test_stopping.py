@@ -70,14 +70,34 @@ def test_one_ctrl_c_is_recorded_and_a_later_one_ends_at_once(monkeypatch: pytest
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_schedulers_warnings_count_as_sigterm_and_may_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("sent", "number"),
+    [
+        ((signal.SIGUSR1, signal.SIGTERM), signal.SIGTERM),
+        ((signal.SIGUSR1,), signal.SIGTERM),
+        ((signal.SIGHUP, signal.SIGHUP), signal.SIGHUP),
+    ],
+)
+def test_warnings_of_a_scheduler_and_of_a_closed_terminal_may_come_again(
+    monkeypatch: pytest.MonkeyPatch, sent: tuple[signal.Signals, ...], number: int
+) -> None:
     monkeypatch.setattr(stopping, "AGAIN_S", -1.0)
     with (stop := Stop(ALONE)):
-        signal.raise_signal(signal.SIGUSR1)
-        signal.raise_signal(signal.SIGTERM)
+        for each in sent:
+            signal.raise_signal(each)
         with pytest.raises(SignalError) as caught:
             stop.check()
-    assert caught.value.number == signal.SIGTERM
+    assert caught.value.number == number
+
+
+def test_a_closed_terminal_ends_no_run_of_nohup() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with (stop := Stop(ALONE)):
+            signal.raise_signal(signal.SIGHUP)
+            stop.check()
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture(scope="module")
