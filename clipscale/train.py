@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from signal import SIGINT, Signals
@@ -27,7 +28,7 @@ from clipscale.eval.run import check as check_sets
 from clipscale.launch.run_lock import RunLock
 from clipscale.launch.stopping import SignalError, Stop
 from clipscale.log.metrics import MetricLog
-from clipscale.log.records import read_metrics
+from clipscale.log.records import whole_lines
 from clipscale.log.step_record import StepRecords
 from clipscale.log.table import print_results, with_start
 from clipscale.models.flops import Flops
@@ -125,11 +126,13 @@ def open_log(resolved: Resolved, schedule: Schedule, world: World) -> MetricLog:
     config, step, folder = resolved.written, resolved.step, resolved.folder
     if not (resolved.checkpoint and resolved.checkpoint.resolve().parent == (folder / "checkpoints").resolve()):
         checkpoint.set_records_aside(folder)
+    files.read_or_set_aside(folder / RESULT, files.read_record)
     (folder / RESULT).unlink(missing_ok=True)
     if step:
         checkpoint.set_aside(folder, step)
-        changes = changes_since(folder / "config.yaml", config)
-        rates = [record["lr"] for record in read_metrics(folder / "metrics.jsonl") if record["step"] == step]
+        changes = files.read_or_set_aside(folder / "config.yaml", partial(changes_since, config=config)) or []
+        records, _ = whole_lines(folder / "metrics.jsonl")
+        rates = [r["lr"] for r in records if r["step"] == step and isinstance(r.get("lr"), float)]
         rate = schedule.lr(step - 1)
         if rates and step > schedule.first and not math.isclose(rates[0], rate, rel_tol=0.05):
             changes.append(f"the learning rate of this step {rates[0]:.1e} -> {rate:.1e}")

@@ -21,7 +21,7 @@ from clipscale.checkpoint.loading import meta_text, split, sum_of, values_text
 from clipscale.checkpoint.saved import Saved
 from clipscale.common.checkpoints import META, path_of
 from clipscale.common.errors import UserError, first_line
-from clipscale.common.files import sync_folder
+from clipscale.common.files import sync
 from clipscale.common.terminal import tell
 from clipscale.config.sections import CheckpointConfig
 from clipscale.distributed.world import World
@@ -132,7 +132,7 @@ class Saver:
         if path.exists():
             folder.remove(path)
         self._temporary(step).replace(path)
-        sync_folder(path.parent)
+        sync(path.parent)
         for old in folder.outdated(self.run, step, self.config.keep, self.config.keep_every):
             folder.remove(old)
 

@@ -1,7 +1,7 @@
 """The verb `train`: checks the settings and what lies on this machine, plans the run, and starts it."""
 
 import os
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from clipscale.cli.planned import planned
@@ -61,16 +61,21 @@ def check_weights(config: TrainConfig | AnyModel) -> None:
 
 
 def finished(config: TrainConfig) -> Record | None:
-    """What the run returned, from its folder, if it is complete with these settings; None: there is work to do."""
+    """What the run returned, from its folder, if it is complete with these settings; None: there is work to do, or a
+    file is damaged, which the start then sets aside."""
+    from clipscale.log.table import result_tables
+
     folder = Path(config.run)
     if config.resume != "auto" or not (folder / RESULT).is_file():
         return None
-    result = files.read_json(folder / RESULT)
     described = ("model.preprocess",) if config.model.weights else ()  # by the weights
-    changed = any(
-        not change.startswith((*described, *NOT_TRAINED)) for change in changes_since(folder / "config.yaml", config)
-    )
-    return result if path_of(folder, result["step"]).is_dir() and not changed else None
+    with suppress(*files.DAMAGED):
+        result = files.read_record(folder / RESULT)
+        result_tables(result["eval"])
+        changes = changes_since(folder / "config.yaml", config)
+        changed = any(not change.startswith((*described, *NOT_TRAINED)) for change in changes)
+        return result if path_of(folder, result["step"]).is_dir() and not changed else None
+    return None
 
 
 def main(config: TrainConfig, *, isolated: bool = False) -> Record:

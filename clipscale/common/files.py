@@ -1,18 +1,25 @@
 """Files that are written as a whole or not at all, and one line about those that cannot be."""
 
 import json
+import logging
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import platformdirs
 import yaml
 
-from clipscale.common.errors import UserError
+from clipscale.common.errors import UserError, one_line
+from clipscale.common.record import Record
 
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, yaml.YAMLError)
+"""What reading a file raises that is cut, overwritten, or another program's."""
 LEFT_BY_SYSTEMS = {"__MACOSX", "@eaDir", "Thumbs.db", "desktop.ini", "lost+found"}
 """Names of what nobody put into a folder; so are all that begin with a dot."""
 
@@ -26,6 +33,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         with temporary.open("xb") as file:
             yield file
             temporary.chmod(os.fstat(file.fileno()).st_mode & 0o777)
+        sync(temporary)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -37,8 +45,9 @@ def user_cache() -> Path:
     return Path(platformdirs.user_cache_dir("clipscale", appauthor=False))
 
 
-def sync_folder(folder: Path) -> None:
-    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
+    number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
     finally:
@@ -77,5 +86,42 @@ def reported(what: str, path: str | Path, remedy: str) -> Iterator[None]:
     """Report that a file cannot be read or written as a UserError: `WHAT: PATH (why); REMEDY`."""
     try:
         yield
-    except (OSError, ValueError, KeyError, RecursionError) as error:
-        raise UserError(f"{what}: {path} ({getattr(error, 'strerror', None) or error}); {remedy}") from error
+    except DAMAGED as error:
+        raise UserError(f"{what}: {path} ({reason_of(error)}); {remedy}") from error
+
+
+def reason_of(error: Exception) -> str:
+    return getattr(error, "strerror", None) or one_line(error)
+
+
+def read_record(path: Path) -> Record:
+    """What a run's config.yaml, or a file in JSON, holds by name; empty: there is no file. Raises DAMAGED."""
+    if not path.exists():
+        return {}
+    content = read_json(path) if path.suffix == ".json" else read_yaml(path)
+    if not isinstance(content, dict):
+        raise ValueError("it holds no values with names")
+    return content
+
+
+def settings_of_run(folder: Path) -> Record:
+    """The settings of a run; empty: it has none. Raises UserError where its file is damaged."""
+    path = folder / "config.yaml"
+    with reported("the run's", path, "start the run again, which sets it aside, or move it away"):
+        return read_record(path)
+
+
+def read_or_set_aside(path: Path, read: Callable[[Path], T]) -> T | None:
+    """`read(path)`; where the file is damaged, None: it is renamed, and a line says so."""
+    try:
+        return read(path)
+    except DAMAGED as error:
+        set_aside(path, reason_of(error))
+        return None
+
+
+def set_aside(path: Path, reason: str) -> None:
+    """Rename a damaged record, without which its run goes on."""
+    aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.damaged")
+    path.rename(aside)
+    log.warning("%s is damaged (%s); it is now %s, and the run goes on", path, reason, aside.name)

@@ -98,8 +98,7 @@ def check_places(config: sections.EvalConfig, rendered: Iterable[str] = ()) -> N
 def completed(config: EvalRunConfig) -> EvalRunConfig:
     """The settings, with a run's own `sets`, `suite`, `root` and `precision` where none are given. Raises UserError
     without any set."""
-    path = run_folder(config.run) / "config.yaml"
-    saved = files.read_yaml(path) if config.run and path.is_file() else {}
+    saved = files.settings_of_run(run_folder(config.run)) if config.run else {}
     own, chosen = saved.get("eval", {}), config.eval
     if not chosen.has_sets:
         chosen = replace(chosen, sets=own.get("sets", []), suite=own.get("suite", "none"))

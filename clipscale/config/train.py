@@ -225,10 +225,11 @@ def warnings(config: TrainConfig) -> list[str]:
 
 
 def changes_since(file: Path, config: TrainConfig) -> list[str]:
-    """Settings that differ from those in a run's `config.yaml`, as `key old -> new`; except `run` and `resume`."""
+    """Settings that differ from those in a run's `config.yaml`, as `key old -> new`; except `run` and `resume`. Raises
+    DAMAGED of `files`."""
     if not file.is_file():
         return []
-    changes = differing(files.read_yaml(file), yaml.safe_load(to_yaml(config)))
+    changes = differing(files.read_record(file), yaml.safe_load(to_yaml(config)))
     return [f"{key} {old} -> {new}" for key, (old, new) in changes.items() if key not in ("run", "resume")]
 
 

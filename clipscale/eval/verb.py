@@ -28,8 +28,7 @@ def main(config: EvalRunConfig) -> Results:
 
 def loss_of(run: Path) -> LossConfig:
     """The `objective` of a run, or of its last stage, and the `sizes` of its features, by its settings."""
-    path = run / "config.yaml"
-    saved = files.read_yaml(path) if path.is_file() else {}
+    saved = files.settings_of_run(run)
     loss = {"objective": "softmax", **saved.get("loss", {})}
     last = (saved.get("stages") or [{}])[-1]
     return LossConfig(str(last.get("loss", loss["objective"])), sizes=loss.get("sizes", []))

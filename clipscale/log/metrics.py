@@ -16,7 +16,7 @@ from clipscale.common.record import Results
 from clipscale.common.terminal import Progress, tell
 from clipscale.config.sections import LogConfig
 from clipscale.log.environment import environment
-from clipscale.log.records import Record, read_metrics
+from clipscale.log.records import Record, whole_lines
 from clipscale.log.sinks import Sinks
 from clipscale.log.table import FIGURES
 from clipscale.log.warnings import FIRST, WINDOW, warnings_of
@@ -58,11 +58,15 @@ class MetricLog:
         self._unwritten = bytearray()
         path = run_dir / "metrics.jsonl"
         run_dir.mkdir(parents=True, exist_ok=True)
-        records = [record for record in read_metrics(path) if record["step"] <= resume_step] if resume_step else []
+        records, damaged = whole_lines(path) if resume_step else ([], 0)
+        records = [record for record in records if record["step"] <= resume_step]
+        if damaged:
+            files.set_aside(path, f"{damaged} of its lines")
         files.write_text(path, "".join(json.dumps(record) + "\n" for record in records))
         self._file = path.open("ab", buffering=0)  # a killed run loses no line
         if trains:
             files.write_json(run_dir / "env.json", environment(world) | {"resume_step": resume_step})
+        if trains or not (run_dir / "config.yaml").exists():
             files.write_text(run_dir / "config.yaml", resolved_config)
         self._sinks = Sinks(run_dir, config, self.settings, resume_step)
 

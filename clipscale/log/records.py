@@ -1,17 +1,34 @@
 """Reads a run's records: metrics and evaluations. Raises UserError for a damaged file."""
 
 import json
+import operator
+from contextlib import suppress
 from pathlib import Path
 
 from clipscale.common import files
+from clipscale.common.errors import UserError
 from clipscale.common.record import Record
 
 
 def read_metrics(path: Path) -> list[Record]:
     """The records of a `metrics.jsonl`, in order, without an incomplete last line."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-    with files.reported("metrics", path, "restore the file, or move it away"):
-        return [json.loads(line) for line in lines if line.endswith(b"\n")]
+    records, damaged = whole_lines(path)
+    if damaged:
+        raise UserError(f"metrics: {path} has {damaged} damaged lines; restore the file, or start the run again")
+    return records
+
+
+def whole_lines(path: Path) -> tuple[list[Record], int]:
+    """The records of a `metrics.jsonl`, and how many further lines are none."""
+    lines = (
+        [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")] if path.is_file() else []
+    )
+    records = []
+    for line in lines:
+        with suppress(*files.DAMAGED):
+            record = json.loads(line)
+            records.append(record | {"step": operator.index(record["step"])})
+    return records, len(lines) - len(records)
 
 
 def read_evaluations(run_dir: Path) -> list[Record]:

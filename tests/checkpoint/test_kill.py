@@ -19,7 +19,7 @@ import pytest
 
 from clipscale import checkpoint
 from clipscale.config.sections import CacheConfig, CheckpointConfig, ModelConfig
-from clipscale.log.metrics import read_metrics
+from clipscale.log.records import read_metrics
 from clipscale.train import train
 from tests.support.runs import ARCHITECTURE, settings
 

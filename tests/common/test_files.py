@@ -1,5 +1,6 @@
 """Files are written as a whole or not at all."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -18,3 +19,11 @@ def test_an_exception_leaves_the_old_file_and_no_other(tmp_path: Path, error: ty
     assert [path] == list(tmp_path.iterdir()) and path.read_bytes() == old
     files.write_json(path, ["b"])
     assert [path] == list(tmp_path.iterdir()) and path.read_text() == '[\n "b"\n]\n'
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda number: order.append(Path(f"/proc/self/fd/{number}").read_text()))
+    monkeypatch.setattr(Path, "replace", lambda path, target: order.append(target.name))
+    files.write_text(tmp_path / "a", "text")
+    assert order == ["text", "a"]

@@ -19,7 +19,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from clipscale.common import files
 from clipscale.config.sections import LogConfig
 from clipscale.log import sinks
-from clipscale.log.metrics import MetricLog, console_line, duration, read_metrics
+from clipscale.log.metrics import MetricLog, console_line, duration
+from clipscale.log.records import read_metrics
 from clipscale.log.warnings import warnings_of
 from tests.conftest import Cap
 

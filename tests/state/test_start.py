@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from clipscale.cli import train as verb
+from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.config.sections import (
     CacheConfig,
@@ -17,9 +19,12 @@ from clipscale.config.sections import (
     ScheduleConfig,
     TowerConfig,
 )
+from clipscale.config.train import RESULT
 from clipscale.data.loader.stream import DataConfig, TrainStream, open_stream
 from clipscale.distributed.world import World
+from clipscale.eval.run import ResultsFile
 from clipscale.models.towers import build_model, inputs_of
+from clipscale.tools.report.runs import read_runs
 from clipscale.train import start_run, train
 from tests.conftest import Cap
 from tests.support.checkpoints import ALONE
@@ -170,10 +175,9 @@ def test_a_folder_of_somebody_else_is_refused_and_keeps_its_files(shards: str, t
 def test_a_run_whose_checkpoints_were_removed_begins_beside_its_records(
     shards: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = small(shards, tmp_path / "run")
+    config = small(shards, tmp_path / "run", samples=12)
     for _ in range(3):
         train(config)
-        train(config)  # is complete, and changes nothing
         (tmp_path / "run/eval").mkdir(exist_ok=True)
         shutil.rmtree(tmp_path / "run/checkpoints")
     assert curve(tmp_path / "run/earlier") == curve(tmp_path / "run/earlier-2") == curve(tmp_path / "run")
@@ -181,3 +185,48 @@ def test_a_run_whose_checkpoints_were_removed_begins_beside_its_records(
     assert {path.name for path in (tmp_path / "run/earlier-2").iterdir()} == kept
     said = [message for message in caplog.messages if "begins anew" in message]
     assert [message.rpartition("/")[2] for message in said] == ["earlier", "earlier-2"]
+
+
+@pytest.fixture(scope="module")
+def half(shards: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps."""
+    run = tmp_path_factory.mktemp("runs") / "half"
+    train(small(shards, run, samples=24))
+    files.write_json(run / RESULT, {"run": str(run), "step": 2, "loss": 1.0, "eval": {}})
+    return run
+
+
+@pytest.mark.parametrize("damage", [b"", b"\0\0\n", b"[1]\n", b"{}\n", b'{"step": [', b"caf\xe9: [\n"])
+def test_a_damaged_record_is_set_aside_and_the_run_goes_on(
+    shards: str, half: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: bytes
+) -> None:
+    run = shutil.copytree(half, tmp_path / "run")
+    others = [run / name for name in ("config.yaml", RESULT, "eval/step_00000000.json")]
+    (run / "eval").mkdir()
+    for path in others:
+        path.write_bytes(damage)
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(damage)
+    config = small(shards, run)
+    assert verb.finished(replace(config, samples=24)) is None
+    results = ResultsFile(run, 0)
+    assert results.record()["results"] == {}
+    results.add("set", {"top1": 1.0}, {})
+    assert train(config)["step"] == 4
+    assert len(curve(run)) == 4 and results.record()["results"] == {"set": {"top1": 1.0}}
+    assert set(read_runs([run])[0].settings) > {"batch"}
+    aside = {path.name.split(".")[0]: path.read_bytes() for path in run.rglob("*.damaged")}
+    assert {*aside.values()} <= {damage, (half / "metrics.jsonl").read_bytes() + damage}
+    expected = {"config": damage != b"{}\n", "result": damage != b"{}\n", "metrics": damage.endswith(b"\n")}
+    assert {name: name in aside for name in expected} == expected, aside
+    assert sum("is damaged" in message and "goes on" in message for message in caplog.messages) == len(aside)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "env.json", "metrics.jsonl", "eval/step_00000002.json"])
+@pytest.mark.parametrize("damage", [b"\0\0\n", b"[1]\n", b"[\n"])
+def test_a_report_names_the_damaged_record(half: Path, tmp_path: Path, name: str, damage: bytes) -> None:
+    run = shutil.copytree(half, tmp_path / "run")
+    (run / "eval").mkdir()
+    (run / name).write_bytes(damage)
+    with refused(rf"the run's|metrics|results.*{run}"):
+        read_runs([run])

@@ -54,8 +54,7 @@ def main(settings: ExportSettings) -> Path:
 
 def card(run: Path, model: ClipModel, config: ModelConfig, note: dict[str, str], call: str) -> str:
     """The text of README.md. `call` loads the folder; `note` has the run, its step and which weights."""
-    path = run / "config.yaml"
-    settings = dict(flat(files.read_yaml(path))) if path.is_file() else {}
+    settings = dict(flat(files.settings_of_run(run)))
     of_step = {str(record["step"]): record["results"] for record in read_evaluations(run)}
     results = with_start(of_step.get(note["step"], {}), of_step.get("0", {}))
     scores = [result_tables(results)] if results else []

@@ -17,7 +17,7 @@ from clipscale.config.stages import stages_of
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.memory import free_memory
 from clipscale.launch.local import workers
-from clipscale.log.metrics import read_metrics
+from clipscale.log.records import read_metrics
 from clipscale.models.sources import fetched_description
 from clipscale.tools.plan.planner import plan
 from clipscale.tools.plan.settings import PlanConfig
@@ -73,8 +73,7 @@ def of_training(trained: TrainConfig, machine: PlanConfig) -> PlanConfig:
 
 def configs_of(folder: Path) -> list[PlanConfig]:
     """The settings of a run's stages, on the machine that it ran on. Raises UserError."""
-    with files.reported("the run's", folder / "config.yaml", "restore it"):
-        config = typed(TrainConfig, files.read_yaml(folder / "config.yaml"), ignored=GONE)
+    config = typed(TrainConfig, files.settings_of_run(folder), ignored=GONE)
     with files.reported("the run's", folder / "env.json", "restore it"):
         machine = files.read_json(folder / "env.json")
     hardware = hardware_of(machine["gpus"][0]) if machine["gpus"] and config.device != "cpu" else "cpu"

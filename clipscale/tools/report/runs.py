@@ -50,23 +50,19 @@ def read_runs(names: Sequence[str | Path]) -> list[Run]:
 
 def _read(folder: Path) -> Run:
     records = read_metrics(folder / "metrics.jsonl")
-    rates = [(record["batch"], record.get("samples_per_s_wall")) for record in records]
-    seconds = accumulate(batch / rate if rate else 0 for batch, rate in rates)
-    rows = [record | {"hours": passed / 3600} for record, passed in zip(records, seconds)]
-    at = {row["step"]: {name: row[name] for name in ("step", "samples", "hours")} for row in rows}
-    at[0] = {"step": 0, "samples": 0, "hours": 0.0}
-    evaluations = [e for e in read_evaluations(folder) if e["step"] in at]
-    for evaluation in evaluations:
-        row = dict(at[evaluation["step"]])
-        for name, metrics in evaluation["results"].items():
-            row |= {f"eval/{name}/{metric}": value for metric, value in metrics.items()}
-        rows.append(row)
-    config = _content(folder / "config.yaml")
-    settings = {name: as_typed(value) for name, value in flat(config)}
-    environment = _content(folder / "env.json")
+    config = files.settings_of_run(folder)
+    with files.reported("the run's records", folder, "restore them, or move them away"):
+        rates = [(record["batch"], record.get("samples_per_s_wall")) for record in records]
+        seconds = accumulate(batch / rate if rate else 0 for batch, rate in rates)
+        rows = [record | {"hours": passed / 3600} for record, passed in zip(records, seconds)]
+        at = {row["step"]: {name: row[name] for name in ("step", "samples", "hours")} for row in rows}
+        at[0] = {"step": 0, "samples": 0, "hours": 0.0}
+        evaluations = [e for e in read_evaluations(folder) if e["step"] in at]
+        for evaluation in evaluations:
+            row = dict(at[evaluation["step"]])
+            for name, metrics in evaluation["results"].items():
+                row |= {f"eval/{name}/{metric}": value for metric, value in metrics.items()}
+            rows.append(row)
+        settings = {name: as_typed(value) for name, value in flat(config)}
+        environment = files.read_record(folder / "env.json")
     return Run(folder.resolve().name, folder, records, evaluations, rows, settings, environment)
-
-
-def _content(path: Path) -> Record:
-    with files.reported("the run's", path, "restore it, or move it away"):
-        return files.read_yaml(path) if path.is_file() else {}  # JSON is YAML

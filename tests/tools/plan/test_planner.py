@@ -15,7 +15,7 @@ import pytest
 from clipscale.cli import compose
 from clipscale.cli.main import main
 from clipscale.common.units import format_count
-from clipscale.log.metrics import read_metrics
+from clipscale.log.records import read_metrics
 from clipscale.tools.plan.planner import plan, predicted
 from tests.conftest import TINIEST, TINY, Cap
 from tests.support.forks import forks
