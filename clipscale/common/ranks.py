@@ -2,6 +2,31 @@
 
 import os
 
+from clipscale.common.errors import UserError
+
+
+def number(name: str, default: int) -> int:
+    """A whole number, at least 0, of the environment. Raises UserError for what is none."""
+    text = os.environ.get(name, str(default))
+    if not (text.isascii() and text.isdecimal()):
+        raise UserError(f"{name}={text!r} of the environment is no number; unset it, or start with torchrun")
+    return int(text)
+
+
+def check() -> None:
+    """Raise UserError where the variables of a launcher are no numbers, or do not go together."""
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
+        number(name, 0)
+    problem = ""
+    if not several():
+        problem = "comes without WORLD_SIZE" if "RANK" in os.environ else ""
+    elif rank() >= size():
+        problem = f"is no rank of WORLD_SIZE={size()}"
+    elif size() > 1 and not (os.environ.get("MASTER_ADDR") and 0 < number("MASTER_PORT", 0) < 2**16):
+        problem = "needs MASTER_ADDR, and a port as MASTER_PORT"
+    if problem:
+        raise UserError(f"RANK={os.environ['RANK']} of the environment {problem}; start with torchrun, or unset RANK")
+
 
 def several() -> bool:
     """Whether this process was started as one of several."""
@@ -9,19 +34,19 @@ def several() -> bool:
 
 
 def rank() -> int:
-    return int(os.environ.get("RANK", "0"))
+    return number("RANK", 0)
 
 
 def size() -> int:
     """The ranks of all machines."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return number("WORLD_SIZE", 1) if several() else 1
 
 
 def local_rank() -> int:
     """Of the ranks of this machine."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return number("LOCAL_RANK", 0)
 
 
 def of_machine(unknown: int = 1) -> int:
     """The ranks of this machine, which share its cores and memory; `unknown`: where nothing says it."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", unknown))
+    return number("LOCAL_WORLD_SIZE", unknown)

@@ -17,8 +17,6 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-from clipscale.common import ranks
-
 T = TypeVar("T")
 LONGEST = 4000
 """Characters of a printed error or warning; the rest of it is left out."""
@@ -42,8 +40,13 @@ def without_password(text: str) -> str:
 
 
 def main_rank() -> bool:
-    """Whether this is the process of a run that prints: the first, or the only one."""
-    return ranks.rank() == 0
+    """Whether this is the process of a run that prints: the first, the only one, or each that knows not which it is."""
+    from clipscale.common import ranks  # here: its errors are printed by this module
+
+    with suppress(ranks.UserError):
+        ranks.check()
+        return ranks.rank() == 0
+    return True
 
 
 def on_terminal() -> bool:

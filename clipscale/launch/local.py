@@ -63,6 +63,7 @@ class WorkerError(Exception):
 
 def check_train(config: TrainConfig) -> None:
     """The checks of a run that need neither torch nor data. Raises UserError, prints warnings."""
+    ranks.check()
     if ranks.several() and not config.run:
         raise UserError("run is not set; under torchrun all ranks need the same name, run=NAME")
     check(config)
@@ -84,6 +85,7 @@ def run(config: Launched, main: str = TRAIN, *, isolated: bool = False) -> Recor
     Returns its result on rank 0. Raises UserError if a worker does, WorkerError for other failures, StoppedError for a
     signal. No worker outlives this call.
     """
+    ranks.check()
     if ranks.several():
         return join(config, main)
     terminal.doing("loading torch")

@@ -11,6 +11,7 @@ import torch
 
 from clipscale import checkpoint
 from clipscale.checkpoint import Saved
+from clipscale.common import ranks
 from clipscale.common.errors import UserError
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import doing, tell
@@ -115,7 +116,7 @@ def checkpoint_of(config: TrainConfig, world: World) -> Path | None:
     """The checkpoint that a run goes on from. Started again, by torchrun after a failure or by Slurm from its queue, it
     goes on from its own."""
     folder = Path(config.run)
-    restarts = [int(os.environ.get(f"{launcher}_RESTART_COUNT", "0")) for launcher in ("TORCHELASTIC", "SLURM")]
+    restarts = [ranks.number(f"{launcher}_RESTART_COUNT", 0) for launcher in ("TORCHELASTIC", "SLURM")]
     newest = checkpoint.to_resume(folder, "auto", world) if any(restarts) else None
     return newest or checkpoint.to_resume(folder, config.resume, world)
 

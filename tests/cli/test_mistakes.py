@@ -104,7 +104,21 @@ def test_shards_of_which_nothing_is_usable_are_warned_of_at_once(cli: Cli, tmp_p
 
 
 def test_under_torchrun_a_sweep_and_a_run_without_a_name_are_refused(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
     one_line(cli("train", "-m", "batch=32k,64k"), "-m", "leave torchrun out")
     one_line(cli("train", "data=demo"), "run", "run=NAME")
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        "RANK=1", "RANK=3 WORLD_SIZE=1", "RANK=0 WORLD_SIZE=8", "RANK=0 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=0",
+        "RANK=x", "WORLD_SIZE=-2 RANK=0", "LOCAL_RANK=1.5", "LOCAL_WORLD_SIZE=", "TORCHELASTIC_RESTART_COUNT=",
+        "SLURM_RESTART_COUNT=", "SLURM_RESTART_COUNT=none",
+    ],
+)  # fmt: skip
+def test_variables_of_no_launcher_are_one_line(cli: Cli, monkeypatch: pytest.MonkeyPatch, variables: str) -> None:
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
+    one_line(cli("train", "data=demo", "run=a"), variables.split("=")[0], "unset")

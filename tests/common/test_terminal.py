@@ -18,6 +18,7 @@ from clipscale.log.table import TextTable, show
 from tests.conftest import Cap
 from tests.support.terminals import on_terminal, screen
 
+GROUP = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 HOSTILE = "a\x1b]0;title\x07\x9b31m\nerror: [red]b[/red]\u202e\ud800\r"
 
 
@@ -82,7 +83,7 @@ def test_a_terminal_shows_what_is_done_and_keeps_only_lines(tmp_path: Path) -> N
     assert max(len(part.rstrip("\r\n")) for part in shown) < 100, "a line that wraps cannot be removed"
 
 
-@pytest.mark.parametrize("variable", [{"RANK": "1"}, {"TERM": "dumb"}])
+@pytest.mark.parametrize("variable", [{"RANK": "1", "WORLD_SIZE": "2"} | GROUP, {"TERM": "dumb"}])
 def test_other_ranks_and_terminals_that_cannot_clear_a_line_show_lines_only(tmp_path: Path, variable: dict) -> None:
     code = f"import os; os.environ.update({variable!r})\n{WORK}"
     _, output = on_terminal([sys.executable, "-c", code], tmp_path, os.environ)
