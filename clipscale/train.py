@@ -15,7 +15,7 @@ from signal import SIGINT, Signals
 
 from clipscale import checkpoint
 from clipscale.common import files
-from clipscale.common.errors import DataError, StoppedError, UserError
+from clipscale.common.errors import StoppedError, UserError
 from clipscale.common.record import Record, Results
 from clipscale.common.rng import RandomState
 from clipscale.common.terminal import doing, tell
@@ -206,8 +206,10 @@ class Run:
                         self.save(last=self.step == self.total)
                 if config.eval.has_sets:
                     results = self.evaluate()
-            except DataError:  # on all ranks
-                self.save_at_once()
+            except (UserError, OSError) as error:
+                saves = getattr(error, "saves", None)
+                if saves or (saves is None and self.world.size == 1):
+                    self.save_at_once()
                 raise
             except SignalError as signal:  # on all ranks
                 self.save_at_once()
@@ -337,7 +339,7 @@ class Run:
 
 @contextmanager
 def undone_at_a_signal(model: ClipModel, stream: TrainStream, world: World) -> Iterator[None]:
-    """Around a step that a signal or lost data may end: undoes the little that it changes before its update.
+    """Around a step that a signal, lost data or a mistake may end: undoes the little that it changes before its update.
 
     A resumed run takes it again, bit for bit.
     """
@@ -345,7 +347,7 @@ def undone_at_a_signal(model: ClipModel, stream: TrainStream, world: World) -> I
     restore_statistics = note_statistics(model)
     try:
         yield
-    except (SignalError, DataError):
+    except (SignalError, UserError, OSError):
         random.restore()
         restore_statistics()
         stream.give_back()

@@ -6,13 +6,16 @@ from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
 from random import Random
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from clipscale import checkpoint
+from clipscale.common.errors import UserError
 from clipscale.config.sections import CheckpointConfig
 from clipscale.data.loader.stream import DataConfig
 from clipscale.data.shards import index, store
@@ -113,6 +116,31 @@ def test_what_is_trained_is_saved_when_all_data_goes(tmp_path: Path) -> None:
     train(config)
     train(replace(config, run=str(tmp_path / "whole")))
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("part", "error", "saved"),
+    [
+        ("grad_cache.GradCache.replay", UserError("a mistake"), [2]),
+        ("grad_cache.GradCache.replay", OSError(28, "No space left on device"), [2]),
+        ("train_step.TrainStep.update", torch.OutOfMemoryError("no memory"), []),
+    ],
+)
+def test_what_ends_a_run_saves_first(
+    shards: str, tmp_path: Path, part: str, error: Exception, saved: list[int]
+) -> None:
+    """Unless its weights may be half updated."""
+    config = small(shards, tmp_path / "run")
+    work = resolve_name(f"clipscale.step.{part}")
+    third = mock.Mock(side_effect=[mock.DEFAULT] * 2 + [error])
+    patch = mock.patch(f"clipscale.step.{part}", lambda *given: third() and work(*given))
+    with patch, pytest.raises((UserError, OSError)):
+        train(config)
+    assert [*map(checkpoint.step_of, checkpoint.checkpoints_of(tmp_path / "run"))] == saved
+    if saved:
+        train(config)
+        train(replace(config, run=str(tmp_path / "whole")))
+        assert curve(tmp_path / "run") == curve(tmp_path / "whole")
 
 
 def test_a_server_with_faults_does_not_change_the_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,13 @@ class UserError(Exception):
     a traceback and exits with status 2. Control characters, such as newlines in the value, are escaped.
     """
 
-    def __init__(self, message: object) -> None:
+    saves: bool | None = None
+    """Whether a run that it ends saves: True, all ranks raise it; False, it came within an update; None: one process
+    does."""
+
+    def __init__(self, message: object, *, saves: bool | None = None) -> None:
         super().__init__(printable(message))
+        self.saves = self.saves if saves is None else saves
 
 
 class StoppedError(UserError):
@@ -25,7 +30,9 @@ class StoppedError(UserError):
 
 
 class DataError(UserError):
-    """The data do not go on. What is trained is saved."""
+    """The data do not go on."""
+
+    saves = True
 
 
 class LoaderError(DataError):

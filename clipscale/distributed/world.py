@@ -132,6 +132,7 @@ class World:
             problem = error
         for each in self.gather(problem):
             if each:
+                each.saves = each.saves is not False
                 raise each
         return result
 

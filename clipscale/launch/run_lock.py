@@ -60,7 +60,7 @@ class RunLock:
                 )  # fmt: skip
                 break
             if time.monotonic() > deadline:
-                raise UserError(f"{used}; stop that run, or choose another run=NAME")
+                raise UserError(f"{used}; stop that run, or choose another run=NAME", saves=False)
             if not announced:
                 log.warning("%s; waiting up to %.0f s for its end", used, WAIT_S)
                 announced = True

@@ -148,7 +148,8 @@ class TrainStep:
             kept = f" with {graphs} kept graphs (cache.keep=none keeps none)" if graphs else ""
             raise UserError(
                 f"step {number}: out of memory in {name}, in chunks of {image} images and {text} captions{kept} "
-                f"({first_line(error)}); clipscale plan run={self.config.run} fit=true finds settings that fit"
+                f"({first_line(error)}); clipscale plan run={self.config.run} fit=true finds settings that fit",
+                saves=False if name == "optim" else None,
             ) from error
 
     # ---- update ----
@@ -169,7 +170,8 @@ class TrainStep:
             if not self.precision.can_lower_loss_scale:
                 raise UserError(
                     f"step {number}: loss={loss}, gradient norm={grad_norm}: training has diverged; its checkpoints "
-                    "are intact; lower optim.lr, set optim.clip_norm, or use another precision"
+                    "are intact; lower optim.lr, set optim.clip_norm, or use another precision",
+                    saves=True,
                 )
         if finite or self.precision.scaler:  # after an overflow the scaler skips the step and lowers its scale
             self.update(norm)
