@@ -102,6 +102,16 @@ def test_a_shard_that_goes_while_it_is_read_is_left_out(
     assert records(tmp_path / "run")[-1]["broken_by"][reason] > 0
 
 
+def test_shards_that_are_replaced_are_counted_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    paths = write_shards(tmp_path / "set", [40, 40])
+    dict(index.update_indexes(map(str, paths)))
+    data = DataConfig(train=[str(tmp_path / "set")], workers=0, shard_streams=2)
+    with between_steps(lambda step: [path.touch() for path in paths]):
+        train(small("", tmp_path / "run", samples=240, data=data))
+    assert records(tmp_path / "run")[-1]["faults_by"]["changed_shard"] > 2
+    assert caplog.text.count("have changed since they were indexed") == 1
+
+
 def test_what_is_trained_is_saved_when_all_data_goes(tmp_path: Path) -> None:
     paths = write_shards(tmp_path / "set", [40, 40])
     config = small(str(tmp_path / "set/{00000..00001}.tar"), tmp_path / "run", samples=144)

@@ -10,13 +10,12 @@ from pkgutil import resolve_name
 from clipscale import __version__
 from clipscale.cli import completion, help, train
 from clipscale.cli.verbs import VERBS, split_verb
-from clipscale.common.errors import LoaderError, LostRankError, StoppedError, UserError
+from clipscale.common.errors import LoaderError, LostRankError, StoppedError, UserError, explained
 from clipscale.common.hardware import let_threads_sleep
 from clipscale.common.terminal import clear, doing, main_rank, outlive_output, prepare, report, say
 from clipscale.config.train import to_yaml
 from clipscale.launch import local
 
-SEMAPHORES = "/dev/shm"
 FETCH = ("train", "eval", "embed", "explore")
 """The verbs that fetch weights, if they are not on this machine."""
 
@@ -42,26 +41,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             say(stopped, error=True)
         return 128 + stopped.number
     except (UserError, OSError) as error:  # OSError: a folder without permission, a full disk
-        if isinstance(error, BrokenPipeError) and sys.stdout is sys.__stdout__:  # the output's reader: not of a run's
+        # the reader of the output has gone: not of a run's, which has a stdout that lasts
+        if isinstance(error, BrokenPipeError) and sys.stdout is sys.__stdout__ and sys.stdout:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         if os.environ.get("CLIPSCALE_DEBUG") == "1":
             traceback.print_exc()
+        error = explained(error)
         if main_rank():  # all ranks compose, and make the same mistakes
-            report(explained(error))
+            report(error)
         is_mistake = isinstance(error, UserError) and not isinstance(error, LoaderError)
         return 2 if is_mistake else 1
     finally:
         clear()
-
-
-def explained(error: UserError | OSError) -> object:
-    """The error; the system does not name the folder when it refuses a semaphore or shared memory there."""
-    if isinstance(error, UserError) or os.access(SEMAPHORES, os.W_OK):
-        return error
-    return (
-        f"{SEMAPHORES} cannot be written, and processes share memory there ({error}); mount it (docker run --ipc=host)"
-    )
 
 
 def run(argv: list[str]) -> int:

@@ -1,6 +1,10 @@
 """Exceptions whose message is all that the user sees."""
 
+import errno
+import os
+import shutil
 import signal
+from typing import TypeVar
 
 from clipscale.common.terminal import printable
 
@@ -48,6 +52,23 @@ class LostRankError(RuntimeError):
         """`first`: of the ranks that are left this is the one that prints it."""
         super().__init__(printable(message))
         self.first = first
+
+
+E = TypeVar("E", bound=BaseException)
+SEMAPHORES = "/dev/shm"
+LEAST_SHARED = 2**16
+"""Where Linux keeps what processes share, and bytes of it that suffice."""
+
+
+def explained(error: E) -> "E | UserError":
+    """The error, or a UserError where it is one of shared memory, whose folder the system does not name."""
+    problem = "" if os.access(SEMAPHORES, os.W_OK) else "cannot be written"
+    if not problem and getattr(error, "errno", 0) == errno.ENOSPC and shutil.disk_usage(SEMAPHORES).free < LEAST_SHARED:
+        problem = "is full"
+    if not problem or not isinstance(error, OSError):
+        return error
+    remedy = "mount it, or a larger one (docker run --ipc=host)"
+    return UserError(f"{SEMAPHORES} {problem}, and processes share memory there ({error}); {remedy}")
 
 
 def first_line(error: BaseException) -> str:

@@ -17,7 +17,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Protocol
 
 from clipscale.common import ranks, terminal
-from clipscale.common.errors import LostRankError, StoppedError, UserError, first_line
+from clipscale.common.errors import LostRankError, StoppedError, UserError, explained, first_line
 from clipscale.common.hardware import cores
 from clipscale.common.record import Record
 from clipscale.common.signals import blocked
@@ -152,6 +152,7 @@ def start(config: Launched, main: str, count: int) -> Record:
         with blocked():  # starts the resource tracker that the workers share
             pass
         terminal.doing(f"starting {count} process{'es' if count > 1 else ''}")
+        tempfile.tempdir, before = folder, tempfile.tempdir  # torch leaves its error files there
         try:
             return elastic_launch(elastic, worker)(config, main, Path(folder))[0]
         except ChildFailedError as error:
@@ -163,6 +164,7 @@ def start(config: Launched, main: str, count: int) -> Record:
             number = signal.SIGTERM if error.sigval == signal.SIGUSR1 else error.sigval  # as in a worker
             raise StoppedError("stopped", number) from None
         finally:
+            tempfile.tempdir = before
             for handled, handler in handlers.items():
                 signal.signal(handled, handler)
 
@@ -190,6 +192,7 @@ def worker(config: Launched, main: str, folder: Path) -> Record:
 def leave_failure(folder: Path, rank: int, error: BaseException) -> None:
     """Leave a worker's exception to its launcher, the user's mistakes as they are."""
     lost = isinstance(error, LostRankError)
+    error = explained(error)
     if not isinstance(error, UserError):
         details = "".join(traceback.format_exception(error))
         error = WorkerError(f"worker {rank} failed: {type(error).__name__}: {first_line(error)}", details)

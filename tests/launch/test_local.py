@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -136,9 +137,15 @@ def test_open_files_are_allowed_and_few_whatever_the_ranks(tmp_path: Path, procs
 
 
 @pytest.mark.slow
-def test_a_workers_mistake_comes_back_as_if_made_here_and_at_once(tmp_path: Path) -> None:
+def test_a_workers_mistake_comes_back_as_if_made_here_and_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And leaves no file."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     with refused(rf"^run={tmp_path}/run: found by a worker$"):
         local.run(two(tmp_path), f"{__name__}:mistaken")
+    assert not [*(tmp_path / "tmp").iterdir()]
 
 
 def test_one_worker_is_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count, islice
 from typing import Any, NamedTuple
 
@@ -219,7 +219,7 @@ class ShardReader:
     def _open(self, url: str, problem: ReadProblem, windows: Windows) -> Generator[RawSample, None, None]:
         self.url = url
         self._opens(url)
-        offsets = index.sample_offsets
+        offsets = partial(index.sample_offsets, count=self._store.count)
         return read_shard(
             url, problem, windows.needs, self._kinds, store=self._store, subset=self._subset, offsets=offsets
         )

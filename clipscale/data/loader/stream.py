@@ -25,7 +25,7 @@ from clipscale.data.loader.shard_reader import OrderedShards, Position
 from clipscale.data.loader.shard_stream import WorkerSpec
 from clipscale.data.loader.workers import InProcess, Workers
 from clipscale.data.order import BatchShare
-from clipscale.data.shards.addresses import EVENT
+from clipscale.data.shards.addresses import CHANGED, EVENT
 from clipscale.data.shards.counts import Once, build_order, here
 from clipscale.data.shards.listing import list_shards
 from clipscale.data.shards.subset import subset_of
@@ -191,6 +191,12 @@ class TrainStream:
             self.failure = error
             return
         for number, message in messages:
+            if EVENT + CHANGED in message.counts.keys() - self._counts.keys():
+                log.warning(
+                    "data.train: shards have changed since they were indexed; they are read without their index, and "
+                    "counted (%s of faults_by); run `clipscale data index` again",
+                    CHANGED,
+                )
             self._counts.update(message.counts)
             if message.positions is not None:
                 batch = self._batches[message.step]

@@ -8,6 +8,8 @@ import re
 
 EVENT = "event:"
 """Prefix of the counters of events that cost no sample, such as repeated requests."""
+CHANGED = "changed_shard"
+"""The event of a shard that is opened, has changed since it was indexed, and is read without its index."""
 _SCHEME = re.compile(r"^[a-z][a-z0-9+.-]+:", re.IGNORECASE)
 
 

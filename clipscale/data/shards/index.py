@@ -22,7 +22,7 @@ import numpy as np
 
 from clipscale.common.errors import UserError
 from clipscale.common.files import user_cache
-from clipscale.data.shards.addresses import SourceError, digest, head_of, is_local, leaf_of, utf8
+from clipscale.data.shards.addresses import CHANGED, SourceError, digest, head_of, is_local, leaf_of, utf8
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import State, Store, local_state
 from clipscale.data.shards.subset import Subset
@@ -146,8 +146,11 @@ def _state(path: str) -> State | None:
         return None
 
 
-def sample_offsets(url: str, state: State) -> np.ndarray | None:
-    """Where an opened shard's samples begin, (samples + 1,) int64; None if no index has an entry of its state."""
+def sample_offsets(url: str, state: State, count: Callable[[str], None] = lambda event: None) -> np.ndarray | None:
+    """Where an opened shard's samples begin, (samples + 1,) int64; None if no index has an entry of its state.
+
+    `count` takes the event of a shard that has changed since it was indexed.
+    """
     stale = False
     question = "SELECT offsets, size, version FROM shards WHERE name = ?"
     for path in index_paths(folder_of(url)):
@@ -156,7 +159,7 @@ def sample_offsets(url: str, state: State) -> np.ndarray | None:
                 return None if packed is None else unpack(packed)
             stale = True
     if stale:
-        log.warning("%s has changed since it was indexed; it is read without its index", url)
+        count(CHANGED)
     return None
 
 

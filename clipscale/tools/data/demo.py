@@ -16,7 +16,7 @@ from itertools import count, islice, pairwise, repeat
 from pathlib import Path
 from random import Random
 
-from clipscale.common.errors import UserError
+from clipscale.common.errors import UserError, explained
 from clipscale.common.files import user_cache
 from clipscale.common.hardware import cores
 from clipscale.common.terminal import say, tell, tracked
@@ -99,7 +99,8 @@ def render_demo(root: Path, train_samples: int = 20_000) -> bool:
     except OSError as error:
         if note.is_file() and note.read_bytes() == recipe:  # by another process meanwhile
             return False
-        raise UserError(f"root={root}: cannot be written ({error.strerror}); choose another folder") from error
+        other = UserError(f"root={root}: cannot be written ({error.strerror}); choose another folder")
+        raise (other if explained(error) is error else explained(error)) from error
     return True
 
 
