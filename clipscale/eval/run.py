@@ -41,14 +41,8 @@ class ResultsFile:
 
     def record(self) -> Record:
         """What the file holds; no results where there is none."""
-        return files.read_or_set_aside(self.path, self._read) or {"step": self.step, "results": {}, "measured": {}}
-
-    @staticmethod
-    def _read(path: Path) -> Record:
-        record = files.read_record(path)
-        for results in (record or {"results": {}})["results"].values():
-            results.items()
-        return record
+        empty = {"step": self.step, "results": {}, "measured": {}}
+        return empty | (files.read_or_set_aside(self.path, files.read_record) or {})
 
     def add(self, label: str, metrics: Metrics, measured: Record) -> None:
         """Write a set's metrics and what they belong to. Results of other sets stay. Raises OSError."""

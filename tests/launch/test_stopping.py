@@ -71,20 +71,16 @@ def test_one_ctrl_c_is_recorded_and_a_later_one_ends_at_once(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("sent", "number"),
-    [
-        ((signal.SIGUSR1, signal.SIGTERM), signal.SIGTERM),
-        ((signal.SIGUSR1,), signal.SIGTERM),
-        ((signal.SIGHUP, signal.SIGHUP), signal.SIGHUP),
-    ],
+    ("first", "second", "number"),
+    [("SIGUSR1", "SIGTERM", signal.SIGTERM), ("SIGHUP", "SIGHUP", signal.SIGHUP), ("SIGUSR1", "SIGUSR1", 15)],
 )
 def test_warnings_of_a_scheduler_and_of_a_closed_terminal_may_come_again(
-    monkeypatch: pytest.MonkeyPatch, sent: tuple[signal.Signals, ...], number: int
+    monkeypatch: pytest.MonkeyPatch, first: str, second: str, number: int
 ) -> None:
     monkeypatch.setattr(stopping, "AGAIN_S", -1.0)
     with (stop := Stop(ALONE)):
-        for each in sent:
-            signal.raise_signal(each)
+        signal.raise_signal(signal.Signals[first])
+        signal.raise_signal(signal.Signals[second])
         with pytest.raises(SignalError) as caught:
             stop.check()
     assert caught.value.number == number
@@ -92,12 +88,10 @@ def test_warnings_of_a_scheduler_and_of_a_closed_terminal_may_come_again(
 
 def test_a_closed_terminal_ends_no_run_of_nohup() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with (stop := Stop(ALONE)):
-            signal.raise_signal(signal.SIGHUP)
-            stop.check()
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    with (stop := Stop(ALONE)):
+        signal.raise_signal(signal.SIGHUP)
+        stop.check()
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture(scope="module")
