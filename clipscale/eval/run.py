@@ -41,7 +41,7 @@ class ResultsFile:
 
     def record(self) -> Record:
         """What the file holds; no results where there is none."""
-        empty = {"step": self.step, "results": {}, "measured": {}}
+        empty: Record = {"step": self.step, "results": {}, "measured": {}}
         return empty | (files.read_or_set_aside(self.path, files.read_record) or {})
 
     def add(self, label: str, metrics: Metrics, measured: Record) -> None:
