@@ -26,7 +26,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.record import Record
 from clipscale.common.units import nearest, one_of, split
 from clipscale.config.parse import MEANT, as_typed, misnamed, typed, within
-from clipscale.config.presets import conf_dir, default_choices
+from clipscale.config.presets import conf_dir, default_choices, group_options
 from clipscale.config.secrets import from_environment
 from clipscale.config.setting import flat, settings_of
 from clipscale.config.train import TrainConfig
@@ -79,7 +79,8 @@ def overrides(name: str, words: Iterable[str], *, sweep: bool = False) -> tuple[
             )
         if key in ("data", "data.train") and VERBS[name].words:
             raise UserError(f"{word}: {name} takes {VERBS[name].words} as plain words: clipscale {name} {value}")
-        if key == "data" and re.search(r"[/*{@.[]", value):
+        is_preset = value in group_options()["data"]
+        if key == "data" and not is_preset and (re.search(r"[/*{@.[]", value) or Path(value).exists()):
             key = "data.train"
         if key in values:
             raise UserError(f"{key} is given twice; quote a value with braces, which the shell splits: {key}='...'")

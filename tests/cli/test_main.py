@@ -99,6 +99,13 @@ def test_a_word_composes_as_typed(cli: Cli, tmp_path: Path, typed: str, composed
     assert list(tmp_path.iterdir()) == [], "nothing is written by composing"
 
 
+def test_a_folder_is_data_by_its_bare_name_unless_a_preset_has_it(cli: Cli, tmp_path: Path) -> None:
+    for name in ("mine", "demo"):
+        (tmp_path / name).mkdir()
+    assert "  train:\n  - mine\n" in cli("train", "data=mine", "--cfg", "job")[1]
+    assert "  - demo\n" not in cli("train", "data=demo", "--cfg", "job")[1]
+
+
 def test_config_dir_adds_experiments(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nbatch: 4k\n")
