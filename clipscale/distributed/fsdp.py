@@ -1,6 +1,6 @@
 """A tower under FSDP2: in which type its weights are gathered, and what stays whole between the chunks of a step."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any
@@ -66,15 +66,20 @@ def policy(tower: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolicy:
     """
     if dtype == torch.float32 or not PER_PARAMETER:
         return MixedPrecisionPolicy()
+    options: Record = {"param_dtype_override_fn": gathered_type(tower, dtype)}
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False, **options)
+
+
+def gathered_type(tower: nn.Module, dtype: torch.dtype) -> Callable[[nn.Parameter], torch.dtype]:
+    """In which type each weight is gathered, where autocast computes in `dtype`."""
     layers = [module for module in tower.modules() if isinstance(module, nn.Linear | _ConvNd | nn.MultiheadAttention)]
-    cast = {id(p) for layer in layers for p in layer.parameters(recurse=False)}
+    cast = {id(p) for layer in layers if PER_PARAMETER for p in layer.parameters(recurse=False)}
     cast -= {id(module.weight) for module in tower.modules() if isinstance(module, nn.Embedding)}  # tied weights
 
     def of_parameter(p: nn.Parameter) -> torch.dtype:
         return dtype if id(p) in cast else p.dtype
 
-    options: Record = {"param_dtype_override_fn": of_parameter}
-    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False, **options)
+    return of_parameter
 
 
 def keep_stream_type(tower: nn.Module) -> None:

@@ -104,7 +104,7 @@ def contrastive_loss(
         captions=captions, has_module=module is not None, check=check,
     )  # fmt: skip
     backend = _chosen_backend(backend, of, module, inputs, machine)
-    comm = Communicator.of(options.get("group"))
+    comm = machine.communicator(options.get("group"))
     if comm is not None and check:
         comm.agree(inputs.shapes(), image_features.device)
     if captions > 1 or (keys is not None and shared == "positive"):

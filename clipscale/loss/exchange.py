@@ -83,6 +83,11 @@ class Communicator:
         dist.all_reduce(x, op, group=self.group)
         return x
 
+    def grid(self, nodes: int) -> "tuple[Communicator, Communicator]":
+        """Of a group numbered node by node: the ranks that have this one's number in their nodes, and its own node."""
+        assert self.group is not None
+        return _grid(self.group, nodes)
+
     def agree(self, facts: dict[str, int], device: torch.device) -> None:
         """Raise ValueError if the ranks differ in one of the facts: otherwise some would wait for others' numbers."""
         gathered = self.gather(torch.tensor([*facts.values()], device=device)).view(self.size, -1)
@@ -107,8 +112,7 @@ class AllRows(torch.autograd.Function):
 
 
 @cache
-def grid(group: dist.ProcessGroup, nodes: int) -> tuple[Communicator, Communicator]:
-    """Of a group numbered node by node: the ranks that have this one's number in their nodes, and its own node's."""
+def _grid(group: dist.ProcessGroup, nodes: int) -> tuple[Communicator, Communicator]:
     ranks = dist.get_process_group_ranks(group)
     size = len(ranks) // nodes  # of a node
     groups = []
@@ -130,7 +134,7 @@ class Sums:
 
 
 LOG_SUM_EXP = Sums("lse", RowBlock.empty_lse, torch.logaddexp, Communicator.scatter_lse)
-GRAD = Sums("grad", RowBlock.empty_grad, torch.add, Communicator.scatter)
+GRAD = Sums("grad", RowBlock.empty_grad, torch.add, lambda comm, part: comm.scatter(part))
 
 
 def collected(cols: RowBlock, sums: Sequence[Sums], visit: Visit, positive: int | None) -> list[Tensor]:
@@ -191,7 +195,7 @@ class Ring(Grouped):
         self.ring = communicator
         self.inner = Single()
         if nodes > 1:
-            self.ring, node = grid(communicator.group, nodes)
+            self.ring, node = communicator.grid(nodes)
             self.inner = Gather(node) if node.size > 1 else self.inner
 
     def sweep(self, cols: RowBlock, sums: Sequence[Sums], visit: Visit) -> list[Tensor]:

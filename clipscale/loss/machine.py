@@ -6,9 +6,12 @@ from functools import cache
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from clipscale.common import ranks as launched
+from clipscale.loss.exchange import Communicator
 from clipscale.loss.similarity import product
 from clipscale.loss.triton.tuning import INTERPRETER, Tiles, tiles_for
 
@@ -31,6 +34,10 @@ class Machine:
         if here is None and launched.several() and launched.size() == ranks:
             here = launched.of_machine(unknown=ranks)
         return ranks // here if here and ranks % here == 0 else 1
+
+    def communicator(self, group: dist.ProcessGroup | DeviceMesh | None) -> Communicator | None:
+        """As of `Communicator.of`."""
+        return Communicator.of(group)
 
     def is_gpu(self, device: torch.device) -> bool:
         return device.type == "cuda"
