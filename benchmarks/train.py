@@ -111,7 +111,7 @@ def clipscale(place: Path, shards: str, samples: int, options: SimpleNamespace, 
     row |= {"peak_bytes": middle("mem_peak_bytes"), "step_s": middle("step_s")}
     if options.device == "cuda":
         predicted = json.loads(
-            called("-m", "clipscale", "plan", f"run={run}", "json=true").rpartition("\n}")[0] + "\n}"
+            called("-m", "clipscale", "plan", *words[1:], *changes, "json=true").rpartition("\n}")[0] + "\n}"
         )
         row["plan"] = {key: predicted[key] for key in ("step_s", "least_step_s", "peak_bytes", "host_bytes")}
     return row

@@ -110,8 +110,7 @@ clipscale embed model=vit-b32 model.weights=laion2b_s34b_b79k data=/data/mine ou
         "clipscale.tools.plan.show:main",
         """\
 clipscale plan model=vit-l14 batch=4M hardware=a800-80g gpus=8
-clipscale plan experiment=infcl-vit-l14 batch=1M hardware=h100-80g gpus=8 nodes=4 host_memory=1024G json=true
-clipscale plan run=b16""",
+clipscale plan experiment=infcl-vit-l14 batch=1M hardware=h100-80g gpus=8 nodes=4 host_memory=1024G json=true""",
         often="cache.chunk",
         notes="All settings of `clipscale train` are accepted. Exit status 1: the run does not fit.",
         check=lambda settings: plan.target_gpu(plan.on_machine(settings)),

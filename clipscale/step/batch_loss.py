@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from clipscale.common.record import Record
@@ -29,8 +28,6 @@ class BatchLoss:
     autocast: Callable[[], Any]
     machine: Machine | None = None
     """What the loss runs on; None: this machine."""
-    group: dist.ProcessGroup | None = None
-    """The ranks whose samples meet in the loss; None: all."""
     repeats: bool = False
     """Whether a batch may have a sample twice, by its weight: each is no negative of the other."""
 
@@ -41,7 +38,6 @@ class BatchLoss:
             "logit_bias": self.model.logit_bias if OBJECTIVES[config.objective].needs_bias else None,
             "captions": self.config.data.captions_per_step,
             "keys": keys if self.config.data.same or self.repeats else None,
-            "group": self.group,
             "machine": self.machine,
             "check": False,
             **vars(config),

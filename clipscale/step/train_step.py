@@ -148,7 +148,7 @@ class TrainStep:
             kept = f" with {graphs} kept graphs (cache.keep=none keeps none)" if graphs else ""
             raise UserError(
                 f"step {number}: out of memory in {name}, in chunks of {image} images and {text} captions{kept} "
-                f"({first_line(error)}); clipscale plan run={self.config.run} fit=true finds settings that fit",
+                f"({first_line(error)}); clipscale plan with the settings of this run says what fits",
                 saves=False if name == "optim" else None,
             ) from error
 

@@ -1,6 +1,5 @@
 """The command line: help, presets and overrides, and one clear line for every mistake."""
 
-import json
 import os
 import re
 import signal
@@ -122,9 +121,7 @@ def test_config_dir_adds_experiments(cli: Cli, tmp_path: Path) -> None:
 # ---- a run ----
 
 
-def test_train_eval_plan_and_report_work_one_after_another(
-    command: Command, cli: Cli, shards: str, tmp_path: Path
-) -> None:
+def test_train_eval_and_report_work_one_after_another(command: Command, cli: Cli, shards: str, tmp_path: Path) -> None:
     colours = f"eval.sets={classification_set(tmp_path / 'colours')}"
     words = (f"data.train={shards}", "run=first", "launch.procs=1", colours)
     done = command("train", *TINY[:-1], *words)  # plan=true
@@ -138,11 +135,6 @@ def test_train_eval_plan_and_report_work_one_after_another(
     assert status == 0, err
     assert "colours" in out
     assert (tmp_path / "runs/first/eval").is_dir()
-
-    status, out, err = cli("plan", "run=first", "json=true")
-    assert status == 0, err
-    host = json.loads(out)["compared"]["host"]
-    assert host["ratio"] == pytest.approx(1, abs=0.15), host  # of a process that only trains
 
     status, out, err = cli("report", "first")
     assert status == 0, err

@@ -5,7 +5,7 @@ import pickle
 import sys
 
 from clipscale.common.terminal import prepare
-from clipscale.tools.plan.of_run import before
+from clipscale.tools.plan.start import before
 
 BESIDE = 10
 """By so much nicer than the run, which loads meanwhile."""

@@ -1,26 +1,24 @@
-"""Predicts a step's memory at any batch and chunk size from a few dry-run steps, and the host's from its layout.
+"""Adds up a step's memory at any batch and chunk size from what its parts take, and the host's from its layout.
 
-b: samples of one rank, c: samples of a chunk. All sizes in bytes, of one GPU unless the name says otherwise.
+All sizes in bytes, of one GPU unless the name says otherwise.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 from clipscale.common.record import Record
-from clipscale.data.loader.captions import GRAIN
 from clipscale.data.loader.stream import layout_of, worker_count
 from clipscale.data.order import BatchShare, default_streams
-from clipscale.models.families import family_of
-from clipscale.models.towers import ClipModel
 from clipscale.tools.plan import ASSUMED
-from clipscale.tools.plan.dry_run import TOWERS, Bytes, DryRun
+from clipscale.tools.plan.dry_run import DryRun
 from clipscale.tools.plan.settings import PlanConfig
 
+TOWERS = ("image", "text")
 PHASES = ("encode", "loss", "replay", "optim")
-Chunks = tuple[int | None, int | None]
-"""Chunk sizes of the image and the text tower; None: the whole local batch (batch normalisation)."""
+FEATURE = 4
+"""Bytes of a number of a feature row."""
+Pair = tuple[int, int]
+"""Of the image and the text tower: rows, sizes of chunks, or graphs that are kept."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +26,8 @@ class StepMemory:
     """Memory of one device in a step."""
 
     before: dict[str, float]  # live bytes at the start of each phase
-    peak: dict[str, float]  # of each stage: "encode", "encode image", "loss", ... A frozen tower has no "replay"
-    kept: tuple[int, int] = (0, 0)  # image and text chunks whose graphs are kept
+    peak: dict[str, float]  # of each stage: "encode image", "loss", ... A frozen tower has no "replay"
+    kept: Pair = (0, 0)  # chunks whose graphs are kept
 
     def phase(self, name: str) -> float:
         """Peak of a phase."""
@@ -40,127 +38,62 @@ class StepMemory:
         return max(self.peak.values())
 
 
-class MemoryModel:
-    """Memory of a step at any batch, of a model of any depth.
+class Step:
+    """A step of `batch` samples on a rank: what passes, loss and update take, beyond what is live when they begin."""
 
-    With given chunks the peak of every part of a step is a straight line in b and in the number of blocks.
-    """
+    def __init__(self, run: DryRun, batch: int, chunks: Pair, resident: bool = False) -> None:
+        """`resident`: pixels and tokens stay on the device (offload=none)."""
+        self.run, self.batch, self.resident = run, batch, resident
+        self.rows = batch, batch * run.captions
+        self.sizes = min(chunks[0], self.rows[0]), min(chunks[1], self.rows[1])
+        """Rows of a chunk."""
+        self.is_one = [size == rows for size, rows in zip(self.sizes, self.rows)]
+        self.passes = [run.passes(i, self.sizes[i], run.is_alone and self.is_one[i]) for i in (0, 1)]
+        shares = 1, run.caption_share
+        self.counts = [math.ceil(rows * share / size) for rows, share, size in zip(self.rows, shares, self.sizes)]
+        """Chunks."""
 
-    def __init__(self, runs: list[tuple[int, DryRun]], captions: float = 1.0) -> None:
-        """`runs`: by `dry_runs`. `captions`: tokens of an average caption as a share of the context. More sorted ones
-        fit a chunk."""
-        (_, self.run), *self.longer = runs
-        self.captions = captions
-        self._step = cache(DryRun.step)
-        self._loss = cache(self.run.loss)
-        self.graph = cache(self._graph)
-
-    def whole(self, bytes_of: Callable[[DryRun], Bytes]) -> Bytes:
-        """What the model with all its blocks takes, by what it takes with few."""
-        short = bytes_of(self.run)
-        total = dict(short)
-        for left_out, run in self.longer:
-            for name, size in bytes_of(run).items():
-                if name in total:
-                    total[name] += left_out * (size - short[name])
-        return total
-
-    def _graph(self, tower: int, size: int) -> float:
-        """Bytes of the graph of one chunk of a tower (0 or 1) by its rows."""
-        return self.whole(lambda run: {"": run.graph(tower, size)})[""]
-
-    def sizes(self, batch: int, chunks: Chunks) -> tuple[int, int]:
-        """The rows of an image and of a text chunk of a batch."""
-        texts = batch * self.run.captions
-        image, text = chunks
-        return min(image or batch, batch), min(text or texts, texts)
-
-    def at(self, batch: int, chunks: Chunks, *, resident: bool = False) -> StepMemory:
-        """A step of `batch` samples on a rank, without kept graphs.
-
-        `resident`: pixels and tokens stay on the device (offload=none).
-        """
-        chunk = max([c for c in chunks if c] or [64])
-        near = min(batch, 2 * chunk)
-
-        def step(run: DryRun, batch: int) -> Bytes:
-            return self._step(run, self.sizes(batch, chunks), batch, resident=resident)
-
-        total = self.whole(lambda run: step(run, near))
-        if batch > near:
-            start, end = step(self.run, near), step(self.run, near + chunk)
-            total |= {name: size + (batch - near) / chunk * (end[name] - start[name]) for name, size in total.items()}
-        before = {phase: total[f"before {phase}"] for phase in PHASES}
-        peak: dict[str, float] = {}
-        for part, size in total.items():
-            phase, tower, *_ = [*part.split(), ""]
-            if phase in PHASES:
-                stage = f"{phase} {tower}" if tower in TOWERS else phase
-                peak[stage] = max(size, peak.get(stage, 0))
-        return StepMemory(before, peak | {"loss": before["loss"] + self.loss(batch)})
-
-    def counts(self, batch: int, chunks: Chunks) -> list[int]:
-        """Image and text chunks of a batch."""
-        image, text = self.sizes(batch, chunks)
-        return [math.ceil(batch / image), math.ceil(batch * self.run.captions * self.captions / text)]
-
-    def loss(self, batch: int) -> int:
-        """The loss and its gradients, beyond the features."""
-        size = ASSUMED.linear_from
-        if batch <= 2 * size:
-            return self._loss(batch)
-        low, high = self._loss(size), self._loss(2 * size)
-        return round(high + (batch / size - 2) * (high - low))
-
-    def graphs(self, batch: int, chunks: Chunks) -> list[float]:
-        """The bytes of the graph of one chunk of each tower; 0 of a frozen one."""
-        return [self.graph(tower, size) for tower, size in enumerate(self.sizes(batch, chunks))]
-
-    def room(self, step: StepMemory, batch: int, chunks: Chunks, most: float) -> float:
-        """The bytes for kept graphs with which a step, by itself as `step`, takes at most `most`.
-
-        A tower's kept graphs are used up before the first of its chunks is encoded again.
-        """
-        again = {f"replay {name}": size for name, size in zip(TOWERS, self.graphs(batch, chunks))}
-        return max(0.0, most - max(size - again.get(stage, 0) for stage, size in step.peak.items()))
-
-    def with_kept(self, step: StepMemory, batch: int, chunks: Chunks, keep: float) -> StepMemory:
-        """Adds the graphs that GradCache would keep in `keep` bytes. A graph lives until its tower's second pass."""
-        if keep == 0:
-            return step
-        counts = self.counts(batch, chunks)
-        each = self.graphs(batch, chunks)
-        image = min(counts[0], int(keep // max(each[0], 1)))
-        # Of a tower that keeps none, one graph at a time is built beside those of the other.
-        text = min(counts[1], max(0, int((keep - max(1, image) * each[0]) // max(each[1], 1))))
-        kept = (image if each[0] else 0, text if each[1] else 0)  # a frozen tower has no graphs
-        held = [number * size for number, size in zip(kept, each)]
-        # `step` has the graph of one chunk already: in the last forward pass if it is kept, and in the second pass.
-        last = [size if kept == count else 0 for size, kept, count in zip(each, kept, counts)]
-        extra = {
-            "encode image": held[0] - last[0],
-            "encode text": sum(held) - last[1],
-            "loss": sum(held),
-            "replay": sum(held),
-            "replay image": max(0, held[0] - each[0]) + held[1],
-            "replay text": max(0, held[1] - each[1]),
-        }
-        peak = {stage: size + extra.get(stage, 0) for stage, size in step.peak.items()}
-        # The forward pass of a kept chunk leaves its graph behind, so none of its memory is freed when it ends.
-        for stage, size in (("encode image", held[0]), ("encode text", sum(held))):
-            peak[stage] = max(peak[stage], step.before["encode"] + size)
-        before = dict(step.before)
-        for phase in ("loss", "replay"):
-            before[phase] += sum(held)
+    def memory(self, kept: Pair = (0, 0)) -> StepMemory:
+        """`kept`: chunks whose graphs stay until their tower's second pass."""
+        run = self.run
+        features = [rows * run.model.width * FEATURE for rows in self.rows]
+        gradients = [size * trained for size, trained in zip(features, run.trained)]
+        stays = [
+            features[i] + self.resident * self.rows[i] * run.row[i] + run.whole[i].held + kept[i] * self.passes[i].graph
+            for i in (0, 1)
+        ]
+        live = float(run.state)
+        before, peak = {"encode": live}, {}
+        for i, name in enumerate(TOWERS):
+            live += stays[i]
+            peak[f"encode {name}"] = live + self.passes[i].encode + run.whole[i].encode
+        before["loss"] = live
+        peak["loss"] = live + run.loss(self.batch)
+        live += sum(gradients)
+        before["replay"] = live
+        for i, name in enumerate(TOWERS):
+            if run.trained[i]:
+                added = run.at_once if self.is_one[i] else run.gradients
+                # Kept graphs are used up before the first chunk is encoded again.
+                again = self.passes[i].replay - self.passes[i].graph * (kept[i] > 0)
+                peak[f"replay {name}"] = live + added[i] + again + run.whole[i].replay
+            live += run.summed[i] - stays[i] - gradients[i]
+        before["optim"] = live
+        peak["optim"] = live + run.update
         return StepMemory(before, peak, kept)
 
+    def budget(self, most: float) -> float:
+        """The bytes for kept graphs with which the step takes at most `most`."""
+        again = {f"replay {name}": each.graph for name, each in zip(TOWERS, self.passes)}
+        return max(0.0, most - max(size - again.get(stage, 0) for stage, size in self.memory().peak.items()))
 
-def caption_width(model: ClipModel) -> int:
-    """Tokens at which the text tower computes a caption, on average: the whole context, or fewer of sorted captions."""
-    encoder = model.text.encoder
-    if not family_of(encoder).cuts_captions(encoder):
-        return model.context_length
-    return min(model.context_length, round(ASSUMED.caption_tokens + GRAIN / 2))
+    def kept(self, budget: float) -> Pair:
+        """The chunks whose graphs GradCache would keep in so many bytes."""
+        image, text = (each.graph for each in self.passes)
+        first = min(self.counts[0], int(budget // image)) if image else 0
+        # Of a tower that keeps none, one graph at a time is built beside those of the other.
+        rest = max(0, budget - max(1, first) * image)
+        return first, min(self.counts[1], int(rest // text)) if text else 0
 
 
 def host_memory(config: PlanConfig, run: DryRun, batch: int, step: float = 0) -> Record:
@@ -175,7 +108,7 @@ def host_memory(config: PlanConfig, run: DryRun, batch: int, step: float = 0) ->
     streams = data.shard_streams or default_streams(config.batch, ranks, None)
     streams_of_rank = len(BatchShare(batch * ranks, 0, ranks).streams(streams))
     workers = worker_count(data, streams_of_rank)
-    layout = layout_of(data, batch, run.side, run.context_length, workers)
+    layout = layout_of(data, batch, run.model.image_size, run.model.context_length, workers)
     pictures = 3 * config.eval.batch if config.eval.has_sets else 0  # being decoded, waiting, and in a batch
     process = {
         "process": ASSUMED.process if cpu else ASSUMED.cuda_process,
@@ -183,7 +116,7 @@ def host_memory(config: PlanConfig, run: DryRun, batch: int, step: float = 0) ->
         "batch": layout.memory_bytes(),
         "shuffle windows": streams_of_rank * max(data.shuffle, 1) * ASSUMED.picture,
         "loader workers": ASSUMED.loader + workers * ASSUMED.worker if workers else 0,
-        "evaluation": pictures * 3 * run.side**2,
+        "evaluation": pictures * 3 * run.model.image_size**2,
     }
     node = config.gpus * sum(process.values())
     return {"process_bytes": process, "processes": config.gpus, "node_bytes": node}

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from clipscale.loss.exchange import Communicator, Received
 from clipscale.loss.machine import Machine, T
 from clipscale.loss.triton.tuning import INTERPRETER, Tiles, tiles_for
 from clipscale.tools.plan import ASSUMED
@@ -25,29 +25,19 @@ ROUND = 512
 
 class MemoryTracker(TorchDispatchMode):
     """`live` and `peak`: bytes of the storages that operations return, each rounded up as a GPU's allocator does, until
-    its last tensor, or the graph that saved it, is gone. What a kernel takes while it runs is not seen.
+    its last tensor, or the graph that saved it, is gone. What a kernel takes while it runs is not seen. Of tensors
+    without values a float reads 1.0, an integer 0, a condition false.
     """
 
-    def __init__(self, *, values: bool = True) -> None:
-        """`values`: tensors have some; without, a float reads 1.0, an integer 0, a condition false."""
+    def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = 0
-        self.history: list[int] = []
-        """`live` after each operation."""
-        self._values = values
-        self._sizes: dict[int, int] = {}
-        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing here is compiled, and the check takes time at each operation
+        self._storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
             return args[0].fake_device  # three quarters of all calls ask for the device
-        if DTensor in types:
-            return NotImplemented  # its local tensors come here later and are counted then
-        if func is torch.ops.aten._local_scalar_dense.default and not self._values:
+        if func is torch.ops.aten._local_scalar_dense.default and type(args[0]) is FakeTensor:
             dtype = args[0].dtype
             return dtype != torch.bool and float(dtype.is_floating_point)
         if func.is_view and type(args[0]) is FakeTensor:  # FakeTensorMode itself takes long over each view
@@ -57,31 +47,20 @@ class MemoryTracker(TorchDispatchMode):
             return tree_map_only(Tensor, lambda view: FakeTensor(mode, view, device), views)
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
+            if isinstance(leaf, Tensor):
                 self._count(leaf.untyped_storage())
-        if func.namespace in ("c10d", "fsdp"):  # FSDP2 frees and takes storages by their size, between such operations
-            for key, reference in self._references.items():
-                if storage := reference():
-                    self._set_size(key, storage.nbytes())
-        self.history.append(self.live)
         return out
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        key = id(storage)
-        if key not in self._references:
-            self._sizes[key] = 0
-            self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
-            self._set_size(key, storage.nbytes())
+        if storage not in self._storages:
+            self._storages.add(storage)
+            size = -(-storage.nbytes() // ROUND) * ROUND
+            weakref.finalize(storage, self._forget, size)
+            self.live += size
+            self.peak = max(self.peak, self.live)
 
-    def _set_size(self, key: int, size: int) -> None:
-        size = -(-size // ROUND) * ROUND
-        self.live += size - self._sizes[key]
-        self._sizes[key] = size
-        self.peak = max(self.peak, self.live)
-
-    def _forget(self, key: int) -> None:
-        self.live -= self._sizes.pop(key)
-        del self._references[key]
+    def _forget(self, size: int) -> None:
+        self.live -= size
 
     def take_peak(self) -> int:
         """The peak since the last call, or since the start."""
@@ -92,7 +71,7 @@ class MemoryTracker(TorchDispatchMode):
 @contextmanager
 def without_memory() -> Iterator[MemoryTracker]:
     """Inside, tensors have shapes and dtypes but no values, and the tracker counts the memory that they would take."""
-    with FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker(values=False) as tracker:
+    with FakeTensorMode(allow_non_fake_inputs=True), MemoryTracker() as tracker:
         yield tracker
 
 
@@ -101,9 +80,12 @@ class DryMachine(Machine):
     panel of a block, because the others use the same buffers, and on a GPU Triton's backend without its kernels.
     """
 
-    def __init__(self, capability: int | None, ranks_of_node: int | None = None) -> None:
+    def __init__(self, capability: int | None, ranks: int = 1, ranks_of_node: int | None = None) -> None:
         super().__init__(ranks_of_node=ranks_of_node)
-        self.capability = capability
+        self.capability, self.ranks = capability, ranks
+
+    def communicator(self, group: Any) -> Communicator | None:
+        return DryCommunicator(self.ranks) if self.ranks > 1 else None
 
     def is_gpu(self, device: torch.device) -> bool:
         return self.capability is not None
@@ -119,6 +101,33 @@ class DryMachine(Machine):
 
     def add_product(self, out: Tensor, a: Tensor, b: Tensor, factor: float) -> None:
         pass
+
+
+class DryCommunicator(Communicator):
+    """One of `size` ranks, of which there are no others: what it receives has shapes alone."""
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size = 0, size
+
+    def post(self, tensors: list[Tensor], hop: tuple[int, int], tag: int = 0) -> Received:
+        received = [x.clone() for x in tensors]
+
+        def wait(sent: list[Tensor] = tensors) -> list[Tensor]:  # these live until they have been sent
+            return received
+
+        return wait
+
+    def gather(self, x: Tensor) -> Tensor:
+        return torch.cat([x] * self.size)
+
+    def scatter(self, x: Tensor) -> Tensor:
+        return x[: len(x) // self.size].clone()
+
+    def reduce(self, x: Tensor, op: Any = None) -> Tensor:
+        return x
+
+    def grid(self, nodes: int) -> tuple[Communicator, Communicator]:
+        return DryCommunicator(nodes), DryCommunicator(self.size // nodes)
 
 
 @contextmanager

@@ -28,16 +28,6 @@ def test_a_storage_counts_once_and_until_its_last_view_is_gone() -> None:
         assert (memory.live, memory.peak) == (0, 4096 + 512)
 
 
-def test_tensors_saved_by_a_graph_are_live() -> None:
-    w = torch.ones(256, requires_grad=True)
-    with MemoryTracker() as memory:
-        total = (w * 2).exp().sum()  # exp saves its result
-        assert memory.live == 1024 + 512
-        total.backward()
-        del total
-        assert memory.live == 1024, "the gradient alone"
-
-
 @pytest.mark.parametrize(("autocast", "dtype"), [(nullcontext, torch.bfloat16), (cuda_autocast, torch.float32)])
 def test_autocast_widens_a_layer_norm_only_on_cuda(autocast: Any, dtype: torch.dtype) -> None:
     with without_memory(), torch.autocast("cpu", dtype=torch.bfloat16), autocast():
@@ -88,13 +78,9 @@ def test_the_triton_backend_takes_the_buffers_of_a_real_run(
 def test_views_and_updates_take_no_memory() -> None:
     with without_memory() as tracker:
         x = torch.empty(1000)
-        sums = [x + 1 for _ in range(3)]
-        assert tracker.live == 4 * 4096
         halves = [each for _ in range(2) for each in x.split(500)]
         x += 1
-        assert tracker.live == 4 * 4096  # neither views nor updates take memory
-        empty = torch.empty(0)
-        assert torch.add(x, 1, out=empty).shape == (1000,), "an output gets its shape"
-    assert [s.shape for s in sums] == [(1000,)] * 3
-    assert [half.storage_offset() for half in halves] == [0, 500, 0, 500]
-    assert all(half.device.type == "cpu" for half in halves)
+        assert tracker.live == 4096
+        assert [half.storage_offset() for half in halves] == [0, 500, 0, 500]
+        total = (x * 2).requires_grad_().exp().sum()  # exp saves its result
+        assert tracker.live == 3 * 4096 + 512 and total.shape == ()

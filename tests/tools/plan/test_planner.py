@@ -1,9 +1,8 @@
-"""`clipscale plan`: the conclusion, time, JSON, and a run beside its plan."""
+"""`clipscale plan`: the conclusion, time, JSON, and the plan of a run that starts."""
 
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,22 +14,14 @@ import pytest
 from clipscale.cli import compose
 from clipscale.cli.main import main
 from clipscale.common.units import format_count
-from clipscale.log.records import read_metrics
 from clipscale.tools.plan.planner import plan, predicted
 from tests.conftest import TINIEST, TINY, Cap
-from tests.support.forks import forks
 
 LARGE = (*TINIEST, "hardware=A800-80G", "gpus=8", "host_memory=1024G")
 
 
 def settings(*words: str) -> Any:
     return compose.settings("plan", compose.overrides("plan", words)[1])
-
-
-def in_folder(folder: Path, *words: str) -> None:
-    """Runs a command; called in a separate process."""
-    os.chdir(folder)
-    sys.exit(main(words))
 
 
 def test_a_large_batch_of_a_small_model_fits(capsys: Cap) -> None:
@@ -41,13 +32,8 @@ def test_a_large_batch_of_a_small_model_fits(capsys: Cap) -> None:
     assert first.startswith("fits: ") and "GiB usable on each GPU" in first
     assert "images/s per GPU" in speed and "a plain step" in speed and "By what is known" in speed
     assert "for 33.6M samples; a step takes about" in length
-    assert re.match(r"largest batch with these chunks: \d+M, with [\d.]+ GiB of host memory on each node", largest)
-    assert (
-        "tiny, batch 1M: 128k samples on each of 1 x 8 x A800-80G" in out
-        and "chunks of 1024 images and 1024 texts" in out
-    )
-    for word in ("encode", "replay", "shuffle windows"):
-        assert word in out, word
+    assert re.match(r"largest batch with these chunks: \d+M$", largest)
+    assert "tiny, batch 1M: 128k samples on each of 1 x 8 x A800-80G" in out
     assert not re.search(r"\d{7}|e\+", out), "no raw integers"
 
 
@@ -60,15 +46,12 @@ def test_host_memory_that_nobody_limits_is_said_to_be_unchecked(capsys: Cap, har
     assert out.startswith(checked) and "of host memory on each node, which is not checked" in out
 
 
-def test_what_does_not_fit_names_the_largest_batch_and_what_takes_less() -> None:
-    config = settings(*TINIEST, "batch=1M", "hardware=h100-80g", "cache.chunk=1k", "host_memory=5G")
+def test_what_does_not_fit_names_what_does() -> None:
+    config = settings(*TINIEST, "batch=1M", "hardware=h100-80g", "cache.chunk=1k", "host_memory=8G")
     result = plan(config)
     assert not result["fits"] and result["largest_batch"] < 2**20
-    assert (
-        f"batch={format_count(result['largest_batch'])};" in result["conclusion"]
-        and "data.buffers=1" in result["conclusion"]
-    )
-    assert "cache.keep" not in result["conclusion"], "the GPU is large enough"
+    batch = format_count(result["largest_batch"])
+    assert result["conclusion"].endswith(f"try data.buffers=1, or batch={batch}")
     assert predicted(replace(config, batch=result["largest_batch"]))["fits"]
 
 
@@ -77,70 +60,15 @@ def test_an_automatic_chunk_is_assumed_and_kept_graphs_are_planned_for_several_r
     assert result["chunk"] == {"image": 512, "text": 512}
     assert result["fits"]
     assert result["largest_batch"] > 2**16
-    assert result["loss_bytes"] == result["device"]["phases"]["loss"]["extra_bytes"] > 0
     assert result["peak_bytes"] == max(phase["peak_bytes"] for phase in result["device"]["phases"].values())
-    assert result["host_bytes"] == result["host"]["node_bytes"]
-    assert result["least_step_s"] < result["step_s"] == result["time"]["step_s"]
+    assert result["least_step_s"] < result["step_s"]
 
 
 @pytest.mark.slow
-def test_hard_negatives_are_texts_that_are_encoded_and_compared() -> None:
+def test_more_captions_are_encoded_and_compared() -> None:
     words = (*LARGE, "batch=64k", "cache.chunk=1k")
-    plain, negatives, captions = (
-        predicted(settings(*words, *more), search=False)
-        for more in ((), ("data.negatives=json:hard", "data.negatives_per_step=2"), ("data.captions_per_step=3",))
-    )
-    assert negatives["time"] == captions["time"] and negatives["host_bytes"] == captions["host_bytes"]
-    assert negatives["step_s"] > plain["step_s"] and negatives["host_bytes"] > plain["host_bytes"]
-
-
-@pytest.mark.slow
-def test_the_largest_batch_and_its_fastest_settings() -> None:
-    """It is planned again as it is named, and its double does not fit."""
-    tiny = (*TINIEST, "hardware=v100-16g", "host_memory=20G")
-    words = shlex.split(plan(settings(*tiny, "fit=true"))["fit"])
-    assert {word.partition("=")[0] for word in words} >= {"batch", "offload", "cache.chunk", "cache.keep"}
-    found = settings(*tiny, *words)
-    assert predicted(found, search=False)["fits"]
-    for offload in ("none", "host"):
-        assert not predicted(replace(found, offload=offload, batch=2 * found.batch), search=False)["fits"]
-
-
-def test_a_run_is_planned_before_it_starts_and_compared_when_asked(
-    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Cap
-) -> None:
-    """Its losses are those of a run without a plan. Then GPU figures are written into the same files."""
-    monkeypatch.chdir(tmp_path)
-    tiny = [word for word in TINY if not word.startswith(("samples=", "plan="))]
-    words = (*tiny, f"data.train={shards}", "samples=48", "log.every=1")
-    for name, more in (("small", ()), ("unplanned", ("plan=false",))):
-        trained = forks().Process(target=in_folder, args=(tmp_path, "train", *words, f"run={name}", *more))
-        trained.start()
-        trained.join(120)
-        assert trained.exitcode == 0
-    folder, other = tmp_path / "runs" / "small", tmp_path / "runs" / "unplanned"
-    losses = [[record["loss"] for record in read_metrics(run / "metrics.jsonl")] for run in (folder, other)]
-    assert losses[0] == losses[1]
-    assert not (folder / "plan.json").exists(), "a start writes nothing before the run's lock is held"
-    assert main(["plan", "run=small", "json=true"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result == json.loads((folder / "plan.json").read_text())
-    compared = result["compared"]
-    assert result["fits"] and compared["host"]["ratio"] > 0.5 and compared["step"]["share"] > 0
-    assert compared["peak"]["measured_bytes"] is compared["peak"]["ratio"] is result["largest_error"] is None
-    words = [word for word in tiny if not word.startswith(("schedule.", "device="))]
-    measured = plan(settings(*words, "hardware=cpu"))["time"]
-    assert measured["step_s"] == pytest.approx(compared["step"]["measured_s"]), "this machine has been measured"
-    with (folder / "metrics.jsonl").open("a") as metrics:
-        metrics.write(json.dumps({"step": 3, "mem_peak_bytes": 10_000_000}) + "\n")
-    assert main(["plan", f"run={folder}", "json=true"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    peak = result["compared"]["peak"]
-    assert peak["ratio"] == peak["predicted_bytes"] / 10_000_000
-    assert result["largest_error"] == abs(peak["ratio"] - 1)
-    config = (other / "config.yaml").read_text()
-    (other / "config.yaml").write_text(config.replace("data:\n", "data:\n  decode: exact\n"))
-    assert main(["plan", "run=unplanned"]) == 0, "any run can be compared with its plan, of an earlier version too"
+    plain, more = (predicted(settings(*words, f"data.captions_per_step={n}"), search=False) for n in (1, 3))
+    assert more["step_s"] > plain["step_s"] and more["host_bytes"] > plain["host_bytes"]
 
 
 def planned_run(folder: Path, code: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -153,11 +81,12 @@ def planned_run(folder: Path, code: str, *words: str) -> subprocess.CompletedPro
 
 
 def test_a_torch_that_has_moved_its_private_modules_costs_a_line(shards: str, tmp_path: Path) -> None:
-    code = "import sys; sys.modules['torch.distributed._tools.fake_collectives'] = None"
+    code = "import sys; sys.modules['torch._subclasses.fake_tensor'] = None"
+    code = f"import sys; 'clipscale.tools.plan' in sys.orig_argv and exec({code!r})"
     done = planned_run(tmp_path, code, f"data.train={shards}", "samples=2k")
     assert done.returncode == 0, done.stderr[-2000:]
     assert "done: runs/a" in done.stdout
-    assert "no plan: ModuleNotFoundError: import of torch.distributed._tools.fake_collectives" in done.stderr
+    assert "no plan: ModuleNotFoundError: import of torch._subclasses.fake_tensor" in done.stderr
 
 
 def test_a_run_that_cannot_fit_this_machine_is_refused(shards: str, tmp_path: Path) -> None:

@@ -1,0 +1,34 @@
+"""The plan of a run that starts, on this machine."""
+
+import json
+
+import torch
+
+from clipscale.common.hardware import gpu_here, hardware_of
+from clipscale.config.stages import stages_of
+from clipscale.config.train import TrainConfig
+from clipscale.data.loader.memory import free_memory
+from clipscale.launch.local import workers
+from clipscale.models.sources import fetched_description
+from clipscale.tools.plan import without_unused
+from clipscale.tools.plan.settings import PlanConfig
+
+
+def before(config: TrainConfig) -> str:
+    """The plan of its stage that needs most, as JSON: whether it `fits`, and the `lines` to print; without lines where
+    the GPU is unknown. Raises UserError, and whatever a dry run does with a model that has none.
+    """
+    gpu = gpu_here() if config.device != "cpu" else None
+    unknown = config.device != "cpu" and not gpu and torch.cuda.is_available()  # as in a container without nvidia-smi
+    hardware = hardware_of(gpu) if gpu else "cpu"
+    if unknown or hardware is None:
+        return json.dumps({"fits": True, "lines": []})
+    model = fetched_description(config.model)
+    without_unused(model)
+    from clipscale.tools.plan.planner import plan
+    from clipscale.tools.plan.text import written
+
+    machine = {"hardware": hardware, "gpus": workers(config), "host_memory": free_memory()}
+    plans = [plan(stage, search=False) for stage in stages_of(PlanConfig(**vars(config) | machine | {"model": model}))]
+    result = max(plans, key=lambda result: (not result["fits"], result["peak_bytes"]))
+    return json.dumps({"fits": result["fits"], "lines": written("start", **result).splitlines()})
