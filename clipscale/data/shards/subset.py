@@ -103,8 +103,11 @@ def _of_uid(uid: str) -> tuple[int, int]:
 
 
 def _of_key(key: str) -> tuple[int, int]:
-    whole = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=16).digest()
-    return int.from_bytes(whole[:8], "big"), int.from_bytes(whole[8:], "big")
+    return _of_uid(_digest(key).hex())
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=16).digest()
 
 
 @lru_cache(maxsize=1)
@@ -138,8 +141,8 @@ def _weights(setting: str, file: Path, name: str) -> _Table:
         raise UserError(f"{setting}: has the columns {', '.join(table.schema_arrow.names)}, not key or uid, and weight")
     cached = user_cache() / "weights" / f"{name}.npy"
     if not cached.exists():
-        rows = np.fromiter(_rows_of(table, column), ROW, count=table.metadata.num_rows)
-        rows.sort(order=["f0", "f1"])
+        rows = np.concatenate([np.zeros(0, ROW), *_rows_of(table, column)])
+        rows = rows[np.lexsort((rows["f1"], rows["f0"]))]
         bad = ~(np.isfinite(rows["weight"]) & (rows["weight"] >= 0))
         twice = (rows["f0"][1:] == rows["f0"][:-1]) & (rows["f1"][1:] == rows["f1"][:-1])
         if bad.any() or twice.any():
@@ -157,9 +160,11 @@ def _weights(setting: str, file: Path, name: str) -> _Table:
     return _Table(rows, column == "uid", math.ceil(rows["weight"].max()), share)
 
 
-def _rows_of(table: Any, column: str) -> Iterator[tuple[int, int, float]]:
-    """The rows of a Parquet file, a bounded number at a time."""
-    halves = _of_uid if column == "uid" else _of_key
+def _rows_of(table: Any, column: str) -> Iterator[np.ndarray]:
+    """The rows of a Parquet file, ROWS at a time."""
+    whole = bytes.fromhex if column == "uid" else _digest
     for batch in table.iter_batches(ROWS, columns=[column, "weight"]):
-        for name, weight in zip(batch[column].to_pylist(), batch["weight"].to_pylist()):
-            yield *halves(name), math.nan if weight is None else weight
+        rows = np.empty(len(batch), ROW)
+        halves = np.frombuffer(b"".join(map(whole, batch[column].to_pylist())), ">u8").reshape(-1, 2)
+        rows["f0"], rows["f1"], rows["weight"] = halves[:, 0], halves[:, 1], batch["weight"].cast("float32")
+        yield rows
