@@ -140,6 +140,12 @@ clipscale data pack shop.csv 'columns=[photo,title]' root=/data/photos out=/data
         "clipscale data check '/data/laion/{00000..00099}.tar' data.captions=json:caption",
         words="SHARD...",
     ),
+    "data select": Verb(
+        data.SelectSettings,
+        "clipscale.tools.data.select:main",
+        "clipscale data select /data/laion-b32 best=0.8 duplicates=0.95 power=0.5 out=weights.parquet",
+        words="FOLDER",
+    ),
     "report": Verb(
         ReportSettings,
         "clipscale.tools.report.page:main",

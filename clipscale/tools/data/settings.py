@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
+from clipscale.config.sections import DEVICE_HELP, DEVICES
 from clipscale.config.setting import setting
 
 
@@ -54,6 +55,34 @@ class PackSettings:
     def share(self) -> float:
         """Of the pictures that are held out."""
         return float(self.holdout.removesuffix("%")) / 100
+
+
+@dataclass(frozen=True)
+class SelectSettings:
+    """`clipscale data select FOLDER out=FILE`: choose among samples by the features that `embed` has left in FOLDER."""
+
+    out: str = setting(
+        "", "FILE.parquet for `data.sample_weights`; FILE.html beside it shows what goes and what stays."
+    )
+    best: float | None = setting(
+        None, "Share that stays: the samples whose picture and text have the largest cosines.", above=0, most=1
+    )
+    duplicates: float | None = setting(
+        None,
+        "Cosine from which two pictures are near-duplicates; the one that fits its text better stays.",
+        above=0,
+        most=1,
+    )
+    power: float = setting(
+        1.0, "A cluster of n pictures is drawn n^power times; 1: in proportion, 0: all clusters alike.", least=0, most=1
+    )
+    clusters: int | None = setting(None, "Clusters of the pictures; null: the square root of their number.", least=1)
+    device: str = setting("auto", DEVICE_HELP, choices=DEVICES)
+
+    def check(self) -> None:
+        """Raises UserError."""
+        if not self.out.endswith(".parquet"):
+            raise UserError(f"out={self.out}: give the file of weights to write, out=FILE.parquet")
 
 
 @dataclass(frozen=True)

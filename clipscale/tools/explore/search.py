@@ -3,10 +3,8 @@
 D: feature width.
 """
 
-import io
 import threading
 from collections.abc import Iterable
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -15,16 +13,12 @@ import torch
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
 from clipscale.config.eval import existing_run
-from clipscale.data.decode import IMAGE_TYPES, broken_pictures, image_bytes, open_picture
-from clipscale.data.sample import BrokenSampleError, limits
-from clipscale.data.shards.addresses import is_local
-from clipscale.data.shards.counts import count_samples
-from clipscale.data.shards.index import sample_offsets
-from clipscale.data.shards.reader import ReadProblem, read_shard
+from clipscale.data.sample import BrokenSampleError
 from clipscale.distributed.world import join
 from clipscale.models.towers import load_any
 from clipscale.tools.embed.arrays import EmbeddedSet
 from clipscale.tools.embed.encode import FeatureEncoder
+from clipscale.tools.embed.pictures import stored_picture, thumbnail
 from clipscale.tools.embed.settings import IMAGE
 from clipscale.tools.explore.settings import ExploreConfig
 
@@ -86,34 +80,8 @@ class Explorer:
         matches = nearest(self.embedded.features(kind), query_D, count)
         return [self.sample(number) | {"score": score} for number, score in matches]
 
-    def picture(self, number: int) -> bytes:
-        """A sample's encoded picture. Raises BrokenSampleError, also for no such sample and an unreadable shard."""
-        sample = self.sample(number)
-        url = self.embedded.sources[sample["part"]]
-        make_index(url)
-        problem = ReadProblem()
-        members = limits(IMAGE_TYPES)
-        row = sample["row"]
-        for raw in read_shard(url, problem, lambda n: n == row, members, offsets=sample_offsets):
-            if raw.index == row:
-                if raw.damage:
-                    raise BrokenSampleError(raw.damage, raw.detail)
-                return image_bytes(raw.members)
-        raise BrokenSampleError(problem.reason or "no_such_sample", problem.detail or str(sample))
-
     def small(self, number: int) -> bytes:
-        """The same as a JPEG of at most SIDE x SIDE pixels."""
-        data = self.picture(number)
-        out = io.BytesIO()
-        with self.lock, broken_pictures():
-            image = open_picture(data).convert("RGB")
-            image.thumbnail((SIDE, SIDE))
-            image.save(out, "JPEG")
-        return out.getvalue()
-
-
-@cache
-def make_index(url: str) -> None:
-    """Of a local shard: a sample is then found without reading those before it."""
-    if is_local(url):
-        count_samples([url])
+        """A sample's picture as a JPEG. Raises BrokenSampleError, also for no such sample and an unreadable shard."""
+        data = stored_picture(self.embedded, self.sample(number))
+        with self.lock:
+            return thumbnail(data, SIDE)

@@ -1,0 +1,130 @@
+"""`clipscale data select`: from the features of a set, how often training takes each of its samples.
+
+Its steps, in this order: pairs whose picture and text fit, near-duplicates, of which the best pair stays, and clusters.
+A page beside the weights shows what goes and what stays at each threshold. Samples are numbers in the set; N: of them.
+"""
+
+import base64
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryFile
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from clipscale.common import files
+from clipscale.common.errors import UserError
+from clipscale.common.record import Record
+from clipscale.common.terminal import say
+from clipscale.data.sample import BrokenSampleError
+from clipscale.data.shards.addresses import utf8
+from clipscale.distributed.world import join
+from clipscale.tools.data.near import Load, near_duplicates, nearest_clusters
+from clipscale.tools.data.settings import SelectSettings
+from clipscale.tools.embed.arrays import EmbeddedSet
+from clipscale.tools.embed.pictures import stored_picture, thumbnail
+from clipscale.tools.embed.settings import IMAGE, TEXT
+
+EXAMPLES = 16
+"""On each side of a threshold."""
+SIDE = 128
+"""Pixels of the longer side of a picture on the page."""
+
+
+def main(words: Sequence[str], settings: SelectSettings) -> None:
+    """Write the weights and the page. Raises UserError."""
+    out = Path(settings.out).expanduser()
+    look = out.with_suffix(".html")
+    if out.exists() or look.exists():
+        raise UserError(f"out={out}: it, or {look}, exists; remove both, or choose another file")
+    embedded = EmbeddedSet(Path(*words).expanduser())
+    weights, shown = choose(embedded, settings, out.parent)
+    write_weights(out, embedded, weights)
+    files.write_text(look, page(embedded, **shown))
+    say(f"{out}: look at {look}, then train with data.sample_weights={out}")
+
+
+def choose(embedded: EmbeddedSet, settings: SelectSettings, folder: Path) -> tuple[Tensor, Record]:
+    """The weights (N,), and what the page shows. A copy of the features lies in `folder` meanwhile.
+
+    Raises UserError if no sample can be used."""
+    cosines = torch.from_numpy(np.concatenate([*map(products, embedded.features(IMAGE), embedded.features(TEXT))]))
+    left = cosines.argsort(descending=True, stable=True)[int(cosines.isnan().sum()) :]  # NaN comes first
+    say(f"{len(cosines):,} samples, {len(left):,} with a usable picture and text")
+    if not len(left):
+        raise UserError(f"{embedded.folder}: no sample can be used; embed other shards")
+    shown: Record = {"cosines": cosines}
+    if settings.best is not None:
+        count = max(1, round(settings.best * len(left)))
+        shown |= {"unfit": left[count:][:EXAMPLES], "fit": left[:count][-EXAMPLES:]}
+        left = left[:count]
+        say(
+            f"best={settings.best:g}: {count:,} stay, whose picture and text have a cosine of {cosines[left].min():.4f}"
+        )
+    weights = torch.zeros(len(cosines))
+    weights[left] = 1
+    if settings.duplicates is not None or settings.power < 1:
+        load = loader(embedded, folder, join(settings.device).device)
+        clusters = nearest_clusters(load, left, settings.clusters or round(len(left) ** 0.5))
+    if settings.duplicates is not None:
+        largest, nearest = near_duplicates(load, left, clusters, settings.duplicates)
+        order = left[largest[left].argsort()]
+        stays = largest[left] < settings.duplicates
+        weights[left[~stays]] = 0
+        left, clusters = left[stays], clusters[stays]
+        shown |= {"largest": largest, "nearest": nearest}
+        shown |= {"copies": order[len(left) :][:EXAMPLES], "different": order[: len(left)][-EXAMPLES:]}
+        say(f"duplicates={settings.duplicates:g}: {len(left):,} stay")
+    if settings.power < 1:
+        sizes = clusters[:, 0].bincount()
+        weights[left] = sizes[clusters[:, 0]] ** (settings.power - 1)
+        weights *= len(left) / weights.sum()
+        span = f"weights from {weights[left].min():.3g} to {weights.max():.3g}"
+        say(f"power={settings.power:g}: {span} in {int(sizes.count_nonzero()):,} clusters")
+    return weights, shown
+
+
+def products(images: np.ndarray, texts: np.ndarray) -> np.ndarray:
+    """Of the rows of one part, without a copy of them."""
+    return np.einsum("nd,nd->n", images, texts, dtype=np.float32)
+
+
+def loader(embedded: EmbeddedSet, folder: Path, device: torch.device) -> Load:
+    """Reads features of pictures from one array on the disk, which is gone with this process."""
+    with TemporaryFile(dir=folder) as file:
+        for part in embedded.features(IMAGE):
+            part.tofile(file)
+        file.flush()
+        rows = np.memmap(file, embedded.note["dtype"], "r").reshape(len(embedded), -1)
+    return lambda numbers: torch.from_numpy(rows[numbers.numpy()]).to(device, torch.float32)
+
+
+def write_weights(out: Path, embedded: EmbeddedSet, weights: Tensor) -> None:
+    """A Parquet file of the samples' keys and weights, 0 for those left out."""
+    import pyarrow
+    from pyarrow.parquet import ParquetWriter
+
+    schema = pyarrow.schema({"key": pyarrow.string(), "weight": pyarrow.float32()})
+    with files.replacing(out) as file, ParquetWriter(file, schema) as writer:
+        for path, first, last in zip(embedded.paths, embedded.firsts, embedded.firsts[1:]):
+            keys = [utf8(json.loads(line)["key"]) for line in path.open()]
+            writer.write_table(pyarrow.table([keys, weights[first:last].numpy()], schema=schema))
+
+
+def page(embedded: EmbeddedSet, **shown: Tensor) -> str:
+    """All in one file. What comes from the set is escaped, and the page runs no script."""
+    from jinja2 import Environment, FileSystemLoader
+
+    def sample(number: Tensor) -> Record:
+        """With its picture as a small JPEG in base64, if it can be read."""
+        sample = embedded.sample(int(number))
+        with suppress(BrokenSampleError):
+            jpeg = thumbnail(stored_picture(embedded, sample), SIDE)
+            sample["jpeg"] = base64.b64encode(jpeg).decode()
+        return sample
+
+    templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
+    return templates.get_template("select.html").render(name=embedded.folder.name, sample=sample, **shown)

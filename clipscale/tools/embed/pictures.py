@@ -1,0 +1,45 @@
+"""The pictures of an embedded set, from the shards that it was made of."""
+
+import io
+from functools import cache
+
+from clipscale.common.record import Record
+from clipscale.data.decode import IMAGE_TYPES, broken_pictures, image_bytes, open_picture
+from clipscale.data.sample import BrokenSampleError, limits
+from clipscale.data.shards.addresses import is_local
+from clipscale.data.shards.counts import count_samples
+from clipscale.data.shards.index import sample_offsets
+from clipscale.data.shards.reader import ReadProblem, read_shard
+from clipscale.tools.embed.arrays import EmbeddedSet
+
+
+def stored_picture(embedded: EmbeddedSet, sample: Record) -> bytes:
+    """A sample's encoded picture. Raises BrokenSampleError, also for an unreadable shard."""
+    url = embedded.sources[sample["part"]]
+    make_index(url)
+    problem = ReadProblem()
+    members = limits(IMAGE_TYPES)
+    row = sample["row"]
+    for raw in read_shard(url, problem, lambda n: n == row, members, offsets=sample_offsets):
+        if raw.index == row:
+            if raw.damage:
+                raise BrokenSampleError(raw.damage, raw.detail)
+            return image_bytes(raw.members)
+    raise BrokenSampleError(problem.reason or "no_such_sample", problem.detail or str(sample))
+
+
+@cache
+def make_index(url: str) -> None:
+    """Of a local shard: a sample is then found without reading those before it."""
+    if is_local(url):
+        count_samples([url])
+
+
+def thumbnail(data: bytes, side: int) -> bytes:
+    """A picture as a JPEG of at most side x side pixels. Raises BrokenSampleError."""
+    out = io.BytesIO()
+    with broken_pictures():
+        image = open_picture(data).convert("RGB")
+        image.thumbnail((side, side))
+        image.save(out, "JPEG")
+    return out.getvalue()

@@ -1,0 +1,107 @@
+"""`data select` finds planted faults, keeps one of near-duplicates, and levels clusters; its page runs nothing."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+from clipscale.cli.main import main
+from clipscale.tools.data import near
+from tests.conftest import Cap
+from tests.data.files import picture, write_tar
+
+parquet = pytest.importorskip("pyarrow.parquet")
+CAPTION = "</p><script>alert(1)</script>"
+
+
+def embedded(folder: Path, images: torch.Tensor, texts: torch.Tensor, *sources: Path) -> Path:
+    """A folder of `embed` in two parts, whose keys are numbers."""
+    folder.mkdir()
+    shards = {}
+    for part, numbers in enumerate(np.array_split(np.arange(len(images)), 2)):
+        for kind, features in (("image", images), ("text", texts)):
+            np.save(folder / f"{part}.{kind}.npy", features[numbers].numpy().astype(np.float16))
+        lines = [json.dumps({"key": f"{number:04d}", "caption": CAPTION}) + "\n" for number in numbers]
+        (folder / f"{part}.jsonl").write_text("".join(lines))
+        shards[f"{part}.jsonl"] = {"source": str(sources[part]) if sources else "no.tar", "samples": len(numbers)}
+    (folder / "shards.json").write_text(json.dumps(shards))
+    (folder / "features.json").write_text(json.dumps({"features": {"dtype": "float16"}}))
+    return folder
+
+
+def select(folder: Path, *words: str) -> np.ndarray:
+    """The weights, in the order of the keys."""
+    out = folder.with_suffix(".parquet")
+    assert main(["data", "select", str(folder), f"out={out}", "device=cpu", *words]) == 0
+    table = parquet.read_table(out)
+    assert [str(field.type) for field in table.schema] == ["string", "float"]
+    assert table["key"].to_pylist() == [f"{number:04d}" for number in range(len(table))]
+    return np.asarray(table["weight"])
+
+
+def features(count: int, seed: int = 0, width: int = 32) -> torch.Tensor:
+    return normalize(torch.randn(count, width, generator=torch.Generator().manual_seed(seed)))
+
+
+def test_shuffled_captions_and_copies_go_and_each_step_says_how_many(tmp_path: Path, capsys: Cap) -> None:
+    images = features(1000)
+    images[900:] = normalize(images[400:500] + 0.05 * features(100, 1))  # cosines of 0.999; of others at most 0.8
+    texts = normalize(images + features(1000, 2))
+    texts[:200] = texts[:200].roll(1, 0)
+    images[999] = torch.nan  # no usable picture
+    weights = select(embedded(tmp_path / "of", images, texts), "best=0.8", "duplicates=0.95")
+    gone = weights == 0
+    assert gone[:200].mean() >= 0.95 and gone[500:900].mean() <= 0.05 and gone[999]
+    assert ((gone[400:499] + gone[900:999]) == 1).mean() >= 0.95, "one of each two stays"
+    assert set(weights[~gone]) == {1}
+    out = capsys.readouterr().out
+    assert "1,000 samples, 999 with" in out and "best=0.8: 799 stay" in out and f"0.95: {(~gone).sum()} stay" in out
+
+
+@pytest.mark.parametrize("block", [4, 64])
+@pytest.mark.parametrize("cosine", [0.3, 0.6, 0.9])
+def test_the_first_of_near_duplicates_stays_as_one_after_another_would_have_it(
+    monkeypatch: pytest.MonkeyPatch, block: int, cosine: float
+) -> None:
+    monkeypatch.setattr(near, "CELLS", 61 * block)
+    rows = features(61, width=3)
+    order = torch.randperm(61)
+    kept: list[int] = []
+    expected = torch.zeros(61)
+    for number in order.tolist():
+        expected[number] = max([0.0, *(float(rows[number] @ rows[other]) for other in kept)])
+        kept += [number] if expected[number] < cosine else []
+    largest, nearest = near.near_duplicates(rows.__getitem__, order, torch.zeros(61, 1, dtype=torch.long), cosine)
+    assert torch.allclose(largest, expected, atol=1e-6)
+    found = largest > 0
+    assert torch.allclose((rows * rows[nearest]).sum(1)[found], largest[found], atol=1e-6)
+
+
+def test_clusters_come_by_the_power_of_their_samples(tmp_path: Path) -> None:
+    sizes = torch.tensor([400, 100, 25])
+    images = torch.eye(3).repeat_interleave(sizes, 0)
+    weights = select(embedded(tmp_path / "of", images, images), "power=0.5", "clusters=60")
+    assert weights.mean() == pytest.approx(1)
+    shares = np.array([part.sum() for part in np.split(weights, [400, 500])])
+    assert shares / shares[2] == pytest.approx([4, 2, 1])
+
+
+def test_the_page_shows_the_pictures_and_runs_nothing_of_the_set(tmp_path: Path) -> None:
+    tar = write_tar(tmp_path / "a.tar", [(f"{i:04d}.png", picture(i, (300, 200))) for i in range(20)])
+    select(embedded(tmp_path / "of", features(40), features(40, 1), tar, tmp_path / "gone.tar"), "best=0.5")
+    page = (tmp_path / "of.html").read_text()
+    assert page.count('src="data:image/jpeg;base64,/9j/') >= 5 and page.count("no picture can be read") >= 5
+    assert "default-src 'none'" in page and "<script" not in page and "&lt;script&gt;" in page
+    assert len(page) < 200_000
+
+
+def test_what_lies_there_is_not_replaced(tmp_path: Path, capsys: Cap) -> None:
+    folder = embedded(tmp_path / "of", features(4), features(4))
+    mine = tmp_path / "mine.html"
+    mine.write_text("mine")
+    assert main(["data", "select", str(folder), f"out={tmp_path}/mine.parquet", "best=0.5"]) == 2
+    assert "mine.html, exists; remove both, or choose another file" in capsys.readouterr().err
+    assert mine.read_text() == "mine" and not (tmp_path / "mine.parquet").exists()
