@@ -40,10 +40,6 @@ from clipscale.step.optim import Schedule
 from clipscale.step.pass_contexts import note_statistics
 from clipscale.step.train_step import Agreement
 
-LEAST_LIMIT_S = 120.0
-LIMIT_STEPS = 10
-"""From the second step on, ranks wait for each other at most as long as this many of the slowest step take."""
-
 
 def train(config: TrainConfig) -> Record:
     """Train as configured, from the start or from the newest checkpoint, and evaluate at the end.
@@ -180,25 +176,18 @@ class Run:
         self.total = self.schedule.end
         self.stop = Stop(self.world)
         self.saved_at = time.monotonic()
-        self.slowest_s = 0.0
-        """Of the steps since this start."""
 
     def go(self) -> Record:
         """All steps that are left, and the evaluation at the end."""
         config, results = self.config, {}
         # to the end of the last save: schedulers and launchers send their signals more than once
-        with self.stop, self.world.limited(config.launch.timeout_s):
+        with self.stop:
             try:
                 if self.step == 0 < self.total and config.model.weights and config.eval.has_sets:
                     self.evaluate()  # what the weights can do before they are trained
                 while self.step < self.total:
-                    started = time.monotonic()
-                    with (
-                        self.world.limited(self.limit_s()),
-                        undone_at_a_signal(self.state.model, self.stream, self.world),
-                    ):
+                    with undone_at_a_signal(self.state.model, self.stream, self.world):
                         agreement = self.train_step()
-                    self.slowest_s = max(self.slowest_s, time.monotonic() - started)
                     self.step += 1
                     if config.eval.every and self.step % config.eval.every == 0 and self.step < self.total:
                         results = self.evaluate()
@@ -225,13 +214,6 @@ class Run:
             tell(f"clipscale report {config.run} shows it")
         return {"run": str(self.resolved.folder), "step": self.step, "loss": self.loss, "eval": results}
 
-    def limit_s(self) -> float:
-        """Seconds that ranks wait for each other in a step. The first one may compile; data workers have their own."""
-        longest = self.config.launch.timeout_s
-        if not self.slowest_s:
-            return longest
-        return min(longest, max(LEAST_LIMIT_S, LIMIT_STEPS * self.slowest_s, 2 * self.config.data.timeout_s))
-
     def train_step(self) -> Agreement:
         """One exact optimizer step over the global batch; see `TrainStep.run`. Returns what the ranks agreed on."""
         number, step = self.step + 1, self.state.step
@@ -240,7 +222,7 @@ class Run:
         if self.world.main and self.step == 0:
             doing("waiting for the first samples")
             batch.tokens(0, 16)  # waits for them: no step has begun
-        if not self.slowest_s:
+        if self.step == self.resolved.step:
             doing(f"step {number}, the first of this start")
         self.stream.waited_s()  # of the step alone, of which waiting is a share
         _, seconds = self.config.checkpoint.interval

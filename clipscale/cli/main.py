@@ -10,7 +10,7 @@ from pkgutil import resolve_name
 from clipscale import __version__
 from clipscale.cli import completion, help, train
 from clipscale.cli.verbs import VERBS, split_verb
-from clipscale.common.errors import LoaderError, LostRankError, StoppedError, UserError, explained
+from clipscale.common.errors import LoaderError, StoppedError, UserError, explained
 from clipscale.common.hardware import let_threads_sleep
 from clipscale.common.terminal import clear, doing, main_rank, outlive_output, prepare, report, say
 from clipscale.config.train import to_yaml
@@ -28,10 +28,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(list(sys.argv[1:] if argv is None else argv))
     except local.WorkerError as error:
         report(error, error.details)
-        return 1
-    except LostRankError as error:
-        if error.first:
-            report(error)
         return 1
     except KeyboardInterrupt:
         say("stopped", error=True)

@@ -45,15 +45,6 @@ class LoaderError(DataError):
     """
 
 
-class LostRankError(RuntimeError):
-    """Another rank does not answer. The command line prints the message once, and exits with status 1."""
-
-    def __init__(self, message: str, *, first: bool) -> None:
-        """`first`: of the ranks that are left this is the one that prints it."""
-        super().__init__(printable(message))
-        self.first = first
-
-
 E = TypeVar("E", bound=BaseException)
 SEMAPHORES = "/dev/shm"
 LEAST_SHARED = 2**16
@@ -79,10 +70,3 @@ def first_line(error: BaseException) -> str:
 def one_line(error: BaseException) -> str:
     """An error's message without newlines, at most 300 characters of it; its kind, where there is none."""
     return " ".join(str(error).split())[:300] or type(error).__name__
-
-
-LOST = (
-    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "timed out",
-    "Application timeout", "Socket Timeout", "DistBackendError", "DistNetworkError",
-)  # fmt: skip
-"""Words of gloo and NCCL for a rank that does not answer."""

@@ -4,8 +4,7 @@ import os
 import resource
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -21,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from clipscale.common import ranks
-from clipscale.common.errors import LOST, LostRankError, UserError, first_line
+from clipscale.common.errors import UserError
 from clipscale.common.hardware import cores
 from clipscale.common.record import Record
 from clipscale.distributed.fsdp import ShardedTower
@@ -30,11 +29,8 @@ T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=30)
 """What a process waits for the others, which may be loading models."""
-ANSWER_S = 10.0
-"""Seconds in which the ranks that are left answer when one is lost."""
 ASK_S = 0.05
 """Seconds between two looks at which ranks have come."""
-set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # torch 2.11
 
 
 @dataclass(frozen=True)
@@ -141,43 +137,6 @@ class World:
         for p in parameters:
             if self.size > 1 and p is not None and p.grad is not None:
                 dist.all_reduce(p.grad)
-
-    @contextmanager
-    def limited(self, seconds: float) -> Iterator[None]:
-        """Around work in which ranks wait for each other at most so long. Raises LostRankError with those missing.
-
-        NCCL's own watchdog ends a process whose GPU waits for another.
-        """
-        groups = [None, self.control] if self.size > 1 else []
-        try:
-            for group in groups:
-                set_timeout(timedelta(seconds=seconds), group)
-            yield
-        except RuntimeError as error:
-            if self.size == 1 or isinstance(error, LostRankError) or not any(sign in str(error) for sign in LOST):
-                raise
-            silent, first = self.silent_ranks()
-            names = ", ".join(map(str, silent)) or "unknown"
-            raise LostRankError(
-                f"timed out: rank {names} of {self.size} does not answer ({first_line(error)})", first=first
-            ) from error
-        finally:
-            for group in groups:
-                set_timeout(self.timeout, group)
-
-    def silent_ranks(self) -> tuple[list[int], bool]:
-        """The ranks that do not call this in time, and whether this rank is the first of the others."""
-        store = dist.distributed_c10d._get_default_store()
-        silent = list(range(self.size))
-        try:
-            store.set(f"answers/{self.rank}", "")
-            until = time.monotonic() + ANSWER_S
-            while len(silent) > 1 and time.monotonic() < until:
-                time.sleep(ANSWER_S / 20)
-                silent = [rank for rank in silent if not store.check([f"answers/{rank}"])]
-        except RuntimeError:  # the store is lost too, with the process that holds it
-            return [], True
-        return silent, self.rank == min(set(range(self.size)) - set(silent))
 
     def mesh(self) -> DeviceMesh:
         return init_device_mesh(self.device.type, (self.size,))

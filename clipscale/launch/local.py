@@ -17,7 +17,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Protocol
 
 from clipscale.common import ranks, terminal
-from clipscale.common.errors import LostRankError, StoppedError, UserError, explained, first_line
+from clipscale.common.errors import StoppedError, UserError, explained, first_line
 from clipscale.common.hardware import cores
 from clipscale.common.record import Record
 from clipscale.common.signals import blocked
@@ -42,6 +42,11 @@ class Launched(Protocol):
     def launch(self) -> LaunchConfig: ...
 
 
+LOST = (
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "timed out",
+    "Application timeout", "Socket Timeout", "DistBackendError", "DistNetworkError",
+)  # fmt: skip
+"""Words of gloo and NCCL for another rank that has ended or does not answer."""
 TRAIN = "clipscale.train:train"
 """What the workers of a training run call."""
 SHUTDOWN_S = 150
@@ -191,7 +196,7 @@ def worker(config: Launched, main: str, folder: Path) -> Record:
 
 def leave_failure(folder: Path, rank: int, error: BaseException) -> None:
     """Leave a worker's exception to its launcher, the user's mistakes as they are."""
-    lost = isinstance(error, LostRankError)
+    lost = isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST)
     error = explained(error)
     if not isinstance(error, UserError):
         details = "".join(traceback.format_exception(error))

@@ -1,6 +1,5 @@
 """Ranks of a step send few messages, and all end with the same weights."""
 
-import time
 from pathlib import Path
 from unittest.mock import patch
 
@@ -9,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from clipscale.common.errors import LostRankError
 from clipscale.common.phases import Readback
 from clipscale.config.sections import CacheConfig, LaunchConfig
 from clipscale.config.train import TrainConfig
@@ -65,26 +63,3 @@ def test_a_process_on_a_cpu_takes_all_cores_unless_threads_are_set(
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
-
-
-def limited(rank: int, world: int, sleeper: int) -> tuple[str, bool]:
-    """What a rank learns when another one hangs in a step that is limited to a second."""
-    here = World(rank, world, torch.device("cpu"))
-    here.highest(0)  # the group is there
-    world_module.ANSWER_S = 2.0
-    try:
-        with here.limited(20.0), here.limited(1.0):  # a run, and a step of it
-            if rank == sleeper:
-                time.sleep(6.0)
-                return "slept", False
-            here.highest(rank)
-    except LostRankError as error:
-        return str(error), error.first
-    return "", False
-
-
-def test_a_rank_that_hangs_is_named_after_a_steps_time() -> None:
-    """By the first of the others alone."""
-    lines = run_ranks(limited, 3, 1)
-    assert all("rank 1 of 3 does not answer" in line for line, _ in (lines[0], lines[2]))
-    assert [first for _, first in lines] == [True, False, False]
