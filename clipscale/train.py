@@ -81,7 +81,7 @@ def start_run(config: TrainConfig, world: World, lock: RunLock | None = None) ->
         schedule = schedule_of(resolved, stream)
         if resolved.step < schedule.end:
             world.on_main(lambda: checkpoint.check_room(resolved.folder, state.saved_bytes()))
-        flops = Flops(resolved.config.model, state.model, world.device, resolved.config.data.texts_per_step)
+        flops = Flops(resolved.config.model, state.model, world.device)
         compile_if_worth(state, flops, schedule.end - resolved.step, world)
         log = open_log(resolved, schedule, world) if world.main else None
         if log:

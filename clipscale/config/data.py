@@ -1,6 +1,5 @@
 """The settings of the training data, and their checks that need no shard."""
 
-import re
 from dataclasses import dataclass, field
 
 from clipscale.common.errors import UserError
@@ -50,15 +49,6 @@ class DataConfig:
         ["txt"],
         "Where the caption is: `txt`, or `json:FIELD`; with weights, one is drawn per sample: `[txt=1,json:alt=3]`.",
     )
-    captions_per_step: int = setting(
-        1, "Captions of each sample in a step, drawn without replacement; its picture is encoded once.", least=1
-    )
-    negatives: str | None = setting(
-        None, "Texts of a sample that match no picture, hard negatives of all pictures: `json:FIELD`, one or a list."
-    )
-    negatives_per_step: int = setting(
-        1, "Of each sample in a step, drawn as captions are: fewer are repeated, without any it is left out.", least=1
-    )
     same: str | None = setting(
         None, "What samples share: `caption`, or a json field (`url`, ...). `loss.shared` says what such pairs are."
     )
@@ -79,11 +69,6 @@ class DataConfig:
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     timeout_s: float = setting(300.0, "Seconds without progress after which a worker ends the run.", above=0)
 
-    @property
-    def texts_per_step(self) -> int:
-        """Captions and hard negatives of each sample."""
-        return self.captions_per_step + (self.negatives_per_step if self.negatives else 0)
-
     def check(self) -> None:
         """Raises UserError for captions and conditions that cannot be read, and for weights."""
         self.check_weights()
@@ -91,8 +76,6 @@ class DataConfig:
             raise UserError("data.only_keys and data.sample_weights exclude each other; give weights of 0")
         caption_sources(self.captions)
         conditions(self.filter)
-        if self.negatives and not re.fullmatch("json:.+", self.negatives):
-            raise UserError(f"data.negatives={self.negatives}: name the field that has the texts, json:FIELD")
 
     def check_weights(self) -> None:
         """Raises UserError for other weights than sources, and for negative ones."""

@@ -156,25 +156,14 @@ def check(config: TrainConfig) -> None:
 
 
 def check_pairs(config: TrainConfig) -> None:
-    """Raise UserError for settings of pairs, keys and further texts that do not go together."""
+    """Raise UserError for settings of pairs and keys that do not go together."""
     data, shared = config.data, config.loss.shared
-    several = data.captions_per_step > 1
-    keys = data.same is not None
     if not data.train:
         raise UserError("data.train is not set; give shards, data.train='/data/{00000..00099}.tar', or take data=demo")
-    if shared == "positive" and not keys:
+    if shared == "positive" and data.same is None:
         raise UserError("loss.shared=positive: say what samples share, data.same=caption|url|sha256|FIELD")
-    if data.negatives and keys:
-        raise UserError("data.negatives: not with data.same, which knows nothing of these texts")
-    if data.sample_weights is not None and (data.negatives or several):
-        raise UserError("data.sample_weights: not with data.negatives or data.captions_per_step; leave one of them out")
-    if several and keys and (data.same == "caption" or shared == "mask"):
-        raise UserError("data.captions_per_step: with data.same=url or another field, take loss.shared=positive")
-    if config.loss.backend == "triton" and (several or keys):
-        raise UserError(
-            f"loss.backend=triton: its kernels take neither data.same={data.same} nor "
-            f"data.captions_per_step={data.captions_per_step}; take loss.backend=auto"
-        )
+    if config.loss.backend == "triton" and data.same is not None:
+        raise UserError(f"loss.backend=triton: its kernels do not take data.same={data.same}; take loss.backend=auto")
 
 
 MOST = "CLIPSCALE_MAX_SAMPLES"

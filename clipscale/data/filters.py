@@ -4,7 +4,6 @@ Both depend only on the sample and its own random numbers, so filtered epochs ar
 """
 
 import math
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -25,22 +24,18 @@ class Selection:
     captions: tuple[tuple[str, float], ...]
     """Sources (`txt`, `json:FIELD`) and their weights."""
     conditions: tuple[Condition, ...]
-    count: int = 1
-    """Captions of a sample."""
-    negatives: tuple[str, int] | None = None
-    """The source of hard negatives, and how many are drawn."""
     same: str | None = None
     """What samples of equal keys share: the `caption`, or a field of the json."""
 
     def members(self) -> set[str]:
         """The extensions to read, apart from the picture's."""
-        fields = self.negatives or self.same not in (None, "caption")
+        fields = self.same not in (None, "caption")
         fields = fields or any(each.of_field for each in self.conditions)
         return {source.partition(":")[0] for source, _ in self.captions} | ({"json"} if fields else set())
 
-    def draw(self, members: dict[str, bytes], rng: CounterRNG) -> list[str]:
-        """The sample's captions. Those of a source share its weight. They are drawn by weight without replacement; once
-        all are drawn, all can be drawn again. A source of weight 0 is used if no other has a text.
+    def draw(self, members: dict[str, bytes], rng: CounterRNG) -> str:
+        """The sample's caption, drawn by weight. Those of a source share its weight. A source of weight 0 is used if no
+        other has a text.
 
         Raises BrokenSampleError with the first source's reason if none has a text.
         """
@@ -53,19 +48,10 @@ class Selection:
                     pool += [(text, weight / len(texts)) for text in texts]
         if not pool:
             pool = [(first_caption(members, sources), 1.0)]
-        return drawn(pool, self.count, rng)
+        # the smallest of exponential variates at rates of the weights
+        return min((-math.log(1 - rng.uniform()) / weight, text) for text, weight in pool)[1]
 
-    def draw_negatives(self, members: dict[str, bytes], rng: CounterRNG) -> list[str]:
-        """The sample's hard negatives. Raises BrokenSampleError `no_negative` where there is none."""
-        if self.negatives is None:
-            return []
-        source, count = self.negatives
-        try:
-            return drawn([(text, 1.0) for text in captions_of(members, source)], count, rng)
-        except BrokenSampleError as error:
-            raise BrokenSampleError("no_negative", str(error)) from error
-
-    def check(self, sample: RawSample, captions: Sequence[str]) -> None:
+    def check(self, sample: RawSample, caption: str) -> None:
         """Raise BrokenSampleError with the filter's reason for a sample that a filter drops."""
         fields: Record | None = None
         picture: Picture | None = None
@@ -73,8 +59,7 @@ class Selection:
             if condition.name == SAMPLE:
                 _require(condition, utf8(name_of(sample)))
             elif condition.name == CAPTION:
-                for caption in captions:
-                    _require(condition, len(caption))
+                _require(condition, len(caption))
             elif condition.name in SIZES:
                 picture = picture or Picture(image_bytes(sample.members))
                 _require(condition, SIZES[condition.name](picture.width, picture.height))
@@ -83,7 +68,7 @@ class Selection:
                     fields = json_fields(sample.members.get("json", b"{}"))
                 _require(condition, fields.get(condition.name))
 
-    def key(self, sample: RawSample, captions: Sequence[str], place: str) -> int:
+    def key(self, sample: RawSample, caption: str, place: str) -> int:
         """A signed 64-bit hash of what samples share; `place`: the sample's own.
 
         Captions are compared without regard to case and white space, a field's text or number without white space
@@ -91,7 +76,7 @@ class Selection:
         """
         value = None
         if self.same == "caption":
-            value = " ".join(captions[0].casefold().split())
+            value = " ".join(caption.casefold().split())
         elif "json" in sample.members and self.same:
             with suppress(BrokenSampleError):
                 value = json_fields(sample.members["json"]).get(self.same)
@@ -112,15 +97,6 @@ def _require(condition: Condition, value: Any) -> None:
         raise BrokenSampleError(f"filter_{condition.name}", str(value)[:100])
 
 
-def drawn(pool: Sequence[tuple[str, float]], count: int, rng: CounterRNG) -> list[str]:
-    """Draw by weight without replacement; once all are drawn, all can be drawn again."""
-    texts: list[str] = []
-    while len(texts) < count:
-        # the smallest of exponential variates at rates of the weights: Efraimidis and Spirakis, 2006
-        texts += [text for _, text in sorted((-math.log(1 - rng.uniform()) / weight, text) for text, weight in pool)]
-    return texts[:count]
-
-
 def name_of(sample: RawSample) -> str:
     """`SHARD/KEY`; messages and conditions name samples by its `utf8`."""
     return f"{leaf_of(sample.url)}/{sample.key}"
@@ -131,7 +107,5 @@ def selection(config: DataConfig) -> Selection:
     return Selection(
         caption_sources(config.captions),
         conditions(config.filter),
-        config.captions_per_step,
-        (config.negatives, config.negatives_per_step) if config.negatives else None,
         config.same,
     )

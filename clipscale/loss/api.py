@@ -47,13 +47,11 @@ def contrastive_loss(
         sigmoid        sum_ij softplus(-z_ij (x_ij + logit_bias)) / N     (SigLIP, arXiv 2303.15343)
 
     where z is 1 at the positives and -1 elsewhere. With several positives P_i, the mean over them takes x_ii's place in
-    both directions (UniCL, arXiv 2204.03610; SupCon's outer form, arXiv 2004.11362), and an image's k captions are k
-    texts, each with a weight of 1/k.
+    both directions (UniCL, arXiv 2204.03610; SupCon's outer form, arXiv 2004.11362).
 
     Args:
         image_features: (n, D), rows usually of unit length; whatever a module takes.
-        text_features: (m, D), text j of the first captions * n belonging to image j // captions; texts beyond those are
-            hard negatives: columns only.
+        text_features: (m, D), text i belonging to image i; texts beyond the first n are hard negatives: columns only.
         logit_scale: the multiplier itself, not its logarithm; positive; a number or a tensor of one element.
         logit_bias: for the sigmoid; the softmax does not depend on it.
         objective: softmax | softmax_image | softmax_text | sigmoid.
@@ -67,14 +65,13 @@ def contrastive_loss(
             (gather within a node, a ring between nodes) | auto (in one node ring; across nodes gather where that is
             small, else nodes). In a group of one they are the same.
         backend: dense (a block's scores at once) | tiled (torch, any device) | triton (CUDA; the dot product, without
-            keys, one caption an image) | auto.
+            keys) | auto.
         group: the process group, or a mesh of one dimension (FSDP2's, or the data dimension beside tensor parallel's);
             None: the default group, if there is one. Each rank passes its own rows, equally many.
         keys: (n,) int64, of images and their texts; without hard negatives. Samples of equal keys (the same caption or
             picture), on any rank, are no negatives of each other.
-        shared: what pairs of equal keys are that do not belong together: left out of the sums (mask; one caption an
-            image), or positives too (positive).
-        captions: texts of each image, all of them its positives.
+        shared: what pairs of equal keys are that do not belong together: left out of the sums (mask), or positives too
+            (positive).
         check: refuse what is not finite, a scale that is not positive, and ranks whose features differ in shape or
             type. That waits for the device and takes a small all-gather; a training loop needs it in its first step.
         machine: what a dry run computes on instead of this machine.
@@ -92,22 +89,20 @@ def contrastive_loss(
     Raises:
         ValueError: where inputs do not fit each other or the options.
     """
-    shared, captions, check = options.get("shared", "mask"), options.get("captions", 1), options.get("check", True)
+    shared, check = options.get("shared", "mask"), options.get("check", True)
     for name, word in (("objective", objective), ("exchange", exchange), ("backend", backend), ("shared", shared)):
         if word not in CHOICES[name]:
             raise ValueError(f"{name}={word!r} is not one of {', '.join(CHOICES[name])}")
     of, module, machine = OBJECTIVES[objective], _module(options.get("similarity")), options.get("machine") or Machine()
-    if shared == "mask" and keys is not None and captions > 1:
-        raise ValueError("shared=mask takes one caption an image; with several, shared=positive")
     inputs = checked_inputs(
         image_features, text_features, logit_scale, logit_bias, keys,
-        captions=captions, has_module=module is not None, check=check,
+        has_module=module is not None, check=check,
     )  # fmt: skip
     backend = _chosen_backend(backend, of, module, inputs, machine)
     comm = machine.communicator(options.get("group"))
     if comm is not None and check:
         comm.agree(inputs.shapes(), image_features.device)
-    if captions > 1 or (keys is not None and shared == "positive"):
+    if keys is not None and shared == "positive":
         inputs = inputs.with_shares(comm)
     if backend == "triton":
         inputs = inputs.padded(WIDTH_STEP)
@@ -170,8 +165,8 @@ def _chosen_backend(name: str, objective: Objective, module: nn.Module | None, i
         obstacle = "the similarity is not the dot product"
     elif inputs.dtype == torch.float64:
         obstacle = "the features are float64"
-    elif inputs.rows.keys is not None or inputs.captions > 1:
-        obstacle = "the kernels take neither keys nor several captions"
+    elif inputs.rows.keys is not None:
+        obstacle = "the kernels take no keys"
     elif not on_gpu and (name == "auto" or os.environ.get("TRITON_INTERPRET") != "1"):
         obstacle = f"the features are on {device.type}"
     if name == "triton" and obstacle:

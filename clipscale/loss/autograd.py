@@ -49,12 +49,11 @@ class LossCall:
         """This rank's rows and columns, with their weights."""
         inputs = self.inputs
         sides = []
-        paired = len(image_features) * inputs.captions
-        given = (image_features, inputs.rows, 1), (text_features, inputs.cols, inputs.captions)
-        for (x, side, texts), weight in zip(given, self.objective.weights):
+        given = (image_features, inputs.rows), (text_features, inputs.cols)
+        for (x, side), weight in zip(given, self.objective.weights):
             side = replace(side, features=x.detach().to(inputs.dtype).contiguous())
-            weights = side.features.new_full((len(side),), (weight or 0) / texts, dtype=sum_dtype(inputs.dtype))
-            weights[paired:] = 0  # a hard negative is the positive of no image
+            weights = side.features.new_full((len(side),), weight or 0, dtype=sum_dtype(inputs.dtype))
+            weights[len(image_features) :] = 0  # a hard negative is the positive of no image
             side.weight = None if weight is None else weights
             side.share = None if side.share is None else (weights * side.share).to(weights.dtype)
             sides.append(side)

@@ -1,6 +1,6 @@
 """The tensors of one call: checked, with one type for the features, and described by numbers that the ranks compare.
 
-Letters: n rows (images) and m columns (texts) of this rank, k captions of an image, D feature width.
+Letters: n rows (images) and m columns (texts) of this rank, D feature width.
 """
 
 from dataclasses import dataclass, replace
@@ -26,7 +26,6 @@ class LossOptions(TypedDict, total=False):
     group: dist.ProcessGroup | DeviceMesh | None
     similarity: nn.Module | Literal["dot"] | None
     shared: str
-    captions: int
     check: bool
     machine: Machine | None
 
@@ -40,7 +39,6 @@ class Inputs:
     scale: Tensor  # 0-d, in sum_dtype
     bias: Tensor
     dtype: torch.dtype  # what the features are cast to
-    captions: int = 1  # of an image: text i + c n is the c-th of image i; then come the hard negatives
 
     def shapes(self) -> dict[str, int]:
         """What must be the same on all ranks for the transfers of features."""
@@ -55,7 +53,7 @@ class Inputs:
 
     def positives_only(self) -> "Inputs":
         """Without the hard negatives among the texts."""
-        return replace(self, cols=self.cols[: len(self.rows) * self.captions])
+        return replace(self, cols=self.cols[: len(self.rows)])
 
     def padded(self, step: int) -> "Inputs":
         """With zeros up to a width that is a multiple of `step`."""
@@ -75,18 +73,13 @@ class Inputs:
         return replace(self, rows=rows, cols=cols, scale=scale, bias=bias)
 
     def with_shares(self, comm: Communicator | None) -> "Inputs":
-        """With each sample's share of the pairs of equal keys, and keys that make an image's captions its positives
-        where there are none. Gathers the keys of all ranks."""
-        n, k, row_keys, col_keys = len(self.rows), self.captions, self.rows.keys, self.cols.keys
-        if row_keys is None or col_keys is None:
-            row_keys = torch.arange(n, device=self.scale.device) + (comm.rank * n if comm else 0)
-            col_keys = F.pad(row_keys.repeat(k), (0, len(self.cols) - k * n), value=-1)
-        sides = []
-        for side, keys, among in ((self.rows, row_keys, col_keys), (self.cols, col_keys, row_keys)):
-            ordered = (comm.gather(among) if comm else among).sort()[0]
-            equal = torch.searchsorted(ordered, keys, right=True) - torch.searchsorted(ordered, keys)
-            sides.append(replace(side, keys=keys, share=1 / equal.clamp_min(1).double()))  # a hard negative has none
-        return replace(self, rows=sides[0], cols=sides[1])
+        """With each sample's share of the pairs of equal keys. Gathers the keys of all ranks."""
+        keys = self.rows.keys
+        assert keys is not None
+        ordered = (comm.gather(keys) if comm else keys).sort()[0]
+        equal = torch.searchsorted(ordered, keys, right=True) - torch.searchsorted(ordered, keys)
+        rows, cols = (replace(side, share=1 / equal.double()) for side in (self.rows, self.cols))
+        return replace(self, rows=rows, cols=cols)
 
 
 def checked_inputs(
@@ -96,24 +89,19 @@ def checked_inputs(
     logit_bias: Tensor | float | None,
     keys: Tensor | None = None,
     *,
-    captions: int = 1,
     has_module: bool = False,
     check: bool = True,
 ) -> Inputs:
-    """The inputs, ready for use: captions of an image apart, so that its first is its pair, then the second ones.
+    """The inputs, ready for use.
 
     Raises ValueError where they do not fit. `check`: also for a scale that is not positive.
     """
     u, v, bias = image_features, text_features, 0.0 if logit_bias is None else logit_bias
     if any(isinstance(x, DTensor) for x in (u, v, logit_scale, bias)):
         raise ValueError("a DTensor; pass this rank's own rows and plain numbers: x.full_tensor() if all hold the same")
-    _check_features(u, v, captions, has_module)
-    paired = captions * len(u)
-    if captions > 1:
-        first = v[:paired].unflatten(0, (-1, captions)).transpose(0, 1).flatten(0, 1)
-        v = torch.cat([first, v[paired:]]) if len(v) > paired else first
+    _check_features(u, v, has_module)
     if keys is not None:
-        _require(len(v) == paired, "keys go with an image's own texts, and there are hard negatives")
+        _require(len(v) == len(u), "keys go with an image's own text, and there are hard negatives")
         _require(
             (keys.dtype, keys.shape, keys.device) == (torch.int64, u.shape[:1], u.device),
             f"keys must be torch.int64 on {u.device}, of shape {tuple(u.shape[:1])}",
@@ -125,11 +113,10 @@ def checked_inputs(
             f"logit_scale is {float(scale):g} and must be positive: it is the multiplier itself, not its logarithm "
             "(pass log_scale.exp())"
         )
-    text_keys = None if keys is None else keys.repeat(captions)
-    return Inputs(RowBlock(u, keys), RowBlock(v, text_keys), scale, bias, dtype, captions)
+    return Inputs(RowBlock(u, keys), RowBlock(v, keys), scale, bias, dtype)
 
 
-def _check_features(u: Tensor, v: Tensor, captions: int, has_module: bool) -> None:
+def _check_features(u: Tensor, v: Tensor, has_module: bool) -> None:
     """Raise ValueError for features that are no numbers, or do not fit each other."""
     shapes = f"image_features {tuple(u.shape)}, text_features {tuple(v.shape)}"
     _require(
@@ -141,9 +128,8 @@ def _check_features(u: Tensor, v: Tensor, captions: int, has_module: bool) -> No
         _require(u.dim() == v.dim() == 2, f"the dot product takes features of 2 dimensions, not {shapes}")
         _require(u.shape[-1] == v.shape[-1], f"image and text features differ in width: {shapes}")
     _require(
-        captions >= 1 and len(v) >= captions * len(u),
-        f"fewer texts than images: {shapes}, captions={captions}; text j belongs to image j // captions, texts beyond "
-        "are hard negatives",
+        len(v) >= len(u),
+        f"fewer texts than images: {shapes}; text i belongs to image i, texts beyond are hard negatives",
     )
 
 

@@ -24,25 +24,23 @@ def dense_contrastive_loss(
     keys: Tensor | None = None,
     **options: Unpack[LossOptions],
 ) -> Tensor:
-    """`contrastive_loss` of all ranks' batch, in the inputs' precision: text j belongs to image j // captions, and
-    texts beyond those are hard negatives. Of the options: similarity, shared and captions."""
+    """`contrastive_loss` of all ranks' batch, in the inputs' precision: text i belongs to image i, and texts beyond
+    those are hard negatives. Of the options: similarity and shared."""
     n, m = len(image_features), len(text_features)
     similarity = options.get("similarity")
-    captions = options.get("captions", 1)
     shared = options.get("shared", "mask")
     if isinstance(similarity, nn.Module):
         scores = similarity(image_features, text_features)
     else:
         scores = image_features @ text_features.T
-    owner = torch.arange(m, device=image_features.device) // captions
-    positive = owner[None, :] == torch.arange(n, device=image_features.device)[:, None]
+    positive = torch.eye(n, m, dtype=torch.bool, device=image_features.device)
     logits = logit_scale * scores
     if OBJECTIVES[objective].needs_bias:
         logits = logits + logit_bias
     if keys is not None:
-        equal = keys[:, None] == keys.repeat_interleave(captions)
+        equal = keys[:, None] == keys
         if shared == "mask":
             logits = logits.masked_fill(equal & ~positive, -torch.inf)
         else:
             positive = positive | equal
-    return OBJECTIVES[objective].dense(logits, positive, captions * n)
+    return OBJECTIVES[objective].dense(logits, positive, n)

@@ -109,10 +109,8 @@ class Flops:
         config: ModelConfig,
         model: ClipModel,
         device: torch.device,
-        captions: int = 1,
     ) -> None:
-        """`model`: built by `config`; its parameters say what trains. `captions`: of a sample."""
-        self.captions = captions
+        """`model`: built by `config`; its parameters say what trains."""
         self.image = sum(image_flops(config, trained_of(model.image.encoder)))
         trained = trained_of(model.text.encoder)
         self.text = cache(lambda width: sum(text_flops(config, trained, width)))
@@ -122,9 +120,9 @@ class Flops:
     def per_sample(self, widths: Mapping[int, int] | None = None) -> float:
         """FLOPs; `widths`: a batch's captions by the tokens at which they are computed; None: the whole context."""
         if not widths:
-            return self.image + self.captions * self.text(None)
+            return self.image + self.text(None)
         text = sum(count * self.text(width) for width, count in widths.items())
-        return self.image + self.captions * text / sum(widths.values())
+        return self.image + text / sum(widths.values())
 
     def utilisation(self, samples_per_s: float, widths: Mapping[int, int] | None = None) -> float | None:
         """MFU: samples_per_s (per device) x FLOPs per sample / peak. None where the device's peak is not known."""

@@ -200,7 +200,7 @@ def resolved_stages(config: TrainConfig, world: World) -> list[Stage]:
 def check_machine(config: TrainConfig, world: World) -> None:
     """Raise UserError for settings that this machine or a library refuses, before a model is built."""
     check_divisible(config.batch, world.size, f"{world.size} processes")
-    sizes_of_settings(config.cache, config.batch // world.size, config.data.texts_per_step)
+    sizes_of_settings(config.cache, config.batch // world.size)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if config.loss.backend == "triton" and world.device.type == "cpu" and not interpreted:
         raise UserError("loss.backend=triton needs a GPU, and the device is the CPU; take loss.backend=tiled, or auto")

@@ -152,6 +152,5 @@ def found_chunk_sizes(
         "image": (model.image, partial(random_pixels, model, device=world.device)),
         "text": (model.text, partial(random_captions, model, device=world.device)),
     }
-    local_batch, texts = config.batch // world.size, config.data.texts_per_step
     with precision.autocast():
-        return agreed_chunk_sizes(config.cache, towers, local_batch, world, earlier, texts)
+        return agreed_chunk_sizes(config.cache, towers, config.batch // world.size, world, earlier)

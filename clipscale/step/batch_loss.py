@@ -36,7 +36,6 @@ class BatchLoss:
         config = self.config.loss
         options: Record = {
             "logit_bias": self.model.logit_bias if OBJECTIVES[config.objective].needs_bias else None,
-            "captions": self.config.data.captions_per_step,
             "keys": keys if self.config.data.same or self.repeats else None,
             "machine": self.machine,
             "check": False,

@@ -35,15 +35,17 @@ class ChunkSizes:
     """The kind of device that they are for."""
 
 
-def sizes_of_settings(config: CacheConfig, local_batch: int, captions: int = 1) -> dict[str, int | None]:
+def sizes_of_settings(config: CacheConfig, local_batch: int) -> dict[str, int | None]:
     """Rows per chunk from the settings, for `image` and `text`; None for `auto`, which `find_chunk` resolves.
 
-    `captions`: of each sample. Raises UserError for sizes beyond the rows of one process.
+    Raises UserError for sizes beyond the samples of one process.
     """
     image, text = config.sizes
-    for size, rows, what in ((image, local_batch, "samples"), (text, captions * local_batch, "captions")):
-        if size is not None and size > rows:
-            raise UserError(f"cache.chunk={size}: one process holds {rows} {what} of the batch; choose 1 to {rows}")
+    for size in (image, text):
+        if size is not None and size > local_batch:
+            raise UserError(
+                f"cache.chunk={size}: one process holds {local_batch} samples of the batch; choose 1 to {local_batch}"
+            )
     return {"image": image, "text": text}
 
 
@@ -67,25 +69,23 @@ def agreed_chunk_sizes(
     local_batch: int,
     world: World,
     earlier: ChunkSizes | None,
-    captions: int = 1,
 ) -> ChunkSizes:
     """The same on all ranks.
 
     They come from the settings; else from the checkpoint (`earlier`), if that is of the same kind of device, because
     random numbers are drawn chunk by chunk; else from a measurement of the tower with inputs of its sampler.
     """
-    settings = sizes_of_settings(config, local_batch, captions)
+    settings = sizes_of_settings(config, local_batch)
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     device = " and ".join(sorted(set(world.gather(name))))
     sizes = {}
     for name, (tower, sample) in towers.items():
-        rows = captions * local_batch if name == "text" else local_batch
-        size = batch_norm_chunk(tower, name, settings[name], rows) or settings[name]
+        size = batch_norm_chunk(tower, name, settings[name], local_batch) or settings[name]
         if size is None and earlier and earlier.device == device:
             size = getattr(earlier, name)
         if size is None:
             rate = lambda n, tower=tower, sample=sample: samples_per_second(tower, sample(n))  # noqa: E731
-            fastest = find_chunk(rate, rows, world.device, keep=config.keep != "none")
+            fastest = find_chunk(rate, local_batch, world.device, keep=config.keep != "none")
             size = min(world.gather(fastest))
         sizes[name] = size
     return ChunkSizes(**sizes, device=device)

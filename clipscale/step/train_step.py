@@ -102,9 +102,9 @@ class TrainStep:
         self.cache.keep_bytes = self.keep.bytes
         device, resident = self.world.device, self.config.offload == "none"
         images = ChunkLoader(batch.pixels, len(batch), device, resident=resident)
-        texts: ChunkLoader | SortedCaptions = ChunkLoader(batch.tokens, batch.texts, device, resident=resident)
+        texts: ChunkLoader | SortedCaptions = ChunkLoader(batch.tokens, len(batch), device, resident=resident)
         if self.sorts:
-            texts = SortedCaptions(batch.tokens, batch.lengths, batch.texts, device, resident=resident)
+            texts = SortedCaptions(batch.tokens, batch.lengths, len(batch), device, resident=resident)
         with self.phase(phases, "encode", number):
             features, agreement = self.encode(images, texts, save, before_chunk)
         look = self.world.main and (number == 1 or number % EVERY == 0)

@@ -36,7 +36,7 @@ def sample_id(url: str, key: str) -> int:
 class Known(Selection):
     """Samples' keys are their ids."""
 
-    def key(self, sample: RawSample, captions: Sequence[str], place: str) -> int:
+    def key(self, sample: RawSample, caption: str, place: str) -> int:
         return sample_id(sample.url, sample.key)
 
 
@@ -61,7 +61,7 @@ def contents(stream: TrainStream, steps: int) -> list[tuple[list[int], bytes, by
 def content(batch: HostBatch) -> tuple[list[int], bytes, bytes]:
     """Its keys, pixels, tokens."""
     pixels = torch.cat([batch.pixels(row, row + 1).clone() for row in range(len(batch))])
-    tokens = batch.tokens(0, len(batch) * batch.captions)
+    tokens = batch.tokens(0, len(batch))
     return batch.keys().tolist(), pixels.numpy().tobytes(), tokens.numpy().tobytes()
 
 

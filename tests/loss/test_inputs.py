@@ -29,11 +29,7 @@ REFUSALS = {
     "an unknown exchange": ({"exchange": "rign"}, "exchange='rign' is not one of"),
     "an unknown backend": ({"backend": "cuda"}, "backend='cuda' is not one of"),
     "keys beside hard negatives": ({"keys": torch.arange(6)}, "and there are hard negatives"),
-    "a left-out pair among captions": (
-        {"keys": torch.arange(6), "captions": 2, "text_features": torch.cat([V, V])[:12]},
-        "shared=positive",
-    ),
-    "too few captions": ({"captions": 2}, "fewer texts than images"),
+    "fewer texts": ({"text_features": V[:5]}, "fewer texts than images"),
     "keys of another length": ({"keys": torch.arange(5), "text_features": V[:6]}, r"torch.int64 .* shape \(6,\)"),
     "a module of another shape": ({"similarity": nn.Bilinear(4, 4, 1), "text_features": U}, "must map"),
     "Triton on the CPU": ({"backend": "triton"}, "backend=triton cannot be had, since the features are on cpu"),
@@ -41,11 +37,7 @@ REFUSALS = {
         {"similarity": nn.Bilinear(4, 4, 1), "backend": "triton"},
         "since the similarity is not the dot product",
     ),
-    "Triton with keys": ({"keys": torch.arange(6), "text_features": V[:6], "backend": "triton"}, "neither keys nor"),
-    "Triton for several captions": (
-        {"captions": 2, "text_features": torch.cat([V, V])[:12], "backend": "triton"},
-        "backend=triton cannot be had, since the kernels take neither keys nor several captions; use backend=tiled",
-    ),
+    "Triton with keys": ({"keys": torch.arange(6), "text_features": V[:6], "backend": "triton"}, "take no keys"),
     "Triton in float64": ({"image_features": U.double(), "text_features": V.double(), "backend": "triton"}, "float64"),
 }
 

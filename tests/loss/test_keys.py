@@ -1,4 +1,4 @@
-"""Pairs that share a key, and several captions of an image: left out or positives, on one rank and on several.
+"""Pairs that share a key: left out or positives, on one rank and on several.
 
 Letters: P ranks, n images and m texts of one rank, D feature width.
 """
@@ -41,13 +41,10 @@ def test_equal_texts_as_positives_are_as_without_keys() -> None:
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_keys_are_exact_on_ranks(ranks: Workers, objective: str, exchange: str) -> None:
-    """With several captions of each image, whose keys are their image's; without keys, with hard negatives too."""
-    cases = ((2, 5, 5, 1, "mask"), (4, 4, 4, 1, "positive"), (2, 3, 6, 2, "positive"), (4, 2, 7, 3, None))
-    for number, (world, n, m, k, shared) in enumerate(cases):
-        u, v = stacked(world, n, m, 8)
-        options = {"objective": objective, "exchange": exchange, "tile": 3, "captions": k}
-        given = keys(world * n, seed=number).view(world, n) if shared else None
-        check(ranks, world, u, v, 14.3, options | ({"shared": shared} if shared else {}), keys=given)
+    for number, (world, n, shared) in enumerate(((2, 5, "mask"), (4, 4, "positive"))):
+        u, v = stacked(world, n, n, 8)
+        options = {"objective": objective, "exchange": exchange, "tile": 3, "shared": shared}
+        check(ranks, world, u, v, 14.3, options, keys=keys(world * n, seed=number).view(world, n))
 
 
 class Gpu(Machine):
@@ -57,9 +54,8 @@ class Gpu(Machine):
         return True
 
 
-@pytest.mark.parametrize("captions", [1, 2])
-def test_a_gpu_takes_keys_and_captions_in_the_tiles_of_torch(captions: int) -> None:
-    u, v, options = keyed(6, captions, 4, 0, "mask")
+def test_a_gpu_takes_keys_in_the_tiles_of_torch() -> None:
+    u, v, options = keyed(6, 4, 0, "mask")
     tiled, auto = (
         results(contrastive_loss, u.float(), v.float(), 14.3, backend=backend, machine=Gpu(), **options)
         for backend in ("tiled", "auto")
@@ -67,16 +63,16 @@ def test_a_gpu_takes_keys_and_captions_in_the_tiles_of_torch(captions: int) -> N
     assert all(map(torch.equal, tiled, auto))
 
 
-def keyed(n: int, k: int, kinds: int, seed: int, shared: str) -> tuple[Tensor, Tensor, dict]:
-    """Features of n images with k captions each, and the options for keys of so many kinds."""
-    u, v = features(n, k * n, 7, "aligned" if k == 1 else "random", seed)
+def keyed(n: int, kinds: int, seed: int, shared: str) -> tuple[Tensor, Tensor, dict]:
+    """Features of n pairs, and the options for keys of so many kinds."""
+    u, v = features(n, n, 7, "aligned", seed)
     given = torch.randint(0, kinds, (n,), generator=torch.Generator().manual_seed(seed))
-    return u, v, {"keys": given, "captions": k, "shared": "positive" if k > 1 else shared}
+    return u, v, {"keys": given, "shared": shared}
 
 
 @settings(max_examples=40, derandomize=True, deadline=None)
 @given(
-    sizes=st.tuples(st.integers(1, 9), st.integers(1, 3)),
+    size=st.integers(1, 9),
     kinds=st.integers(1, 12),
     seed=st.integers(0, 99),
     scale=st.sampled_from([1.0, 14.3, 100.0]),
@@ -84,10 +80,10 @@ def keyed(n: int, k: int, kinds: int, seed: int, shared: str) -> tuple[Tensor, T
         {"objective": st.sampled_from(sorted(OBJECTIVES)), "shared": st.sampled_from(["mask", "positive"])}
     ),
 )
-def test_any_keys_are_exact(sizes: tuple[int, int], kinds: int, seed: int, scale: float, options: dict) -> None:
-    u, v, given = keyed(*sizes, kinds, seed, options["shared"])
+def test_any_keys_are_exact(size: int, kinds: int, seed: int, scale: float, options: dict) -> None:
+    u, v, given = keyed(size, kinds, seed, options["shared"])
     options |= given
     for dtype, bar in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         u, v = u.to(dtype), v.to(dtype)
         actual = results(contrastive_loss, u, v, scale, tile=4, **options)
-        assert_exact(actual, oracle(u, v, scale, **options), scale, bar, (sizes, kinds, options))
+        assert_exact(actual, oracle(u, v, scale, **options), scale, bar, (size, kinds, options))

@@ -1,4 +1,4 @@
-"""A step of a whole run with keys, several captions, hard negatives or sizes is one dense graph's, and resumes."""
+"""A step of a whole run with keys, weights or sizes is one dense graph's."""
 
 import json
 from pathlib import Path
@@ -8,11 +8,9 @@ from unittest import mock
 import pytest
 import torch
 
-from clipscale import checkpoint
 from clipscale.config.data import DataConfig
 from clipscale.config.sections import (
     CacheConfig,
-    CheckpointConfig,
     LaunchConfig,
     LossConfig,
     ModelConfig,
@@ -22,11 +20,11 @@ from clipscale.config.train import TrainConfig
 from clipscale.distributed.world import World
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.models.towers import build_model, unit_rows
-from clipscale.train import start_run, train
+from clipscale.train import start_run
 from tests.data.files import picture, write_tar
 from tests.support.gradients import gradients, whole
 from tests.support.ranks import run_ranks
-from tests.support.runs import ARCHITECTURE, curve, records, small
+from tests.support.runs import ARCHITECTURE, small
 
 pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed (clipscale[parquet])")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -35,20 +33,20 @@ OFTEN = "often.parquet"
 
 @pytest.fixture(scope="module")
 def shard(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Three samples share a url, and have one to three captions, and as many hard negatives."""
+    """Three samples share a url, and have one to three captions."""
     members = []
     for i in range(24):
         captions = [f"a {'very ' * (i % 4)}good number {i} {c}" for c in range(i % 3 + 1)]
-        about = {"url": f"u{i // 3}", "captions": captions, "hard": [f"a bad {text[1:]}" for text in captions]}
+        about = {"url": f"u{i // 3}", "captions": captions}
         members += [(f"{i:02d}.png", picture(i, (30, 30))), (f"{i:02d}.json", json.dumps(about).encode())]
     folder = tmp_path_factory.mktemp("texts")
     parquet.write_table(pyarrow.table({"key": ["00", "01", "02"], "weight": [8.0] * 3}), folder / OFTEN)
     return str(write_tar(folder / "0.tar", members))
 
 
-def config_of(shard: str, run: Path, shared: str = "mask", k: int = 1, **given: Any) -> TrainConfig:
+def config_of(shard: str, run: Path, shared: str = "mask", **given: Any) -> TrainConfig:
     objective = given.pop("objective", "softmax")
-    fields = {"same": "url", "captions": ["json:captions"], "captions_per_step": k, **given.pop("data", {})}
+    fields = {"same": "url", "captions": ["json:captions"], **given.pop("data", {})}
     if "sample_weights" in fields:
         fields["sample_weights"] = str(Path(shard).with_name(OFTEN))
     data = DataConfig(train=[shard], workers=0, shard_streams=6, **fields)
@@ -69,26 +67,18 @@ def one_step(rank: int, world: int, config: TrainConfig) -> tuple[Any, ...]:
         with mock.patch.object(run.stream, "next_batch", lambda batch=batch: batch):
             run.train_step()
     assert all(run.state.step.cache.kept) == (config.cache.keep != "none")
-    n, paired = len(batch), len(batch) * batch.captions
-    rows = [batch.pixels(0, n), batch.tokens(0, paired), batch.tokens(paired, batch.texts), batch.keys()]
+    rows = [batch.pixels(0, len(batch)), batch.tokens(0, len(batch)), batch.keys()]
     rows = [tensor.clone() for tensor in rows]
     run.stream.close()
     return weights, gradients(run.state.model), run.loss, rows
-
-
-HARD: dict = {"data": {"same": None, "negatives": "json:hard", "negatives_per_step": 2}}
 
 
 @pytest.mark.parametrize(
     ("ranks", "given"),
     [
         (1, {"shared": "mask", "cache": CacheConfig(chunk=["5", "5"], keep="1G")}),
-        (2, {"shared": "positive", "k": 3}),
-        (2, {"shared": "positive", "k": 2, "objective": "sigmoid", "launch": LaunchConfig(parallel="zero3")}),
-        (1, HARD),
-        (2, HARD | {"k": 2, "exchange": "ring"}),
-        (2, HARD | {"exchange": "gather", "cache": CacheConfig(chunk=["5", "5"], keep="1G")}),
-        (2, HARD | {"objective": "sigmoid", "launch": LaunchConfig(parallel="zero3")}),
+        (2, {"shared": "positive"}),
+        (2, {"shared": "positive", "objective": "sigmoid", "launch": LaunchConfig(parallel="zero3")}),
         (1, {"sizes": [3, 8]}),
         (2, {"data": {"same": None, "sample_weights": OFTEN}}),
         (2, {"sizes": [8, 3, 1], "objective": "sigmoid", "exchange": "ring"}),
@@ -99,30 +89,18 @@ def test_a_step_is_that_of_one_dense_graph(shard: str, tmp_path: Path, ranks: in
     config = config_of(shard, tmp_path / "run", **given)
     parts = run_ranks(one_step, ranks, config) if ranks > 1 else [one_step(0, 1, config)]
     weights, actual, value, _ = parts[0]
-    pixels, captions, negatives, keys = (torch.cat(rows) for rows in zip(*(part[-1] for part in parts)))
+    pixels, captions, keys = (torch.cat(rows) for rows in zip(*(part[-1] for part in parts)))
     model = build_model(config.model).double()
     model.load_state_dict(weights)
     scale = model.logit_scale.exp()
-    u, v, k = model.image(pixels), model.text(captions), config.data.captions_per_step
-    assert len(negatives) == (2 * len(u) if config.data.negatives else 0)
-    if len(negatives):
-        v = torch.cat([v, model.text(negatives)])
+    u, v = model.image(pixels), model.text(captions)
     given = {"logit_bias": model.logit_bias, **{name: vars(config.loss)[name] for name in ("objective", "shared")}}
-    if config.data.negatives is None:
-        given["keys"] = keys
+    given["keys"] = keys
     parts = [(u, v), *((unit_rows(u[:, :size]), unit_rows(v[:, :size])) for size in config.loss.sizes)]
-    expected = sum(dense_contrastive_loss(*part, scale, captions=k, **given) for part in parts)
+    expected = sum(dense_contrastive_loss(*part, scale, **given) for part in parts)
     assert isinstance(expected, torch.Tensor)
     expected.backward()
     assert value == pytest.approx(expected.item(), rel=1e-6), "the value is kept in float32"
     assert len(set(keys.tolist())) < len(keys) or config.data.same is None
     for name, gradient in gradients(model).items():
         torch.testing.assert_close(actual[name], gradient, rtol=1e-10, atol=1e-12, msg=name)
-
-
-@pytest.mark.parametrize("given", [{"shared": "positive", "k": 3}, HARD], ids=str)
-def test_a_resumed_run_has_the_same_losses_wherever_rows_wait(shard: str, tmp_path: Path, given: dict) -> None:
-    train(config_of(shard, tmp_path / "whole", checkpoint=CheckpointConfig(every="2", keep=0), **given))
-    saved = str(checkpoint.path_of(tmp_path / "whole", 2))
-    train(config_of(shard, tmp_path / "resumed", resume=saved, offload="none", **given))
-    assert [record["loss"] for record in records(tmp_path / "resumed")] == curve(tmp_path / "whole")[2:]

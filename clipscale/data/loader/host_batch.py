@@ -1,6 +1,6 @@
 """The local batch in host memory, allocated once. Workers share it and write each sample into its place.
 
-N: samples of the local batch, k: texts of each (captions, hard negatives), C: channels, S: side in pixels, T: tokens.
+N: samples of the local batch, C: channels, S: side in pixels, T: tokens.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 PAGE = 4096
 Slot = dict[str, np.ndarray]
-"""One local batch: its arrays by name (see Layout.slot_parts), tokens (kN, T), of a column (N, ...)."""
+"""One local batch: its arrays by name (see Layout.slot_parts), tokens (N, T)."""
 
 
 class Part(NamedTuple):
@@ -45,23 +45,16 @@ class Layout:
     slots: int  # local batches at once
     samples: int  # of the local batch
     side: int  # of the pictures
-    texts: tuple[int, int]  # captions and hard negatives of a sample
     context_length: int
 
     def slot_parts(self) -> dict[str, Part]:
         """The arrays of one slot in shared memory."""
         return {
-            "tokens": Part((self.samples * sum(self.texts), self.context_length), "int32"),
+            "tokens": Part((self.samples, self.context_length), "int32"),
             "keys": Part((self.samples,), "int64"),
-            "lengths": Part((self.samples * sum(self.texts),), "int16"),
+            "lengths": Part((self.samples,), "int16"),
             "rows": Part((self.samples, 3, self.side, self.side), "uint8"),
         }
-
-    def text_rows(self, place: int) -> list[int]:
-        """The rows of a sample's captions among the tokens, then of its negatives, which follow all captions."""
-        captions, negatives = self.texts
-        first = self.samples * captions + place * negatives
-        return [*range(place * captions, (place + 1) * captions), *range(first, first + negatives)]
 
     def memory_bytes(self) -> int:
         """Host memory of all slots."""
@@ -134,14 +127,10 @@ def _mapped(layout: Layout, fd: Any) -> Arena:
 class HostBatch:
     """One local batch, valid until the next is asked for. Access to rows blocks until they have arrived."""
 
-    def __init__(self, slot: Slot, layout: Layout, wait: Callable[[int], None]) -> None:
+    def __init__(self, slot: Slot, wait: Callable[[int], None]) -> None:
         """`wait(stop)` blocks until rows 0..stop have arrived."""
         self._slot = slot
         self._wait = wait
-        self.captions = layout.texts[0]
-        """Of a sample; caption j is of sample j // captions."""
-        self.texts = len(slot["tokens"])
-        """Captions, and behind them hard negatives."""
 
     def __len__(self) -> int:
         return len(self._slot["rows"])
@@ -152,12 +141,12 @@ class HostBatch:
         return torch.from_numpy(self._slot["rows"][start:stop])
 
     def tokens(self, start: int, stop: int) -> Tensor:
-        """Texts start..stop, (stop - start, T) int32, a view of the batch's memory. Raises as `pixels`."""
-        self._wait(min(len(self), -(-stop // self.captions)))
+        """Captions start..stop, (stop - start, T) int32, a view of the batch's memory. Raises as `pixels`."""
+        self._wait(stop)
         return torch.from_numpy(self._slot["tokens"][start:stop])
 
     def lengths(self) -> np.ndarray:
-        """Tokens of every text without its padding, (kN,) int16; waits for all samples."""
+        """Tokens of every caption without its padding, (N,) int16; waits for all samples."""
         self._wait(len(self))
         return self._slot["lengths"]
 

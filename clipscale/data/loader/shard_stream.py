@@ -17,7 +17,7 @@ from clipscale.data.decode import IMAGE_TYPES, TrainTransform, image_bytes
 from clipscale.data.filters import Selection, name_of
 from clipscale.data.loader.host_batch import Arena
 from clipscale.data.loader.shard_reader import OrderedShards, Position, ShardReader
-from clipscale.data.order import AUGMENT, CAPTION, NEGATIVE, WEIGHT, BatchShare, CounterRNG, Mixed, Segment
+from clipscale.data.order import AUGMENT, CAPTION, WEIGHT, BatchShare, CounterRNG, Mixed, Segment
 from clipscale.data.sample import BrokenSampleError, RawSample, limits
 from clipscale.data.shards.addresses import hash64
 from clipscale.data.shards.reader import unusable
@@ -86,9 +86,8 @@ class ShardStream:
         of_sources = [(reader.epoch, reader.index) for reader in self._readers]
         return Position(0, self._used, of_sources) if self._weighted else Position(*of_sources[0])
 
-    def take(self, row: np.ndarray) -> tuple[list[str], int]:
-        """Write the next usable sample's pixels to `row`; returns its captions and behind them its hard negatives, and
-        its key. Raises UserError.
+    def take(self, row: np.ndarray) -> tuple[str, int]:
+        """Write the next usable sample's pixels to `row`; returns its caption and its key. Raises UserError.
 
         A weighted source's broken sample is replaced by the same source's next.
         """
@@ -108,11 +107,10 @@ class ShardStream:
                 draw = CounterRNG(order.seed, WEIGHT, segment.epoch, hash64(item.key))
                 if item.chance < 1 and draw.uniform() >= item.chance:
                     continue  # not in this epoch
-                captions = spec.selection.draw(item.members, CounterRNG(order.seed, CAPTION, *place))
-                spec.selection.check(item, captions)
-                negatives = spec.selection.draw_negatives(item.members, CounterRNG(order.seed, NEGATIVE, *place))
+                caption = spec.selection.draw(item.members, CounterRNG(order.seed, CAPTION, *place))
+                spec.selection.check(item, caption)
                 own = item.key if spec.config.sample_weights else item.index  # repeats share it
-                key = spec.selection.key(item, captions, f"{segment.shard} {own}")
+                key = spec.selection.key(item, caption, f"{segment.shard} {own}")
                 spec.transform(image_bytes(item.members), CounterRNG(order.seed, AUGMENT, *place), row)
             except BrokenSampleError as error:
                 self._counts[error.reason] += 1
@@ -120,7 +118,7 @@ class ShardStream:
             else:
                 self._used += 1
                 self._forget_skipped()
-                return captions + negatives, key
+                return caption, key
 
     def close(self) -> None:
         for reader in self._readers:
@@ -201,17 +199,17 @@ class BatchFiller:
         work = [(stream, int(place)) for stream, places in pairs for place in places]
         for start in range(0, len(work), self._spec.piece):
             piece = work[start : start + self._spec.piece]
-            texts: dict[int, str] = {}  # by their row of the tokens
+            captions: dict[int, str] = {}  # by their row of the tokens
             for stream, place in piece:
                 self._tick()
                 mine = place in local
-                of_sample, key = stream.take(slot["rows"][place] if mine else self._left_out)
+                caption, key = stream.take(slot["rows"][place] if mine else self._left_out)
                 if mine:
-                    texts.update(zip(self._arena.layout.text_rows(place), of_sample, strict=True))
+                    captions[place] = caption
                     slot["keys"][place] = key
-            if texts:
-                tokens = np.asarray(self._spec.tokenizer(list(texts.values())))
-                rows = list(texts)
+            if captions:
+                tokens = np.asarray(self._spec.tokenizer(list(captions.values())))
+                rows = list(captions)
                 slot["tokens"][rows] = tokens
                 slot["lengths"][rows] = lengths(tokens, self._spec.pad)
             yield self.report(step, start + len(piece))

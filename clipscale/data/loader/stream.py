@@ -129,7 +129,7 @@ class TrainStream:
             needed = [int(np.searchsorted(places, stop)) for places in self._places]
             self._wait(lambda: [n for n, need in enumerate(needed) if batch.done[n] < need])
 
-        return HostBatch(slot, self._arena.layout, wait)
+        return HostBatch(slot, wait)
 
     def give_back(self) -> None:
         """Count the batch handed out last as not used: `position` is the one before it, and no other batch follows."""
@@ -305,7 +305,6 @@ def layout_of(config: DataConfig, samples: int, side: int, context_length: int, 
         slots=config.buffers if workers else 1,
         samples=samples,
         side=side,
-        texts=(config.captions_per_step, config.texts_per_step - config.captions_per_step),
         context_length=context_length,
     )
 

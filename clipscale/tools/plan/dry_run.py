@@ -140,7 +140,6 @@ class DryRun:
     ) -> None:
         """`model`: without values, on the meta device. `flops`: of a picture and of a caption of the whole context."""
         self.config, self.tracker, self.flops, self.model = config, tracker, flops, model
-        self.captions = config.data.texts_per_step
         self.caption_share = caption_share(model)
         self.inputs = ((3, model.image_size, model.image_size), torch.uint8), ((model.context_length,), torch.int32)
         """Shape and type of a row of each tower."""
@@ -232,8 +231,7 @@ class DryRun:
         if batch > 2 * size:
             low, high = self.loss(size), self.loss(2 * size)
             return round(high + (batch / size - 2) * (high - low))
-        rows = batch, batch * self.captions
-        features = [torch.empty(n, self.model.width).requires_grad_(trained) for n, trained in zip(rows, self.trained)]
+        features = [torch.empty(batch, self.model.width).requires_grad_(trained) for trained in self.trained]
         self.tracker.take_peak()
         before = self.tracker.live
         self.step.cache.loss(*features, keys=torch.empty(batch, dtype=torch.int64)).backward()
@@ -273,7 +271,7 @@ def dry_run(config: TrainConfig, ranks: int, capability: int | None, nodes: int 
     exchange, ranks_of_node = config.loss.exchange, ranks // nodes
     if exchange == "auto":  # as for the whole batch, not for the parts of it that are run
         itemsize = 4 if config.precision == "fp32" else 2
-        exchange = exchange_of(nodes, config.batch * config.data.texts_per_step, model.width, itemsize)
+        exchange = exchange_of(nodes, config.batch, model.width, itemsize)
         config = replace(config, loss=replace(config.loss, exchange=exchange))
     laps = {"ring": LAPS, "nodes": 2 * ranks_of_node}.get(exchange, ranks)
     image, text = (trained_of(tower.encoder) for tower in (model.image, model.text))

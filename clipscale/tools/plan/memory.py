@@ -44,22 +44,21 @@ class Step:
     def __init__(self, run: DryRun, batch: int, chunks: Pair, resident: bool = False) -> None:
         """`resident`: pixels and tokens stay on the device (offload=none)."""
         self.run, self.batch, self.resident = run, batch, resident
-        self.rows = batch, batch * run.captions
-        self.sizes = min(chunks[0], self.rows[0]), min(chunks[1], self.rows[1])
+        self.sizes = min(chunks[0], batch), min(chunks[1], batch)
         """Rows of a chunk."""
-        self.is_one = [size == rows for size, rows in zip(self.sizes, self.rows)]
+        self.is_one = [size == batch for size in self.sizes]
         self.passes = [run.passes(i, self.sizes[i], run.is_alone and self.is_one[i]) for i in (0, 1)]
         shares = 1, run.caption_share
-        self.counts = [math.ceil(rows * share / size) for rows, share, size in zip(self.rows, shares, self.sizes)]
+        self.counts = [math.ceil(batch * share / size) for share, size in zip(shares, self.sizes)]
         """Chunks."""
 
     def memory(self, kept: Pair = (0, 0)) -> StepMemory:
         """`kept`: chunks whose graphs stay until their tower's second pass."""
         run = self.run
-        features = [rows * run.model.width * FEATURE for rows in self.rows]
+        features = 2 * [self.batch * run.model.width * FEATURE]
         gradients = [size * trained for size, trained in zip(features, run.trained)]
         stays = [
-            features[i] + self.resident * self.rows[i] * run.row[i] + run.whole[i].held + kept[i] * self.passes[i].graph
+            features[i] + self.resident * self.batch * run.row[i] + run.whole[i].held + kept[i] * self.passes[i].graph
             for i in (0, 1)
         ]
         live = float(run.state)

@@ -43,10 +43,10 @@ class Prediction:
 
     def chunk_sizes(self) -> Pair:
         """As set, or assumed: `auto_chunk`, halved until the passes fit."""
-        settings = sizes_of_settings(self.config.cache, self.local, self.run.captions)
+        settings = sizes_of_settings(self.config.cache, self.local)
         given = []
-        for name, tower, rows in zip(TOWERS, self.run.towers, (1, self.run.captions)):
-            whole = batch_norm_chunk(tower, name, settings[name], self.local * rows)
+        for name, tower in zip(TOWERS, self.run.towers):
+            whole = batch_norm_chunk(tower, name, settings[name], self.local)
             given.append(ASSUMED.largest_batch if whole else settings[name])
         size = ASSUMED.auto_chunk if self.gpu else CPU_CHUNK
         while True:
@@ -130,7 +130,7 @@ def predicted(config: PlanConfig, *, search: bool = True) -> Record:
     """The same without remedies."""
     gpu, ranks = target_gpu(config), config.gpus * config.nodes
     # Refused before the dry run.
-    sizes_of_settings(config.cache, config.batch // ranks, config.data.texts_per_step)
+    sizes_of_settings(config.cache, config.batch // ranks)
     doing(f"planning: a dry run of {config.model.name} on {ranks} x {config.hardware}")
     with dry_run(config, ranks, gpu.capability if gpu else None, config.nodes) as run:
         prediction = Prediction(config, gpu, run)

@@ -25,14 +25,14 @@ def step_time(config: PlanConfig, gpu: Hardware | None, run: DryRun, again: list
     instead of seconds, and None.
     """
     image, text = run.flops
-    forward = image.forward + text.forward * run.captions
+    forward = image.forward + text.forward
     plain, second = forward, 0.0
-    for trained, passes, inputs, share in zip(run.trained, run.flops, (1, run.captions), again):
+    for trained, passes, share in zip(run.trained, run.flops, again):
         if trained:
-            plain += inputs * (passes.backward + passes.forward * config.model.grad_checkpointing)
-            second += inputs * passes.forward * share
+            plain += passes.backward + passes.forward * config.model.grad_checkpointing
+            second += passes.forward * share
     sweeps = OBJECTIVES[config.loss.objective].sweeps if any(run.trained) else 1
-    plain += (sweeps + sum(run.trained)) * 2 * config.batch * run.captions * run.model.width
+    plain += (sweeps + sum(run.trained)) * 2 * config.batch * run.model.width
     ranks = config.gpus * config.nodes
     operations = config.batch / ranks * (plain + second)
     if gpu is None:

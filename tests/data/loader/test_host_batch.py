@@ -109,7 +109,7 @@ def test_what_is_copied_to_the_gpu_is_locked_until_the_end(
 ) -> None:
     runtime = Runtime(answer)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    memory = Arena(Layout(2, 8, 16, (1, 0), 4))
+    memory = Arena(Layout(2, 8, 16, 4))
     memory.pin()
     assert memory.pinned == (not answer) == (not caplog.text)
     assert not answer or "could not be page-locked (CUDA error 2)" in caplog.text

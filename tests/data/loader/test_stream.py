@@ -14,7 +14,7 @@ from PIL import Image
 
 from clipscale.config.data import AugmentConfig
 from tests.data.files import HUGE, Letters, picture, sample, write_shards, write_tar
-from tests.data.streams import all_ids, content, contents, flat, ids, inline_workers, open_stream, sample_id
+from tests.data.streams import all_ids, contents, flat, ids, inline_workers, open_stream, sample_id
 from tests.support.refused import refused
 
 pytestmark = pytest.mark.timeout(60)
@@ -41,29 +41,21 @@ def test_rows_carry_what_the_shard_holds(tmp_path: Path) -> None:
         assert torch.equal(batch.tokens(row, row + 1), Letters()([f"caption 00000{index:04d}"]).int())
 
 
-def test_keys_follow_the_field_and_texts_their_sample(tmp_path: Path) -> None:
-    """Three samples in a row share a url, and have as many captions and hard negatives as their place among them."""
+def test_keys_follow_the_field(tmp_path: Path) -> None:
+    """Three samples in a row share a url."""
     members = []
     for i in range(30):
-        captions = [f"{i:02d} {c}" for c in range(i % 3 + 1)]
-        about = {"url": f"u{i // 3}", "captions": captions, "hard": [f"{text} no" for text in captions]}
+        about = {"url": f"u{i // 3}"}
         members += [(f"{i:02d}.png", picture(i)), (f"{i:02d}.json", json.dumps(about).encode())]
+        members.append((f"{i:02d}.txt", f"{i:02d}".encode()))
     write_tar(tmp_path / "0.tar", members)
-    options = {"batch": 16, "shard_streams": 8, "same": "url", "captions": ["json:captions"]}
-    several_texts = {"captions_per_step": 2, "negatives": "json:hard", "negatives_per_step": 2}
-    one, several = (open_stream(tmp_path, **options, **more) for more in ({}, several_texts))
-    by_key = {}
+    stream = open_stream(tmp_path, batch=16, shard_streams=8, same="url")
+    by_key: dict[int, set[int]] = {}
     for _ in range(6):
-        (first, alone), (batch, both) = ((b, content(b)) for b in (one.next_batch(), several.next_batch()))
-        assert alone[:2] == both[:2], "their number changes nothing else"
-        assert first.tokens(0, 16).equal(batch.tokens(0, 32)[::2])
-        texts = [bytes(row.tolist()).decode().strip() for row in batch.tokens(0, batch.texts)]
-        captions, negatives = texts[:32], texts[32:]
-        pairs = (captions[::2], captions[1::2], negatives[::2], negatives[1::2])
-        for key, *own in zip(batch.keys().tolist(), *pairs, strict=True):
-            assert len({text[:2] for text in own}) == 1, "of one sample"
-            assert [text.endswith("no") for text in own] == [False, False, True, True]
-            by_key.setdefault(key, set()).add(int(own[0][:2]) // 3)
+        batch = stream.next_batch()
+        captions = [int(bytes(row.tolist()).decode().strip()) for row in batch.tokens(0, 16)]
+        for key, number in zip(batch.keys().tolist(), captions, strict=True):
+            by_key.setdefault(key, set()).add(number // 3)
     assert len(by_key) == 10 and all(len(urls) == 1 for urls in by_key.values())
 
 

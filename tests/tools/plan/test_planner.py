@@ -64,13 +64,6 @@ def test_an_automatic_chunk_is_assumed_and_kept_graphs_are_planned_for_several_r
     assert result["least_step_s"] < result["step_s"]
 
 
-@pytest.mark.slow
-def test_more_captions_are_encoded_and_compared() -> None:
-    words = (*LARGE, "batch=64k", "cache.chunk=1k")
-    plain, more = (predicted(settings(*words, f"data.captions_per_step={n}"), search=False) for n in (1, 3))
-    assert more["step_s"] > plain["step_s"] and more["host_bytes"] > plain["host_bytes"]
-
-
 def planned_run(folder: Path, code: str, *words: str) -> subprocess.CompletedProcess[str]:
     """A run of a few steps in a folder, where every process of Python runs `code` first."""
     (folder / "sitecustomize.py").write_text(code)
