@@ -21,10 +21,12 @@ from clipscale.data.sample import MAX_TEXT_BYTES, RawSample, key_and_extension
 from clipscale.data.shards.addresses import SourceError, leaf_of
 from clipscale.data.shards.store import State, Store
 from clipscale.data.shards.subset import Subset
-from clipscale.data.shards.tar import DAMAGE, next_member, padded, read_exactly, skip, unpacked
+from clipscale.data.shards.tar import DAMAGE, FARTHEST, check_end, next_member, padded, read_exactly, skip, unpacked
 
 MOST = 1000
 """Samples, and members of a sample, that `unusable` looks at."""
+LONGEST_DETAIL = 400
+"""Characters of an error's text, which may hold a member's name or a server's answer."""
 KINDS = 3
 """Kinds of samples, and members of a sample, that it names."""
 RULE = (
@@ -64,11 +66,18 @@ class Archive:
         return groupby(self._members(), key=itemgetter(0))
 
     def _members(self) -> Iterator[Member]:
+        key = ""
+        start = self.at
         while (header := next_member(self.stream)) is not None:
             name, size, taken = header
             self._unread = padded(size)
             following = self.at + taken + self._unread
             named = key_and_extension(name)
+            if named is not None and named[0] != key:
+                key = named[0]
+                start = self.at
+            if following - start > FARTHEST:
+                raise tarfile.ReadError(f"{following - start} bytes from one sample to the next")
             if named is not None:
                 self.begun = True
                 yield Member(*named, name, size)
@@ -99,7 +108,8 @@ class ReadProblem:
         """`reason`: of an error that does not name its own."""
         self.error = error
         self.reason = getattr(error, "reason", reason)
-        self.detail = f"{url}: {getattr(error, 'strerror', None) or str(error) or type(error).__name__}"
+        why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        self.detail = f"{url}: {why[:LONGEST_DETAIL]}"
 
 
 def read_shard(
@@ -162,6 +172,8 @@ def read_shard(
                     number += 1
             if can_seek and archive.at >= state[0]:  # where contents are skipped, the only sign of a cut
                 raise tarfile.ReadError("ends without the zeros that end an archive: it may have been cut off")
+            if not starts:
+                check_end(stream)
     except (SourceError, *DAMAGE) as error:
         problem.note(url, error, "truncated_shard" if archive and archive.begun else "unreadable_shard")
 

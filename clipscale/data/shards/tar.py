@@ -16,7 +16,12 @@ DAMAGE = (tarfile.TarError, OSError, EOFError, ValueError, ArithmeticError, zlib
 LARGEST_MEMBER = 1 << 28
 """A header that claims more bytes is damaged: no picture is that large."""
 LARGEST_HEADER = 1 << 20
-"""Limit of an extended header, which is held in memory."""
+"""Limit of a member's extended headers together, which are held in memory."""
+FARTHEST = 1 << 30
+"""Bytes from where a sample begins to where the next one does: more are no sample and its neighbours, and a server may
+send folders without end."""
+LARGEST_END = 1 << 16
+"""Bytes behind the end of an archive that are looked at: GNU tar fills up a record with zeros, usually 10,240."""
 MOST_UNPACKED = 100
 """Times that a gzipped archive may be larger than its file, beyond FREE bytes: pictures hardly shrink, zeros a thousand
 times."""
@@ -49,30 +54,44 @@ def next_member(stream: Any) -> tuple[str, int, int] | None:
     """Name and size of the next plain file, and the bytes that its headers took and all before them; None at the
     archive's end. Leaves the stream at the file's content.
 
-    Raises tarfile.TarError for damage, and for a member of more than LARGEST_MEMBER bytes.
+    Raises tarfile.TarError for damage, for a member of more than LARGEST_MEMBER bytes, and after FARTHEST bytes
+    without a file.
     """
     extended: dict[str, str] = {}  # fields for the next plain header
+    left = LARGEST_HEADER
     taken = 0
     while (block := _header(stream)) is not None:
         size = _number(block[124:136])
         kind = block[156:157]
         taken += BLOCK
+        if taken > FARTHEST:
+            raise tarfile.ReadError(f"{taken} bytes without a file")
         if kind in b"LxK":
-            extended |= _extended(kind, read_exactly(stream, size, LARGEST_HEADER))
+            extended |= _extended(kind, read_exactly(stream, size, left))
             read_exactly(stream, -size % BLOCK)
+            left -= size
             taken += padded(size)
             continue
         name = extended.get("path", _name(block))
-        size = int(extended.get("size", size))
-        if kind in b"0\x007" and not name.endswith("/"):
+        if kind in b"123456":  # links, devices and folders have no content, whatever their size field says
+            size = 0
+        else:
+            size = int(extended.get("size", size))
             if not 0 <= size <= LARGEST_MEMBER:
                 raise tarfile.ReadError(f"member {name!r} claims {size} bytes")
-            return name, size, taken
-        extended = {}
-        if kind not in b"123456":  # links, devices and folders have no content, whatever their size field says
+            if kind in b"0\x007" and not name.endswith("/"):
+                return name, size, taken
             skip(stream, padded(size), False)
-            taken += padded(size)
+        extended = {}
+        left = LARGEST_HEADER
+        taken += padded(size)
     return None
+
+
+def check_end(stream: Any) -> None:
+    """After the block that ends an archive. Raises tarfile.ReadError where another archive follows, or anything."""
+    if any(stream.read(LARGEST_END)):
+        raise tarfile.ReadError("more follows where the archive ends, perhaps another one")
 
 
 def _header(stream: Any) -> bytes | None:

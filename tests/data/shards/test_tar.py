@@ -1,13 +1,18 @@
 """The tar format: archives of the standard library are read, invalid headers are refused."""
 
+import gzip
 import io
 import tarfile
 from contextlib import suppress
+from pathlib import Path
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from clipscale.data.shards.tar import next_member, padded
+from clipscale.data.shards import reader, tar
+from clipscale.data.shards.index import scan_shard
+from clipscale.data.shards.tar import LARGEST_HEADER, next_member, padded
 
 names = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=300).filter(
     lambda n: not n.endswith("/")
@@ -39,11 +44,15 @@ def test_members_are_what_tarfile_wrote(members: list[tuple[str, bytes]], form: 
     assert read == members
 
 
-def extended(content: bytes) -> io.BytesIO:
-    """A pax header with this content, and an empty file `a`."""
-    header, file = tarfile.TarInfo("x"), tarfile.TarInfo("a")
-    header.type, header.size = tarfile.XHDTYPE, len(content)
-    return io.BytesIO(header.tobuf() + content + bytes(-len(content) % 512) + file.tobuf())
+def member(kind: bytes, content: bytes = b"", name: str = "a.txt") -> bytes:
+    header = tarfile.TarInfo(name)
+    header.type, header.size = kind, len(content)
+    return header.tobuf() + content + bytes(-len(content) % 512)
+
+
+def extended(content: bytes, kind: bytes = tarfile.REGTYPE) -> io.BytesIO:
+    """A pax header with this content, and an empty member."""
+    return io.BytesIO(member(tarfile.XHDTYPE, content) + member(kind))
 
 
 @settings(max_examples=100)
@@ -51,3 +60,66 @@ def extended(content: bytes) -> io.BytesIO:
 def test_an_extended_header_is_read_to_its_end_whatever_it_holds(parts: list[bytes]) -> None:
     with suppress(tarfile.TarError, ValueError):
         assert next_member(extended(b"".join(parts))) is not None
+
+
+SIZES = [b"13 size=-512\n", b"28 size=1152921504606846976\n"]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", [b"0", b"g", b"V"])
+def test_a_size_that_no_member_has_is_damage(kind: bytes, size: bytes) -> None:
+    with pytest.raises(tarfile.ReadError, match="claims"):
+        next_member(extended(size, kind))
+
+
+class Endless:
+    """The same members again and again. `given`: bytes read."""
+
+    def __init__(self, members: bytes) -> None:
+        self.members, self.given = members, 0
+
+    def read(self, size: int) -> bytes:
+        at = self.given % len(self.members)
+        self.given += size
+        return (self.members * (1 + (at + size) // len(self.members)))[at : at + size]
+
+
+PAX = b"".join(b"17 %09d=abc\n" % key for key in range(60_000))
+ENDLESS = {
+    "folders": member(b"5"),
+    "empty headers": member(b"x"),
+    "headers": member(b"x", PAX),
+    "members of no sample": member(b"0", bytes(9000), "readme"),
+    "one sample": member(b"0", bytes(9000)),
+}
+
+
+@pytest.mark.parametrize("members", ENDLESS.values(), ids=ENDLESS)
+def test_members_without_end_are_damage(members: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 2 * LARGEST_HEADER if PAX in members else 1 << 23
+    monkeypatch.setattr(tar, "FARTHEST", 1 << 22)
+    monkeypatch.setattr(reader, "FARTHEST", 1 << 22)
+    stream = Endless(members)
+    with pytest.raises(tarfile.ReadError):
+        for _, taken in reader.Archive(stream, False).samples():
+            assert all(stream.given < most for _ in taken)
+    assert stream.given <= most
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [(bytes(9728), None), (bytes(9728) + member(b"0"), "truncated_shard"), (b"x", "truncated_shard")],
+)
+def test_what_follows_the_end_of_an_archive_has_a_reason(tmp_path: Path, more: bytes, reason: str | None) -> None:
+    path = tmp_path / "0.tar"
+    for data in (plain := member(b"0") + bytes(1024) + more, gzip.compress(plain)):
+        path.write_bytes(data)
+        entry = scan_shard(str(path))
+        assert (entry.samples, entry.reason) == (1, reason), entry.detail
+
+
+def test_a_name_of_a_megabyte_makes_no_long_line(tmp_path: Path) -> None:
+    name = b"n" * 900_000
+    path = tmp_path / "0.tar"
+    path.write_bytes(extended(b"900013 path=%s\n" % name + SIZES[0]).getvalue())
+    assert len(scan_shard(str(path)).detail) < 1000
