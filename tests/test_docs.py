@@ -16,7 +16,9 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import open_clip
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 import clipscale
 from clipscale.cli import compose
@@ -70,7 +72,7 @@ def beside(folder: Path) -> None:
     (folder / ".venv/bin/activate").touch()
     (folder / "mine").symlink_to("/data/pairs")
     (folder / "shards.txt").write_text("/data/mine/00000.tar\n")
-    (folder / "captions.csv").write_text("image,caption\n/data/pictures/0.png,a picture\n")
+    (folder / "captions.csv").write_text("image,caption\npicture.png,a picture\n")
     shutil.copy(ROOT / "docs/images/report.png", folder / "picture.png")
 
 
@@ -189,6 +191,8 @@ def test_every_command_finds_what_it_names(
     typed = checked(commands)
     lay_runs(typed, finished, tmp_path)
     beside(tmp_path)
+    weights = pyarrow.table({"key": [f"{i:09d}" for i in range(300)], "weight": [1.5] * 300})
+    parquet.write_table(weights, tmp_path / "weights.parquet")
     features = ["embed", f"run={finished}", f"data={laid}/data/mine", f"out={laid}/data/laion-b32", "device=cpu"]
     assert main(features) == 0
     (tmp_path / "demo-features").symlink_to("/data/laion-b32")

@@ -12,7 +12,7 @@ from torch import Tensor
 from clipscale.common.record import Metrics
 from clipscale.eval.encode import MISSED, Encoder, join
 from clipscale.eval.sets.item import EvalSet
-from clipscale.loss.api import contrastive_loss
+from clipscale.loss.reference import dense_contrastive_loss
 
 LOSS_BATCH = 1024
 """Pairs of a batch of the loss on held-out pairs."""
@@ -63,15 +63,10 @@ class PairSet(RetrievalSet):
         size = min(LOSS_BATCH, len(images_ND))
         whole = len(images_ND) // size * size
         model = encoder.model
+        bias = 0.0 if model.logit_bias is None else model.logit_bias
         losses = [
-            contrastive_loss(
-                images_nD,
-                texts_nD,
-                model.logit_scale.exp(),
-                logit_bias=model.logit_bias,
-                objective=encoder.loss.objective,
-                exchange="none",
-                backend="tiled",
+            dense_contrastive_loss(
+                images_nD, texts_nD, model.logit_scale.exp(), logit_bias=bias, objective=encoder.loss.objective
             )
             for images_nD, texts_nD in zip(pairs[0][:whole].split(size), pairs[1][:whole].split(size))
         ]

@@ -15,7 +15,7 @@ ENTER = Path(__file__).parent / "root.sh"
 SHELLS = {"bash": ["bash", "-e"], "zsh": ["zsh", "-f", "-e", "-i", "-o", "no_prompt_sp"]}
 """They read lines on stdin, as typed: an interactive zsh knows no remarks."""
 UNSHARE = ["unshare", "--mount", "--map-root-user"]
-ALIKE = ("packed", "pairs", "laion", "laion2b", "laion400m", "cc12m", "datacomp", "l14", "both")
+ALIKE = ("packed", "pairs", "laion", "laion2b", "laion400m", "cc12m", "datacomp")
 """Folders in /data, which have the same shards as /data/mine."""
 
 
@@ -33,7 +33,7 @@ def lay(folder: Path) -> None:
 
     data, models = folder / "data", folder / "models"
     (data / "pictures").mkdir(parents=True)
-    about = {"similarity": 0.5, "title": "a caption", "hard": ["no caption", "not one"]}
+    about = {"similarity": 0.5, "title": "a caption"}
     table = [json.dumps({"image": f"{i}.png", "caption": f"picture {i}"} | about) for i in range(300)]
     (data / "pictures/table.jsonl").write_text("\n".join(table))
     for i in range(300):
@@ -43,8 +43,6 @@ def lay(folder: Path) -> None:
     (data / "pictures/table.jsonl").unlink()
     for name in ALIKE:
         shutil.copytree(data / "mine", data / name)
-    note = {"width": 768, "dtype": "float16", "scale": 100.0}
-    (data / "both/features.json").write_text(json.dumps({"l14": note, "h14": note}))
     classification_set(data / "imagenet1k")
     classification_set(data / "eval/imagenet1k")
     retrieval_set(data / "mscoco_captions")
