@@ -17,12 +17,15 @@ PLAIN_STEPS = files.read_yaml(Path(__file__).with_name("plain_steps.yaml"))
 SAME_SIZE = math.log(1.6)
 """Models of about the same size: the logarithm of their operations' ratio."""
 
+SMALLEST = min(row["gflop"] for row in PLAIN_STEPS["images_per_s"]) * 1e8
+"""Operations of a sample's forward pass, a tenth of the smallest known model's. Launches bound smaller models."""
+
 
 def step_time(config: PlanConfig, gpu: Hardware | None, run: DryRun, again: list[float]) -> tuple[float, Record | None]:
     """The seconds that the arithmetic allows, and `time` of docs/plan.md.
 
     `again`: the share of each tower's chunks that have a second pass. Of a CPU, whose peak no table has: operations
-    instead of seconds, and None.
+    instead of seconds, and None. None of a model that is much smaller than all that are known, too.
     """
     image, text = run.flops
     forward = image.forward + text.forward
@@ -37,6 +40,8 @@ def step_time(config: PlanConfig, gpu: Hardware | None, run: DryRun, again: list
     operations = config.batch / ranks * (plain + second)
     if gpu is None:
         return operations, None
+    if forward < SMALLEST:
+        return operations / gpu.peak(config.precision), None
     what, low, high = plain_share(config.model.name, gpu, forward)
     share = math.sqrt(low * high)
     least = operations / gpu.peak(config.precision)

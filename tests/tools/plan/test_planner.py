@@ -125,6 +125,11 @@ OPEN_CLIP = {
 """What users of open_clip see in images/s per GPU, by three quarters for the fourth pass; of B/16 what we measured."""
 
 
+def test_a_model_that_is_smaller_than_all_that_are_known_has_no_speed() -> None:
+    result = plan(settings("model=tiny", "batch=1k", "hardware=rtx4090-24g"), search=False)
+    assert result["time"] is result["step_s"] is None and result["fits"]
+
+
 @pytest.mark.parametrize(
     "words", [pytest.param(w, marks=[] if "b32" in w else pytest.mark.slow) for w in OPEN_CLIP], ids=lambda w: w[:14]
 )
