@@ -36,6 +36,14 @@ WEBP_CANVASES = 3
 """Pictures in memory while Pillow decodes one of this format, which may move."""
 MOST_SCANS = 100
 """Of a progressive JPEG: each takes as long as the whole of another one, and a few bytes. Usual are 10."""
+MOST_SCANNED = 1 << 29
+"""Pixels of all scans together, which take about a second, of a JPEG of over FEW_SCANS."""
+FEW_SCANS = 16
+"""As encoders write them, of a picture of any size."""
+MOST_EXIF = 100
+"""Segments of it in a JPEG, which Pillow joins one by one: a camera writes one, of 64 kB."""
+MOST_CHUNKS = 1 << 16
+"""Of a PNG: usual are 8 kB each, so that the largest picture has 8,192."""
 SCAN = b"\xff\xda"
 _ORIENTATION = 0x0112
 ROWS = 64
@@ -128,9 +136,26 @@ def open_picture(data: bytes, most: float = MOST_PIXELS) -> Image.Image:
     Pillow's many errors."""
     if data[:2] == b"\xff\xd8" and data.count(SCAN) > MOST_SCANS:
         raise BrokenSampleError("too_many_scans", f"{data.count(SCAN)}")
+    if data[:2] == b"\xff\xd8" and data.count(b"Exif\0\0") > MOST_EXIF:
+        raise BrokenSampleError("unreadable_image", f"over {MOST_EXIF} segments of EXIF")
+    if data[:4] == b"\x89PNG":
+        _check_chunks(data)
     image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
     check_pixels(*image.size, most / WEBP_CANVASES if image.format == "WEBP" else most)
+    scans = data.count(SCAN) if image.format in ("JPEG", "MPO") else 0
+    if scans > FEW_SCANS and scans * image.width * image.height > MOST_SCANNED:
+        raise BrokenSampleError("too_many_scans", f"{scans} of {image.width} x {image.height} pixels")
     return image
+
+
+def _check_chunks(data: bytes) -> None:
+    """Raise BrokenSampleError for a PNG of more than MOST_CHUNKS: each takes Pillow microseconds."""
+    at = len(b"\x89PNG\r\n\x1a\n")
+    for _ in range(MOST_CHUNKS):
+        at += int.from_bytes(data[at : at + 4], "big") + 12  # its length, type and checksum
+        if at >= len(data):
+            return
+    raise BrokenSampleError("unreadable_image", f"over {MOST_CHUNKS} chunks")
 
 
 def check_pixels(width: int, height: int, most: float = MOST_PIXELS) -> None:
@@ -167,9 +192,12 @@ class Picture:
             pixels = None
             if self.type == "jpg" and self._image.mode in ("RGB", "L"):
                 # Pillow tolerates defects, such as stray bytes between markers, that the strict decoder rejects with
-                # ValueError.
-                with suppress(ValueError):
+                # ValueError; and pictures that end early, whose rest it makes grey.
+                try:
                     pixels = simplejpeg.decode_jpeg(self._data, colorspace="RGB")
+                except ValueError as error:
+                    if "premature end" in str(error):
+                        raise
             if pixels is None:
                 pixels = decode_by_pillow(self._image)
             # The steps to upright, by the EXIF standard: swap the axes, then reverse the rows, reverse the columns.

@@ -3,6 +3,7 @@
 import io
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from clipscale.common import files
+from clipscale.data import decode
 from clipscale.data.decode import (
     IMAGE_TYPES,
     BrokenSampleError,
@@ -116,6 +118,13 @@ UNREADABLE = [b"x", b"\xff\xd8\xff", b"<svg/>", b"%!PS-Adobe-3.0 EPSF-3.0\n"]
 UNREADABLE += [picture(0, (32, 32), kind) for kind in ("TIFF", "AVIF", "ICO")]  # a TIFF's tile can take gigabytes
 
 
+UNREADABLE += [photograph(64, 1)[:-900] + b"\xff\xd9"]  # ends early, by its end marker
+_SMALL = {kind: picture(0, (8, 8), kind) for kind in ("JPEG", "PNG")}
+UNREADABLE += [_SMALL["JPEG"][:2] + b"\xff\xe1\0\x08Exif\0\0" * 900 + _SMALL["JPEG"][2:]]
+_EMPTY = b"\0\0\0\0prVt" + zlib.crc32(b"prVt").to_bytes(4, "big")
+UNREADABLE += [_SMALL["PNG"][:33] + _EMPTY * 100_000 + _SMALL["PNG"][33:]]
+
+
 @pytest.mark.parametrize("data", [*UNREADABLE, picture(0, (50, 50), "JPEG")[:-300], picture(0, (50, 50))[:-200]])
 def test_unreadable_pictures_have_their_reason(data: bytes) -> None:
     with pytest.raises(BrokenSampleError) as error:
@@ -151,13 +160,18 @@ def test_unusable_captions_have_a_reason(column: str, text: str | None, reason: 
         captions_of(members, column)
 
 
-def test_a_jpeg_of_many_scans_is_broken_before_it_is_decoded() -> None:
+def test_a_jpeg_of_many_scans_is_broken_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few bytes each, and each takes as long as a whole picture: one such file held a worker for two minutes."""
     data = encode(Image.open(io.BytesIO(picture(2, (40, 40)))), "JPEG", progressive=True)
     scan = data[data.rindex(b"\xff\xda") : -2]
-    Picture(data[:-2] + 20 * scan + data[-2:])
+    many = data[:-2] + 20 * scan + data[-2:]
+    Picture(many)
     with pytest.raises(BrokenSampleError, match="too_many_scans"):
         Picture(data[:-2] + 120 * scan + data[-2:])
+    monkeypatch.setattr(decode, "MOST_SCANNED", 20 * 40 * 40)  # as a large picture's are too many
+    Picture(data)
+    with pytest.raises(BrokenSampleError, match="too_many_scans"):
+        Picture(many)
 
 
 def test_a_moving_picture_is_its_first_frame_and_its_canvases_count() -> None:
