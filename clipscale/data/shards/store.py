@@ -45,6 +45,12 @@ _NO_HOST = ("ClientConnectorDNSError", "EndpointConnectionError")
 """Names of the errors of aiohttp and botocore then."""
 _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
 """HTTP statuses that may pass."""
+_MOVED = {301, 302, 303, 307, 308}
+"""HTTP statuses of a redirect."""
+REDIRECTS = 10
+"""That are followed, one after another."""
+_SECRETS = ("headers", "auth", "cookies")
+"""Settings of fsspec's http that are for the server that the user names."""
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")
 """Names of the errors of botocore and google-auth where there are none."""
 _RANGE = re.compile(r"bytes ([0-9]{1,18})-[0-9]{1,18}/([0-9]{1,18})$")
@@ -248,9 +254,11 @@ async def _from_file_system(url: str, start: int, stop: int) -> tuple[bytes, Sta
 
 
 async def _from_web(
-    url: str, start: int, stop: int, limit: float, headers: Mapping[str, str] = {}
+    url: str, start: int, stop: int, limit: float, headers: Mapping[str, str] | None = {}, left: int = REDIRECTS
 ) -> tuple[bytes, State]:
-    """By fsspec's http session, with its settings. What came within `limit` seconds counts.
+    """By fsspec's http session, with its settings. What came within `limit` seconds counts. Redirects are followed
+    `left` times; a server at which one has led elsewhere gets none of the user's `headers`, `auth` and `cookies`: for
+    it `headers` is None.
 
     fsspec's own `_cat_file` reads an answer whole, however long a hostile server makes it, and returns neither the
     version of the bytes nor those that came before a fault.
@@ -260,13 +268,21 @@ async def _from_web(
     from fsspec.config import conf
 
     configured = conf.get("http", {}).get("client_kwargs", {})
+    if headers is None:
+        configured = {name: value for name, value in configured.items() if name not in _SECRETS}
     system = filesystem("http", client_kwargs={"trust_env": True, **configured}, encoded=True)  # True: HTTPS_PROXY
     session = await system.set_session()
     ranged = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
-    options = {**system.kwargs, "headers": {**system.kwargs.get("headers", {}), **headers, **ranged}}
+    options = {name: value for name, value in system.kwargs.items() if name not in _SECRETS or headers is not None}
+    options["headers"] = {**options.get("headers", {}), **(headers or {}), **ranged}
+    options["allow_redirects"] = False
     timeout = aiohttp.ClientTimeout(limit, sock_connect=WAIT_S, sock_read=WAIT_S)
     address = system.encode_url(quote(url, safe=_IN_ADDRESSES))
     async with session.get(address, timeout=timeout, auto_decompress=False, **options) as answer:
+        if answer.status in _MOVED and left and "Location" in answer.headers:
+            target = answer.url.join(system.encode_url(answer.headers["Location"]))
+            own = headers if target.origin() == answer.url.origin() else None
+            return await _from_web(str(target), start, stop, limit, own, left - 1)
         if answer.status in _TRANSIENT:
             raise TransientError(f"http_{answer.status}")
         if answer.status == 416:

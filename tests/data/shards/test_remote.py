@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from fsspec.config import conf
 
 from clipscale.data.sample import RawSample
 from clipscale.data.shards import index, store
@@ -137,17 +138,34 @@ def test_what_was_not_asked_for_is_not_read(tmp_path: Path, name: str) -> None:
     assert not samples and problem.reason in (None, "unreadable_shard"), problem
 
 
+class Hub(Web):
+    """Redirects to another host, `/store/`, which gets no secret: a header that the first one gets."""
+
+    secret = "authorization"
+
+    def answer(self, path: str, asked: str, sent: Mapping[str, str]) -> tuple[int, dict, bytes]:
+        path = urlsplit(path).path
+        assert (self.secret in sent) == (not path.startswith("/store/"))
+        if path.startswith("/store/"):
+            return super().answer(path.removeprefix("/store"), asked, sent)
+        location = f"{self.url.replace('127.0.0.1', 'localhost')}/store/{path.rsplit('/', 1)[-1]}?signed=yes"
+        return 302, {"Location": location, "Content-Length": "0"}, b""
+
+
+@pytest.mark.parametrize("settings", [{"client_kwargs": {"headers": {"X-Key": "k"}}}, {"headers": {"X-Key": "k"}}])
+def test_a_server_elsewhere_gets_no_header_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict
+) -> None:
+    (path,) = write_shards(tmp_path, [30])
+    monkeypatch.setitem(conf, "http", settings)
+    monkeypatch.setattr(Hub, "secret", "x-key")
+    with serving(Hub(tmp_path)) as web:
+        samples, problem, _ = read(f"{web.url}/{path.name}")
+    assert members(samples) == members(read(str(path))[0]), problem
+
+
 def test_the_hub_gets_the_token_and_its_store_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import HfFileSystem, constants
-
-    class Hub(Web):
-        def answer(self, path: str, asked: str, sent: Mapping[str, str]) -> tuple[int, dict, bytes]:
-            path = urlsplit(path).path
-            assert ("authorization" in sent) == (not path.startswith("/store/"))
-            if path.startswith("/store/"):
-                return super().answer(path.removeprefix("/store"), asked, sent)
-            location = f"{self.url.replace('127.0.0.1', 'localhost')}/store/{path.rsplit('/', 1)[-1]}?signed=yes"
-            return 302, {"Location": location, "Content-Length": "0"}, b""
 
     (path,) = write_shards(tmp_path, [30])
     monkeypatch.setenv("HF_TOKEN", "a-token")
