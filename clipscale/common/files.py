@@ -98,10 +98,22 @@ def read_record(path: Path) -> Record:
     """What a run's config.yaml, or a file in JSON, holds by name; empty: there is no file. Raises DAMAGED."""
     if not path.exists():
         return {}
-    content = read_json(path) if path.suffix == ".json" else read_yaml(path)
+    check_inside(path, path.parent)
+    if path.suffix == ".json":
+        content = read_json(path)
+    else:
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(path.read_text(encoding="utf-8"))):
+            raise ValueError("aliases, which a run writes none of, and which may stand for any number of values")
+        content = read_yaml(path)
     if not isinstance(content, dict):
         raise ValueError("it holds no values with names")
     return content
+
+
+def check_inside(path: Path, folder: Path) -> None:
+    """Raise ValueError for a link that leads out of the folder, which somebody may have sent."""
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise ValueError("a link that leads out of its folder")
 
 
 def settings_of_run(folder: Path) -> Record:

@@ -1,7 +1,9 @@
 """`clipscale report`: a page about runs that works offline."""
 
 import os
+from base64 import b64encode
 from collections.abc import Sequence, Set
+from hashlib import sha256
 from pathlib import Path
 from statistics import median
 
@@ -64,14 +66,17 @@ def page(runs: Sequence[Run]) -> str:
         for evaluation in run.evaluations:
             for name, metrics in evaluation["results"].items():
                 (newest if evaluation["step"] else start)[named.format(run.name, name)] = metrics
+    texts = {kind: Markup((here / f"page.{kind}").read_text(encoding="utf-8")) for kind in ("css", "js")}
+    scripts = {"plotly": Markup(get_plotlyjs()), "js": texts["js"]}
+    digests = [b64encode(sha256(text.encode()).digest()).decode() for text in scripts.values()]
     return templates.get_template("page.html").render(
         runs=runs,
+        hashes=Markup(" ".join(f"'sha256-{digest}'" for digest in digests)),
         data=curves(runs),
         typical=typical,
         results=result_tables(with_start(newest, start) or start),
-        plotly=Markup(get_plotlyjs()),
         settings={key: [run.settings.get(key, "") for run in runs] for key in keys},
-        **{kind: Markup((here / f"page.{kind}").read_text(encoding="utf-8")) for kind in ("css", "js")},
+        **texts | scripts,
     )
 
 

@@ -49,6 +49,8 @@ def read_runs(names: Sequence[str | Path]) -> list[Run]:
 
 
 def _read(folder: Path) -> Run:
+    with files.reported("the run's records", folder, "ask for a folder without links"):
+        files.check_inside(folder / "metrics.jsonl", folder)
     records = read_metrics(folder / "metrics.jsonl")
     config = files.settings_of_run(folder)
     with files.reported("the run's records", folder, "restore them, or move them away"):

@@ -3,7 +3,9 @@
 import json
 import math
 import re
+from base64 import b64encode
 from collections.abc import Iterator
+from hashlib import sha256
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -108,6 +110,13 @@ def test_tables_carry_what_charts_show_and_names_are_text(tmp_path: Path) -> Non
     assert "<td>0.4509</td><td>-4.382</td><td>0.4509</td><td>-4.382</td>" in cells, "first, lowest, highest, last loss"
 
 
+def test_a_policy_admits_the_page_s_own_scripts_alone(tmp_path: Path) -> None:
+    html = write_report([whole_run(tmp_path / "run")]).read_text()
+    scripts = re.findall("<script>(.*?)</script>", html, re.DOTALL)
+    hashes = [f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts]
+    assert f"default-src 'none'; script-src {' '.join(hashes)}; style-src" in html.partition("<script>")[0]
+
+
 def data_of(html: str) -> Any:
     """What the page's script draws."""
     return json.loads(html.split('<script id="data" type="application/json">')[1].split("</script>")[0])
@@ -190,4 +199,19 @@ def test_mistakes(tmp_path: Path, capsys: Cap) -> None:
     (run / "eval").mkdir()
     (run / "eval/step_00000001.json").write_text("{")
     with refused(r"step_00000001\.json .*; evaluate again"):
+        write_report([run])
+
+
+@pytest.mark.parametrize("kind", ["aliases", "config.yaml", "env.json", "metrics.jsonl", "eval/step_1.json"])
+def test_a_run_that_somebody_sent_names_no_other_file_and_takes_no_time(tmp_path: Path, kind: str) -> None:
+    whole_run(run := tmp_path / "run")
+    if kind == "aliases":
+        lists = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9)]
+        (run / "config.yaml").write_text("\n".join(["a0: &a0 x", *lists]))
+    else:
+        (run / kind).unlink(missing_ok=True)
+        (tmp_path / "secret").write_text('{"step": 1, "loss": 1}\n')
+        (run / kind).parent.mkdir(exist_ok=True)
+        (run / kind).symlink_to(tmp_path / "secret")
+    with refused("aliases" if kind == "aliases" else "leads out of its folder"):
         write_report([run])
