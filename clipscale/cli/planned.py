@@ -56,7 +56,10 @@ class Planner:
             self.process.kill()
             return b"", f"not ready in {LIMIT_S:.0f} s"
         lines = errors.decode(errors="replace").strip().splitlines()
-        return answer, lines[-1] if lines else f"its process ended with status {self.process.returncode}"
+        status = self.process.returncode
+        if not status:
+            return answer, "its process has answered nothing"
+        return b"", lines[-1] if lines and status > 0 else f"its process ended with status {status}"
 
     def _report(self, answer: bytes, reason: str) -> None:
         """Print the plan. Interrupt a run that cannot fit: its main thread raises the refusal."""

@@ -100,8 +100,8 @@ class World:
 
     @cached_property
     def background(self) -> dist.ProcessGroup:
-        """The same for a thread that writes checkpoints, made for the first one. Its messages would mix with those of
-        the step, since no order holds between threads of different ranks.
+        """Like `control`, for the thread that writes checkpoints; made for the first of them. On `control` its messages
+        would mix with those of the step, since no order holds between threads of different ranks.
 
         A slow disk may take four times as long as ranks wait for each other otherwise.
         """

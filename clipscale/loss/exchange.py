@@ -99,7 +99,7 @@ class Communicator:
 
 
 class AllRows(torch.autograd.Function):
-    """(rows of this rank, communicator) -> those of all ranks. The gradient of this rank's is what it has computed."""
+    """(rows of this rank, communicator) -> those of all ranks. Backward takes this rank's slice, unsummed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
@@ -190,7 +190,7 @@ class Ring(Grouped):
     """Rows stay. Columns travel from rank to rank, and their sums follow one hop behind."""
 
     def __init__(self, communicator: Communicator, nodes: int = 1) -> None:
-        """Of several `nodes`, columns travel to a rank's like in the others, and are gathered in each."""
+        """With several `nodes`, columns travel between ranks of equal local number; each node gathers its ranks'."""
         super().__init__(communicator)
         self.ring = communicator
         self.inner = Single()

@@ -64,7 +64,7 @@ class Inputs:
         return replace(self, rows=rows, cols=cols)
 
     def on_every_rank(self, comm: Communicator) -> "Inputs":
-        """All ranks' rows and columns. Gradients of the scale and the bias are this rank's of so many equal parts."""
+        """All ranks' rows and columns. Each rank gets 1/P of the scale's and the bias's gradients."""
         rows, cols = (
             RowBlock(**{name: AllRows.apply(x, comm) for name, x in side.present().items()})
             for side in (self.rows, self.cols)

@@ -66,8 +66,8 @@ class TrainState:
     def load(self, saved: Saved, stage: str = "") -> None:
         """Take weights, optimizer and scaler from a checkpoint. Raises UserError where it trains other parameters.
 
-        Settings of the optimizer are those of now. In a new `stage` the averages of resized position embeddings begin
-        anew, or (`restart`) all do.
+        The optimizer keeps its present settings. `stage`: empty within a stage; at the start of one, `continue` drops
+        the optimizer's state of resized position embeddings, `restart` all of its state.
         """
         optimizer, average, scaler = self.step.optimizer, self.step.average, self.step.precision.scaler
         name_of = {id(p): name for name, p in self.model.named_parameters()}

@@ -7,6 +7,7 @@ A contrastive loss couples samples only through their representations, so three 
 By the chain rule the sum over chunks is the gradient of one graph over the whole batch.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -123,9 +124,10 @@ class GradCache:
         if any(tower.graphs.exhausted for tower in self._towers):
             budget = 0
         elif budget is not None:
-            # Of a tower that keeps none, one graph at a time is built beside those of the later ones.
+            # A tower that keeps none still replays one graph at a time, while later towers' kept graphs exist.
             budget -= sum(max(1, tower.graphs.count) * tower.graphs.bytes_each for tower in self._towers[:i])
-        return self._towers[i].encode(batch, self.chunks[i], budget, before_chunk)
+        measures = self.keep_bytes is None or 0 < self.keep_bytes < math.inf
+        return self._towers[i].encode(batch, self.chunks[i], budget, before_chunk, measures=measures)
 
     def backward(self, value: Tensor) -> None:
         """Gradients of the loss with respect to the representations and the loss's own parameters."""
@@ -186,8 +188,10 @@ class _Tower:
             return False
         return not isinstance(self.encoder, nn.Module) or any(p.requires_grad for p in self.encoder.parameters())
 
-    def encode(self, batch: Any, size: int, keep_bytes: float | None, before_chunk: Callable[[], None]) -> Tensor:
-        """First pass, in chunks of `size`; `keep_bytes`: for graphs of this tower."""
+    def encode(
+        self, batch: Any, size: int, keep_bytes: float | None, before_chunk: Callable[[], None], *, measures: bool
+    ) -> Tensor:
+        """First pass, in chunks of `size`; `keep_bytes`: for graphs of this tower. `measures`: see `KeptGraphs`."""
         self.inputs = batch if isinstance(batch, Chunked) and not isinstance(batch, Tensor) else _Rows(batch)
         rows = len(self.inputs)
         if rows == 0:
@@ -198,7 +202,7 @@ class _Tower:
         trained, self.random_states = self.trained, []
         if trained:
             refuse_batch_norm(self.encoder, len(self.spans))
-        self.graphs.begin(rows, trained * len(self.spans), keep_bytes)
+        self.graphs.begin(rows, trained * len(self.spans), keep_bytes, measures=measures)
         for i, (start, stop) in enumerate(self.spans):
             before_chunk()
             self.random_states.append(RandomState.now())

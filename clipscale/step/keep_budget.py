@@ -18,8 +18,8 @@ class KeepBudget:
     """The bytes for kept graphs in each step: `cache.keep` is `none`, a number of bytes, or `auto`.
 
     `auto` keeps none in the first step, which measures a graph and its peak beyond what it leaves. Later steps may
-    keep graphs in the rest of the free memory, less a margin. The graph that the first step built for one chunk at a
-    time is no part of that peak: a tower's kept graphs are used up before the first of its chunks is encoded again.
+    keep graphs in the rest of the free memory, less a margin. That peak does not count
+    one chunk's graph: when a tower's first chunk is replayed, its kept graphs have been freed and leave room for it.
     """
 
     def __init__(self, setting: str, world: World) -> None:

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class KeptGraphs:
-    """The graphs that one tower keeps of a step's first chunks: as many as memory holds, equally many on all ranks.
+    """The graphs of a step's first chunks that a tower keeps: equally many on all ranks, none on one that gave up.
 
     A finite budget, and one that is not known yet (None), needs the bytes of a graph. The first step at a batch size
     measures them and keeps none.
@@ -32,13 +32,16 @@ class KeptGraphs:
     _rows: int = 0
     _measured: list[int] | None = None
 
-    def begin(self, rows: int, chunks: int, budget: float | None) -> None:
-        """A step of `rows` samples begins, of which `chunks` have a second pass; `budget`: bytes for this tower."""
+    def begin(self, rows: int, chunks: int, budget: float | None, *, measures: bool) -> None:
+        """A step of `rows` samples begins, of which `chunks` have a second pass; `budget`: bytes for this tower.
+
+        `measures`: whether graphs count by their bytes, on all ranks alike: they measure together, also one that gave
+        up.
+        """
         if rows != self._rows:
             self._rows = rows
             self.bytes_each = 0
-        finite = budget is None or 0 < budget < math.inf
-        self._measured = [] if chunks and finite and not self.bytes_each else None
+        self._measured = [] if chunks and measures and not self.bytes_each else None
         fitting = 0
         if budget == math.inf:
             fitting = chunks

@@ -137,7 +137,7 @@ class Schedule:
 
     @property
     def end(self) -> int:
-        """The step of the run after its last."""
+        """One past its last step, counted from the start of the run."""
         return self.first + self.total
 
     def lr(self, step: int) -> float:

@@ -27,7 +27,7 @@ from clipscale.step.precision import Precision
 
 
 class Agreement:
-    """What all ranks agree on in a step, by one message: the text tower's chunks, and whether a checkpoint is due."""
+    """The message of a step in which all ranks settle the text tower's chunks and whether a checkpoint is due."""
 
     def __init__(self, message: Later) -> None:
         self._message = message

@@ -29,7 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("line", "found"),
     [
         ("", [*dict.fromkeys(name.split()[0] for name in VERBS)]),
-        ("data ", ["demo", "pack", "index", "check"]),
+        ("data ", ["demo", "pack", "index", "check", "select"]),
         ("data pa", ["pack"]),
         ("train experiment=", [f"experiment={name}" for name in group_options()["experiment"]]),
         ("train -m offload=host,n", ["offload=host,none"]),

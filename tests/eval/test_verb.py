@@ -106,11 +106,12 @@ def test_a_run_is_evaluated_in_its_own_precision(shards: str, tmp_path: Path, ca
     """As it was while it trained: the same figures of the same weights. A logit bias makes no sigmoid loss of them."""
     pairs = EvalConfig(sets=[str(pair_set(tmp_path / "pairs"))])
     model = ModelConfig(name="test", architecture=ARCHITECTURE, init_bias=-10)
-    results = train(small(shards, tmp_path, precision="bf16", eval=pairs, model=model))["eval"]
-    assert evaluated(tmp_path, precision="fp32") != results
-    assert evaluated(tmp_path) == results
+    run = tmp_path / "run"
+    results = train(small(shards, run, precision="bf16", eval=pairs, model=model))["eval"]
+    assert evaluated(run, precision="fp32") != results
+    assert evaluated(run) == results
     assert results["pairs"]["loss"] < 3, "that of 6 pairs; of the sigmoid it is near 10"
-    assert read_evaluations(tmp_path)[0]["measured"]["pairs"]["precision"] == "bf16"
+    assert read_evaluations(run)[0]["measured"]["pairs"]["precision"] == "bf16"
     assert capsys.readouterr().out.count("step 4, bf16") == 2, "in the run's last lines, and in the verb's"
 
 

@@ -78,6 +78,7 @@ def test_warnings_of_a_scheduler_and_of_a_closed_terminal_may_come_again(
     monkeypatch: pytest.MonkeyPatch, first: str, second: str, number: int
 ) -> None:
     monkeypatch.setattr(stopping, "AGAIN_S", -1.0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have started the tests
     with (stop := Stop(ALONE)):
         signal.raise_signal(signal.Signals[first])
         signal.raise_signal(signal.Signals[second])

@@ -89,7 +89,7 @@ def test_a_run_normalises_as_its_weights_were_trained_and_goes_on_so(shards: str
     assert tuple(checkpoint.load(first).model_config["preprocess"]["mean"]) == half
     assert (tmp_path / "described/config.yaml").read_text().count("0.5") >= 6
     assert run("described", weights=str(folder)) == expected
-    assert "going on after step" in (out := capsys.readouterr().out) and "changed" not in out
+    assert "is complete" in (out := capsys.readouterr().out) and "changed" not in out
     assert run("resumed", resume=str(first)) == expected[1:], "without the weights, as its checkpoint says"
 
 

@@ -8,12 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from clipscale.step import feature_statistics as feature_statistics_module
 from clipscale.step import train_step
-from clipscale.step.feature_statistics import PART, SAMPLE, feature_statistics
+from clipscale.step.feature_statistics import feature_statistics
 from clipscale.train import train
 from tests.support.runs import records, small
 
 AXES = torch.eye(8)
+SAMPLE, PART = 200, 64
 ALIKE = F.normalize(torch.ones(8, 8), dim=-1)
 HALVES = AXES[[0, 0, 0, 0, 1, 1, 1, 1]]
 
@@ -45,7 +47,9 @@ def test_statistics_have_closed_forms(images: Tensor, texts: Tensor, expected: d
     assert {name: values[name].item() for name in expected} == pytest.approx(expected, abs=1e-5)
 
 
-def test_many_rows_are_a_sample_in_parts() -> None:
+def test_many_rows_are_a_sample_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feature_statistics_module, "PART", PART)
+    monkeypatch.setattr(feature_statistics_module, "SAMPLE", SAMPLE)
     u, v = (F.normalize(torch.randn(SAMPLE + PART + 5, 16), dim=-1) for _ in range(2))
     whole, sample = feature_statistics(u, v), feature_statistics(u[:SAMPLE], v[:SAMPLE])
     assert all(torch.equal(whole[name], sample[name]) for name in whole)

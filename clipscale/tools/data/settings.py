@@ -81,7 +81,7 @@ class SelectSettings:
 
     def check(self) -> None:
         """Raises UserError."""
-        if not self.out.endswith(".parquet"):
+        if self.out and not self.out.endswith(".parquet"):
             raise UserError(f"out={self.out}: give the file of weights to write, out=FILE.parquet")
 
 

@@ -14,6 +14,7 @@ import pytest
 from clipscale.cli import compose
 from clipscale.cli.main import main
 from clipscale.common.units import format_count
+from clipscale.tools.plan import step_time
 from clipscale.tools.plan.planner import plan, predicted
 from tests.conftest import TINIEST, TINY, Cap
 
@@ -24,6 +25,13 @@ def settings(*words: str) -> Any:
     return compose.settings("plan", compose.overrides("plan", words)[1])
 
 
+@pytest.fixture
+def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small models have a speed, too."""
+    monkeypatch.setattr(step_time, "SMALLEST", 0)
+
+
+@pytest.mark.usefixtures("of_any_size")
 def test_a_large_batch_of_a_small_model_fits(capsys: Cap) -> None:
     status = main(["plan", *LARGE, "batch=1M", "cache.chunk=1k", "samples=32M"])
     out, err = capsys.readouterr()
@@ -37,6 +45,7 @@ def test_a_large_batch_of_a_small_model_fits(capsys: Cap) -> None:
     assert not re.search(r"\d{7}|e\+", out), "no raw integers"
 
 
+@pytest.mark.usefixtures("of_any_size")
 @pytest.mark.parametrize(("hardware", "checked"), [("h100-80g", "fits the GPUs: "), ("cpu", "takes ")])
 def test_host_memory_that_nobody_limits_is_said_to_be_unchecked(capsys: Cap, hardware: str, checked: str) -> None:
     words = ["batch=64k", f"hardware={hardware}", "gpus=8", "cache.chunk=1k", "optim.lr=1e-3"]
@@ -55,6 +64,7 @@ def test_what_does_not_fit_names_what_does() -> None:
     assert predicted(replace(config, batch=result["largest_batch"]))["fits"]
 
 
+@pytest.mark.usefixtures("of_any_size")
 def test_an_automatic_chunk_is_assumed_and_kept_graphs_are_planned_for_several_ranks() -> None:
     result = plan(settings(*TINIEST, "batch=64k", "hardware=h100-80g", "gpus=8", "cache.keep=auto"))
     assert result["chunk"] == {"image": 512, "text": 512}
