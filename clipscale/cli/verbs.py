@@ -144,6 +144,7 @@ clipscale data pack shop.csv 'columns=[photo,title]' root=/data/photos out=/data
         data.SelectSettings,
         "clipscale.tools.data.select:main",
         "clipscale data select /data/laion-b32 best=0.8 duplicates=0.95 power=0.5 out=weights.parquet",
+        check=data.check_select,
         words="FOLDER",
     ),
     "report": Verb(

@@ -50,7 +50,7 @@ class DataConfig:
         "Where the caption is: `txt`, or `json:FIELD`; with weights, one is drawn per sample: `[txt=1,json:alt=3]`.",
     )
     same: str | None = setting(
-        None, "What samples share: `caption`, or a json field (`url`, ...). `loss.shared` says what such pairs are."
+        None, "Samples that share the `caption`, or a json field (`url`, ...), are no negatives of each other."
     )
     only_keys: str | None = setting(
         None,

@@ -11,7 +11,7 @@ from clipscale.config.libraries import architectures, model_description, optimiz
 from clipscale.config.parse import typed
 from clipscale.config.presets import PACKAGE
 from clipscale.config.setting import setting
-from clipscale.loss.objective import BACKENDS, EXCHANGES, OBJECTIVES, SHARED
+from clipscale.loss.objective import BACKENDS, EXCHANGES, OBJECTIVES
 
 DEVICES = ("auto", "cpu", "cuda")
 DEVICE_HELP = "`auto` (CUDA if there is a GPU), `cpu` or `cuda`."
@@ -159,11 +159,6 @@ class LossConfig:
         "auto",
         "`dense`: whole blocks of logits; `tiled`: torch, in tiles; `triton`; `auto`: the device's best.",
         choices=BACKENDS,
-    )
-    shared: str = setting(
-        "mask",
-        "Pairs whose samples share a key, with `data.same`: `mask`, left out; `positive`.",
-        choices=SHARED,
     )
     sizes: list[int] = setting(
         [],

@@ -157,11 +157,9 @@ def check(config: TrainConfig) -> None:
 
 def check_pairs(config: TrainConfig) -> None:
     """Raise UserError for settings of pairs and keys that do not go together."""
-    data, shared = config.data, config.loss.shared
+    data = config.data
     if not data.train:
         raise UserError("data.train is not set; give shards, data.train='/data/{00000..00099}.tar', or take data=demo")
-    if shared == "positive" and data.same is None:
-        raise UserError("loss.shared=positive: say what samples share, data.same=caption|url|sha256|FIELD")
     if config.loss.backend == "triton" and data.same is not None:
         raise UserError(f"loss.backend=triton: its kernels do not take data.same={data.same}; take loss.backend=auto")
 

@@ -14,12 +14,12 @@ from clipscale.loss.autograd import Backend, ContrastiveLoss, LossCall
 from clipscale.loss.exchange import Communicator, Gather, Ring, Single
 from clipscale.loss.inputs import Inputs, LossOptions, checked_inputs
 from clipscale.loss.machine import Machine
-from clipscale.loss.objective import BACKENDS, EXCHANGES, OBJECTIVES, SHARED, Objective, exchange_of
+from clipscale.loss.objective import BACKENDS, EXCHANGES, OBJECTIVES, Objective, exchange_of
 from clipscale.loss.similarity import Deep, Dot, Similarity
 from clipscale.loss.torch_backend import TorchBackend
 from clipscale.loss.triton.tuning import WIDTH_STEP
 
-CHOICES = {"objective": tuple(OBJECTIVES), "exchange": EXCHANGES, "backend": BACKENDS, "shared": SHARED}
+CHOICES = {"objective": tuple(OBJECTIVES), "exchange": EXCHANGES, "backend": BACKENDS}
 
 
 @torch.compiler.disable(
@@ -46,8 +46,7 @@ def contrastive_loss(
         softmax_image  mean_i of LSE_j x_ij - x_ii                        (softmax_text: LSE_j x_ji)
         sigmoid        sum_ij softplus(-z_ij (x_ij + logit_bias)) / N     (SigLIP, arXiv 2303.15343)
 
-    where z is 1 at the positives and -1 elsewhere. With several positives P_i, the mean over them takes x_ii's place in
-    both directions (UniCL, arXiv 2204.03610; SupCon's outer form, arXiv 2004.11362).
+    where z is 1 at the positives and -1 elsewhere.
 
     Args:
         image_features: (n, D), rows usually of unit length; whatever a module takes.
@@ -69,9 +68,7 @@ def contrastive_loss(
         group: the process group, or a mesh of one dimension (FSDP2's, or the data dimension beside tensor parallel's);
             None: the default group, if there is one. Each rank passes its own rows, equally many.
         keys: (n,) int64, of images and their texts; without hard negatives. Samples of equal keys (the same caption or
-            picture), on any rank, are no negatives of each other.
-        shared: what pairs of equal keys are that do not belong together: left out of the sums (mask), or positives too
-            (positive).
+            picture), on any rank, are no negatives of each other: the sums leave such pairs out.
         check: refuse what is not finite, a scale that is not positive, and ranks whose features differ in shape or
             type. That waits for the device and takes a small all-gather; a training loop needs it in its first step.
         machine: what a dry run computes on instead of this machine.
@@ -89,8 +86,8 @@ def contrastive_loss(
     Raises:
         ValueError: where inputs do not fit each other or the options.
     """
-    shared, check = options.get("shared", "mask"), options.get("check", True)
-    for name, word in (("objective", objective), ("exchange", exchange), ("backend", backend), ("shared", shared)):
+    check = options.get("check", True)
+    for name, word in (("objective", objective), ("exchange", exchange), ("backend", backend)):
         if word not in CHOICES[name]:
             raise ValueError(f"{name}={word!r} is not one of {', '.join(CHOICES[name])}")
     of, module, machine = OBJECTIVES[objective], _module(options.get("similarity")), options.get("machine") or Machine()
@@ -102,8 +99,6 @@ def contrastive_loss(
     comm = machine.communicator(options.get("group"))
     if comm is not None and check:
         comm.agree(inputs.shapes(), image_features.device)
-    if keys is not None and shared == "positive":
-        inputs = inputs.with_shares(comm)
     if backend == "triton":
         inputs = inputs.padded(WIDTH_STEP)
     is_paired = len(inputs.rows) == len(inputs.cols) and module is None

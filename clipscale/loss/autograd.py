@@ -55,7 +55,6 @@ class LossCall:
             weights = side.features.new_full((len(side),), weight or 0, dtype=sum_dtype(inputs.dtype))
             weights[len(image_features) :] = 0  # a hard negative is the positive of no image
             side.weight = None if weight is None else weights
-            side.share = None if side.share is None else (weights * side.share).to(weights.dtype)
             sides.append(side)
         return sides[0], sides[1]
 

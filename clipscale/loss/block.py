@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-SENT = ("features", "keys", "share", "lse")
+SENT = ("features", "keys", "lse")
 """The fields that another rank needs to use a RowBlock as columns. Sums and gradients stay."""
 
 
@@ -20,7 +20,6 @@ class RowBlock:
 
     features: Tensor  # (n, D); for a module (n, ...)
     keys: Tensor | None = None  # (n,) int64; a pair with equal keys is no negative
-    share: Tensor | None = None  # (n,) its weight / its pairs with equal keys, which are positives; None: left out
     weight: Tensor | None = None  # (n,) a_i or b_j times N; None: no softmax in this direction
     lse: Tensor | None = None  # (n,) float64 log-sum-exps of the scores: complete in backward
     grad: Tensor | None = None  # like features, in sum_dtype; None: frozen
@@ -99,26 +98,17 @@ class Block:
                 positive = None if self.positive is None else self.positive + row - col
                 yield Block(self.rows[row : row + height], self.cols[col : col + width], self.parameters, positive)
 
-    def same(self) -> Tensor:
-        """Whether the keys of row and column are equal, (n, m) bool."""
-        assert self.rows.keys is not None and self.cols.keys is not None
-        return self.rows.keys[:, None] == self.cols.keys[None, :]
-
     def left_out(self) -> Tensor | None:
         """The pairs with equal keys that do not belong together, (n, m) bool. None: there are none to leave out."""
-        if self.rows.keys is None or self.rows.share is not None:
+        if self.rows.keys is None or self.cols.keys is None:
             return None
-        same = self.same()
+        same = self.rows.keys[:, None] == self.cols.keys
         if self.positive is not None:
             same.diagonal(self.positive).fill_(False)
         return same if bool(same.any()) else None
 
     def positives(self) -> tuple[Tensor, Tensor]:
-        """The rows and the columns, pair by pair, of the positives inside: equal keys if they have shares, or the
-        diagonal."""
-        if self.rows.share is not None:
-            rows, cols = self.same().nonzero(as_tuple=True)
-            return rows, cols
+        """The rows and the columns, pair by pair, of the positives inside."""
         i, j = self.diagonal() or (slice(0, 0), slice(0, 0))
         device = self.rows.features.device
         return torch.arange(i.start, i.stop, device=device), torch.arange(j.start, j.stop, device=device)

@@ -25,7 +25,6 @@ class LossOptions(TypedDict, total=False):
 
     group: dist.ProcessGroup | DeviceMesh | None
     similarity: nn.Module | Literal["dot"] | None
-    shared: str
     check: bool
     machine: Machine | None
 
@@ -71,15 +70,6 @@ class Inputs:
         )
         scale, bias = (x.detach() + (x - x.detach()) / comm.size for x in (self.scale, self.bias))
         return replace(self, rows=rows, cols=cols, scale=scale, bias=bias)
-
-    def with_shares(self, comm: Communicator | None) -> "Inputs":
-        """With each sample's share of the pairs of equal keys. Gathers the keys of all ranks."""
-        keys = self.rows.keys
-        assert keys is not None
-        ordered = (comm.gather(keys) if comm else keys).sort()[0]
-        equal = torch.searchsorted(ordered, keys, right=True) - torch.searchsorted(ordered, keys)
-        rows, cols = (replace(side, share=1 / equal.double()) for side in (self.rows, self.cols))
-        return replace(self, rows=rows, cols=cols)
 
 
 def checked_inputs(

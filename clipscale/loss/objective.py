@@ -107,7 +107,6 @@ EXCHANGES = ("auto", "replicated", "local", "gather", "ring", "nodes")
 GATHER_BYTES = 5 << 30
 """Most memory for the texts of all ranks and their gradients where `auto` gathers across nodes."""
 BACKENDS = ("auto", "dense", "tiled", "triton")
-SHARED = ("mask", "positive")
 OBJECTIVES: dict[str, Objective] = {
     "softmax": Softmax((0.5, 0.5)),
     "softmax_image": Softmax((1.0, None)),

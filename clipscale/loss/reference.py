@@ -25,10 +25,9 @@ def dense_contrastive_loss(
     **options: Unpack[LossOptions],
 ) -> Tensor:
     """`contrastive_loss` of all ranks' batch, in the inputs' precision: text i belongs to image i, and texts beyond
-    those are hard negatives. Of the options: similarity and shared."""
+    those are hard negatives. Of the options: similarity."""
     n, m = len(image_features), len(text_features)
     similarity = options.get("similarity")
-    shared = options.get("shared", "mask")
     if isinstance(similarity, nn.Module):
         scores = similarity(image_features, text_features)
     else:
@@ -38,9 +37,5 @@ def dense_contrastive_loss(
     if OBJECTIVES[objective].needs_bias:
         logits = logits + logit_bias
     if keys is not None:
-        equal = keys[:, None] == keys
-        if shared == "mask":
-            logits = logits.masked_fill(equal & ~positive, -torch.inf)
-        else:
-            positive = positive | equal
+        logits = logits.masked_fill((keys[:, None] == keys) & ~positive, -torch.inf)
     return OBJECTIVES[objective].dense(logits, positive, n)

@@ -44,7 +44,7 @@ def shard(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_tar(folder / "0.tar", members))
 
 
-def config_of(shard: str, run: Path, shared: str = "mask", **given: Any) -> TrainConfig:
+def config_of(shard: str, run: Path, **given: Any) -> TrainConfig:
     objective = given.pop("objective", "softmax")
     fields = {"same": "url", "captions": ["json:captions"], **given.pop("data", {})}
     if "sample_weights" in fields:
@@ -52,7 +52,7 @@ def config_of(shard: str, run: Path, shared: str = "mask", **given: Any) -> Trai
     data = DataConfig(train=[shard], workers=0, shard_streams=6, **fields)
     model = ModelConfig(name="test", architecture=ARCHITECTURE, init_bias=-2.0)
     given = {"optim": OptimConfig(lr=1e-3), "cache": CacheConfig(chunk=["5", "5"]), **given}
-    loss = LossConfig(objective, given.pop("exchange", "auto"), shared=shared, sizes=given.pop("sizes", []))
+    loss = LossConfig(objective, given.pop("exchange", "auto"), sizes=given.pop("sizes", []))
     return small(shard, run, data=data, model=model, loss=loss, precision="fp32", **given)
 
 
@@ -76,9 +76,9 @@ def one_step(rank: int, world: int, config: TrainConfig) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     ("ranks", "given"),
     [
-        (1, {"shared": "mask", "cache": CacheConfig(chunk=["5", "5"], keep="1G")}),
-        (2, {"shared": "positive"}),
-        (2, {"shared": "positive", "objective": "sigmoid", "launch": LaunchConfig(parallel="zero3")}),
+        (1, {"cache": CacheConfig(chunk=["5", "5"], keep="1G")}),
+        (2, {}),
+        (2, {"objective": "sigmoid", "launch": LaunchConfig(parallel="zero3")}),
         (1, {"sizes": [3, 8]}),
         (2, {"data": {"same": None, "sample_weights": OFTEN}}),
         (2, {"sizes": [8, 3, 1], "objective": "sigmoid", "exchange": "ring"}),
@@ -94,7 +94,7 @@ def test_a_step_is_that_of_one_dense_graph(shard: str, tmp_path: Path, ranks: in
     model.load_state_dict(weights)
     scale = model.logit_scale.exp()
     u, v = model.image(pixels), model.text(captions)
-    given = {"logit_bias": model.logit_bias, **{name: vars(config.loss)[name] for name in ("objective", "shared")}}
+    given = {"logit_bias": model.logit_bias, "objective": config.loss.objective}
     given["keys"] = keys
     parts = [(u, v), *((unit_rows(u[:, :size]), unit_rows(v[:, :size])) for size in config.loss.sizes)]
     expected = sum(dense_contrastive_loss(*part, scale, **given) for part in parts)

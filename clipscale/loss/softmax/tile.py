@@ -2,8 +2,6 @@
 
     dL/dx_ij = a_i e^(x_ij - r_i) + b_j e^(x_ij - c_j) - (a_i + b_j) [j belongs to i]
 
-Several positives share the last term: it is s_i + s_j at each pair of equal keys, with the sides' shares s.
-
 Letters: n rows (images) and m columns (texts) of the tile; r and c the log-sum-exps of rows and columns, a and b their
 weights.
 """
@@ -70,9 +68,8 @@ def positive_weights(block: Block, rows: Tensor | slice, cols: Tensor | slice) -
     """What the positives at these rows and columns, pair by pair, weigh in both directions, float64."""
     weights = []
     for side, index in ((block.rows, rows), (block.cols, cols)):
-        each = side.weight if side.share is None else side.share
-        if each is not None:
-            weights.append(each[index].double())
+        if side.weight is not None:
+            weights.append(side.weight[index].double())
     return sum(weights[1:], weights[0])
 
 

@@ -36,8 +36,6 @@ SIDE = 128
 
 def main(words: Sequence[str], settings: SelectSettings) -> None:
     """Write the weights and the page. Raises UserError."""
-    if not settings.out:
-        raise UserError("out is not set; give the file of weights to write, out=FILE.parquet")
     out = Path(settings.out).expanduser()
     look = out.with_suffix(".html")
     if out.exists() or look.exists():

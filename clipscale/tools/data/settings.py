@@ -79,11 +79,6 @@ class SelectSettings:
     clusters: int | None = setting(None, "Clusters of the pictures; null: the square root of their number.", least=1)
     device: str = setting("auto", DEVICE_HELP, choices=DEVICES)
 
-    def check(self) -> None:
-        """Raises UserError."""
-        if self.out and not self.out.endswith(".parquet"):
-            raise UserError(f"out={self.out}: give the file of weights to write, out=FILE.parquet")
-
 
 @dataclass(frozen=True)
 class CheckSettings:
@@ -94,3 +89,9 @@ class CheckSettings:
     }
 
     data: DataConfig = field(default_factory=DataConfig)
+
+
+def check_select(settings: SelectSettings) -> None:
+    """Raises UserError for another file than one of Parquet."""
+    if not settings.out.endswith(".parquet"):
+        raise UserError(f"out={settings.out}: give the file of weights to write, out=FILE.parquet")
