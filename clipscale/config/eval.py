@@ -21,7 +21,7 @@ class RunModel:
     """The model of a run."""
 
     run: str = setting("", "NAME of the run's folder under runs/, or its path.")
-    checkpoint: str = setting("latest", "`latest`, a step's number, a checkpoint's path, or (eval) `all`: every one.")
+    checkpoint: str = setting("latest", "`latest`, a step's number, or a checkpoint's path.")
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,9 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
-from clipscale import checkpoint
 from clipscale.common import files
 from clipscale.common.record import Record, Results
-from clipscale.common.terminal import Progress, doing, say
+from clipscale.common.terminal import Progress, doing
 from clipscale.config.eval import EvalRunConfig, check_eval, completed
 from clipscale.config.sections import LossConfig, SinkConfig
 from clipscale.distributed.world import join, leave
@@ -35,47 +34,39 @@ def loss_of(run: Path) -> LossConfig:
 
 
 def work(config: EvalRunConfig) -> Results:
-    """One process's part. Rank 0 prints tables. Returns the results, of `checkpoint=all` those of the newest."""
+    """One process's part. Rank 0 prints tables."""
     folder = check_eval(config)
     run = folder if config.run else None
-    every = config.checkpoint == "all"
     world = join(config.device, config.launch.timeout_s)
-    results = {}
     try:
         check(config.eval, world)  # before a model is loaded: a mistyped path is reported at once
         precision = Precision(config.precision, world.device)
-        paths = [config.checkpoint]
-        if every:  # oldest first; where there is none, `latest` says so
-            paths = world.on_main(lambda: [str(path) for path in checkpoint.checkpoints_of(folder)]) or ["latest"]
         with closing(Sinks(folder, config.log if world.main else SinkConfig(), {})) as sinks:
-            for path in paths:
-                doing("loading the model")
-                model, settings, step = world.on_all(
-                    partial(load_any, run, path, config.eval.weights, config.model, world.on_main)
-                )
-                facts: Record = {"precision": config.precision}
-                if run:
-                    facts["checkpoint"] = Path(path).name
-                else:
-                    facts |= {"model": settings.name, "source": config.model.weights}
-                results = evaluate(
-                    model.to(world.device),
-                    config.eval,
-                    world,
-                    precision.autocast,
-                    loss=loss_of(folder) if run else None,
-                    file=ResultsFile(folder, step, facts),
-                    progress=Progress(),
-                )
-                if world.main:
-                    title = folder.name if step is None else f"{folder.name}, step {step}"
-                    print_results(results, f"{title}, {config.precision}")
-                    if config.eval.suite != "none":
-                        show(suite_table(config.eval.suite, chosen_sets(config.eval), results, title))
-                    if step is not None:
-                        sinks.eval(step, results)
+            doing("loading the model")
+            model, settings, step = world.on_all(
+                partial(load_any, run, config.checkpoint, config.eval.weights, config.model, world.on_main)
+            )
+            facts: Record = {"precision": config.precision}
+            if run:
+                facts["checkpoint"] = Path(config.checkpoint).name
+            else:
+                facts |= {"model": settings.name, "source": config.model.weights}
+            results = evaluate(
+                model.to(world.device),
+                config.eval,
+                world,
+                precision.autocast,
+                loss=loss_of(folder) if run else None,
+                file=ResultsFile(folder, step, facts),
+                progress=Progress(),
+            )
+            if world.main:
+                title = folder.name if step is None else f"{folder.name}, step {step}"
+                print_results(results, f"{title}, {config.precision}")
+                if config.eval.suite != "none":
+                    show(suite_table(config.eval.suite, chosen_sets(config.eval), results, title))
+                if step is not None:
+                    sinks.eval(step, results)
     finally:
         leave()
-    if every and world.main and (folder / "metrics.jsonl").is_file():
-        say(f"clipscale report {folder} shows the results of all checkpoints as curves")
     return results

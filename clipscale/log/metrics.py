@@ -90,7 +90,7 @@ class MetricLog:
             self._printed_at = now
         if record["step"] > FIRST:
             self._recent.append(record)
-            warnings = warnings_of([*self._recent], self.settings)
+            warnings = warnings_of([*self._recent])
             for kind in warnings.keys() - self._warned:
                 tell(f"warning: step {record['step']}: {warnings[kind]}")
             self._warned |= warnings.keys()

@@ -13,11 +13,8 @@ ALIKE = -0.05
 """Uniformity above which features are taken for collapsed: two of them have a cosine of 0.99."""
 
 
-def warnings_of(records: Sequence[Record], settings: Record) -> dict[str, str]:
-    """Kind -> a line: what the newest record suggests, compared with the others: at most WINDOW, all after the FIRST.
-
-    `settings`: the run's, nested.
-    """
+def warnings_of(records: Sequence[Record]) -> dict[str, str]:
+    """Kind -> a line: what the newest record suggests, beside the others: at most WINDOW, all after the FIRST."""
     warnings = {}
     last = records[-1]
     full = len(records) == WINDOW
@@ -33,13 +30,6 @@ def warnings_of(records: Sequence[Record], settings: Record) -> dict[str, str]:
     share = mean(r["data_wait_frac"] for r in records) if full else 0
     if share > 0.2:
         warnings["starved"] = f"{share:.0%} of the time went by waiting for data: more data.workers, or a faster disk"
-    softmax = settings.get("loss", {}).get("objective", "softmax") == "softmax"
-    warm = full and last["step"] >= 200 and last["lr"] <= records[0]["lr"]
-    if softmax and warm and all(abs(r["loss"] - math.log(r["batch"])) < 0.01 * math.log(r["batch"]) for r in records):
-        warnings["collapse"] = (
-            f"the loss stays at ln(batch) = {math.log(last['batch']):.2f}, as if all features were alike: a lower "
-            "optim.lr or a longer schedule.warmup"
-        )
     alike = [kind for kind in ("image", "text") if last.get(f"uniformity_{kind}", -math.inf) > ALIKE]
     if alike and last["step"] >= 200:
         warnings["collapse"] = (

@@ -148,7 +148,7 @@ def begun_state(run: Resolved, world: World, tokenizer: Tokenizer) -> TrainState
     sorts = family_of(model.text.encoder).cuts_captions(model.text.encoder)
     subset = subset_of(config.data)
     autocast = Precision(config.precision, world.device).autocast
-    loss = BatchLoss(config, model, autocast, repeats=subset is not None and subset.most > 1)
+    loss = BatchLoss(config, model, autocast, repeats=subset is not None and subset.table.most > 1)
     earlier = ChunkSizes(**run.saved.chunks) if run.saved and not run.begins_stage else None
     state = build_state(config, world, model, loss, sorts=sorts, earlier=earlier)
     if run.checkpoint:

@@ -137,9 +137,9 @@ SUSPECTS = files.read_yaml(Path(__file__).with_name("suspects.yaml"))
 def test_what_records_let_one_suspect(everywhere: dict, last: dict, kind: str | None, cause: str) -> None:
     plain = {"batch": 256, "loss": 3.0, "lr": 1e-3, "logit_scale": 40.0, "data_wait_frac": 0.01, **everywhere}
     records = [plain | {"step": step, "loss": plain["loss"] + 0.01 * (step % 3)} for step in range(251, 301)]
-    warnings = warnings_of([*records[:-1], records[-1] | last], {})
+    warnings = warnings_of([*records[:-1], records[-1] | last])
     assert list(warnings) == ([kind] if kind else []) and cause in "".join(warnings.values()), warnings
-    assert not warnings_of([*records[:5], records[-1] | last], {}), "a few steps tell nothing"
+    assert not warnings_of([*records[:5], records[-1] | last]), "a few steps tell nothing"
 
 
 def test_a_warning_is_given_once(tmp_path: Path) -> None:

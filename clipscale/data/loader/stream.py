@@ -224,7 +224,7 @@ def ordered_shards(
     if config.shard_streams is None and (streams := fitting(order.streams)) < order.streams:
         order = build_order(config, urls, source_of, share, seed, streams, once)
     subset = subset_of(config)
-    return OrderedShards(tuple(urls), order, max(config.shuffle, 1), subset.share if subset else 1.0)
+    return OrderedShards(tuple(urls), order, max(config.shuffle, 1), subset.table.share if subset else 1.0)
 
 
 def open_stream(

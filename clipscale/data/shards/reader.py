@@ -157,8 +157,10 @@ def read_shard(
                 if members is None:
                     break
                 sample = RawSample(url, key, number, {})
-                wanted = want(number) or (subset and any(map(want, range(number + 1, number + subset.most))))
-                about = _read(sample, archive, members, kinds if wanted else {}, subset is not None and subset.by_uid)
+                wanted = want(number) or (subset and any(map(want, range(number + 1, number + subset.table.most))))
+                about = _read(
+                    sample, archive, members, kinds if wanted else {}, subset is not None and subset.table.by_uid
+                )
                 sample.extent = archive.at - end
                 end = archive.at
                 if subset is None:

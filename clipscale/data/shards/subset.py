@@ -20,19 +20,21 @@ from clipscale.data.shards.addresses import digest
 
 ROW = np.dtype([("f0", "u8"), ("f1", "u8"), ("weight", "f4")])
 """Of a table of weights: the halves of a uid, or of a key's digest."""
+PAIR = np.dtype("u8,u8")
 ROWS = 2**16
 """Of a table that are read at a time."""
 
 
-class _Table(NamedTuple):
-    """Rows in order of their halves, which stay on the disk."""
+class Table(NamedTuple):
+    """What a file lists, in order of the rows' halves; large ones stay on the disk."""
 
     rows: np.ndarray
     by_uid: bool
-    most: int
-    """Times that the most frequent sample comes in an epoch, rounded up."""
-    share: float
-    """Of these times of all samples that an epoch has, on average."""
+    """Whether samples are found by the `uid` of their json, and not by their key."""
+    most: int = 1
+    """Times that a sample may come in an epoch."""
+    share: float = 1.0
+    """Samples of an epoch, on average, over the sum of all weights rounded up."""
 
 
 class Subset:
@@ -40,6 +42,7 @@ class Subset:
 
     def __init__(self, setting: str, path: str) -> None:
         """Raises UserError if there is no such file."""
+        self.given = setting, path
         self.setting = f"data.{setting}={path}"
         self.file = Path(path).expanduser().absolute()
         try:
@@ -49,46 +52,24 @@ class Subset:
         self.name = digest(f"{self.file} {state.st_size} {state.st_mtime_ns}")
         """A digest of the file's path, size and time of change."""
 
-    def __reduce__(self) -> tuple[object, ...]:
-        name, _, path = self.setting.removeprefix("data.").partition("=")
-        return Subset, (name, path)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Subset, self.given
 
     @property
-    def by_uid(self) -> bool:
-        """Whether samples are found by the `uid` of their json, and not by their key."""
-        listed = self._listed
-        return isinstance(listed, _Table) and listed.by_uid
-
-    @property
-    def most(self) -> int:
-        """Times that a sample may come in an epoch."""
-        listed = self._listed
-        return listed.most if isinstance(listed, _Table) else 1
-
-    @property
-    def share(self) -> float:
-        """Samples of an epoch, on average, over the sum of all weights rounded up."""
-        listed = self._listed
-        return listed.share if isinstance(listed, _Table) else 1.0
+    def table(self) -> Table:
+        return _read(self.setting, self.file, self.name)
 
     def weight(self, key: str, about: bytes) -> float:
         """Times that the sample with this key and json comes in an epoch; 0: it is not listed."""
-        listed = self._listed
-        if isinstance(listed, frozenset):
-            return float(key in listed)
+        rows, by_uid, *_ = self.table
         try:
-            halves = _of_uid(json_fields(about)["uid"]) if listed.by_uid else _of_key(key)
+            halves = _halves(json_fields(about)["uid"] if by_uid else _digest(key).hex())
         except (KeyError, TypeError, ValueError, BrokenSampleError):
             return 0.0
-        rows = listed.rows
         at = bisect_left(rows, halves, key=lambda row: row.item()[:2])
         if at == len(rows) or rows[at].item()[:2] != halves:
             return 0.0
         return float(rows[at]["weight"]) if rows.dtype == ROW else 1.0
-
-    @property
-    def _listed(self) -> frozenset[str] | _Table:
-        return _read(self.setting, self.file, self.name)
 
 
 def subset_of(config: DataConfig) -> Subset | None:
@@ -98,12 +79,8 @@ def subset_of(config: DataConfig) -> Subset | None:
     return Subset("only_keys", config.only_keys) if config.only_keys is not None else None
 
 
-def _of_uid(uid: str) -> tuple[int, int]:
+def _halves(uid: str) -> tuple[int, int]:
     return int(uid[:16], 16), int(uid[16:], 16)
-
-
-def _of_key(key: str) -> tuple[int, int]:
-    return _of_uid(_digest(key).hex())
 
 
 def _digest(key: str) -> bytes:
@@ -111,25 +88,26 @@ def _digest(key: str) -> bytes:
 
 
 @lru_cache(maxsize=1)
-def _read(setting: str, file: Path, name: str) -> frozenset[str] | _Table:
-    """The file's keys, or its rows. Raises UserError."""
+def _read(setting: str, file: Path, name: str) -> Table:
+    """What the file lists. Raises UserError."""
     try:
         if setting.startswith("data.sample_weights"):
             return _weights(setting, file, name)
         if file.suffix != ".npy":
-            text = file.read_text(encoding="utf-8", errors="surrogateescape")  # as members' names are
-            return frozenset(map(str.strip, text.split("\n")))
+            keys = file.read_text(encoding="utf-8", errors="surrogateescape").split("\n")  # as members' names are
+            digests = np.frombuffer(b"".join(_digest(key.strip()) for key in keys), ">u8").astype("u8")
+            return Table(np.unique(digests.view(PAIR)), by_uid=False)
         pairs: np.ndarray = np.load(file, mmap_mode="r")
     except (OSError, ValueError, TypeError, AttributeError) as error:  # pyarrow's are ValueErrors
         raise UserError(f"{setting}: cannot be read ({first_line(error)})") from error
-    if pairs.dtype != np.dtype("u8,u8") or pairs.ndim != 1:
+    if pairs.dtype != PAIR or pairs.ndim != 1:
         raise UserError(f"{setting}: {pairs.dtype} {pairs.shape}, not rows of numpy's dtype('u8,u8')")
     if (pairs["f0"][:-1] > pairs["f0"][1:]).any():
         raise UserError(f"{setting}: its rows are not in order; sort and save them again with numpy")
-    return _Table(pairs, by_uid=True, most=1, share=1.0)
+    return Table(pairs, by_uid=True)
 
 
-def _weights(setting: str, file: Path, name: str) -> _Table:
+def _weights(setting: str, file: Path, name: str) -> Table:
     """A table of weights, whose rows the user's cache keeps in order. Raises UserError, and what pyarrow raises."""
     try:
         from pyarrow.parquet import ParquetFile
@@ -157,7 +135,7 @@ def _weights(setting: str, file: Path, name: str) -> _Table:
     if not times:
         raise UserError(f"{setting}: all weights are 0; nothing is left to train on")
     share = float(rows["weight"].sum(dtype=np.float64)) / times
-    return _Table(rows, column == "uid", math.ceil(rows["weight"].max()), share)
+    return Table(rows, column == "uid", math.ceil(rows["weight"].max()), share)
 
 
 def _rows_of(table: Any, column: str) -> Iterator[np.ndarray]:

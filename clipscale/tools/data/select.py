@@ -105,13 +105,11 @@ def loader(embedded: EmbeddedSet, folder: Path, device: torch.device) -> Load:
 def write_weights(out: Path, embedded: EmbeddedSet, weights: Tensor) -> None:
     """A Parquet file of the samples' keys and weights, 0 for those left out."""
     import pyarrow
-    from pyarrow.parquet import ParquetWriter
+    from pyarrow.parquet import write_table
 
-    schema = pyarrow.schema({"key": pyarrow.string(), "weight": pyarrow.float32()})
-    with files.replacing(out) as file, ParquetWriter(file, schema) as writer:
-        for path, first, last in zip(embedded.paths, embedded.firsts, embedded.firsts[1:]):
-            keys = [utf8(json.loads(line)["key"]) for line in path.open()]
-            writer.write_table(pyarrow.table([keys, weights[first:last].numpy()], schema=schema))
+    keys = [utf8(json.loads(line)["key"]) for path in embedded.paths for line in path.open()]
+    with files.replacing(out) as file:
+        write_table(pyarrow.table({"key": keys, "weight": weights.numpy()}), file)
 
 
 def page(embedded: EmbeddedSet, **shown: Tensor) -> str:
