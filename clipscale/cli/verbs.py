@@ -79,7 +79,7 @@ CLIPSCALE_MAX_SAMPLES=1k: no run trains on more samples than this; to try a comm
         """\
 clipscale eval run=demo
 clipscale eval run=b32 'eval.sets=[/data/imagenet1k,/data/mscoco_captions]' precision=bf16
-clipscale eval run=b32 checkpoint=5000 log=tensorboard
+clipscale eval run=b32 checkpoint=latest log=tensorboard
 clipscale eval model.weights=/models/clip-vit-base-patch32 eval.sets=/data/imagenet1k""",
         often="model.weights eval.sets eval.root",
         check=check_eval,
