@@ -73,6 +73,7 @@ def beside(folder: Path) -> None:
     (folder / "mine").symlink_to("/data/pairs")
     (folder / "shards.txt").write_text("/data/mine/00000.tar\n")
     (folder / "captions.csv").write_text("image,caption\npicture.png,a picture\n")
+    (folder / "shop.csv").write_text("photo,title\n0.png,a picture\n")
     shutil.copy(ROOT / "docs/images/report.png", folder / "picture.png")
 
 

@@ -41,6 +41,7 @@ def lay(folder: Path) -> None:
         (data / f"pictures/{i}.txt").write_text(f"picture {i}")
     assert main(["data", "pack", f"{data}/pictures/table.jsonl", f"out={data}/mine", "holdout=10%"]) == 0
     (data / "pictures/table.jsonl").unlink()
+    shutil.copytree(data / "pictures", data / "photos")
     for name in ALIKE:
         shutil.copytree(data / "mine", data / name)
     classification_set(data / "imagenet1k")
