@@ -6,6 +6,7 @@ import re
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,10 +53,8 @@ def saved_by_torch(path: Path) -> Record:
             content = archive.read(names[0]) if names else b""
         if not content:
             raise ValueError("a zip archive that torch.save has not written")
-        try:
+        with suppress(Exception):  # of other classes than tensors, or damaged: torch reads it then, and says why
             return dict(Outline(content).load())
-        except Exception:  # of other classes than tensors, or damaged: torch knows
-            pass
     import torch
 
     return dict(torch.load(path, map_location="meta", weights_only=True, mmap=is_zip))

@@ -35,7 +35,7 @@ def step_time(config: PlanConfig, gpu: Hardware | None, run: DryRun, again: list
             plain += passes.backward + passes.forward * config.model.grad_checkpointing
             second += passes.forward * share
     sweeps = OBJECTIVES[config.loss.objective].sweeps if any(run.trained) else 1
-    plain += (sweeps + sum(run.trained)) * 2 * config.batch * run.model.width
+    plain += (sweeps + sum(run.trained)) * 2 * config.batch * (run.model.width + sum(config.loss.sizes))
     ranks = config.gpus * config.nodes
     operations = config.batch / ranks * (plain + second)
     if gpu is None:
