@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Lock, Thread
+from threading import Event, Lock, Thread
 
 from clipscale.common.errors import StoppedError, UserError
 from clipscale.common.terminal import tell
@@ -32,10 +32,12 @@ class Planner:
         """Why the run cannot fit."""
         self._settings = pickle.dumps(config)
         self._printing = Lock()
+        self._closed = Event()
         Thread(target=self._read, daemon=True).start()
 
     def close(self) -> None:
         """End the process. No plan is printed after this."""
+        self._closed.set()
         self._printing.acquire()
         self.process.kill()
 
@@ -55,11 +57,9 @@ class Planner:
         except subprocess.TimeoutExpired:
             self.process.kill()
             return b"", f"not ready in {LIMIT_S:.0f} s"
-        lines = errors.decode(errors="replace").strip().splitlines()
         status = self.process.returncode
-        if not status:
-            return answer, "its process has answered nothing"
-        return b"", lines[-1] if lines and status > 0 else f"its process ended with status {status}"
+        lines = errors.decode(errors="replace").strip().splitlines() if status > 0 else []
+        return b"" if status else answer, lines[-1] if lines else f"its process ended with status {status}"
 
     def _report(self, answer: bytes, reason: str) -> None:
         """Print the plan. Interrupt a run that cannot fit: its main thread raises the refusal."""
@@ -72,7 +72,12 @@ class Planner:
                 tell(f"plan: {line}")
             return
         self.refusal = f"this run {plan['lines'][0]}; plan=false starts it all the same"
+        loading = signal.getsignal(signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
+        while loading is signal.default_int_handler and not self._closed.wait(0.2):
+            if signal.getsignal(signal.SIGINT) is not loading:  # an import has swallowed it: the steps are reached
+                os.kill(os.getpid(), signal.SIGINT)
+                break
 
 
 @contextmanager

@@ -214,11 +214,10 @@ def join(device: str, timeout_s: float = TIMEOUT.total_seconds()) -> World:
         allow_open_files()
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # the ring's transfers start beside full kernels
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # connects the ranks that talk; else all with all
-        backend = "nccl" if chosen.type == "cuda" else "gloo"
+        backend, bound = ("nccl", chosen) if chosen.type == "cuda" else ("gloo", None)
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         store = attempt_store(rank, size, timeout) if agent else None
         # A GPU's ranks connect here, not within the first step.
-        bound = chosen if chosen.type == "cuda" else None
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size, device_id=bound)
     return World(rank, size, chosen, timeout)
 

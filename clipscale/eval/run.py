@@ -6,7 +6,7 @@ A set measures the model itself: `eval/classification.py`, `eval/retrieval.py`.
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,10 @@ def evaluate(
         model.train(False)
         for eval_set in sets:
             started = time.perf_counter()
-            of_sizes = [eval_set, *(eval_set.marked(f"size {size}") for size in (loss.sizes if loss else ()))]
+            of_sizes = [
+                eval_set,
+                *(replace(eval_set, marks=(*eval_set.marks, f"size {n}")) for n in (loss.sizes if loss else ())),
+            ]
             for part, metrics in zip(of_sizes, eval_set.measure(encoder), strict=True):
                 metrics["broken"] = encoder.broken.total()
                 if part.metric:

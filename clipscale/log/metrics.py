@@ -48,7 +48,6 @@ class MetricLog:
         """
         self.config = config
         self.total = total
-        self.settings = yaml.safe_load(resolved_config)
         self.progress = Progress() if config.progress else lambda *_: None
         self._unprinted = ""
         self._printed_at = -math.inf
@@ -68,7 +67,7 @@ class MetricLog:
             files.write_json(run_dir / "env.json", environment(world) | {"resume_step": resume_step})
         if trains or not (run_dir / "config.yaml").exists():
             files.write_text(run_dir / "config.yaml", resolved_config)
-        self._sinks = Sinks(run_dir, config, self.settings, resume_step)
+        self._sinks = Sinks(run_dir, config, yaml.safe_load(resolved_config), resume_step)
 
     def step(self, record: Record) -> None:
         """Log one optimizer step: `record["step"]` (counted from 1) and the measured values, which are no tensors.

@@ -30,10 +30,10 @@ def warnings_of(records: Sequence[Record]) -> dict[str, str]:
     share = mean(r["data_wait_frac"] for r in records) if full else 0
     if share > 0.2:
         warnings["starved"] = f"{share:.0%} of the time went by waiting for data: more data.workers, or a faster disk"
-    alike = [kind for kind in ("image", "text") if last.get(f"uniformity_{kind}", -math.inf) > ALIKE]
-    if alike and last["step"] >= 200:
+    uniformity = max(last.get("uniformity_image", -4), last.get("uniformity_text", -4))
+    if uniformity > ALIKE and last["step"] >= 200:
         warnings["collapse"] = (
-            f"the {alike[0]} features of the batch are almost alike (uniformity "
-            f"{last[f'uniformity_{alike[0]}']:.3f}): a lower optim.lr or a longer schedule.warmup"
+            f"the features of images or of texts are almost alike (uniformity {uniformity:.3f}): a lower optim.lr or a "
+            "longer schedule.warmup"
         )
     return warnings

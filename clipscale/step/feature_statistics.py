@@ -20,7 +20,8 @@ def feature_statistics(images: Tensor, texts: Tensor) -> dict[str, Tensor]:
       Vetterli 2007): 1 where all are alike, D where they use every direction equally.
     - `nearest`: the share of images whose own text is the nearest.
     """
-    u, v = images[:SAMPLE].float(), texts[: min(SAMPLE, len(images))].float()
+    u = images[:SAMPLE].float()
+    v = texts[: len(u)].float()
     hits = (u @ v.mT).argmax(1) == torch.arange(len(u), device=u.device)
     return {
         "modality_gap": torch.linalg.vector_norm(u.mean(0) - v.mean(0)),

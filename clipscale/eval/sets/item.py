@@ -78,10 +78,6 @@ class EvalSet(ABC):
         """The name of its results."""
         return " ".join([self.name, *(f"({mark})" for mark in self.marks)])
 
-    def marked(self, mark: str) -> Self:
-        """The set whose results have one more mark."""
-        return replace(self, marks=(*self.marks, mark))
-
     @abstractmethod
     def measure(self, encoder: Encoder) -> list[Metrics]:
         """The metrics over the usable images, of each of `Encoder.parts`, the same on every rank. A collective."""

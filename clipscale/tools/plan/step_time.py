@@ -38,13 +38,11 @@ def step_time(config: PlanConfig, gpu: Hardware | None, run: DryRun, again: list
     plain += (sweeps + sum(run.trained)) * 2 * config.batch * (run.model.width + sum(config.loss.sizes))
     ranks = config.gpus * config.nodes
     operations = config.batch / ranks * (plain + second)
-    if gpu is None:
-        return operations, None
-    if forward < SMALLEST:
-        return operations / gpu.peak(config.precision), None
+    least = operations / (gpu.peak(config.precision) if gpu else 1)
+    if gpu is None or forward < SMALLEST:
+        return least, None
     what, low, high = plain_share(config.model.name, gpu, forward)
     share = math.sqrt(low * high)
-    least = operations / gpu.peak(config.precision)
     rate = config.batch * share / least
     return least, {
         "what": what,

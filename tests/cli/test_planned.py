@@ -1,0 +1,38 @@
+"""The plan of a run that starts: a refusal reaches the run, whatever it does (the rest: tools/plan/test_planner)."""
+
+import json
+import signal
+import time
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from clipscale.cli.planned import Planner, planned
+from clipscale.common.errors import StoppedError, UserError
+from clipscale.config.train import TrainConfig
+
+REFUSED = json.dumps({"fits": False, "lines": ["does not fit: 20 GiB of 16 GiB"]}).encode()
+
+
+def stop(number: int, _: Any) -> None:
+    raise StoppedError("stopped", number)
+
+
+def answer(_: Planner) -> tuple[bytes, str]:
+    time.sleep(0.5)  # the run has begun
+    return REFUSED, ""
+
+
+def test_a_refusal_that_an_import_has_swallowed_ends_the_run_at_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Planner, "_answer", answer)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(UserError, match="does not fit: 20 GiB"), planned(TrainConfig()):
+            with suppress(KeyboardInterrupt):
+                time.sleep(10)
+            signal.signal(signal.SIGINT, stop)
+            time.sleep(10)
+            pytest.fail("the run goes on")
+    finally:
+        signal.signal(signal.SIGINT, before)
