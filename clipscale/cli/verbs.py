@@ -44,7 +44,7 @@ class Verb:
 
 @dataclass(frozen=True)
 class DoctorSettings:
-    """`clipscale doctor`: test what training needs on this machine; exit status 1 if something does not work."""
+    """`clipscale doctor`: show versions, memory and devices; exit status 1 if torch cannot use the GPU."""
 
 
 @dataclass(frozen=True)
