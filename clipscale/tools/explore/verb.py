@@ -1,5 +1,9 @@
 """The verb `clipscale explore`: loads a model and its embedded set, and serves the page."""
 
+import os
+import socket
+from contextlib import suppress
+
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import doing, say
 from clipscale.tools.explore.search import Explorer
@@ -16,6 +20,15 @@ def main(config: ExploreConfig) -> None:
         raise UserError(f"explore needs {error.name}; pip install 'clipscale[explore]'") from error
     doing("loading the model and the features")
     explorer = Explorer(config)
-    say(f"http://127.0.0.1:{config.port} searches {len(explorer.embedded)} pictures; Ctrl-C ends it")
-    page = application(explorer)
-    uvicorn.run(page, port=config.port, log_level="warning", limit_concurrency=128, timeout_graceful_shutdown=2)
+    options = uvicorn.Config(
+        application(explorer), log_level="warning", limit_concurrency=128, timeout_graceful_shutdown=2
+    )
+    try:
+        listening = socket.create_server(("127.0.0.1", config.port))
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise UserError(f"port={config.port}: {reason}; give another, or port=0 for a free one") from error
+    with listening, suppress(KeyboardInterrupt):
+        port = listening.getsockname()[1]
+        say(f"http://127.0.0.1:{port} searches {len(explorer.embedded)} pictures; Ctrl-C ends it")
+        uvicorn.Server(options).run(sockets=[listening])

@@ -106,11 +106,11 @@ def test_other_pages_may_not_ask(page: Any, headers: dict, status: int) -> None:
 def test_the_verb_serves_until_it_is_interrupted(place: Path, environment: dict) -> None:
     words = ["explore", f"run={place / 'a'}", f"data={place / 'of-a'}", "port=0", "device=cpu"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "clipscale", *words], env=environment, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "clipscale", *words], env=environment, stdout=subprocess.PIPE, text=True
     )
     try:
-        assert process.stderr is not None
-        address = next(filter(None, (re.search(r"http://127\.0\.0\.1:\d+", line) for line in process.stderr)))
+        assert process.stdout is not None
+        address = next(filter(None, (re.search(r"http://127\.0\.0\.1:\d+", line) for line in process.stdout)))
         with urllib.request.urlopen(address[0] + "/small/0", timeout=240) as answer:
             assert answer.read(3) == b"\xff\xd8\xff"
         process.send_signal(signal.SIGINT)
