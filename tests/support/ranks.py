@@ -80,7 +80,8 @@ def _called(group: dist.ProcessGroup, rank: int, function: Callable[..., Any], w
 
 def _serve(pipe: Connection, store: Path, rank: int, world: int) -> None:
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # as torchrun gives one; the group is there already
+    os.environ.update(address, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     groups = {}
     while True:
