@@ -3,6 +3,8 @@
 import signal
 import sys
 
+sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]  # timm imports it, and it leaves folders in TMPDIR
+
 
 def main() -> int:
     """Run the command line; returns the exit status. Ctrl-C during the imports ends the process as a signal does."""

@@ -24,6 +24,7 @@ from clipscale.common.signals import blocked
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train import TrainConfig, check, check_divisible, warnings
 from clipscale.data.loader.fork_server import warm_up
+from clipscale.log.sinks import wandb_module
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -74,11 +75,9 @@ def check_train(config: TrainConfig) -> None:
     check(config)
     if config.device == "cuda" and not any(map(os.path.exists, GPU_DRIVERS)):
         raise UserError("device=cuda: this machine has no GPU with a driver; use device=cpu or fix the driver")
-    if config.log.wandb == "online" and terminal.main_rank():
-        import wandb
-
-        if not wandb.login(prompt=False, verify=False):
-            raise UserError("log=wandb: there is no key; run `wandb login`, export WANDB_API_KEY, or log=wandb-offline")
+    online = config.log.wandb == "online" and terminal.main_rank()
+    if online and not wandb_module().login(prompt=False, verify=False):
+        raise UserError("log=wandb: there is no key; run `wandb login`, export WANDB_API_KEY, or log=wandb-offline")
     if terminal.main_rank():
         for warning in warnings(config):
             terminal.say(f"warning: {warning}", error=True)

@@ -2,9 +2,14 @@
 
 import os
 import secrets
+import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from shutil import rmtree
+from typing import Any
 
 from clipscale.common.record import Record, Results
 from clipscale.common.terminal import tell
@@ -69,13 +74,25 @@ def tensorboard(run_dir: Path, resume_step: int) -> Sink:
     return write, writer.close
 
 
+def wandb_module() -> Any:
+    """wandb, which `clipscale.__main__` hides from other libraries."""
+    if sys.modules.get("wandb", sys) is None:
+        del sys.modules["wandb"]
+    return import_module("wandb")
+
+
 def wandb(run_dir: Path, config: SinkConfig, settings: Record) -> Sink:
     """One wandb run per run folder. Its id is kept in the folder, so that a resumed run continues the same curves."""
-    import wandb as client
-
+    temporary, before = run_dir / "wandb" / "tmp", tempfile.tempdir
+    rmtree(temporary, ignore_errors=True)  # of a start that was killed
+    temporary.mkdir(parents=True)
+    try:
+        tempfile.tempdir = str(temporary)  # of its folders for media and artifacts
+        client = wandb_module()
+    finally:
+        tempfile.tempdir = before
     id_file = run_dir / "wandb" / "run-id.txt"
     if not id_file.is_file():
-        id_file.parent.mkdir(parents=True, exist_ok=True)
         id_file.write_text(secrets.token_hex(4))
     run = client.init(
         project=os.environ.get("WANDB_PROJECT", "clipscale"),
@@ -84,7 +101,7 @@ def wandb(run_dir: Path, config: SinkConfig, settings: Record) -> Sink:
         resume="allow",
         dir=str(run_dir),
         config=dict(settings),
-        mode=config.wandb,  # type: ignore[arg-type]
+        mode=config.wandb,
         # wandb would send the command line, the console and the address of the git remote, secrets included.
         settings=client.Settings(silent=True, init_timeout=60, console="off", x_disable_meta=True, disable_git=True),
     )

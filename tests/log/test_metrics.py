@@ -3,9 +3,11 @@
 import io
 import json
 import math
+import os
 import re
 import resource
 import subprocess
+import sys
 import time
 from collections.abc import Iterable
 from contextlib import closing, redirect_stdout
@@ -199,12 +201,15 @@ def test_wandb_offline_needs_no_network_and_goes_on_with_its_run(
     monkeypatch.chdir(tmp_path)
     for words in (["init", "-q"], ["remote", "add", "origin", "https://user:a-token@example.org/private"]):
         subprocess.run(["git", *words], check=True)
+    litter = tmp_path / "run/wandb/tmp/of-a-start-that-was-killed"
+    litter.mkdir(parents=True)
     for resume_step in (0, 2):
         config = LogConfig(wandb="offline")
         with closing(open_log(tmp_path / "run", config, resume_step=resume_step)) as log:
             log.step(record(resume_step + 1))
             log.eval(resume_step + 1, {"objects": {"top1": 0.5}})
         assert "warning" not in (out := capsys.readouterr().out), out
+    assert not litter.exists()
     identity = (tmp_path / "run" / "wandb" / "run-id.txt").read_text()
     runs = list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
     assert len(runs) == 2 and all(identity in file.name for file in runs), runs
@@ -214,6 +219,13 @@ def test_wandb_offline_needs_no_network_and_goes_on_with_its_run(
         assert time.monotonic() < until, [file.read_bytes() for file in runs]
         time.sleep(0.1)
     assert not any(b"a-token" in file.read_bytes() for file in runs), "the address of the folder's git remote"
+
+
+def test_a_killed_run_leaves_no_folders_of_wandb_in_tmpdir(tmp_path: Path) -> None:
+    """timm imports it, which makes them."""
+    code = "import os, clipscale.__main__, timm; os.kill(os.getpid(), 9)"
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(tmp_path)})
+    assert not [*tmp_path.glob("*wandb*")]
 
 
 @pytest.mark.parametrize("shown", [True, False])
