@@ -34,7 +34,7 @@ from clipscale.log.table import print_results, with_start
 from clipscale.models.flops import Flops
 from clipscale.models.towers import ClipModel
 from clipscale.state.start import Resolved, begin, resolve
-from clipscale.state.train_state import TrainState
+from clipscale.state.train_state import TrainState, least_saved_bytes
 from clipscale.step.compiled import compile_towers, try_compiled, worth_compiling
 from clipscale.step.optim import Schedule
 from clipscale.step.pass_contexts import note_statistics
@@ -79,8 +79,8 @@ def start_run(config: TrainConfig, world: World, lock: RunLock | None = None) ->
         undo.callback(stream.close)
         stream.defer_failures()
         schedule = schedule_of(resolved, stream)
-        if resolved.step < schedule.end:
-            world.on_main(lambda: checkpoint.check_room(resolved.folder, state.saved_bytes()))
+        if 0 < resolved.step < schedule.end:
+            world.on_main(lambda: checkpoint.check_room(resolved.folder, least_saved_bytes(resolved.config)))
         flops = Flops(resolved.config.model, state.model, world.device)
         compile_if_worth(state, flops, schedule.end - resolved.step, world)
         log = open_log(resolved, schedule, world) if world.main else None

@@ -45,7 +45,8 @@ def test_a_run_that_could_not_save_is_refused_at_its_start(
     usage = namedtuple("usage", "free")
     room = 0
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(room))
-    with refused(rf"^run={tmp_path}/run: its disk has 0 B free") as full:
+    with refused(rf"^run={tmp_path}/run: its disk has 0 B free") as full, monkeypatch.context() as before:
+        before.setattr("clipscale.state.start.build_model", None)
         train(small(shards, tmp_path / "run"))
     assert not (tmp_path / "run/metrics.jsonl").exists()
     (size,) = re.findall(r"two checkpoints take ([\d.]+) MiB each; make room, or choose", str(full.value))

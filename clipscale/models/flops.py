@@ -31,7 +31,7 @@ def trained_of(encoder: nn.Module) -> set[str]:
 def image_flops(config: ModelConfig, trained: Set[str] = frozenset()) -> PassFlops:
     """Of one image. `config`: the model's settings. A backward pass computes what the parameters `trained` need, layer
     by layer."""
-    encoder = _encoders_of(config).visual
+    encoder = unbuilt_encoders(config).visual
     size = encoder.image_size
     height, width = size if isinstance(size, tuple) else (size, size)
     # Of a tower that trains whole, the pixels' gradient counts too: three forward passes in all, as usual.
@@ -42,7 +42,7 @@ def image_flops(config: ModelConfig, trained: Set[str] = frozenset()) -> PassFlo
 
 def text_flops(config: ModelConfig, trained: Set[str] = frozenset(), length: int | None = None) -> PassFlops:
     """As `image_flops`, of one caption of `length` tokens; None: the whole context."""
-    encoders = _encoders_of(config)
+    encoders = unbuilt_encoders(config)
     tokens = torch.zeros(1, length or encoders.context_length, dtype=torch.long, device="meta")
     mask = getattr(encoders.text, "attn_mask", None)
     if mask is None:
@@ -53,13 +53,13 @@ def text_flops(config: ModelConfig, trained: Set[str] = frozenset(), length: int
     return flops
 
 
-def _encoders_of(config: ModelConfig) -> Any:
+def unbuilt_encoders(config: ModelConfig) -> Any:
+    """open_clip's encoders by a model's settings, without values."""
     return _encoders(json.dumps([config.name, config.architecture, config.image_size, config.context_length]))
 
 
 @cache
 def _encoders(model: str) -> Any:
-    """open_clip's encoders without values."""
     name, description, image_size, context = json.loads(model)
     config = ModelConfig(name=name, architecture=description, image_size=image_size, context_length=context)
     with torch.device("meta"):

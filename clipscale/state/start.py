@@ -26,7 +26,7 @@ from clipscale.models.families import family_of
 from clipscale.models.tokenizer import Tokenizer
 from clipscale.models.towers import architecture, build_model, inputs_of
 from clipscale.models.weights import described
-from clipscale.state.train_state import TrainState, build_state
+from clipscale.state.train_state import TrainState, build_state, least_saved_bytes
 from clipscale.step.batch_loss import BatchLoss
 from clipscale.step.chunk_sizes import ChunkSizes, sizes_of_settings
 from clipscale.step.precision import Precision
@@ -131,6 +131,8 @@ def begin(run: Resolved, world: World) -> tuple[TrainState, TrainStream]:
     with ExitStack() as undo:
         doing("opening the shards")
         stream = undo.enter_context(data_stream(run, side, tokenizer, world))
+        if not run.checkpoint:
+            world.on_main(lambda: checkpoint.check_room(run.folder, least_saved_bytes(config)))
         doing("building the model")
         state = begun_state(run, world, tokenizer)
         tell_notices(run, stream, world)

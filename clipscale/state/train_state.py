@@ -17,6 +17,7 @@ from clipscale.common.record import Record
 from clipscale.config.train import TrainConfig
 from clipscale.distributed.fsdp import replicate_state, sharded_as
 from clipscale.distributed.world import World
+from clipscale.models.flops import unbuilt_encoders
 from clipscale.models.towers import ClipModel, fit_positions
 from clipscale.step.batch_loss import BatchLoss
 from clipscale.step.chunk_sizes import ChunkSizes, agreed_chunk_sizes, random_captions, random_pixels
@@ -38,13 +39,6 @@ class TrainState:
     chunks: ChunkSizes
     frozen: list[str] | None
     """Digests of the weights that adapters adapt, which checkpoints leave out; None: without adapters."""
-
-    def saved_bytes(self) -> int:
-        """Bytes of a checkpoint, at least: what other optimizers keep is not known before the first step."""
-        trained = sum(p.nbytes for p in self.step.trained)
-        weights = trained if self.frozen is not None else sum(p.nbytes for p in self.model.parameters())
-        average = trained if self.step.average else 0
-        return weights + average + MOMENTS.get(self.config.optim.name, 0) * trained
 
     def saved(self) -> Record:
         """Fields of `Saved`, sharded where the weights are. Its tensors change with the next step."""
@@ -98,6 +92,17 @@ class TrainState:
             scaler.load_state_dict(saved.scaler)
         if average:
             average.load(saved.ema)
+
+
+def least_saved_bytes(config: TrainConfig) -> int:
+    """Bytes of a checkpoint, at least: what other optimizers keep, and a frozen tower's type, are not known before."""
+    encoders = unbuilt_encoders(config.model)
+    copies = 1 + bool(config.ema) + MOMENTS.get(config.optim.name, 0)
+    towers = (encoders.visual, config.model.image), (encoders.text, config.model.text)
+    sizes = [
+        sum(p.nbytes for p in tower.parameters()) * (copies if part.groups is None else 0.5) for tower, part in towers
+    ]
+    return 0 if config.model.lora else int(sum(sizes))
 
 
 def build_state(

@@ -113,7 +113,7 @@ def test_ranks_that_see_different_shards_do_not_start(
         start_run(settings(demo, tmp_path / "run"), ALONE)
 
 
-@pytest.mark.parametrize("part", ["clipscale.state.start.build_model", "clipscale.train.checkpoint.check_room"])
+@pytest.mark.parametrize("part", ["clipscale.state.start.build_model", "clipscale.train.Flops"])
 def test_data_workers_start_before_the_model_is_built_and_end_if_a_later_part_fails(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
