@@ -23,7 +23,7 @@ from pyarrow.parquet import read_table
 
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.writer import shard_writer
-from clipscale.tools.data.demo import paths
+from clipscale.tools.data.demo import evaluation_sets, render_demo
 
 DEFAULTS = {
     "seeds": "0,1,2",
@@ -46,7 +46,7 @@ def plan(settings: SimpleNamespace) -> tuple[str, list[Row]]:
 def measure(seed: int, pairs: int, samples: str, best: float, duplicates: str) -> list[Row]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        called("data", "demo", f"root={folder}/demo", f"samples={pairs}")
+        render_demo(folder / "demo", pairs)
         shuffled, copies = plant(folder / "demo", folder / "planted.tar")
         scores = {"all": trained_on(folder, "all", seed, samples)}
         called("embed", f"run={folder}/all", f"data={folder}/planted.tar", f"out={folder}/features")
@@ -67,7 +67,7 @@ def trained_on(folder: Path, run: str, seed: int, samples: str, *words: str) -> 
     """Train on what is planted, and return the scores of the demo's test sets."""
     common = (f"data.train={folder}/planted.tar", "experiment=demo", f"seed={seed}", f"samples={samples}")
     called("train", *common, "eval.sets=[]", f"run={folder}/{run}", *words)
-    sets = ",".join(map(str, paths(folder / "demo").tests.values()))
+    sets = ",".join(evaluation_sets(folder / "demo"))
     called("eval", f"run={folder}/{run}", f"eval.sets=[{sets}]")
     (file,) = (folder / run / "eval").glob("*.json")
     results = json.loads(file.read_text())["results"]

@@ -29,7 +29,7 @@ from clipscale.config.parse import MEANT
 from clipscale.config.presets import PACKAGE, group_options
 from clipscale.config.setting import setting, settings_of
 from clipscale.config.train import MOST, TrainConfig, check
-from clipscale.tools.data.demo import paths
+from clipscale.tools.data.demo import user_folder
 from tests.conftest import shared
 from tests.support.laid import SHELLS, lay, programs, within
 
@@ -198,7 +198,7 @@ def test_every_command_finds_what_it_names(
     assert main(features) == 0
     (tmp_path / "demo-features").symlink_to("/data/laion-b32")
     (tmp_path / "cache/clipscale").mkdir(parents=True)
-    (tmp_path / "cache/clipscale" / paths().root.name).symlink_to(demo)
+    (tmp_path / "cache/clipscale" / user_folder().name).symlink_to(demo)
     cache = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
     program = [sys.executable, "-m", "tests.support.laid"]
     done = within(laid, program, cwd=tmp_path, input=json.dumps([*typed]), env=environment | cache)

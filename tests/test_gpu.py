@@ -18,7 +18,7 @@ from clipscale.config.sections import CacheConfig, OptimConfig, ScheduleConfig
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.loss.reference import dense_contrastive_loss
 from clipscale.step.grad_cache import GradCache
-from clipscale.tools.data.demo import paths
+from clipscale.tools.data.demo import train_shards
 from clipscale.train import Run, train
 from tests.step.test_grad_cache import assert_same, batch, gradients, models, one_graph
 from tests.support.device import CUDA, DEVICE, on_device, only_on_cuda
@@ -127,7 +127,7 @@ def test_chunks_arrive_whole_and_device_memory_does_not_grow_with_them(resident:
 
 
 def run(demo: Path, folder: Path, **changes: Any) -> list[float]:
-    data = DataConfig(train=[paths(demo).train], workers=changes.pop("workers", 0))
+    data = DataConfig(train=[train_shards(demo)], workers=changes.pop("workers", 0))
     train(settings(demo, folder, device=DEVICE, data=data, **changes))
     return curve(folder)
 

@@ -181,11 +181,11 @@ def combinations(words: Sequence[str], config_dir: str | None) -> list[tuple[lis
     return [([w for w in job if w not in common], settings("train", job, config_dir)) for job in jobs]
 
 
-def demo_path(part: str) -> str:
-    """`${demo:train}` and similar: a part of the demo set in the user's cache folder."""
-    from clipscale.tools.data.demo import paths
+def demo_folder() -> str:
+    """`${demo:}`: the folder of the demo set."""
+    from clipscale.tools.data.demo import user_folder
 
-    return paths().train if part == "train" else str(paths().tests[part])
+    return str(user_folder())
 
 
 MISPLACED = "= \u201c\u201d\u2018\u2019"
@@ -193,7 +193,7 @@ MISPLACED = "= \u201c\u201d\u2018\u2019"
 
 
 with warnings.catch_warnings(action="ignore"):  # of what Hydra 1.5 and the OmegaConf after 2.4 will change
-    OmegaConf.register_new_resolver("demo", demo_path, replace=True)
+    OmegaConf.register_new_resolver("demo", demo_folder, replace=True)
     OmegaConf.register_new_resolver("oc.env", from_environment, replace=True)
 
 

@@ -35,7 +35,7 @@ def check(config: TrainConfig) -> None:
     from clipscale.tools.data import demo
 
     missing = demo.is_missing(config.data.train or ())
-    check_places(config.eval, rendered=map(str, demo.paths().tests.values()) if missing else ())
+    check_places(config.eval, rendered=demo.evaluation_sets(demo.user_folder()) if missing else ())
     if missing:
         return
     shards = local_shards(config.data)
@@ -92,7 +92,8 @@ def main(config: TrainConfig, *, isolated: bool = False) -> Record:
     if alone:
         if MOST in os.environ:
             tell(f"{MOST}={os.environ[MOST]} is set: this run has {config.samples} samples")
-        demo.render_missing(config.data.train or ())
+        if demo.is_missing(config.data.train or ()):
+            demo.main()
         result = finished(config)
         if result:
             from clipscale.log.table import print_results

@@ -116,9 +116,7 @@ clipscale plan experiment=infcl-vit-l14 batch=1M hardware=h100-80g gpus=8 nodes=
         check=lambda settings: plan.target_gpu(plan.on_machine(settings)),
         conf="train",
     ),
-    "data demo": Verb(
-        data.DemoSettings, "clipscale.tools.data.demo:main", "clipscale data demo root=/tmp/demo samples=5000"
-    ),
+    "data demo": Verb(data.DemoSettings, "clipscale.tools.data.demo:main", "clipscale data demo"),
     "data pack": Verb(
         data.PackSettings,
         "clipscale.tools.data.pack:main",

@@ -15,7 +15,7 @@ from clipscale.config.sections import (
 )
 from clipscale.config.train import TrainConfig, check, settled
 from clipscale.data.loader.stream import DataConfig
-from clipscale.tools.data.demo import paths
+from clipscale.tools.data.demo import train_shards
 from clipscale.train import train
 
 ARCHITECTURE = {
@@ -37,7 +37,7 @@ def settings(demo: Path, run: Path, **changes: Any) -> TrainConfig:
         seed=3,
         device="cpu",
         model=ModelConfig(name="test", architecture=ARCHITECTURE),
-        data=DataConfig(train=[paths(demo).train], workers=0),
+        data=DataConfig(train=[train_shards(demo)], workers=0),
         cache=CacheConfig(chunk=["24", "32"]),
         optim=OptimConfig(lr=1e-3),
         schedule=ScheduleConfig(warmup="2"),

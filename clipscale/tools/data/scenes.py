@@ -16,14 +16,14 @@ from PIL import Image, ImageDraw
 from clipscale.common import files
 
 TABLES = files.read_yaml(Path(__file__).with_name("scenes.yaml"))
-COLOURS: dict[str, list[int]] = TABLES["colours"]
-SHAPES: list[str] = list(TABLES["shapes"])
 TEMPLATES: list[str] = TABLES["templates"]
+SIDE = 30
+"""Side of a picture in pixels."""
 Kind = tuple[str, str]
 """The class of an object: colour and shape."""
-CLASSES = tuple((colour, shape) for colour in COLOURS for shape in SHAPES)
-UNSEEN = tuple((colour, SHAPES[(5 * i + 2) % len(SHAPES)]) for i, colour in enumerate(COLOURS))
-"""Combinations that no training scene shows: each colour once, each shape once or twice, in others often."""
+CLASSES = tuple((colour, shape) for colour in TABLES["colours"] for shape in TABLES["shapes"])
+UNSEEN = tuple(TABLES["unseen"].items())
+"""Combinations that no training scene shows."""
 SEEN = tuple(pair for pair in CLASSES if pair not in UNSEEN)
 
 
@@ -46,7 +46,7 @@ def caption(scene: Scene, rng: Random) -> str:
     text = rng.choice(TABLES["frames"]).format(text).format(*(_phrase(rng, kind) for kind in scene.objects))
     if rng.random() < 0.3:
         text = text.capitalize()
-    return text + ("." if rng.random() < 0.4 else "")
+    return text + "." * (rng.random() < 0.4)
 
 
 def _phrase(rng: Random, kind: Kind) -> str:
@@ -58,26 +58,25 @@ def _phrase(rng: Random, kind: Kind) -> str:
     return " ".join([article, *words])
 
 
-def render(scene: Scene, rng: Random, side: int) -> Image.Image:
-    """An RGB picture of side x side pixels: the scene on a plain, slightly tinted background, with noise."""
-    unit = 4 * side  # drawn larger, then averaged
+def render(scene: Scene, rng: Random) -> Image.Image:
+    """An RGB picture of SIDE x SIDE pixels: the scene on a plain, slightly tinted background, with noise."""
+    unit = 4 * SIDE  # drawn larger, then averaged
     layout = TABLES["layouts"][scene.layout]
-    shade = rng.randint(30, 220)
-    canvas = Image.new("RGB", (unit, unit), _near(rng, [shade] * 3))
+    canvas = Image.new("RGB", (unit, unit), _near(rng, [rng.randint(30, 220)] * 3))
     draw = ImageDraw.Draw(canvas)
     for (colour, shape), spot in zip(scene.objects, layout["spots"]):
         x, y = (unit * (v + rng.uniform(-0.06, 0.06)) for v in spot)
         radius = unit * rng.uniform(*layout["radii"])
         turn = cmath.rect(radius, math.radians(rng.uniform(-12, 12)))
-        fill, outline = _near(rng, COLOURS[colour]), TABLES["shapes"][shape]
+        fill, outline = _near(rng, TABLES["colours"][colour]), TABLES["shapes"][shape]
         if isinstance(outline, float):
             draw.circle((x, y), radius, outline=fill, width=math.ceil(outline * radius))
         else:
-            corners = [complex(x, y) + turn * complex(*corner) for corner in outline]
-            draw.polygon([(corner.real, corner.imag) for corner in corners], fill=fill)
-    noise = np.random.Generator(np.random.PCG64(rng.getrandbits(64))).integers(-12, 13, (side, side, 3))
+            corners = complex(x, y) + turn * (np.array(outline) @ [1, 1j])
+            draw.polygon(corners.view(float).tolist(), fill=fill)
+    noise = np.random.default_rng(rng.getrandbits(64)).integers(-12, 13, (SIDE, SIDE, 3))
     return Image.fromarray((np.asarray(canvas.reduce(4)) + noise).clip(0, 255).astype(np.uint8))
 
 
 def _near(rng: Random, colour: Sequence[int]) -> tuple[int, ...]:
-    return tuple(min(255, max(0, value + rng.randint(-14, 14))) for value in colour)
+    return tuple(value + rng.randint(-14, 14) for value in colour)  # Pillow limits them to 0 and 255

@@ -12,10 +12,7 @@ from clipscale.config.setting import setting
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """`clipscale data demo`: render a small set to try things on."""
-
-    root: str | None = setting(None, "Folder to write; null: the user's cache folder.")
-    samples: int = setting(20_000, "Training pairs to render, over 16 shards.", least=16)
+    """`clipscale data demo`: render a small set to try things on, in the user's cache folder."""
 
 
 @dataclass(frozen=True)

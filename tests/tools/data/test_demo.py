@@ -39,7 +39,7 @@ def samples(path: Path | str) -> Iterator[RawSample]:
 
 
 def train(root: Path) -> list[RawSample]:
-    return [s for url in expand(demo.paths(root).train) for s in samples(url)]
+    return [s for url in expand(demo.train_shards(root)) for s in samples(url)]
 
 
 def digests(root: Path) -> dict:
@@ -53,24 +53,19 @@ def test_the_bytes_are_always_the_same(few: None, tmp_path: Path) -> None:
     assert digests(tmp_path / "one") == digests(tmp_path / "again")
 
 
-def test_training_renders_the_set_that_is_missing(few: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_renders_the_set_that_is_missing(
+    few: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Cap
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(demo, "main", lambda settings: demo.render_demo(demo.paths().root, 64))
+    render = demo.render_demo
+    monkeypatch.setattr(demo, "render_demo", lambda root: render(root, 64))
     monkeypatch.setattr("clipscale.launch.local.run", lambda *given, **options: {})
-    cli_train.main(settings(demo.paths().root, tmp_path / "run"))
-    assert len(expand(demo.paths().train)) == 16 and tmp_path in demo.paths().root.parents
-
-
-def test_of_two_who_render_at_once_one_writes(few: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = demo._write_all
-
-    def after_another(root: Path, samples: int) -> None:
-        monkeypatch.setattr(demo, "_write_all", write)
-        assert demo.render_demo(tmp_path / "demo", samples)
-        write(root, samples)
-
-    monkeypatch.setattr(demo, "_write_all", after_another)
-    assert not demo.render_demo(tmp_path / "demo", 64)
+    root = demo.user_folder()
+    cli_train.main(settings(root, tmp_path / "run"))
+    assert len(expand(demo.train_shards(root))) == 16 and tmp_path in root.parents
+    before = digests(root)
+    demo.main()
+    assert digests(root) == before and str(root) in capsys.readouterr().out
 
 
 def test_no_training_scene_holds_an_unseen_combination(root: Path) -> None:
@@ -79,7 +74,7 @@ def test_no_training_scene_holds_an_unseen_combination(root: Path) -> None:
 
 
 def held_out(root: Path, name: str) -> list[RawSample]:
-    folder = demo.paths(root).tests[name]
+    folder = root / name
     assert (folder / "test" / "nshards.txt").read_text().strip() == "1"
     return list(samples(folder / "test" / "0.tar"))
 
@@ -88,7 +83,7 @@ def held_out(root: Path, name: str) -> list[RawSample]:
 def test_classification_sets_are_in_clip_benchmarks_layout(
     root: Path, name: str, held: tuple[tuple[str, str], ...]
 ) -> None:
-    folder = demo.paths(root).tests[name]
+    folder = root / name
     names = (folder / "classnames.txt").read_text().splitlines()
     templates = (folder / "zeroshot_classification_templates.txt").read_text().splitlines()
     assert len(names) == len(set(names)) == len(scenes.CLASSES) >= 24 and all("{c}" in t for t in templates)
@@ -98,7 +93,7 @@ def test_classification_sets_are_in_clip_benchmarks_layout(
 
 
 def test_retrieval_images_have_several_captions_that_fit_no_other(root: Path) -> None:
-    assert (demo.paths(root).tests["retrieval"] / "dataset_type.txt").read_text().strip() == "retrieval"
+    assert (root / "retrieval" / "dataset_type.txt").read_text().strip() == "retrieval"
     captions = [s.members["txt"].decode().splitlines() for s in held_out(root, "retrieval")]
     assert len(captions) == 500
     assert all(len(lines) == len(set(lines)) == 5 for lines in captions)
@@ -106,22 +101,12 @@ def test_retrieval_images_have_several_captions_that_fit_no_other(root: Path) ->
     assert max(plain.values()) == 1, f"{plain.most_common(3)} describe several images"
 
 
-def test_a_set_is_reused_and_other_folders_are_refused(few: None, tmp_path: Path, capsys: Cap) -> None:
-    place = tmp_path / "set"
-    assert demo.main(demo.DemoSettings(str(place), 64)) == place
-    out = capsys.readouterr().out
-    assert "written" in out and f"64 pairs in {place}" in out
-    assert not demo.render_demo(place, 64)
-    with refused("not this demo set"):
-        demo.render_demo(place, 80)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["set"], "no temporary folder is left"
+def test_other_folders_are_left_alone(few: None, tmp_path: Path) -> None:
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "thesis.tex").write_text("years of work")
-    for recipe in ("", '{"recipe": 1}', "no JSON"):
-        with refused("not this demo set"):
-            demo.render_demo(foreign, 64)
-        assert (foreign / "thesis.tex").read_text() == "years of work"
-        (foreign / "recipe.json").write_text(recipe)
-    with refused(r"root=.*cannot be written"):
-        demo.render_demo(place / "recipe.json" / "below", 64)
+    for root in (foreign, foreign / "thesis.tex" / "below"):
+        with refused(r"demo set cannot be written: .*foreign"):
+            demo.render_demo(root, 64)
+    assert [path.name for path in tmp_path.rglob("*")] == ["foreign", "thesis.tex"], "no temporary folder is left"
+    assert (foreign / "thesis.tex").read_text() == "years of work"
