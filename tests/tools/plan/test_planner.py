@@ -106,7 +106,7 @@ def test_a_run_that_cannot_fit_this_machine_is_refused(shards: str, tmp_path: Pa
 def test_what_does_not_fit_names_the_loss_that_does() -> None:
     words = ("batch=128k", "hardware=a800-80g", "gpus=8", "loss=clip")
     result = plan(settings(*TINIEST, *words), search=False)
-    assert result["remedies"] == ["loss=infcl"] and "; try loss=infcl;" in result["conclusion"]
+    assert result["remedies"] == ["loss=infcl"] and result["conclusion"].endswith("; try loss=infcl")
 
 
 def test_graphs_are_kept_in_the_memory_that_a_second_pass_does_not_need() -> None:
@@ -123,16 +123,18 @@ def test_across_nodes_the_exchange_is_the_one_that_the_run_takes() -> None:
         assert plan(settings(*words), search=False)["exchange"] == exchange
 
 
-OPEN_CLIP = {
-    "model=vit-l14 batch=1M hardware=a100-80g gpus=8": (150, 195),
+CACHED = {
     "model=vit-b32 batch=32k hardware=a100-80g gpus=8 nodes=8": (900, 1130),
     "model=vit-b32 batch=32k hardware=rtx4090": (500, 600),
-    "model=vit-b16 batch=8k hardware=h100-80g gpus=1": (1700, 2220),  # measured: 2,216 with short captions
-    "model=vit-b16 batch=8k hardware=a100-80g gpus=1": (600, 1180),  # by the same software: 1.65 to 3.2 times slower
-    "model=siglip-b16 loss=siglip batch=32k hardware=a100-80g gpus=8": (600, 900),
     "model=vit-h14 batch=64k hardware=a100-80g gpus=8 nodes=8": (68, 75),
+    "model=vit-b16 batch=8k hardware=h100-80g gpus=1": (2212, 2453),
+    "model=vit-b16 batch=8k hardware=a100-80g gpus=1": (691, 1487),
+    "model=vit-l14 batch=1M hardware=a100-80g gpus=8": (187, 389),
+    "model=siglip-b16 loss=siglip batch=32k hardware=a100-80g gpus=8": (612, 1317),
 }
-"""What users of open_clip see in images/s per GPU, by three quarters for the fourth pass; of B/16 what we measured."""
+"""Images/s per GPU, by three quarters for the fourth pass: what users of open_clip see, and since B/16 what we measured
+in plain steps on an H100 (2,950 to 3,271 of B/16, 800 to 856 of L/14), which is 1.65 to 3.2 times as fast as an A100.
+SigLIP's B/16 has 1.13 times the operations of CLIP's."""
 
 
 def test_a_model_that_is_smaller_than_all_that_are_known_has_no_speed() -> None:
@@ -141,11 +143,11 @@ def test_a_model_that_is_smaller_than_all_that_are_known_has_no_speed() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [pytest.param(w, marks=[] if "b32" in w else pytest.mark.slow) for w in OPEN_CLIP], ids=lambda w: w[:14]
+    "words", [pytest.param(w, marks=[] if "b32" in w else pytest.mark.slow) for w in CACHED], ids=lambda w: w[:14]
 )
-def test_the_speed_of_a_cached_step_is_what_users_of_open_clip_would_see(words: str) -> None:
+def test_the_speed_of_a_cached_step_follows_what_was_measured_of_plain_ones(words: str) -> None:
     result = plan(settings(*words.split(), "cache.keep=none"), search=False)
-    low, high = OPEN_CLIP[words]
+    low, high = CACHED[words]
     rate = result["time"]["samples_per_s"] / (result["gpus"] * result["nodes"])
     assert low <= rate <= high
     assert result["time"]["plain_samples_per_s"] == pytest.approx(4 / 3 * result["time"]["samples_per_s"], rel=0.05)
