@@ -83,7 +83,6 @@ def check_fits(saved: Saved | None, run: Path, config: TrainConfig, samples_befo
         ("batch", saved.batch, config.batch),
         ("model.name", model["name"], config.model.name),
         ("model.architecture", model["architecture"], config.model.architecture),
-        ("model.lora", model.get("lora", 0), config.model.lora),
         ("optim.name", saved.optimizer_name, config.optim.name),
     ):
         if trained != now:

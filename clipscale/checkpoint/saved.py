@@ -25,11 +25,9 @@ class Saved:
     loss: float = math.nan
     """Of the last step."""
     model: Record = field(default_factory=dict)
-    """Weights by name; of a run with adapters the trained ones alone."""
+    """Weights by name."""
     model_config: Record = field(default_factory=dict)
     """The settings of the model."""
-    frozen: list[str] | None = None
-    """Digests of the towers' frozen weights, for a run with adapters."""
     optimizer: Record = field(default_factory=dict)
     """Its `state` and its `param_groups`, by the parameters' names."""
     optimizer_name: str = ""

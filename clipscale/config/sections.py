@@ -240,9 +240,6 @@ class ModelConfig:
     )
     image: TowerConfig = field(default_factory=TowerConfig)
     text: TowerConfig = field(default_factory=TowerConfig)
-    lora: int = setting(
-        0, "Rank of low-rank adapters on both towers' blocks, which alone train, and the last groups; 0: none.", least=0
-    )
     image_size: int | None = setting(None, "Side in pixels, a multiple of the patch; null: the model's own.", least=1)
     context_length: int | None = setting(
         None,
@@ -270,6 +267,11 @@ class ModelConfig:
         "How pictures are prepared, as open_clip's preprocess_cfg: mean, std, resize_mode (shortest, squash, longest), "
         "interpolation (bicubic, bilinear); empty: as for the weights, else as CLIP's.",
     )
+
+    @staticmethod
+    def of(values: Record) -> "ModelConfig":
+        """The settings in a checkpoint; one of an earlier version has `lora`. Raises UserError."""
+        return typed(ModelConfig, {name: value for name, value in values.items() if (name, value) != ("lora", 0)})
 
     @property
     def pixels(self) -> Preprocess:

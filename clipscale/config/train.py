@@ -123,7 +123,6 @@ def check_sigmoid(config: TrainConfig) -> None:
 def check(config: TrainConfig) -> None:
     """Raise UserError for the first mistake that spans sections; what lies in one is checked by it."""
     check_pairs(config)
-    lora = config.model.lora
     if re.match(r"[a-z][a-z0-9+.-]+:/", config.run, re.IGNORECASE):
         raise UserError(
             f"run={config.run}: a run's folder is a path and no address; give run=NAME, and copy runs/NAME with a tool "
@@ -141,10 +140,6 @@ def check(config: TrainConfig) -> None:
     width = (config.model.architecture or model_description(config.model.name)).get("embed_dim", math.inf)
     if any(size >= width for size in config.loss.sizes):
         raise UserError(f"loss.sizes={config.loss.sizes}: the features of this model have {width} numbers; give fewer")
-    if lora and not config.model.weights:
-        raise UserError(f"model.lora={lora}: a checkpoint has adapters only; give what they adapt, model.weights=...")
-    if lora and config.launch.parallel != "ddp":
-        raise UserError(f"model.lora={lora}: not with launch.parallel={config.launch.parallel}; take ddp")
     total_samples(config.stages, config.samples, config.epochs)
     procs = config.launch.procs
     for stage in stages_of(config):
@@ -202,9 +197,9 @@ def warnings(config: TrainConfig) -> list[str]:
     """Warnings about settings that are allowed but probably not intended, a line each."""
     if config.model.image.groups == 0 and not (config.model.weights or config.model.image.weights):
         return ["model.image.train=none locks a tower of random weights; give model.image.weights=PATH"]
-    whole = not config.model.lora and None in (config.model.image.groups, config.model.text.groups)
+    whole = None in (config.model.image.groups, config.model.text.groups)
     if config.model.weights and config.optim.name == "adamw" and config.optim.lr >= PRETRAINING_LR:
-        rate = "1e-6 to 1e-5 for whole towers" if whole else "about 1e-4 for adapters and the last layers"
+        rate = "1e-6 to 1e-5 for whole towers" if whole else "about 1e-4 for the last layers"
         return [
             f"optim.lr={config.optim.lr:g} is a rate of pretraining, and the run begins with weights; usual is {rate}"
         ]

@@ -1,6 +1,6 @@
 """What the trainer knows of each family of encoders. A new family is one entry of FAMILIES.
 
-`shorter` and `adapters` name what a family has of its own; all else works for any encoder of open_clip.
+What an entry leaves open works for any encoder of open_clip.
 """
 
 from collections.abc import Callable
@@ -8,13 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from open_clip.hf_model import HFTextEncoder
-from open_clip.timm_model import TimmModel
 from open_clip.transformer import TextTransformer, VisionTransformer
-from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
 from torch import nn
 
 from clipscale.common.record import Record
-from clipscale.models.lean import LeanText, LeanVision, lean
+from clipscale.models.lean import LeanText, lean
 
 GROUPS: Record = {
     "stem": r"conv|bn|(?:class|positional|token)_embedding|cls_emb|ln_pre|transformer\.(?:embed|shared|layernorm_emb)",
@@ -35,8 +33,6 @@ class Family:
     """The class of open_clip's that its encoders have."""
     shorter: Callable[[Any], nn.Module] = lambda encoder: encoder
     """The encoder with a shorter forward pass, which computes the same."""
-    adapters: Callable[[Any], bool] = lambda encoder: False
-    """Whether low-rank adapters fit an encoder: whether its blocks compute by linear layers that peft can replace."""
     cuts_captions: Callable[[Any], bool] = lambda encoder: False
     """Whether a caption's feature stays the same without its padding, so that a run may order captions by length and
     cut them."""
@@ -49,20 +45,10 @@ def _cuts_captions(encoder: TextTransformer) -> bool:
 
 
 FAMILIES = (
-    Family(
-        VisionTransformer,
-        shorter=lean,
-        adapters=lambda encoder: isinstance(encoder, LeanVision),
-    ),
-    Family(
-        TextTransformer,
-        shorter=lean,
-        adapters=lambda encoder: isinstance(encoder, LeanText),
-        cuts_captions=_cuts_captions,
-    ),
-    Family(TimmModel, adapters=lambda encoder: isinstance(encoder.trunk, TimmVisionTransformer)),
+    Family(VisionTransformer, shorter=lean),
+    Family(TextTransformer, shorter=lean, cuts_captions=_cuts_captions),
     # open_clip masks the padding in attention and in every pooler.
-    Family(HFTextEncoder, adapters=lambda encoder: True, cuts_captions=lambda encoder: True),
+    Family(HFTextEncoder, cuts_captions=lambda encoder: True),
 )
 OTHER = Family()
 

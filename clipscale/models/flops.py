@@ -24,8 +24,8 @@ class PassFlops(NamedTuple):
 
 
 def trained_of(encoder: nn.Module) -> set[str]:
-    """The parameters of a built encoder that train, and its low-rank adapters, by open_clip's names."""
-    return {name.replace(".base_layer", "") for name, p in encoder.named_parameters() if p.requires_grad}
+    """The parameters of a built encoder that train, by open_clip's names."""
+    return {name for name, p in encoder.named_parameters() if p.requires_grad}
 
 
 def image_flops(config: ModelConfig, trained: Set[str] = frozenset()) -> PassFlops:
@@ -67,11 +67,8 @@ def _encoders(model: str) -> Any:
 
 
 def _count(encoder: nn.Module, inputs: Tensor, trained: Set[str]) -> PassFlops:
-    adapted = {name.partition(".lora_")[0] for name in trained if ".lora_" in name}
     for name, p in encoder.named_parameters():
-        layer, _, last = name.rpartition(".")
-        # An adapter, like a bias, needs the gradient of its layer's output. Its own products are few: not counted.
-        p.requires_grad_(name in trained or (layer in adapted and last.endswith("bias")))
+        p.requires_grad_(name in trained)
     with ProductCounter() as counter, torch.enable_grad():
         encoder(inputs)
     return PassFlops(counter.forward, counter.backward)

@@ -29,7 +29,7 @@ def layer_groups(encoder: nn.Module, tower: str) -> list[list[str]]:
     if len(groups) < 3:  # no blocks between what embeds the input and the heads
         raise UserError(
             f"model.{tower}: the blocks of {type(encoder).__name__} are not known, so it has no layer groups; take "
-            "layer_decay=1, train=all or none, and lora=0"
+            "layer_decay=1, and train=all or none"
         )
     return [groups[i] for i in range(len(groups))]
 
@@ -44,7 +44,7 @@ def rate_factors(encoder: nn.Module, tower: str, config: TowerConfig) -> dict[st
 
 
 def lock(encoder: nn.Module, tower: str, unlocked: int) -> None:
-    """Freeze all but the last `unlocked` groups and adapters. Raises UserError where there are fewer groups."""
+    """Freeze all but the last `unlocked` groups. Raises UserError where there are fewer groups."""
     groups = layer_groups(encoder, tower) if unlocked else [[name for name, _ in encoder.named_parameters()]]
     if unlocked > len(groups):
         raise UserError(
@@ -52,4 +52,4 @@ def lock(encoder: nn.Module, tower: str, unlocked: int) -> None:
         )
     for group in groups[: len(groups) - unlocked]:
         for name in group:
-            encoder.get_parameter(name).requires_grad_(".lora_" in name)
+            encoder.get_parameter(name).requires_grad_(False)

@@ -77,26 +77,18 @@ class LeanBlock(Successor, ResidualAttentionBlock):
         else:
             attended = self.attend_from(y, position, causal)
             x = token(x, position)
-        x = x + self.ls_1(self.out_proj(attended))
+        x = x + self.ls_1(self.attn.out_proj(attended))
         return x + self.ls_2(self.mlp(self.ln_2(x)))
-
-    def in_proj(self) -> tuple[Tensor, Tensor]:
-        """Weight and bias of queries, keys and values."""
-        return self.attn.in_proj_weight, self.attn.in_proj_bias
-
-    def out_proj(self, x: Tensor) -> Tensor:
-        """The attention's last linear layer."""
-        return self.attn.out_proj(x)
 
     def attend(self, y: Tensor, causal: bool) -> Tensor:
         """Attention from every token (N, T, W), before the output's projection."""
-        q, k, v = self.heads(F.linear(y, *self.in_proj()), 3)
+        q, k, v = self.heads(F.linear(y, self.attn.in_proj_weight, self.attn.in_proj_bias), 3)
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).reshape(y.shape)
 
     def attend_from(self, y: Tensor, position: Position, causal: bool) -> Tensor:
         """Attention from one token of each sample to all, or to those up to it: (N, W)."""
         samples, length, width = y.shape
-        weights, biases = (p.split([width, 2 * width]) for p in self.in_proj())
+        weights, biases = (p.split([width, 2 * width]) for p in (self.attn.in_proj_weight, self.attn.in_proj_bias))
         mask = None
         if causal and isinstance(position, int):
             y = y[:, : position % length + 1]

@@ -207,9 +207,7 @@ def _in_run(folder: Path, origin: str) -> Source:
     if (folder / "checkpoints").is_dir():
         folder = locate(folder, "latest")
     with files.reported(f"{origin}: damaged checkpoint", folder, "give another one of the run"):
-        trained = typed(ModelConfig, files.read_json(folder / META)["meta"]["values"]["model_config"])
-    if trained.lora:
-        raise UserError(f"{origin}: a checkpoint of adapters alone; give the folder of `clipscale export run=...`")
+        trained = ModelConfig.of(files.read_json(folder / META)["meta"]["values"]["model_config"])
     return Source(origin, folder, model=trained)
 
 

@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,10 +24,8 @@ from clipscale import checkpoint
 from clipscale.common.errors import UserError, first_line
 from clipscale.common.record import Record
 from clipscale.common.units import nearest
-from clipscale.config.parse import typed
 from clipscale.config.sections import ModelConfig
 from clipscale.data.eval_transform import EvalTransform
-from clipscale.models import lora
 from clipscale.models.families import family_of
 from clipscale.models.groups import lock, rate_factors
 from clipscale.models.lean import embed_patches_by_product
@@ -54,14 +51,12 @@ class Tower(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         return unit_rows(self.encoder(self.prepared(inputs)))
 
-    def digest(self, *, frozen: bool = False) -> str:
-        """A digest of the weights, names and values, on any device; of the `frozen` ones alone."""
+    def digest(self) -> str:
+        """A digest of the weights, names and values, on any device."""
         digest = hashlib.blake2b(digest_size=16)
-        state = self.state_dict()
-        names = [name for name, p in self.named_parameters() if not p.requires_grad] if frozen else list(state)
-        for name in sorted(names):
+        for name, value in sorted(self.state_dict().items()):
             digest.update(name.encode())
-            digest.update(state[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
 
@@ -278,34 +273,26 @@ def build_model(config: ModelConfig, *, lean: bool = True, tokenizer: Tokenizer 
     tokenizer = tokenizer or tokenizer_of(config.name, description["text_cfg"])
     model = ClipModel(encoders, description["embed_dim"], config, tokenizer)
     for name, tower, settings in (("image", model.image, config.image), ("text", model.text, config.text)):
-        unlocked = settings.groups
-        if config.lora and settings.train != "none":
-            unlocked = unlocked or 0
-            lora.add(tower.encoder, name, config.lora, unlocked)
-        if unlocked is not None:
-            lock(tower.encoder, name, unlocked)
+        if settings.groups is not None:
+            lock(tower.encoder, name, settings.groups)
     return model.train()
 
 
 def load_model(run: Path, which: str = "latest", weights: str = "trained") -> tuple[ClipModel, ModelConfig, int]:
     """The trained model of a run, in evaluation mode on the CPU, its settings, and the step of its checkpoint.
 
-    `which` is `latest`, a step number, or a path; `weights` is `trained` or `ema`, their moving average. Adapters are
-    merged. Raises UserError where there is no such checkpoint or average.
+    `which` is `latest`, a step number, or a path; `weights` is `trained` or `ema`, their moving average. Raises
+    UserError where there is no such checkpoint or average.
     """
     path = checkpoint.locate(run, which)
     state = checkpoint.load(path, parts=("model", "ema"))
     if weights == "ema" and not state.ema:
         raise UserError(f"weights=ema: {path} holds no average; take weights=trained, or train with ema=0.9999")
-    config = typed(ModelConfig, state.model_config)
-    model = build_model(config if config.lora else without_weights(config))
-    if config.lora and [tower.digest(frozen=True) for tower in (model.image, model.text)] != state.frozen:
-        raise UserError(f"model.weights={config.weights}: not the weights any more that {path} adapts")
-    trained = state.model | (state.ema["weights"] if state.ema and weights == "ema" else {})
-    model.load_state_dict(trained, strict=not config.lora)
-    lora.merge(model.image.encoder)
-    lora.merge(model.text.encoder)
-    return model.eval(), replace(without_weights(config), lora=0), state.step
+    config = ModelConfig.of(state.model_config)
+    config = without_weights(config)
+    model = build_model(config)
+    model.load_state_dict(state.model | (state.ema["weights"] if state.ema and weights == "ema" else {}))
+    return model.eval(), config, state.step
 
 
 def fit_positions(weights: Record, model: ClipModel) -> list[str]:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from clipscale import checkpoint
 from clipscale.common.errors import UserError, one_line
 from clipscale.common.record import Record
-from clipscale.config.parse import typed
 from clipscale.config.sections import ModelConfig
 from clipscale.models.renamed import Weights, of_transformers
 from clipscale.models.shapes import unwrapped
@@ -36,7 +35,7 @@ def described(config: ModelConfig, saved: checkpoint.Saved | None = None) -> Mod
     image tower's weights, else of the whole model's. Raises UserError.
     """
     if saved is not None:
-        trained = typed(ModelConfig, saved.model_config)
+        trained = ModelConfig.of(saved.model_config)
         named = config if config.name else replace(config, name=trained.name, architecture=trained.architecture)
         return replace(
             named,

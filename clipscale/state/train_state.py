@@ -37,18 +37,13 @@ class TrainState:
     model: ClipModel
     step: TrainStep
     chunks: ChunkSizes
-    frozen: list[str] | None
-    """Digests of the weights that adapters adapt, which checkpoints leave out; None: without adapters."""
 
     def saved(self) -> Record:
         """Fields of `Saved`, sharded where the weights are. Its tensors change with the next step."""
         step = self.step
         optimizer = get_optimizer_state_dict(self.model, step.optimizer)
         return {
-            "model": get_model_state_dict(
-                self.model, options=StateDictOptions(ignore_frozen_params=self.frozen is not None)
-            ),
-            "frozen": self.frozen,
+            "model": get_model_state_dict(self.model),
             "model_config": asdict(self.config.model),
             "optimizer": {"state": optimizer["state"], "param_groups": optimizer["param_groups"]},
             "optimizer_name": self.config.optim.name,
@@ -85,9 +80,7 @@ class TrainState:
             replicate_state(optimizer)
         for group, settings in zip(optimizer.param_groups, groups):  # these settings, which may have changed
             group.update({key: value for key, value in settings.items() if key != "params"})
-        if not stage and saved.frozen != self.frozen:  # a stage's may have other positions
-            raise UserError("model.weights: not the weights that the checkpoint's adapters were trained on")
-        set_model_state_dict(self.model, saved.model, options=StateDictOptions(strict=self.frozen is None))
+        set_model_state_dict(self.model, saved.model)
         if scaler and saved.scaler:
             scaler.load_state_dict(saved.scaler)
         if average:
@@ -102,7 +95,7 @@ def least_saved_bytes(config: TrainConfig) -> int:
     sizes = [
         sum(p.nbytes for p in tower.parameters()) * (copies if part.groups is None else 0.5) for tower, part in towers
     ]
-    return 0 if config.model.lora else int(sum(sizes))
+    return int(sum(sizes))
 
 
 def build_state(
@@ -119,7 +112,6 @@ def build_state(
 
     `sorts`: as of TrainStep. `chunks`: None: as `agreed_chunk_sizes` finds them, with the checkpoint's (`earlier`).
     """
-    frozen = [tower.digest(frozen=True) for tower in (model.image, model.text)] if config.model.lora else None
     precision = Precision(config.precision, world.device)
     towers = (model.image, model.text)
     for tower in towers:
@@ -146,7 +138,7 @@ def build_state(
         keep=KeepBudget(config.cache.keep, world),
         sorts=sorts,
     )
-    return TrainState(config, model, step, chunks, frozen)
+    return TrainState(config, model, step, chunks)
 
 
 def found_chunk_sizes(

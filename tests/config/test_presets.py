@@ -29,7 +29,7 @@ def composed(*overrides: str) -> TrainConfig:
 
 
 RECIPES = yaml.safe_load(Path(__file__).with_name("recipes.yaml").read_text(encoding="utf-8"))
-OWN = {"demo", "finetune", "finetune-lora", "finetune-head"}
+OWN = {"demo", "finetune", "finetune-head"}
 """They have no source, and name no score."""
 
 

@@ -24,6 +24,9 @@ def config(**changes: Any) -> TrainConfig:
     return replace(TrainConfig(samples=1000, data=DataConfig(train=["x.tar"])), **changes)
 
 
+LAST = TowerConfig(train="1")
+
+
 def test_a_locked_tower_of_random_weights_gives_a_warning() -> None:
     assert warnings(config()) == []
     assert warnings(config(model=ModelConfig(image=TowerConfig("vit.pt", train="none")))) == []
@@ -35,7 +38,11 @@ def test_a_locked_tower_of_random_weights_gives_a_warning() -> None:
     ("model", "optim", "rate"),
     [
         (ModelConfig(weights="openai"), OptimConfig(lr=5e-4), "1e-6 to 1e-5"),
-        (ModelConfig(weights="openai", lora=4), OptimConfig(lr=1e-3), "1e-4"),
+        (
+            ModelConfig(weights="openai", image=LAST, text=LAST),
+            OptimConfig(lr=1e-3),
+            "1e-4",
+        ),
         (ModelConfig(weights="openai"), OptimConfig(lr=1e-5), ""),
         (ModelConfig(), OptimConfig(lr=1e-3), ""),
         (ModelConfig(image=TowerConfig("vit.pt", train="none")), OptimConfig(lr=1e-3), ""),
