@@ -60,6 +60,7 @@ CASES = {
 }
 
 
+@pytest.mark.timeout(1200)  # ViT-B/32 on two busy cores
 @pytest.mark.parametrize("name", ["float32", *(pytest.param(name, marks=pytest.mark.slow) for name in list(CASES)[1:])])
 def test_every_phase_takes_the_predicted_memory(name: str) -> None:
     config = settings(**CASES[name])
