@@ -88,14 +88,12 @@ class TrainState:
 
 
 def least_saved_bytes(config: TrainConfig) -> int:
-    """Bytes of a checkpoint, at least: what other optimizers keep, and a frozen tower's type, are not known before."""
-    encoders = unbuilt_encoders(config.model)
-    copies = 1 + bool(config.ema) + MOMENTS.get(config.optim.name, 0)
-    towers = (encoders.visual, config.model.image), (encoders.text, config.model.text)
-    sizes = [
-        sum(p.nbytes for p in tower.parameters()) * (copies if part.groups is None else 0.5) for tower, part in towers
-    ]
-    return int(sum(sizes))
+    """Bytes of a checkpoint, at least: what other optimizers keep, and what a frozen tower takes, are not known before
+    the run."""
+    encoders, model = unbuilt_encoders(config.model), config.model
+    towers = (encoders.visual, model.image), (encoders.text, model.text)
+    trained = sum(p.nbytes for tower, part in towers if part.groups is None for p in tower.parameters())
+    return 0 if model.lora else trained * (1 + bool(config.ema) + MOMENTS.get(config.optim.name, 0))
 
 
 def build_state(

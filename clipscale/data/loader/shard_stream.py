@@ -184,7 +184,7 @@ class BatchFiller:
         self._spec = spec
         self._arena = arena
         self._tick = tick
-        store = Store(self.counts, tick)
+        store = Store(self.counts, tick, spec.config.timeout_s)
         self.streams = {stream: ShardStream(spec, stream, store, begin) for stream in spec.streams}
 
     def fill(self, step: int) -> Iterator[Report]:

@@ -132,8 +132,9 @@ def read_shard(
     no key.
     """
     archive: Archive | None = None
+    store = store or Store()
     try:
-        source, state = (store or Store()).open(url)
+        source, state = store.open(url)
         with closing(source):
             stream, can_seek = unpacked(source)
             archive = Archive(stream, can_seek)
@@ -142,9 +143,8 @@ def read_shard(
             samples = archive.samples()
             number = 0
             end = 0
-            while True:
-                if starts and number == len(starts) - 1:
-                    break
+            while not starts or number < len(starts) - 1:
+                store.begin_sample()
                 if starts and not want(number):
                     yield RawSample(url, "", number, {}, extent=starts[number + 1] - starts[number])
                     number += 1

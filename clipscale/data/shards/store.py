@@ -7,6 +7,7 @@ mix.
 
 import asyncio
 import io
+import math
 import os
 import random
 import re
@@ -68,10 +69,19 @@ BUFFER = 1 << 17
 class Store:
     """Opens shards for one reader."""
 
-    def __init__(self, counts: Counter[str] | None = None, tick: Callable[[], None] = lambda: None) -> None:
-        """`counts` receives faults that cost no sample. `tick` is called during waits and may raise to end them."""
+    def __init__(
+        self, counts: Counter[str] | None = None, tick: Callable[[], None] = lambda: None, limit_s: float = math.inf
+    ) -> None:
+        """`counts` receives faults that cost no sample. `tick` is called during waits and may raise to end them.
+        `limit_s`: a server's time for a sample."""
         self.tick = tick
+        self.limit_s = limit_s
+        self.begin_sample()
         self.counts = Counter() if counts is None else counts
+
+    def begin_sample(self) -> None:
+        """A server that sends and sends, and no sample, has its time from now on."""
+        self.until = time.monotonic() + self.limit_s
 
     def open(self, url: str) -> tuple[Any, State]:
         """The shard's bytes as a seekable file, which the caller closes, and its state.
@@ -80,6 +90,7 @@ class Store:
         """
         if is_local(url):
             return Path(url).open("rb", BUFFER), self.state(url)
+        self.begin_sample()
         remote = RemoteFile(url, self)
         return io.BufferedReader(remote, BUFFER), remote.state
 
@@ -117,6 +128,8 @@ def fetch(store: Store, url: str, start: int, stop: int, request: Request | None
     """
     failures = 0
     while True:
+        if time.monotonic() > store.until:
+            raise SourceError("unreachable_shard", f"no sample within data.timeout_s={store.limit_s:g}")
         request = request or begin(url, start, stop)
         try:
             while not futures.wait([request], TICK_S).done:

@@ -1,6 +1,7 @@
 """Remote shards are read like local ones, over any network: faults are retried and counted, changes are noticed."""
 
 import re
+import tarfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -93,6 +94,16 @@ def test_a_server_that_stays_away_ends_in_one_line(
     samples, problem, counts = read(f"{web.url}/{path.name}")
     assert not samples and problem.reason == "unreachable_shard" and counts.total() == 3, (problem, counts)
     assert re.search(f"3 requests failed, the last: {last}", problem.detail) and "\n" not in problem.detail
+
+
+def test_a_server_that_sends_no_sample_has_a_time(tmp_path: Path, web: Web) -> None:
+    """Folders without end, a little at a time: each answer is progress."""
+    (tmp_path / "0.tar").write_bytes(5000 * tarfile.TarInfo("folder/").tobuf())
+    web.faults = lambda number, _: "slow"
+    begun, problem = time.monotonic(), ReadProblem()
+    assert not [*read_shard(f"{web.url}/0.tar", problem, store=Store(limit_s=0.5))]
+    assert problem.reason == "unreachable_shard" and "no sample within data.timeout_s=0.5" in problem.detail
+    assert time.monotonic() - begun < 5
 
 
 def test_a_storage_that_stays_away_ends_the_run_soon(tmp_path: Path, web: Web) -> None:
