@@ -4,11 +4,8 @@ open_clip and Hugging Face's client ask twelve times, for a minute and a half.
 """
 
 import os
-import socket
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from clipscale.common.errors import UserError
 from clipscale.config.libraries import model_description, pretrained
@@ -20,13 +17,25 @@ PATIENCE_S = 3.0
 
 def check_connection(model: ModelConfig) -> None:
     """Raise UserError for weights and tokenizers that are not in the cache, if their server has no answer."""
-    server = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    for repository in repositories(model):
-        if not cached(repository) and not reached(server):
-            raise UserError(
-                f"{repository} is not on this machine, and cannot be fetched: {server} has no answer; download it "
-                "elsewhere, and give model.weights=FOLDER, or copy Hugging Face's cache"
-            )
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    server = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+    for repository in filter(None, repositories(model)):
+        try:
+            snapshot_download(repository, local_files_only=True)
+        except LocalEntryNotFoundError:
+            try:
+                server.model_info(repository, timeout=PATIENCE_S)
+            except HfHubHTTPError:  # an answer, which loading the weights explains
+                continue
+            except Exception as error:  # of whichever library connects
+                raise UserError(
+                    f"{repository} is not on this machine, and cannot be fetched: {server.endpoint} has no answer; "
+                    "download it elsewhere, and give model.weights=FOLDER, or copy Hugging Face's cache"
+                ) from error
+        except HFValidationError as error:
+            raise UserError(f"{repository} is no repository of Hugging Face ({error})") from error
 
 
 def repositories(model: ModelConfig) -> Iterator[str]:
@@ -39,25 +48,3 @@ def repositories(model: ModelConfig) -> Iterator[str]:
     tokenizer = text.get("hf_tokenizer_name", "")
     if tokenizer and not Path(tokenizer).is_dir():
         yield tokenizer
-
-
-def reached(server: str) -> bool:
-    """Whether a server can be connected to; True where a proxy would know."""
-    address = urlsplit(server)
-    try:
-        if not getproxies():
-            port = address.port or socket.getservbyname(address.scheme)
-            socket.create_connection((address.hostname or "", port), PATIENCE_S).close()
-    except OSError:
-        return False
-    return True
-
-
-def cached(repository: str) -> bool:
-    """Whether Hugging Face's cache has files of a repository; True for none."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        return not repository or bool(snapshot_download(repository, local_files_only=True))
-    except (OSError, ValueError):  # or no name of a repository
-        return False

@@ -124,6 +124,7 @@ WRONG = {
     "model.weights=laion2b_s34b_b79": "no tag of model.name=ViT-B-32; did you mean 'laion2b_s34b_b79k'",
     "model.weights=laion2b_s34b_b79k": "b79K is not on this machine, and cannot be fetched: http://127.0.0.1:9 has",
     "model.weights=hf-hub:org/none": "org/none is not on this machine",
+    "model.weights=hf-hub:a/b/c": "a/b/c is no repository",
     "model=siglip-b16": "timm/ViT-B-16-SigLIP is not on this machine",
     "model.image.weights=empty": "holds no weights",
     "model=vit-b32 model.weights=start": "is small",
