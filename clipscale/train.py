@@ -33,7 +33,7 @@ from clipscale.log.step_record import StepRecords
 from clipscale.log.table import print_results, with_start
 from clipscale.models.flops import Flops
 from clipscale.models.towers import ClipModel
-from clipscale.state.start import Resolved, begin, resolve
+from clipscale.state.start import Resolved, build, resolve
 from clipscale.state.train_state import TrainState, least_saved_bytes
 from clipscale.step.compiled import compile_towers, try_compiled, worth_compiling
 from clipscale.step.optim import Schedule
@@ -75,7 +75,7 @@ def start_run(config: TrainConfig, world: World, lock: RunLock | None = None) ->
     check_sets(config.eval, world)
     resolved = resolve(config, world)
     with ExitStack() as undo:
-        state, stream = begin(resolved, world)
+        state, stream = build(resolved, world)
         undo.callback(stream.close)
         stream.defer_failures()
         schedule = schedule_of(resolved, stream)
@@ -226,8 +226,8 @@ class Run:
             doing(f"step {number}, the first of this start")
         self.stream.waited_s()  # of the step alone, of which waiting is a share
         _, seconds = self.config.checkpoint.interval
-        late = self.world.main and 0 < seconds < time.monotonic() - self.saved_at
-        done = step.run(batch, self.stream, number, save=late, before_chunk=self.before_chunk())
+        overdue = self.world.main and 0 < seconds < time.monotonic() - self.saved_at
+        done = step.run(batch, self.stream, number, save=overdue, before_chunk=self.before_chunk())
         self.loss = done.loss
         record = {
             "step": number,

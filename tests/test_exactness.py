@@ -158,7 +158,7 @@ def cut_up(case: Case, rank: int) -> Answer:
     texts = rows_of(tokens, case)
     if case.captions == "sorted":
         texts = sorted_captions(case, tokens)
-        texts.split(world.highest(texts.cut(case.chunks[1]))[0])
+        texts.split(world.highest(texts.make_chunks(case.chunks[1]))[0])
         if world.size > 1:
             assert len(set(world.gather(len(texts.spans(case.chunks[1]))))) == 1, "FSDP2 needs equally many chunks"
     if case.keep:  # the first step measures graphs
@@ -179,7 +179,7 @@ def sorted_captions(case: Case, tokens: Tensor) -> SortedCaptions:
         torch.device("cpu"),
         resident=case.offload == "none",
     )
-    captions.cut(case.chunks[1])
+    captions.make_chunks(case.chunks[1])
     return captions
 
 

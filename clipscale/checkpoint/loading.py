@@ -179,12 +179,12 @@ def load(
     path: Path,
     *,
     verified: bool = False,
-    parts: Collection[str] | None = None,
+    entries: Collection[str] | None = None,
     like: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Saved:
     """A checkpoint on the CPU. Executes no pickled code.
 
-    `verified`: its checksums have been verified. `parts`: read no tensors but those of these top-level entries.
+    `verified`: its checksums have been verified. `entries`: read the tensors of these top-level entries alone.
     `like`: parameters by name. What is stored of a sharded one is sharded as the parameter is, and each rank reads its
     own shards. All else is whole.
 
@@ -198,7 +198,7 @@ def load(
     tensors: Record = {}
     for name, stored in reader.read_metadata().state_dict_metadata.items():
         keys = name.split(SEPARATOR)
-        if parts is None or keys[0] in parts:
+        if entries is None or keys[0] in entries:
             assert isinstance(stored, TensorStorageMetadata)
             parameter = next((like[key] for key in keys if key in like), None)
             dtype = stored.properties.dtype

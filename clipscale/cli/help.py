@@ -50,7 +50,7 @@ def show_verb(name: str) -> None:
     describe([*top, *(declared[key] for key in verb.often.split())])
     if sections := nested(verb.settings):
         print(f"\nSections: `clipscale {name} --help SECTION` lists their keys, `--help KEY` explains one")
-        columns((f"{section}.", summary(of)) for section, of in sections.items())
+        columns((f"{section}.", summary(config)) for section, config in sections.items())
     if chosen := default_choices(verb.conf):
         print("\nGroups: named sets of values, from conf/ (* the default)")
         options = group_options()
@@ -67,7 +67,9 @@ def show_section(name: str, section: str) -> None:
     """One setting; or all keys of a section, and the presets of the group of that name."""
     sections = nested(VERBS[name].settings)
     groups = default_choices(VERBS[name].conf)
-    meaning = dict.fromkeys(groups, "whole sets of settings") | {key: summary(of) for key, of in sections.items()}
+    meaning = dict.fromkeys(groups, "whole sets of settings") | {
+        key: summary(config) for key, config in sections.items()
+    }
     declared = settings_of(VERBS[name].settings)
     described = [setting for key, setting in declared.items() if f"{key}.".startswith(f"{section}.")]
     if not described and section not in meaning:

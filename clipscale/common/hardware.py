@@ -34,9 +34,9 @@ def cores() -> int:
 
 def cores_of_rank() -> int:
     """Cores that one rank may use. Slurm gives each task its own; otherwise the ranks of a machine share them."""
-    here = ranks.of_machine()
-    bound = "SLURM_PROCID" in os.environ and cores() * here <= (os.cpu_count() or 1)
-    return cores() if bound else max(1, cores() // here)
+    local_ranks = ranks.of_machine()
+    bound = "SLURM_PROCID" in os.environ and cores() * local_ranks <= (os.cpu_count() or 1)
+    return cores() if bound else max(1, cores() // local_ranks)
 
 
 @dataclass(frozen=True)

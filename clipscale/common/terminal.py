@@ -116,13 +116,13 @@ class Progress:
             self._shown = now
 
 
-def tracked(parts: Iterable[T], what: str, total: int) -> Iterator[T]:
+def tracked(items: Iterable[T], what: str, total: int) -> Iterator[T]:
     """The parts of long work one by one, with its progress. `what`: as in `writing shards`."""
     doing(what)
     progress = Progress()
     progress(what, 0, total)
-    for done, part in enumerate(parts, 1):
-        yield part
+    for done, item in enumerate(items, 1):
+        yield item
         progress(what, done, total)
 
 

@@ -68,9 +68,9 @@ def format_decimal(number: float) -> str:
 
 def format_bytes(count: float) -> str:
     """Bytes in the largest fitting unit: `512 B`, `19.5 MiB`, `2.34 GiB`."""
-    for unit, places in (("B", 0), ("KiB", 1), ("MiB", 1), ("GiB", 2)):
+    for unit, decimals in (("B", 0), ("KiB", 1), ("MiB", 1), ("GiB", 2)):
         if count < 1024:
-            return f"{count:.{places}f} {unit}"
+            return f"{count:.{decimals}f} {unit}"
         count /= 1024
     return f"{count:.2f} TiB"
 
@@ -85,7 +85,7 @@ BRACKETS = {"{": "}", "[": "]", "(": ")", "'": "'", '"': '"'}
 
 def split(text: str) -> list[str]:
     """Split at commas outside braces, brackets and quotes, which may stand inside each other."""
-    parts = [""]
+    words = [""]
     closing: list[str] = []
     for at, character in enumerate(text, 1):
         if closing and character == closing[-1]:
@@ -93,10 +93,10 @@ def split(text: str) -> list[str]:
         elif character in BRACKETS and closing[-1:] not in (["'"], ['"']) and BRACKETS[character] in text[at:]:
             closing.append(BRACKETS[character])
         if character == "," and not closing:
-            parts.append("")
+            words.append("")
         else:
-            parts[-1] += character
-    return [part.strip() for part in parts if part.strip()]
+            words[-1] += character
+    return [part.strip() for part in words if part.strip()]
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -30,10 +30,10 @@ SUITES = ("none", *files.read_yaml(PACKAGE / "eval/sets/known.yaml")["suites"])
 
 def steps_of(setting: str, text: str) -> tuple[str, str, str]:
     """A number of steps; or a count and its unit, `%` of the run or `ep`, epochs. Raises UserError for other texts."""
-    parts = re.fullmatch(r"(\d+)|(\d*\.?\d+)(%|ep)", text)
-    if not parts:
+    match = re.fullmatch(r"(\d+)|(\d*\.?\d+)(%|ep)", text)
+    if not match:
         raise UserError(f"{setting}={text!r}: give steps (2000), a share (5%) or epochs (0.5ep)")
-    return parts[1], parts[2], parts[3]
+    return match[1], match[2], match[3]
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class CheckpointConfig:
     @property
     def interval(self) -> tuple[int, float]:
         """Steps and seconds between checkpoints; 0: none by these. Raises UserError."""
-        parts = re.fullmatch(r"(\d+)([mh]?)", self.every)
-        if not parts:
+        match = re.fullmatch(r"(\d+)([mh]?)", self.every)
+        if not match:
             raise UserError(f"checkpoint.every={self.every}: give minutes (30m), hours (2h) or steps (500)")
-        count, unit = int(parts[1]), parts[2]
+        count, unit = int(match[1]), match[2]
         return (0, float(UNITS[unit] * count)) if unit else (count, 0.0)
 
     def check(self) -> None:

@@ -17,14 +17,14 @@ SETTINGS = {
 
 def stages_of(config: T) -> list[T]:
     """The settings of each stage of a run (TrainConfig); without stages, those of the run."""
-    parts = []
+    by_stage = []
     for stage in config.stages:  # type: ignore[attr-defined]
-        part = config
+        settings = config
         for key, value in stage.items():
             if key in SETTINGS:
-                part = changed(part, SETTINGS[key], value)
-        parts.append(part)
-    return parts or [config]
+                settings = changed(settings, SETTINGS[key], value)
+        by_stage.append(settings)
+    return by_stage or [config]
 
 
 def changed(config: Any, name: str, value: Any) -> Any:

@@ -274,8 +274,8 @@ class TrainTransform:
         picture = Picture(data)
         left, top, right, bottom = random_box(picture.width, picture.height, self.scale, self.ratio, rng)
         flipped = self.flip > 0 and rng.uniform() < self.flip
-        cut = picture.decode()[top:bottom, left:right]
-        image, size = torch.from_numpy(cut).permute(2, 0, 1), (self.side, self.side)
+        crop = picture.decode()[top:bottom, left:right]
+        image, size = torch.from_numpy(crop).permute(2, 0, 1), (self.side, self.side)
         if image.shape[1:] != size:
             image = torch.nn.functional.interpolate(image[None], size=size, mode="bicubic", antialias=True)[0]
         pixels = image.numpy()

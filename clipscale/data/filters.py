@@ -68,8 +68,8 @@ class Selection:
                     fields = json_fields(sample.members.get("json", b"{}"))
                 _require(condition, fields.get(condition.name))
 
-    def key(self, sample: RawSample, caption: str, place: str) -> int:
-        """A signed 64-bit hash of what samples share; `place`: the sample's own.
+    def key(self, sample: RawSample, caption: str, own: str) -> int:
+        """A signed 64-bit hash of what samples share; `own`: names the sample itself.
 
         Captions are compared without regard to case and white space, a field's text or number without white space
         around it. A sample without it has a key of its own.
@@ -81,7 +81,7 @@ class Selection:
             with suppress(BrokenSampleError):
                 value = json_fields(sample.members["json"]).get(self.same)
         shared = isinstance(value, str | int | float) and str(value).strip() not in ("", "nan")
-        return hash64(f"same {str(value).strip()}" if shared else f"alone {place}") - (1 << 63)
+        return hash64(f"same {str(value).strip()}" if shared else f"alone {own}") - (1 << 63)
 
 
 def _require(condition: Condition, value: Any) -> None:

@@ -41,17 +41,17 @@ def _mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def key(*parts: int) -> int:
+def key(*numbers: int) -> int:
     """A 64-bit key from integers, by arithmetic of our own: a library's new generator changes no order."""
-    state = len(parts)
-    for part in parts:
-        state = _mix((state + _GOLDEN + (part & _MASK) * 0xD1342543DE82EF95) & _MASK)
+    state = len(numbers)
+    for number in numbers:
+        state = _mix((state + _GOLDEN + (number & _MASK) * 0xD1342543DE82EF95) & _MASK)
     return state
 
 
-def permutation(n: int, *parts: int) -> np.ndarray:
+def permutation(n: int, *numbers: int) -> np.ndarray:
     """A random order of 0..n-1 (int64), a pure function of the key `parts`."""
-    z = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(key(*parts))
+    z = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(key(*numbers))
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)  # `_mix` of all at once
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return np.argsort(z ^ (z >> np.uint64(31)), kind="stable")
@@ -60,8 +60,8 @@ def permutation(n: int, *parts: int) -> np.ndarray:
 class CounterRNG:
     """A counter-based generator of uniform random numbers (SplitMix64), one for every sample."""
 
-    def __init__(self, *parts: int) -> None:
-        self._state = key(*parts)
+    def __init__(self, *numbers: int) -> None:
+        self._state = key(*numbers)
 
     def uniform(self, low: float = 0.0, high: float = 1.0) -> float:
         """One number in [low, high)."""
@@ -100,7 +100,7 @@ class BatchShare:
         first = int(np.searchsorted(bounds, self.rank * self.samples, side="right")) - 1
         return range(first, int(np.searchsorted(bounds, (self.rank + 1) * self.samples, side="left")))
 
-    def places(self, stream: int, count: int) -> range:
+    def rows(self, stream: int, count: int) -> range:
         """The places that a stream fills, counted from the start of the rank's share. Places below 0 or from `samples`
         on are another rank's."""
         bounds = stream_bounds(self.batch, count) - self.rank * self.samples
@@ -159,10 +159,10 @@ class Epochs:
         at = int(np.searchsorted(ends, first, side="right"))
         while first < last:
             shard = int(shards[at])
-            begin = int(ends[at]) - self.counts[shard]
+            shard_start = int(ends[at]) - self.counts[shard]
             stop = min(last, int(ends[at]))
             if stop > first:
-                yield Segment(shard, epoch, first - begin, stop - begin, self.counts[shard])
+                yield Segment(shard, epoch, first - shard_start, stop - shard_start, self.counts[shard])
             first, at = stop, at + 1
 
     @cached_property
@@ -214,17 +214,17 @@ class Mixed:
     streams: int
     seed: int
 
-    def source(self, stream: int, place: int) -> int:
+    def source(self, stream: int, number: int) -> int:
         """The source of a stream's usable sample number `place`.
 
         Of every MIXED places, a source gets its share rounded down or up, in a random order. Points at equal distances
         fall into the sources' intervals of [0, 1). Their start moves by the golden ratio from one such block to the
         next, so that the shares are exact in the long run.
         """
-        return int(_mixed(self.weights, self.seed, stream, place // MIXED)[place % MIXED])
+        return int(_mixed(self.weights, self.seed, stream, number // MIXED)[number % MIXED])
 
     def within(self, source: int) -> Resampled:
-        shards = (shard for shard, of in enumerate(self.source_of) if of == source and self.counts[shard] != 0)
+        shards = (shard for shard, number in enumerate(self.source_of) if number == source and self.counts[shard] != 0)
         return Resampled(tuple(shards), self.counts, self.streams, key(self.seed, source))
 
     def description(self) -> list[object]:

@@ -34,7 +34,7 @@ ASK_S = 0.05
 
 
 @dataclass(frozen=True)
-class Later:
+class AsyncReduction:
     """The result of a reduction that goes on in the background."""
 
     tensor: Tensor
@@ -74,23 +74,23 @@ class World:
         """The rows of every rank, equally many on each, joined in rank order, on every rank."""
         if self.size == 1:
             return rows
-        parts = [torch.empty_like(rows) for _ in range(self.size)]
-        dist.all_gather(parts, rows.contiguous())
-        return torch.cat(parts)
+        blocks = [torch.empty_like(rows) for _ in range(self.size)]
+        dist.all_gather(blocks, rows.contiguous())
+        return torch.cat(blocks)
 
     def highest(self, *values: int) -> list[int]:
         """The largest of every rank's values, one by one, on every rank. One reduction, which does not wait for the
         device."""
-        return self.highest_later(*values).values()
+        return self.highest_async(*values).values()
 
-    def highest_later(self, *values: int) -> Later:
+    def highest_async(self, *values: int) -> AsyncReduction:
         """`highest` in the background. All ranks call it in the same order among their reductions."""
         tensor = torch.tensor(values)
         if self.size == 1:
-            return Later(tensor)
+            return AsyncReduction(tensor)
         work = dist.all_reduce(tensor, dist.ReduceOp.MAX, self.control, async_op=True)
         assert work is not None
-        return Later(tensor, work)
+        return AsyncReduction(tensor, work)
 
     @cached_property
     def control(self) -> dist.ProcessGroup:
@@ -168,13 +168,13 @@ def local(tensor: Tensor) -> Tensor:
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """Global Euclidean norm of all gradients, sharded or not: 0-d, the same on every rank, 0 without gradients."""
     gradients = [p.grad for p in parameters if p.grad is not None]
-    parts = []
+    norms = []
     for sharded in (True, False):
         group = [g for g in gradients if isinstance(g, DTensor) == sharded]
         if group:
             norm = torch.nn.utils.get_total_norm(group)
-            parts.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    return torch.stack(parts).norm() if parts else torch.zeros(())
+            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    return torch.stack(norms).norm() if norms else torch.zeros(())
 
 
 # Buffers are constants here, so DDP need not send them at every forward pass. torch has renamed this switch.

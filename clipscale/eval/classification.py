@@ -36,10 +36,10 @@ class ClassificationSet(EvalSet):
         """Accuracies, and the mean recall of the classes that have images."""
         target_N = torch.tensor(self.answers, device=encoder.world.device)
         classes_UD, rows_C = encoder.classes(self.classnames, self.templates, self.label)
-        classes = encoder.parts(classes_UD)
+        classes = encoder.at_sizes(classes_UD)
         ranks = []
         for span, features_nD, usable_n in self.pictures(encoder):
-            scores = [(rows @ part.T)[:, rows_C] for rows, part in zip(encoder.parts(features_nD), classes)]
+            scores = [(rows @ part.T)[:, rows_C] for rows, part in zip(encoder.at_sizes(features_nD), classes)]
             target_n = target_N[span.start : span.stop]
             ranks_nS = torch.stack([zero_shot.target_ranks(scores_nC, target_n) for scores_nC in scores], dim=1)
             ranks.append(ranks_nS.masked_fill(~usable_n[:, None], MISSED))

@@ -37,11 +37,11 @@ def spans(count: int, batch: int, world: World) -> list[range]:
     return [range(start, min(count, start + batch)) for start in starts]
 
 
-def join(parts: Sequence[Tensor], count: int, batch: int, world: World) -> Tensor:
-    """The rows of all batches on every rank, in order: (count, ...). `parts`: the rows of this rank's `spans`."""
+def join(batches: Sequence[Tensor], count: int, batch: int, world: World) -> Tensor:
+    """The rows of all batches on every rank, in order: (count, ...). `batches`: the rows of this rank's `spans`."""
     batch = min(batch, count)
-    rows = torch.stack([torch.cat([part, part.new_zeros(batch - len(part), *part.shape[1:])]) for part in parts])
-    ordered = world.gather_rows(rows).view(world.size, len(parts), *rows.shape[1:]).transpose(0, 1)
+    rows = torch.stack([torch.cat([x, x.new_zeros(batch - len(x), *x.shape[1:])]) for x in batches])
+    ordered = world.gather_rows(rows).view(world.size, len(batches), *rows.shape[1:]).transpose(0, 1)
     return ordered.reshape(-1, *rows.shape[2:])[:count]
 
 
@@ -61,7 +61,7 @@ class Encoder:
     broken: Counter[str] = field(default_factory=Counter)
     """Images of the last set that were left out, by reason."""
 
-    def parts(self, rows: Tensor) -> list[Tensor]:
+    def at_sizes(self, rows: Tensor) -> list[Tensor]:
         """The features (n, D), and their first numbers of each of the loss's `sizes`, as unit rows."""
         return [rows, *(F.normalize(rows[:, :size], dim=-1) for size in (self.loss.sizes if self.loss else ()))]
 

@@ -38,8 +38,8 @@ class RetrievalSet(EvalSet):
         captions_MD = encoder.texts([text for text, _ in captions])
         owner_M = torch.tensor([image for _, image in captions], device=encoder.world.device)
         counts: Metrics = {"images": len(images_ND), "captions": len(captions)}
-        parts = zip(encoder.parts(images_ND), encoder.parts(captions_MD))
-        return [self.metrics(encoder, images, texts, owner_M) | counts for images, texts in parts]
+        pairs = zip(encoder.at_sizes(images_ND), encoder.at_sizes(captions_MD))
+        return [self.metrics(encoder, images, texts, owner_M) | counts for images, texts in pairs]
 
     def metrics(self, encoder: Encoder, images_ND: Tensor, captions_MD: Tensor, owner_M: Tensor) -> Metrics:
         """What `retrieval_metrics` gives for these features; a kind of set adds to it."""
@@ -103,4 +103,4 @@ def retrieval_metrics(images_ND: Tensor, captions_MD: Tensor, owner_M: Tensor) -
         "image_to_text": first_right_ranks(images_ND, captions_MD, image_N, owner_M),
         "text_to_image": first_right_ranks(captions_MD, images_ND, owner_M, image_N),
     }
-    return {f"{name}_r{k}": int((of < k).sum()) / len(of) for name, of in ranks.items() for k in (1, 5, 10)}
+    return {f"{name}_r{k}": int((values < k).sum()) / len(values) for name, values in ranks.items() for k in (1, 5, 10)}

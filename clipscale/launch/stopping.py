@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from clipscale.distributed.world import Later, World
+from clipscale.distributed.world import AsyncReduction, World
 
 AGAIN_S = 1.0
 """A second Ctrl-C within this time is the same one: the terminal sends it to the launcher and the workers, and the
@@ -42,7 +42,7 @@ class Stop:
         """The signal that came; 0: none."""
         self._world, self._first = world, 0.0
         self._before: dict[int, Any] = {}
-        self._votes: Later | None = None
+        self._votes: AsyncReduction | None = None
         self._calls = 1
         """From the last vote to the next, as all ranks agree."""
         self._left = 1
@@ -84,7 +84,7 @@ class Stop:
         self._calls = -votes[1] if self._calls else 1
         self._left = self._calls
         self._voted = now
-        self._votes = self._world.highest_later(self.number, -min(fitting, MOST_CALLS))  # the rank with the fewest
+        self._votes = self._world.highest_async(self.number, -min(fitting, MOST_CALLS))  # the rank with the fewest
         return votes[0]
 
     def _record(self, number: int, _: object) -> None:

@@ -46,8 +46,8 @@ def environment(world: int = 1) -> Record:
 
 def _commit() -> str | None:
     """The commit of this checkout, with `+` if tracked files differ from it; None for an installed package."""
-    here = Path(__file__).resolve().parents[2]
-    command = ["git", "-C", str(here), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
-    if not (here / ".git").exists() or not shutil.which("git"):
+    checkout = Path(__file__).resolve().parents[2]
+    command = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+    if not (checkout / ".git").exists() or not shutil.which("git"):
         return None
     return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None

@@ -90,12 +90,16 @@ def contrastive_loss(
     for name, word in (("objective", objective), ("exchange", exchange), ("backend", backend)):
         if word not in CHOICES[name]:
             raise ValueError(f"{name}={word!r} is not one of {', '.join(CHOICES[name])}")
-    of, module, machine = OBJECTIVES[objective], _module(options.get("similarity")), options.get("machine") or Machine()
+    chosen, module, machine = (
+        OBJECTIVES[objective],
+        _module(options.get("similarity")),
+        options.get("machine") or Machine(),
+    )
     inputs = checked_inputs(
         image_features, text_features, logit_scale, logit_bias, keys,
         has_module=module is not None, check=check,
     )  # fmt: skip
-    backend = _chosen_backend(backend, of, module, inputs, machine)
+    backend = _chosen_backend(backend, chosen, module, inputs, machine)
     comm = machine.communicator(options.get("group"))
     if comm is not None and check:
         comm.agree(inputs.shapes(), image_features.device)
@@ -104,19 +108,19 @@ def contrastive_loss(
     is_paired = len(inputs.rows) == len(inputs.cols) and module is None
     if comm is not None and exchange == "replicated" and is_paired:
         inputs, comm = inputs.on_every_rank(comm), None
-    if of.weights == (None, 1.0):
+    if chosen.weights == (None, 1.0):
         inputs = inputs.positives_only()  # a hard negative is in no text's softmax
-    parts = [(of, inputs)]
+    terms = [(chosen, inputs)]
     if exchange == "local" and objective == "softmax" and is_paired:
         # OpenCLIP's: this rank's images against all texts, and its texts against all images.
-        one_sided = replace(of, weights=(1.0, None))
-        parts = [(one_sided, inputs), (one_sided, replace(inputs, rows=inputs.cols, cols=inputs.rows))]
+        one_sided = replace(chosen, weights=(1.0, None))
+        terms = [(one_sided, inputs), (one_sided, replace(inputs, rows=inputs.cols, cols=inputs.rows))]
     similarity = Dot() if module is None else Deep(module, image_features.device)
     transfers = _exchange(exchange, comm, inputs, machine)
     values = []
-    for part, sides in parts:
-        blocks = _backend(backend, part, sides, similarity, machine)
-        call = LossCall(transfers, blocks, similarity, part, sides, check, torch.is_grad_enabled())
+    for term, sides in terms:
+        blocks = _backend(backend, term, sides, similarity, machine)
+        call = LossCall(transfers, blocks, similarity, term, sides, check, torch.is_grad_enabled())
         tensors = (sides.rows.features, sides.cols.features, sides.scale, sides.bias, *similarity.parameters)
         values.append(cast(Tensor, ContrastiveLoss.apply(call, *tensors)))
     return values[0] if len(values) == 1 else (values[0] + values[1]) / 2

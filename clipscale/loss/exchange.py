@@ -134,16 +134,16 @@ class Sums:
 
 
 LOG_SUM_EXP = Sums("lse", RowBlock.empty_lse, torch.logaddexp, Communicator.scatter_lse)
-GRAD = Sums("grad", RowBlock.empty_grad, torch.add, lambda comm, part: comm.scatter(part))
+GRAD = Sums("grad", RowBlock.empty_grad, torch.add, lambda comm, partial: comm.scatter(partial))
 
 
 def collected(cols: RowBlock, sums: Sequence[Sums], visit: Visit, positive: int | None) -> list[Tensor]:
     """Visit one block of columns. Returns what the visit has summed for them."""
-    parts = [s.empty(cols) for s in sums]
-    cols = replace(cols, **{s.field: part for s, part in zip(sums, parts)})
+    partials = [s.empty(cols) for s in sums]
+    cols = replace(cols, **{s.field: partial for s, partial in zip(sums, partials)})
     with record_function(BLOCK):
         visit(cols, positive)
-    return parts
+    return partials
 
 
 class Single:
@@ -182,8 +182,8 @@ class Gather(Grouped):
 
     def sweep(self, cols: RowBlock, sums: Sequence[Sums], visit: Visit) -> list[Tensor]:
         positive = self.rank * len(cols)
-        parts = collected(self.gathered(cols), sums, visit, positive)
-        return [s.scatter(self.comm, part) for s, part in zip(sums, parts)]
+        partials = collected(self.gathered(cols), sums, visit, positive)
+        return [s.scatter(self.comm, partial) for s, partial in zip(sums, partials)]
 
 
 class Ring(Grouped):
@@ -208,11 +208,11 @@ class Ring(Grouped):
 
         for number in range(ring.size):  # after which the sums are back
             ahead = ring.post(cols.sent(), hop) if number < ring.size - 1 else None
-            parts = self.inner.sweep(cols, sums, visit_others if number else visit)
-            if parts:
-                for s, part, before in zip(sums, parts, behind() if behind else []):
-                    s.join(part, before, out=part)
-                behind = ring.post(parts, hop, tag=1)
+            partials = self.inner.sweep(cols, sums, visit_others if number else visit)
+            if partials:
+                for s, partial, before in zip(sums, partials, behind() if behind else []):
+                    s.join(partial, before, out=partial)
+                behind = ring.post(partials, hop, tag=1)
             if ahead is not None:
                 cols = cols.received(ahead())
         return behind() if behind else []

@@ -30,10 +30,10 @@ class Machine:
 
     def nodes(self, ranks: int) -> int:
         """Over how many nodes a group of so many ranks is spread; 1 where that is not known, as of a part of all."""
-        here = self.ranks_of_node
-        if here is None and launched.several() and launched.size() == ranks:
-            here = launched.of_machine(unknown=ranks)
-        return ranks // here if here and ranks % here == 0 else 1
+        node_size = self.ranks_of_node
+        if node_size is None and launched.several() and launched.size() == ranks:
+            node_size = launched.of_machine(unknown=ranks)
+        return ranks // node_size if node_size and ranks % node_size == 0 else 1
 
     def communicator(self, group: dist.ProcessGroup | DeviceMesh | None) -> Communicator | None:
         """As of `Communicator.of`."""
@@ -42,9 +42,9 @@ class Machine:
     def is_gpu(self, device: torch.device) -> bool:
         return device.type == "cuda"
 
-    def parts(self, parts: Iterator[T]) -> Iterator[T]:
+    def computed(self, tiles: Iterator[T]) -> Iterator[T]:
         """The tiles or panels of a block that are computed; a dry run needs the first, for its buffers."""
-        return parts
+        return tiles
 
     def tiles(self, device: torch.device, dtype: torch.dtype) -> Tiles:
         """Of the Triton kernels."""

@@ -129,7 +129,7 @@ def product(a: Tensor, b: Tensor, out: Tensor, alpha: float, beta: float = 0.0) 
     return out.mul_(beta).add_(wide, alpha=alpha) if beta else torch.mul(wide, alpha, out=out)
 
 
-def row_products(x: Tensor, y: Tensor, parts: Callable[[Any], Any] = iter) -> Tensor:
+def row_products(x: Tensor, y: Tensor, computed: Callable[[Any], Any] = iter) -> Tensor:
     """<x_i, y_i> (n,) in float64, for x and y (n, ...). By slabs of rows: the product of both is as large as they.
 
     `parts`: those slabs that are computed (Machine.parts).
@@ -137,6 +137,6 @@ def row_products(x: Tensor, y: Tensor, parts: Callable[[Any], Any] = iter) -> Te
     products = torch.empty(len(x), dtype=torch.float64, device=x.device)
     step = max(1, (2**24 if x.is_cuda else 2**20) // x[0].numel())
     slabs = zip(x.split(step), y.split(step), products.split(step))
-    for a, b, out in parts(slabs):
+    for a, b, out in computed(slabs):
         out.copy_((widened(a) * b).reshape(len(a), -1).sum(1, dtype=torch.float64))
     return products

@@ -43,7 +43,7 @@ class TorchBackend:
         if not self.dense:
             height, width = self.similarity.tile_shape(self.machine.is_gpu(block.rows.features.device))
         buffers = block.parameters.scale.new_empty(2, min(n, height) * min(m, width))
-        for tile in self.machine.parts(block.tiles(height, width)):
+        for tile in self.machine.computed(block.tiles(height, width)):
             shape = len(tile.rows), len(tile.cols)
             out, spare = buffers[:, : shape[0] * shape[1]].unflatten(1, shape)
             yield tile, out, spare

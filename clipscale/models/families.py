@@ -33,22 +33,22 @@ class Family:
     """The class of open_clip's that its encoders have."""
     shorter: Callable[[Any], nn.Module] = lambda encoder: encoder
     """The encoder with a shorter forward pass, which computes the same."""
-    cuts_captions: Callable[[Any], bool] = lambda encoder: False
+    ignores_padding: Callable[[Any], bool] = lambda encoder: False
     """Whether a caption's feature stays the same without its padding, so that a run may order captions by length and
     cut them."""
     groups: Record = field(default_factory=lambda: GROUPS)
 
 
-def _cuts_captions(encoder: TextTransformer) -> bool:
+def _ignores_padding(encoder: TextTransformer) -> bool:
     causal = isinstance(encoder, LeanText) and encoder.attn_mask is not None
     return causal and encoder.pool_type in ("first", "argmax", "eos")
 
 
 FAMILIES = (
     Family(VisionTransformer, shorter=lean),
-    Family(TextTransformer, shorter=lean, cuts_captions=_cuts_captions),
+    Family(TextTransformer, shorter=lean, ignores_padding=_ignores_padding),
     # open_clip masks the padding in attention and in every pooler.
-    Family(HFTextEncoder, cuts_captions=lambda encoder: True),
+    Family(HFTextEncoder, ignores_padding=lambda encoder: True),
 )
 OTHER = Family()
 

@@ -57,7 +57,7 @@ def lean(encoder: nn.Module) -> nn.Module:
     return kind(encoder)
 
 
-class Successor:
+class Replacement:
     """A base of modules that take another module's place: they hold its parameters, submodules and settings, and have a
     forward pass of their own. It comes before the module's class, whose constructor would make new parameters."""
 
@@ -66,7 +66,7 @@ class Successor:
         vars(self).update(vars(module))
 
 
-class LeanBlock(Successor, ResidualAttentionBlock):
+class LeanBlock(Replacement, ResidualAttentionBlock):
     """open_clip's block over (N, T, W)."""
 
     def forward(self, x: Tensor, causal: bool, position: Position | None = None) -> Tensor:
@@ -98,17 +98,17 @@ class LeanBlock(Successor, ResidualAttentionBlock):
         k, v = self.heads(F.linear(y, weights[1], biases[1]), 2)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).reshape(samples, width)
 
-    def heads(self, projected: Tensor, parts: int) -> tuple[Tensor, ...]:
-        """(N, T, parts * W) -> `parts` views (N, H, T, W / H).
+    def heads(self, projected: Tensor, count: int) -> tuple[Tensor, ...]:
+        """(N, T, count * W) -> `count` views (N, H, T, W / H).
 
         They are taken apart before they are transposed: the backward pass then stacks them as they lie.
         """
         samples, length, _ = projected.shape
-        views = projected.view(samples, length, parts, self.attn.num_heads, -1).unbind(dim=2)
+        views = projected.view(samples, length, count, self.attn.num_heads, -1).unbind(dim=2)
         return tuple(view.transpose(1, 2) for view in views)
 
 
-class LeanNorm(Successor, LayerNorm):
+class LeanNorm(Replacement, LayerNorm):
     """open_clip's layer norm: mean and variance in float32; on a GPU, gain and bias in the input's half precision."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class LeanNorm(Successor, LayerNorm):
             return F.layer_norm(x, self.normalized_shape, gain, bias, self.eps)
 
 
-class LeanPatches(Successor, nn.Conv2d):
+class LeanPatches(Replacement, nn.Conv2d):
     """A convolution whose windows do not overlap, over (N, C, H, W). C: channels, P: side of a window."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ def embed_patches_by_product(encoder: nn.Module) -> None:
             setattr(parent, name, LeanPatches(patches))
 
 
-class LeanVision(Successor, VisionTransformer):
+class LeanVision(Replacement, VisionTransformer):
     """Pixels (N, 3, S, S) -> features (N, D)."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ class LeanVision(Successor, VisionTransformer):
         return pooled if self.proj is None else pooled @ self.proj
 
 
-class LeanText(Successor, TextTransformer):
+class LeanText(Replacement, TextTransformer):
     """Tokens (N, T) -> features (N, D). T is any length up to the context's."""
 
     def forward(self, text: Tensor) -> Tensor:

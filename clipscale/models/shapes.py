@@ -99,18 +99,22 @@ def bare(named: dict[str, T]) -> dict[str, T]:
     return bare({name.removeprefix(prefix): value for name, value in named.items()}) if prefix else named
 
 
-def misfit(shapes: Shapes, values: Record, parts: Sequence[str]) -> str:
+def misfit(shapes: Shapes, values: Record, sections: Sequence[str]) -> str:
     """How weights differ from a model, or its tower, as far as the table knows; empty: not.
 
-    values: the model's description, by `vision_cfg.width` and the like. parts: `vision_cfg`, `text_cfg` or both.
+    values: the model's description, by `vision_cfg.width` and the like. sections: `vision_cfg`, `text_cfg` or both.
     """
     if "positional_embedding" in shapes:  # open_clip's older layout
         shapes = {name if name.startswith("visual.") else f"text.{name}": shape for name, shape in shapes.items()}
-    whole = len(parts) > 1 or any(name.startswith(("visual.", "text.")) for name in shapes)
-    for part in parts:
-        table = TABLE[part]
-        layers = values[f"{part}.layers"]
-        if values.get(f"{part}.timm_model_name") or values.get(f"{part}.hf_model_name") or isinstance(layers, list):
+    whole = len(sections) > 1 or any(name.startswith(("visual.", "text.")) for name in shapes)
+    for section in sections:
+        table = TABLE[section]
+        layers = values[f"{section}.layers"]
+        if (
+            values.get(f"{section}.timm_model_name")
+            or values.get(f"{section}.hf_model_name")
+            or isinstance(layers, list)
+        ):
             if table["only"] in shapes:
                 return f"it has {table['only']}"
             continue
@@ -118,7 +122,7 @@ def misfit(shapes: Shapes, values: Record, parts: Sequence[str]) -> str:
         if whole and not found:
             return f"it has no {next(iter(table['shapes']))}"
         for name in found:
-            wanted = tuple(values.get(f"{part}.{word}", values.get(word, word)) for word in table["shapes"][name])
+            wanted = tuple(values.get(f"{section}.{word}", values.get(word, word)) for word in table["shapes"][name])
             if shapes[name] != wanted:
                 return f"its {name} is {shapes[name]}, not {wanted}"
         blocks = {match[1] for match in map(re.compile(table["blocks"]).match, shapes) if match}

@@ -178,13 +178,13 @@ def _difference(ours: ModelConfig, theirs: ModelConfig) -> str:
     return next((f"whose {key} is {others[key]}, not {values[key]}" for key in different), "")
 
 
-def _check_fit(config: ModelConfig, source: Source, *parts: str) -> None:
+def _check_fit(config: ModelConfig, source: Source, *sections: str) -> None:
     """Raise UserError for files of weights that are damaged, or of other towers than these of the model."""
     description = config.architecture or model_description(config.name)
     with source.reading():
         shapes = shapes_of(source.shards)
     known = {"embed_dim", *COMPARED} <= description.keys()
-    if shapes and known and (wrong := misfit(shapes, _compared(description), parts)):
+    if shapes and known and (wrong := misfit(shapes, _compared(description), sections)):
         raise UserError(f"{source.setting} does not fit model.name={config.name}: {wrong}; give another model=")
 
 
@@ -353,8 +353,8 @@ def _pretrained(tag: str, name: str, origin: str) -> Record:
     known_tags = pretrained()
     tags = known_tags.list_pretrained_tags_by_model(name)
     if tag not in tags:
-        of = ", ".join(known_tags.list_pretrained_models_by_tag(tag))
-        known = f"it is one of {of}" if of else f"it has {', '.join(tags) or 'none'}"
+        models = ", ".join(known_tags.list_pretrained_models_by_tag(tag))
+        known = f"it is one of {models}" if models else f"it has {', '.join(tags) or 'none'}"
         raise UserError(
             f"{origin} is no file, no folder, no run and no tag of model.name={name}{nearest(tag, tags)}; {known}"
         )

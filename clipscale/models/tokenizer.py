@@ -58,7 +58,7 @@ class Tokenizer:
         return self._load()
 
     def __call__(self, texts: list[str]) -> Tensor:
-        tokens = self.inner([self.cut(text) for text in texts], self.length)
+        tokens = self.inner([self.shortened(text) for text in texts], self.length)
         if isinstance(self.inner, SimpleTokenizer) and len(self.inner.cache) > WORDS:
             self.inner.cache = {name: name for name in ("<start_of_text>", "<end_of_text>")}
         return tokens
@@ -67,7 +67,7 @@ class Tokenizer:
         """The same as an array."""
         return self(texts).numpy()
 
-    def cut(self, text: str) -> str:
+    def shortened(self, text: str) -> str:
         """Runs of spaces are one to tokenizers. JSON can hold lone surrogates."""
         most = CHARS_PER_TOKEN * self.length
         text = text.encode("utf-8", "replace").decode()

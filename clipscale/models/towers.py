@@ -285,7 +285,7 @@ def load_model(run: Path, which: str = "latest", weights: str = "trained") -> tu
     UserError where there is no such checkpoint or average.
     """
     path = checkpoint.locate(run, which)
-    state = checkpoint.load(path, parts=("model", "ema"))
+    state = checkpoint.load(path, entries=("model", "ema"))
     if weights == "ema" and not state.ema:
         raise UserError(f"weights=ema: {path} holds no average; take weights=trained, or train with ema=0.9999")
     config = ModelConfig.of(state.model_config)

@@ -79,7 +79,7 @@ def read(source: Source) -> Weights:
     Raises UserError for a damaged file and for one that would execute code.
     """
     if not source.shards:
-        state = checkpoint.load(source.path, parts=("model",)).model
+        state = checkpoint.load(source.path, entries=("model",)).model
         return {re.sub(r"^text\.encoder", "text", re.sub(r"^image\.encoder", "visual", n)): x for n, x in state.items()}
     state = {}
     for path in source.shards:

@@ -121,7 +121,7 @@ def checkpoint_of(config: TrainConfig, world: World) -> Path | None:
     return newest or checkpoint.to_resume(folder, config.resume, world)
 
 
-def begin(run: Resolved, world: World) -> tuple[TrainState, TrainStream]:
+def build(run: Resolved, world: World) -> tuple[TrainState, TrainStream]:
     """The data at its place, the model and the optimizer, and this rank's random numbers. Raises UserError.
 
     Data workers start first, and read while the model is built.
@@ -134,7 +134,7 @@ def begin(run: Resolved, world: World) -> tuple[TrainState, TrainStream]:
         if not run.checkpoint:
             world.on_main(lambda: checkpoint.check_room(run.folder, least_saved_bytes(config)))
         doing("building the model")
-        state = begun_state(run, world, tokenizer)
+        state = initial_state(run, world, tokenizer)
         tell_notices(run, stream, world)
         check_streams(run, stream, world)
         restore_random(run, world)
@@ -142,12 +142,12 @@ def begin(run: Resolved, world: World) -> tuple[TrainState, TrainStream]:
     return state, stream
 
 
-def begun_state(run: Resolved, world: World, tokenizer: Tokenizer) -> TrainState:
+def initial_state(run: Resolved, world: World, tokenizer: Tokenizer) -> TrainState:
     """What the run trains, with its initial weights or those of its checkpoint. Raises UserError."""
     config = run.config
     torch.manual_seed(config.seed)
     model = build_model(config.model, tokenizer=tokenizer).to(world.device)
-    sorts = family_of(model.text.encoder).cuts_captions(model.text.encoder)
+    sorts = family_of(model.text.encoder).ignores_padding(model.text.encoder)
     subset = subset_of(config.data)
     autocast = Precision(config.precision, world.device).autocast
     loss = BatchLoss(config, model, autocast, repeats=subset is not None and subset.table.most > 1)

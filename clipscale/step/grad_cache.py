@@ -202,7 +202,7 @@ class _Tower:
         trained, self.random_states = self.trained, []
         if trained:
             refuse_batch_norm(self.encoder, len(self.spans))
-        self.graphs.begin(rows, trained * len(self.spans), keep_bytes, measures=measures)
+        self.graphs.start_step(rows, trained * len(self.spans), keep_bytes, measures=measures)
         for i, (start, stop) in enumerate(self.spans):
             before_chunk()
             self.random_states.append(RandomState.now())

@@ -32,7 +32,7 @@ class KeptGraphs:
     _rows: int = 0
     _measured: list[int] | None = None
 
-    def begin(self, rows: int, chunks: int, budget: float | None, *, measures: bool) -> None:
+    def start_step(self, rows: int, chunks: int, budget: float | None, *, measures: bool) -> None:
         """A step of `rows` samples begins, of which `chunks` have a second pass; `budget`: bytes for this tower.
 
         `measures`: whether graphs count by their bytes, on all ranks alike: they measure together, also one that gave

@@ -17,7 +17,7 @@ from clipscale.data.loader.captions import SortedCaptions
 from clipscale.data.loader.host_batch import HostBatch
 from clipscale.data.loader.stream import TrainStream
 from clipscale.data.loader.to_device import ChunkLoader
-from clipscale.distributed.world import Later, World, gradient_norm
+from clipscale.distributed.world import AsyncReduction, World, gradient_norm
 from clipscale.models.towers import ClipModel
 from clipscale.step.ema import WeightAverage
 from clipscale.step.feature_statistics import EVERY, feature_statistics
@@ -29,13 +29,13 @@ from clipscale.step.precision import Precision
 class Agreement:
     """The message of a step in which all ranks settle the text tower's chunks and whether a checkpoint is due."""
 
-    def __init__(self, message: Later) -> None:
+    def __init__(self, message: AsyncReduction) -> None:
         self._message = message
 
     @staticmethod
     def begin(world: World, chunks: int, save: bool) -> "Agreement":
         """Begin the message, with the chunks of this rank's captions. A collective."""
-        return Agreement(world.highest_later(chunks, int(save)))
+        return Agreement(world.highest_async(chunks, int(save)))
 
     @cached_property
     def _values(self) -> list[int]:
@@ -129,7 +129,7 @@ class TrainStep:
         """The first pass. Between the towers the ranks agree: by then all captions have arrived, so that their chunks
         are known, and the device still computes the last chunks of images."""
         image_features = self.cache.encode_tower(0, images, before_chunk)
-        chunks = texts.cut(self.cache.chunks[1]) if isinstance(texts, SortedCaptions) else 0
+        chunks = texts.make_chunks(self.cache.chunks[1]) if isinstance(texts, SortedCaptions) else 0
         agreement = Agreement.begin(self.world, chunks, save)
         if isinstance(texts, SortedCaptions):
             texts.split(agreement.chunks)

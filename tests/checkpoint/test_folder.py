@@ -40,7 +40,7 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
     assert (loaded.step, loaded.loss, loaded.ema, loaded.version) == (4, 0.5, None, __version__)
     of_others = checkpoint.Saved.of({"step": 4, "a field of a later version": 1})
     assert (of_others.step, of_others.version) == (4, "")
-    assert not checkpoint.load(path, parts=("model",)).optimizer["state"]["w"], "no other tensors are read"
+    assert not checkpoint.load(path, entries=("model",)).optimizer["state"]["w"], "no other tensors are read"
 
 
 def test_the_newest_and_every_mth_are_kept(tmp_path: Path) -> None:

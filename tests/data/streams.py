@@ -36,7 +36,7 @@ def sample_id(url: str, key: str) -> int:
 class Known(Selection):
     """Samples' keys are their ids."""
 
-    def key(self, sample: RawSample, caption: str, place: str) -> int:
+    def key(self, sample: RawSample, caption: str, own: str) -> int:
         return sample_id(sample.url, sample.key)
 
 

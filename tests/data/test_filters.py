@@ -71,9 +71,9 @@ def test_a_list_shares_its_sources_weight() -> None:
 def test_samples_with_the_same_value_have_the_same_key(same: str, one: dict, other: dict, equal: bool) -> None:
     selected = selection(DataConfig(same=same))
 
-    def key(fields: dict, place: str) -> int:
+    def key(fields: dict, own: str) -> int:
         sample = raw(**fields)
-        return selected.key(sample, sample.members["txt"].decode(), place)
+        return selected.key(sample, sample.members["txt"].decode(), own)
 
     keys = [key(one, "0 0"), key(other, "0 1")]
     assert (keys[0] == keys[1]) == equal

@@ -16,7 +16,7 @@ from clipscale.checkpoint import UnwritableError
 from clipscale.common.errors import StoppedError
 from clipscale.config.sections import CacheConfig, CheckpointConfig, EvalConfig, LaunchConfig, ModelConfig
 from clipscale.config.train import TrainConfig
-from clipscale.distributed.world import Later, World
+from clipscale.distributed.world import AsyncReduction, World
 from clipscale.launch import stopping
 from clipscale.launch.stopping import SignalError, Stop
 from clipscale.train import train
@@ -178,14 +178,14 @@ def votes_of(rank: int, world: int, calls: int, pause: float) -> tuple[int, int]
     """How often ranks vote in so many calls of `check`, and the call at which a signal to rank 1 ends the work."""
     here = World(rank, world, torch.device("cpu"))
     stop, votes = Stop(here), 0
-    later = World.highest_later
+    later = World.highest_async
 
-    def counted(self: World, *values: int) -> Later:
+    def counted(self: World, *values: int) -> AsyncReduction:
         nonlocal votes
         votes += 1
         return later(self, *values)
 
-    with patch.object(World, "highest_later", counted):
+    with patch.object(World, "highest_async", counted):
         for call in range(2 * calls):
             if call == calls:
                 before = votes

@@ -36,7 +36,7 @@ def test_captions_are_cut_where_features_do_not_depend_on_padding(text: dict[str
         whole = tower(tokens)
         parts = torch.cat([tower(caption[None, : count + 2]) for caption, count in zip(tokens, WORDS)])
     assert torch.allclose(parts, whole, atol=1e-4) == cut
-    assert family_of(tower.encoder).cuts_captions(tower.encoder) == cut
+    assert family_of(tower.encoder).ignores_padding(tower.encoder) == cut
 
 
 @pytest.mark.parametrize(
@@ -62,4 +62,4 @@ def test_towers_of_transformers_do_not_see_the_padding(kind: str, pooler: str) -
         whole = encoder(tokens)
         parts = torch.cat([encoder(caption[None, :count]) for caption, count in zip(tokens, (2, 5, 9))])
     torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-5)
-    assert family_of(encoder).cuts_captions(encoder)
+    assert family_of(encoder).ignores_padding(encoder)

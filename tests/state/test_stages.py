@@ -48,7 +48,7 @@ def staged(shards: str, run: Path, stages: list[dict] = STAGES, **changes: Any) 
 
 
 def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
-    return dict(checkpoint.load(checkpoint.path_of(run, step), parts=("model",)).model)
+    return dict(checkpoint.load(checkpoint.path_of(run, step), entries=("model",)).model)
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def test_the_next_stage_begins_with_the_same_weights_and_resized_positions(
     assert (before[image].shape, before[text].shape) == ((10, 32), (24, 32))
     assert all(torch.equal(p.detach(), before[name]) for name, p in state.model.named_parameters())
     assert step.average is not None and step.average.values[image].shape == (10, 32)
-    moments = checkpoint.load(checkpoint.path_of(run, 3), parts=("optimizer",)).optimizer["state"]
+    moments = checkpoint.load(checkpoint.path_of(run, 3), entries=("optimizer",)).optimizer["state"]
     for name, p in state.model.named_parameters():
         if optimizer == "restart" or name in (image, text):
             assert not step.optimizer.state.get(p), name

@@ -45,12 +45,12 @@ class SortedCaptions(ChunkLoader):
         resident: bool,
     ) -> None:
         """`tokens(start, stop)` blocks until those captions have arrived, `lengths()` until all have."""
-        super().__init__(self._cut, count, device, resident=resident)
+        super().__init__(self._read, count, device, resident=resident)
         self._tokens = tokens
         self._lengths = lengths
         self._spans: list[tuple[int, int]] = []
 
-    def cut(self, size: int) -> int:
+    def make_chunks(self, size: int) -> int:
         """Cut the captions into chunks of `size` captions of the whole context; returns how many there are.
 
         Blocks until all have arrived; the methods below need it.
@@ -63,7 +63,7 @@ class SortedCaptions(ChunkLoader):
             self._widths = widths[order.numpy()]
             self._order = order.pin_memory() if self.copies else order
             self._rows = self._order.to(self.device, non_blocking=True)
-            self._spans = cut(self._widths, size * context, max(size, MOST))
+            self._spans = chunk_spans(self._widths, size * context, max(size, MOST))
         return len(self._spans)
 
     def split(self, count: int) -> None:
@@ -72,7 +72,7 @@ class SortedCaptions(ChunkLoader):
 
     def spans(self, size: int) -> list[tuple[int, int]]:
         """The chunks as ranges of positions."""
-        self.cut(size)
+        self.make_chunks(size)
         return self._spans
 
     def rows(self, start: int, stop: int) -> Tensor:
@@ -86,19 +86,19 @@ class SortedCaptions(ChunkLoader):
             widths[int(self._widths[start])] += stop - start
         return widths
 
-    def _cut(self, start: int, stop: int) -> Tensor:
+    def _read(self, start: int, stop: int) -> Tensor:
         captions = self._captions[:, : self._widths[start]]
         size = stop - start, captions.shape[1]
         chunk = torch.empty(size, dtype=captions.dtype, pin_memory=self.copies is not None)
         return torch.index_select(captions, 0, self._order[start:stop], out=chunk)
 
 
-def cut(widths: np.ndarray, budget: int, most: int) -> list[tuple[int, int]]:
+def chunk_spans(widths: np.ndarray, budget: int, most: int) -> list[tuple[int, int]]:
     """Chunks of captions of falling width, of at most `budget` tokens and `most` captions, but at least one."""
     spans, start = [], 0
     while start < len(widths):
         fitting = max(1, min(budget // int(widths[start]), most))
-        stop = start + early(widths[start : start + fitting].astype(np.int64), CHUNK_COST * budget)
+        stop = start + captions_of_chunk(widths[start : start + fitting].astype(np.int64), CHUNK_COST * budget)
         spans.append((start, stop))
         start = stop
     return spans
@@ -113,7 +113,7 @@ def split(spans: list[tuple[int, int]], count: int) -> None:
         spans[i : i + 1] = [(start, middle), (middle, stop)]
 
 
-def early(widths: np.ndarray, cost: float) -> int:
+def captions_of_chunk(widths: np.ndarray, cost: float) -> int:
     """How many captions a chunk of them takes: up to the drop that saves the most padding, if over `cost` tokens."""
     count = len(widths)
     saved = (count - np.arange(count)) * (widths[0] - widths)  # by a chunk that ends before each caption

@@ -23,10 +23,10 @@ log = logging.getLogger(__name__)
 
 PAGE = 4096
 Slot = dict[str, np.ndarray]
-"""One local batch: its arrays by name (see Layout.slot_parts), tokens (N, T)."""
+"""One local batch: its arrays by name (see Layout.slot_arrays), tokens (N, T)."""
 
 
-class Part(NamedTuple):
+class ArraySpec(NamedTuple):
     """An array in the arena."""
 
     shape: tuple[int, ...]
@@ -47,18 +47,18 @@ class Layout:
     side: int  # of the pictures
     context_length: int
 
-    def slot_parts(self) -> dict[str, Part]:
+    def slot_arrays(self) -> dict[str, ArraySpec]:
         """The arrays of one slot in shared memory."""
         return {
-            "tokens": Part((self.samples, self.context_length), "int32"),
-            "keys": Part((self.samples,), "int64"),
-            "lengths": Part((self.samples,), "int16"),
-            "rows": Part((self.samples, 3, self.side, self.side), "uint8"),
+            "tokens": ArraySpec((self.samples, self.context_length), "int32"),
+            "keys": ArraySpec((self.samples,), "int64"),
+            "lengths": ArraySpec((self.samples,), "int16"),
+            "pixels": ArraySpec((self.samples, 3, self.side, self.side), "uint8"),
         }
 
     def memory_bytes(self) -> int:
         """Host memory of all slots."""
-        return self.slots * sum(part.size for part in self.slot_parts().values())
+        return self.slots * sum(spec.size for spec in self.slot_arrays().values())
 
 
 class Arena:
@@ -76,15 +76,15 @@ class Arena:
         self._fd = fd
         self._memory = mmap.mmap(self._fd, layout.memory_bytes())
         self._end = 0
-        parts = layout.slot_parts()
-        self.slots: list[Slot] = [{name: self._view(part) for name, part in parts.items()} for _ in range(layout.slots)]
+        specs = layout.slot_arrays()
+        self.slots: list[Slot] = [{name: self._view(spec) for name, spec in specs.items()} for _ in range(layout.slots)]
         self.pinned = False
         """Whether the memory is page-locked."""
 
-    def _view(self, part: Part) -> np.ndarray:
+    def _view(self, spec: ArraySpec) -> np.ndarray:
         """The next array of the memory."""
-        at, self._end = self._end, self._end + part.size
-        return np.ndarray(part.shape, part.dtype, self._memory, at)
+        at, self._end = self._end, self._end + spec.size
+        return np.ndarray(spec.shape, spec.dtype, self._memory, at)
 
     def slot(self, step: int) -> Slot:
         return self.slots[step % len(self.slots)]
@@ -133,12 +133,12 @@ class HostBatch:
         self._wait = wait
 
     def __len__(self) -> int:
-        return len(self._slot["rows"])
+        return len(self._slot["pixels"])
 
     def pixels(self, start: int, stop: int) -> Tensor:
         """(stop - start, C, S, S) uint8, a view of the batch's memory. Raises UserError if the workers cannot go on."""
         self._wait(stop)
-        return torch.from_numpy(self._slot["rows"][start:stop])
+        return torch.from_numpy(self._slot["pixels"][start:stop])
 
     def tokens(self, start: int, stop: int) -> Tensor:
         """Captions start..stop, (stop - start, T) int32, a view of the batch's memory. Raises as `pixels`."""

@@ -75,39 +75,39 @@ class Windows:
         self.segment = segment
         self._window = window
         self._seed = seed
-        self.begin = self.number = 0  # the current window's first sample in the shard, and its number
+        self.start = self.number = 0  # the current window's first sample in the shard, and its number
         self.resize(self._usual_size())
 
     def _usual_size(self) -> int:
         count = self.segment.count
-        return self._window if count is None else min(self._window, count - self.begin)
+        return self._window if count is None else min(self._window, count - self.start)
 
     def resize(self, size: int) -> None:
         """The current window has `size` samples: this fixes its order."""
         segment = self.segment
         order = permutation(size, self._seed, WINDOW, segment.epoch, segment.shard, self.number)
-        last = size if segment.stop is None else min(segment.stop - self.begin, size)
+        last = size if segment.stop is None else min(segment.stop - self.start, size)
         self.size = size
-        self.places = order[max(segment.start - self.begin, 0) : last].tolist()
+        self.order = order[max(segment.start - self.start, 0) : last].tolist()
         """The window's samples that belong to the segment, in their order."""
-        self._needed = set(self.places)
+        self._needed = set(self.order)
 
     def needs(self, sample: int) -> bool:
         """Whether a sample is needed. Without a count, the order is not known yet, but windows can be skipped."""
         if self.segment.count is None:
-            return self.begin + self._window > self.segment.start
-        return sample - self.begin in self._needed
+            return self.start + self._window > self.segment.start
+        return sample - self.start in self._needed
 
     @property
     def is_part(self) -> bool:
         """Whether some of the window's samples belong to the segment, and others, which are known, do not."""
-        return self.segment.count is not None and 0 < len(self.places) < self.size
+        return self.segment.count is not None and 0 < len(self.order) < self.size
 
     def advance(self) -> bool:
         """Go on with the next window; False after the segment's last."""
-        self.begin += self.size
+        self.start += self.size
         self.number += 1
-        if self.segment.stop is not None and self.begin >= self.segment.stop:
+        if self.segment.stop is not None and self.start >= self.segment.stop:
             return False
         self.resize(self._usual_size())
         return True
@@ -115,8 +115,8 @@ class Windows:
 
 def _damage(windows: Windows, problem: ReadProblem, url: str) -> list[RawSample]:
     """At the end of a shard of unknown count: what stands for the samples that cannot be read."""
-    reason = problem.reason or ("" if windows.begin else "empty_shard")
-    if not reason or windows.begin < windows.segment.start:
+    reason = problem.reason or ("" if windows.start else "empty_shard")
+    if not reason or windows.start < windows.segment.start:
         return []
     return [RawSample.lost(url, reason, problem.detail or url)]
 
@@ -183,14 +183,14 @@ class ShardReader:
                     windows.resize(len(raws))
                     reader.close()
                     reader = self._open(url, problem, windows)
-                    for _ in islice(reader, windows.begin):
+                    for _ in islice(reader, windows.start):
                         self._store.tick()
                     continue
                 ended = segment.count is None and len(raws) < windows.size and not closed
                 if closed or ended:
                     windows.resize(len(raws))
                 lost = RawSample.lost(url, problem.reason or "missing_from_shard", problem.detail or url)
-                items = [raws[place] if place < len(raws) else lost for place in windows.places]
+                items = [raws[i] if i < len(raws) else lost for i in windows.order]
                 following = windows.advance() and not ended
                 if ended:
                     items += _damage(windows, problem, url)

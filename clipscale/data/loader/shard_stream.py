@@ -24,7 +24,7 @@ from clipscale.data.shards.reader import unusable
 from clipscale.data.shards.store import RETRIES, Store
 from clipscale.data.shards.subset import subset_of
 
-Begin = Callable[[str], None]
+SetStatus = Callable[[str], None]
 """Is given words on the shard or the sample that is begun."""
 MOST_BROKEN = 20_000
 MOST_FRUITLESS = 200
@@ -49,19 +49,19 @@ class WorkerSpec:
     share: BatchShare
     piece: int  # samples that the worker delivers at once
 
-    def places(self) -> list[np.ndarray]:
+    def rows(self) -> list[np.ndarray]:
         """The places of each stream in the local part of a batch; those outside are another rank's."""
         count = self.shards.order.streams
-        return [np.array(self.share.places(stream, count)) for stream in self.streams]
+        return [np.array(self.share.rows(stream, count)) for stream in self.streams]
 
 
 class ShardStream:
     """Gives one usable sample of a shard stream after another."""
 
-    def __init__(self, spec: WorkerSpec, stream: int, store: Store, begin: Begin) -> None:
+    def __init__(self, spec: WorkerSpec, stream: int, store: Store, set_status: SetStatus) -> None:
         """`store` opens the shards, and counts what is skipped by its reason."""
         self._spec = spec
-        self._begin = begin
+        self._set_status = set_status
         self._stream = stream
         self._store = store
         self._counts = store.counts
@@ -74,8 +74,8 @@ class ShardStream:
             starts = list(start.sources) or [(0, 0)] * len(sources)
         subset = subset_of(spec.config)
         self._readers = [
-            ShardReader(source, stream, place, kinds, store, subset, lambda url: begin(f", reading {url}"))
-            for source, place in zip(sources, starts, strict=True)
+            ShardReader(source, stream, position, kinds, store, subset, lambda url: set_status(f", reading {url}"))
+            for source, position in zip(sources, starts, strict=True)
         ]
         self._used = start.samples  # usable samples
         self._forget_skipped()
@@ -96,22 +96,22 @@ class ShardStream:
         source = order.source(self._stream, self._used) if isinstance(order, Mixed) else 0
         while True:
             reader = self._readers[source]
-            self._begin(f", reading {reader.url}")
+            self._set_status(f", reading {reader.url}")
             segment, item = next(reader.items)
             name = name_of(item)
-            self._begin(f", at sample {name} (data.filter='sample!={name}' leaves it out)")
+            self._set_status(f", at sample {name} (data.filter='sample!={name}' leaves it out)")
             try:
                 if item.damage:
                     raise BrokenSampleError(item.damage, item.detail)
-                place = segment.epoch, segment.shard, item.index
+                sample = segment.epoch, segment.shard, item.index
                 draw = CounterRNG(order.seed, WEIGHT, segment.epoch, hash64(item.key))
                 if item.chance < 1 and draw.uniform() >= item.chance:
                     continue  # not in this epoch
-                caption = spec.selection.draw(item.members, CounterRNG(order.seed, CAPTION, *place))
+                caption = spec.selection.draw(item.members, CounterRNG(order.seed, CAPTION, *sample))
                 spec.selection.check(item, caption)
                 own = item.key if spec.config.sample_weights else item.index  # repeats share it
                 key = spec.selection.key(item, caption, f"{segment.shard} {own}")
-                spec.transform(image_bytes(item.members), CounterRNG(order.seed, AUGMENT, *place), row)
+                spec.transform(image_bytes(item.members), CounterRNG(order.seed, AUGMENT, *sample), row)
             except BrokenSampleError as error:
                 self._counts[error.reason] += 1
                 self._skipped(error, segment, item)
@@ -157,8 +157,8 @@ class ShardStream:
 
 def lengths(tokens: np.ndarray, pad: int) -> np.ndarray:
     """(N, T) -> (N,) int: tokens of each caption up to the last that is no padding; 0 for an empty one."""
-    places = np.arange(1, tokens.shape[1] + 1)
-    used: np.ndarray = np.where(tokens != pad, places, 0).max(axis=1)
+    counts = np.arange(1, tokens.shape[1] + 1)
+    used: np.ndarray = np.where(tokens != pad, counts, 0).max(axis=1)
     return used
 
 
@@ -177,7 +177,7 @@ class BatchFiller:
     """Fills one worker's places of every local batch from its shard streams."""
 
     def __init__(
-        self, spec: WorkerSpec, arena: Arena, tick: Callable[[], None], begin: Begin = lambda what: None
+        self, spec: WorkerSpec, arena: Arena, tick: Callable[[], None], set_status: SetStatus = lambda what: None
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._left_out = np.empty(spec.transform.shape, np.uint8)  # pixels of another rank's sample
@@ -185,7 +185,7 @@ class BatchFiller:
         self._arena = arena
         self._tick = tick
         store = Store(self.counts, tick, spec.config.timeout_s)
-        self.streams = {stream: ShardStream(spec, stream, store, begin) for stream in spec.streams}
+        self.streams = {stream: ShardStream(spec, stream, store, set_status) for stream in spec.streams}
 
     def fill(self, step: int) -> Iterator[Report]:
         """Fill this worker's places of a batch. Yields a report after every piece, and one with the positions.
@@ -195,18 +195,18 @@ class BatchFiller:
         """
         slot = self._arena.slot(step)
         local = range(self._spec.share.samples)
-        pairs = zip(self.streams.values(), self._spec.places())
-        work = [(stream, int(place)) for stream, places in pairs for place in places]
+        pairs = zip(self.streams.values(), self._spec.rows())
+        work = [(stream, int(row)) for stream, rows in pairs for row in rows]
         for start in range(0, len(work), self._spec.piece):
             piece = work[start : start + self._spec.piece]
             captions: dict[int, str] = {}  # by their row of the tokens
-            for stream, place in piece:
+            for stream, row in piece:
                 self._tick()
-                mine = place in local
-                caption, key = stream.take(slot["rows"][place] if mine else self._left_out)
+                mine = row in local
+                caption, key = stream.take(slot["pixels"][row] if mine else self._left_out)
                 if mine:
-                    captions[place] = caption
-                    slot["keys"][place] = key
+                    captions[row] = caption
+                    slot["keys"][row] = key
             if captions:
                 tokens = np.asarray(self._spec.tokenizer(list(captions.values())))
                 rows = list(captions)

@@ -26,7 +26,7 @@ from clipscale.data.loader.shard_stream import WorkerSpec
 from clipscale.data.loader.workers import InProcess, Workers
 from clipscale.data.order import BatchShare
 from clipscale.data.shards.addresses import CHANGED, EVENT
-from clipscale.data.shards.counts import Once, build_order, here
+from clipscale.data.shards.counts import OnMain, build_order, in_process
 from clipscale.data.shards.listing import list_shards
 from clipscale.data.shards.subset import subset_of
 
@@ -63,7 +63,7 @@ class TrainStream:
         self._arena = arena
         self.workers = workers
         self._shards = specs[0].shards
-        self._places = [np.concatenate(spec.places()) for spec in specs]  # each worker's, in the order it fills them
+        self._rows = [np.concatenate(spec.rows()) for spec in specs]  # each worker's, in the order it fills them
         self._positions = start
         self._streams = len(start)
         self._step = -1
@@ -78,7 +78,7 @@ class TrainStream:
         self.samples_per_epoch = self._shards.samples
         """Over all ranks; None where shards are drawn with replacement."""
         for step in range(len(arena.slots)):
-            self._begin(step)
+            self._request(step)
 
     @property
     def broken(self) -> Counter[str]:
@@ -122,11 +122,11 @@ class TrainStream:
         if before >= 0:
             self._positions = self._finish(before)
             del self._batches[before]
-            self._begin(before + len(self._arena.slots))  # the workers get the slot of the batch before again
+            self._request(before + len(self._arena.slots))  # the workers get the slot of the batch before again
 
         def wait(stop: int) -> None:
             batch = self._batches[step]
-            needed = [int(np.searchsorted(places, stop)) for places in self._places]
+            needed = [int(np.searchsorted(rows, stop)) for rows in self._rows]
             self._wait(lambda: [n for n, need in enumerate(needed) if batch.done[n] < need])
 
         return HostBatch(slot, wait)
@@ -161,9 +161,9 @@ class TrainStream:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _begin(self, step: int) -> None:
+    def _request(self, step: int) -> None:
         """Let the workers fill the batch, when they have filled those begun before."""
-        self._batches[step] = _Filling([0] * len(self._places), set(range(len(self._places))))
+        self._batches[step] = _Filling([0] * len(self._rows), set(range(len(self._rows))))
         self.workers.fill(step)
 
     def _finish(self, step: int) -> dict[int, Position]:
@@ -178,8 +178,8 @@ class TrainStream:
     def _wait(self, missing: Callable[[], list[int]]) -> None:
         """Handle the workers' messages until no worker is missing."""
         begun = time.monotonic()
-        while self.failure is None and (late := missing()):
-            self._receive(late)
+        while self.failure is None and (needed := missing()):
+            self._receive(needed)
         self._waited_s += time.monotonic() - begun
 
     def _receive(self, needed: Sequence[int]) -> None:
@@ -211,7 +211,7 @@ def ordered_shards(
     share: BatchShare,
     seed: int,
     position: Record | None = None,
-    once: Once = here,
+    on_main: OnMain = in_process,
     fitting: Callable[[int], int] = lambda streams: streams,
 ) -> OrderedShards:
     """The training data, listed, counted and ordered; over the shard streams of `position`, if they fit.
@@ -219,10 +219,10 @@ def ordered_shards(
     `once` does the work that one rank does for all: it looks up every shard's samples. `fitting`: the most shard
     streams, of so many, that the batches of all of a run's stages fill evenly. Raises UserError.
     """
-    urls, source_of = list_shards(config, once)
-    order = build_order(config, urls, source_of, share, seed, position["streams"] if position else None, once)
+    urls, source_of = list_shards(config, on_main)
+    order = build_order(config, urls, source_of, share, seed, position["streams"] if position else None, on_main)
     if config.shard_streams is None and (streams := fitting(order.streams)) < order.streams:
-        order = build_order(config, urls, source_of, share, seed, streams, once)
+        order = build_order(config, urls, source_of, share, seed, streams, on_main)
     subset = subset_of(config)
     return OrderedShards(tuple(urls), order, max(config.shuffle, 1), subset.table.share if subset else 1.0)
 
@@ -317,4 +317,4 @@ def merge_positions(records: Sequence[Record]) -> Record:
             "data.train: the processes see different shards; every node must have the same list, the same counts and "
             "the same clipscale"
         )
-    return first | {"at": {stream: place for record in records for stream, place in record["at"].items()}}
+    return first | {"at": {stream: at for record in records for stream, at in record["at"].items()}}

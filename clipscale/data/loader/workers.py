@@ -25,7 +25,7 @@ from clipscale.data.shards.addresses import utf8
 
 ALIVE_S = 2.0
 """A worker that reads but has nothing to deliver reports at most this often."""
-PLACE_BYTES = 1024
+STATUS_BYTES = 1024
 
 
 class InProcess:
@@ -51,7 +51,7 @@ class InProcess:
         self.filler.close()
 
 
-def work(connection: Connection, spec: WorkerSpec, arena: Arena, place: Any) -> None:
+def work(connection: Connection, spec: WorkerSpec, arena: Arena, status: Any) -> None:
     """A worker process: fills the requested batches in order. An error is sent to the training process.
 
     `place`: a shared array of bytes, for what it is on.
@@ -68,9 +68,9 @@ def work(connection: Connection, spec: WorkerSpec, arena: Arena, place: Any) -> 
         with _ended_if_lost():
             connection.send(message)
 
-    def begin(what: str) -> None:
+    def set_status(what: str) -> None:
         """Called before each shard and each sample."""
-        place.value = utf8(what).encode()[: PLACE_BYTES - 1]
+        status.value = utf8(what).encode()[: STATUS_BYTES - 1]
 
     def tick() -> None:
         """Called between samples and while the storage is waited for."""
@@ -80,7 +80,7 @@ def work(connection: Connection, spec: WorkerSpec, arena: Arena, place: Any) -> 
             send(filler.report())
 
     try:
-        filler = BatchFiller(spec, arena, tick, begin)
+        filler = BatchFiller(spec, arena, tick, set_status)
         while True:
             with _ended_if_lost():
                 step = connection.recv()
@@ -109,7 +109,7 @@ class Workers:
         self.timeout_s = timeout_s
         warm_up()
         self._connections: list[Connection] = []
-        self._places: list[Any] = []
+        self._statuses: list[Any] = []
         """What each worker is on, in memory that it shares."""
         self.processes: list[Any] = []
         # Also runs when the program ends without `close`, before multiprocessing sends its children a signal that is
@@ -119,14 +119,14 @@ class Workers:
         context = multiprocessing.get_context("forkserver")
         for number, spec in enumerate(specs):
             connection, of_worker = context.Pipe()
-            place = RawArray("c", PLACE_BYTES)
+            status = RawArray("c", STATUS_BYTES)
             process = context.Process(
-                target=work, args=(of_worker, spec, arena, place), name=f"data-worker-{number}", daemon=True
+                target=work, args=(of_worker, spec, arena, status), name=f"data-worker-{number}", daemon=True
             )
             process.start()
             of_worker.close()
             self._connections.append(connection)
-            self._places.append(place)
+            self._statuses.append(status)
             self.processes.append(process)
         self._last = [time.monotonic()] * len(specs)  # when each worker's last message came
 
@@ -154,7 +154,7 @@ class Workers:
             if left < 0:
                 raise LoaderError(
                     f"data.timeout_s={self.timeout_s:g}: {self._name(longest)} has been silent for that long"
-                    f"{self._place(longest)}; the storage may be stuck; raise the time-out or look at the process"
+                    f"{self._status(longest)}; the storage may be stuck; raise the time-out or look at the process"
                 )
             wait(self._connections, timeout=min(left, 1.0))
 
@@ -175,9 +175,9 @@ class Workers:
     def _name(self, number: int) -> str:
         return f"data worker {number} (process {self.processes[number].pid}) of rank {self._rank}"
 
-    def _place(self, number: int) -> str:
+    def _status(self, number: int) -> str:
         """What a worker was on."""
-        return bytes(self._places[number].value).decode(errors="replace")
+        return bytes(self._statuses[number].value).decode(errors="replace")
 
     def _death(self, number: int) -> LoaderError:
         process = self.processes[number]
@@ -185,7 +185,7 @@ class Workers:
         code = process.exitcode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
         return LoaderError(
-            f"{self._name(number)} {how}{self._place(number)}; if the machine "
+            f"{self._name(number)} {how}{self._status(number)}; if the machine "
             "ran out of memory, lower data.workers, data.shard_streams or data.shuffle; go on with resume=auto"
         )
 

@@ -15,7 +15,7 @@ from clipscale.data.shards.subset import Subset, subset_of
 
 log = logging.getLogger(__name__)
 Counts = list[int | None]
-Once = Callable[[Callable[[], Any]], Any]
+OnMain = Callable[[Callable[[], Any]], Any]
 """Does what one process does for all, and returns its result on each."""
 
 SCAN_AT_MOST = 256
@@ -24,7 +24,7 @@ SMALL = 2**26
 """Bytes that are read to count samples before a run is planned."""
 
 
-def here(work: Callable[[], Any]) -> Any:
+def in_process(work: Callable[[], Any]) -> Any:
     """The result of `work`, done by this process."""
     return work()
 
@@ -73,7 +73,7 @@ def counted_at_once(config: DataConfig, urls: Sequence[str]) -> int | None:
 
 def _scanned(urls: Sequence[str], subset: Subset | None) -> Iterator[tuple[str, index.Outcome]]:
     try:
-        yield from index.update_indexes(urls, subset, beside=False)
+        yield from index.update_indexes(urls, subset, in_folder=False)
     except UserError as error:
         log.warning("counts are not remembered: %s", error)
         yield from ((url, index.scan_shard(url, subset)) for url in urls)
@@ -86,7 +86,7 @@ def build_order(
     share: BatchShare,
     seed: int,
     streams: int | None = None,
-    once: Once = here,
+    on_main: OnMain = in_process,
 ) -> Order:
     """The order of all samples, over as many shard `streams` as a checkpoint has, if they fit.
 
@@ -98,7 +98,7 @@ def build_order(
     epochs = config.order == "epochs" or (config.order == "auto" and source_of is None)
     scan = config.order == "epochs" or (epochs and len(urls) <= SCAN_AT_MOST)
     subset = subset_of(config)
-    counts = once(lambda: count_samples(urls, subset, scan=scan))
+    counts = on_main(lambda: count_samples(urls, subset, scan=scan))
     known = [count for count in counts if count is not None]
     unknown = len(urls) - len(known)
     if not unknown and not sum(known):

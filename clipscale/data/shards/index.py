@@ -134,9 +134,9 @@ def _states(paths: Sequence[str]) -> list[State | None]:
     many files: where a local disk answers, threads wait for each other.
     """
     size = -(-len(paths) // THREADS) or 1
-    parts = [paths[start : start + size] for start in range(0, len(paths), size)]
+    slices = [paths[start : start + size] for start in range(0, len(paths), size)]
     with ThreadPoolExecutor(THREADS) as pool:
-        return [state for states in pool.map(lambda part: [*map(_state, part)], parts) for state in states]
+        return [state for states in pool.map(lambda part: [*map(_state, part)], slices) for state in states]
 
 
 def _state(path: str) -> State | None:
@@ -208,7 +208,7 @@ Outcome = Entry | str | None
 
 
 def update_indexes(
-    urls: Sequence[str], subset: Subset | None = None, *, beside: bool = True, workers: int = 1
+    urls: Sequence[str], subset: Subset | None = None, *, in_folder: bool = True, workers: int = 1
 ) -> Iterator[tuple[str, Outcome]]:
     """Bring the indexes of these shards' folders up to date, at `writable_path` (`beside`) or in the user's cache.
 
@@ -219,7 +219,7 @@ def update_indexes(
     for url in urls:
         folders[folder_of(url)].append(url)
     for folder, shards in folders.items():
-        path = writable_path(folder, subset) if beside else index_paths(folder, subset)[-1]
+        path = writable_path(folder, subset) if in_folder else index_paths(folder, subset)[-1]
         states = {name: state for name, *state in query(path, "SELECT name, size, version FROM shards")}
         old = [states.get(name_in_index(url)) for url in shards]
         with _writing(path) as base:

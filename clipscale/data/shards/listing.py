@@ -17,7 +17,7 @@ from braceexpand import braceexpand
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.data.shards.addresses import head_of, is_local, leaf_of, scheme_of
-from clipscale.data.shards.counts import Once, here
+from clipscale.data.shards.counts import OnMain, in_process
 from clipscale.data.shards.store import UNKNOWN_HOST, look_up
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ PATTERN = re.compile(r"[*?\[]|/(?:$|[,}])")
 NOTHING = "matches no shard; give a tar file, a brace list, a glob, a folder of .tar, .tar.gz or .tgz, or @FILE"
 
 
-def list_shards(config: DataConfig, once: Once = here) -> tuple[list[str], list[int] | None]:
+def list_shards(config: DataConfig, on_main: OnMain = in_process) -> tuple[list[str], list[int] | None]:
     """Every shard of every source, and the number of its source (None: no weights). Raises UserError.
 
     Missing shards and other files are left out with a warning. `once` is called with what one process does for all.
@@ -49,7 +49,7 @@ def list_shards(config: DataConfig, once: Once = here) -> tuple[list[str], list[
     config.check_weights()
     notes: list[str] = []
     listed = [(url, number) for number, source in enumerate(config.train) for url in expand(source, note=notes.append)]
-    gone = {*once(lambda: _absent([url for url, _ in listed], notes))}
+    gone = {*on_main(lambda: _absent([url for url, _ in listed], notes))}
     present = [(url, number) for url, number in listed if url not in gone]
     return [url for url, _ in present], None if config.weights is None else [number for _, number in present]
 

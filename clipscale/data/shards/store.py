@@ -114,7 +114,7 @@ class TransientError(SourceError):
     """A request failed in a way that may pass. `reason` names its counter."""
 
 
-def begin(url: str, start: int, stop: int) -> Request:
+def start_request(url: str, start: int, stop: int) -> Request:
     """Begin a request for bytes start..stop of an object."""
     from fsspec.asyn import get_loop
 
@@ -130,7 +130,7 @@ def fetch(store: Store, url: str, start: int, stop: int, request: Request | None
     while True:
         if time.monotonic() > store.until:
             raise SourceError("unreachable_shard", f"no sample within data.timeout_s={store.limit_s:g}")
-        request = request or begin(url, start, stop)
+        request = request or start_request(url, start, stop)
         try:
             while not futures.wait([request], TICK_S).done:
                 store.tick()
@@ -149,7 +149,7 @@ def fetch(store: Store, url: str, start: int, stop: int, request: Request | None
 
 def look_up(urls: Sequence[str]) -> dict[str, SourceError]:
     """Ask for a byte of each object at once; returns why those that gave none did not."""
-    requests = [(url, begin(url, 0, 1)) for url in urls]
+    requests = [(url, start_request(url, 0, 1)) for url in urls]
     answers = [(url, request.exception()) for url, request in requests]
     return {url: error for url, error in answers if isinstance(error, SourceError)}
 
@@ -212,7 +212,7 @@ class RemoteFile(io.RawIOBase):
             raise SourceError("changed_shard", "it changed on the server while it was read")
         end = self._start + len(self._block)
         if sequential and end < self.size:
-            self._ahead = begin(self._url, end, min(end + BLOCK, self.size))
+            self._ahead = start_request(self._url, end, min(end + BLOCK, self.size))
 
 
 # -- requests, on fsspec's event loop ----------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def _images_of(file: Path, names: Sequence[str], folder: Path | None) -> list[Pa
             f"eval.sets: none of the {len(names)} images of {file} is there, such as {names[0]}; put them into one "
             "folder beside it"
         )
-    (one, (_, paths)), *others = [place for place in counted.items() if place[1][0] == most]
+    (one, (_, paths)), *others = [entry for entry in counted.items() if entry[1][0] == most]
     if others:
         raise UserError(
             f"eval.sets: the images of {file} are in {one} and in {others[0][0]}; give one of the two, as "

@@ -36,7 +36,7 @@ def load(root: Path) -> ClassificationSet:
     """
     folders = [folder.name for folder in files.folders(root)]
     numbers = all(folder.isdecimal() for folder in folders)
-    label_of = {folder: int(folder) if numbers else place for place, folder in enumerate(folders)}
+    label_of = {folder: int(folder) if numbers else number for number, folder in enumerate(folders)}
     names = _classnames(root, folders, numbers=numbers)
     if max(label_of.values()) >= len(names) or (not numbers and len(names) != len(folders)):
         raise UserError(

@@ -31,16 +31,16 @@ def templates(root: Path, *, imagenet: bool = False) -> list[str]:
     """Templates with {c} for the class: the set's own (there also {classname} or {}), else CLIP's 80 for ImageNet and
     its variants, or a single one. Raises UserError."""
     file = root / TEMPLATES
-    place = re.compile(r"\{(c|classname)?\}")
+    placeholder = re.compile(r"\{(c|classname)?\}")
     if not file.is_file():
         if imagenet or "imagenet" in root.name.lower():
             return [template("{c}") for template in OPENAI_IMAGENET_TEMPLATES]
         return [SINGLE]
     texts = lines(file)
     for line in texts or [""]:
-        if not place.search(line):
+        if not placeholder.search(line):
             raise UserError(f"eval.sets: the template {line!r} of {file} has no place for the class; write {{c}} there")
-    return [place.sub("{c}", line) for line in texts]
+    return [placeholder.sub("{c}", line) for line in texts]
 
 
 def read(file: Path) -> str:

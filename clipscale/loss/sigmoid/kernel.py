@@ -22,7 +22,7 @@ from clipscale.loss.triton.tiles import (
     has_positives,
     positives,
     quarters,
-    store_part,
+    store_quarter,
     summable,
     tile_dots,
     tile_position,
@@ -62,14 +62,14 @@ def sigmoid_kernel(
     scale_, bias_ = tl.load(scale), tl.load(bias)
     rows = tile_row * BM + tl.arange(0, BM)
     WIDTH: tl.constexpr = BN // 4
-    parts = quarters(dots)
+    dots_by_quarter = quarters(dots)
     value = tl.zeros((BM,), tl.float32)
     total = value
     product = value
-    for part in tl.static_range(4):
-        first_col = tile_col * BN + part * WIDTH
+    for quarter in tl.static_range(4):
+        first_col = tile_col * BN + quarter * WIDTH
         cols = first_col + tl.arange(0, WIDTH)
-        logits = parts[part] * scale_ + bias_
+        logits = dots_by_quarter[quarter] * scale_ + bias_
         with_positives = has_positives(tile_row * BM, first_col, positive, BM, WIDTH)
         if with_positives:
             logits = tl.where(positives(rows, cols, positive), -logits, logits)
@@ -79,9 +79,9 @@ def sigmoid_kernel(
         g = UNIT * tl.where(logits >= 0, 1.0, small) / (1.0 + small)  # nothing cancels
         if with_positives:
             g = tl.where(positives(rows, cols, positive), -g, g)
-        store_part(panel, g, tile_row * BM, first_col, stride_panel, TMA)
+        store_quarter(panel, g, tile_row * BM, first_col, stride_panel, TMA)
         total += tl.sum(g, axis=1)
-        product += tl.sum(g * summable(parts[part], n), axis=1)
+        product += tl.sum(g * summable(dots_by_quarter[quarter], n), axis=1)
     out, count = sums + tl.program_id(0), tl.num_programs(0)
     tl.store(out, tl.sum(value, axis=0))
     tl.store(out + count, tl.sum(total, axis=0))

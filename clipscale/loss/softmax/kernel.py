@@ -30,7 +30,7 @@ from clipscale.loss.triton.tiles import (
     has_positives,
     positives,
     quarters,
-    store_part,
+    store_quarter,
     summable,
     tile_dots,
     tile_position,
@@ -50,11 +50,11 @@ def reference_of(top):
 
 @triton.jit(do_not_specialize=["n", "m"])
 def lse_kernel(
-    u, v, factor, n, m, depth, stride_u, stride_v, row_parts, col_parts,
+    u, v, factor, n, m, depth, stride_u, stride_v, row_partials, col_partials,
     TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """The references and the sums of 2^(y - reference) of one tile's rows, to row_parts (2, ceil(M / BN), N), and of
-    its columns, to col_parts (2, ceil(N / BM), M).
+    """The references and the sums of 2^(y - reference) of one tile's rows, to row_partials (2, ceil(M / BN), N), and of
+    its columns, to col_partials (2, ceil(N / BM), M).
 
     One exponential an element, relative to the tile's largest score, serves both sums. Where a row or a column lies so
     far below that its sum is not sound, they are taken again, each row and each column relative to its own largest
@@ -67,37 +67,37 @@ def lse_kernel(
     scale = tl.load(factor)
     top = reference_of(tl.max(tl.max(dots, axis=1), axis=0) * scale)
     # A quarter's column sums are stored before the next quarter's are taken: all at once they would spill.
-    parts = quarters(dots)
+    dots_by_quarter = quarters(dots)
     WIDTH: tl.constexpr = BN // 4
     row_sums = tl.zeros((BM,), tl.float32)
     lowest = tl.full((), 1.0, tl.float32)
-    for part in tl.static_range(4):
+    for quarter in tl.static_range(4):
         # The product is not rounded before the subtraction: at scale 100 that rounding alone would be 5e-6 of the
         # exponential.
-        terms = tl.exp2(tl.fma(parts[part], scale, -top))
+        terms = tl.exp2(tl.fma(dots_by_quarter[quarter], scale, -top))
         row_sums += tl.sum(terms, axis=1)
         col_sums = tl.sum(terms, axis=0)
         lowest = tl.minimum(lowest, tl.min(col_sums, axis=0))
-        first_col = tile_col * BN + part * WIDTH
-        store_line(col_parts, tl.zeros((WIDTH,), tl.float32) + top, col_sums, tile_row, first_col, m, n, BM)
-    store_line(row_parts, tl.zeros((BM,), tl.float32) + top, row_sums, tile_col, tile_row * BM, n, m, BN)
+        first_col = tile_col * BN + quarter * WIDTH
+        store_line(col_partials, tl.zeros((WIDTH,), tl.float32) + top, col_sums, tile_row, first_col, m, n, BM)
+    store_line(row_partials, tl.zeros((BM,), tl.float32) + top, row_sums, tile_col, tile_row * BM, n, m, BN)
     if tl.minimum(tl.min(row_sums, axis=0), lowest) < SOUND:
         tl.debug_barrier()  # these come after what the other threads have stored
         row_tops = reference_of(tl.max(dots, axis=1) * scale)
         row_sums = tl.sum(tl.exp2(tl.fma(dots, scale, -row_tops[:, None])), axis=1)
-        store_line(row_parts, row_tops, row_sums, tile_col, tile_row * BM, n, m, BN)
-        for part in tl.static_range(4):
-            col_tops = reference_of(tl.max(parts[part], axis=0) * scale)
-            col_sums = tl.sum(tl.exp2(tl.fma(parts[part], scale, -col_tops[None, :])), axis=0)
-            store_line(col_parts, col_tops, col_sums, tile_row, tile_col * BN + part * WIDTH, m, n, BM)
+        store_line(row_partials, row_tops, row_sums, tile_col, tile_row * BM, n, m, BN)
+        for quarter in tl.static_range(4):
+            col_tops = reference_of(tl.max(dots_by_quarter[quarter], axis=0) * scale)
+            col_sums = tl.sum(tl.exp2(tl.fma(dots_by_quarter[quarter], scale, -col_tops[None, :])), axis=0)
+            store_line(col_partials, col_tops, col_sums, tile_row, tile_col * BN + quarter * WIDTH, m, n, BM)
 
 
 @triton.jit
-def store_line(parts, tops, sums, line, first, size, across, STEP: tl.constexpr):
-    """Write references and sums from number `first` on to a line of parts (2, ceil(across / STEP), size)."""
+def store_line(partials, tops, sums, line, first, size, across, STEP: tl.constexpr):
+    """Write references and sums from number `first` on to a line of partials (2, ceil(across / STEP), size)."""
     at = first + tl.arange(0, tops.shape[0])
     lines = tl.cdiv(across, STEP).to(tl.int64)
-    pointer = parts + line.to(tl.int64) * size + at
+    pointer = partials + line.to(tl.int64) * size + at
     tl.store(pointer, tops, mask=at < size)
     tl.store(pointer + lines * size, sums, mask=at < size)
 
@@ -124,22 +124,22 @@ def softmax_gradient_kernel(
     row_at = tl.minimum(rows, n - 1)
     r, a = tl.load(row_lse + row_at), tl.load(row_weight + row_at)
     WIDTH: tl.constexpr = BN // 4
-    parts = quarters(dots)
+    dots_by_quarter = quarters(dots)
     product = tl.zeros((BM,), tl.float32)
-    for part in tl.static_range(4):
-        first_col = tile_col * BN + part * WIDTH
+    for quarter in tl.static_range(4):
+        first_col = tile_col * BN + quarter * WIDTH
         cols = first_col + tl.arange(0, WIDTH)
         col_at = tl.minimum(cols, m - 1)
         c, b = tl.load(col_lse + col_at), tl.load(col_weight + col_at)
-        g = a[:, None] * tl.exp2(tl.fma(parts[part], scale, -r[:, None]))
-        g += b[None, :] * tl.exp2(tl.fma(parts[part], scale, -c[None, :]))
+        g = a[:, None] * tl.exp2(tl.fma(dots_by_quarter[quarter], scale, -r[:, None]))
+        g += b[None, :] * tl.exp2(tl.fma(dots_by_quarter[quarter], scale, -c[None, :]))
         # Late in training a positive's probabilities are near 1, and what the weights leave of them is the gradient.
         if has_positives(tile_row * BM, first_col, positive, BM, WIDTH):
             target = tl.load(row_target + row_at)[:, None] + tl.load(col_target + col_at)[None, :]
             g = tl.where(positives(rows, cols, positive), g - target, g)
         g = where_inside(g, 0.0, rows, cols, n, m)
-        store_part(panel, g, tile_row * BM, first_col, stride_panel, TMA)
-        product += tl.sum(g * summable(parts[part], n), axis=1)
+        store_quarter(panel, g, tile_row * BM, first_col, stride_panel, TMA)
+        product += tl.sum(g * summable(dots_by_quarter[quarter], n), axis=1)
     tl.store(products + tl.program_id(0), tl.sum(product, axis=0))
 
 
@@ -150,12 +150,12 @@ def log2_factor(scale: Tensor) -> tuple[Tensor, Tensor]:
     return factor, factor.double() / exact
 
 
-def joined(parts: Tensor) -> Tensor:
-    """The log-sum-exps (size,) float64, in units of log 2, of lse_kernel's parts (2, lines, size), which it overwrites.
+def joined(partials: Tensor) -> Tensor:
+    """The log-sum-exps (size,) float64, in units of log 2, of lse_kernel's partials (2, lines, size). Overwrites these.
 
     float64, since float32 would round a value near 100 by 4e-6, and with it every probability of that row.
     """
-    tops, sums = parts
+    tops, sums = partials
     top = tops.amax(0)
     total = tops.sub_(top).exp2_().mul_(sums).sum(0, dtype=torch.float64)
     return total.log2_().add_(top)
@@ -185,18 +185,18 @@ class TritonSoftmax(TritonBackend):
         # Four numbers of four bytes a tile row and a tile column.
         for panel in self.panels(block, self.machine.partial_bytes // 8 * t.rows * t.cols // (t.rows + t.cols)):
             n, m = len(panel.rows), len(panel.cols)
-            row_parts = torch.empty(2, triton.cdiv(m, t.cols), n, device=features.device)
-            col_parts = torch.empty(2, triton.cdiv(n, t.rows), m, device=features.device)
-            self.launch(lse_kernel, panel, factor, row_parts=row_parts, col_parts=col_parts)
-            for side, parts in ((panel.rows, row_parts), (panel.cols, col_parts)):
+            row_partials = torch.empty(2, triton.cdiv(m, t.cols), n, device=features.device)
+            col_partials = torch.empty(2, triton.cdiv(n, t.rows), m, device=features.device)
+            self.launch(lse_kernel, panel, factor, row_partials=row_partials, col_partials=col_partials)
+            for side, partials in ((panel.rows, row_partials), (panel.cols, col_partials)):
                 if side.lse is not None:
-                    torch.logaddexp(side.lse, joined(parts) / nat, out=side.lse)
+                    torch.logaddexp(side.lse, joined(partials) / nat, out=side.lse)
         diagonal = block.diagonal()
         if diagonal is not None:
             i, j = diagonal
             assert block.rows.target is not None
             weight = positive_weights(block, i, j)
-            products = row_products(features[i], block.cols.features[j], self.machine.parts)
+            products = row_products(features[i], block.cols.features[j], self.machine.computed)
             block.rows.target[i] += weight * (scale * products)
 
     def backward(self, block: Block) -> None:

@@ -74,7 +74,7 @@ class TritonBackend:
         n, m = len(block.rows), len(block.cols)
         height = _even(n, min(n, max(math.isqrt(area), area // m, 1)), t.rows)
         width = _even(m, min(m, max(area // height, 1)), t.cols)
-        return self.machine.parts(block.tiles(height, width))
+        return self.machine.computed(block.tiles(height, width))
 
     def gradient_panels(self, block: Block) -> Iterator[tuple[Block, Tensor]]:
         """Panels with memory for score gradients; what the caller stores there joins the feature gradients."""

@@ -110,7 +110,7 @@ def positives(rows, cols, positive):
 
 
 @triton.jit
-def store_part(panel, x, first_row, first_col, stride_panel, TMA: tl.constexpr):
+def store_quarter(panel, x, first_row, first_col, stride_panel, TMA: tl.constexpr):
     """Store a quarter of a tile; the panel has whole tiles. With TMA `panel` is a tensor descriptor, else a pointer."""
     if TMA:
         panel.store([first_row, first_col], x.to(panel.dtype))

@@ -66,9 +66,9 @@ def main(words: Sequence[str], settings: PackSettings) -> int:
         raise UserError(f"{words[0]}: there is no such file or folder")
     with files.reported("table", path, "repair it, or fetch it again"):
         tables = tables_of(path, settings.columns)
-    parts = [folder.name for folder in files.folders(path) if folder.name in SPLITS] if path.is_dir() else []
-    if len(parts) > 1:
-        say(f"{', '.join(parts)} become one set; pack each of them by itself to keep them apart")
+    splits = [folder.name for folder in files.folders(path) if folder.name in SPLITS] if path.is_dir() else []
+    if len(splits) > 1:
+        say(f"{', '.join(splits)} become one set; pack each of them by itself to keep them apart")
     if tables:
         say(f"columns: {', '.join(tables[0].columns)}")
     root = resolved(settings.root) if settings.root else ""

@@ -98,7 +98,7 @@ def of_table(table: Table, root: str) -> Iterator[Pair]:
     """The pairs of a table's rows."""
     image, *texts = table.columns
     folder = table.file.parent
-    here = Place("", str(folder), root or str(folder.resolve()))
+    base = Place("", str(folder), root or str(folder.resolve()))
     with files.reported("table", table.file, "repair it, or fetch it again"):
         for number, row in table.rows():
             values = row or {}
@@ -109,11 +109,11 @@ def of_table(table: Table, root: str) -> Iterator[Pair]:
                 k: v for k, v in values.items() if k not in table.columns and isinstance(v, str | int | float | list)
             }
             place = values.get(image)
-            pair = Pair(f"{table.file.name}:{number}", here, captions, fields)
+            pair = Pair(f"{table.file.name}:{number}", base, captions, fields)
             if isinstance(place, Cell):
                 yield pair._replace(place=place)
             elif isinstance(place, str) and place.strip():
-                yield pair._replace(name=place.strip(), place=here._replace(name=place.strip()))
+                yield pair._replace(name=place.strip(), place=base._replace(name=place.strip()))
             else:
                 bad = "bad_json" if "json" in table.file.suffix else "bad_row"
                 yield pair._replace(broken=bad if row is None else "no_image")

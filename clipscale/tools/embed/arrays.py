@@ -47,8 +47,8 @@ class EmbeddedSet:
 
     def sample(self, number: int) -> Record:
         """The row of that number, counted through all parts, as the page names and shows it."""
-        place = bisect_right(self.firsts, number) - 1
-        path = self.paths[place]
-        row = number - self.firsts[place]
+        part = bisect_right(self.firsts, number) - 1
+        path = self.paths[part]
+        row = number - self.firsts[part]
         entry = json.loads(linecache.getline(str(path), row + 1))
         return {"part": path.stem, "row": row, "key": entry["key"], "caption": entry["caption"] or ""}

@@ -56,10 +56,10 @@ def work(config: EmbedConfig) -> Record:
         encoder = FeatureEncoder(model, world.device, config.precision, config.data)
         share = list(sources.items())[world.rank :: world.size]
         shown = tracked(share, "embedding shards", len(share))
-        parts = world.gather({name: embed_shard(encoder, config, url, out / name) for name, url in shown})
+        results = world.gather({name: embed_shard(encoder, config, url, out / name) for name, url in shown})
     finally:
         leave()
-    entries = {name: entry for part in parts for name, entry in part.items() if entry}
+    entries = {name: entry for result in results for name, entry in result.items() if entry}
     samples = sum(entry["samples"] for entry in entries.values())
     if world.main:
         files.write_json(out / SHARDS, dict(sorted((read(out / SHARDS) | entries).items())))

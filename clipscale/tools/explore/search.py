@@ -25,12 +25,12 @@ from clipscale.tools.explore.settings import ExploreConfig
 SIDE = 320  # pixels of the longer side of a picture on the page
 
 
-def nearest(parts: Iterable[np.ndarray], query_D: np.ndarray, count: int) -> list[tuple[int, float]]:
+def nearest(arrays: Iterable[np.ndarray], query_D: np.ndarray, count: int) -> list[tuple[int, float]]:
     """The `count` rows with the largest dot products, and these, best first. Rows of NaN are left out.
 
     parts: arrays (rows, D) of any float type; their rows are numbered through. One part at a time is in memory.
     """
-    products = [part.astype(np.float32) @ query_D for part in parts if len(part)]
+    products = [array.astype(np.float32) @ query_D for array in arrays if len(array)]
     scores = torch.from_numpy(np.concatenate([np.empty(0, np.float32), *products])).nan_to_num(nan=-torch.inf)
     best = scores.topk(min(count, len(scores)))
     return [(row, score) for row, score in zip(best.indices.tolist(), best.values.tolist()) if score > -torch.inf]
@@ -67,8 +67,8 @@ class Explorer:
     def picture_feature(self, number: int) -> np.ndarray:
         """That of a picture of the set, as it is stored. Raises BrokenSampleError for no such one."""
         sample = self.sample(number)
-        parts = dict(zip(self.embedded.sources, self.embedded.features(IMAGE)))
-        return parts[sample["part"]][sample["row"]].astype(np.float32)
+        arrays = dict(zip(self.embedded.sources, self.embedded.features(IMAGE)))
+        return arrays[sample["part"]][sample["row"]].astype(np.float32)
 
     def sample(self, number: int) -> Record:
         if number >= len(self.embedded):

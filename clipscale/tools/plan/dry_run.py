@@ -242,8 +242,8 @@ class DryRun:
 def caption_share(model: ClipModel) -> float:
     """Tokens of an average caption at which the text tower computes, of the context: all, or fewer of sorted ones."""
     encoder = model.text.encoder
-    cuts = family_of(encoder).cuts_captions(encoder)
-    return min(1.0, round(ASSUMED.caption_tokens + GRAIN / 2) / model.context_length) if cuts else 1.0
+    trimmed = family_of(encoder).ignores_padding(encoder)
+    return min(1.0, round(ASSUMED.caption_tokens + GRAIN / 2) / model.context_length) if trimmed else 1.0
 
 
 def repeated_blocks(tower: nn.Module) -> tuple[Any, list[int]]:

@@ -90,8 +90,8 @@ class DryMachine(Machine):
     def is_gpu(self, device: torch.device) -> bool:
         return self.capability is not None
 
-    def parts(self, parts: Iterator[T]) -> Iterator[T]:
-        return itertools.islice(parts, 1)
+    def computed(self, tiles: Iterator[T]) -> Iterator[T]:
+        return itertools.islice(tiles, 1)
 
     def tiles(self, device: torch.device, dtype: torch.dtype) -> Tiles:
         return tiles_for(self.capability, dtype) if self.capability else INTERPRETER

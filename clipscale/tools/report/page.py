@@ -54,8 +54,10 @@ def page(runs: Sequence[Run]) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
-    here = Path(__file__).parent
-    templates = Environment(loader=FileSystemLoader(here), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    folder = Path(__file__).parent
+    templates = Environment(
+        loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
     templates.policies["json.dumps_kwargs"] = {"allow_nan": False}
     templates.filters["bytes"] = format_bytes
     keys = sorted({key for run in runs for key in run.settings if key != "run"})
@@ -66,7 +68,7 @@ def page(runs: Sequence[Run]) -> str:
         for evaluation in run.evaluations:
             for name, metrics in evaluation["results"].items():
                 (newest if evaluation["step"] else start)[named.format(run.name, name)] = metrics
-    texts = {kind: Markup((here / f"page.{kind}").read_text(encoding="utf-8")) for kind in ("css", "js")}
+    texts = {kind: Markup((folder / f"page.{kind}").read_text(encoding="utf-8")) for kind in ("css", "js")}
     scripts = {"plotly": Markup(get_plotlyjs()), "js": texts["js"]}
     digests = [b64encode(sha256(text.encode()).digest()).decode() for text in scripts.values()]
     return templates.get_template("page.html").render(
@@ -88,7 +90,7 @@ def typical(run: Run, key: str) -> float | None:
 
 def curves(runs: Sequence[Run]) -> Record:
     """What the page's script draws: `charts`, with the columns of each run's curve."""
-    parts = max(100, POINTS // len(runs) // 2)
+    bins = max(100, POINTS // len(runs) // 2)
 
     def columns(table: np.ndarray) -> Record:  # with seven digits; null is a gap
         values = [[None if v != v else float(f"{v:.7g}") for v in column] for column in table.T.tolist()]
@@ -97,7 +99,7 @@ def curves(runs: Sequence[Run]) -> Record:
     charts = charts_of(runs)
     for chart in charts:
         tables = [points(run, chart) for run in runs]
-        chart["runs"] = [{"points": columns(thinned(t, parts)), "means": columns(means(t, parts))} for t in tables]
+        chart["runs"] = [{"points": columns(thinned(t, bins)), "means": columns(means(t, bins))} for t in tables]
         chart["drawn"] = max(map(len, tables)) > 1  # one point is a number in cards and tables
     return {
         "colours": FIGURES["colours"],
@@ -151,21 +153,21 @@ def points(run: Run, chart: Record) -> np.ndarray:
     return table
 
 
-def thinned(table: np.ndarray, parts: int) -> np.ndarray:
-    """The first and the last row, and of each of so many parts the lowest, the highest and one gap: peaks stay."""
-    if len(table) <= 2 * parts:
+def thinned(table: np.ndarray, bins: int) -> np.ndarray:
+    """The first and the last row, and of each of so many bins the lowest, the highest and one gap: peaks stay."""
+    if len(table) <= 2 * bins:
         return table
     kept = {0, len(table) - 1}
     y = table[:, 3]
-    for part in np.array_split(np.arange(len(table)), parts):
-        gaps = part[np.isnan(y[part])]
+    for rows in np.array_split(np.arange(len(table)), bins):
+        gaps = rows[np.isnan(y[rows])]
         kept.update(gaps[:1])
-        if len(gaps) < len(part):
-            kept.update((part[np.nanargmin(y[part])], part[np.nanargmax(y[part])]))
+        if len(gaps) < len(rows):
+            kept.update((rows[np.nanargmin(y[rows])], rows[np.nanargmax(y[rows])]))
     return table[sorted(kept)]
 
 
-def means(table: np.ndarray, parts: int) -> np.ndarray:
-    """The means of so many equal parts, without gaps."""
+def means(table: np.ndarray, bins: int) -> np.ndarray:
+    """The means of so many equal bins, without gaps."""
     finite = table[np.isfinite(table[:, 3])]
-    return np.array([part.mean(0) for part in np.array_split(finite, parts) if len(part)]).reshape(-1, 4)
+    return np.array([rows.mean(0) for rows in np.array_split(finite, bins) if len(rows)]).reshape(-1, 4)
