@@ -93,7 +93,7 @@ def least_saved_bytes(config: TrainConfig) -> int:
     encoders, model = unbuilt_encoders(config.model), config.model
     towers = (encoders.visual, model.image), (encoders.text, model.text)
     trained = sum(p.nbytes for tower, part in towers if part.groups is None for p in tower.parameters())
-    return 0 if model.lora else trained * (1 + bool(config.ema) + MOMENTS.get(config.optim.name, 0))
+    return trained * (1 + bool(config.ema) + MOMENTS.get(config.optim.name, 0))
 
 
 def build_state(
