@@ -1,9 +1,9 @@
 """The order of the samples, a pure function of (seed, shard stream, epoch): nothing here opens a file.
 
-The global order is the union of L independent shard streams. Stream l fills bounds[l+1] - bounds[l] places of every
-global batch, where bounds[l] = l * B // L, so a global batch holds the same samples for any number of ranks and
-workers. In each epoch a stream reads its exact share of all samples, or, where shards are drawn with replacement, one
-drawn shard. With weights, each place in a stream belongs to a source, and every source has draws of its own.
+The global order is the union of L independent shard streams. Stream l fills rows bounds[l]..bounds[l+1] of every global
+batch, where bounds[l] = l * B // L, so a global batch holds the same samples for any number of ranks and workers. In
+each epoch a stream reads its exact share of all samples, or, where shards are drawn with replacement, one drawn shard.
+With weights, each sample of a stream comes from one of several sources, which draw their shards independently.
 
 B: global batch, L: shard streams, P: ranks, S: samples in an epoch.
 """
@@ -31,7 +31,7 @@ MIX = 6
 WEIGHT = 8
 
 MIXED = 64
-"""Places of a stream that are shared among the sources at once: few, so that every batch is mixed."""
+"""Consecutive samples of a stream that are shared among the sources: few, so that every batch is mixed."""
 
 
 def _mix(z: int) -> int:
@@ -50,7 +50,7 @@ def key(*numbers: int) -> int:
 
 
 def permutation(n: int, *numbers: int) -> np.ndarray:
-    """A random order of 0..n-1 (int64), a pure function of the key `parts`."""
+    """A random order of 0..n-1 (int64), a pure function of the key `numbers`."""
     z = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(key(*numbers))
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)  # `_mix` of all at once
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -74,9 +74,9 @@ class CounterRNG:
 
 
 def stream_bounds(batch: int, streams: int) -> np.ndarray:
-    """(L+1,): stream l fills places bounds[l]..bounds[l+1] of the global batch.
+    """(L+1,): stream l fills rows bounds[l]..bounds[l+1] of the global batch.
 
-    Where P divides L, every L/P-th bound is a multiple of B/P, so no stream crosses a border between ranks.
+    Where P divides L, every L/P-th bound is a multiple of B/P, so each stream lies within one rank.
     """
     return np.arange(streams + 1, dtype=np.int64) * batch // streams
 
@@ -95,13 +95,13 @@ class BatchShare:
         return self.batch // self.world
 
     def streams(self, count: int) -> range:
-        """The shard streams of the rank, of so many. One that crosses a border between ranks belongs to both."""
+        """The shard streams of the rank, out of `count`. One that fills rows of two ranks belongs to both."""
         bounds = stream_bounds(self.batch, count)
         first = int(np.searchsorted(bounds, self.rank * self.samples, side="right")) - 1
         return range(first, int(np.searchsorted(bounds, (self.rank + 1) * self.samples, side="left")))
 
     def rows(self, stream: int, count: int) -> range:
-        """The places that a stream fills, counted from the start of the rank's share. Places below 0 or from `samples`
+        """The rows of the batch that a stream fills, counted from the rank's first row. Rows below 0 or from `samples`
         on are another rank's."""
         bounds = stream_bounds(self.batch, count) - self.rank * self.samples
         return range(int(bounds[stream]), int(bounds[stream + 1]))
@@ -120,21 +120,21 @@ def default_streams(batch: int, world: int, samples: int | None) -> int:
 
 
 def streams_fit(streams: int, batch: int, samples: int | None) -> bool:
-    """Whether every stream has a place in the batch and, in an epoch, at least one sample."""
+    """Whether every stream fills a row of the batch and has, in an epoch, at least one sample."""
     return streams <= batch and (samples is None or (batch // streams) * samples >= batch)
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of one shard's shuffled order that a stream reads without a break."""
+    """Consecutive samples of one shard's shuffled order, which a stream reads."""
 
     shard: int
     epoch: int
-    """Part of the shuffle's key: each visit to a shard has an order of its own."""
+    """Part of the shuffle's key: in each epoch a shard has another order."""
     start: int
-    """The first place, in the shard's shuffled order."""
+    """The first sample, counted in the shuffled order."""
     stop: int | None
-    """The place after the last; None: the shard's end, wherever that is."""
+    """One past the last sample; None: the segment ends with the shard."""
     count: int | None
     """Samples in the shard, where known."""
 
@@ -143,8 +143,8 @@ class Segment:
 class Epochs:
     """Each sample exactly once an epoch.
 
-    Every epoch puts the shards in a random order. Stream l reads the stretch [bounds[l] S / B, bounds[l+1] S / B) of
-    their concatenation, so all streams reach the end of an epoch together, whatever B mod L is.
+    Every epoch puts the shards in a random order. Stream l reads samples [bounds[l] S / B, bounds[l+1] S / B) of their
+    concatenation, so all streams reach the end of an epoch together, whatever B mod L is.
     """
 
     counts: tuple[int, ...]
@@ -167,7 +167,7 @@ class Epochs:
 
     @cached_property
     def _ends(self) -> list[int]:
-        """(L+1,): where each stream's stretch begins, and where the last one ends."""
+        """(L+1,): each stream's first sample, and S."""
         total = sum(self.counts)
         return [bound * total // self.batch for bound in stream_bounds(self.batch, self.streams).tolist()]
 
@@ -176,7 +176,7 @@ class Epochs:
         return ["epochs", self.seed, self._ends[:-1]]
 
 
-@lru_cache(maxsize=2)  # streams stand in the same epoch, or the next
+@lru_cache(maxsize=2)  # at any time, streams read at most two epochs
 def _shard_order(counts: tuple[int, ...], seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
     shards = permutation(len(counts), seed, SHARDS, epoch)
     return shards, np.cumsum(np.asarray(counts, dtype=np.int64)[shards])
@@ -187,7 +187,7 @@ class Resampled:
     """Shards drawn with replacement. "Epoch" k of a stream is its k-th draw, of one shard."""
 
     shards: tuple[int, ...]
-    """Those that are drawn, all alike: each is read to its end, so every sample comes equally often."""
+    """The shards to draw from, all equally likely. Each is read to its end, so every sample is equally likely."""
     counts: tuple[int | None, ...]
     streams: int
     seed: int
@@ -204,10 +204,10 @@ class Resampled:
 
 @dataclass(frozen=True)
 class Mixed:
-    """Several sources, each with its share of the samples, and resampled by itself."""
+    """Several sources. Each contributes its share of the samples and draws its own shards with replacement."""
 
     weights: tuple[float, ...]
-    """Of the sources. Not all are zero."""
+    """Of each source. Not all are zero."""
     source_of: tuple[int, ...]
     """Each shard's source."""
     counts: tuple[int | None, ...]
@@ -215,11 +215,11 @@ class Mixed:
     seed: int
 
     def source(self, stream: int, number: int) -> int:
-        """The source of a stream's usable sample number `place`.
+        """The source of a stream's usable sample `number`.
 
-        Of every MIXED places, a source gets its share rounded down or up, in a random order. Points at equal distances
-        fall into the sources' intervals of [0, 1). Their start moves by the golden ratio from one such block to the
-        next, so that the shares are exact in the long run.
+        Of every MIXED samples, a source gets its share rounded down or up, in a random order. Points at equal distances
+        fall into the sources' intervals of [0, 1). From one block of MIXED samples to the next the points move by the
+        golden ratio, so that the shares are exact in the long run.
         """
         return int(_mixed(self.weights, self.seed, stream, number // MIXED)[number % MIXED])
 

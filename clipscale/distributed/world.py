@@ -35,7 +35,7 @@ ASK_S = 0.05
 
 @dataclass(frozen=True)
 class AsyncReduction:
-    """The result of a reduction that goes on in the background."""
+    """A reduction that runs in the background."""
 
     tensor: Tensor
     work: dist.Work | None = None
@@ -84,7 +84,7 @@ class World:
         return self.highest_async(*values).values()
 
     def highest_async(self, *values: int) -> AsyncReduction:
-        """`highest` in the background. All ranks call it in the same order among their reductions."""
+        """`highest` in the background. All ranks start their reductions in the same order."""
         tensor = torch.tensor(values)
         if self.size == 1:
             return AsyncReduction(tensor)

@@ -90,11 +90,9 @@ def contrastive_loss(
     for name, word in (("objective", objective), ("exchange", exchange), ("backend", backend)):
         if word not in CHOICES[name]:
             raise ValueError(f"{name}={word!r} is not one of {', '.join(CHOICES[name])}")
-    chosen, module, machine = (
-        OBJECTIVES[objective],
-        _module(options.get("similarity")),
-        options.get("machine") or Machine(),
-    )
+    chosen = OBJECTIVES[objective]
+    module = _module(options.get("similarity"))
+    machine = options.get("machine") or Machine()
     inputs = checked_inputs(
         image_features, text_features, logit_scale, logit_bias, keys,
         has_module=module is not None, check=check,

@@ -132,7 +132,7 @@ def product(a: Tensor, b: Tensor, out: Tensor, alpha: float, beta: float = 0.0) 
 def row_products(x: Tensor, y: Tensor, computed: Callable[[Any], Any] = iter) -> Tensor:
     """<x_i, y_i> (n,) in float64, for x and y (n, ...). By slabs of rows: the product of both is as large as they.
 
-    `parts`: those slabs that are computed (Machine.parts).
+    `computed`: chooses the slabs that are computed (Machine.computed).
     """
     products = torch.empty(len(x), dtype=torch.float64, device=x.device)
     step = max(1, (2**24 if x.is_cuda else 2**20) // x[0].numel())

@@ -25,7 +25,7 @@ from clipscale.data.shards.store import RETRIES, Store
 from clipscale.data.shards.subset import subset_of
 
 SetStatus = Callable[[str], None]
-"""Is given words on the shard or the sample that is begun."""
+"""Takes a phrase that names the shard or the sample that is read now."""
 MOST_BROKEN = 20_000
 MOST_FRUITLESS = 200
 """A stream gives up after this many broken samples, or visits to shards, without a usable sample between them.
@@ -50,7 +50,7 @@ class WorkerSpec:
     piece: int  # samples that the worker delivers at once
 
     def rows(self) -> list[np.ndarray]:
-        """The places of each stream in the local part of a batch; those outside are another rank's."""
+        """The rows of the local batch that each stream fills; those outside of it are another rank's."""
         count = self.shards.order.streams
         return [np.array(self.share.rows(stream, count)) for stream in self.streams]
 
@@ -164,7 +164,7 @@ def lengths(tokens: np.ndarray, pad: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Report:
-    """A worker has filled `done` of its places of batch `step` (-1: no batch, it is only alive)."""
+    """A worker has filled `done` of its rows of batch `step` (-1: no batch, it is only alive)."""
 
     step: int
     done: int
@@ -174,7 +174,7 @@ class Report:
 
 
 class BatchFiller:
-    """Fills one worker's places of every local batch from its shard streams."""
+    """Fills one worker's rows of every local batch from its shard streams."""
 
     def __init__(
         self, spec: WorkerSpec, arena: Arena, tick: Callable[[], None], set_status: SetStatus = lambda what: None
@@ -188,7 +188,7 @@ class BatchFiller:
         self.streams = {stream: ShardStream(spec, stream, store, set_status) for stream in spec.streams}
 
     def fill(self, step: int) -> Iterator[Report]:
-        """Fill this worker's places of a batch. Yields a report after every piece, and one with the positions.
+        """Fill this worker's rows of a batch. Yields a report after every piece, and one with the positions.
 
         Another rank's samples of a stream that both read are checked and left out, so that both skip the same broken
         ones. Raises UserError.

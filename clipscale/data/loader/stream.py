@@ -216,8 +216,8 @@ def ordered_shards(
 ) -> OrderedShards:
     """The training data, listed, counted and ordered; over the shard streams of `position`, if they fit.
 
-    `once` does the work that one rank does for all: it looks up every shard's samples. `fitting`: the most shard
-    streams, of so many, that the batches of all of a run's stages fill evenly. Raises UserError.
+    `on_main` counts every shard's samples on one rank. `fitting`: from a number of shard streams to the most of them
+    that divide the batches of all the run's stages. Raises UserError.
     """
     urls, source_of = list_shards(config, on_main)
     order = build_order(config, urls, source_of, share, seed, position["streams"] if position else None, on_main)

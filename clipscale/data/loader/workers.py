@@ -54,9 +54,9 @@ class InProcess:
 def work(connection: Connection, spec: WorkerSpec, arena: Arena, status: Any) -> None:
     """A worker process: fills the requested batches in order. An error is sent to the training process.
 
-    `place`: a shared array of bytes, for what it is on.
+    `status`: shared memory, into which it writes the shard or sample that it reads.
 
-    It ends when the training process closes the connection, by no signal to the whole job.
+    It ends when the training process closes the connection. Signals to the whole job do not end it.
     """
     prepare()
     gc.freeze()  # a collection would write to all objects of the server, and so copy them
@@ -110,7 +110,7 @@ class Workers:
         warm_up()
         self._connections: list[Connection] = []
         self._statuses: list[Any] = []
-        """What each worker is on, in memory that it shares."""
+        """The shard or sample that each worker reads, in shared memory."""
         self.processes: list[Any] = []
         # Also runs when the program ends without `close`, before multiprocessing sends its children a signal that is
         # blocked in them, and waits.
@@ -176,7 +176,7 @@ class Workers:
         return f"data worker {number} (process {self.processes[number].pid}) of rank {self._rank}"
 
     def _status(self, number: int) -> str:
-        """What a worker was on."""
+        """The shard or sample that a worker has read last."""
         return bytes(self._statuses[number].value).decode(errors="replace")
 
     def _death(self, number: int) -> LoaderError:

@@ -16,7 +16,7 @@ from clipscale.data.shards.subset import Subset, subset_of
 log = logging.getLogger(__name__)
 Counts = list[int | None]
 OnMain = Callable[[Callable[[], Any]], Any]
-"""Does what one process does for all, and returns its result on each."""
+"""Calls a function in one process and returns its result in all, as `World.on_main` does."""
 
 SCAN_AT_MOST = 256
 """Shards that are scanned to count their samples if no index has them; more would delay the start of a run."""
@@ -25,7 +25,7 @@ SMALL = 2**26
 
 
 def in_process(work: Callable[[], Any]) -> Any:
-    """The result of `work`, done by this process."""
+    """The result of `work`, called in this process."""
     return work()
 
 
@@ -91,7 +91,7 @@ def build_order(
     """The order of all samples, over as many shard `streams` as a checkpoint has, if they fit.
 
     Exact epochs where every shard's samples are known. Else shards are drawn with replacement, or mixed by
-    `data.weights`; `source_of` is each shard's source. `once` is called with the counting. Raises UserError.
+    `data.weights`; `source_of` is each shard's source. `on_main` counts the samples. Raises UserError.
     """
     if config.order == "epochs" and source_of is not None:
         raise UserError("data.weights and data.order=epochs exclude each other; weights need data.order=resampled")

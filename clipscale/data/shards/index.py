@@ -210,7 +210,7 @@ Outcome = Entry | str | None
 def update_indexes(
     urls: Sequence[str], subset: Subset | None = None, *, in_folder: bool = True, workers: int = 1
 ) -> Iterator[tuple[str, Outcome]]:
-    """Bring the indexes of these shards' folders up to date, at `writable_path` (`beside`) or in the user's cache.
+    """Bring the indexes of these shards' folders up to date, at `writable_path` (`in_folder`) or in the user's cache.
 
     Yields each shard when it is done. Skips those whose entry still holds. Entries are written one by one, so a killed
     run can go on. Raises UserError.

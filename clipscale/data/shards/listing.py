@@ -42,7 +42,7 @@ NOTHING = "matches no shard; give a tar file, a brace list, a glob, a folder of 
 def list_shards(config: DataConfig, on_main: OnMain = in_process) -> tuple[list[str], list[int] | None]:
     """Every shard of every source, and the number of its source (None: no weights). Raises UserError.
 
-    Missing shards and other files are left out with a warning. `once` is called with what one process does for all.
+    Missing shards and other files are left out with a warning. `on_main`: see `counts.OnMain`.
     """
     if not config.train:
         raise UserError("data.train is not set; give shards, for example data.train='/data/{00000..00099}.tar'")
