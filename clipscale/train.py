@@ -66,9 +66,9 @@ def train(config: TrainConfig) -> Record:
 
 
 def start_run(config: TrainConfig, world: World, lock: RunLock | None = None) -> "Run":
-    """Begin a run, or its next stage, or go on with it. A collective. Raises UserError; nothing goes on running then.
+    """Begin or resume a run or its next stage. A collective. Raises UserError, and leaves no process behind then.
 
-    `lock`: the folder's, held by rank 0; None: nobody else uses the folder.
+    `lock`: the lock of the run's folder, held by rank 0; None: nobody else uses the folder.
     """
     if config.eval.has_sets:
         doing("reading the evaluation sets")
@@ -97,7 +97,7 @@ def start_run(config: TrainConfig, world: World, lock: RunLock | None = None) ->
 
 
 def compile_if_worth(state: TrainState, flops: Flops, steps: int, world: World) -> None:
-    """Compile the towers where the settings say so, or where the `steps` that are left repay it."""
+    """Compile the towers if the settings ask for it, or if the remaining `steps` are worth the time."""
     config, step = state.config, state.step
     left = steps * config.batch / world.size * flops.per_sample()
     if not worth_compiling(config.model.compile, left, flops.peak):
@@ -118,7 +118,7 @@ def schedule_of(resolved: Resolved, stream: TrainStream) -> Schedule:
 
 
 def open_log(resolved: Resolved, schedule: Schedule, world: World) -> MetricLog:
-    """The log of this start, on rank 0, after what the user should know of it."""
+    """The log of this start, on rank 0. First prints how the start differs from the run so far."""
     config, step, folder = resolved.written, resolved.step, resolved.folder
     if not (resolved.checkpoint and resolved.checkpoint.resolve().parent == (folder / "checkpoints").resolve()):
         checkpoint.set_records_aside(folder)
@@ -156,7 +156,7 @@ def open_log(resolved: Resolved, schedule: Schedule, world: World) -> MetricLog:
 
 @dataclass
 class Run:
-    """One process's part of a run, or of its stage: its loop. `start_run` makes it."""
+    """The loop of a run, or of one stage, on one rank. `start_run` makes it."""
 
     resolved: Resolved
     world: World
@@ -167,9 +167,9 @@ class Run:
     records: StepRecords
     saver: checkpoint.Saver
     step: int
-    """Steps that are done."""
+    """Completed steps."""
     loss: float
-    """Of the last of them."""
+    """Of the last completed step."""
 
     def __post_init__(self) -> None:
         self.config = self.resolved.config
@@ -178,13 +178,13 @@ class Run:
         self.saved_at = time.monotonic()
 
     def go(self) -> Record:
-        """All steps that are left, and the evaluation at the end."""
+        """Run the remaining steps and the final evaluation."""
         config, results = self.config, {}
-        # to the end of the last save: schedulers and launchers send their signals more than once
+        # also during the last save: schedulers and launchers send their signals more than once
         with self.stop:
             try:
                 if self.step == 0 < self.total and config.model.weights and config.eval.has_sets:
-                    self.evaluate()  # what the weights can do before they are trained
+                    self.evaluate()  # the baseline: the pretrained weights before training
                 while self.step < self.total:
                     with undone_at_a_signal(self.state.model, self.stream, self.world):
                         agreement = self.train_step()
@@ -221,10 +221,10 @@ class Run:
         batch = self.stream.next_batch()  # its samples may still be arriving
         if self.world.main and self.step == 0:
             doing("waiting for the first samples")
-            batch.tokens(0, 16)  # waits for them: no step has begun
+            batch.tokens(0, 16)  # waits for them here, so that step 1 does not seem slow
         if self.step == self.resolved.step:
             doing(f"step {number}, the first of this start")
-        self.stream.waited_s()  # of the step alone, of which waiting is a share
+        self.stream.waited_s()  # resets the count: the record has the waiting of this step alone
         _, seconds = self.config.checkpoint.interval
         overdue = self.world.main and 0 < seconds < time.monotonic() - self.saved_at
         done = step.run(batch, self.stream, number, save=overdue, before_chunk=self.before_chunk())
@@ -243,8 +243,8 @@ class Run:
         return done.agreement
 
     def before_chunk(self) -> Callable[[], None]:
-        """What a step calls before each chunk: it leaves the step at a signal, shows progress, and logs the step before
-        when the device has done it, without waiting for that."""
+        """The callback of a step before each chunk: ends the step at a signal, shows progress, and logs the previous
+        step as soon as the device has finished it. Never waits for the device."""
         chunks, cache = count(), self.state.step.cache
         rows = self.config.batch // self.world.size
 
@@ -257,7 +257,7 @@ class Run:
         return call
 
     def evaluate(self) -> Record:
-        """Zero-shot and retrieval metrics of the model as it is now, also written to RUN/eval/step_N.json."""
+        """Evaluate the current model, and write the results to RUN/eval/step_N.json."""
         step, config = self.state.step, self.config
         self.records.finish()
         self.stop.restart()
@@ -278,16 +278,16 @@ class Run:
         return results
 
     def save_due(self, agreement: Agreement) -> bool:
-        """Whether this step ends with a checkpoint: by steps, by time, and at the end. All ranks agree."""
+        """Whether to save after this step: every so many steps or seconds, and after the last one. All ranks agree."""
         steps, _ = self.config.checkpoint.interval
         due = self.step == self.total or (steps > 0 and self.step % steps == 0)
         return due or agreement.save
 
     def save(self, *, last: bool) -> None:
-        """Begin to write a checkpoint; see `checkpoint.Saver`. The `last` one is waited for.
+        """Begin to write a checkpoint; see `checkpoint.Saver`. Waits for the `last` one.
 
-        Raises UserError, on every rank, also where somebody has removed the run's folder: the checkpoint is in a new
-        one then, unless another run has begun there.
+        Raises UserError on every rank if somebody has removed the run's folder. The checkpoint is then written to a new
+        folder, unless another run has begun there.
         """
         self.records.finish()
         if last:
@@ -313,7 +313,7 @@ class Run:
             )
 
     def save_at_once(self) -> None:
-        """A checkpoint of what is trained, complete at the end of this call."""
+        """Save the completed steps, and wait until the checkpoint is complete."""
         if self.step != self.saver.last_step:
             self.save(last=True)
         self.saver.wait()
@@ -321,9 +321,9 @@ class Run:
 
 @contextmanager
 def undone_at_a_signal(model: ClipModel, stream: TrainStream, world: World) -> Iterator[None]:
-    """Around a step that a signal, lost data or a mistake may end: undoes the little that it changes before its update.
+    """Around a step: if a signal or an error ends it before the update, restores random states and statistics.
 
-    A resumed run takes it again, bit for bit.
+    A resumed run then repeats the step bit for bit.
     """
     random = RandomState.now(world.device)
     restore_statistics = note_statistics(model)
@@ -333,16 +333,16 @@ def undone_at_a_signal(model: ClipModel, stream: TrainStream, world: World) -> I
         random.restore()
         restore_statistics()
         stream.give_back()
-        reshard(model)  # FSDP2 may have left within a forward pass, with whole weights
+        reshard(model)  # the error may have left FSDP2's weights gathered
         raise
 
 
 def stopped(number: int, step: int) -> str:
-    """What a signal has ended."""
+    """The message of a run that a signal has ended."""
     what = "stopped" if number == SIGINT else f"stopped by {Signals(number).name}"
     return f"{what} after step {step} and saved" if step else f"{what} in the first step: nothing is saved"
 
 
 def at_start(folder: Path) -> Results:
-    """The results of the weights that a run began with; empty where it began with random ones."""
+    """The results of the weights that a run began with; empty if it began with random ones."""
     return ResultsFile(folder, 0).record()["results"]

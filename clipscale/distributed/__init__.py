@@ -1,1 +1,1 @@
-"""The ranks of a run: the world, FSDP2, sums of gradients."""
+"""The ranks of a run: process groups, DDP, FSDP2, sums of gradients."""

@@ -1,4 +1,4 @@
-"""A tower under FSDP2: in which type its weights are gathered, and what stays whole between the chunks of a step."""
+"""A tower under FSDP2: the type in which its weights are gathered, and when they are sharded again."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,15 +19,15 @@ PER_PARAMETER = "param_dtype_override_fn" in signature(MixedPrecisionPolicy).par
 
 
 class ShardedTower(nn.Module):
-    """The tower, sharded in place. Gradients are summed: each rank's loss gradient is a share of the whole.
+    """The tower, sharded in place. Gradients are summed, not averaged: each rank has a share of the loss's gradient.
 
-    Between steps weights, gradients and optimizer state are shards. Within a step, by ZeRO's stages (Rajbhandari et al.
-    2020, arXiv 1910.02054): in stage 3 a block's weights are gathered for each chunk anew, and gradients are summed
-    into shards after each chunk. In stage 2 weights stay gathered from the first chunk to the last.
+    Between steps weights, gradients and optimizer state are sharded. Within a step, by ZeRO's stages (Rajbhandari et
+    al. 2020, arXiv 1910.02054): stage 3 gathers a block's weights again for each chunk, and sums gradients into shards
+    after each chunk. In stage 2 weights stay gathered from the first chunk to the last.
     """
 
     def __init__(self, tower: nn.Module, mesh: DeviceMesh, stage: int = 3, dtype: torch.dtype = torch.float32) -> None:
-        """`dtype`: that autocast computes in. Weights which it would cast are gathered in it."""
+        """`dtype`: autocast's. Weights that autocast casts are gathered in it."""
         super().__init__()
         keep_stream_type(tower)
         rule = policy(tower, dtype)
@@ -45,24 +45,24 @@ class ShardedTower(nn.Module):
 
     @contextmanager
     def gradient_sync(self, last: bool) -> Iterator[None]:
-        """Around the backward pass of a chunk. `last`: of a step's last one, after which no weights are whole."""
+        """Around the backward pass of a chunk. After a step's `last` one all weights are sharded again."""
         assert isinstance(self.module, FSDPModule)
         self.module.set_reshard_after_backward(last or self.stage == 3)
         yield
 
 
 def sharded_as(parameter: Tensor, value: Tensor) -> Tensor:
-    """A whole value, sharded as the parameter is."""
+    """A whole tensor, sharded as the parameter is."""
     if not isinstance(parameter, DTensor):
         return value
     return distribute_tensor(value, parameter.device_mesh, parameter.placements)
 
 
 def policy(tower: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """Weights of matrix products are gathered in autocast's type: it rounds them the same way in every chunk.
+    """Gather the weights of matrix products in autocast's `dtype`, to which autocast would round them anyway.
 
-    All others, and the layers' inputs and outputs, keep the types that autocast gives them. Gradients are summed in
-    float32.
+    Other weights keep their type, and the layers' inputs and outputs the types that autocast gives them. Gradients are
+    summed in float32.
     """
     if dtype == torch.float32 or not PER_PARAMETER:
         return MixedPrecisionPolicy()
@@ -71,7 +71,7 @@ def policy(tower: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolicy:
 
 
 def gathered_type(tower: nn.Module, dtype: torch.dtype) -> Callable[[nn.Parameter], torch.dtype]:
-    """In which type each weight is gathered, where autocast computes in `dtype`."""
+    """A function from a weight to the type in which it is gathered, under autocast to `dtype`."""
     layers = [module for module in tower.modules() if isinstance(module, nn.Linear | _ConvNd | nn.MultiheadAttention)]
     cast = {id(p) for layer in layers if PER_PARAMETER for p in layer.parameters(recurse=False)}
     cast -= {id(module.weight) for module in tower.modules() if isinstance(module, nn.Embedding)}  # tied weights
@@ -83,9 +83,9 @@ def gathered_type(tower: nn.Module, dtype: torch.dtype) -> Callable[[nn.Paramete
 
 
 def keep_stream_type(tower: nn.Module) -> None:
-    """open_clip's transformers ask their first block for its weights' type. It is fixed here, as if not sharded.
+    """Fix the type that open_clip's transformers cast their inputs to: they read it from a weight of the first block.
 
-    Otherwise it would change with the first chunk, before which that block is in float32 shards.
+    Sharded, that weight is float32 before the first chunk and `dtype` after, so the type would change.
     """
     module: Any
     for module in tower.modules():
@@ -95,8 +95,8 @@ def keep_stream_type(tower: nn.Module) -> None:
 
 
 def blocks(tower: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a transformer or of a convolutional network, and its stages. FSDP2 gathers one at a time.
-    Inner ones come first: fully_shard takes what is left of a module."""
+    """The repeated blocks of a transformer or convolutional network, and its stages. FSDP2 gathers one at a time. Inner
+    ones come first: fully_shard takes the parameters of a module that no earlier call has taken."""
     modules = reversed(list(tower.modules()))
     lists = [m for m in modules if isinstance(m, nn.ModuleList | nn.Sequential) and len({type(c) for c in m}) == 1]
     return [block for items in lists if len(items) > 1 for block in items if any(True for _ in block.parameters())]
@@ -107,13 +107,14 @@ def sharded(model: nn.Module) -> list[FSDPModule]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free whole weights that a pass has left, and those gathered before a change."""
+    """Free the gathered weights, after an interrupted pass or a change of the shards."""
     for part in sharded(model):
         part.reshard()
 
 
 def replicate_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make whole tensors in the state of sharded parameters, such as Adafactor's rows and columns, work with shards."""
+    """Turn whole tensors in the state of sharded parameters, such as Adafactor's rows and columns, into replicated
+    DTensors: they can be combined with shards."""
     for p, state in optimizer.state.items():
         for key, value in state.items():
             if isinstance(p, DTensor) and isinstance(value, Tensor) and value.ndim and not isinstance(value, DTensor):

@@ -1,4 +1,4 @@
-"""Process groups, data-parallel towers, and communication between ranks."""
+"""Process groups, towers under DDP, and communication between ranks."""
 
 import os
 import resource
@@ -28,9 +28,9 @@ from clipscale.distributed.fsdp import ShardedTower
 T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=30)
-"""What a process waits for the others, which may be loading models."""
+"""How long a rank waits for the others, which may be loading models."""
 ASK_S = 0.05
-"""Seconds between two looks at which ranks have come."""
+"""Seconds between rank 0's two looks at which ranks have joined."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class AsyncReduction:
 
     tensor: Tensor
     work: dist.Work | None = None
-    """None: `tensor` is the result."""
+    """None: it has ended, and `tensor` is the result."""
 
     def values(self) -> list[int]:
         """Wait for the result."""
@@ -56,7 +56,7 @@ class World:
     size: int
     device: torch.device
     timeout: timedelta = TIMEOUT
-    """What a process waits for the others in a collective."""
+    """How long a rank waits for the others in a collective."""
 
     @property
     def main(self) -> bool:
@@ -71,7 +71,7 @@ class World:
         return values
 
     def gather_rows(self, rows: Tensor) -> Tensor:
-        """The rows of every rank, equally many on each, joined in rank order, on every rank."""
+        """The rows of all ranks, in rank order, on every rank. Every rank has as many."""
         if self.size == 1:
             return rows
         blocks = [torch.empty_like(rows) for _ in range(self.size)]
@@ -79,8 +79,7 @@ class World:
         return torch.cat(blocks)
 
     def highest(self, *values: int) -> list[int]:
-        """The largest of every rank's values, one by one, on every rank. One reduction, which does not wait for the
-        device."""
+        """For each value the largest of all ranks, on every rank. One reduction; does not wait for the device."""
         return self.highest_async(*values).values()
 
     def highest_async(self, *values: int) -> AsyncReduction:
@@ -94,16 +93,16 @@ class World:
 
     @cached_property
     def control(self) -> dist.ProcessGroup:
-        """All ranks on the CPU, beside the group of the features and gradients, on which a message would wait for the
-        device. All ranks make it at the same place."""
+        """A CPU group of all ranks, for small messages: on the default group they would wait for the device. All ranks
+        create it at the same point."""
         return self._on_cpu(self.timeout)
 
     @cached_property
     def background(self) -> dist.ProcessGroup:
-        """Like `control`, for the thread that writes checkpoints; made for the first of them. On `control` its messages
-        would mix with those of the step, since no order holds between threads of different ranks.
+        """Like `control`, for the thread that writes checkpoints. On `control` its messages could be taken for those of
+        a step. Created with the first checkpoint.
 
-        A slow disk may take four times as long as ranks wait for each other otherwise.
+        Its timeout is four times as long, for slow disks.
         """
         return self._on_cpu(4 * self.timeout)
 
@@ -113,14 +112,14 @@ class World:
         return group
 
     def on_main(self, work: Callable[[], T]) -> T:
-        """The result of `work`, which rank 0 does while the others wait. Raises its UserError on every rank."""
+        """Call `work` on rank 0 alone; returns its result on every rank, or raises its UserError on every rank."""
         box: list[Any] = [self.on_all(lambda: work() if self.main else None)]
         if self.size > 1:
             dist.broadcast_object_list(box, src=0)
         return box[0]
 
     def on_all(self, work: Callable[[], T]) -> T:
-        """The result of `work`, which every rank does for itself. Raises the UserError of one rank on every rank."""
+        """Call `work` on every rank; returns each rank's own result, or raises one rank's UserError on every rank."""
         problem: UserError | None = None
         try:
             result = work()
@@ -133,7 +132,7 @@ class World:
         return result
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter | None]) -> None:
-        """Sum the gradients of parameters outside DDP and FSDP2 over ranks."""
+        """Sum over ranks the gradients of parameters outside DDP and FSDP2."""
         for p in parameters:
             if self.size > 1 and p is not None and p.grad is not None:
                 dist.all_reduce(p.grad)
@@ -142,10 +141,10 @@ class World:
         return init_device_mesh(self.device.type, (self.size,))
 
     def wrap(self, tower: nn.Module, parallel: str = "ddp", dtype: torch.dtype = torch.float32) -> nn.Module:
-        """The tower under DDP or FSDP2. Gradients are SUMMED: each rank's loss gradient is a share of the whole.
+        """The tower under DDP or FSDP2. Gradients are SUMMED, not averaged: each rank has a share of the gradient.
 
-        A frozen tower is returned as it is. Batch normalisation is synchronised on GPUs; torch has none for CPUs. FSDP2
-        (`zero2`, `zero3`) changes the module in place and shards block by block; `dtype` is ShardedTower's.
+        A frozen tower is returned as it is. Batch normalisation is synchronised on GPUs; torch cannot on CPUs. FSDP2
+        (`zero2`, `zero3`) changes the module in place; `dtype`: see ShardedTower.
         """
         if self.size == 1 or not any(p.requires_grad for p in tower.parameters()):
             return tower
@@ -161,7 +160,7 @@ class World:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, or the whole of any other; changes to it change the tensor."""
+    """This rank's shard of a sharded tensor, or any other tensor itself. Writing to it writes to the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -177,7 +176,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     return torch.stack(norms).norm() if norms else torch.zeros(())
 
 
-# Buffers are constants here, so DDP need not send them at every forward pass. torch has renamed this switch.
+# The towers' buffers are constants, so DDP need not broadcast them in every forward pass. torch has renamed the switch.
 _BUFFERS = next(
     name
     for name in ("forward_sync_buffers", "broadcast_buffers")
@@ -212,22 +211,22 @@ def join(device: str, timeout_s: float = TIMEOUT.total_seconds()) -> World:
         torch.set_num_threads(cores())
     if size > 1 and not dist.is_initialized():
         allow_open_files()
-        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # the ring's transfers start beside full kernels
-        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # connects the ranks that talk; else all with all
+        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # the ring's transfers start while kernels fill the GPU
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # connects two ranks when they first communicate
         backend, bound = ("nccl", chosen) if chosen.type == "cuda" else ("gloo", None)
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         store = attempt_store(rank, size, timeout) if agent else None
-        # A GPU's ranks connect here, not within the first step.
+        # With device_id NCCL connects now, not in the first step.
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size, device_id=bound)
     return World(rank, size, chosen, timeout)
 
 
 def attempt_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
-    """A part of the store of torchrun's agent that belongs to this start of the ranks alone.
+    """A prefix of torchrun's store that only the ranks of this attempt use.
 
-    The agent keeps its store when it restarts its workers, and in it the addresses of those that ended. An agent that
-    starts anew counts its restarts from 0, so counts differ between machines: rank 0 names the start, and answers
-    every rank that asks. Raises UserError if a rank does not ask in time.
+    The agent keeps its store when it restarts its workers, with the addresses of the ranks that ended. Its count of
+    restarts is no prefix: it differs between machines when an agent itself has restarted. So rank 0 makes up a name and
+    answers every rank that asks for it. Raises UserError if a rank does not ask in time.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
@@ -242,16 +241,16 @@ def attempt_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
         if time.monotonic() > until:
             raise UserError(f"launch.timeout_s: not all of {size} ranks came within {timeout.total_seconds():g} s")
         for other in range(1, size):
-            if store.check([f"asks/{other}"]):  # perhaps one that has ended, whose successor asks again
+            if store.check([f"asks/{other}"]):  # perhaps of the last attempt; then this attempt's rank asks again
                 store.set(f"answers/{store.get(f'asks/{other}').decode()}", name)
         time.sleep(ASK_S)
     return dist.PrefixStore(name, store)
 
 
 def allow_open_files() -> None:
-    """Raise the limit of this process's open files, sockets among them, as far as the system allows.
+    """Raise this process's limit of open files and sockets as far as the system allows.
 
-    Many systems begin with 1024: too few for rank 0 of 512, to which all others connect when a checkpoint is written.
+    Many systems start at 1024: too few for rank 0 of 512, to which all others connect for a checkpoint.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

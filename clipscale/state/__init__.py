@@ -1,1 +1,1 @@
-"""What a run trains: models, optimizer and weights; and what a checkpoint must hold of it."""
+"""What a run trains: model, step and optimizer; and how it starts and resumes."""

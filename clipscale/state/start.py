@@ -1,4 +1,4 @@
-"""How a run begins: its settings are resolved; then its model, optimizer and data are built."""
+"""How a run starts: resolve its settings and its checkpoint, then build data, model and optimizer."""
 
 import math
 import os
@@ -34,47 +34,47 @@ from clipscale.step.precision import Precision
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a run, or all of it."""
+    """One stage of a run; a run without stages is one."""
 
     config: TrainConfig
     first: int
-    """Its first step, counted from 0."""
+    """Its first step, counted from 0 in the run."""
     earlier: int
-    """Samples of the run before it."""
+    """Samples of the stages before it."""
     last: bool
     optimizer: str
-    """What becomes of the optimizer at its beginning: `continue` or `restart`."""
+    """Whether its first step continues the optimizer's state (`continue`) or drops it (`restart`)."""
 
     def seen(self, step: int) -> int:
-        """Samples of the run before a step."""
+        """Samples that the run has trained on before a step."""
         return self.earlier + (step - self.first) * self.config.batch
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A run, resolved before anything is built: everything after reads its settings here."""
+    """A start of a run with all settings final, before anything is built."""
 
     config: TrainConfig
-    """The settings of this stage, with the pictures and the architecture that the weights describe."""
+    """The settings of this stage, completed by what the weights say of architecture and pictures."""
     stages: tuple[Stage, ...]
     stage: Stage
     checkpoint: Path | None
-    """What the run goes on from; None: it begins."""
+    """The checkpoint to resume; None: the run is new."""
     saved: Saved | None
-    """The values of the checkpoint, without tensors."""
+    """The checkpoint's values, without tensors."""
     begins_stage: bool
-    """Whether it goes on from the end of the stage before."""
+    """Whether the checkpoint is the end of the previous stage."""
     written: TrainConfig
-    """The settings as config.yaml keeps them, of all stages."""
+    """The settings of all stages, for config.yaml."""
 
     @property
     def step(self) -> int:
-        """The steps that are done."""
+        """Completed steps."""
         return self.saved.step if self.saved else 0
 
     @property
     def loss(self) -> float:
-        """The last step's; NaN: there is none."""
+        """The last completed step's loss; NaN: there is none."""
         return self.saved.loss if self.saved else math.nan
 
     @property
@@ -83,9 +83,9 @@ class Resolved:
 
 
 def resolve(config: TrainConfig, world: World) -> Resolved:
-    """Settle a run: its stages, its checkpoint, its stage, and what the weights describe. Raises UserError.
+    """Find the run's checkpoint and its current stage, and complete its settings. Raises UserError.
 
-    Its weights come from the first of these that there is:
+    The weights come from the first of these that exists:
 
     1. `resume=auto`, the default: the newest readable checkpoint in the run's own folder.
     2. `resume=PATH`: that checkpoint, or the newest one of that run folder.
@@ -113,8 +113,7 @@ def resolve(config: TrainConfig, world: World) -> Resolved:
 
 
 def checkpoint_of(config: TrainConfig, world: World) -> Path | None:
-    """The checkpoint that a run goes on from. Started again, by torchrun after a failure or by Slurm from its queue, it
-    goes on from its own."""
+    """The checkpoint to resume: of a run that torchrun or Slurm has restarted, its own newest one if there is any."""
     folder = Path(config.run)
     restarts = [ranks.number(f"{launcher}_RESTART_COUNT", 0) for launcher in ("TORCHELASTIC", "SLURM")]
     newest = checkpoint.to_resume(folder, "auto", world) if any(restarts) else None
@@ -122,9 +121,9 @@ def checkpoint_of(config: TrainConfig, world: World) -> Path | None:
 
 
 def build(run: Resolved, world: World) -> tuple[TrainState, TrainStream]:
-    """The data at its place, the model and the optimizer, and this rank's random numbers. Raises UserError.
+    """Open the data, build model and optimizer, and restore this rank's random state. Raises UserError.
 
-    Data workers start first, and read while the model is built.
+    Data workers start first: they read while the model is built.
     """
     config = run.config
     side, tokenizer = inputs_of(config.model)
@@ -143,7 +142,7 @@ def build(run: Resolved, world: World) -> tuple[TrainState, TrainStream]:
 
 
 def initial_state(run: Resolved, world: World, tokenizer: Tokenizer) -> TrainState:
-    """What the run trains, with its initial weights or those of its checkpoint. Raises UserError."""
+    """The state with the initial weights, or with the checkpoint's. Raises UserError."""
     config = run.config
     torch.manual_seed(config.seed)
     model = build_model(config.model, tokenizer=tokenizer).to(world.device)
@@ -160,7 +159,7 @@ def initial_state(run: Resolved, world: World, tokenizer: Tokenizer) -> TrainSta
 
 
 def tell_notices(run: Resolved, stream: TrainStream, world: World) -> None:
-    """Say, on rank 0, what the user should know of model and data."""
+    """Print, on rank 0, what the user should know of model and data."""
     if not world.main:
         return
     pixels = run.config.model.pixels
@@ -171,7 +170,7 @@ def tell_notices(run: Resolved, stream: TrainStream, world: World) -> None:
 
 
 def check_streams(run: Resolved, stream: TrainStream, world: World) -> None:
-    """Raise UserError where ranks read different shards, and where the batches of some stage do not fit the streams."""
+    """Raise UserError if ranks read different shards, or if the shard streams do not divide a stage's batch."""
     streams = merge_positions(world.gather(stream.position()))["streams"]
     fitting = fitting_streams(run, streams)
     if fitting < streams:
@@ -183,7 +182,7 @@ def check_streams(run: Resolved, stream: TrainStream, world: World) -> None:
 
 
 def resolved_stages(config: TrainConfig, world: World) -> list[Stage]:
-    """The stages of a run, or the run itself. Raises UserError for one that cannot be."""
+    """The stages of a run; without stages, the run as one. Raises UserError for settings that cannot work."""
     stages: list[Stage] = []
     step = samples = 0
     settings = stages_of(config)
@@ -200,7 +199,7 @@ def resolved_stages(config: TrainConfig, world: World) -> list[Stage]:
 
 
 def check_machine(config: TrainConfig, world: World) -> None:
-    """Raise UserError for settings that this machine or a library refuses, before a model is built."""
+    """Raise UserError for settings that cannot work on this machine, before a model is built."""
     check_divisible(config.batch, world.size, f"{world.size} processes")
     sizes_of_settings(config.cache, config.batch // world.size)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
@@ -209,27 +208,27 @@ def check_machine(config: TrainConfig, world: World) -> None:
 
 
 def restore_random(run: Resolved, world: World) -> None:
-    """The random state of this rank.
+    """Restore this rank's random state from the checkpoint.
 
-    Over another number of ranks than the checkpoint's it is seeded anew, differently at each step.
+    A new run, and one on another number of ranks, gets a new seed from the rank and the step.
     """
     torch.manual_seed(run.config.seed + 1 + world.rank + run.step * world.size)
     if run.saved and len(run.saved.random) == world.size:
-        state = run.saved.random[world.rank]  # of a run on a CPU it has none for a GPU
+        state = run.saved.random[world.rank]  # of a run on a CPU, its `cuda` is None
         RandomState(state["cpu"], state["cuda"] if world.device.type == "cuda" else None).restore()
 
 
 def fitting_streams(run: Resolved, streams: int) -> int:
-    """The most shard streams, of so many, among which the batches of all stages are shared evenly."""
+    """The most of `streams` shard streams that divide the batches of all stages."""
     batches = {stage.config.batch for stage in run.stages}
     return math.gcd(streams, *batches) if len(batches) > 1 else streams
 
 
 def data_stream(run: Resolved, side: int, tokenizer: Tokenizer, world: World) -> TrainStream:
-    """The data, from its start or from the checkpoint's position. Raises UserError."""
+    """The training data, from its start or from the checkpoint's position. Raises UserError."""
     config = run.config
     free = free_memory()
-    world.gather(None)  # all ranks have looked before the first takes its share
+    world.gather(None)  # no rank allocates before all have read the free memory
     position = run.saved.position if run.saved else None
     share = BatchShare(config.batch, world.rank, world.size)
     shards = ordered_shards(config.data, share, config.seed, position, world.on_main, partial(fitting_streams, run))

@@ -1,4 +1,4 @@
-"""What a run trains: the state of one rank, built part by part; and what a checkpoint holds of it."""
+"""What a run trains, on one rank: how it is built, saved and loaded."""
 
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -31,7 +31,7 @@ from clipscale.step.train_step import TrainStep
 
 @dataclass(frozen=True)
 class TrainState:
-    """A run's model on one rank, the step that trains it, and what goes into checkpoints."""
+    """A run's model on one rank, and the step that trains it."""
 
     config: TrainConfig
     model: ClipModel
@@ -39,7 +39,7 @@ class TrainState:
     chunks: ChunkSizes
 
     def saved(self) -> Record:
-        """Fields of `Saved`, sharded where the weights are. Its tensors change with the next step."""
+        """Its fields of `Saved`. The tensors are views, sharded as the weights are: the next step changes them."""
         step = self.step
         optimizer = get_optimizer_state_dict(self.model, step.optimizer)
         return {
@@ -53,10 +53,11 @@ class TrainState:
         }
 
     def load(self, saved: Saved, stage: str = "") -> None:
-        """Take weights, optimizer and scaler from a checkpoint. Raises UserError where it trains other parameters.
+        """Load weights, optimizer, average and loss scale from a checkpoint. Raises UserError if it trains other
+        parameters.
 
-        The optimizer keeps its present settings. `stage`: empty within a stage; at the start of one, `continue` drops
-        the optimizer's state of resized position embeddings, `restart` all of its state.
+        The optimizer's settings (learning rate, decay) stay as they are. `stage`: empty within a stage; at the start of
+        one, `continue` drops the optimizer's state of resized position embeddings, `restart` drops all of it.
         """
         optimizer, average, scaler = self.step.optimizer, self.step.average, self.step.precision.scaler
         name_of = {id(p): name for name, p in self.model.named_parameters()}
@@ -72,8 +73,8 @@ class TrainState:
                 for name in fit_positions(weights, self.model):
                     weights[name] = sharded_as(self.model.get_parameter(name), weights[name])
                     saved.optimizer["state"].pop(name, None)
-        # The optimizer first: to make its state, the library takes a step with zero gradients and a learning rate of 0.
-        # Not strict: a parameter that the loss does not use, such as the bias of a softmax loss, has no state.
+        # Before the weights: torch allocates the optimizer's state by a step with zero gradients and a rate of 0.
+        # Not strict: a parameter that the loss does not use, such as the bias of a softmax, has no state.
         options = StateDictOptions(strict=False)
         if stage != "restart":
             set_optimizer_state_dict(self.model, optimizer, saved.optimizer, options=options)
@@ -106,9 +107,9 @@ def build_state(
     chunks: ChunkSizes | None = None,
     earlier: ChunkSizes | None = None,
 ) -> TrainState:
-    """The state around a model with its initial weights. A collective. Raises UserError.
+    """The state of a model with its initial weights. A collective. Raises UserError.
 
-    `sorts`: as of TrainStep. `chunks`: None: as `agreed_chunk_sizes` finds them, with the checkpoint's (`earlier`).
+    `sorts`: see TrainStep. `chunks`: None: found by `agreed_chunk_sizes`, to which `earlier` belongs.
     """
     precision = Precision(config.precision, world.device)
     towers = (model.image, model.text)
@@ -117,7 +118,7 @@ def build_state(
     parallel = config.launch.parallel
     encoders = [world.wrap(tower, parallel, precision.dtype) for tower in towers]
     chunks = chunks or found_chunk_sizes(config, world, model, precision, earlier)
-    # After the wrappers: FSDP2 replaces parameters by sharded ones.
+    # After `wrap`: FSDP2 replaces parameters by sharded ones.
     scales = model.rate_factors(config.model)
     step = TrainStep(
         config=config,
@@ -142,7 +143,7 @@ def build_state(
 def found_chunk_sizes(
     config: TrainConfig, world: World, model: ClipModel, precision: Precision, earlier: ChunkSizes | None
 ) -> ChunkSizes:
-    """Samples per chunk by `agreed_chunk_sizes`, with random inputs of the model's sizes."""
+    """`agreed_chunk_sizes`, measured with random inputs of the model's sizes."""
     towers = {
         "image": (model.image, partial(random_pixels, model, device=world.device)),
         "text": (model.text, partial(random_captions, model, device=world.device)),

@@ -16,23 +16,23 @@ from clipscale.models.towers import ClipModel, unit_rows
 
 @dataclass(frozen=True)
 class BatchLoss:
-    """The global mean of the loss, on every rank. Gradients are shares: their sum over ranks is its gradient.
+    """The global mean of the loss, on every rank. Each rank's gradient is a share: the shares sum to the gradient.
 
-    With `loss.sizes` it is the sum of the losses of the whole features and of their first numbers, so many of each
-    size, as unit rows (Kusupati et al. 2022, arXiv 2205.13147, equation 1).
+    With `loss.sizes` (Matryoshka, Kusupati et al. 2022, arXiv 2205.13147, equation 1) it is a sum of losses: of the
+    whole features, and for each size of their first `size` numbers, normalised to unit length.
     """
 
     config: TrainConfig
     model: ClipModel
-    """Its logit scale and bias."""
+    """Has the logit scale and bias."""
     autocast: Callable[[], Any]
     machine: Machine | None = None
-    """What the loss runs on; None: this machine."""
+    """Where the loss runs; None: this machine."""
     repeats: bool = False
-    """Whether a batch may have a sample twice, by its weight: each is no negative of the other."""
+    """Whether sample weights may put a sample into a batch twice. The copies are no negatives of each other."""
 
     def __call__(self, image_features: Tensor, text_features: Tensor, *, keys: Tensor | None = None) -> Tensor:
-        """`keys`: of what samples share, (N,) int64."""
+        """`keys`: (N,) int64; samples with equal keys are no negatives of each other."""
         config = self.config.loss
         options: Record = {
             "logit_bias": self.model.logit_bias if OBJECTIVES[config.objective].needs_bias else None,

@@ -1,4 +1,4 @@
-"""Samples per chunk: from the settings, from the checkpoint that a run goes on from, or from a measurement."""
+"""Samples per chunk: from the settings, from the checkpoint, or from a measurement."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -17,11 +17,9 @@ from clipscale.step.pass_contexts import batch_norms
 CPU_CHUNK = 256
 """Samples per chunk on a CPU. Larger chunks fit there too, but are no faster."""
 SMALLEST, LARGEST = 16, 2**15
-"""First and last chunk size that is tried on a GPU. Beyond the last, attention kernels exceed the largest grid."""
+"""Chunk sizes that are tried on a GPU. Beyond the largest, attention kernels exceed the largest grid."""
 GOOD_ENOUGH = 0.95
-"""Share of the best speed.
-
-Where graphs are kept, the smallest chunk that reaches it is chosen, and the memory left over keeps graphs.
+"""Share of the best speed. Where graphs are kept, the smallest chunk that reaches it leaves the most memory for them.
 """
 
 
@@ -32,13 +30,13 @@ class ChunkSizes:
     image: int
     text: int
     device: str
-    """The kind of device that they are for."""
+    """The kind of device that they were found on."""
 
 
 def sizes_of_settings(config: CacheConfig, local_batch: int) -> dict[str, int | None]:
-    """Rows per chunk from the settings, for `image` and `text`; None for `auto`, which `find_chunk` resolves.
+    """The settings' samples per chunk of `image` and `text`; None for `auto`, which `find_chunk` resolves.
 
-    Raises UserError for sizes beyond the samples of one process.
+    Raises UserError for a chunk larger than the local batch.
     """
     image, text = config.sizes
     for size in (image, text):
@@ -70,10 +68,10 @@ def agreed_chunk_sizes(
     world: World,
     earlier: ChunkSizes | None,
 ) -> ChunkSizes:
-    """The same on all ranks.
+    """The chunk sizes, the same on all ranks: from the settings, else from the checkpoint (`earlier`), else measured.
 
-    They come from the settings; else from the checkpoint (`earlier`), if that is of the same kind of device, because
-    random numbers are drawn chunk by chunk; else from a measurement of the tower with inputs of its sampler.
+    A checkpoint's sizes count on the same kind of device only; they keep its random numbers, which are drawn chunk by
+    chunk. `towers`: each tower, and a function from a count to that many random inputs, for the measurement.
     """
     settings = sizes_of_settings(config, local_batch)
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
@@ -123,14 +121,14 @@ def find_chunk(rate: Callable[[int], float], local_batch: int, device: torch.dev
     torch.cuda.empty_cache()
     if not rates:
         raise UserError(f"cache.chunk=auto: not even {size} samples fit the device; set model.grad_checkpointing=true")
-    # Beside the largest size that fits, there is no memory for the features, the loss and the other tower's gradients.
+    # Not the largest that fits: the features, the loss and the other tower's gradients need memory, too.
     tried = {n: speed for n, speed in rates.items() if n < max(rates)} or rates
     least = (GOOD_ENOUGH if keep else 1) * max(tried.values())
     return min(n for n, speed in tried.items() if speed >= least)
 
 
 def samples_per_second(tower: nn.Module, inputs: Tensor) -> float:
-    """Speed of one pass without a graph and one with, after a warm-up. Clears the gradients."""
+    """Speed of one pass without a graph and one with a graph, after a warm-up. Clears the gradients."""
     for _ in range(2):
         started = time.perf_counter()
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Towers under torch.compile, block by block: the blocks of a tower are alike, so one compilation serves them all."""
+"""Towers under torch.compile, block by block: a tower's blocks are alike, so they share one compilation."""
 
 import torch
 from torch import nn
@@ -12,26 +12,29 @@ from clipscale.step.pass_contexts import unchanged_statistics
 from clipscale.step.precision import Precision
 
 WORTH_S = 900.0
-"""Least seconds of training for which `auto` compiles. Compiling takes 10 to 60, and saves 3 to 9 % of each step."""
+"""`auto` compiles if the training takes longer. Compiling takes 10 to 60 seconds, and saves 3 to 9 % of each step."""
 SHARE = 0.4
-"""Of a GPU's peak, at which the training's seconds are estimated."""
+"""Assumed share of a GPU's peak, to estimate the seconds of training."""
 
 
 def worth_compiling(setting: str, flops: float, peak: float | None) -> bool:
-    """Whether a run compiles its towers. `setting`: `model.compile`; `flops`: of the run, on one device; `peak`: FLOP/s
-    of the device, None where that is not known, as on a CPU."""
+    """Whether a run compiles its towers.
+
+    `setting`: `model.compile`; `flops`: of the run on one device; `peak`: the device's FLOP/s, None: unknown, as on a
+    CPU.
+    """
     return setting == "true" or (setting == "auto" and peak is not None and flops > WORTH_S * SHARE * peak)
 
 
 def compile_towers(model: ClipModel, *, lengths_vary: bool) -> list[Tower]:
-    """Compile the blocks of the towers in place, a tower without blocks whole, and return these towers.
+    """Compile the blocks of the towers in place, or a whole tower without blocks; returns the compiled towers.
 
-    `lengths_vary`: whether captions are cut. Chunks of them have many shapes then and are a small part of a step: the
-    text tower is not compiled.
+    `lengths_vary`: chunks of captions have many widths. The text tower is then not compiled: each width would be a
+    compilation, for a small part of a step.
     """
-    # A function with more variants than this falls back to eager, whose random numbers differ from the compiled ones.
+    # Beyond this many variants torch falls back to eager, which draws other random numbers.
     torch._dynamo.config.recompile_limit = 64
-    torch._dynamo.config.optimize_ddp = False  # no graph is cut at a bucket: gradients are summed once a step
+    torch._dynamo.config.optimize_ddp = False  # it splits graphs at DDP's buckets; gradients are summed once a step
     towers: list[Tower] = [model.image] if lengths_vary else [model.image, model.text]
     for tower in towers:
         for module in innermost_blocks(tower.encoder) or [tower.encoder]:
@@ -40,7 +43,7 @@ def compile_towers(model: ClipModel, *, lengths_vary: bool) -> list[Tower]:
 
 
 def innermost_blocks(encoder: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a transformer or of a convolutional network, without those that hold others."""
+    """The repeated blocks of a transformer or convolutional network; of nested ones, the innermost."""
     lists = [m for m in encoder.modules() if isinstance(m, nn.ModuleList) or (isinstance(m, nn.Sequential) and m[1:])]
     alike = [m for m in lists if len({type(child) for child in m}) == 1]
     blocks = {id(block): block for m in alike for block in m if any(True for _ in block.parameters())}
@@ -50,10 +53,10 @@ def innermost_blocks(encoder: nn.Module) -> list[nn.Module]:
 def try_compiled(
     model: ClipModel, towers: list[Tower], chunks: tuple[int, int], precision: Precision, world: World
 ) -> str:
-    """Run the compiled towers once with chunks of random inputs, so that they are compiled before the first step.
+    """Run the compiled towers once on chunks of random inputs, so that the first step does not compile.
 
-    `chunks`: samples per chunk of images and of captions. Where that fails on a rank, all ranks run without compiled
-    code from then on; the reason is returned, else nothing.
+    `chunks`: samples per chunk of images and of captions. If a rank fails, all ranks run without compiled code from
+    then on. Returns the reason, empty if all succeed.
     """
     problem = ""
     try:

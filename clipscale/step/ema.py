@@ -20,13 +20,13 @@ class WeightAverage:
     """
 
     def __init__(self, decay: float, model: nn.Module) -> None:
-        """Of the model's trained parameters, in shards where these are."""
+        """Starts at the model's trained parameters. Sharded parameters have sharded averages."""
         self.decay, self.updates, self.model = decay, 0, model
         self.weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.values = {name: p.detach().clone() for name, p in self.weights.items()}
 
     def update(self) -> None:
-        """Take in the weights after a step."""
+        """Average in the weights of this step."""
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         values = [local(self.values[name]) for name in self.weights]
@@ -37,14 +37,14 @@ class WeightAverage:
         return {"updates": self.updates, "weights": dict(self.values)}
 
     def load(self, saved: Mapping[str, Any] | None) -> None:
-        """Go on from a checkpoint's average; None: from the weights as they are now."""
+        """Continue a checkpoint's average; None: start again at the current weights."""
         self.updates = saved["updates"] if saved else 0
         for name, value in self.values.items():
             local(value).copy_(local(saved["weights"][name] if saved else self.weights[name].detach()))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model computes with the averaged weights inside. Takes memory for one more copy of them."""
+        """Inside, the model has the averaged weights. Needs memory for one more copy of the weights."""
         before = {name: p.detach().clone() for name, p in self.weights.items()}
         self._set(self.values)
         try:
@@ -55,4 +55,4 @@ class WeightAverage:
     def _set(self, values: Mapping[str, Tensor]) -> None:
         for name, p in self.weights.items():
             local(p.detach()).copy_(local(values[name]))
-        reshard(self.model)  # weights gathered before are old
+        reshard(self.model)  # gathered weights are outdated now

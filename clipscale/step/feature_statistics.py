@@ -1,24 +1,24 @@
-"""What the features of a batch say of the model: whether they differ, and whether both towers share one space."""
+"""Statistics of a batch's features: whether they have collapsed, and how far apart images and texts lie."""
 
 import torch
 from torch import Tensor
 
 EVERY = 100
-"""Steps from one look to the next, after that at the first step."""
+"""They are computed in the first step and in every multiple of this."""
 SAMPLE = 4096
-"""Most pairs that are looked at."""
+"""They use at most so many pairs."""
 
 
 @torch.no_grad()
 def feature_statistics(images: Tensor, texts: Tensor) -> dict[str, Tensor]:
-    """Of unit rows (N, D), pair by pair, and of at most SAMPLE of them. Each value is 0-d.
+    """The statistics, each 0-d, of unit rows (N, D): image i and text i are a pair.
 
     - `modality_gap`: the distance between the mean image and the mean text (Liang et al. 2022, arXiv 2203.02053).
     - `uniformity_image`, `uniformity_text`: ln of the mean of exp(-2 |x - y|^2) over two rows (Wang and Isola 2020,
-      arXiv 2005.10242, section 4.2): 0 where all are alike, about -4 where they are even on the sphere.
-    - `rank_image`, `rank_text`: exp of the entropy of the singular values over their sum, the effective rank (Roy and
-      Vetterli 2007): 1 where all are alike, D where they use every direction equally.
-    - `nearest`: the share of images whose own text is the nearest.
+      arXiv 2005.10242, section 4.2): 0 if all are equal, about -4 if they are uniform on the sphere.
+    - `rank_image`, `rank_text`: the effective rank, exp of the entropy of the normalised singular values (Roy and
+      Vetterli 2007): 1 if all are equal, D if they use every direction equally.
+    - `nearest`: the share of images whose nearest text is their own.
     """
     u = images[:SAMPLE].float()
     v = texts[: len(u)].float()
@@ -40,6 +40,6 @@ def _uniformity(rows: Tensor) -> Tensor:
 
 
 def _effective_rank(rows: Tensor) -> Tensor:
-    rows = rows.double()  # the roots of float32's rounding would count as directions
+    rows = rows.double()  # in float32 the roots of rounding errors would count as singular values
     values = torch.linalg.eigvalsh(rows.mT @ rows).clamp_min(0).sqrt()
     return torch.special.entr(values / values.sum()).sum().exp()

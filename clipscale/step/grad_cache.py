@@ -26,7 +26,7 @@ from clipscale.step.pass_contexts import batch_norms, gradient_sync, repeatable,
 
 @runtime_checkable
 class Chunked(Protocol):
-    """An encoder's input that loads its rows on demand, from host memory for example."""
+    """An encoder's input that loads its samples on demand, for example from host memory."""
 
     def __len__(self) -> int: ...
 
@@ -36,13 +36,13 @@ class Chunked(Protocol):
 
 @runtime_checkable
 class Arranged(Chunked, Protocol):
-    """A `Chunked` input that orders and cuts its samples by itself, captions by their length for example."""
+    """A `Chunked` input that chooses its own order and chunks, for example captions sorted by length."""
 
     def spans(self, size: int) -> list[tuple[int, int]]:
-        """The chunks as ranges start..stop of the input's own order; `size` is the tower's samples per chunk."""
+        """The chunks as ranges start..stop in the input's own order; `size` is the tower's samples per chunk."""
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """The row of the batch of each sample start..stop of that order: (stop - start,) int64."""
+        """The rows of the batch at positions start..stop of that order: (stop - start,) int64."""
 
 
 def _nothing() -> None: ...
@@ -51,8 +51,8 @@ def _nothing() -> None: ...
 class GradCache:
     """Exact gradients of `loss(*representations)` at any batch size, for any encoders.
 
-    `step(*inputs)` adds the gradient of one graph over the whole batch to `.grad` of every parameter of the encoders
-    and of the loss. `encode`, `backward` and `replay` are its parts, for callers that do something between them.
+    `step(*inputs)` adds the gradient of the whole batch to `.grad` of every parameter of the encoders and of the loss.
+    It calls `encode`, `loss`, `backward` and `replay`; a caller may call them one by one instead.
 
     Args:
         encoders: one module or callable per tower; each maps its chunk to a tensor (samples, ...). The same module may
@@ -60,11 +60,11 @@ class GradCache:
             FSDP2 the gradients of each module are synchronised once, with its last chunk.
         loss: maps one representation tensor per tower, over the whole (local) batch, to a scalar.
         chunks: samples per chunk, one size for all towers or one per tower. The last chunk may be shorter.
-        keep_bytes: memory for graphs kept from the first pass, whose chunks need no replay; the same on all ranks. 0:
-            none; math.inf: all; None: not known yet, graphs are measured and none is kept. With a number the first
-            step measures a graph and keeps none; later ones keep as many as fit. It may be changed, as `chunks` may. A
-            rank on which one does not fit after all keeps none from then on.
-        autocast: makes the context in which encoders run. Each chunk gets a new one.
+        keep_bytes: memory for graphs that are kept from the first pass, so that their chunks need no replay; the same
+            on all ranks. 0: keep none; math.inf: keep all; a number: measure a graph in the first step, then keep as
+            many as fit; None: measure, and keep none yet. May be changed between steps, as `chunks` may. A rank that
+            runs out of memory in a kept graph keeps none from then on.
+        autocast: makes the context in which encoders run, a new one for each chunk.
         scaler: a gradient scaler for fp16. It scales the loss before the backward pass.
 
     Raises ValueError for chunk sizes below 1, input tensors of unequal length, an encoder whose output has another
@@ -78,8 +78,8 @@ class GradCache:
         value = cache.step(query_tokens, passage_tokens)      # dicts of tensors; positives first, then hard negatives
         optimizer.step()
 
-    with `loss = lambda q, p: clipscale.contrastive_loss(q, p, 1.0, objective="softmax_image")`. Its gradients are to be
-    summed over ranks; DDP and FSDP2 average: multiply it by the number of ranks there.
+    with `loss = lambda q, p: clipscale.contrastive_loss(q, p, 1.0, objective="softmax_image")`. This loss needs its
+    gradients summed over ranks. DDP and FSDP2 average them: multiply the loss by the number of ranks there.
     """
 
     def __init__(
@@ -119,12 +119,12 @@ class GradCache:
         return [self.encode_tower(i, batch, before_chunk) for i, batch in zip(towers, inputs, strict=True)]
 
     def encode_tower(self, i: int, batch: Any, before_chunk: Callable[[], None] = _nothing) -> Tensor:
-        """The first pass of one tower, of which all before it have had theirs; see `encode`."""
+        """The first pass of tower i, after those of all earlier towers; see `encode`."""
         budget = self.keep_bytes
         if any(tower.graphs.exhausted for tower in self._towers):
             budget = 0
         elif budget is not None:
-            # A tower that keeps none still replays one graph at a time, while later towers' kept graphs exist.
+            # Also a tower that keeps none builds one graph at a time in its replay, beside later towers' kept graphs.
             budget -= sum(max(1, tower.graphs.count) * tower.graphs.bytes_each for tower in self._towers[:i])
         measures = self.keep_bytes is None or 0 < self.keep_bytes < math.inf
         return self._towers[i].encode(batch, self.chunks[i], budget, before_chunk, measures=measures)
@@ -147,21 +147,21 @@ class GradCache:
 
     @property
     def trained(self) -> list[bool]:
-        """Whether each tower has parameters that train, and so a second pass."""
+        """Whether each tower has trainable parameters, and so a second pass."""
         return [tower.trained for tower in self._towers]
 
     @property
     def kept(self) -> list[int]:
-        """The chunks of each tower whose graphs this step keeps."""
+        """The number of each tower's chunks whose graphs this step keeps."""
         return [tower.graphs.count for tower in self._towers]
 
     @property
     def graph_bytes(self) -> int:
-        """Of a chunk's graph of the first tower with a second pass; 0: not measured."""
+        """Bytes of a chunk's graph of the first tower that has a second pass; 0: not measured."""
         return next((tower.graphs.bytes_each for tower in self._towers if tower.graphs.bytes_each), 0)
 
     def calls(self, rows: int) -> int:
-        """How often a step of `rows` samples calls `before_chunk`. An estimate, until an `Arranged` input is cut."""
+        """How often a step of `rows` samples calls `before_chunk`: an estimate until `Arranged` inputs have chunks."""
         counts = [len(tower.spans) or len(_spans(rows, size)) for tower, size in zip(self._towers, self.chunks)]
         return sum(count * (1 + trained) for count, trained in zip(counts, self.trained))
 
@@ -173,7 +173,7 @@ class _Tower:
     encoder: Callable[..., Tensor]
     autocast: Callable[[], AbstractContextManager[Any]]
     last: bool
-    """Whether no later tower has this encoder. The last one synchronises its gradients."""
+    """Whether this is the last tower with this encoder: only that one synchronises the gradients."""
     graphs: KeptGraphs = field(default_factory=KeptGraphs)
     representations: Tensor = field(default_factory=lambda: torch.empty(0))
     inputs: Any = None
@@ -191,7 +191,7 @@ class _Tower:
     def encode(
         self, batch: Any, size: int, keep_bytes: float | None, before_chunk: Callable[[], None], *, measures: bool
     ) -> Tensor:
-        """First pass, in chunks of `size`; `keep_bytes`: for graphs of this tower. `measures`: see `KeptGraphs`."""
+        """First pass, in chunks of `size`. `keep_bytes`: for this tower's graphs. `measures`: see `KeptGraphs`."""
         self.inputs = batch if isinstance(batch, Chunked) and not isinstance(batch, Tensor) else _Rows(batch)
         rows = len(self.inputs)
         if rows == 0:
@@ -215,7 +215,8 @@ class _Tower:
         return self.representations.requires_grad_(trained)
 
     def first_pass(self, i: int, encode: Callable[[], Tensor]) -> Tensor:
-        """Chunk i without a graph, or with one that is kept. One that does not fit ends the keeping, not the step."""
+        """Encode chunk i without a graph, or with one that is kept. If that runs out of memory, drops all kept graphs
+        and encodes again."""
         try:
             return self.graphs.first_pass(i, encode)
         except torch.OutOfMemoryError:
@@ -228,7 +229,7 @@ class _Tower:
     def replay(self, before_chunk: Callable[[], None]) -> None:
         """Backpropagate through the kept graphs, then replay the other chunks.
 
-        One backward pass for all kept graphs would sum their gradients in the weights' own type, bf16 perhaps.
+        Each kept graph has its own backward pass: a joint one would sum gradients in the weights' type, bf16 perhaps.
         """
         gradient = self.representations.grad
         if gradient is None:
@@ -263,12 +264,12 @@ class _Tower:
 
 
 def _spans(rows: int, size: int) -> list[tuple[int, int]]:
-    """The chunks of so many rows, as ranges start..stop."""
+    """Chunks of `size` rows, as ranges start..stop."""
     return [(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
 def refuse_batch_norm(encoder: Callable[..., Tensor], chunks: int) -> None:
-    """Raise ValueError for batch normalisation in training mode that does not see the whole batch at once."""
+    """Raise ValueError if batch normalisation in training mode does not see the whole batch at once."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     for name, module in batch_norms(encoder).items():
         what = f"{name} is batch normalisation in training mode, which mixes the samples of a batch"

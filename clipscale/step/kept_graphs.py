@@ -1,4 +1,4 @@
-"""Graphs that wait between the two passes, so that their chunks need no second pass, and the bytes of one."""
+"""Graphs that are kept from the first pass, so that their chunks need no second pass; and the bytes of one graph."""
 
 import logging
 import math
@@ -15,28 +15,27 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class KeptGraphs:
-    """The graphs of a step's first chunks that a tower keeps: equally many on all ranks, none on one that gave up.
+    """The graphs that a tower keeps, of a step's first chunks. All ranks keep as many; one that gave up keeps none.
 
-    A finite budget, and one that is not known yet (None), needs the bytes of a graph. The first step at a batch size
-    measures them and keeps none.
+    A finite budget needs the bytes of a graph: the first step at a batch size measures them and keeps none.
     """
 
     outputs: list[Tensor] = field(default_factory=list)
-    """Of the kept chunks, in their order."""
+    """The outputs of the kept chunks, in order; they hold the graphs."""
     count: int = 0
-    """Chunks to keep in this step."""
+    """Number of chunks to keep in this step."""
     bytes_each: int = 0
-    """Of a full chunk's graph, the largest of all ranks; 0: not measured."""
+    """Bytes of a full chunk's graph, the largest of all ranks; 0: not measured."""
     exhausted: bool = False
-    """A graph did not fit: no others are kept in this run."""
+    """A graph did not fit: this rank keeps none for the rest of the run."""
     _rows: int = 0
     _measured: list[int] | None = None
 
     def start_step(self, rows: int, chunks: int, budget: float | None, *, measures: bool) -> None:
-        """A step of `rows` samples begins, of which `chunks` have a second pass; `budget`: bytes for this tower.
+        """Prepare for a step of `rows` samples, of which `chunks` chunks have a second pass.
 
-        `measures`: whether graphs count by their bytes, on all ranks alike: they measure together, also one that gave
-        up.
+        `budget`: bytes for this tower's graphs. `measures`: whether to measure a graph, the same on all ranks: also one
+        that gave up takes part.
         """
         if rows != self._rows:
             self._rows = rows
@@ -51,7 +50,7 @@ class KeptGraphs:
         self.count = min(chunks, fitting)
 
     def first_pass(self, i: int, encode: Callable[[], Tensor]) -> Tensor:
-        """The output of chunk i, without its graph; this is kept, or measured and dropped."""
+        """The output of chunk i, detached. Its graph is kept, measured and dropped, or not built."""
         if i < self.count:
             out = encode()
             self.outputs.append(out)
@@ -65,17 +64,17 @@ class KeptGraphs:
         return out.detach()
 
     def give_up(self) -> None:
-        """Drop the graphs of this step, whose chunks have a second pass then."""
+        """Drop the kept graphs. Their chunks get a second pass."""
         log.warning("cache.keep: out of memory in a kept graph; this process keeps none from now on")
         self.outputs.clear()
         self.count = 0
         self.exhausted = True
 
     def end(self, device: torch.device) -> None:
-        """The first pass has ended: all ranks agree on what it has measured."""
+        """End the first pass: all ranks agree on the largest measured graph."""
         if self._measured is None:
             return
-        # Of several chunks not the first, which also sets aside what stays for all, such as gathered weights.
+        # Of several chunks without the first, which also allocates what all share, such as gathered weights.
         largest = torch.tensor(max(self._measured[len(self._measured) > 2 :]), device=device)
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(largest, dist.ReduceOp.MAX)
@@ -84,14 +83,14 @@ class KeptGraphs:
 
 @contextmanager
 def graph_bytes() -> Iterator[Callable[[], int]]:
-    """Measures the graph that is built inside: the allocator's bytes on a GPU, else the bytes of its saved tensors."""
+    """Measures the graph that is built inside: on a GPU by the allocator, else by the tensors that it saves."""
     saved: dict[int, int] = {}
 
     def count(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, nn.Parameter) and not isinstance(tensor._base, nn.Parameter):
             storage = tensor.untyped_storage()
             saved[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # an operation that saved its own result would hold itself, and so the graph, for ever
+        return tensor.detach()  # an operation that saves its own output would otherwise keep the graph alive for ever
 
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         before = torch.cuda.memory_allocated()

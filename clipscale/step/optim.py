@@ -18,14 +18,14 @@ from clipscale.config.sections import OptimConfig, ScheduleConfig, steps_of
 SHARDED = (
     "adamw", "lion", "adam", "nadamw", "sgd", "adafactorbv", "muon", "lars", "adopt", "laprop", "radam", "rmsprop"
 )  # fmt: skip
-"""Optimizers whose update of a matrix in shards is the one of the whole matrix: a test compares them."""
+"""Optimizers that update a sharded matrix exactly as a whole one: a test compares them."""
 
 MOMENTS = {"adamw": 2, "adam": 2, "nadamw": 2, "lamb": 2, "lion": 1}
-"""Values that an optimizer keeps of each weight."""
+"""State values that an optimizer keeps per weight."""
 
 
 def known_optimizer(config: OptimConfig) -> timm.optim.OptimInfo:
-    """Raise UserError for an optimizer that timm's factory does not know."""
+    """timm's facts of the optimizer. Raises UserError for one that its factory does not know."""
     known = [str(name) for name in timm.optim.list_optimizers()]
     if config.name not in known:
         raise UserError(f"optim.name={config.name!r} is not one of timm's optimizers{nearest(config.name, known)}")
@@ -37,9 +37,9 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer over the trainable parameters; see `parameter_groups`.
 
-    `sharded`: matrices and vectors are in shards, the scalars are not. `scales`: factors of the rate by parameter.
+    `sharded`: matrices and vectors are sharded, scalars are not. `scales`: factors of the learning rate by parameter.
 
-    Raises UserError for an optimizer that is not known, and for options that the optimizer does not take.
+    Raises UserError for an unknown optimizer, and for options that it does not take.
     """
     info = known_optimizer(config)
     options: Record = dict(config.options)
@@ -55,7 +55,7 @@ def build_optimizer(
             f"{', '.join(SHARDED)}"
         )
     if config.name == "adamw" and all(p.device.type == "cuda" for p in model.parameters()):
-        options.setdefault("fused", True)  # one kernel for many tensors, without temporary ones
+        options.setdefault("fused", True)  # one kernel for many tensors, without temporary tensors
     groups = parameter_groups(model, config, scales or {})
     if config.name == "muon" and all(p.device.type == "cpu" for p in model.parameters()):
         # timm iterates in bf16, which a CPU without bf16 instructions computes many times slower than float32.
@@ -72,13 +72,13 @@ def build_optimizer(
 
 
 def parameter_groups(model: nn.Module, config: OptimConfig, scales: Mapping[str, float]) -> list[Record]:
-    """Trainable parameters in four groups: matrices and token embeddings with weight decay; vectors, scalars without.
+    """Trainable parameters in four groups: matrices and embeddings with weight decay, vectors and scalars without.
 
-    A group is split where `scales` has factors of some parameters' rates.
+    A group is split further by the factors of the learning rate in `scales`.
 
-    Embeddings are a group because Muon's orthogonal steps suit matrices that multiply activations; it falls back to
-    AdamW for them. Scalars (logit scale and bias, outside the towers) are a group because FSDP2 shards all others, and
-    fused optimizer loops do not mix sharded with whole tensors.
+    Embeddings are a group of their own because Muon updates them by AdamW: its orthogonal steps suit matrices that
+    multiply activations. Scalars (logit scale and bias) are one because FSDP2 shards all other parameters, and fused
+    optimizers do not mix sharded with whole tensors.
     """
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     split: dict[tuple[int, float], Record] = {}
@@ -98,7 +98,7 @@ def parameter_groups(model: nn.Module, config: OptimConfig, scales: Mapping[str,
 def parse_steps(text: str, setting: str, *, total: int, per_epoch: float | None) -> int:
     """`2000` (steps), `5%` (of the run) or `0.5ep` (epochs) as a number of steps.
 
-    Raises UserError for anything else, and for epochs if their length is unknown.
+    Raises UserError for other texts, and for epochs of unknown length.
     """
     if text.endswith("ep") and per_epoch is None:
         raise UserError(
@@ -121,13 +121,13 @@ class Schedule:
     final: float
     cosine: bool
     first: int
-    """The step of the run with which it begins."""
+    """The step of the run at which it begins."""
 
     @staticmethod
     def build(
         config: ScheduleConfig, optim: OptimConfig, batch: int, samples: int, epoch: int | None, first: int = 0
     ) -> "Schedule":
-        """The schedule of so many samples; `epoch`: those of an epoch, None if not known. Raises UserError."""
+        """The schedule of a run of `samples`; `epoch`: samples of an epoch, None if unknown. Raises UserError."""
         total = max(1, samples // batch)
         per_epoch = None if epoch is None else epoch / batch
         warmup = parse_steps(config.warmup, "schedule.warmup", total=total, per_epoch=per_epoch)
@@ -153,7 +153,7 @@ class Schedule:
         return self.peak if left >= self.cooldown else low + (self.peak - low) * left / self.cooldown
 
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
-        """Set every parameter group's learning rate for this step; returns it."""
+        """Set the learning rate of every parameter group for this step; returns it."""
         lr = self.lr(step)
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)

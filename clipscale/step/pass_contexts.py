@@ -1,4 +1,4 @@
-"""Contexts around a pass of an encoder: whether gradients are summed over ranks; its statistics change once a step."""
+"""Contexts around a pass of an encoder: when gradients are summed over ranks, and when statistics change."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,17 +10,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def batch_norms(encoder: Callable[..., Tensor]) -> dict[str, _BatchNorm]:
-    """The encoder's modules of batch normalisation in training mode, by name. They mix samples and keep statistics."""
+    """The encoder's batch normalisations in training mode, by name. They mix samples and update running statistics."""
     modules = encoder.named_modules() if isinstance(encoder, nn.Module) else ()
     return {name: module for name, module in modules if isinstance(module, _BatchNorm) and module.training}
 
 
 @contextmanager
 def gradient_sync(encoder: Callable[..., Tensor], last: bool) -> Iterator[None]:
-    """Around a chunk: its gradients are summed over ranks if it is a step's `last` one.
+    """Around a chunk: gradients are summed over ranks only in a step's `last` one.
 
     DDP reads this in the forward pass (see `summing`), FSDP2 in the backward pass. An encoder's own `gradient_sync`
-    decides by itself.
+    takes precedence.
     """
     if hasattr(encoder, "gradient_sync"):
         with encoder.gradient_sync(last):
@@ -36,17 +36,17 @@ def gradient_sync(encoder: Callable[..., Tensor], last: bool) -> Iterator[None]:
 
 
 def repeatable(encoder: Callable[..., Tensor]) -> bool:
-    """Whether a forward pass that failed may be repeated on this rank alone: it gathers no weights, and keeps no
-    statistics."""
+    """Whether this rank alone may repeat a failed forward pass: it gathers no weights and updates no statistics."""
     gathers = isinstance(encoder, FSDPModule) or hasattr(encoder, "gradient_sync")
     return not gathers and not batch_norms(encoder)
 
 
 def summing(encoder: Callable[..., Tensor], out: Tensor) -> Tensor:
-    """The output of a kept graph, for a backward pass that sums gradients, though its forward pass was under `no_sync`.
+    """The output of a kept graph, so that its backward pass sums gradients, though its forward pass was under
+    `no_sync`.
 
-    DDP sums in the backward pass after its last forward pass. So `out` passes through the wrapper, while its module is
-    the identity.
+    DDP decides in a forward pass whether the next backward pass sums. So `out` passes through the wrapper again, with
+    the identity as its module.
     """
     if not isinstance(encoder, DistributedDataParallel):
         return out
@@ -58,20 +58,20 @@ def summing(encoder: Callable[..., Tensor], out: Tensor) -> Tensor:
 
 
 def note_statistics(encoder: Callable[..., Tensor]) -> Callable[[], None]:
-    """Notes the statistics of batch normalisation. What it returns restores them."""
+    """Copies the statistics of batch normalisation. Returns a function that restores them."""
     buffers = [buffer for module in batch_norms(encoder).values() for buffer in module.buffers()]
     before = [b.clone() for b in buffers]
 
     def restore() -> None:
         for buffer, value in zip(buffers, before, strict=True):
-            buffer.data.copy_(value)  # `data` counts no change: the kept graph of another tower may hold the buffer
+            buffer.data.copy_(value)  # `data`: a change that autograd does not see, as another tower's kept graph needs
 
     return restore
 
 
 @contextmanager
 def unchanged_statistics(encoder: Callable[..., Tensor]) -> Iterator[None]:
-    """Restores the statistics afterwards: the first pass alone updates them."""
+    """Restores the statistics afterwards: only the first pass updates them."""
     restore = note_statistics(encoder)
     try:
         yield

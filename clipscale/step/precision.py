@@ -1,4 +1,4 @@
-"""Number formats of a run: autocast, TF32, the storage of frozen towers, and the scaling of the loss in fp16."""
+"""Number formats of a run: autocast, TF32, the type of frozen weights, and the loss scale of fp16."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -9,11 +9,11 @@ from torch import nn
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Type of autocast."""
 LEAST_LOSS_SCALE = 1.0
-"""If fp16 gradients overflow even below this loss scale, the training itself diverges."""
+"""If fp16 gradients overflow even below this loss scale, training has diverged."""
 
 
 class Precision:
-    """Autocast and the gradient scaler of a `precision`. Weights, their gradients and the optimizer are float32."""
+    """Autocast and the gradient scaler of a `precision`. Trained weights, gradients and optimizer state are float32."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.dtype = DTYPES[name]
@@ -24,7 +24,7 @@ class Precision:
             torch.backends.cudnn.allow_tf32 = True
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """A new autocast context for one chunk: its cache of cast weights must not outlive a pass without a graph."""
+        """A new autocast context for one chunk: a later pass must not use weights that were cast without a graph."""
         if self.dtype == torch.float32:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
@@ -34,8 +34,7 @@ class Precision:
         return self.scaler is not None and self.scaler.get_scale() >= LEAST_LOSS_SCALE
 
     def store(self, tower: nn.Module) -> None:
-        """Cast the matrices of a frozen tower in place. It computes the same as before, since autocast rounds them
-        anyway."""
+        """Cast a frozen tower's matrices in place. Its features stay the same: autocast rounds the matrices anyway."""
         if not any(p.requires_grad for p in tower.parameters()):
             for p in tower.parameters():
                 p.data = p.data.to(self.dtype) if p.ndim >= 2 else p.data

@@ -1,4 +1,4 @@
-"""One exact optimizer step over the global batch: encode, loss, replay, update; and what the ranks agree on in it."""
+"""One exact optimizer step over the global batch: encode, loss, replay, update; and the ranks' one agreement."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -27,14 +27,14 @@ from clipscale.step.precision import Precision
 
 
 class Agreement:
-    """The message of a step in which all ranks settle the text tower's chunks and whether a checkpoint is due."""
+    """A step's one message between all ranks: the number of text chunks, and whether to save a checkpoint."""
 
     def __init__(self, message: AsyncReduction) -> None:
         self._message = message
 
     @staticmethod
     def begin(world: World, chunks: int, save: bool) -> "Agreement":
-        """Begin the message, with the chunks of this rank's captions. A collective."""
+        """Send this rank's number of text chunks and its wish to save. A collective."""
         return Agreement(world.highest_async(chunks, int(save)))
 
     @cached_property
@@ -43,28 +43,28 @@ class Agreement:
 
     @property
     def chunks(self) -> int:
-        """Of the rank that has most. Waits for the message."""
+        """The most text chunks of any rank. Waits for the message."""
         return self._values[0]
 
     @property
     def save(self) -> bool:
-        """Whether it is time for a checkpoint, on any rank. Waits for the message."""
+        """Whether any rank wishes to save. Waits for the message."""
         return self._values[1] > 0
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step leaves to the run's loop."""
+    """What a step returns to the run's loop."""
 
     loss: float
     grad_norm: float | None
-    """None: the loss or the norm is not finite, and no weights were updated."""
+    """None: the loss or the norm is not finite, and the weights are unchanged."""
     agreement: Agreement
     phases: Phases
     widths: dict[int, int]
-    """Captions by the width at which the text tower computed them."""
+    """Width in tokens -> captions that the text tower computed at it."""
     statistics: dict[str, Tensor]
-    """Of the features, on rank 0 and not in every step."""
+    """Of the features, on rank 0 and in some steps."""
 
 
 @dataclass
@@ -75,13 +75,14 @@ class TrainStep:
     world: World
     model: ClipModel
     cache: GradCache
-    """With the loss of the batch."""
+    """Its loss is the BatchLoss."""
     precision: Precision
     optimizer: torch.optim.Optimizer
     average: WeightAverage | None
     keep: KeepBudget
     sorts: bool
-    """Whether captions are ordered by length and cut, since the text tower's features do not depend on padding."""
+    """Whether captions are sorted by length and lose their padding, on which this text tower's features do not depend.
+    """
 
     def run(
         self, batch: HostBatch, stream: TrainStream, number: int, *, save: bool, before_chunk: Callable[[], None]
@@ -89,13 +90,13 @@ class TrainStep:
         """One step, with the gradient of the whole global batch. A collective.
 
         Args:
-            stream: it fills the batch meanwhile. Where it fails, no rank updates its weights.
-            number: of the step, from 1 on, for messages.
-            save: whether this rank finds that a checkpoint is due; see `Agreement`.
-            before_chunk: as of `GradCache.encode`, in both passes.
+            stream: fills the batch meanwhile. If it fails on a rank, no rank updates its weights.
+            number: the step's number, from 1, for messages.
+            save: whether this rank wishes to save a checkpoint; see `Agreement`.
+            before_chunk: as in `GradCache.encode`, in both passes.
 
-        Raises UserError for a training that has diverged and for too little memory, DataError on all ranks for the
-        failure of one rank's stream, and what `before_chunk` raises.
+        Raises UserError if training has diverged or memory is short, DataError on all ranks if one rank's stream fails,
+        and what `before_chunk` raises.
         """
         phases = Phases(self.world.device)
         self.optimizer.zero_grad()
@@ -126,8 +127,8 @@ class TrainStep:
     def encode(
         self, images: ChunkLoader, texts: ChunkLoader | SortedCaptions, save: bool, before_chunk: Callable[[], None]
     ) -> tuple[list[Tensor], Agreement]:
-        """The first pass. Between the towers the ranks agree: by then all captions have arrived, so that their chunks
-        are known, and the device still computes the last chunks of images."""
+        """The first pass. The ranks agree between the towers: all captions have arrived by then, so the number of text
+        chunks is known, and the device still computes images while the message travels."""
         image_features = self.cache.encode_tower(0, images, before_chunk)
         chunks = texts.make_chunks(self.cache.chunks[1]) if isinstance(texts, SortedCaptions) else 0
         agreement = Agreement.begin(self.world, chunks, save)
@@ -138,7 +139,7 @@ class TrainStep:
 
     @contextmanager
     def phase(self, phases: Phases, name: str, number: int) -> Iterator[None]:
-        """Around a part of a step. Raises UserError where the device has too little memory for it."""
+        """Around a part of a step. Raises UserError if the device runs out of memory."""
         try:
             with phases(name):
                 yield
@@ -155,11 +156,11 @@ class TrainStep:
     # ---- update ----
 
     def finish(self, value: Tensor, stream: TrainStream, number: int) -> tuple[float, float | None]:
-        """Update the weights, unless the loss `value` or the gradients are not finite. Returns the loss and the norm.
+        """Update the weights if the loss `value` and the gradients are finite. Returns the loss and the norm.
 
-        The host waits for the device here, and where the gradients of the loss are computed, for its scale.
+        The host waits for the device here, and in the loss's backward pass, which reads the logit scale.
         """
-        if stream.failure:  # makes the norm NaN on all ranks, so that none of them updates its weights
+        if stream.failure:  # a NaN gradient makes the norm NaN on all ranks, so that none updates its weights
             assert self.model.logit_scale.grad is not None
             self.model.logit_scale.grad.fill_(math.nan)
         norm = self.gradient_norm()
@@ -178,7 +179,7 @@ class TrainStep:
         return loss, grad_norm if finite else None
 
     def gradient_norm(self) -> Tensor:
-        """Finish the gradients (scale's and bias's sums over ranks, the scaler's factor); their global norm, 0-d."""
+        """Sum the gradients of scale and bias over ranks and unscale all. Returns their global norm, 0-d."""
         self.world.sum_gradients([self.model.logit_scale, self.model.logit_bias])
         if self.precision.scaler:
             self.precision.scaler.unscale_(self.optimizer)
@@ -190,9 +191,9 @@ class TrainStep:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def update(self, norm: Tensor) -> None:
-        """Clip by the gradients' `norm`, step, and clamp the logit scale.
+        """Clip the gradients by their `norm`, update the weights, clamp the logit scale, and update the average.
 
-        After an overflow the scaler skips the step on all ranks, and there is nothing to average.
+        After an overflow the scaler skips the update on all ranks, and the average stays.
         """
         config, scaler = self.config.optim, self.precision.scaler
         skipped = scaler is not None and not bool(norm.isfinite())
