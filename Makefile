@@ -141,7 +141,7 @@ gpu-step-large:
 SETTINGS := device=cuda precision=bf16 data=demo data.workers=$(CORES) eval.sets=[] eval.every=0
 # $(1): name of the run, $(2): seconds it may take, $(3): its settings.
 predicted = -{ rm -rf $(RUNS)/gpu-$(1) && $(WITHIN) $(2) $(CLIPSCALE) train run=$(RUNS)/gpu-$(1) $(or $(SMALLER_RUN),$(SETTINGS) $(3)) && \
-	    $(CLIPSCALE) plan $(or $(SMALLER_RUN),$(SETTINGS) $(3)); } 2>&1 | tee -a $(RESULTS)/memory-$(1).txt
+	    $(CLIPSCALE) plan $(if $(SMALLER_RUN),$(SMALLER_RUN) hardware=cpu,$(SETTINGS) $(3)); } 2>&1 | tee -a $(RESULTS)/memory-$(1).txt
 gpu-memory:
 	$(call step,flat,300) model=vit-b32 chunk=512 repeats=1 methods=plain@2k,cache@32k,cache@128k $(SMALLER_STEP)
 	$(CLIPSCALE) data demo

@@ -31,4 +31,6 @@ def loss_of_chunks(loss: BatchLoss, image_features: Tensor, text_features: Tenso
 
 if __name__ == "__main__":
     BatchLoss.__call__ = loss_of_chunks  # type: ignore[assignment,method-assign]
-    train(check(compose.settings("train", compose.overrides("train", sys.argv[1:])[1])))
+    config = compose.settings("train", compose.overrides("train", sys.argv[1:])[1])
+    check(config)
+    train(config)

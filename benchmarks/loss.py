@@ -131,7 +131,7 @@ METHODS = {path.stem: preset(path.stem) for path in sorted((conf_dir() / "loss")
 def plan(settings: SimpleNamespace) -> tuple[str, list[Row]]:
     """The least work first. Raises UserError for a method or a type that is none."""
     methods, dtypes = settings.methods.split(","), settings.dtype.split(",")
-    for word, known in (*((name, METHODS) for name in methods), *((dtype, DTYPES) for dtype in dtypes)):
+    for word, known in (*((name, [*METHODS]) for name in methods), *((dtype, [*DTYPES]) for dtype in dtypes)):
         if word not in known:
             raise UserError(f"{word}: unknown{nearest(word, known)}; there are {', '.join(known)}")
     common = {"device": settings.device, "repeats": settings.repeats, "reference": settings.reference}

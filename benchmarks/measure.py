@@ -74,13 +74,14 @@ def main(
 def settings_of(defaults: Row, words: Sequence[str]) -> SimpleNamespace:
     """The defaults, changed by words KEY=VALUE; whole numbers may be counts such as 32k. Raises UserError."""
     values = dict(defaults)
+    kinds: dict[type, Callable[[str], Any]] = {int: parse_count, float: float}
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or key not in defaults:
             known = ", ".join(f"{key}=" for key in defaults)
             raise UserError(f"{word}: unknown{nearest(key, defaults)}; there are {known}")
         try:
-            values[key] = {int: parse_count, float: float}.get(type(defaults[key]), str)(value)
+            values[key] = kinds.get(type(defaults[key]), str)(value)
         except ValueError as error:
             raise UserError(f"{word}: {error}") from error
     if values.get("device") == "auto":

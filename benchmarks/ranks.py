@@ -70,7 +70,7 @@ def distance(actual: Sequence[Row], required: Sequence[Row]) -> float:
 
 def plan(settings: SimpleNamespace) -> tuple[str, list[Row]]:
     common = {key: value for key, value in vars(settings).items() if key != "out"} | {"runs": f"{settings.out}/ranks"}
-    jobs = [{"case": "right", "method": way} for way in WAYS] + [{"case": "killed", "method": "ddp"}]
+    jobs: list[Row] = [{"case": "right", "method": way} for way in WAYS] + [{"case": "killed", "method": "ddp"}]
     counts = [count for count in (1, 2, 4, 8, 16) if count <= settings.gpus]
     jobs += [{"case": "speed", "method": f"{count} processes", "procs": count} for count in counts]
     return f"ranks-{settings.device}", [job | common for job in jobs]

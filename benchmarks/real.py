@@ -37,7 +37,7 @@ from PIL import Image
 from clipscale.common.errors import UserError
 from clipscale.config.setting import flat
 from clipscale.tools.data.pack import held_out
-from clipscale.tools.data.pairs import pairs_of
+from clipscale.tools.data.pairs import pairs_of, tables_of
 
 DEFAULTS = {
     "fashion": "",  # the folder of its files; empty: not measured
@@ -142,7 +142,8 @@ def measure(set: str, method: str, seed: int, epochs: int, batch: int, work: str
     """Train and evaluate. What is left of an epoch after whole batches is not trained on."""
     place = Path(work, set)
     factor = METHODS[method]
-    pairs = [pair for pair in pairs_of(f"{place}/pairs.csv", None) if not held_out(pair, HOLDOUT / 100)]
+    table = place / "pairs.csv"
+    pairs = [pair for pair in pairs_of(table, tables_of(table, None), "") if not held_out(pair, HOLDOUT / 100)]
     steps = epochs * (len(pairs) // batch)
     side, patch = SIDES[set]
     vision = {"image_size": side, "patch_size": patch, "layers": 4, "width": 128, "head_width": 32}
@@ -171,7 +172,9 @@ def measure(set: str, method: str, seed: int, epochs: int, batch: int, work: str
         called("-m", "clipscale", "eval", *weights, sets, "precision=fp32", "device=cpu")
         (file,) = run.glob("run/eval/*.json")
         results = json.loads(file.read_text())["results"]
-    row: Row = {"samples": steps * batch, "loss": results["holdout"]["loss"], **spent}
+    row: Row = {"samples": steps * batch, **spent}
+    if "loss" in results["holdout"]:  # not of weights alone, which say no objective
+        row["loss"] = results["holdout"]["loss"]
     if set == "fashion":  # its captions repeat, so that recalls say nothing
         return [row | {"top1": results["fashion/test"]["top1"]}]
     return [row | {name: results["holdout"][name] for name in ("image_to_text_r1", "text_to_image_r1")}]
@@ -203,7 +206,7 @@ def compare(rows: list[Row]) -> None:
 
 
 def shown(key: str, form: str) -> Any:
-    return lambda row: format(row[key], form)
+    return lambda row: format(row[key], form) if key in row else "-"
 
 
 SHOWN = {

@@ -154,7 +154,11 @@ class Step:
         return [distinct[i % len(distinct)] for i in range(batch // size)]
 
     def run(self, inputs: Any, meter: Callable[[str], None]) -> None:
-        ways = {"plain": self.plain, "open_clip": self.open_clip, "open_clip-plain": self.open_clip}
+        ways: dict[str, Callable[..., None]] = {
+            "plain": self.plain,
+            "open_clip": self.open_clip,
+            "open_clip-plain": self.open_clip,
+        }
         ways.get(self.base, self.cached)(inputs, meter)
 
     def plain(self, inputs: tuple[Tensor, Tensor], meter: Callable[[str], None]) -> None:
@@ -180,7 +184,7 @@ class Step:
         meter("replay")
 
     @cached_property
-    def peer(self) -> torch.nn.Module:
+    def peer(self) -> Any:
         """open_clip's own model."""
         from open_clip.model import CustomTextCLIP
 
@@ -221,7 +225,7 @@ def measure(**job: Any) -> list[Row]:
     flops = Flops(step.config, step.model, step.device)  # while the model has its towers
     whole = step.kind == "compiled" and step.base.endswith("plain")  # its graphs know one size alone
     batch, meters = job["batch"], []
-    whole = whole or step.cache.keep_bytes > 0  # the first step at a batch measures its graphs
+    whole = whole or bool(step.cache.keep_bytes)  # the first step at a batch measures its graphs
     step.run(step.inputs(batch if whole else min(2 * job["chunk"], batch)), lambda part: None)
     for _ in range(job["repeats"]):
         step.clear()

@@ -117,7 +117,7 @@ COLUMNS = {
     "model": lambda row: row["model"],
     "GFLOP": lambda row: f"{row['gflop']:.1f}",
     "MB": lambda row: f"{row['mb']:.0f}",
-    **{kind: lambda row, kind=kind: f"{row['mb_by_kind'][kind]:.0f}" for kind in (*KINDS, "other")},
+    **{kind: lambda row, kind=kind: f"{row['mb_by_kind'][kind]:.0f}" for kind in (*KINDS, "other")},  # type: ignore[misc]
     "operations": lambda row: str(row["operations"]),
     "samples/s at most": lambda row: f"{1e3 / row['least_ms']:,.0f}",
 }

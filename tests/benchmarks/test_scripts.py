@@ -140,4 +140,5 @@ def test_pictures_of_others_train_both_programs_on_as_many_samples(script: Any, 
     rows = [{**job, **real.measure(**job)[0]} for job in real.plan(settings(real, *words))[1]]
     assert [row["method"] for row in rows] == [*real.METHODS]
     assert {row["samples"] for row in rows} == {rows[0]["samples"]} and 64 < rows[0]["samples"] < 120
-    assert all(0 < row["loss"] < 10 and row["cpu_s"] > 0 for row in rows)
+    assert all(row["cpu_s"] > 0 and 0 < row.get("loss", 1) < 10 for row in rows)
+    assert [row["method"] for row in rows if "loss" not in row] == ["open_clip"]
