@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import ge, gt, le, lt
-from typing import Any
+from typing import Any, NamedTuple
 
 from clipscale.common.errors import UserError
 
@@ -16,6 +16,8 @@ CAPTION = "caption"
 """Its length in characters can be a condition."""
 SAMPLE = "sample"
 """Its name can be one, `SHARD/KEY`, for example to leave out a sample that a loader does not survive."""
+PARTS = ("", "sentence", "span", "later")
+"""Of a caption, as data/sentences.py has them."""
 SIZES: dict[str, Callable[[int, int], float]] = {
     "width": lambda width, height: width,
     "height": lambda width, height: height,
@@ -75,13 +77,21 @@ def condition(text: str) -> Condition:
     return Condition(name, sign, (value,))
 
 
+class CaptionSource(NamedTuple):
+    """An entry of `data.captions`: `txt`, `json:FIELD`; `part`: what of a caption is taken, `` for all of it."""
+
+    name: str
+    weight: float
+    part: str
+
+
 def source_names(texts: Sequence[str]) -> list[str]:
-    """Caption sources without their weights, in the order in which they are tried."""
-    return [name for name, _ in caption_sources(texts)]
+    """Caption sources without weights and parts, in the order in which they are tried."""
+    return [source.name for source in caption_sources(texts)]
 
 
-def caption_sources(texts: Sequence[str]) -> tuple[tuple[str, float], ...]:
-    """Parse caption sources with their weights: `txt`, `json:caption=0.5`. Raises UserError."""
+def caption_sources(texts: Sequence[str]) -> tuple[CaptionSource, ...]:
+    """Parse caption sources with their weights: `txt`, `json:caption@span=0.5`. Raises UserError."""
     sources = []
     for text in texts:
         name, _, weight = text.partition("=")
@@ -91,7 +101,10 @@ def caption_sources(texts: Sequence[str]) -> tuple[tuple[str, float], ...]:
             share = math.nan
         if not name.strip() or not 0 <= share < math.inf:
             raise UserError(f"data.captions={text}: write sources with weights from 0 on, as in [txt=1,json:alt=3]")
-        sources.append((name.strip(), share))
-    if not any(share for _, share in sources):
+        source, _, part = name.strip().partition("@")
+        if part not in PARTS:
+            raise UserError(f"data.captions={text}: @{part} is none of {', '.join(f'@{each}' for each in PARTS[1:])}")
+        sources.append(CaptionSource(source, share, part))
+    if not any(source.weight for source in sources):
         raise UserError(f"data.captions={list(texts)}: weights must not all be zero")
     return tuple(sources)

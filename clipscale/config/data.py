@@ -47,7 +47,8 @@ class DataConfig:
     buffers: int = setting(2, "Local batches in host memory; with 1, none is read during a step.", least=1)
     captions: list[str] = setting(
         ["txt"],
-        "Where the caption is: `txt`, or `json:FIELD`; with weights, one is drawn per sample: `[txt=1,json:alt=3]`.",
+        "Where the caption is: `txt`, or `json:FIELD`; with weights, one is drawn per sample: `[txt=1,json:alt=3]`. "
+        "`txt@sentence`: one of its sentences; `@span`: some that fit the context; `@later`: some without the first.",
     )
     same: str | None = setting(
         None, "Samples that share the `caption`, or a json field (`url`, ...), are no negatives of each other."

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clipscale.common.record import Record
-from clipscale.config.conditions import CAPTION, SAMPLE, SIZES, Condition, caption_sources, conditions
+from clipscale.config.conditions import CAPTION, SAMPLE, SIZES, CaptionSource, Condition, caption_sources, conditions
 from clipscale.config.data import DataConfig
 from clipscale.data.decode import Picture, captions_of, first_caption, image_bytes, json_fields
 from clipscale.data.order import CounterRNG
@@ -21,8 +21,7 @@ from clipscale.data.shards.addresses import hash64, leaf_of, utf8
 class Selection:
     """The filters and caption sources of a run. Workers get a copy by pickle."""
 
-    captions: tuple[tuple[str, float], ...]
-    """Sources (`txt`, `json:FIELD`) and their weights."""
+    captions: tuple[CaptionSource, ...]
     conditions: tuple[Condition, ...]
     same: str | None = None
     """What samples of equal keys share: the `caption`, or a field of the json."""
@@ -31,25 +30,24 @@ class Selection:
         """The extensions to read, apart from the picture's."""
         fields = self.same not in (None, "caption")
         fields = fields or any(each.of_field for each in self.conditions)
-        return {source.partition(":")[0] for source, _ in self.captions} | ({"json"} if fields else set())
+        return {source.name.partition(":")[0] for source in self.captions} | ({"json"} if fields else set())
 
-    def draw(self, members: dict[str, bytes], rng: CounterRNG) -> str:
-        """The sample's caption, drawn by weight. Those of a source share its weight. A source of weight 0 is used if no
-        other has a text.
+    def draw(self, members: dict[str, bytes], rng: CounterRNG) -> tuple[str, str]:
+        """The sample's caption, drawn by weight, and the part of it that is to be taken. The captions of a source share
+        its weight. A source of weight 0 is used if no other has a text.
 
         Raises BrokenSampleError with the first source's reason if none has a text.
         """
-        sources = [source for source, _ in self.captions]
         pool = []
-        for source, weight in self.captions:
-            if weight:
+        for source in self.captions:
+            if source.weight:
                 with suppress(BrokenSampleError):
-                    texts = captions_of(members, source)
-                    pool += [(text, weight / len(texts)) for text in texts]
+                    texts = captions_of(members, source.name)
+                    pool += [(text, source.weight / len(texts), source.part) for text in texts]
         if not pool:
-            pool = [(first_caption(members, sources), 1.0)]
+            pool = [(first_caption(members, [source.name for source in self.captions]), 1.0, "")]
         # the smallest of exponential variates at rates of the weights
-        return min((-math.log(1 - rng.uniform()) / weight, text) for text, weight in pool)[1]
+        return min((-math.log(1 - rng.uniform()) / weight, text, part) for text, weight, part in pool)[1:]
 
     def check(self, sample: RawSample, caption: str) -> None:
         """Raise BrokenSampleError with the filter's reason for a sample that a filter drops."""

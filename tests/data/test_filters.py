@@ -26,7 +26,7 @@ def raw(size: tuple[int, int] = (8, 6), text: str = "a caption", **fields: Any) 
 
 def reason_for(selected: Selection, sample: RawSample) -> str | None:
     try:
-        selected.check(sample, selected.draw(sample.members, CounterRNG(1)))
+        selected.check(sample, selected.draw(sample.members, CounterRNG(1))[0])
     except BrokenSampleError as error:
         return error.reason
     return None
@@ -49,21 +49,21 @@ def test_what_costs_least_is_looked_at_first() -> None:
 
 def test_sources_are_drawn_by_weight() -> None:
     selected, sample = chosen(captions=["txt=1", "json:alt=3"]), raw(text="t", alt="j")
-    drawn = Counter(selected.draw(sample.members, CounterRNG(5, i)) for i in range(4000))
+    drawn = Counter(selected.draw(sample.members, CounterRNG(5, i))[0] for i in range(4000))
     assert drawn["j"] / 4000 == pytest.approx(0.75, abs=0.03)
     assert selected.draw(sample.members, CounterRNG(5, 7)) == selected.draw(sample.members, CounterRNG(5, 7))
 
 
 def test_a_source_without_text_gives_way_to_the_others() -> None:
     selected = chosen(captions=["json:alt=9", "txt=1"])
-    assert {selected.draw(raw(text="t").members, CounterRNG(i)) for i in range(50)} == {"t"}
+    assert {selected.draw(raw(text="t").members, CounterRNG(i))[0] for i in range(50)} == {"t"}
     with pytest.raises(BrokenSampleError, match="no_caption"):
         selected.draw(raw(text=" ").members, CounterRNG(0))
 
 
 def test_a_list_shares_its_sources_weight() -> None:
     selected, sample = chosen(captions=["txt=2", "json:alts=1"]), raw(text="t", alts=["a", "b", " ", 3])
-    drawn = Counter(selected.draw(sample.members, CounterRNG(i)) for i in range(4000))
+    drawn = Counter(selected.draw(sample.members, CounterRNG(i))[0] for i in range(4000))
     assert drawn["t"] / 4000 == pytest.approx(2 / 3, abs=0.03) and set(drawn) == {"a", "b", "t"}
 
 

@@ -19,6 +19,7 @@ from clipscale.data.loader.host_batch import Arena
 from clipscale.data.loader.shard_reader import OrderedShards, Position, ShardReader
 from clipscale.data.order import AUGMENT, CAPTION, WEIGHT, BatchShare, CounterRNG, Mixed, Segment
 from clipscale.data.sample import BrokenSampleError, RawSample, limits
+from clipscale.data.sentences import part_of
 from clipscale.data.shards.addresses import hash64
 from clipscale.data.shards.reader import unusable
 from clipscale.data.shards.store import RETRIES, Store
@@ -48,6 +49,11 @@ class WorkerSpec:
     streams: dict[int, Position]  # the worker's shard streams, and where each starts
     share: BatchShare
     piece: int  # samples that the worker delivers at once
+
+    def fits(self, caption: str) -> bool:
+        """Whether a caption leaves room in the context, so that surely nothing of it was cut off."""
+        tokens = np.asarray(self.tokenizer([caption]))
+        return int(lengths(tokens, self.pad)[0]) < tokens.shape[1]
 
     def rows(self) -> list[np.ndarray]:
         """The rows of the local batch that each stream fills; those outside of it are another rank's."""
@@ -107,10 +113,12 @@ class ShardStream:
                 draw = CounterRNG(order.seed, WEIGHT, segment.epoch, hash64(item.key))
                 if item.chance < 1 and draw.uniform() >= item.chance:
                     continue  # not in this epoch
-                caption = spec.selection.draw(item.members, CounterRNG(order.seed, CAPTION, *sample))
+                rng = CounterRNG(order.seed, CAPTION, *sample)
+                caption, part = spec.selection.draw(item.members, rng)
                 spec.selection.check(item, caption)
                 own = item.key if spec.config.sample_weights else item.index  # repeats share it
                 key = spec.selection.key(item, caption, f"{segment.shard} {own}")
+                caption = part_of(caption, part, rng, spec.fits) if part else caption
                 spec.transform(image_bytes(item.members), CounterRNG(order.seed, AUGMENT, *sample), row)
             except BrokenSampleError as error:
                 self._counts[error.reason] += 1
@@ -147,7 +155,7 @@ class ShardStream:
             )
         if len(self._visits) > MOST_FRUITLESS or self._read > MOST_BROKEN:
             reasons = ", ".join(f"{reason} {n}" for reason, n in self._reasons.most_common())
-            holds = unusable(item.url, [source for source, _ in self._spec.selection.captions], self._store)
+            holds = unusable(item.url, [source.name for source in self._spec.selection.captions], self._store)
             raise DataError(
                 f"data.train: no usable sample among the last {self._reasons.total()} of one shard stream ({reasons}; "
                 f"the last: {item.url} {item.key}: {error}); "

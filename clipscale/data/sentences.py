@@ -1,0 +1,41 @@
+"""Parts of long captions: `data.captions=[txt@sentence]`.
+
+Long captions of models begin with a summary; trained on the later sentences, a model learns what stands there
+(DeBias-CLIP, CVPR 2026).
+"""
+
+import re
+from collections.abc import Callable
+
+from clipscale.data.order import CounterRNG
+
+END = re.compile(r"(?<=[.!?])[\"')\]]*\s+|(?<=[。!?])|\n")
+
+
+def sentences(text: str) -> list[str]:
+    """A text's sentences without white space around them: each ends at a line's end, after one of `. ! ?` before white
+    space, or after one of `。!?`. No abbreviation is known."""
+    return [stripped for sentence in END.split(text) if (stripped := sentence.strip())]
+
+
+def part_of(text: str, part: str, rng: CounterRNG, fits: Callable[[str], bool]) -> str:
+    """A part of a caption, drawn with the sample's random numbers.
+
+    `part`: `sentence`, one of all; `span`, from one of them on as many as fit the context; `later`, as `span`, without
+    the first sentence where there are others. `fits`: whether a text does; a sentence alone need not.
+    """
+    found = sentences(text)
+    found = found[1:] if part == "later" and len(found) > 1 else found
+    if not found:
+        return text
+    start = rng.integer(len(found))
+    if part == "sentence":
+        return found[start]
+    fitting, most = start + 1, len(found)
+    while fitting < most:  # bisection: each test tokenises a text
+        middle = (fitting + most + 1) // 2
+        if fits(" ".join(found[start:middle])):
+            fitting = middle
+        else:
+            most = middle - 1
+    return " ".join(found[start:fitting])
