@@ -1,4 +1,4 @@
-"""The text tower's chunks: captions in order of their length, and each chunk no wider than its longest caption.
+"""The text tower's chunks: captions sorted by length, each chunk as wide as its longest caption.
 
 N: samples of the local batch, T: tokens of the context.
 """
@@ -13,26 +13,26 @@ from torch import Tensor
 from clipscale.data.loader.to_device import ChunkLoader
 
 GRAIN = 8
-"""Chunks are a multiple of this wide: tensor cores like that, and torch.compile sees few shapes."""
+"""Chunks are a multiple of this wide: fast on tensor cores, and few shapes."""
 MOST = 2**15
-"""Most captions of a chunk, beyond which attention kernels exceed the largest grid."""
+"""Most captions of a chunk: beyond it attention kernels exceed the largest grid."""
 CHUNK_COST = 1 / 16
-"""What one more chunk is assumed to cost, in full chunks. Where cutting saves more padding, a chunk ends early."""
+"""Assumed cost of one more chunk, as a share of a full one. A chunk ends early where that saves more padding."""
 
 
 def widths_of(lengths: np.ndarray, context: int) -> np.ndarray:
-    """The width of a chunk of such captions, (N,): steps of GRAIN, at least one, at most the context."""
+    """Each caption's length rounded up to a multiple of GRAIN, (N,): at least GRAIN, at most the context."""
     steps = (np.maximum(lengths.astype(np.int16), 1) + GRAIN - 1) // GRAIN
     widths: np.ndarray = np.minimum(steps * GRAIN, context).astype(np.int16)
     return widths
 
 
 class SortedCaptions(ChunkLoader):
-    """An input of `GradCache` in chunks of captions of like length, longest first; features are in the batch's order.
+    """An `Arranged` input of `GradCache`: chunks of captions of similar length, longest first.
 
-    Chunks hold as many tokens as `size` whole contexts do. So they take the memory of a chunk of `size` captions, and
-    short captions come in larger chunks, each as wide as its first caption. All ranks make equally many chunks. Nothing
-    here waits for the device.
+    A chunk holds at most as many tokens as `size` whole contexts, and so takes no more memory than a chunk of `size`
+    captions; short captions come in larger chunks. All ranks make the same number of chunks. Nothing here waits for the
+    device.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class SortedCaptions(ChunkLoader):
         self._spans: list[tuple[int, int]] = []
 
     def make_chunks(self, size: int) -> int:
-        """Cut the captions into chunks of `size` captions of the whole context; returns how many there are.
+        """Divide the captions into chunks of the tokens of `size` whole contexts; returns the number of chunks.
 
-        Blocks until all have arrived; the methods below need it.
+        Blocks until all captions have arrived. The methods below need it.
         """
         if not self._spans:
             self._captions = self._tokens(0, self.count)
@@ -67,11 +67,11 @@ class SortedCaptions(ChunkLoader):
         return len(self._spans)
 
     def split(self, count: int) -> None:
-        """Make `count` chunks: those of the rank that has most, for all ranks make equally many."""
+        """Halve chunks until there are `count`, the most of any rank."""
         split(self._spans, count)
 
     def spans(self, size: int) -> list[tuple[int, int]]:
-        """The chunks as ranges of positions."""
+        """The chunks as ranges of positions in the sorted order."""
         self.make_chunks(size)
         return self._spans
 
@@ -80,7 +80,7 @@ class SortedCaptions(ChunkLoader):
         return self._rows[start:stop]
 
     def widths(self) -> Counter[int]:
-        """Captions by the width at which the tower has computed them."""
+        """Width -> captions that the tower computes at it."""
         widths = Counter[int]()
         for start, stop in self._spans:
             widths[int(self._widths[start])] += stop - start
@@ -94,7 +94,7 @@ class SortedCaptions(ChunkLoader):
 
 
 def chunk_spans(widths: np.ndarray, budget: int, most: int) -> list[tuple[int, int]]:
-    """Chunks of captions of falling width, of at most `budget` tokens and `most` captions, but at least one."""
+    """Chunks of captions of falling width: at most `budget` tokens and `most` captions each, at least one caption."""
     spans, start = [], 0
     while start < len(widths):
         fitting = max(1, min(budget // int(widths[start]), most))
@@ -114,8 +114,8 @@ def split(spans: list[tuple[int, int]], count: int) -> None:
 
 
 def captions_of_chunk(widths: np.ndarray, cost: float) -> int:
-    """How many captions a chunk of them takes: up to the drop that saves the most padding, if over `cost` tokens."""
+    """How many of the captions a chunk takes: it ends where that saves the most padding, if over `cost` tokens."""
     count = len(widths)
-    saved = (count - np.arange(count)) * (widths[0] - widths)  # by a chunk that ends before each caption
+    saved = (count - np.arange(count)) * (widths[0] - widths)  # tokens, if the chunk ends before this caption
     best = int(saved.argmax())
     return best if saved[best] > cost else count

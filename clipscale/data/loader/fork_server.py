@@ -1,4 +1,4 @@
-"""The server that data workers are forked from. Imports nothing heavy, so that it starts beside the rest of a run."""
+"""The server that forks data workers. Imports nothing heavy, so that it starts while the rest of a run imports."""
 
 import multiprocessing
 import tempfile
@@ -7,18 +7,18 @@ from multiprocessing import forkserver
 from clipscale.common.signals import blocked
 
 PRELOADED = ["__main__", "clipscale.data.loader.workers", "clipscale.models.tokenizer"]
-"""What workers import, once for all of them: torch for its resizing, and open_clip's tokenizers."""
+"""The server imports these once for all workers: torch for resizing, and open_clip's tokenizers."""
 LONGEST = 74
-"""Characters of TMPDIR: a socket's path has at most 107, of which multiprocessing's own names take 32."""
+"""Most characters of TMPDIR: a socket's path has at most 107, and multiprocessing's names take 32."""
 
 
 def warm_up() -> None:
-    """Start the server with what workers import. Returns at once; may be called again, and changes nothing then.
+    """Start the server, which imports PRELOADED. Returns at once; a second call changes nothing.
 
-    A fork of the training process itself would copy CUDA's and the process group's threads in mid-step.
+    Workers are not forked from the training process: its CUDA and process-group threads do not survive a fork.
     """
     multiprocessing.set_forkserver_preload(PRELOADED)
     if len(tempfile.gettempdir()) > LONGEST:
         tempfile.tempdir = "/tmp"
-    with blocked():  # which workers inherit
+    with blocked():  # workers inherit the blocked signals
         forkserver.ensure_running()

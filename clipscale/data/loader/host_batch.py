@@ -1,4 +1,4 @@
-"""The local batch in host memory, allocated once. Workers share it and write each sample into its place.
+"""The local batch in host memory, allocated once. Workers share it and write each sample into its row.
 
 N: samples of the local batch, C: channels, S: side in pixels, T: tokens.
 """
@@ -23,11 +23,11 @@ log = logging.getLogger(__name__)
 
 PAGE = 4096
 Slot = dict[str, np.ndarray]
-"""One local batch: its arrays by name (see Layout.slot_arrays), tokens (N, T)."""
+"""The memory of one local batch: its arrays by name (see Layout.slot_arrays)."""
 
 
 class ArraySpec(NamedTuple):
-    """An array in the arena."""
+    """Shape and type of an array in the arena."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -40,9 +40,9 @@ class ArraySpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """What one rank stores of its batches."""
+    """The sizes of one rank's batch memory."""
 
-    slots: int  # local batches at once
+    slots: int  # local batches in memory at once
     samples: int  # of the local batch
     side: int  # of the pictures
     context_length: int
@@ -62,13 +62,13 @@ class Layout:
 
 
 class Arena:
-    """The memory of one rank's batches: anonymous memory that worker processes map too.
+    """The memory of one rank's batches, shared with its worker processes.
 
-    Anonymous files (memfd) do not count against /dev/shm, which containers keep small.
+    It is an anonymous file (memfd), which does not count against /dev/shm: containers keep that small.
     """
 
     def __init__(self, layout: Layout, fd: int | None = None) -> None:
-        """`fd`: the file of another process's arena."""
+        """`fd`: the file of an arena that another process has created."""
         self.layout = layout
         if fd is None:
             fd = os.memfd_create("clipscale-batch")
@@ -82,7 +82,7 @@ class Arena:
         """Whether the memory is page-locked."""
 
     def _view(self, spec: ArraySpec) -> np.ndarray:
-        """The next array of the memory."""
+        """The next array in the memory."""
         at, self._end = self._end, self._end + spec.size
         return np.ndarray(spec.shape, spec.dtype, self._memory, at)
 
@@ -99,7 +99,7 @@ class Arena:
         if not int(failed):
             self.pinned = True
             return
-        # Clear CUDA's last error with a kernel of our own, or the next kernel's launch would report it.
+        # Clear CUDA's last error by a launch here; otherwise the next launch elsewhere would report it.
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda").add_(1)
         log.warning(
@@ -125,7 +125,7 @@ def _mapped(layout: Layout, fd: Any) -> Arena:
 
 
 class HostBatch:
-    """One local batch, valid until the next is asked for. Access to rows blocks until they have arrived."""
+    """One local batch, valid until the next one is requested. Reading rows blocks until they have arrived."""
 
     def __init__(self, slot: Slot, wait: Callable[[int], None]) -> None:
         """`wait(stop)` blocks until rows 0..stop have arrived."""
@@ -136,7 +136,7 @@ class HostBatch:
         return len(self._slot["pixels"])
 
     def pixels(self, start: int, stop: int) -> Tensor:
-        """(stop - start, C, S, S) uint8, a view of the batch's memory. Raises UserError if the workers cannot go on."""
+        """(stop - start, C, S, S) uint8, a view of the batch's memory. Raises UserError if the workers have failed."""
         self._wait(stop)
         return torch.from_numpy(self._slot["pixels"][start:stop])
 

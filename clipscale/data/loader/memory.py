@@ -14,7 +14,7 @@ GROUPS = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
 """Lines `number:controllers:path`; without controllers in version 2 of control groups."""
 LIMITS = {"memory.max": ("anon", "shmem"), "memory.limit_in_bytes": ("total_rss", "total_shmem")}
-"""The files of limits in versions 2 and 1, and what counts as used in `memory.stat`. The page cache makes way."""
+"""The limit's file in versions 2 and 1, and the fields of `memory.stat` that count as used: the page cache does not."""
 
 
 def free_memory() -> int:
@@ -30,7 +30,7 @@ def free_memory() -> int:
 
 
 def control_groups() -> Iterator[Path]:
-    """The folders of this process's memory groups, each with those around it. Some do not exist in a container."""
+    """The folders of this process's memory groups and of their parents. In a container some do not exist."""
     for line in OWN_GROUPS.read_text().splitlines() if OWN_GROUPS.is_file() else ():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(",") or not controllers:
@@ -40,9 +40,9 @@ def control_groups() -> Iterator[Path]:
 
 
 def stated_memory(layout: Layout, free: int | None = None) -> str:
-    """A line that states the memory. Raises UserError if the machine's processes cannot all have as much.
+    """A line that states the batch memory. Raises UserError if the machine has too little for all its processes.
 
-    `free` is the `free_memory` before any process of this machine took its share (None: the memory free now).
+    `free`: `free_memory` before any process of this machine allocated its batches; None: now.
     """
     processes = ranks.of_machine()
     share, need = (free_memory() if free is None else free) / processes, layout.memory_bytes()

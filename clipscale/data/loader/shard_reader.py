@@ -1,4 +1,4 @@
-"""Reads the samples of one shard stream in their order: window after window, each in a random order."""
+"""Reads the samples of one shard stream in order: window after window, each shuffled."""
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,9 +15,8 @@ from clipscale.data.shards.store import Store
 from clipscale.data.shards.subset import Subset
 
 WINDOW_BYTES = 128 << 20
-"""A shuffle window closes at this many bytes, even if it holds few samples. Ordinary data does not come to it: that
-would take half a megabyte a sample in windows of 256. A stream holds about as much at most, its current window and the
-next one together."""
+"""A shuffle window ends early at this many bytes. Ordinary data stays below: a window of 256 samples would need half a
+megabyte a sample. A stream holds at most about as much, in the window it gives out and the one it reads."""
 
 
 @dataclass(frozen=True)
@@ -28,21 +27,21 @@ class OrderedShards:
     order: Order
     window: int  # samples in a shuffle window
     share: float = 1.0
-    """Samples of an epoch over those that are counted; below 1 where some come in a part of the epochs."""
+    """Samples of an average epoch over `order.counts`: below 1 if sample weights skip some samples in some epochs."""
 
     @property
     def samples(self) -> int | None:
-        """Samples of an epoch over all streams, on average; None where shards are drawn with replacement."""
+        """Samples of an average epoch, of all streams; None if shards are drawn with replacement."""
         return round(sum(self.order.counts) * self.share) if isinstance(self.order, Epochs) else None
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of everything that a position refers to. The shards' folder is not part of it."""
+        """A digest of what a position refers to. The shards' folder is not part of it, so that they may move."""
         return fingerprint(self.order, [leaf_of(url) for url in self.urls], self.window)
 
     @cached_property
     def sources(self) -> list["OrderedShards"]:
-        """The weighted sources, each with its share of the window; without weights, all shards are one."""
+        """The weighted sources, each with its share of the window; without weights, all shards are one source."""
         if not isinstance(self.order, Mixed):
             return [self]
         order = self.order
@@ -56,19 +55,19 @@ class Position(NamedTuple):
 
     epoch: int
     samples: int
-    """Read in that epoch, broken ones included; with data.weights usable samples, and the epoch is 0."""
+    """Samples read in that epoch, broken ones included. With data.weights: usable samples given out; the epoch is 0."""
     sources: Sequence[tuple[int, int]] = ()
     """With data.weights: the epoch and the samples read of each source."""
 
     def record(self) -> list[Any]:
-        """As checkpoints have it."""
+        """The position in a checkpoint."""
         return [self.epoch, self.samples, *self.sources]
 
 
 class Windows:
-    """The windows of a segment, one after another: which samples of the shard the current one has, and in which order.
+    """The shuffle windows of a segment, one at a time: the current one's samples in their order.
 
-    All samples count, read or not, so windows are the same for every reader, from any start, with an index or without.
+    Windows count all samples of the shard, read or not. So they are the same from any start, with an index or without.
     """
 
     def __init__(self, segment: Segment, window: int, seed: int) -> None:
@@ -83,28 +82,29 @@ class Windows:
         return self._window if count is None else min(self._window, count - self.start)
 
     def resize(self, size: int) -> None:
-        """The current window has `size` samples: this fixes its order."""
+        """Set the number of samples of the current window, which determines its order."""
         segment = self.segment
         order = permutation(size, self._seed, WINDOW, segment.epoch, segment.shard, self.number)
         last = size if segment.stop is None else min(segment.stop - self.start, size)
         self.size = size
         self.order = order[max(segment.start - self.start, 0) : last].tolist()
-        """The window's samples that belong to the segment, in their order."""
+        """The window's samples that belong to the segment, in shuffled order, counted from the window's first."""
         self._needed = set(self.order)
 
     def needs(self, sample: int) -> bool:
-        """Whether a sample is needed. Without a count, the order is not known yet, but windows can be skipped."""
+        """Whether a sample of the shard is needed. Without a count, the window's order is not known before its end: all
+        of its samples are, unless the whole window lies before the segment."""
         if self.segment.count is None:
             return self.start + self._window > self.segment.start
         return sample - self.start in self._needed
 
     @property
     def is_part(self) -> bool:
-        """Whether some of the window's samples belong to the segment, and others, which are known, do not."""
+        """Whether only a part of the window's samples belongs to the segment, of a shard of known count."""
         return self.segment.count is not None and 0 < len(self.order) < self.size
 
     def advance(self) -> bool:
-        """Go on with the next window; False after the segment's last."""
+        """Move to the next window; False after the segment's last."""
         self.start += self.size
         self.number += 1
         if self.segment.stop is not None and self.start >= self.segment.stop:
@@ -114,7 +114,7 @@ class Windows:
 
 
 def _damage(windows: Windows, problem: ReadProblem, url: str) -> list[RawSample]:
-    """At the end of a shard of unknown count: what stands for the samples that cannot be read."""
+    """At the end of a shard of unknown count: one lost sample in place of those that cannot be read, if there are."""
     reason = problem.reason or ("" if windows.start else "empty_shard")
     if not reason or windows.start < windows.segment.start:
         return []
@@ -122,7 +122,7 @@ def _damage(windows: Windows, problem: ReadProblem, url: str) -> list[RawSample]
 
 
 class ShardReader:
-    """Reads a shard stream, or a source's part of it. `epoch` and `index`: its position, in items given out."""
+    """Reads a shard stream, or one source of it. `epoch` and `index` are its position: items given out."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class ShardReader:
         subset: Subset | None = None,
         opens: Callable[[str], None] = lambda url: None,
     ) -> None:
-        """`start`: epoch and samples read in it. `opens` is called with each shard before it is opened."""
+        """`start`: the epoch, and the samples read in it. `opens` is called with each shard before it is opened."""
         self._shards = shards
         self._stream = stream
         self._kinds = kinds
@@ -144,11 +144,11 @@ class ShardReader:
         self.url = ""
         """The shard that is read now."""
         self.epoch, self.index = start
-        # The items of the window that is given out, with their epoch, the next one last.
+        # The items of the window that is being given out, with their epochs. The next one is last.
         self._ready: list[tuple[int, Segment, RawSample]] = []
         self._ready_bytes = 0
         self.items = self._items()
-        """Every item from the position on, with its segment."""
+        """All items from the position on, with their segments."""
 
     def _items(self) -> Generator[tuple[Segment, RawSample], None, None]:
         skip = self.index
@@ -160,8 +160,8 @@ class ShardReader:
             skip = 0
 
     def _read(self, epoch: int, segment: Segment) -> Generator[tuple[Segment, RawSample], None, None]:
-        """Read the windows of a segment, and give out the window before the one that is read: an item for every sample
-        read, so requests are spread evenly, and more where both would hold over WINDOW_BYTES."""
+        """Read the windows of a segment, and give out the previous window meanwhile: one item for every sample read, so
+        that requests are spread evenly, and more if the two windows would hold over WINDOW_BYTES."""
         url = self._shards.urls[segment.shard]
         windows = Windows(segment, self._shards.window, self._shards.order.seed)
         problem = ReadProblem()
@@ -179,7 +179,7 @@ class ShardReader:
                     if extent > WINDOW_BYTES:
                         break
                 closed = extent > WINDOW_BYTES and len(raws) < windows.size
-                if closed and windows.is_part:  # of a smaller window other samples are needed: it is read again
+                if closed and windows.is_part:  # a smaller window needs other samples: read it again
                     windows.resize(len(raws))
                     reader.close()
                     reader = self._open(url, problem, windows)
@@ -202,7 +202,7 @@ class ShardReader:
             reader.close()
 
     def _make_way(self, extent: int) -> Iterator[tuple[Segment, RawSample]]:
-        """Give out an item, and more until those that are left and so many bytes are within WINDOW_BYTES."""
+        """Give out one item, and more until the rest and `extent` bytes fit into WINDOW_BYTES."""
         while self._ready:
             yield self._next_ready()
             if self._ready_bytes + extent <= WINDOW_BYTES:

@@ -1,7 +1,6 @@
-"""The usable samples of one shard stream, and the part of every batch that one worker fills from its streams.
+"""The usable samples of one shard stream, and the rows of every batch that one worker fills from its streams.
 
-order.py fixes the order of all samples. Broken samples are skipped here, so each stream decides alone which sample it
-gives next.
+order.py fixes the order of all samples. Each stream skips its broken samples by itself: no stream depends on another.
 """
 
 from collections import Counter
@@ -29,11 +28,10 @@ SetStatus = Callable[[str], None]
 """Takes a phrase that names the shard or the sample that is read now."""
 MOST_BROKEN = 20_000
 MOST_FRUITLESS = 200
-"""A stream gives up after this many broken samples, or visits to shards, without a usable sample between them.
-Generous: one bad shard of ten thousand must not end a run, and a stream of a small set may hold a single sample an
-epoch."""
+"""A stream gives up after this many broken samples, or visits to shards, in a row. Generous: one bad shard of ten
+thousand must not end a run, and a stream of a small set may hold a single sample an epoch."""
 MOST_UNREACHABLE = 3
-"""A stream gives up when so many shards in a row stay out of reach: the storage is gone, not a shard."""
+"""A stream gives up when so many shards in a row cannot be reached: the storage is gone, not a shard."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class WorkerSpec:
     tokenizer: Any  # captions -> tokens
     pad: int  # the padding token
     selection: Selection
-    streams: dict[int, Position]  # the worker's shard streams, and where each starts
+    streams: dict[int, Position]  # the worker's shard streams, and each one's start
     share: BatchShare
     piece: int  # samples that the worker delivers at once
 
@@ -62,7 +60,7 @@ class WorkerSpec:
 
 
 class ShardStream:
-    """Gives one usable sample of a shard stream after another."""
+    """The usable samples of a shard stream, one after another."""
 
     def __init__(self, spec: WorkerSpec, stream: int, store: Store, set_status: SetStatus) -> None:
         """`store` opens the shards, and counts what is skipped by its reason."""
@@ -88,14 +86,14 @@ class ShardStream:
 
     @property
     def position(self) -> Position:
-        """Where the stream stands."""
+        """The position after the samples taken so far."""
         of_sources = [(reader.epoch, reader.index) for reader in self._readers]
         return Position(0, self._used, of_sources) if self._weighted else Position(*of_sources[0])
 
     def take(self, row: np.ndarray) -> tuple[str, int]:
         """Write the next usable sample's pixels to `row`; returns its caption and its key. Raises UserError.
 
-        A weighted source's broken sample is replaced by the same source's next.
+        With weights, the next sample of the same source replaces a broken one.
         """
         spec = self._spec
         order = spec.shards.order
@@ -139,7 +137,7 @@ class ShardStream:
         self._read = 0
 
     def _skipped(self, error: BrokenSampleError, segment: Segment, item: RawSample) -> None:
-        """Raises UserError if the stream must give up."""
+        """Count a broken sample. Raises UserError if the stream gives up."""
         visit = segment.epoch, segment.shard
         self._reasons[error.reason] += 1
         self._visits.add(visit)
@@ -164,7 +162,7 @@ class ShardStream:
 
 
 def lengths(tokens: np.ndarray, pad: int) -> np.ndarray:
-    """(N, T) -> (N,) int: tokens of each caption up to the last that is no padding; 0 for an empty one."""
+    """(N, T) -> (N,) int: tokens of each caption up to the last that is not padding; 0 for an empty caption."""
     counts = np.arange(1, tokens.shape[1] + 1)
     used: np.ndarray = np.where(tokens != pad, counts, 0).max(axis=1)
     return used
@@ -176,9 +174,9 @@ class Report:
 
     step: int
     done: int
-    counts: Counter[str]  # what it has counted since its last report; names that begin with EVENT cost no sample
+    counts: Counter[str]  # skipped samples by reason, and events (EVENT), since the last report
     positions: dict[int, Position] | None = None
-    """Where its streams stand after the batch; in the last report of a batch."""
+    """Of its streams after the batch; in the last report of a batch."""
 
 
 class BatchFiller:
@@ -188,7 +186,7 @@ class BatchFiller:
         self, spec: WorkerSpec, arena: Arena, tick: Callable[[], None], set_status: SetStatus = lambda what: None
     ) -> None:
         self.counts: Counter[str] = Counter()
-        self._left_out = np.empty(spec.transform.shape, np.uint8)  # pixels of another rank's sample
+        self._left_out = np.empty(spec.transform.shape, np.uint8)  # for pixels of another rank's samples
         self._spec = spec
         self._arena = arena
         self._tick = tick
@@ -198,7 +196,7 @@ class BatchFiller:
     def fill(self, step: int) -> Iterator[Report]:
         """Fill this worker's rows of a batch. Yields a report after every piece, and one with the positions.
 
-        Another rank's samples of a stream that both read are checked and left out, so that both skip the same broken
+        Of a stream that two ranks read, the other rank's samples are decoded and left out: both skip the same broken
         ones. Raises UserError.
         """
         slot = self._arena.slot(step)
@@ -224,7 +222,7 @@ class BatchFiller:
         yield replace(self.report(step), positions={number: stream.position for number, stream in self.streams.items()})
 
     def report(self, step: int = -1, done: int = 0) -> Report:
-        """What has happened since the last report."""
+        """A report with the counts since the last one."""
         report = Report(step, done, Counter(self.counts))
         self.counts.clear()
         return report

@@ -1,6 +1,6 @@
-"""The training stream: opens the data of a run, and hands out one local batch after another.
+"""The training stream: opens the data of a run, and gives one local batch after another.
 
-order.py fixes the order, and the workers read and decode.
+order.py fixes the order of samples; workers read and decode them.
 """
 
 import logging
@@ -33,22 +33,21 @@ from clipscale.data.shards.subset import subset_of
 log = logging.getLogger(__name__)
 
 PIECE, PIECES = 64, 64
-"""Samples that a worker delivers at once: enough to tokenise together, few enough for the first chunk to start early.
-In large batches each worker delivers this many pieces; more reports could fill a pipe while nobody waits for
-samples."""
+"""A worker delivers PIECE samples at once: enough to tokenise together, few enough for the first chunk to start early.
+A large batch comes in PIECES larger pieces: more reports could fill the pipe while nobody reads it."""
 
 
 @dataclass
 class _Filling:
-    """A batch that the workers fill."""
+    """A batch that the workers are filling."""
 
-    done: list[int]  # how many of its places each worker has filled
-    unfinished: set[int]  # workers that have not reported where their streams stand after this batch
+    done: list[int]  # rows that each worker has filled
+    unfinished: set[int]  # workers that have not reported their positions after this batch
     positions: dict[int, Position] = field(default_factory=dict)
 
 
 class TrainStream:
-    """Endless local batches of this rank's share of the global batch. `open_stream` makes it."""
+    """Endless local batches. `open_stream` makes it."""
 
     def __init__(
         self,
@@ -58,7 +57,7 @@ class TrainStream:
         start: dict[int, Position],
         memory: str,
     ) -> None:
-        """`start`: where each shard stream of the rank stands. `memory`: a line that states the memory."""
+        """`start`: the position of each of the rank's shard streams. `memory`: a line that states the memory."""
         self.memory = memory
         self._arena = arena
         self.workers = workers
@@ -73,26 +72,25 @@ class TrainStream:
         self._waited_s = 0.0
         self._defers = False
         self.failure: UserError | None = None
-        """Why the workers cannot go on. Nothing is waited for then: rows of the last batch hold anything, and it must
-        be given back."""
+        """Why the workers have failed. Nothing waits then: the last batch may hold anything, and must be given back."""
         self.samples_per_epoch = self._shards.samples
-        """Over all ranks; None where shards are drawn with replacement."""
+        """Over all ranks; None if shards are drawn with replacement."""
         for step in range(len(arena.slots)):
             self._request(step)
 
     @property
     def broken(self) -> Counter[str]:
-        """Reason -> samples skipped so far on this rank."""
+        """Reason -> samples that this rank has skipped so far."""
         return Counter({name: n for name, n in self._counts.items() if not name.startswith(EVENT)})
 
     @property
     def faults(self) -> Counter[str]:
-        """Event -> how often it happened without costing a sample, such as a request made again."""
+        """Event -> how often it has happened. Events cost no sample, such as a repeated request."""
         counts = self._counts.items()
         return Counter({name.removeprefix(EVENT): n for name, n in counts if name.startswith(EVENT)})
 
     def record(self) -> Record:
-        """This rank's counts since the start, and `waited_s` since the last call, by the names of `metrics.jsonl`."""
+        """This rank's counts since the start, and `waited_s`, by the names in `metrics.jsonl`."""
         broken, faults = self.broken, self.faults
         counts = {"broken": broken.total(), "faults": faults.total(), "waited_s": self.waited_s()}
         return counts | {"host_pinned": self._arena.pinned, "broken_by": dict(broken), "faults_by": dict(faults)}
@@ -104,8 +102,7 @@ class TrainStream:
         return seconds
 
     def defer_failures(self) -> None:
-        """From now on, workers that cannot go on raise nothing, before `check`: the training process finishes the step
-        that all ranks are in."""
+        """From now on only `check` raises a failure of the workers, so that the ranks end their step together."""
         self._defers = True
 
     def check(self) -> None:
@@ -114,7 +111,7 @@ class TrainStream:
             raise self.failure
 
     def next_batch(self) -> HostBatch:
-        """The next local batch, at once; access to its rows blocks until they are there. The one before is invalid."""
+        """The next local batch, at once: reading its rows waits for them. The previous batch becomes invalid."""
         before = self._step
         step = before + 1
         self._step = step
@@ -122,7 +119,7 @@ class TrainStream:
         if before >= 0:
             self._positions = self._finish(before)
             del self._batches[before]
-            self._request(before + len(self._arena.slots))  # the workers get the slot of the batch before again
+            self._request(before + len(self._arena.slots))  # into the slot of the previous batch
 
         def wait(stop: int) -> None:
             batch = self._batches[step]
@@ -132,14 +129,14 @@ class TrainStream:
         return HostBatch(slot, wait)
 
     def give_back(self) -> None:
-        """Count the batch handed out last as not used: `position` is the one before it, and no other batch follows."""
+        """Count the last batch as not used: `position` is the one before it. No batch may follow."""
         self._given_back = True
 
     def position(self) -> Record:
-        """Where this rank's shard streams stand after the last batch handed out. Blocks until that batch is complete.
+        """The positions of this rank's shard streams after the last batch. Blocks until that batch is complete.
 
-        `at` maps each stream to epoch and samples read. A stream that two ranks read stands at the same place for both.
-        Raises the `failure`, if that left the place unknown.
+        `at`: stream -> `Position.record`. Two ranks that read the same stream have the same position of it. Raises the
+        `failure` if the positions are unknown because of it.
         """
         at = self._positions if self._step < 0 or self._given_back else self._finish(self._step)
         if self.failure and len(at) < self._streams:
@@ -162,21 +159,21 @@ class TrainStream:
         self.close()
 
     def _request(self, step: int) -> None:
-        """Let the workers fill the batch, when they have filled those begun before."""
+        """Let the workers fill a batch, after those requested before."""
         self._batches[step] = _Filling([0] * len(self._rows), set(range(len(self._rows))))
         self.workers.fill(step)
 
     def _finish(self, step: int) -> dict[int, Position]:
-        """Block until the batch is complete; returns where every stream stands after it.
+        """Block until the batch is complete; returns the streams' positions after it.
 
-        Some are missing if the workers cannot go on.
+        After a failure of the workers some are missing.
         """
         batch = self._batches[step]
         self._wait(lambda: sorted(batch.unfinished))
         return batch.positions
 
     def _wait(self, missing: Callable[[], list[int]]) -> None:
-        """Handle the workers' messages until no worker is missing."""
+        """Handle the workers' messages until `missing` names no worker."""
         begun = time.monotonic()
         while self.failure is None and (needed := missing()):
             self._receive(needed)
@@ -214,7 +211,7 @@ def ordered_shards(
     on_main: OnMain = in_process,
     fitting: Callable[[int], int] = lambda streams: streams,
 ) -> OrderedShards:
-    """The training data, listed, counted and ordered; over the shard streams of `position`, if they fit.
+    """The training data, listed, counted and ordered; with as many shard streams as `position` has, if they fit.
 
     `on_main` counts every shard's samples on one rank. `fitting`: from a number of shard streams to the most of them
     that divide the batches of all the run's stages. Raises UserError.
@@ -238,11 +235,10 @@ def open_stream(
     gpu: bool = False,
     free: int | None = None,
 ) -> TrainStream:
-    """The batches of `ordered_shards` from their start, or from `position`, the record that `merge_positions` made.
+    """The batches of `ordered_shards`, from the start or from `position`, a record of `merge_positions`.
 
-    `side`: of the model's pictures. `gpu`: whether rows are copied to a GPU, and so page-locked. `free` is the free
-    memory before any process of this machine took its share (None: what is free now). Raises UserError for settings or
-    shards that cannot work.
+    `side`: of the model's pictures, in pixels. `gpu`: page-lock the batch memory. `free`: see `stated_memory`. Raises
+    UserError for settings or shards that cannot work.
     """
     chosen = selection(config)
     empty = np.asarray(tokenizer([""]))
@@ -276,7 +272,7 @@ def open_stream(
 
 
 def start_positions(shards: OrderedShards, position: Record | None, share: BatchShare) -> dict[int, Position]:
-    """Where each of this rank's shard streams starts."""
+    """The position at which each of this rank's shard streams starts."""
     streams = share.streams(shards.order.streams)
     if position is None or position["order"] != shards.fingerprint:
         if position:
@@ -293,14 +289,14 @@ def start_positions(shards: OrderedShards, position: Record | None, share: Batch
 
 
 def worker_count(config: DataConfig, streams: int) -> int:
-    """Loader processes of a rank that reads `streams` shard streams; 0: the training process does their work."""
+    """Worker processes of a rank with `streams` shard streams; 0: the training process does their work."""
     if config.workers is not None:
         return min(config.workers, streams)
     return min(max(1, cores_of_rank() - 1), streams)  # one core is left to the training process
 
 
 def layout_of(config: DataConfig, samples: int, side: int, context_length: int, workers: int) -> Layout:
-    """What a rank stores whose batches have `samples` samples, with pictures of this `side`."""
+    """The batch memory of a rank with `samples` samples in its local batch."""
     return Layout(
         slots=config.buffers if workers else 1,
         samples=samples,
@@ -310,7 +306,7 @@ def layout_of(config: DataConfig, samples: int, side: int, context_length: int, 
 
 
 def merge_positions(records: Sequence[Record]) -> Record:
-    """The whole run's position, from `position()` of every rank. Raises UserError if ranks read different shards."""
+    """The run's position, from that of every rank's stream. Raises UserError if ranks read different shards."""
     first = records[0]
     if any(record | {"at": {}} != first | {"at": {}} for record in records):
         raise UserError(

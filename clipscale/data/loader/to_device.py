@@ -1,4 +1,4 @@
-"""Copies chunks of the host batch to the device. The next copy runs while the last chunk computes."""
+"""Copies chunks of the host batch to the device. A copy runs while the previous chunk computes."""
 
 from collections import deque
 from collections.abc import Callable
@@ -8,21 +8,21 @@ import torch
 from torch import Tensor
 
 AHEAD = 2
-"""Chunks on the device at once: the one computed on and the one being copied."""
+"""Chunks on the device at once: one that computes and one that is copied."""
 
 
 @cache
 def copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream for all copies: the allocator keeps memory for each stream, so a new one per batch would hoard it."""
+    """One stream for all copies: the allocator keeps freed memory per stream, so new streams would waste it."""
     return torch.cuda.Stream(device)
 
 
 class ChunkLoader:
     """Input of one tower for `GradCache`: chunks of host rows as tensors on the device.
 
-    `read(start, stop)` blocks until the data workers have delivered those rows. On a GPU, copies run on a stream of
-    their own, at most `AHEAD` chunks ahead of the computation, so device memory does not grow with the batch. With
-    `resident`, every chunk stays on the device for the second pass.
+    `read(start, stop)` blocks until the data workers have delivered those rows. On a GPU, copies have their own stream,
+    and at most AHEAD chunks are on the device, so its memory does not grow with the batch. With `resident`, every chunk
+    stays on the device for the second pass.
     """
 
     def __init__(self, read: Callable[[int, int], Tensor], count: int, device: torch.device, *, resident: bool) -> None:
@@ -52,7 +52,6 @@ class ChunkLoader:
         with torch.cuda.stream(self.copies):
             chunk = self.read(start, stop).to(self.device, non_blocking=True)
         compute.wait_stream(self.copies)
-        # The memory belongs to the copy stream; without this it could be handed out again while the computation still
-        # reads it.
+        # The memory belongs to the copy stream: without this the allocator could reuse it while the chunk computes.
         chunk.record_stream(compute)
         return chunk

@@ -1,4 +1,4 @@
-"""The worker processes of one rank: how they start and end, and the messages between them and the training process."""
+"""The worker processes of one rank: their start and end, and their messages to the training process."""
 
 import gc
 import multiprocessing
@@ -24,12 +24,12 @@ from clipscale.data.loader.shard_stream import BatchFiller, Report, WorkerSpec
 from clipscale.data.shards.addresses import utf8
 
 ALIVE_S = 2.0
-"""A worker that reads but has nothing to deliver reports at most this often."""
+"""A worker without anything to deliver reports that it is alive after this time."""
 STATUS_BYTES = 1024
 
 
 class InProcess:
-    """Stands for one worker process, and does its work here when someone waits for it (data.workers=0)."""
+    """Does the work of one worker in the training process, when a sample is waited for (data.workers=0)."""
 
     def __init__(self, spec: WorkerSpec, arena: Arena) -> None:
         self.filler = BatchFiller(spec, arena, lambda: None)
@@ -59,9 +59,9 @@ def work(connection: Connection, spec: WorkerSpec, arena: Arena, status: Any) ->
     It ends when the training process closes the connection. Signals to the whole job do not end it.
     """
     prepare()
-    gc.freeze()  # a collection would write to all objects of the server, and so copy them
+    gc.freeze()  # a collection would write to all objects shared with the server, and so copy their pages
     torch.set_num_threads(1)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # those of transformers would start a thread a core, too
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers of transformers start a thread per core
     last_tick = time.monotonic()
 
     def send(message: Report) -> None:
@@ -94,7 +94,7 @@ def work(connection: Connection, spec: WorkerSpec, arena: Arena, status: Any) ->
 
 @contextmanager
 def _ended_if_lost() -> Iterator[None]:
-    """Around a worker's use of its connection: only there do these errors mean that the training process is gone."""
+    """Around a worker's use of its connection: these errors mean there that the training process is gone."""
     try:
         yield
     except (EOFError, ConnectionError) as error:
@@ -102,7 +102,7 @@ def _ended_if_lost() -> Iterator[None]:
 
 
 class Workers:
-    """The worker processes of one rank, as the training process sees them. The death of one ends the run."""
+    """The worker processes of one rank, seen from the training process. The death of one ends the run."""
 
     def __init__(self, specs: Sequence[WorkerSpec], arena: Arena, timeout_s: float) -> None:
         self._rank = specs[0].share.rank
@@ -112,8 +112,8 @@ class Workers:
         self._statuses: list[Any] = []
         """The shard or sample that each worker reads, in shared memory."""
         self.processes: list[Any] = []
-        # Also runs when the program ends without `close`, before multiprocessing sends its children a signal that is
-        # blocked in them, and waits.
+        # Also runs if the program ends without `close`, before multiprocessing's own end, which would wait for ever:
+        # it sends children a signal that is blocked in them.
         self.close = Finalize(self, _end, (self._connections, self.processes), exitpriority=10)
         """End the processes."""
         context = multiprocessing.get_context("forkserver")
@@ -128,26 +128,25 @@ class Workers:
             self._connections.append(connection)
             self._statuses.append(status)
             self.processes.append(process)
-        self._last = [time.monotonic()] * len(specs)  # when each worker's last message came
+        self._last = [time.monotonic()] * len(specs)  # times of each worker's last message
 
     def fill(self, step: int) -> None:
         """Let every worker fill its part of batch `step`."""
         for connection in self._connections:
-            with suppress(ConnectionError):  # it has died: whoever waits for it reports that
+            with suppress(ConnectionError):  # it has died: `receive` reports that
                 connection.send(step)
 
     def receive(self, needed: Sequence[int]) -> list[tuple[int, Report]]:
-        """All messages that are there, each with its worker's number. Blocks for one if workers are `needed`.
+        """All messages that have arrived, with their workers' numbers. Waits for one if workers are `needed`.
 
-        Raises UserError when a worker cannot go on or has died, or when one of `needed` has been silent for the
-        time-out.
+        Raises UserError if a worker has failed or died, or if one of `needed` is silent for the time-out.
         """
         begun = time.monotonic()
         while True:
             messages = [(n, message) for n in range(len(self._connections)) for message in self._drain(n)]
             if messages or not needed:
                 return messages
-            # Only a worker that is waited for can be late, and only since the wait began.
+            # Only a needed worker can be late, and only since the wait began.
             silent = {n: time.monotonic() - max(self._last[n], begun) for n in needed}
             longest = max(silent, key=silent.__getitem__)
             left = self.timeout_s - silent[longest]
@@ -165,7 +164,7 @@ class Workers:
                 if not connection.poll():
                     return
                 message = connection.recv()
-            except (EOFError, OSError) as error:  # OSError: it has died within a message
+            except (EOFError, OSError) as error:  # OSError: it has died while it sent a message
                 raise self._death(number) from error
             self._last[number] = time.monotonic()
             if isinstance(message, Exception):

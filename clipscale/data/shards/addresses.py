@@ -1,6 +1,6 @@
-"""Addresses of shards, and what their readers share: the error of a shard, hashes of names.
+"""Addresses of shards, the error of a shard, and hashes of names.
 
-Imports no reader, so every other module of this folder may import it.
+Imports nothing of this folder, so every module of it may import this one.
 """
 
 import hashlib
@@ -9,12 +9,12 @@ import re
 EVENT = "event:"
 """Prefix of the counters of events that cost no sample, such as repeated requests."""
 CHANGED = "changed_shard"
-"""The event of a shard that is opened, has changed since it was indexed, and is read without its index."""
+"""The event of a shard that has changed since it was indexed, and is read without its index."""
 _SCHEME = re.compile(r"^[a-z][a-z0-9+.-]+:", re.IGNORECASE)
 
 
 class SourceError(Exception):
-    """A shard cannot be read further. `reason` is a short fixed word under which the lost samples are counted."""
+    """A shard cannot be read further. `reason` is a fixed word, under which its lost samples are counted."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(detail or reason)
@@ -32,7 +32,7 @@ def scheme_of(url: str) -> str:
 
 
 def unsigned(url: str) -> str:
-    """The address without its query, which may be a signature: an address signed anew names the same shard."""
+    """The address without its query, which may be a signature: with another signature it names the same shard."""
     return url if is_local(url) else url.split("?", 1)[0]
 
 
@@ -42,18 +42,17 @@ def leaf_of(url: str) -> str:
 
 
 def head_of(url: str) -> str:
-    """What comes before the last part of a path or address: its folder. Shards of one folder have it in common, so that
-    what depends on it is found once."""
+    """The folder of a path or address: all before its last part."""
     return url[: url.rfind("/") + 1]
 
 
 def utf8(text: str) -> str:
-    """The text, with escapes for what is no character: bytes of a name that is no UTF-8, lone surrogates."""
+    """The text with escapes for lone surrogates, among them the bytes of a name that is not UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def hash64(data: str | bytes) -> int:
-    """A 64-bit hash of bytes or of any text, a path that is no UTF-8 included."""
+    """A 64-bit hash of bytes or of any text, also of a path that is not UTF-8."""
     encoded = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
     return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
 

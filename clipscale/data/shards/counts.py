@@ -19,9 +19,9 @@ OnMain = Callable[[Callable[[], Any]], Any]
 """Calls a function in one process and returns its result in all, as `World.on_main` does."""
 
 SCAN_AT_MOST = 256
-"""Shards that are scanned to count their samples if no index has them; more would delay the start of a run."""
+"""If no index has them, at most so many shards are scanned for their counts: more would delay the start of a run."""
 SMALL = 2**26
-"""Bytes that are read to count samples before a run is planned."""
+"""Most bytes that are read to count samples before a run is planned."""
 
 
 def in_process(work: Callable[[], Any]) -> Any:
@@ -30,10 +30,10 @@ def in_process(work: Callable[[], Any]) -> Any:
 
 
 def count_samples(urls: Sequence[str], subset: Subset | None = None, *, scan: bool = True) -> Counts:
-    """Samples per shard, or of a subset, by an index; None: unknown.
+    """Samples of each shard, or those of them in a subset, from the indexes; None: unknown.
 
-    `scan`: local shards that no index has are read, if all of them are local; an index in the user's cache remembers
-    them. A damaged shard counts the samples before the damage.
+    `scan`: read the shards that no index has, if all of these are local; the counts go into an index in the user's
+    cache. Of a damaged shard, the samples before the damage count.
     """
     known = index.current(urls, subset)
     if known.stale:
@@ -43,7 +43,7 @@ def count_samples(urls: Sequence[str], subset: Subset | None = None, *, scan: bo
     unknown = [url for url in urls if url not in samples]
     if scan and all(map(is_local, unknown)):
         for url, outcome in _scanned(unknown, subset):
-            samples[url] = 0  # of one that cannot be opened
+            samples[url] = 0  # if it cannot be opened
             if isinstance(outcome, index.Entry):
                 samples[url] = outcome.samples
                 known.entries[url] = outcome
@@ -56,9 +56,9 @@ def count_samples(urls: Sequence[str], subset: Subset | None = None, *, scan: bo
 
 
 def counted_at_once(config: DataConfig, urls: Sequence[str]) -> int | None:
-    """The samples of an epoch of local shards, where that takes no time; else None.
+    """The samples of an epoch of local shards, if indexes have them or the shards are few and small; else None.
 
-    By indexes, or by reading a few small files. Writes nothing and warns of nothing: the run itself does.
+    Writes nothing and warns of nothing: the run itself does.
     """
     if config.weights is not None or config.order == "resampled" or len(urls) > SCAN_AT_MOST:
         return None
@@ -88,9 +88,9 @@ def build_order(
     streams: int | None = None,
     on_main: OnMain = in_process,
 ) -> Order:
-    """The order of all samples, over as many shard `streams` as a checkpoint has, if they fit.
+    """The order of all samples. `streams`: the checkpoint's number of shard streams, used if it fits.
 
-    Exact epochs where every shard's samples are known. Else shards are drawn with replacement, or mixed by
+    Exact epochs if every shard's samples are known. Otherwise shards are drawn with replacement, or mixed by
     `data.weights`; `source_of` is each shard's source. `on_main` counts the samples. Raises UserError.
     """
     if config.order == "epochs" and source_of is not None:
@@ -128,7 +128,7 @@ def build_order(
 
 
 def _streams(config: DataConfig, share: BatchShare, samples: int | None, earlier: int | None) -> int:
-    """The number of shard streams: that of a checkpoint if it fits, as set, or the usual one."""
+    """The number of shard streams: the checkpoint's (`earlier`) if it fits, else the setting, else the default."""
     if earlier is not None and streams_fit(earlier, share.batch, samples):
         return earlier
     streams = config.shard_streams or default_streams(share.batch, share.world, samples)

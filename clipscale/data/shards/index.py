@@ -1,7 +1,7 @@
-"""The index of a folder of shards: for each its samples, their offsets, its size and version; and how it is made.
+"""The index of a folder of shards: each shard's number of samples, their offsets, its size and version.
 
-One SQLite file per folder. An entry holds only for the file it was made from: same size and time of change for a local
-shard, same size and version (ETag) for a remote one. Offsets take two to four bytes a sample.
+One SQLite file per folder. An entry is valid while the shard has the same size and the same version: a local file's
+time of change, a remote object's ETag. Offsets take two to four bytes a sample.
 """
 
 import logging
@@ -36,15 +36,15 @@ _COLUMNS = "name, size, version, samples, reason, detail"
 _SCHEMA = """CREATE TABLE IF NOT EXISTS shards (name TEXT PRIMARY KEY, size INT, version TEXT, samples INT,
              reason TEXT, detail TEXT, offsets BLOB)"""
 _LOOKUP = f"CREATE INDEX IF NOT EXISTS states ON shards ({_COLUMNS})"
-"""A copy of the short columns: without it SQLite reads a page for every shard, among gigabytes of offsets."""
+"""A copy of the short columns: without it SQLite reads a page per shard, among gigabytes of offsets."""
 THREADS = 16
 
 FEW = 16
-"""Fewer shards are scanned by one process; starting others would take longer."""
+"""Fewer shards than this are scanned in one process: starting others takes longer."""
 
 
 class Entry(NamedTuple):
-    """The record of one shard."""
+    """An index's entry for one shard."""
 
     name: str
     """The last part of its path, by `utf8`."""
@@ -57,7 +57,7 @@ class Entry(NamedTuple):
     """Why the shard could not be read to its end; `samples` counts what could be read."""
     detail: str = ""
     offsets: bytes | None = None
-    """Where its samples begin, by `pack`; None for subsets, and in the entries of `current`."""
+    """Its samples' offsets, by `pack`; None for subsets, and in the entries of `current`."""
 
 
 def name_in_index(url: str) -> str:
@@ -69,19 +69,19 @@ def folder_of(url: str) -> str:
 
 
 def index_paths(folder: str, subset: Subset | None = None) -> list[Path]:
-    """Where a folder's index, or that of a subset, may be: beside local shards, preferably, or in the user's cache."""
+    """Paths of a folder's index, or of a subset's: with local shards their own folder, then the user's cache."""
     suffix = f"-{subset.name}.sqlite" if subset else ".sqlite"
     cached = user_cache() / "index" / f"{digest(folder)}{suffix}"
     return [Path(folder) / FILE.replace(".sqlite", suffix), cached] if is_local(folder) else [cached]
 
 
 def writable_path(folder: str, subset: Subset | None = None) -> Path:
-    """Where to write a folder's index: beside its shards, or in the user's cache if it is remote or read-only."""
+    """Where to write a folder's index: into the folder, or into the user's cache if it is remote or read-only."""
     return index_paths(folder, subset)[0 if os.access(folder, os.W_OK) else -1]
 
 
 def query(path: Path, question: str, values: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
-    """The rows that answer an SQL query; none if there is no such file. Warns of a damaged file, whose rows end."""
+    """The rows of an SQL query; none without the file. At damage the rows end, with a warning."""
     if not path.is_file():
         return
     try:
@@ -95,9 +95,9 @@ class Known(NamedTuple):
     """What the indexes know of shards."""
 
     entries: dict[str, Entry]
-    """Of each shard, by its address, whose entry holds for it."""
+    """Valid entries, by the shards' addresses."""
     stale: list[str]
-    """The shards that have changed since their entries were made."""
+    """Shards that have changed since they were indexed."""
 
     @property
     def damaged(self) -> list[str]:
@@ -107,8 +107,8 @@ class Known(NamedTuple):
 def current(urls: Sequence[str], subset: Subset | None = None) -> Known:
     """What the indexes know of these shards.
 
-    Remote shards are assumed unchanged, since asking takes a request each; `sample_offsets` compares them when they are
-    opened. An outdated index does not hide a newer one in the cache.
+    Remote shards are assumed unchanged, since asking takes a request each; `sample_offsets` checks them when they are
+    opened. An outdated entry in the folder does not hide a valid one in the cache.
     """
     entries: dict[str, Entry] = {}
     changed: dict[str, None] = {}
@@ -130,8 +130,8 @@ def current(urls: Sequence[str], subset: Subset | None = None) -> Known:
 
 
 def _states(paths: Sequence[str]) -> list[State | None]:
-    """The states of files; None: it cannot be looked at. Threads wait where answers come over a network. Each takes
-    many files: where a local disk answers, threads wait for each other.
+    """The states of files; None: no such file. Threads, for network file systems; each takes many files, since on a
+    local disk threads only wait for each other.
     """
     size = -(-len(paths) // THREADS) or 1
     slices = [paths[start : start + size] for start in range(0, len(paths), size)]
@@ -147,9 +147,9 @@ def _state(path: str) -> State | None:
 
 
 def sample_offsets(url: str, state: State, count: Callable[[str], None] = lambda event: None) -> np.ndarray | None:
-    """Where an opened shard's samples begin, (samples + 1,) int64; None if no index has an entry of its state.
+    """An opened shard's sample offsets, (samples + 1,) int64; None if no index has an entry of its state.
 
-    `count` takes the event of a shard that has changed since it was indexed.
+    `count` is called with CHANGED if the shard has changed since it was indexed.
     """
     stale = False
     question = "SELECT offsets, size, version FROM shards WHERE name = ?"
@@ -174,7 +174,7 @@ def unpack(packed: bytes) -> np.ndarray:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[sqlite3.Connection]:
-    """An index, made if there is none, to which every statement adds at once. Raises UserError where that fails."""
+    """Opens or creates an index; each statement is its own transaction. Raises UserError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with closing(sqlite3.connect(path, timeout=60, isolation_level=None)) as base:
@@ -189,22 +189,22 @@ def _writing(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def scan_shard(url: str, subset: Subset | None = None) -> Entry:
-    """The index entry of a shard, from its headers; or of the samples that it has of a subset. The entry notes damage.
-    Raises OSError or SourceError where the shard cannot be reached."""
+    """The index entry of a shard, or of its samples in a subset, from its headers. A damaged shard's entry has a
+    `reason`. Raises OSError or SourceError if the shard cannot be reached."""
     state = Store().state(url)
     problem = ReadProblem()
     raws = read_shard(url, problem, lambda _: False, {}, subset=subset)
     offsets = [0, *accumulate(raw.extent for raw in raws)]
     error = problem.error
     if isinstance(error, SourceError) or (isinstance(error, OSError) and error.errno):
-        raise error  # of the storage: it may pass
+        raise error  # a failure of the storage, which may pass
     samples = len(offsets) - 1
     packed = pack(offsets) if samples and not subset else None
     return Entry(name_in_index(url), *state, samples, problem.reason, utf8(problem.detail), packed)
 
 
 Outcome = Entry | str | None
-"""A shard's new entry, why it could not be opened, or None where its old entry still holds."""
+"""A shard's new entry, the reason why it could not be opened, or None if its old entry is still valid."""
 
 
 def update_indexes(
@@ -212,8 +212,8 @@ def update_indexes(
 ) -> Iterator[tuple[str, Outcome]]:
     """Bring the indexes of these shards' folders up to date, at `writable_path` (`in_folder`) or in the user's cache.
 
-    Yields each shard when it is done. Skips those whose entry still holds. Entries are written one by one, so a killed
-    run can go on. Raises UserError.
+    Yields each shard's outcome. Shards with a valid entry are skipped. Entries are written one by one, so that a killed
+    command can continue. Raises UserError.
     """
     folders = defaultdict(list)
     for url in urls:
@@ -237,8 +237,8 @@ def _scan_changed(subset: Subset | None, url: str, old: list[Any] | None) -> Out
 
 
 def map_shards(work: Callable[..., T], workers: int, urls: Sequence[str], *others: Sequence[Any]) -> Iterator[T]:
-    """The result of `work` on each shard, in order; few shards take this process alone, since others start slowly.
-    `others`: its other arguments, of each shard."""
+    """The result of `work` on each shard, in order, by `workers` processes; fewer than FEW shards by this process.
+    `others`: further arguments, one for each shard."""
     if workers < 2 or len(urls) < FEW:
         yield from map(work, urls, *others)
         return

@@ -1,7 +1,7 @@
 """Lists the shards that a setting names.
 
-Expands braces and `::` as webdataset does, whose own function would load torch before a mistyped path is
-reported.
+Expands braces and `::` as webdataset does. webdataset's own function imports torch: a mistyped path would be reported
+late.
 """
 
 import glob
@@ -23,19 +23,19 @@ from clipscale.data.shards.store import UNKNOWN_HOST, look_up
 log = logging.getLogger(__name__)
 
 Note = Callable[[str], object]
-"""Takes a line for the user."""
+"""Is called with a line for the user."""
 
 TABLES = (".csv", ".tsv", ".parquet")
 SHARDS = (".tar", ".tar.gz", ".tgz")
-"""What the names of a folder's shards end in."""
+"""Endings of shards' names."""
 DOWNLOADING = ".aria2"
-"""Beside a file that has its full size before it is complete."""
+"""Ending of a file beside an unfinished download, which may have its full size already."""
 ASKED = 256
-"""Addresses of which a run asks whether they exist; any other that is missing is found when it is read."""
+"""A run checks whether so many addresses exist; another missing one is found when it is read."""
 SCHEMES = ("http", "https", "s3", "gs", "hf")
-"""Of the addresses that are read. fsspec knows others, some of which read this machine's files."""
+"""Schemes of addresses that are read. fsspec knows others, some of which read this machine's files."""
 PATTERN = re.compile(r"[*?\[]|/(?:$|[,}])")
-"""In a brace list of objects, what makes an address name several: a pattern, or a folder."""
+"""Matches an address in a brace list that names several objects: a pattern or a folder."""
 NOTHING = "matches no shard; give a tar file, a brace list, a glob, a folder of .tar, .tar.gz or .tgz, or @FILE"
 
 
@@ -55,9 +55,9 @@ def list_shards(config: DataConfig, on_main: OnMain = in_process) -> tuple[list[
 
 
 def local_shards(config: DataConfig) -> list[str] | None:
-    """The shards of all sources; None: some are not on this machine. Asks no server and loads no torch.
+    """The shards of all sources; None if some are remote. Contacts no server and imports no torch.
 
-    Raises UserError for a source on this machine that names no shard.
+    Raises UserError for a local source that names no shard.
     """
     shards = []
     for source in config.train or []:
@@ -66,9 +66,9 @@ def local_shards(config: DataConfig) -> list[str] | None:
 
 
 def _absent(urls: Sequence[str], notes: Iterable[str]) -> list[str]:
-    """Print the notes; returns the addresses that have no shard. Of more than ASKED about so many are asked for.
+    """Log the notes; returns the addresses at which there is no shard, among about ASKED that are checked.
 
-    Raises UserError if none of them exists.
+    Raises UserError if none of these exists.
     """
     for line in notes:
         log.warning("%s", line)
@@ -85,11 +85,11 @@ def _absent(urls: Sequence[str], notes: Iterable[str]) -> list[str]:
 
 
 def expand(source: str, *, setting: str = "data.train", note: Note = log.warning) -> list[str]:
-    """The shards that one source names: a brace list, a glob, a folder of shards, `@FILE` with an address or path a
+    """The shards that one source names: a brace list, a glob, a folder of shards, `@FILE` with an address or path per
     line, or a URL (`::` joins several).
 
-    Leaves out local shards that are missing, since downloads have gaps, and what lies beside a folder's shards; `note`
-    is called with a line on them. Raises UserError if no shard is left, and for other addresses than SCHEMES.
+    Leaves out missing local shards, since downloads have gaps, and a folder's other files; `note` is called with a line
+    on them. Raises UserError if no shard is left, and for an address whose scheme is not in SCHEMES.
     """
     if source.startswith("@"):
         names = _from_list(Path(source[1:]).expanduser(), setting)
@@ -109,8 +109,8 @@ def expand(source: str, *, setting: str = "data.train", note: Note = log.warning
 
 
 def _shards(names: Iterable[str], folder: str, note: Note) -> list[str]:
-    """The shards among the names in a folder, sorted. Indexes, checksums and downloads under way are noted, as far as
-    their names are like those of shards."""
+    """The shards among the names in a folder, sorted. `note` names files that only look like shards: indexes,
+    checksums, unfinished downloads."""
     like = {name for name in names if any(suffix in name.lower() for suffix in SHARDS)}
     shards = {
         name
@@ -125,8 +125,8 @@ def _shards(names: Iterable[str], folder: str, note: Note) -> list[str]:
 
 
 def _local(source: str, setting: str, note: Note) -> list[str]:
-    """The files of this machine that a brace list, glob or folder names, whether they exist or not. In the name of what
-    exists no character has another meaning."""
+    """The local paths that a brace list, glob or folder names, whether they exist or not. A source that exists is taken
+    as it is, with braces and stars in its name."""
     if source.endswith(TABLES):
         raise UserError(f"{setting}={source!r}: a table; make shards of it: clipscale data pack {source} out=DIR")
     if os.path.isdir(source):  # noqa: PTH112
@@ -144,7 +144,7 @@ def _local(source: str, setting: str, note: Note) -> list[str]:
 
 
 def _existing(names: Sequence[str]) -> list[str]:
-    """The addresses, and the paths that exist. Asking for each file alone is slow on network file systems."""
+    """The addresses, and the paths that exist. Lists folders: asking for each file is slow on network file systems."""
     heads = {head_of(name) for name in names if is_local(name)}
     leaves = {head: _leaves(head if head.endswith("/") else ".") for head in heads}
     return [name for name in names if not is_local(name) or name.rpartition("/")[2] in leaves[head_of(name)]]
@@ -165,14 +165,14 @@ def _braces(source: str, what: str) -> list[str]:
 
 
 def _check_address(url: str, setting: str) -> None:
-    """Raise UserError for an address that is not read."""
+    """Raise UserError for an address whose scheme is not in SCHEMES."""
     if scheme_of(url) not in SCHEMES or "::" in url:
         raise UserError(f"{setting}={url[:200]!r} is neither a path nor one of {', '.join(SCHEMES)}:")
 
 
 def _remote(source: str, setting: str, note: Note) -> list[str]:
-    """The addresses of a brace list, with the objects in the place of a pattern (`s3://bucket/*.tar`) or folder
-    (`s3://bucket/set/`) that names them."""
+    """The addresses of a brace list. A pattern (`s3://bucket/*.tar`) or a folder (`s3://bucket/set/`) in it is replaced
+    by the objects that it names."""
     _check_address(source, setting)
     scheme = scheme_of(source)
     urls = _braces(source, f"{setting}={source!r}")
@@ -190,14 +190,14 @@ def _remote(source: str, setting: str, note: Note) -> list[str]:
             system, path = url_to_fs(url + "*.t*" if url.endswith("/") else url)
             found = sorted(str(system.unstrip_protocol(name)) for name in system.glob(path))
             names += _shards(found, url, note) if url.endswith("/") else found
-    except Exception as error:  # each library behind fsspec has its own; a missing one is named
+    except Exception as error:  # each library behind fsspec has its own errors
         raise UserError(f"{setting}={source!r} cannot be listed ({type(error).__name__}: {error})") from error
     # a server chooses these names: they must not lead to another file system, as fsspec's `::` does
     return [name for name in names if "::" not in name and scheme_of(name) == scheme]
 
 
 def _from_list(path: Path, setting: str) -> list[str]:
-    """The addresses and paths that the lines of a list name; empty lines and remarks name none."""
+    """The addresses and paths in the lines of a list, without empty lines and comments."""
     try:
         text = path.read_text(encoding="utf-8", errors="surrogateescape")  # as paths are
     except (OSError, ValueError) as error:

@@ -1,7 +1,7 @@
-"""Reads the samples of a shard: runs of a tar file's members that have one key. This is the one rule by which training,
-the index and evaluation read shards.
+"""Reads the samples of a shard: consecutive members of a tar file with the same key. Training, the index and evaluation
+all read shards here, by this one rule.
 
-With `data.only_keys` or `data.sample_weights` a shard has no other samples than those that a file lists (`subset.py`).
+With `data.only_keys` or `data.sample_weights` a shard has only the samples that a file lists (`subset.py`).
 """
 
 import math
@@ -24,11 +24,11 @@ from clipscale.data.shards.subset import Subset
 from clipscale.data.shards.tar import DAMAGE, FARTHEST, check_end, next_member, padded, read_exactly, skip, unpacked
 
 MOST = 1000
-"""Samples, and members of a sample, that `unusable` looks at."""
+"""`unusable` looks at so many samples, and at so many members of each."""
 LONGEST_DETAIL = 400
-"""Characters of an error's text, which may hold a member's name or a server's answer."""
+"""Characters of an error's text: it may hold a member's name or a server's answer."""
 KINDS = 3
-"""Kinds of samples, and members of a sample, that it names."""
+"""`unusable` names so many kinds of samples, and so many members of each."""
 RULE = (
     f"a sample is a picture (KEY.{', .'.join(IMAGE_TYPES)}) and what data.captions names (KEY.txt), one after "
     "the other in the tar; KEY ends at the first dot of the name"
@@ -36,7 +36,7 @@ RULE = (
 
 
 class Member(NamedTuple):
-    """A member that belongs to a sample. Its content comes next in the archive's stream."""
+    """A member of a sample. Its content follows in the archive's stream."""
 
     key: str
     extension: str
@@ -45,23 +45,22 @@ class Member(NamedTuple):
 
 
 class Archive:
-    """The members of a tar stream, from the first to the last. Content that nobody reads is skipped."""
+    """The members of a tar stream, from first to last. Unread content is skipped."""
 
     def __init__(self, stream: Any, can_seek: bool) -> None:
         """`can_seek`: skip by seeking."""
         self.stream = stream
         self.at = 0
-        """Bytes of the archive before the headers of the present member; at the end, before the zeros that end it."""
+        """Offset of the current member's first header; at the end, of the zeros that end the archive."""
         self.begun = False
-        """Whether it has a sample, be it damaged."""
+        """Whether a sample has begun, damaged or not."""
         self._can_seek = can_seek
-        self._unread = 0  # bytes of the present member, with what pads it
+        self._unread = 0  # unread bytes of the current member, with its padding
 
     def samples(self) -> Iterator[tuple[str, Iterator[Member]]]:
-        """Each sample's key and members: a run of members with one key. A sample's members must be taken before the
-        next sample is.
+        """Each sample's key and members. Read the members before the next sample.
 
-        Raises tarfile.TarError and others of `tar.DAMAGE`.
+        Raises the errors of `tar.DAMAGE`.
         """
         return groupby(self._members(), key=itemgetter(0))
 
@@ -85,13 +84,13 @@ class Archive:
             self.at = following
 
     def read(self, member: Member) -> bytes:
-        """The present member's content. Raises tarfile.ReadError if it is cut off."""
+        """The current member's content. Raises tarfile.ReadError if the file ends within it."""
         content = read_exactly(self.stream, member.size)
         self._unread -= member.size
         return content
 
     def seek(self, at: int) -> None:
-        """Go on with the headers at that byte."""
+        """Continue at the member whose first header is at this offset."""
         self.stream.seek(at)
         self.at = at
 
@@ -105,7 +104,7 @@ class ReadProblem:
     error: Exception | None = None
 
     def note(self, url: str, error: Exception, reason: str) -> None:
-        """`reason`: of an error that does not name its own."""
+        """`reason`: for an error without a reason of its own."""
         self.error = error
         self.reason = getattr(error, "reason", reason)
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
@@ -122,14 +121,13 @@ def read_shard(
     subset: Subset | None = None,
     offsets: Callable[[str, State], np.ndarray | None] = lambda url, state: None,
 ) -> Generator[RawSample, None, None]:
-    """The raw samples of a shard. Ends early where the shard cannot be read further, and sets `problem`.
+    """The raw samples of a shard. Where the shard cannot be read further, ends early and fills in `problem`.
 
-    A repeated member is ignored. Members' names are never paths. Content is read only for samples whose index `want`
-    accepts and for members in `kinds` (what `sample.limits` returns; None: all). A sample with a wanted member over its
-    size limit has the damage `too_large` and no members. With a `subset` the shard has no other samples than it lists,
-    and one of weight 2.5 three times.
-    `offsets` knows where samples begin (`index.sample_offsets`): those that are not wanted are then not read, and have
-    no key.
+    Repeated members are ignored. Members' names are never used as paths. Content is read for samples whose index `want`
+    accepts, and of these for members in `kinds` (see `sample.limits`; None: all). A sample with such a member over its
+    size limit has the damage `too_large` and no members. With a `subset` the shard has only the samples that it lists,
+    one of weight 2.5 three times. `offsets` returns the samples' offsets (see `index.sample_offsets`): unwanted samples
+    are then skipped, and have no key.
     """
     archive: Archive | None = None
     store = store or Store()
@@ -172,7 +170,7 @@ def read_shard(
                     extent = 0 if times else sample.extent
                     yield replace(sample, index=number, extent=extent, repeat=times, chance=weight - times)
                     number += 1
-            if can_seek and archive.at >= state[0]:  # where contents are skipped, the only sign of a cut
+            if can_seek and archive.at >= state[0]:  # skipped content shows no other sign of a file that is cut off
                 raise tarfile.ReadError("ends without the zeros that end an archive: it may have been cut off")
             if not starts:
                 check_end(stream)
@@ -183,7 +181,7 @@ def read_shard(
 def _read(
     sample: RawSample, archive: Archive, members: Iterator[Member], kinds: Mapping[str, int] | None, json: bool
 ) -> bytes:
-    """Read the sample's members of these kinds, and with `json` this member in any case, which is returned."""
+    """Read the sample's members of these `kinds`. With `json` reads that member in any case, and returns it."""
     about = b""
     for member in members:
         accepted = sample.accepts(member.name, member.extension, member.size, kinds)
@@ -197,8 +195,8 @@ def _read(
 
 
 def unusable(url: str, captions: Sequence[str], store: Store | None = None) -> str:
-    """Why no sample has a picture and a caption of these sources, by the names of the shard's first members; empty if
-    one has both, or none can be read."""
+    """Why a shard has no usable sample: what its first samples hold. Empty if one has both a picture and one of the
+    `captions`, or if the shard cannot be read."""
     sources = {source.partition(":")[0] for source in captions}
     kinds = Counter[str]()
     with suppress(SourceError, *DAMAGE), closing((store or Store()).open(url)[0]) as source:

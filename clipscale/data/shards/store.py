@@ -25,11 +25,11 @@ from clipscale.common.errors import UserError
 from clipscale.data.shards.addresses import EVENT, SourceError, is_local, scheme_of
 
 RETRIES = 8
-"""Requests that may fail, one after another, before the shard is given up: about a minute."""
+"""A shard is given up after so many repeated requests in a row have failed: about a minute."""
 WAIT_S = 30.0
 """Seconds of a server's silence after which a request is repeated."""
 BLOCK = 4 << 20
-"""Bytes that a request asks for."""
+"""Bytes of a request."""
 LEAST = 1 << 14
 """Bytes of a cut-off answer that count as progress: a server that sends one byte a request must not hold a reader."""
 SLOWEST = 1 << 16
@@ -39,21 +39,21 @@ LONGEST_WAIT_S = 30.0
 TICK_S = 0.1
 """Interval at which a reader that waits for a request calls `tick`."""
 NO_ANSWER = "no_answer"
-"""Counts requests that a time limit has ended."""
+"""Counter of requests that timed out."""
 UNKNOWN_HOST = "unknown_host"
-"""Counts requests to a server that cannot be found."""
+"""Counter of requests to a server that cannot be found."""
 _NO_HOST = ("ClientConnectorDNSError", "EndpointConnectionError")
-"""Names of the errors of aiohttp and botocore then."""
+"""What aiohttp and botocore raise for such a server."""
 _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
 """HTTP statuses that may pass."""
 _MOVED = {301, 302, 303, 307, 308}
 """HTTP statuses of a redirect."""
 REDIRECTS = 10
-"""That are followed, one after another."""
+"""Most redirects that are followed."""
 _SECRETS = ("headers", "auth", "cookies")
-"""Settings of fsspec's http that are for the server that the user names."""
+"""Settings of fsspec's http that only the server in the user's address gets."""
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")
-"""Names of the errors of botocore and google-auth where there are none."""
+"""What botocore and google-auth raise without credentials."""
 _RANGE = re.compile(r"bytes ([0-9]{1,18})-[0-9]{1,18}/([0-9]{1,18})$")
 _IN_ADDRESSES = "!#$%&'()*+,/:;=?@[]~"
 """Characters of an address that are sent as they are, since it may be signed; others, such as spaces, are quoted."""
@@ -80,7 +80,7 @@ class Store:
         self.counts = Counter() if counts is None else counts
 
     def begin_sample(self) -> None:
-        """A server that sends and sends, and no sample, has its time from now on."""
+        """Start the time in which a server must send the next sample."""
         self.until = time.monotonic() + self.limit_s
 
     def open(self, url: str) -> tuple[Any, State]:
@@ -122,9 +122,10 @@ def start_request(url: str, start: int, stop: int) -> Request:
 
 
 def fetch(store: Store, url: str, start: int, stop: int, request: Request | None = None) -> tuple[bytes, State]:
-    """Bytes start..stop of an object, or as many of them as came at once, and its state. `request` is the first
-    attempt, if it has begun. Failures are counted by the store. Raises SourceError, `unreachable_shard` after
-    RETRIES + 1 of them.
+    """Bytes start..stop of an object, or the first of them if the answer was cut off, and the object's state.
+
+    `request`: the first attempt, if one is under way. The store counts failures. Raises SourceError:
+    `unreachable_shard` after RETRIES + 1 failures.
     """
     failures = 0
     while True:
@@ -148,21 +149,21 @@ def fetch(store: Store, url: str, start: int, stop: int, request: Request | None
 
 
 def look_up(urls: Sequence[str]) -> dict[str, SourceError]:
-    """Ask for a byte of each object at once; returns why those that gave none did not."""
+    """Request a byte of each object, all at once; returns the errors of those that cannot be read."""
     requests = [(url, start_request(url, 0, 1)) for url in urls]
     answers = [(url, request.exception()) for url, request in requests]
     return {url: error for url, error in answers if isinstance(error, SourceError)}
 
 
 class RemoteFile(io.RawIOBase):
-    """An object as a seekable file. While one block is read, the next one is on its way. Raises SourceError."""
+    """An object as a seekable file. Prefetches the next block while one is read. Raises SourceError."""
 
     def __init__(self, url: str, store: Store) -> None:
         self._url = url
         self._store = store
         self._at = self._start = 0
         self._ahead: Request | None = None
-        """The request for the block behind the present one."""
+        """The request for the next block."""
         self._block, self.state = fetch(store, url, 0, BLOCK)
         self.size = self.state[0]
 
@@ -177,7 +178,7 @@ class RemoteFile(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Write what follows of the present block, or of the next one at its end, and return the bytes written."""
+        """Write the next bytes of the current block, at its end of the next one, and return their number."""
         if self._at >= self.size:
             return 0
         if not self._start <= self._at < self._start + len(self._block):
@@ -198,7 +199,7 @@ class RemoteFile(io.RawIOBase):
             self._ahead = None
 
     def _load(self) -> None:
-        """Replace the block by the one that begins here, and request the next one if the reader goes straight on."""
+        """Load the block at the current position, and prefetch the next one if the reader reads sequentially."""
         sequential = self._at == self._start + len(self._block)
         if not sequential:
             self._forget_ahead()
@@ -269,9 +270,8 @@ async def _from_file_system(url: str, start: int, stop: int) -> tuple[bytes, Sta
 async def _from_web(
     url: str, start: int, stop: int, limit: float, headers: Mapping[str, str] | None = {}, left: int = REDIRECTS
 ) -> tuple[bytes, State]:
-    """By fsspec's http session, with its settings. What came within `limit` seconds counts. Redirects are followed
-    `left` times; a server at which one has led elsewhere gets none of the user's `headers`, `auth` and `cookies`: for
-    it `headers` is None.
+    """By fsspec's http session, with its settings. Returns what arrives within `limit` seconds. Follows at most `left`
+    redirects. After a redirect to another server `headers` is None, and no header, auth or cookie of the user is sent.
 
     fsspec's own `_cat_file` reads an answer whole, however long a hostile server makes it, and returns neither the
     version of the bytes nor those that came before a fault.

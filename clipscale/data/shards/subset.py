@@ -19,26 +19,26 @@ from clipscale.data.sample import BrokenSampleError
 from clipscale.data.shards.addresses import digest
 
 ROW = np.dtype([("f0", "u8"), ("f1", "u8"), ("weight", "f4")])
-"""Of a table of weights: the halves of a uid, or of a key's digest."""
+"""A row of a table of weights: the halves of a uid or of a key's digest, and the weight."""
 PAIR = np.dtype("u8,u8")
 ROWS = 2**16
-"""Of a table that are read at a time."""
+"""Rows of a Parquet file that are read at a time."""
 
 
 class Table(NamedTuple):
-    """What a file lists, in order of the rows' halves; large ones stay on the disk."""
+    """The samples that a file lists, sorted by their halves. Large tables stay on the disk."""
 
     rows: np.ndarray
     by_uid: bool
-    """Whether samples are found by the `uid` of their json, and not by their key."""
+    """Whether a sample is found by the `uid` in its json; otherwise by its key."""
     most: int = 1
-    """Times that a sample may come in an epoch."""
+    """Most times that a sample may come in an epoch."""
     share: float = 1.0
-    """Samples of an epoch, on average, over the sum of all weights rounded up."""
+    """Sum of the weights over the sum of the weights rounded up: samples of an average epoch over those counted."""
 
 
 class Subset:
-    """The samples that a file lists. Sent to processes by pickle, which read the file themselves."""
+    """The samples that a file lists. Pickles as the file's path: each process reads the file itself."""
 
     def __init__(self, setting: str, path: str) -> None:
         """Raises UserError if there is no such file."""
@@ -60,7 +60,7 @@ class Subset:
         return _read(self.setting, self.file, self.name)
 
     def weight(self, key: str, about: bytes) -> float:
-        """Times that the sample with this key and json comes in an epoch; 0: it is not listed."""
+        """How often the sample with this key and json comes in an epoch, on average; 0: it is not listed."""
         rows, by_uid, *_ = self.table
         try:
             halves = _halves(json_fields(about)["uid"] if by_uid else _digest(key).hex())
@@ -89,7 +89,7 @@ def _digest(key: str) -> bytes:
 
 @lru_cache(maxsize=1)
 def _read(setting: str, file: Path, name: str) -> Table:
-    """What the file lists. Raises UserError."""
+    """The file's table. Raises UserError."""
     try:
         if setting.startswith("data.sample_weights"):
             return _weights(setting, file, name)
@@ -108,7 +108,7 @@ def _read(setting: str, file: Path, name: str) -> Table:
 
 
 def _weights(setting: str, file: Path, name: str) -> Table:
-    """A table of weights, whose rows the user's cache keeps in order. Raises UserError, and what pyarrow raises."""
+    """A table of weights; its sorted rows are kept in the user's cache. Raises UserError, and what pyarrow raises."""
     try:
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
@@ -127,7 +127,7 @@ def _weights(setting: str, file: Path, name: str) -> Table:
             what = f"{bad.sum()} weights are no numbers from 0 on" if bad.any() else f"{twice.sum()} samples come twice"
             raise UserError(f"{setting}: {what}; give each sample one weight")
         cached.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cached.parent) as folder:  # of several processes one is the last
+        with tempfile.TemporaryDirectory(dir=cached.parent) as folder:  # several processes may write: the last one wins
             np.save(Path(folder) / "rows.npy", rows)
             (Path(folder) / "rows.npy").replace(cached)
     rows = np.load(cached, mmap_mode="r")

@@ -1,6 +1,6 @@
 """The tar format: ustar, pax and GNU long names, plain or gzipped, from streams with or without seeking.
 
-Reads only what archives of plain files use: the standard library's reader takes eight times as long for small members,
+Reads only what archives of plain files use. The standard library's reader takes eight times as long for small members:
 as long as decoding a 256-pixel JPEG.
 """
 
@@ -14,24 +14,23 @@ BLOCK = 512
 DAMAGE = (tarfile.TarError, OSError, EOFError, ValueError, ArithmeticError, zlib.error)
 """What reading a damaged archive may raise."""
 LARGEST_MEMBER = 1 << 28
-"""A header that claims more bytes is damaged: no picture is that large."""
+"""Most bytes of a member: no picture is larger, so a header that claims more is damaged."""
 LARGEST_HEADER = 1 << 20
-"""Limit of a member's extended headers together, which are held in memory."""
+"""Most bytes of a member's extended headers, which are held in memory."""
 FARTHEST = 1 << 30
-"""Bytes from where a sample begins to where the next one does: more are no sample and its neighbours, and a server may
-send folders without end."""
+"""Most bytes from the start of one sample to the start of the next: a hostile server may send folders without end."""
 LARGEST_END = 1 << 16
-"""Bytes behind the end of an archive that are looked at: GNU tar fills up a record with zeros, usually 10,240."""
+"""Bytes after the end of an archive that are checked: GNU tar pads an archive with zeros, usually to 10,240 bytes."""
 MOST_UNPACKED = 100
-"""Times that a gzipped archive may be larger than its file, beyond FREE bytes: pictures hardly shrink, zeros a thousand
+"""A gzipped archive may be so many times as large as its file, plus FREE: pictures hardly shrink, zeros a thousand
 times."""
 FREE = 1 << 24
 LEAST_SEEK = 1 << 14
-"""Fewer bytes are skipped by reading them from the stream's buffer: a seek is a system call."""
+"""Fewer bytes are skipped by reading: they are in the stream's buffer, and a seek is a system call."""
 
 
 def unpacked(source: Any) -> tuple[Any, bool]:
-    """A stream of the archive, and whether skipping in it is a seek. Raises tarfile.ReadError for an empty source."""
+    """A stream of the archive, and whether it can seek. Raises tarfile.ReadError for an empty source."""
     first = source.peek(2)[:2]
     if not first:
         raise tarfile.ReadError("empty")
@@ -40,7 +39,7 @@ def unpacked(source: Any) -> tuple[Any, bool]:
 
 
 class Unpacked(gzip.GzipFile):
-    """A gzipped archive. Raises tarfile.ReadError where it gives far more bytes than pictures ever shrink to."""
+    """A gzipped archive. Raises tarfile.ReadError if it unpacks to more than MOST_UNPACKED allows."""
 
     def read(self, size: int | None = -1) -> bytes:
         data = super().read(size)
@@ -51,8 +50,8 @@ class Unpacked(gzip.GzipFile):
 
 
 def next_member(stream: Any) -> tuple[str, int, int] | None:
-    """Name and size of the next plain file, and the bytes that its headers took and all before them; None at the
-    archive's end. Leaves the stream at the file's content.
+    """The next plain file's name, its size, and the bytes up to its content, with members skipped before it. None at
+    the archive's end. Leaves the stream at the content.
 
     Raises tarfile.TarError for damage, for a member of more than LARGEST_MEMBER bytes, and after FARTHEST bytes
     without a file.
@@ -89,7 +88,7 @@ def next_member(stream: Any) -> tuple[str, int, int] | None:
 
 
 def check_end(stream: Any) -> None:
-    """After the block that ends an archive. Raises tarfile.ReadError where another archive follows, or anything."""
+    """Check what follows the block that ends an archive. Raises tarfile.ReadError for anything but zeros."""
     if any(stream.read(LARGEST_END)):
         raise tarfile.ReadError("more follows where the archive ends, perhaps another one")
 
@@ -107,7 +106,7 @@ def _header(stream: Any) -> bytes | None:
 
 
 def _extended(kind: bytes, content: bytes) -> dict[str, str]:
-    """The fields of an extended header, or a long name as its `path`. The target of a link (`K`) is of no use."""
+    """The fields of an extended header; a long name (`L`) as `path`. The target of a link (`K`) is ignored."""
     if kind == b"x":
         return _pax(content)
     return {"path": _text(content)} if kind == b"L" else {}
@@ -153,7 +152,7 @@ def _pax(content: bytes) -> dict[str, str]:
 
 
 def read_exactly(stream: Any, size: int, most: int = LARGEST_MEMBER) -> bytes:
-    """Exactly `size` bytes. Raises tarfile.ReadError if there are fewer or `size` is over `most`."""
+    """Exactly `size` bytes. Raises tarfile.ReadError if there are fewer, or if `size` is over `most`."""
     if not 0 <= size <= most:
         raise tarfile.ReadError(f"a member claims {size} bytes")
     data: bytes = stream.read(size)
@@ -163,8 +162,8 @@ def read_exactly(stream: Any, size: int, most: int = LARGEST_MEMBER) -> bytes:
 
 
 def skip(stream: Any, size: int, can_seek: bool) -> None:
-    """Skip `size` bytes, by reading them where the stream cannot seek. Raises tarfile.ReadError. Where the stream can
-    seek, its end goes unnoticed."""
+    """Skip `size` bytes. Raises tarfile.ReadError at the end of the stream, unless the stream can seek: then the end
+    goes unnoticed."""
     if can_seek and size >= LEAST_SEEK:
         stream.seek(size, os.SEEK_CUR)
         return

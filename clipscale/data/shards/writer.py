@@ -1,6 +1,6 @@
 """Writes tar shards with webdataset.
 
-Their bytes depend on the samples alone, and a shard has its name only when it is complete.
+Their bytes depend on the samples alone. A shard gets its name when it is complete.
 """
 
 from collections.abc import Iterator
@@ -14,11 +14,11 @@ from clipscale.common.files import replacing
 
 @contextmanager
 def shard_writer(path: Path) -> Iterator[TarWriter]:
-    """A writer of samples (`__key__`, and bytes by extension) to `path`; nothing is left there after an exception.
-    Raises OSError where it cannot be written."""
+    """A writer of samples (`__key__`, and bytes by extension) to `path`. After an exception there is no file. Raises
+    OSError if it cannot be written."""
     with (
         replacing(path) as file,
-        # no time and no owner, which would differ between two runs; extensions that begin with `_` are kept
+        # no time and no owner: they would differ between two runs; keep_meta: extensions may begin with `_`
         TarWriter(file, user="", group="", mode=0o644, mtime=0, encoder=False, keep_meta=True) as writer,
     ):
         yield writer
