@@ -18,6 +18,7 @@ from clipscale import __version__
 from clipscale.common import files
 from clipscale.common.hardware import cores_of_rank
 from clipscale.common.record import Metrics, Record, Results
+from clipscale.common.terminal import tell
 from clipscale.config.sections import EvalConfig, LossConfig
 from clipscale.distributed.world import World
 from clipscale.eval.encode import Encoder
@@ -83,7 +84,7 @@ def evaluate(
     `before_batch()` is called equally often on every rank; what it raises ends the evaluation. `progress(what, done,
     total)` is called after each batch.
 
-    Raises UserError for sets that cannot be used, and OSError where `file` cannot be written.
+    Raises UserError for sets that cannot be used. Where `file` cannot be written, a line says so.
     """
     sets = check(config, world)
     threads = min(8, cores_of_rank())
@@ -105,7 +106,10 @@ def evaluate(
                 results[part.label] = metrics
                 if file is not None and world.main:
                     facts = measured(part) | {"batch": config.batch, "broken": dict(encoder.broken)}
-                    file.add(part.label, metrics, facts | {"seconds": round(time.perf_counter() - started, 3)})
+                    try:
+                        file.add(part.label, metrics, facts | {"seconds": round(time.perf_counter() - started, 3)})
+                    except OSError as error:  # the other ranks go on
+                        tell(f"warning: {file.path} cannot be written ({error.strerror})", error=True)
     return results
 
 

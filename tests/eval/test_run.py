@@ -54,6 +54,14 @@ def test_perfect_model_is_perfect_and_is_put_back_into_training_mode(tmp_path: P
     assert model.modes == {False} and model.training
 
 
+def test_a_disk_that_takes_no_results_costs_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 0's alone: the others would wait for it."""
+    sets = two_sets(tmp_path)
+    (tmp_path / "run").touch()
+    assert evaluate(ColourModel(), EvalConfig(sets=sets), ALONE, file=ResultsFile(tmp_path / "run", 1))
+    assert "step_00000001.json cannot be written" in "".join(capsys.readouterr())
+
+
 def test_images_that_cannot_be_used_are_left_out_and_counted_by_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
