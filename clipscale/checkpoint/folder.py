@@ -18,7 +18,7 @@ LEFT = re.compile(
     r"\.(config\.yaml|env\.json|metrics\.jsonl|result\.json|plan\.json|step_\d+\.json|final\.json)-[0-9a-f]{16}\.tmp"
     r"|step_\d+(\.old)?\.tmp"
 )
-"""The names of what a run that dies may leave unfinished."""
+"""Names of unfinished files that a killed run may leave."""
 RECORDS = (
     "metrics.jsonl", "eval", "result.json", "config.yaml", "env.json", "plan.json", "report.html", "tensorboard",
     "wandb",

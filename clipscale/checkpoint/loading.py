@@ -185,8 +185,8 @@ def load(
     """A checkpoint on the CPU. Executes no pickled code.
 
     `verified`: its checksums have been verified. `entries`: read the tensors of these top-level entries alone.
-    `like`: parameters by name. What is stored of a sharded one is sharded as the parameter is, and each rank reads its
-    own shards. All else is whole.
+    `like`: parameters by name. The weight and the optimizer's state of a sharded parameter are sharded as it is, and
+    each rank reads its own shards. All other tensors are whole.
 
     Raises UserError for a missing or damaged checkpoint, and for an unknown format.
     """

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and whether its settings fit it."""
+"""Which checkpoint a run resumes, and whether its settings fit."""
 
 import logging
 from collections.abc import Callable
@@ -45,7 +45,7 @@ def to_resume(run: Path, resume: str, world: World) -> Path | None:
 
 
 def candidates_of(run: Path, resume: str) -> list[Path]:
-    """The checkpoints that may be gone on from, best first. Raises UserError."""
+    """The checkpoints that the run may resume, newest first. Raises UserError."""
     if resume == "none":
         return []
     if resume == "auto":

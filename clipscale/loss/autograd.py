@@ -63,9 +63,9 @@ class ContrastiveLoss(torch.autograd.Function):
     """(call, images, texts, scale, bias, *the similarity's parameters) -> the mean over all ranks' rows.
 
     A softmax takes one matmul unit in the forward pass, which keeps the log-sum-exps, and three in the backward pass. A
-    sum over pairs needs nothing from other pairs: one sweep in the forward pass finds its value and its gradients, with
-    three units. A second backward pass through the same graph takes three more. Frozen inputs save units. Gradients are
-    local: their sum over the ranks is the gradient of the mean.
+    pairwise objective takes three in all: one sweep in the forward pass computes its value and its gradients. A second
+    backward pass through the same graph takes three more. Frozen inputs save units. Gradients are local: their sum over
+    the ranks is the gradient of the mean.
     """
 
     @staticmethod
@@ -143,15 +143,15 @@ def gradients(
 ) -> list[Tensor | None]:
     """One sweep of the backend's backward function: the gradients of the inputs that need one, times `factor`.
 
-    Those of features are in the type of the caller's features; of float16, whose few exponents a later factor would not
-    fit, in float32 if they are found in the forward pass.
+    Gradients of features have the features' type. If the forward pass computes gradients of float16 features, they are
+    float32: the backward pass scales them later, which float16 could not hold.
     """
     exchange = call.exchange
     images, texts, *numbers = inputs
     needs_images, needs_texts, needs_scale, *_ = needed
     parameters = parameters_with_sums(numbers, needed[2:])
     image_grad = None
-    # One process visits its rows once: they are done stripe by stripe, and only the texts' sums are held whole. A
+    # One process visits its rows once, stripe by stripe, so only the texts' gradient is held whole in float32. A
     # module's tiles keep their order, since it may draw random numbers.
     if exchange.size == 1 and call.similarity.homogeneous and needs_images and needs_texts and len(rows) > STRIPE:
         image_grad = torch.empty_like(images, dtype=_gradient_dtype(call, images))

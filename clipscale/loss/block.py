@@ -16,7 +16,7 @@ SENT = ("features", "keys", "lse")
 
 @dataclass
 class RowBlock:
-    """The rows, or the columns, of a block. The first dimension of every tensor counts them."""
+    """The rows, or the columns, of a block: the first dimension of every tensor."""
 
     features: Tensor  # (n, D); for a module (n, ...)
     keys: Tensor | None = None  # (n,) int64; a pair with equal keys is no negative
@@ -71,9 +71,9 @@ class Parameters:
         return float(self.scale)
 
     def add_scale_grad(self, x: Tensor) -> None:
-        """Join a block's part of the scale's gradient, 0-d float64.
+        """Add a block's part of the scale's gradient, 0-d float64.
 
-        A backend need not: scale * dL/dscale = sum_i <u_i, dU_i> where similarities are of degree one.
+        Optional: for similarities of degree one it follows from scale * dL/dscale = sum_i <u_i, dU_i>.
         """
         self.scale_grad = x if self.scale_grad is None else self.scale_grad + x
 

@@ -1,4 +1,4 @@
-"""How ranks share columns: an exchange visits all blocks of columns and returns what they collected to their owners.
+"""How ranks share columns: an exchange visits all blocks of columns, and returns each column's sums to its owner.
 
 The forward pass collects log-sum-exps, joined by logaddexp; the backward pass collects feature gradients, joined by
 addition. `sweep` is the one loop of both. No other file of the loss knows process groups.
@@ -43,8 +43,8 @@ class Communicator:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def post(self, tensors: list[Tensor], hop: tuple[int, int], tag: int = 0) -> Received:
-        """Start to send the tensors to the first rank of `hop` and receive such from the other. `tag` separates two
-        streams. Returns a function that waits for both directions."""
+        """Start to send the tensors to the first rank of `hop` and to receive the same shapes from the second. `tag`
+        separates concurrent streams. Returns a function that waits for both and returns the received tensors."""
         assert self.group is not None  # where a process group is initialized, WORLD is one
         dest, src = (dist.get_global_rank(self.group, peer) for peer in hop)
         received = [torch.empty_like(x) for x in tensors]
@@ -84,12 +84,13 @@ class Communicator:
         return x
 
     def grid(self, nodes: int) -> "tuple[Communicator, Communicator]":
-        """Of a group numbered node by node: the ranks that have this one's number in their nodes, and its own node."""
+        """Two subgroups: the ranks with this rank's local number in all nodes, and the ranks of its own node. The
+        group's ranks must be numbered node by node."""
         assert self.group is not None
         return _grid(self.group, nodes)
 
     def agree(self, facts: dict[str, int], device: torch.device) -> None:
-        """Raise ValueError if the ranks differ in one of the facts: otherwise some would wait for others' numbers."""
+        """Raise ValueError if the ranks differ in one of the facts: their transfers would not match, and hang."""
         gathered = self.gather(torch.tensor([*facts.values()], device=device)).view(self.size, -1)
         for name, values in zip(facts, gathered.T.tolist()):
             if len(set(values)) > 1:

@@ -21,8 +21,8 @@ class Objective:
     weights: tuple[float | None, float | None] = (None, None)
     """N times the weight of the softmax over each row and over each column; None: there is none."""
     pairwise: bool = True
-    """The value has terms of single pairs, which the sweep of the gradients finds, in the forward pass. Otherwise a
-    sweep before it collects the log-sum-exps of rows and columns with a weight."""
+    """The loss is a sum over pairs: one sweep, in the forward pass, computes value and gradients. Otherwise a first
+    sweep collects the log-sum-exps of rows and columns with a weight."""
     needs_bias: bool = False
     """Takes a logit bias, which is trained."""
     has_kernels: bool = False
@@ -30,7 +30,7 @@ class Objective:
 
     @property
     def sweeps(self) -> int:
-        """How often a step of training computes all scores; the products of the gradients are not among these."""
+        """How often a training step computes all scores."""
         return 1 if self.pairwise else 2
 
     def dense(self, scores: "Tensor", positive: "Tensor", paired: int) -> "Tensor":
@@ -116,11 +116,11 @@ OBJECTIVES: dict[str, Objective] = {
 
 
 def exchange_of(nodes: int, texts: int, width: int, itemsize: int) -> str:
-    """What `auto` is for the texts (of all ranks) of a group over so many nodes.
+    """The exchange that `auto` stands for. `texts`: of all ranks of a group over `nodes` nodes.
 
-    Within a node a ring: it takes least memory. Across nodes a ring in rank order sends all texts through one network
-    card of a node. All cards share in a gather, where its memory is small (a million of 768 numbers in half precision
-    take 4.5 GiB with their float32 gradients), and otherwise in a ring of each rank with its like in the other nodes.
+    Within a node a ring: it takes the least memory. Across nodes a ring in rank order would send all texts through one
+    network card per node. A gather uses all cards, and is taken if its memory is small: a million texts of 768 numbers
+    in half precision take 4.5 GiB with their float32 gradients. Otherwise `nodes`, whose rings use all cards, too.
     """
     if nodes == 1:
         return "ring"

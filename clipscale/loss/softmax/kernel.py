@@ -56,9 +56,8 @@ def lse_kernel(
     """The references and the sums of 2^(y - reference) of one tile's rows, to row_partials (2, ceil(M / BN), N), and of
     its columns, to col_partials (2, ceil(N / BM), M).
 
-    One exponential an element, relative to the tile's largest score, serves both sums. Where a row or a column lies so
-    far below that its sum is not sound, they are taken again, each row and each column relative to its own largest
-    score.
+    One exponential an element, relative to the tile's largest score, serves both sums. If a row's or a column's scores
+    are so far below it that the sum underflows, all sums are computed again, each relative to its own largest score.
     """
     tile_row, tile_col = tile_position(n, m, BM, BN)
     rows, cols = tile_row * BM + tl.arange(0, BM), tile_col * BN + tl.arange(0, BN)
@@ -112,10 +111,10 @@ def softmax_gradient_kernel(
 
         G_ij = a_i 2^(y_ij - r_i) + b_j 2^(y_ij - c_j) - (a_i + b_j) [j = positive + i]
 
-    with the complete log-sum-exps r and c. The probabilities take a and b from row_weight and col_weight, corrected for
-    the rounding of r and c; the positives take them as they are, from row_target and col_target. All four are times
-    UNIT. products (programs,) = the tile's sum of UNIT * G_ij <u_i, v_j>, before the panel's type rounds G. No
-    exponential that counts overflows, as y_ij <= r_i and y_ij <= c_j.
+    with the complete log-sum-exps r and c. In the first two terms a and b are row_weight and col_weight, corrected for
+    the rounding of r and c; in the last they are row_target and col_target, exact. All four are times UNIT. products
+    (programs,) = the tile's sum of UNIT * G_ij <u_i, v_j>, before G is rounded to the panel's type. No exponential
+    inside the panel overflows, as y_ij <= r_i and y_ij <= c_j.
     """
     tile_row, tile_col = tile_position(n, m, BM, BN)
     dots = tile_dots(u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v, TMA, BM, BN, BK)
