@@ -76,7 +76,8 @@ def check_shard(url: str, config: DataConfig, most: int | None = None) -> Findin
         try:
             if sample.damage:
                 raise BrokenSampleError(sample.damage, sample.detail)
-            chosen.check(sample, chosen.draw(sample.members, CounterRNG(sample.index)))
+            caption, _ = chosen.draw(sample.members, CounterRNG(sample.index))
+            chosen.check(sample, caption)
             Picture(image_bytes(sample.members)).decode()
         except BrokenSampleError as error:
             findings.broken[error.reason] += 1
