@@ -40,6 +40,9 @@ from clipscale.step.optim import Schedule
 from clipscale.step.pass_contexts import note_statistics
 from clipscale.step.train_step import Agreement
 
+AFTER_SIGNAL_S = 60.0
+"""Wait for a copy: the launcher kills its workers after `launch.local.SHUTDOWN_S`, in which they save, too."""
+
 
 def train(config: TrainConfig) -> Record:
     """Train as configured, from the start or from the newest checkpoint, and evaluate at the end.
@@ -57,6 +60,7 @@ def train(config: TrainConfig) -> Record:
             if run.resolved.stage.last:
                 if world.main:
                     files.write_json(run.resolved.folder / RESULT, results)
+                    run.saver.copies.close(config.launch.timeout_s)
                 return results
             del run  # frees its model before the next stage's is built
             config = replace(config, resume="auto")
@@ -313,10 +317,12 @@ class Run:
             )
 
     def save_at_once(self) -> None:
-        """Save the completed steps, and wait until the checkpoint is complete."""
+        """Save the completed steps, wait until the checkpoint is complete, and a minute for its copy."""
         if self.step != self.saver.last_step:
             self.save(last=True)
         self.saver.wait()
+        if self.config.checkpoint.copy:
+            self.world.on_main(lambda: self.saver.copies.close(AFTER_SIGNAL_S))
 
 
 @contextmanager

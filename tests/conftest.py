@@ -118,6 +118,24 @@ def finished(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def s3() -> Iterator[str]:
+    """An S3-compatible server with a bucket `bucket`; yields its address."""
+    boto3 = pytest.importorskip("boto3")
+    server = pytest.importorskip("moto.server")
+    pytest.importorskip("s3fs").S3FileSystem.clear_instance_cache()
+    names = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
+    served = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    served.start()
+    url = "http://{}:{}".format(*served.get_host_and_port())
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**names, "AWS_ENDPOINT_URL": url, "NO_PROXY": "127.0.0.1"}.items():
+            patch.setenv(name, value)
+        boto3.client("s3", endpoint_url=url).create_bucket(Bucket="bucket")
+        yield url
+    served.stop()
+
+
+@pytest.fixture
 def short() -> Iterator[Path]:
     """A folder of a short path, for sockets."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:

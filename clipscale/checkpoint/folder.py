@@ -9,6 +9,7 @@ from pathlib import Path
 from clipscale.common.checkpoints import check_own, checkpoints_of, step_of
 from clipscale.common.errors import UserError
 from clipscale.common.units import format_bytes, unused
+from clipscale.config.sections import CheckpointConfig
 
 log = logging.getLogger(__name__)
 
@@ -68,12 +69,11 @@ def set_records_aside(run: Path) -> None:
         log.warning("run=%s begins anew, without a checkpoint; its earlier records are now in %s", run, aside)
 
 
-def outdated(run: Path, step: int, keep: int, keep_every: int) -> list[Path]:
-    """The checkpoints up to `step` that go: all but the newest `keep` (0: all) and multiples of `keep_every`."""
-    if not keep:
+def outdated(checkpoints: list[Path], config: CheckpointConfig) -> list[Path]:
+    """Of checkpoints by step, those that go: all but the newest `keep` (0: all) and multiples of `keep_every`."""
+    if not config.keep:
         return []
-    earlier = [path for path in checkpoints_of(run) if step_of(path) <= step]
-    return [path for path in earlier if not keep_every or step_of(path) % keep_every][:-keep]
+    return [path for path in checkpoints if not config.keep_every or step_of(path) % config.keep_every][: -config.keep]
 
 
 def remove(checkpoint: Path) -> None:

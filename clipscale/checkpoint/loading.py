@@ -7,6 +7,7 @@ import warnings
 import zlib
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from io import RawIOBase
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -111,12 +112,16 @@ def read_values(path: Path) -> Saved:
 
 def sum_of(file: Path) -> tuple[int, int]:
     """Size and CRC-32 of a file. Raises OSError."""
+    with file.open("rb", buffering=0) as stream:
+        return sum_of_stream(stream)
+
+
+def sum_of_stream(stream: RawIOBase) -> tuple[int, int]:
     size = 0
     checksum = 0
-    with file.open("rb", buffering=0) as stream:
-        while block := stream.read(BLOCK):
-            size += len(block)
-            checksum = zlib.crc32(block, checksum)
+    while block := stream.read(BLOCK):
+        size += len(block)
+        checksum = zlib.crc32(block, checksum)
     return size, checksum
 
 

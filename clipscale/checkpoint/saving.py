@@ -17,9 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future as TorchFuture
 
 from clipscale.checkpoint import folder
+from clipscale.checkpoint.copies import Copies
 from clipscale.checkpoint.loading import meta_text, split, sum_of, values_text
 from clipscale.checkpoint.saved import Saved
-from clipscale.common.checkpoints import META, path_of
+from clipscale.common.checkpoints import META, checkpoints_of, path_of
 from clipscale.common.errors import UserError, first_line
 from clipscale.common.files import sync
 from clipscale.common.terminal import tell
@@ -46,6 +47,9 @@ class Saver:
         self._pending: tuple[int, Future[Metadata]] | None = None
         """The step of the checkpoint that is being written, and its result."""
         self._stager = self._new_stager()
+        self.copies = Copies(run, config)
+        if config.copy and world.main:
+            self.copies.thread.start()
 
     def _new_stager(self) -> DefaultStager:
         pinned = self.world.device.type == "cuda"
@@ -133,8 +137,11 @@ class Saver:
             folder.remove(path)
         self._temporary(step).replace(path)
         sync(path.parent)
-        for old in folder.outdated(self.run, step, self.config.keep, self.config.keep_every):
-            folder.remove(old)
+        self.copies.due.put(True)
+        earlier = [each for each in checkpoints_of(self.run) if each.name <= path.name]
+        for old in folder.outdated(earlier, self.config):
+            if old not in self.copies.copying:
+                folder.remove(old)
 
 
 def shares(sizes: Mapping[str, int], world: int) -> dict[str, int]:

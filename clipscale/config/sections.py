@@ -43,6 +43,9 @@ class CheckpointConfig:
     every: str = setting("30m", "Time or steps between checkpoints: `30m`, `2h` or `500`; 0: none.")
     keep: int = setting(2, "Newest checkpoints kept; 0: all.", least=0)
     keep_every: int = setting(0, "Checkpoints at multiples of so many steps stay for good; 0: none.", least=0)
+    copy: str = setting(
+        "", "Address of a copy of the run, which a start without checkpoints takes: s3://bucket/path, a folder, ..."
+    )
 
     @property
     def interval(self) -> tuple[int, float]:

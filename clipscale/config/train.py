@@ -125,8 +125,8 @@ def check(config: TrainConfig) -> None:
     check_pairs(config)
     if re.match(r"[a-z][a-z0-9+.-]+:/", config.run, re.IGNORECASE):
         raise UserError(
-            f"run={config.run}: a run's folder is a path and no address; give run=NAME, and copy runs/NAME with a tool "
-            "of the storage, such as `aws s3 sync` (docs/runs.md, Copies)"
+            f"run={config.run}: a run's folder is a path and no address; give run=NAME, and checkpoint.copy=ADDRESS "
+            "for a copy there (docs/runs.md, Copies)"
         )
     if config.samples is not None and config.epochs is not None:
         raise UserError(

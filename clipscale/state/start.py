@@ -115,6 +115,8 @@ def resolve(config: TrainConfig, world: World) -> Resolved:
 def checkpoint_of(config: TrainConfig, world: World) -> Path | None:
     """The checkpoint to resume: of a run that torchrun or Slurm has restarted, its own newest one if there is any."""
     folder = Path(config.run)
+    if config.checkpoint.copy:
+        world.on_main(lambda: checkpoint.take(folder, config.checkpoint.copy, config.resume))
     restarts = [ranks.number(f"{launcher}_RESTART_COUNT", 0) for launcher in ("TORCHELASTIC", "SLURM")]
     newest = checkpoint.to_resume(folder, "auto", world) if any(restarts) else None
     return newest or checkpoint.to_resume(folder, config.resume, world)

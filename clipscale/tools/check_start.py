@@ -1,8 +1,9 @@
 """`clipscale train ... --check`: reads what a start would read, before a job waits in a queue. Starts nothing."""
 
+from clipscale.checkpoint import take
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import say
-from clipscale.common.units import counted
+from clipscale.common.units import counted, run_folder
 from clipscale.config.data import DataConfig
 from clipscale.config.stages import stages_of
 from clipscale.config.train import TrainConfig, crowded
@@ -38,6 +39,8 @@ def main(config: TrainConfig) -> None:
         for warning in {crowded(stage, epoch) for stage in stages_of(config)} - {""}:
             say(f"warning: {warning}", error=True)
         sets = len(chosen_sets(config.eval))
+    if config.checkpoint.copy:
+        take(run_folder(config.run), config.checkpoint.copy)
     found = f"{model.name} of {side} pixels, {counted(shards, 'shard')}, {counted(sets, 'evaluation set')}"
     say(f"checked, and nothing is started: {found}")
 

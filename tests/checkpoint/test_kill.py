@@ -6,6 +6,7 @@ imported everything and trained before, so a kill costs no more than the time th
 
 import os
 import random
+import shutil
 import signal
 import time
 import traceback
@@ -35,6 +36,7 @@ SEED = int(os.environ.get("CLIPSCALE_SEED", time.time_ns() % 2**32))
 def begin(work: Callable[..., Any], given: Any) -> int:
     """`work(given)` in a fork of this process, which prints nothing but the traceback of a failure."""
     if child := os.fork():
+        os.setpgid(child, child)
         return child
     status = 1
     try:
@@ -51,7 +53,7 @@ def kill(child: int) -> None:
     """Fails if it has ended by itself."""
     ended, status = os.waitpid(child, os.WNOHANG)
     assert not ended, f"it ended by itself with status {os.waitstatus_to_exitcode(status)}"
-    os.kill(child, signal.SIGKILL)
+    os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
 
 
@@ -74,16 +76,25 @@ def losses(run: Path) -> list[float]:
     return [record["loss"] for record in read_metrics(run / "metrics.jsonl")]
 
 
-def test_a_run_that_is_killed_again_and_again_has_the_undisturbed_curve(demo: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_run_that_is_killed_again_and_again_has_the_undisturbed_curve(
+    demo: Path, tmp_path: Path, request: pytest.FixtureRequest, copied: bool
+) -> None:
     """Bit for bit, with patch dropout, whose random state has to come back. Half of the kills come at any moment of the
     start or the steps, the others in the step, or its save, that follows a new one. No kill takes back what was saved.
+
+    `copied`: to S3. Half of the kills of each kind take the run's folder with them.
     """
     numbers, run = random.Random(SEED), tmp_path / "killed"
     model = ModelConfig(name="test", patch_dropout=0.3, architecture=ARCHITECTURE)
     config = settings(demo, run, batch=16, samples=16 * 10**6, model=model)
     chunks, often = CacheConfig(chunk=["6", "8"]), CheckpointConfig(every="1", keep=2)
+    if copied:
+        request.getfixturevalue("s3")
+        often = replace(often, copy="s3://bucket/killed")
     config = replace(config, cache=chunks, checkpoint=often)
-    train(replace(config, samples=32, run=str(tmp_path / "first")))  # imports, tokenizer, counts of operations
+    first = replace(config, samples=32, run=str(tmp_path / "first"), checkpoint=CheckpointConfig())
+    train(first)  # imports, tokenizer, counts of operations
     longest = 2 * until(lambda: len(losses(run)) >= 2, train, config)
     saved = [newest_step(run)]
     for number in range(KILLS):
@@ -96,11 +107,14 @@ def test_a_run_that_is_killed_again_and_again_has_the_undisturbed_curve(demo: Pa
         newest = newest_step(run)
         assert newest >= saved[-1], f"seed {SEED}, kill {number}: {saved[-1]} steps were saved, now {newest}"
         saved.append(newest)
+        if copied and number % 4 < 2:
+            shutil.rmtree(run, ignore_errors=True)  # it may not have begun
+            saved.append(0)
     assert not list((run / "checkpoints").glob("*.damaged")), f"seed {SEED}: a half checkpoint was taken for whole"
     further = sum(after > before for before, after in pairwise(saved))
     assert further >= KILLS // 2, f"seed {SEED}: only {further} of {KILLS} processes lived to save a step"
     whole = tmp_path / "whole"
-    until(lambda: len(losses(whole)) >= saved[-1], train, replace(config, run=str(whole)))
+    until(lambda: len(losses(whole)) >= saved[-1], train, replace(first, samples=config.samples, run=str(whole)))
     pairs = zip(losses(run)[: saved[-1]], losses(whole)[: saved[-1]], strict=True)
     differing = [step for step, (disturbed, expected) in enumerate(pairs, 1) if disturbed != expected]
     assert not differing, f"seed {SEED}: {len(differing)} of {saved[-1]} steps differ, the first is {differing[0]}"

@@ -4,7 +4,7 @@ import re
 import tarfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -185,24 +185,6 @@ def test_the_hub_gets_the_token_and_its_store_does_not(tmp_path: Path, monkeypat
         monkeypatch.setattr(HfFileSystem, "url", lambda self, path: f"{web.url}/resolve/main/00000.tar")
         samples, problem, _ = read("hf://datasets/me/pairs/00000.tar")
     assert members(samples) == members(read(str(path))[0]), problem
-
-
-@pytest.fixture
-def s3() -> Iterator[str]:
-    """An S3-compatible server with a bucket `bucket`; yields its address."""
-    boto3 = pytest.importorskip("boto3")
-    server = pytest.importorskip("moto.server")
-    pytest.importorskip("s3fs")
-    names = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
-    served = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    served.start()
-    url = "http://{}:{}".format(*served.get_host_and_port())
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**names, "AWS_ENDPOINT_URL": url, "NO_PROXY": "127.0.0.1"}.items():
-            patch.setenv(name, value)
-        boto3.client("s3", endpoint_url=url).create_bucket(Bucket="bucket")
-        yield url
-    served.stop()
 
 
 def test_storage_without_credentials_is_one_line_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,136 @@
+"""Copies of a run at any address of fsspec (`checkpoint.copy`), which outlive the machine.
+
+They lie there as in the run's folder: the records, and checkpoints, which are whole where meta.json is. It comes last.
+An empty file run=NAME says whose they are.
+"""
+
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+
+from fsspec.core import url_to_fs
+from fsspec.implementations.dirfs import DirFileSystem
+
+from clipscale.checkpoint.folder import TEMPORARY, outdated
+from clipscale.checkpoint.loading import read_meta, sum_of_stream, verify
+from clipscale.common.checkpoints import META, checkpoints_of, path_of, step_of
+from clipscale.common.errors import UserError, one_line
+from clipscale.common.terminal import tell
+from clipscale.config.sections import CheckpointConfig
+
+RECORDS = ("config.yaml", "env.json", "metrics.jsonl", "eval/step_*.json", "result.json")
+
+
+def opened(address: str) -> DirFileSystem:
+    local = {} if "://" in address else {"auto_mkdir": True}
+    system, root = url_to_fs(address, use_listings_cache=False, **local)
+    return DirFileSystem(root, system)
+
+
+def whole(store: DirFileSystem, run: Path) -> list[Path]:
+    """The whole checkpoints of the store, by step. Raises UserError for another run's, and others' files."""
+    names = store.glob("*")
+    if names and f"run={run.name}" not in names:
+        raise UserError(f"checkpoint.copy: it holds {names[-1]}, and not run={run.name}; choose another address")
+    return sorted((Path(name).parent for name in store.glob(f"checkpoints/step_*/{META}")), key=step_of)
+
+
+def take(run: Path, address: str, resume: str | None = None) -> None:
+    """Take the newest whole checkpoint and the records where the run has no checkpoint.
+
+    `resume`: the setting; only `auto` takes one. None: only look. Raises UserError.
+    """
+    here = checkpoints_of(run)
+    try:
+        store = opened(address)
+        found = [] if here else whole(store, run)
+        if found and resume not in ("auto", None):
+            raise UserError("checkpoint.copy: it holds checkpoints; take resume=auto, or another address")
+        while found and resume:
+            path = found.pop()
+            target = path_of(run, step_of(path))
+            temporary = target.with_suffix(TEMPORARY)
+            store.get(str(path), str(temporary), recursive=True)  # to a folder that is new
+            try:
+                verify(temporary)
+            except UserError as error:
+                if not found:
+                    raise
+                tell(f"warning: checkpoint.copy: {error}")
+                continue
+            copy_records(store, opened(str(run)))
+            temporary.replace(target)
+            tell(f"{path.name} is taken from checkpoint.copy")
+            break
+    except UserError:
+        raise
+    except Exception as error:  # each library behind fsspec has its own
+        raise UserError(f"checkpoint.copy={address}: {one_line(error)}") from error
+
+
+def copy_records(source: DirFileSystem, target: DirFileSystem) -> None:
+    for pattern in RECORDS:
+        for name in source.glob(pattern):
+            target.pipe_file(TEMPORARY, source.cat_file(name))
+            target.mv(TEMPORARY, name)
+
+
+class Copies:
+    """Copies a run's newest checkpoint and its records, in a thread, at first and for each True in `due`.
+
+    A copy that has begun is completed. Of the checkpoints that are on the disk by then the newest is next. Files are
+    read back. What fails is a line, once for each kind until a copy succeeds; the next checkpoint is another attempt.
+    """
+
+    def __init__(self, run: Path, config: CheckpointConfig) -> None:
+        self.run, self.config = run, config
+        self.copying: list[Path] = []
+        """The checkpoint that must stay on the disk."""
+        self.due: SimpleQueue[bool] = SimpleQueue()
+        self.due.put(True)
+        self.thread = Thread(target=self._work, daemon=True)
+
+    def close(self, limit: float) -> None:
+        """Copy what there is now. Wait for it at most `limit` seconds."""
+        self.due.put(True)
+        self.due.put(False)
+        if self.thread.is_alive():
+            self.thread.join(limit)
+            if self.thread.is_alive():
+                tell(f"warning: checkpoint.copy: not complete after {limit:.0f} s")
+
+    def _work(self) -> None:
+        problem: type | None = None
+        while self.due.get():
+            try:
+                self._copy(opened(self.config.copy))
+                problem = None
+            except Exception as error:  # as above
+                if type(error) is not problem:
+                    tell(f"warning: checkpoint.copy: {one_line(error)}; the run goes on")
+                problem = type(error)
+            self.copying = []
+
+    def _copy(self, store: DirFileSystem) -> None:
+        whole(store, self.run)
+        self.copying = checkpoints_of(self.run)[-1:]  # the records that follow are no older
+        store.pipe_file(f"run={self.run.name}", b"")
+        copy_records(opened(str(self.run)), store)
+        for path in self.copying:
+            copy_checkpoint(store, path)
+            found = [each for each in whole(store, self.run) if each.name <= path.name]
+            for name in {*store.glob("checkpoints/step_*")} - {*map(str, {*found} - {*outdated(found, self.config)})}:
+                store.rm(name, recursive=True)
+
+
+def copy_checkpoint(store: DirFileSystem, path: Path) -> None:
+    """Raises OSError where what is read back differs."""
+    place = f"checkpoints/{path.name}/"
+    if (path / META).read_bytes() in store.cat([place + META], on_error="omit").values():
+        return
+    for name, expected in read_meta(path)["files"].items():
+        store.put_file(str(path / name), place + name)
+        with store.open(place + name) as stream:
+            if [*sum_of_stream(stream)] != expected:
+                raise OSError(f"{path.name}/{name} differs when it is read back")
+    store.put_file(str(path / META), place + META)

@@ -1,0 +1,129 @@
+"""Copies of a run outlive its folder: a start takes the newest whole one, of its own run alone."""
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+
+from clipscale import checkpoint
+from clipscale.config.sections import CheckpointConfig, LaunchConfig, ScheduleConfig
+from clipscale.config.train import TrainConfig
+from clipscale.train import train
+from tests.conftest import Cap
+from tests.support.checkpoints import ALONE
+from tests.support.ranks import run_ranks
+from tests.support.refused import refused
+from tests.support.runs import curve, on_a_rank, small
+
+
+def copied(shards: str, run: Path, address: object, launch: LaunchConfig) -> TrainConfig:
+    """Four steps at a constant rate, of which two are a run of half the samples."""
+    config = CheckpointConfig(every="1", copy=str(address))
+    return small(shards, run, checkpoint=config, schedule=ScheduleConfig(name="constant", warmup="0"), launch=launch)
+
+
+def in_ranks(config: TrainConfig) -> None:
+    run_ranks(on_a_rank, 2, config)
+
+
+@pytest.mark.parametrize(
+    ("address", "start", "parallel"),
+    [
+        ("s3://bucket/runs/mine", train, "ddp"),
+        pytest.param("", in_ranks, "ddp", marks=pytest.mark.slow),
+        ("", in_ranks, "zero3"),
+    ],
+)
+def test_a_run_whose_folder_is_lost_goes_on_from_its_copy_bit_for_bit(
+    shards: str, tmp_path: Path, s3: str, address: str, start: Callable[[TrainConfig], Any], parallel: str
+) -> None:
+    run = tmp_path / "run"
+    config = copied(shards, run, address or tmp_path / "store", LaunchConfig(parallel=parallel))
+    start(replace(config, samples=24))
+    shutil.rmtree(run)
+    start(config)
+    assert (run / "result.json").is_file()
+    start(replace(config, run=str(tmp_path / "whole"), checkpoint=CheckpointConfig()))
+    assert curve(run) == curve(tmp_path / "whole")
+
+
+def save(root: Path, steps: list[int], **changes: Any) -> checkpoint.Saver:
+    """Write these checkpoints of `root/run`, each when the one before is in `root/store`."""
+    saver = checkpoint.Saver(root / "run", ALONE, CheckpointConfig(copy=str(root / "store"), **changes))
+    for step in steps:
+        saver.save(checkpoint.Saved(step), last=True)
+        while not (checkpoint.path_of(root / "store", step) / "meta.json").exists():
+            time.sleep(0.01)
+    saver.copies.close(60)
+    return saver
+
+
+def steps(run: Path) -> list[int]:
+    return [checkpoint.step_of(path) for path in checkpoint.checkpoints_of(run)]
+
+
+def test_old_copies_and_parts_go_and_nothing_else(tmp_path: Path) -> None:
+    save(tmp_path, [1])
+    store = tmp_path / "store"
+    checkpoint.path_of(store, 3).mkdir()  # of a start that was killed while it copied
+    (store / "checkpoints" / "note.txt").touch()
+    save(tmp_path, [4, 5, 6, 7], keep=2, keep_every=4)
+    assert steps(store) == steps(tmp_path / "run") == [4, 6, 7]
+    assert (store / "checkpoints" / "note.txt").exists()
+
+
+def test_a_checkpoint_stays_on_the_disk_while_it_is_copied(tmp_path: Path) -> None:
+    saver = save(tmp_path, [1], keep=1)
+    saver.copies.copying = checkpoint.checkpoints_of(tmp_path / "run")
+    saver.save(checkpoint.Saved(2), last=True)
+    assert steps(tmp_path / "run") == [1, 2]
+
+
+def test_of_a_half_and_of_a_damaged_copy_the_one_before_is_taken(tmp_path: Path, capsys: Cap) -> None:
+    save(tmp_path, [1, 2, 3], keep=0)
+    run, store = tmp_path / "run", tmp_path / "store"
+    shutil.rmtree(run)
+    (checkpoint.path_of(store, 3) / "meta.json").unlink()
+    (checkpoint.path_of(store, 2) / ".metadata").write_bytes(b"")
+    checkpoint.take(run, str(store), "auto")
+    assert steps(run) == [1]
+    assert "step_00000002.tmp is damaged" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("run", "address", "resume", "line"),
+    [
+        ("other", "{}/store", "auto", "it holds run=run, and not run=other; choose another address"),
+        ("run", "{}", "auto", "it holds store, and not run=run"),
+        ("run", "{}/store", "none", "resume=auto"),
+        ("run", "s4://bucket", None, "s4://bucket: Protocol not known"),
+        ("run", "s3://no-bucket/runs", None, "bucket does not exist"),
+    ],
+)
+def test_what_is_not_the_copy_of_this_run_is_refused(
+    tmp_path: Path, s3: str, run: str, address: str, resume: str | None, line: str
+) -> None:
+    save(tmp_path, [1])
+    shutil.rmtree(tmp_path / "run")
+    with refused(line):
+        checkpoint.take(tmp_path / run, address.format(tmp_path), resume)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_store_that_fails_costs_one_line(
+    shards: str, tmp_path: Path, capsys: Cap, monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    def put(*_: object, **__: object) -> None:
+        time.sleep(1000 * hangs)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(LocalFileSystem, "put_file", put)
+    train(copied(shards, tmp_path / "run", tmp_path / "store", LaunchConfig(timeout_s=2)))
+    assert len(curve(tmp_path / "run")) == 4
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "checkpoint.copy" in line]
+    assert ("not complete after 2 s" if hangs else "No space left") in line
