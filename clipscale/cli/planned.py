@@ -74,8 +74,10 @@ class Planner:
         self.refusal = f"this run {plan['lines'][0]}; plan=false starts it all the same"
         loading = signal.getsignal(signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
-        while loading is signal.default_int_handler and not self._closed.wait(0.2):
-            if signal.getsignal(signal.SIGINT) is not loading:  # an import has swallowed it: the steps are reached
+        while not self._closed.wait(
+            0.2
+        ):  # an import has swallowed it, or it is ignored, as in the background of a script
+            if signal.getsignal(signal.SIGINT) is not loading:  # the steps are reached
                 os.kill(os.getpid(), signal.SIGINT)
                 break
 

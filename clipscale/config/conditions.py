@@ -101,7 +101,9 @@ def caption_sources(texts: Sequence[str]) -> tuple[CaptionSource, ...]:
             share = math.nan
         if not name.strip() or not 0 <= share < math.inf:
             raise UserError(f"data.captions={text}: write sources with weights from 0 on, as in [txt=1,json:alt=3]")
-        source, _, part = name.strip().partition("@")
+        source, at, part = name.strip().rpartition("@")
+        if not at or (part not in PARTS and ":" in source):  # a json field may have one in its name
+            source, part = name.strip(), ""
         if part not in PARTS:
             raise UserError(f"data.captions={text}: @{part} is none of {', '.join(f'@{each}' for each in PARTS[1:])}")
         sources.append(CaptionSource(source, share, part))

@@ -24,13 +24,17 @@ def answer(_: Planner) -> tuple[bytes, str]:
     return REFUSED, ""
 
 
-def test_a_refusal_that_an_import_has_swallowed_ends_the_run_at_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("loading", [signal.default_int_handler, signal.SIG_IGN])
+def test_a_refusal_that_is_lost_while_the_run_loads_ends_it_at_its_steps(
+    monkeypatch: pytest.MonkeyPatch, loading: Any
+) -> None:
+    """By an import that swallows it, or since a script's background ignores it."""
     monkeypatch.setattr(Planner, "_answer", answer)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = signal.signal(signal.SIGINT, loading)
     try:
         with pytest.raises(UserError, match="does not fit: 20 GiB"), planned(TrainConfig()):
             with suppress(KeyboardInterrupt):
-                time.sleep(10)
+                time.sleep(2)
             signal.signal(signal.SIGINT, stop)
             time.sleep(10)
             pytest.fail("the run goes on")

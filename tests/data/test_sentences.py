@@ -64,6 +64,6 @@ def test_ranks_workers_and_resumed_runs_draw_the_same_parts(tmp_path: Path, part
 
 
 def test_an_unknown_part_is_refused() -> None:
-    assert caption_sources(["json:alt@span=3"])[0] == ("json:alt", 3.0, "span")
+    assert caption_sources(["json:alt@span=3", "json:@id"]) == (("json:alt", 3.0, "span"), ("json:@id", 1.0, ""))
     with refused("data.captions=txt@first: @first is none of @sentence, @span, @later"):
         caption_sources(["txt@first"])
