@@ -74,10 +74,9 @@ class Planner:
         self.refusal = f"this run {plan['lines'][0]}; plan=false starts it all the same"
         loading = signal.getsignal(signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
-        while not self._closed.wait(
-            0.2
-        ):  # an import has swallowed it, or it is ignored, as in the background of a script
-            if signal.getsignal(signal.SIGINT) is not loading:  # the steps are reached
+        # An import may have swallowed it, and a script's background ignores it. The steps bring a handler of their own.
+        while not self._closed.wait(0.2):
+            if signal.getsignal(signal.SIGINT) is not loading:
                 os.kill(os.getpid(), signal.SIGINT)
                 break
 
