@@ -40,10 +40,10 @@ def take(run: Path, address: str, resume: str | None = None) -> None:
 
     `resume`: the setting; only `auto` takes one. None: only look. Raises UserError.
     """
-    here = checkpoints_of(run)
+    own = checkpoints_of(run)
     try:
         store = opened(address)
-        found = [] if here else whole(store, run)
+        found = [] if own else whole(store, run)
         if found and resume not in ("auto", None):
             raise UserError("checkpoint.copy: it holds checkpoints; take resume=auto, or another address")
         while found and resume:
@@ -125,12 +125,12 @@ class Copies:
 
 def copy_checkpoint(store: DirFileSystem, path: Path) -> None:
     """Raises OSError where what is read back differs."""
-    place = f"checkpoints/{path.name}/"
-    if (path / META).read_bytes() in store.cat([place + META], on_error="omit").values():
+    prefix = f"checkpoints/{path.name}/"
+    if (path / META).read_bytes() in store.cat([prefix + META], on_error="omit").values():
         return
     for name, expected in read_meta(path)["files"].items():
-        store.put_file(str(path / name), place + name)
-        with store.open(place + name) as stream:
+        store.put_file(str(path / name), prefix + name)
+        with store.open(prefix + name) as stream:
             if [*sum_of_stream(stream)] != expected:
                 raise OSError(f"{path.name}/{name} differs when it is read back")
-    store.put_file(str(path / META), place + META)
+    store.put_file(str(path / META), prefix + META)

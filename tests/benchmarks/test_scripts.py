@@ -147,12 +147,12 @@ def test_pictures_of_others_train_both_programs_on_as_many_samples(script: Any, 
 @pytest.mark.slow
 def test_the_sources_tables_are_printed_and_say_what_is_exact(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
     sources = script("sources")
-    assert all(row["loss"] <= 1.1 * row["theirs"] for row in sources.main(["table4"]))
+    assert all(0.6 < row["loss"] / row["theirs"] <= 1.1 for row in sources.main(["table4"]))
     errors = {(row["name"], row["ranks"]): row["error"] for row in sources.main(["discrepancy"])}
     assert max(error for (name, _), error in errors.items() if name.startswith(("clipscale", "gather"))) < 1e-12
     assert errors["naive gather", 4] == pytest.approx(0.75) and errors["local loss", 2] > 0.1
     rows = sources.main(["figure1", "batches=16", "chunk=8", "repeats=1"])
     assert {row["way"]: row["error"] < 1e-5 for row in rows}["accumulation"] is False
     assert all(row["error"] < 1e-5 for row in rows if row["way"] != "accumulation")
-    assert sources.main(["dpr", "steps=1"])[0]["error"] < 1e-3
+    assert sources.main(["dpr", "steps=1"])[0]["error"] < 1e-4
     assert "| gradient cache |" in capsys.readouterr().out
