@@ -122,7 +122,8 @@ def s3() -> Iterator[str]:
     """An S3-compatible server with a bucket `bucket`; yields its address."""
     boto3 = pytest.importorskip("boto3")
     server = pytest.importorskip("moto.server")
-    pytest.importorskip("s3fs").S3FileSystem.clear_instance_cache()
+    file_systems = pytest.importorskip("s3fs").S3FileSystem
+    file_systems.clear_instance_cache()
     names = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
     served = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     served.start()
@@ -133,6 +134,7 @@ def s3() -> Iterator[str]:
         boto3.client("s3", endpoint_url=url).create_bucket(Bucket="bucket")
         yield url
     served.stop()
+    file_systems.clear_instance_cache()  # it remembers the address and the keys, for tests that come after
 
 
 @pytest.fixture
