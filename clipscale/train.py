@@ -41,7 +41,7 @@ from clipscale.step.pass_contexts import note_statistics
 from clipscale.step.train_step import Agreement
 
 AFTER_SIGNAL_S = 60.0
-"""Wait for a copy: the launcher kills its workers after `launch.local.SHUTDOWN_S`, in which they save, too."""
+"""Seconds to wait for a copy after a signal. Within `launch.local.SHUTDOWN_S` the workers must also have saved."""
 
 
 def train(config: TrainConfig) -> Record:

@@ -1,7 +1,7 @@
 """Copies of a run at any address of fsspec (`checkpoint.copy`), which outlive the machine.
 
-They lie there as in the run's folder: the records, and checkpoints, which are whole where meta.json is. It comes last.
-An empty file run=NAME says whose they are.
+A copy is laid out as the run's folder: records and checkpoints. meta.json is copied last, so a checkpoint that has it
+is whole. An empty file run=NAME names the run.
 """
 
 from pathlib import Path
@@ -28,7 +28,7 @@ def opened(address: str) -> DirFileSystem:
 
 
 def whole(store: DirFileSystem, run: Path) -> list[Path]:
-    """The whole checkpoints of the store, by step. Raises UserError for another run's, and others' files."""
+    """The whole checkpoints of the store, by step. Raises UserError if it holds another run's copy or other files."""
     names = store.glob("*")
     if names and f"run={run.name}" not in names:
         raise UserError(f"checkpoint.copy: it holds {names[-1]}, and not run={run.name}; choose another address")
@@ -36,9 +36,9 @@ def whole(store: DirFileSystem, run: Path) -> list[Path]:
 
 
 def take(run: Path, address: str, resume: str | None = None) -> None:
-    """Take the newest whole checkpoint and the records where the run has no checkpoint.
+    """If the run has no checkpoint, fetch the newest whole one and the records.
 
-    `resume`: the setting; only `auto` takes one. None: only look. Raises UserError.
+    `resume`: the setting; only `auto` fetches. None: only check the store. Raises UserError.
     """
     own = checkpoints_of(run)
     try:
@@ -76,10 +76,11 @@ def copy_records(source: DirFileSystem, target: DirFileSystem) -> None:
 
 
 class Copies:
-    """Copies a run's newest checkpoint and its records, in a thread, at first and for each True in `due`.
+    """A thread that copies a run's newest checkpoint and its records, once at the start and once for each True in
+    `due`.
 
-    A copy that has begun is completed. Of the checkpoints that are on the disk by then the newest is next. Files are
-    read back. What fails is a line, once for each kind until a copy succeeds; the next checkpoint is another attempt.
+    It completes a copy before it starts the next, of the checkpoint that is newest then. A checkpoint's files are read
+    back and compared. An error prints a line, once per type until a copy succeeds; the next checkpoint is the retry.
     """
 
     def __init__(self, run: Path, config: CheckpointConfig) -> None:
@@ -91,7 +92,7 @@ class Copies:
         self.thread = Thread(target=self._work, daemon=True)
 
     def close(self, limit: float) -> None:
-        """Copy what there is now. Wait for it at most `limit` seconds."""
+        """Copy the present state and end. Waits for that at most `limit` seconds."""
         self.due.put(True)
         self.due.put(False)
         if self.thread.is_alive():
@@ -124,7 +125,7 @@ class Copies:
 
 
 def copy_checkpoint(store: DirFileSystem, path: Path) -> None:
-    """Raises OSError where what is read back differs."""
+    """Copy a checkpoint that the store does not have. Raises OSError if a file that is read back differs."""
     prefix = f"checkpoints/{path.name}/"
     if (path / META).read_bytes() in store.cat([prefix + META], on_error="omit").values():
         return

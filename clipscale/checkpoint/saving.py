@@ -43,7 +43,7 @@ class Saver:
     def __init__(self, run: Path, world: World, config: CheckpointConfig) -> None:
         self.run, self.world, self.config = run, world, config
         self.last_step: int | None = None
-        """Of the newest checkpoint begun."""
+        """The step of the newest checkpoint begun."""
         self._pending: tuple[int, Future[Metadata]] | None = None
         """The step of the checkpoint that is being written, and its result."""
         self._stager = self._new_stager()
@@ -145,7 +145,7 @@ class Saver:
 
 
 def shares(sizes: Mapping[str, int], world: int) -> dict[str, int]:
-    """The rank that writes each tensor, by their bytes: the largest first, to the rank that has least so far."""
+    """The rank that writes each tensor: the largest tensors first, each to the rank with the fewest bytes so far."""
     loads = [0] * world
     owners = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
@@ -165,7 +165,7 @@ class Writer(dcp.FileSystemWriter):
     """torch's writer, which adds meta.json with the checksums of all files."""
 
     def __init__(self, path: Path, values: str, complete: Callable[[], None]) -> None:
-        """`values`: of rank 0, for meta.json. Rank 0 calls `complete` when everything is on the disk."""
+        """`values`: rank 0's text for meta.json. Rank 0 calls `complete` when everything is on the disk."""
         super().__init__(path)
         self._values, self._complete = values, complete
 

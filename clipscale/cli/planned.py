@@ -74,7 +74,8 @@ class Planner:
         self.refusal = f"this run {plan['lines'][0]}; plan=false starts it all the same"
         loading = signal.getsignal(signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
-        # An import may have swallowed it, and a script's background ignores it. The steps bring a handler of their own.
+        # An import may swallow the first SIGINT, and background shells ignore it: send another to the run's own
+        # handler.
         while not self._closed.wait(0.2):
             if signal.getsignal(signal.SIGINT) is not loading:
                 os.kill(os.getpid(), signal.SIGINT)

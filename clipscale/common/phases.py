@@ -70,7 +70,7 @@ class Phases:
 
     @cached_property
     def seconds(self) -> dict[str, float]:
-        """Of all parts, when the last has begun. On a GPU this waits for its end, not for what was queued later."""
+        """Each part's seconds, once the last has begun. On a GPU this waits for its end, not for work queued later."""
         if self.device.type != "cuda":
             return {name: ended - started for name, (started, ended) in self._spans.items()}
         for _, ended in self._spans.values():
@@ -84,7 +84,7 @@ class Phases:
     def working_bytes(self, graph: int) -> int:
         """The peak beyond the allocation at the step's start; on a CPU beyond what the process holds after it.
 
-        `graph`: bytes of a chunk's graph, without which the peaks of `encode` and `replay` count on a GPU.
+        `graph`: bytes of a chunk's graph; on a GPU they are subtracted from the peaks of `encode` and `replay`.
         """
         if self.device.type == "cuda":
             with_graph = ("encode", "replay")
@@ -93,7 +93,7 @@ class Phases:
         return max(0, peak - psutil.Process().memory_info().rss)
 
     def record(self) -> dict[str, float | int | None]:
-        """By the names in `metrics.jsonl`: seconds, the highest allocation, and each part's beyond its start."""
+        """By the names in `metrics.jsonl`: seconds, the highest allocation, and each part's peak beyond its start."""
         peak, before = self.peak, self.before
         return {
             "step_s": self.total,

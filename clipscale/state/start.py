@@ -113,7 +113,7 @@ def resolve(config: TrainConfig, world: World) -> Resolved:
 
 
 def checkpoint_of(config: TrainConfig, world: World) -> Path | None:
-    """The checkpoint to resume: of a run that torchrun or Slurm has restarted, its own newest one if there is any."""
+    """The checkpoint to resume; after a restart by torchrun or Slurm, the run's own newest one if there is any."""
     folder = Path(config.run)
     if config.checkpoint.copy:
         world.on_main(lambda: checkpoint.take(folder, config.checkpoint.copy, config.resume))
@@ -221,7 +221,7 @@ def restore_random(run: Resolved, world: World) -> None:
 
 
 def fitting_streams(run: Resolved, streams: int) -> int:
-    """The most of `streams` shard streams that divide the batches of all stages."""
+    """The largest divisor of `streams` that divides the batches of all stages; `streams` if all batches are equal."""
     batches = {stage.config.batch for stage in run.stages}
     return math.gcd(streams, *batches) if len(batches) > 1 else streams
 

@@ -39,7 +39,8 @@ class TrainState:
     chunks: ChunkSizes
 
     def saved(self) -> Record:
-        """Its fields of `Saved`. The tensors are views, sharded as the weights are: the next step changes them."""
+        """The fields of `Saved` that it provides. The tensors are views, sharded as the weights are: the next step
+        changes them."""
         step = self.step
         optimizer = get_optimizer_state_dict(self.model, step.optimizer)
         return {
@@ -89,8 +90,8 @@ class TrainState:
 
 
 def least_saved_bytes(config: TrainConfig) -> int:
-    """Bytes of a checkpoint, at least: what other optimizers keep, and what a frozen tower takes, are not known before
-    the run."""
+    """A lower bound of a checkpoint's bytes, without towers that have frozen layers and the state of optimizers not in
+    MOMENTS."""
     encoders, model = unbuilt_encoders(config.model), config.model
     towers = (encoders.visual, model.image), (encoders.text, model.text)
     trained = sum(p.nbytes for tower, part in towers if part.groups is None for p in tower.parameters())

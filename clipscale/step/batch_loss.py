@@ -18,8 +18,8 @@ from clipscale.models.towers import ClipModel, unit_rows
 class BatchLoss:
     """The global mean of the loss, on every rank. Each rank's gradient is a share: the shares sum to the gradient.
 
-    With `loss.sizes` (Matryoshka, Kusupati et al. 2022, arXiv 2205.13147, equation 1) it is a sum of losses: of the
-    whole features, and for each size of their first `size` numbers, normalised to unit length.
+    With `loss.sizes` (Matryoshka, Kusupati et al. 2022, arXiv 2205.13147, equation 1) it is a sum of losses: one of the
+    whole features, and for each size one of their first `size` numbers, normalised to unit length.
     """
 
     config: TrainConfig

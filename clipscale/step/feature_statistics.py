@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 EVERY = 100
-"""They are computed in the first step and in every multiple of this."""
+"""They are computed in the first step and in every step that is a multiple of this."""
 SAMPLE = 4096
-"""They use at most so many pairs."""
+"""They use at most this many pairs."""
 
 
 @torch.no_grad()

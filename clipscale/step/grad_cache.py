@@ -57,7 +57,8 @@ class GradCache:
     Args:
         encoders: one module or callable per tower; each maps its chunk to a tensor (samples, ...). The same module may
             serve several towers. A module without trainable parameters is encoded once and not replayed. Under DDP or
-            FSDP2 the gradients of each module are synchronised once, with its last chunk.
+            FSDP2 the gradients of each module are synchronised once, with its last chunk, unless it has a method
+            `gradient_sync` of its own.
         loss: maps one representation tensor per tower, over the whole (local) batch, to a scalar.
         chunks: samples per chunk, one size for all towers or one per tower. The last chunk may be shorter.
         keep_bytes: memory for graphs that are kept from the first pass, so that their chunks need no replay; the same
@@ -124,7 +125,7 @@ class GradCache:
         if any(tower.graphs.exhausted for tower in self._towers):
             budget = 0
         elif budget is not None:
-            # Also a tower that keeps none builds one graph at a time in its replay, beside later towers' kept graphs.
+            # A tower that keeps none still builds one graph at a time in its replay, beside later towers' kept graphs.
             budget -= sum(max(1, tower.graphs.count) * tower.graphs.bytes_each for tower in self._towers[:i])
         measures = self.keep_bytes is None or 0 < self.keep_bytes < math.inf
         return self._towers[i].encode(batch, self.chunks[i], budget, before_chunk, measures=measures)
@@ -139,7 +140,7 @@ class GradCache:
     def replay(self, before_chunk: Callable[[], None] = _nothing) -> None:
         """Second pass: encode every chunk again, with a graph, and backpropagate its rows of the gradient.
 
-        `before_chunk` as of `encode`.
+        `before_chunk`: see `encode`.
         """
         for tower in self._towers:
             tower.replay(before_chunk)

@@ -18,8 +18,8 @@ class KeepBudget:
     """The bytes for kept graphs in each step: `cache.keep` is `none`, a number of bytes, or `auto`.
 
     `auto` keeps none in the first step, which measures a chunk's graph and the step's working memory
-    (`Phases.working_bytes`). Later steps keep graphs in the free memory, less the working memory and a margin. The
-    graph of a replayed chunk does not count: the kept graphs of its tower have been freed by then.
+    (`Phases.working_bytes`). Later steps keep graphs in the free memory, less the working memory and a margin. A
+    replayed chunk's graph is not part of the working memory: its tower's kept graphs are freed before it is built.
     """
 
     def __init__(self, setting: str, world: World) -> None:

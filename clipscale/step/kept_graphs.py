@@ -15,7 +15,8 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class KeptGraphs:
-    """The graphs that a tower keeps, of a step's first chunks. All ranks keep as many; one that gave up keeps none.
+    """The graphs a tower keeps: those of a step's first chunks. All ranks keep the same number, except a rank that ran
+    out of memory, which keeps none.
 
     A finite budget needs the bytes of a graph: the first step at a batch size measures them and keeps none.
     """
@@ -34,8 +35,8 @@ class KeptGraphs:
     def start_step(self, rows: int, chunks: int, budget: float | None, *, measures: bool) -> None:
         """Prepare for a step of `rows` samples, of which `chunks` chunks have a second pass.
 
-        `budget`: bytes for this tower's graphs. `measures`: whether to measure a graph, the same on all ranks: also one
-        that gave up takes part.
+        `budget`: bytes for this tower's graphs. `measures`: whether to measure a graph. The same on all ranks, even
+        those that gave up, since `end` is a collective.
         """
         if rows != self._rows:
             self._rows = rows
@@ -74,7 +75,7 @@ class KeptGraphs:
         """End the first pass: all ranks agree on the largest measured graph."""
         if self._measured is None:
             return
-        # Of several chunks without the first, which also allocates what all share, such as gathered weights.
+        # Skip the first of several chunks: it also allocates what later chunks reuse, such as gathered weights.
         largest = torch.tensor(max(self._measured[len(self._measured) > 2 :]), device=device)
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(largest, dist.ReduceOp.MAX)

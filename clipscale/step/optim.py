@@ -25,7 +25,7 @@ MOMENTS = {"adamw": 2, "adam": 2, "nadamw": 2, "lamb": 2, "lion": 1}
 
 
 def known_optimizer(config: OptimConfig) -> timm.optim.OptimInfo:
-    """timm's facts of the optimizer. Raises UserError for one that its factory does not know."""
+    """timm's description of the optimizer. Raises UserError for one that its factory does not know."""
     known = [str(name) for name in timm.optim.list_optimizers()]
     if config.name not in known:
         raise UserError(f"optim.name={config.name!r} is not one of timm's optimizers{nearest(config.name, known)}")

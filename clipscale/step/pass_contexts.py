@@ -42,8 +42,7 @@ def repeatable(encoder: Callable[..., Tensor]) -> bool:
 
 
 def summing(encoder: Callable[..., Tensor], out: Tensor) -> Tensor:
-    """The output of a kept graph, so that its backward pass sums gradients, though its forward pass was under
-    `no_sync`.
+    """`out`, whose forward pass ran under `no_sync`, such that its backward pass sums DDP's gradients.
 
     DDP decides in a forward pass whether the next backward pass sums. So `out` passes through the wrapper again, with
     the identity as its module.

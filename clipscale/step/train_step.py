@@ -64,7 +64,7 @@ class StepResult:
     widths: dict[int, int]
     """Width in tokens -> captions that the text tower computed at it."""
     statistics: dict[str, Tensor]
-    """Of the features, on rank 0 and in some steps."""
+    """Statistics of the features; empty on other ranks than 0 and in most steps."""
 
 
 @dataclass
@@ -81,7 +81,7 @@ class TrainStep:
     average: WeightAverage | None
     keep: KeepBudget
     sorts: bool
-    """Whether captions are sorted by length and lose their padding, on which this text tower's features do not depend.
+    """Whether captions are sorted by length and lose their padding: for text towers whose features do not depend on it.
     """
 
     def run(

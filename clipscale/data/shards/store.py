@@ -25,7 +25,7 @@ from clipscale.common.errors import UserError
 from clipscale.data.shards.addresses import EVENT, SourceError, is_local, scheme_of
 
 RETRIES = 8
-"""A shard is given up after so many repeated requests in a row have failed: about a minute."""
+"""A shard is given up after this many failed retries in a row: about a minute."""
 WAIT_S = 30.0
 """Seconds of a server's silence after which a request is repeated."""
 BLOCK = 4 << 20
