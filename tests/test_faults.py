@@ -49,7 +49,7 @@ def test_a_run_that_could_not_save_is_refused_at_its_start(
         before.setattr("clipscale.state.start.build_model", None)
         train(small(shards, tmp_path / "run"))
     assert not (tmp_path / "run/metrics.jsonl").exists()
-    (size,) = re.findall(r"two checkpoints take ([\d.]+) MiB each; make room, or choose", str(full.value))
+    (size,) = re.findall(r"a checkpoint takes ([\d.]+) MiB, and the first one needs room for two; ", str(full.value))
     room = round(2.01 * float(size) * 2**20)
     train(small(shards, tmp_path / "run"))
     (saved,) = checkpoint.checkpoints_of(tmp_path / "run")

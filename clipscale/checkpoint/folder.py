@@ -14,17 +14,16 @@ from clipscale.config.sections import CheckpointConfig
 log = logging.getLogger(__name__)
 
 TEMPORARY = ".tmp"
-"""Ends the name of what is being written or deleted."""
+"""Suffix of the names of files and folders that are being written or deleted."""
 LEFT = re.compile(
-    r"\.(config\.yaml|env\.json|metrics\.jsonl|result\.json|plan\.json|step_\d+\.json|final\.json)-[0-9a-f]{16}\.tmp"
+    r"\.(config\.yaml|env\.json|metrics\.jsonl|result\.json|step_\d+\.json|final\.json)-[0-9a-f]{16}\.tmp"
     r"|step_\d+(\.old)?\.tmp"
 )
 """Names of unfinished files that a killed run may leave."""
 RECORDS = (
-    "metrics.jsonl", "eval", "result.json", "config.yaml", "env.json", "plan.json", "report.html", "tensorboard",
-    "wandb",
+    "metrics.jsonl", "eval", "result.json", "config.yaml", "env.json", "report.html", "tensorboard", "wandb"
 )  # fmt: skip
-"""What a run writes beside its checkpoints. The first three say what it has measured."""
+"""Files and folders of a run beside its checkpoints. The first three hold its measurements."""
 
 
 def make_folder(run: Path) -> None:
@@ -45,13 +44,13 @@ def check_room(run: Path, size: int) -> None:
     free = shutil.disk_usage(there).free
     if free < (size if checkpoints_of(run) else 2 * size):
         raise UserError(
-            f"run={run}: its disk has {format_bytes(free)} free, and two checkpoints take {format_bytes(size)} each; "
-            "make room, or choose another run=PATH"
+            f"run={run}: its disk has {format_bytes(free)} free; a checkpoint takes {format_bytes(size)}, and the "
+            "first one needs room for two; make room, or choose another run=PATH"
         )
 
 
 def remove_temporary(run: Path) -> None:
-    """Remove what a run which died has not finished writing or deleting. The caller holds the run's lock."""
+    """Remove what a killed run has left unfinished. The caller holds the run's lock."""
     for folder in (run, run / "checkpoints", run / "eval"):
         for path in folder.glob(f"*{TEMPORARY}"):
             if LEFT.fullmatch(path.name):
@@ -70,7 +69,8 @@ def set_records_aside(run: Path) -> None:
 
 
 def outdated(checkpoints: list[Path], config: CheckpointConfig) -> list[Path]:
-    """Of checkpoints by step, those that go: all but the newest `keep` (0: all) and multiples of `keep_every`."""
+    """The checkpoints to delete, of those given by step: all but the newest `keep` (0: none) and the multiples of
+    `keep_every`."""
     if not config.keep:
         return []
     return [path for path in checkpoints if not config.keep_every or step_of(path) % config.keep_every][: -config.keep]
@@ -90,7 +90,7 @@ def discard(path: Path) -> None:
 
 
 def set_aside(run: Path, step: int) -> None:
-    """Rename checkpoints beyond `step`, from which a run goes on: they are no longer the newest, but not lost."""
+    """Rename the checkpoints after `step`, from which a run continues, so that none of them is taken for the newest."""
     for path in checkpoints_of(run):
         if step_of(path) > step:
             aside = renamed(path, ".aside")
@@ -98,7 +98,7 @@ def set_aside(run: Path, step: int) -> None:
 
 
 def renamed(checkpoint: Path, end: str) -> Path:
-    """Rename a checkpoint by a further ending, in place of what has that name. Returns its new path."""
+    """Append `end` to a checkpoint's name, in place of any folder of that name. Returns the new path."""
     aside = checkpoint.with_name(checkpoint.name + end)
     discard(aside)
     return checkpoint.replace(aside)

@@ -80,7 +80,7 @@ class EvalSet(ABC):
 
     @abstractmethod
     def measure(self, encoder: Encoder) -> list[Metrics]:
-        """The metrics over the usable images, of each of `Encoder.parts`, the same on every rank. A collective."""
+        """The metrics over the usable images, at each of `Encoder.at_sizes`, the same on every rank. A collective."""
 
     def pictures(self, encoder: Encoder) -> Iterator[tuple[range, Tensor, Tensor]]:
         """As `Encoder.images`. A line counts what is not usable. Raises UserError, on every rank, if nothing is."""
