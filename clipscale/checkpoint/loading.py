@@ -1,4 +1,4 @@
-"""Reads checkpoints, and verifies them before. Their format and content: `checkpoint/__init__.py`."""
+"""Reads checkpoints, and verifies them first. Their format and content: `checkpoint/__init__.py`."""
 
 import base64
 import json
@@ -143,7 +143,7 @@ def verify(path: Path, rank: int = 0, world: int = 1) -> None:
 
 
 class Reader(dcp.FileSystemReader):
-    """torch's reader, which unpickles nothing of `.metadata` but what describes tensors and files."""
+    """torch's reader, which unpickles from `.metadata` only the classes that describe tensors and files."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Raises UserError."""

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def to_resume(run: Path, resume: str, world: World) -> Path | None:
-    """The checkpoint that a run goes on from, verified; None: none.
+    """The checkpoint from which a run continues, verified; None: it starts anew.
 
     `resume`: `auto` (the run's newest whole one, if there is any), `none`, or the path of a checkpoint or of a run
     folder, whose newest whole one counts.

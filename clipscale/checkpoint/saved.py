@@ -11,7 +11,8 @@ from clipscale.common.record import Record
 
 @dataclass
 class Saved:
-    """What a checkpoint holds: trees of plain values and tensors. Empty is what one of an earlier version lacks.
+    """The content of a checkpoint: trees of plain values and tensors. Fields that an earlier version did not write keep
+    their defaults.
 
     `Run.save` and `TrainState.saved` make it; everything that reads a checkpoint reads these fields.
     """
@@ -23,7 +24,7 @@ class Saved:
     batch: int = 0
     """Samples of a step."""
     loss: float = math.nan
-    """Of the last step."""
+    """The last step's loss."""
     model: Record = field(default_factory=dict)
     """Weights by name."""
     model_config: Record = field(default_factory=dict)
@@ -43,10 +44,10 @@ class Saved:
     position: Record = field(default_factory=dict)
     """Where each shard stream stands in the data."""
     version: str = __version__
-    """Of the clipscale that wrote it."""
+    """The clipscale version that wrote it; empty: unknown."""
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> "Saved":
-        """From the tree in a checkpoint's files. What another version has beyond these fields is left out."""
+        """Made from the tree in a checkpoint's files. Fields that only another version has are left out."""
         known = {each.name for each in fields(Saved)}
         return Saved(**{"version": "", **{name: value for name, value in values.items() if name in known}})

@@ -7,14 +7,14 @@ from clipscale.common.errors import UserError
 from clipscale.common.files import visible
 
 META = "meta.json"
-"""In a checkpoint: everything but its tensors."""
+"""The file of a checkpoint that holds everything but its tensors."""
 LOCK = "run.lock"
 LOGS = (".log", ".out", ".err", ".txt")
-"""Ends of names that a folder may hold before its run: of what a shell or a scheduler writes there."""
+"""Suffixes of files that a shell or a scheduler may write into a run's folder before the run."""
 
 
 def check_own(run: Path) -> None:
-    """Raise UserError for a folder that holds something, and no lock and no checkpoint of a run of ours."""
+    """Raise UserError for a folder that holds other files, but no run's lock and no checkpoint."""
     if not run.is_dir() or (run / LOCK).is_file() or any((path / META).is_file() for path in checkpoints_of(run)):
         return
     others = [path.name for path in visible(run) if path.suffix not in LOGS and path != run / "checkpoints"]

@@ -17,8 +17,8 @@ class UserError(Exception):
     """
 
     saves: bool | None = None
-    """Whether a run that it ends saves: True, all ranks raise it; False, it came within an update; None: one process
-    does."""
+    """Whether a run that it ends saves. True: yes, all ranks raise it. False: no, the weights may be half updated.
+    None: yes in a run of one process."""
 
     def __init__(self, message: object, *, saves: bool | None = None) -> None:
         super().__init__(printable(message))
@@ -34,25 +34,25 @@ class StoppedError(UserError):
 
 
 class DataError(UserError):
-    """The data do not go on."""
+    """The training data cannot be read any further."""
 
     saves = True
 
 
 class LoaderError(DataError):
     """A data worker has died or is silent, or the storage is out of reach. The command line exits with status 1: the
-    same settings may well go on.
+    same command may succeed later.
     """
 
 
 E = TypeVar("E", bound=BaseException)
 SEMAPHORES = "/dev/shm"
 LEAST_SHARED = 2**16
-"""Where Linux keeps what processes share, and bytes of it that suffice."""
+"""Linux's folder for shared memory, and the free bytes that suffice there."""
 
 
 def explained(error: E) -> "E | UserError":
-    """The error, or a UserError where it is one of shared memory, whose folder the system does not name."""
+    """The error, or a UserError if shared memory caused it, whose folder the system's message does not name."""
     problem = "" if os.access(SEMAPHORES, os.W_OK) else "cannot be written"
     if not problem and getattr(error, "errno", 0) == errno.ENOSPC and shutil.disk_usage(SEMAPHORES).free < LEAST_SHARED:
         problem = "is full"
@@ -63,10 +63,10 @@ def explained(error: E) -> "E | UserError":
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message; its kind, where there is none."""
+    """The first line of an error's message, or its type's name if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def one_line(error: BaseException) -> str:
-    """An error's message without newlines, at most 300 characters of it; its kind, where there is none."""
+    """An error's message without newlines, at most 300 characters of it, or its type's name if it has none."""
     return " ".join(str(error).split())[:300] or type(error).__name__

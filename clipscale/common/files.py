@@ -1,4 +1,4 @@
-"""Files that are written as a whole or not at all, and one line about those that cannot be."""
+"""Files that are written whole or not at all, and errors of files as one line."""
 
 import json
 import logging
@@ -19,9 +19,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, yaml.YAMLError)
-"""What reading a file raises that is cut, overwritten, or another program's."""
+"""What reading a truncated, overwritten or foreign file may raise."""
 LEFT_BY_SYSTEMS = {"__MACOSX", "@eaDir", "Thumbs.db", "desktop.ini", "lost+found"}
-"""Names of what nobody put into a folder; so are all that begin with a dot."""
+"""Names that operating systems put into folders. Ignored, as hidden files are."""
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def read_json(path: Path) -> Any:
 
 
 def visible(folder: Path) -> list[Path]:
-    """What lies in a folder, sorted, without what systems and notebooks leave there."""
+    """The entries of a folder, sorted, without those that systems and notebooks leave there."""
     return sorted(path for path in folder.iterdir() if path.name[0] != "." and path.name not in LEFT_BY_SYSTEMS)
 
 
@@ -95,7 +95,7 @@ def reason_of(error: Exception) -> str:
 
 
 def read_record(path: Path) -> Record:
-    """What a run's config.yaml, or a file in JSON, holds by name; empty: there is no file. Raises DAMAGED."""
+    """The values in a run's config.yaml or a JSON file, by name; empty if there is no file. Raises DAMAGED."""
     if not path.exists():
         return {}
     check_inside(path, path.parent)
@@ -124,7 +124,7 @@ def settings_of_run(folder: Path) -> Record:
 
 
 def read_or_set_aside(path: Path, read: Callable[[Path], T]) -> T | None:
-    """`read(path)`; where the file is damaged, None: it is renamed, and a line says so."""
+    """`read(path)`; None if the file is damaged, which is renamed and reported."""
     try:
         return read(path)
     except DAMAGED as error:
@@ -133,7 +133,7 @@ def read_or_set_aside(path: Path, read: Callable[[Path], T]) -> T | None:
 
 
 def set_aside(path: Path, reason: str) -> None:
-    """Rename a damaged record, without which its run goes on."""
+    """Rename a damaged record; its run continues without it."""
     aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.damaged")
     path.rename(aside)
     log.warning("%s is damaged (%s); it is now %s, and the run goes on", path, reason, aside.name)

@@ -74,8 +74,8 @@ def gpu_here() -> str | None:
 
 
 def hardware(name: str) -> Hardware:
-    """The entry of that name, or of the only one that has another memory at its end. Raises UserError with the nearest
-    names.
+    """The entry of that name; `h100` alone suffices if only one memory size of it is listed. Raises UserError with the
+    nearest names.
     """
     alike = [known for known in HARDWARE if known.startswith(f"{name.lower()}-")]
     if name.lower() not in HARDWARE and len(alike) != 1:

@@ -1,4 +1,4 @@
-"""What torchrun, or a scheduler that sets the same variables, says of this process. Nothing else reads them."""
+"""This process's rank, from the variables that torchrun or a scheduler sets. Only this file reads them."""
 
 import os
 
@@ -6,7 +6,7 @@ from clipscale.common.errors import UserError
 
 
 def number(name: str, default: int) -> int:
-    """A whole number, at least 0, of the environment. Raises UserError for what is none."""
+    """The whole number, at least 0, in an environment variable. Raises UserError for any other text."""
     text = os.environ.get(name, str(default))
     if not (text.isascii() and text.isdecimal()):
         raise UserError(f"{name}={text!r} of the environment is no number; unset it, or start with torchrun")
@@ -38,15 +38,15 @@ def rank() -> int:
 
 
 def size() -> int:
-    """The ranks of all machines."""
+    """The number of ranks on all machines."""
     return number("WORLD_SIZE", 1) if several() else 1
 
 
 def local_rank() -> int:
-    """Of the ranks of this machine."""
+    """This process's number among the ranks of its machine."""
     return number("LOCAL_RANK", 0)
 
 
 def of_machine(unknown: int = 1) -> int:
-    """The ranks of this machine, which share its cores and memory; `unknown`: where nothing says it."""
+    """The number of ranks on this machine, which share its cores and memory; `unknown` if no variable says it."""
     return number("LOCAL_WORLD_SIZE", unknown)

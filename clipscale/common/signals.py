@@ -1,4 +1,4 @@
-"""Processes that signals to a whole job do not end: those that the main processes start and end themselves."""
+"""Keeps signals to a whole job away from helper processes, which their parents end."""
 
 import signal
 from collections.abc import Iterator

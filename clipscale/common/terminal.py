@@ -27,7 +27,7 @@ FOLD = textwrap.TextWrapper(100, subsequent_indent=" " * 9, break_long_words=Fal
 LINE_S = 60.0
 """Seconds between lines about the progress of long work, where there is no terminal."""
 BAR_AFTER_S, BAR_EVERY_S, BAR_WIDTH = 2.0, 0.2, 20
-"""A bar appears so long after its work has begun, and moves so often."""
+"""Seconds until a bar appears, seconds between its updates, and its width in characters."""
 
 
 def printable(text: object) -> str:
@@ -40,7 +40,7 @@ def without_password(text: str) -> str:
 
 
 def main_rank() -> bool:
-    """Whether this is the process of a run that prints: the first, the only one, or each that knows not which it is."""
+    """Whether this process prints for its run: rank 0, a single process, or one whose rank is invalid."""
     from clipscale.common import ranks  # here: its errors are printed by this module
 
     with suppress(ranks.UserError):
@@ -50,7 +50,7 @@ def main_rank() -> bool:
 
 
 def on_terminal() -> bool:
-    """Whether somebody watches who sees a line change."""
+    """Whether stderr is a terminal that can redraw a line."""
     return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
@@ -141,7 +141,7 @@ class _Printable(logging.Formatter):
 
 
 def prepare() -> None:
-    """Let this process's warnings be printable. Every process of ours calls it once.
+    """Make this process's warnings printable. Every process of ours calls it once.
 
     What stdout's encoding lacks is escaped there, and a closed stdout or stderr takes what is written.
     """
@@ -155,7 +155,7 @@ def prepare() -> None:
 
 
 class _Lasting(io.FileIO):
-    """stdout or stderr that loses what a full disk does not take, or a reader that has gone, and raises nothing."""
+    """stdout or stderr that drops output, and raises nothing, when the disk is full or the reader is gone."""
 
     def write(self, data: Any) -> int:
         with suppress(OSError):

@@ -212,7 +212,9 @@ class TowerConfig:
     def check(self) -> None:
         """Raises UserError for another form of `train`."""
         if not re.fullmatch(r"all|none|\d+", self.train):
-            raise UserError(f"model.image.train or model.text.train={self.train}: give all, none, or so many groups")
+            raise UserError(
+                f"model.image.train or model.text.train={self.train}: give all, none, or a number of groups"
+            )
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from clipscale.data.shards.addresses import digest
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
-# The use of a random number. It is part of every key, so that no two uses share a sequence.
+# What a random number is for. It is part of every key, so that no two uses share a sequence.
 SHARDS = 1
 WINDOW = 2
 DRAW = 3
@@ -91,11 +91,11 @@ class BatchShare:
 
     @property
     def samples(self) -> int:
-        """Samples of the rank."""
+        """This rank's samples of a batch."""
         return self.batch // self.world
 
     def streams(self, count: int) -> range:
-        """The shard streams of the rank, out of `count`. One that fills rows of two ranks belongs to both."""
+        """The rank's shard streams, out of `count`. A stream that fills rows of two ranks belongs to both."""
         bounds = stream_bounds(self.batch, count)
         first = int(np.searchsorted(bounds, self.rank * self.samples, side="right")) - 1
         return range(first, int(np.searchsorted(bounds, (self.rank + 1) * self.samples, side="left")))
@@ -207,7 +207,7 @@ class Mixed:
     """Several sources. Each contributes its share of the samples and draws its own shards with replacement."""
 
     weights: tuple[float, ...]
-    """Of each source. Not all are zero."""
+    """Each source's weight. Not all are zero."""
     source_of: tuple[int, ...]
     """Each shard's source."""
     counts: tuple[int | None, ...]

@@ -36,13 +36,13 @@ class RawSample:
     depend on whether the sample is wanted or the shard has an index."""
 
     repeat: int = 0
-    """How often the shard has had this sample before, where samples have weights."""
+    """With sample weights: the number of earlier copies of this sample in the shard."""
     chance: float = 1.0
-    """With which the sample comes in an epoch, if below 1."""
+    """Probability that the sample appears in an epoch; 1 or more: always."""
 
     @classmethod
     def lost(cls, url: str, reason: str, detail: str) -> "RawSample":
-        """Stands at the place of a sample that cannot be read."""
+        """A placeholder for a sample that cannot be read."""
         return cls(url, "", -1, {}, reason, detail)
 
     @property

@@ -30,7 +30,7 @@ T = TypeVar("T")
 TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for the others, which may be loading models."""
 ASK_S = 0.05
-"""Seconds between rank 0's two looks at which ranks have joined."""
+"""Seconds between rank 0's checks of which ranks have joined."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class World:
         return values
 
     def gather_rows(self, rows: Tensor) -> Tensor:
-        """The rows of all ranks, in rank order, on every rank. Every rank has as many."""
+        """The rows of all ranks, in rank order, on every rank. All ranks have equally many."""
         if self.size == 1:
             return rows
         blocks = [torch.empty_like(rows) for _ in range(self.size)]
@@ -224,9 +224,9 @@ def join(device: str, timeout_s: float = TIMEOUT.total_seconds()) -> World:
 def attempt_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
     """A prefix of torchrun's store that only the ranks of this attempt use.
 
-    The agent keeps its store when it restarts its workers, with the addresses of the ranks that ended. Its count of
-    restarts is no prefix: it differs between machines when an agent itself has restarted. So rank 0 makes up a name and
-    answers every rank that asks for it. Raises UserError if a rank does not ask in time.
+    torchrun's store survives a restart and still has the old ranks' addresses, so each attempt needs a prefix of its
+    own. The restart count cannot be the prefix: machines disagree on it after an agent itself has restarted. So rank 0
+    picks a random one, and the other ranks ask for it. Raises UserError if a rank does not ask in time.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=False, timeout=timeout)

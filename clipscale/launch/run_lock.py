@@ -17,7 +17,8 @@ from clipscale.common.errors import UserError
 log = logging.getLogger(__name__)
 
 WAIT_S = 10.0
-"""Wait for a run that is about to end. The lock ends with its process, so a longer wait is for a run that goes on."""
+"""Seconds to wait for a run that is ending. Its lock ends with its process, so a longer wait would be for a run that
+continues."""
 
 
 def check_free(folder: Path) -> None:

@@ -96,7 +96,7 @@ class MetricLog:
         self._sinks.write(record["step"], record)
 
     def _append(self, line: str) -> None:
-        """Append to `metrics.jsonl`. What a full disk does not take is kept, and written with the next line."""
+        """Append to `metrics.jsonl`. Lines that a full disk refuses are kept, and written with the next one."""
         self._unwritten += line.encode()
         try:
             del self._unwritten[: self._file.write(self._unwritten)]
@@ -128,8 +128,8 @@ class MetricLog:
 
 
 def console_line(record: Record) -> str:
-    """`step=120 loss=2.1034 ...`, for grep and awk: the fields that figures.yaml has for the console, unless they say
-    that nothing is wrong.
+    """`step=120 loss=2.1034 ...`, for grep and awk: the console fields of figures.yaml, without counters of faults that
+    are 0.
     """
     fields = [
         f"{field['name']}={field['form'].format(record[key])}"
@@ -140,7 +140,7 @@ def console_line(record: Record) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Its two largest units: `5d12h`, `12h05m`, `5m07s`."""
+    """Seconds in their two largest units: `5d12h`, `12h05m`, `5m07s`."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     if hours >= 24:

@@ -19,7 +19,7 @@ def read_metrics(path: Path) -> list[Record]:
 
 
 def whole_lines(path: Path) -> tuple[list[Record], int]:
-    """The records of a `metrics.jsonl`, and how many further lines are none."""
+    """The records of a `metrics.jsonl`, and the number of its lines that are no records."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     records = []
     for line in lines:

@@ -16,11 +16,11 @@ from clipscale.common.terminal import tell
 from clipscale.config.sections import SinkConfig
 
 Sink = tuple[Callable[[int, Record], None], Callable[[], None]]
-"""Takes the numbers of a step; and is closed at the end."""
+"""Two functions: one writes the numbers of a step, one closes the sink."""
 
 
 class Sinks:
-    """The sinks that the settings ask for. Whatever fails in one gives one warning, and closes it."""
+    """The sinks that the settings ask for. A sink that fails gives one warning and is closed."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ def wandb(run_dir: Path, config: SinkConfig, settings: Record) -> Sink:
     rmtree(temporary, ignore_errors=True)  # of a start that was killed
     temporary.mkdir(parents=True)
     try:
-        tempfile.tempdir = str(temporary)  # of its folders for media and artifacts
+        tempfile.tempdir = str(temporary)  # for its folders of media and artifacts
         client = wandb_module()
     finally:
         tempfile.tempdir = before

@@ -23,12 +23,13 @@ class StepRecords:
         self._unfinished: tuple[Record, Phases, list[str], Readback, Mapping[int, int]] | None = None
 
     def add(self, record: Record, phases: Phases, scalars: Mapping[str, Tensor], widths: Mapping[int, int]) -> None:
-        """A step has been given to the device. `scalars`: on it, by their names. `widths`: captions by width."""
+        """Take over a step that the device may still be computing. `scalars`: tensors on it, by name. `widths`: number
+        of captions by width."""
         self.finish()
         now = time.monotonic()
         measured = {
             "time": round(time.time(), 3),
-            # With waiting, evaluations and saves between steps.
+            # Includes waiting, evaluations and saves between steps.
             "samples_per_s_wall": record["batch"] / (now - self._measured_at),
             "host_rss_bytes": psutil.Process().memory_info().rss,
             **self._stream.record(),

@@ -50,7 +50,7 @@ def show(*tables: TextTable) -> None:
 
 
 def with_start(results: Results, start: Results) -> Results:
-    """Three lines for each set that a run has measured before its first step, too: start, end and difference."""
+    """Three lines (start, end, difference) for each set that was also measured before the first step."""
     lines: Results = {}
     for name, end in results.items():
         first = start.get(name, {})
@@ -70,7 +70,7 @@ def result_tables(results: Results, title: str = "") -> list[TextTable]:
         groups.setdefault(metrics, []).append(name)
     tables: list[TextTable] = []
     for metrics, names in groups.items():
-        # Usually none is left out, and the column with it.
+        # The count of samples that are left out: no column if all are 0.
         columns = [m for m in metrics if m != "broken" or any(results[name][m] for name in names)]
         rows = [[name, *(_cell(column, results[name][column]) for column in columns)] for name in names]
         heads = ["set", *(TITLES.get(column, column) for column in columns)]

@@ -7,14 +7,14 @@ from statistics import mean, median
 from clipscale.common.record import Record
 
 WINDOW, FIRST = 50, 10
-"""Steps that are looked at, and the first ones, which start kernels, compilers and workers."""
+"""Steps that are compared; and first steps that do not count, since kernels, compilers and workers start in them."""
 
 ALIKE = -0.05
 """Uniformity above which features are taken for collapsed: two of them have a cosine of 0.99."""
 
 
 def warnings_of(records: Sequence[Record]) -> dict[str, str]:
-    """Kind -> a line: what the newest record suggests, beside the others: at most WINDOW, all after the FIRST."""
+    """Kind -> warning: what the newest record suggests, compared with the others: at most WINDOW, all after FIRST."""
     warnings = {}
     last = records[-1]
     full = len(records) == WINDOW

@@ -57,22 +57,22 @@ def contrastive_loss(
         similarity: None (or "dot") for the dot product, or a module from image features and text features to
             similarities (n, m), pair by pair, which is called with one tile at a time, twice, and whose parameters get
             their gradient too.
-        exchange: replicated (CLIP: gather both sides, the whole loss on every rank; of
-            modules and of more texts than images: gather) | local (OpenCLIP: two one-sided losses of the own rows; of
-            what replicated does not take, and of other objectives than softmax: gather) | gather (all-gather of the
-            texts, reduce-scatter of their gradients; DisCo-CLIP) | ring (the texts travel; least memory) | nodes
-            (gather within a node, a ring between nodes) | auto (in one node ring; across nodes gather where that is
-            small, else nodes). In a group of one they are the same.
+        exchange: replicated (CLIP: gather both sides, the whole loss on every rank; with a module or hard negatives it
+            is gather) | local (OpenCLIP: two one-sided losses of this rank's rows; with a module, hard negatives or
+            another objective than softmax it is gather) | gather (all-gather of the texts, reduce-scatter of their
+            gradients; DisCo-CLIP) | ring (the texts travel; least memory) | nodes (gather within a node, a ring between
+            nodes) | auto (in one node ring; across nodes gather where that is small, else nodes). In a group of one
+            they are the same.
         backend: dense (a block's scores at once) | tiled (torch, any device) | triton (CUDA; the dot product, without
             keys) | auto.
         group: the process group, or a mesh of one dimension (FSDP2's, or the data dimension beside tensor parallel's);
             None: the default group, if there is one. Each rank passes its own rows, equally many.
-        keys: (n,) int64, of images and their texts; without hard negatives. Samples of equal keys (the same caption or
+        keys: (n,) int64, one for each pair; not with hard negatives. Samples of equal keys (the same caption or
             picture), on any rank, are no negatives of each other: the sums leave such pairs out.
         check: refuse what is not finite, a scale that is not positive, and ranks whose features differ in shape or
             type. That waits for the device and takes a small all-gather; a training loop needs it in its first step.
-        machine: what a dry run computes on instead of this machine.
-        options: those of the above that LossOptions has.
+        machine: the machine that a dry run stands for; None: this one.
+        options: similarity, group, check and machine, described above.
 
     Returns:
         The mean over all N images, the same on every rank: 0-d, float32 (float64 for float64 features). Gradients are
@@ -84,7 +84,7 @@ def contrastive_loss(
     Every gradient has its input's type.
 
     Raises:
-        ValueError: where inputs do not fit each other or the options.
+        ValueError: if inputs do not fit each other or the options.
     """
     check = options.get("check", True)
     for name, word in (("objective", objective), ("exchange", exchange), ("backend", backend)):

@@ -26,7 +26,7 @@ STRIPE = 2**16  # rows whose gradients one process sums at a time: some panels o
 
 
 class Backend(Protocol):
-    """The functions of a block; TorchBackend says what they do."""
+    """What a backend computes of a block; see TorchBackend."""
 
     def forward(self, block: Block) -> None: ...
 
@@ -41,9 +41,9 @@ class LossCall:
     backend: Backend
     similarity: Similarity
     objective: Objective
-    inputs: Inputs  # for all but the features
+    inputs: Inputs  # except for the features, which autograd passes
     check: bool  # refuse a result that is not finite, which waits for the device
-    trains: bool  # may a backward pass follow
+    trains: bool  # whether a backward pass may follow
 
     def local_blocks(self, image_features: Tensor, text_features: Tensor) -> tuple[RowBlock, RowBlock]:
         """This rank's rows and columns, with their weights."""
@@ -151,8 +151,8 @@ def gradients(
     needs_images, needs_texts, needs_scale, *_ = needed
     parameters = parameters_with_sums(numbers, needed[2:])
     image_grad = None
-    # One process visits its rows once, stripe by stripe, so only the texts' gradient is held whole in float32. A
-    # module's tiles keep their order, since it may draw random numbers.
+    # One process computes the image gradient stripe by stripe, so only the text gradient is a whole float32 tensor. Not
+    # for a module: its random numbers depend on the order of tiles.
     if exchange.size == 1 and call.similarity.homogeneous and needs_images and needs_texts and len(rows) > STRIPE:
         image_grad = torch.empty_like(images, dtype=_gradient_dtype(call, images))
         visit = striped(call.backend, rows, parameters, image_grad, factor)

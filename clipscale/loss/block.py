@@ -92,7 +92,7 @@ class Block:
     positive: int | None
 
     def tiles(self, height: int, width: int) -> Iterator["Block"]:
-        """Its parts of at most height x width, row of tiles by row. All tensors are views."""
+        """Tiles of at most height x width, one row of tiles after another. All tensors are views."""
         for row in range(0, len(self.rows), height):
             for col in range(0, len(self.cols), width):
                 positive = None if self.positive is None else self.positive + row - col

@@ -20,7 +20,7 @@ from torch.profiler import record_function
 from clipscale.loss.block import RowBlock
 
 BLOCK, WAIT = "contrastive_loss: block", "contrastive_loss: wait"  # spans in a profiler's trace
-Visit = Callable[[RowBlock, int | None], None]  # computes the rows against these columns; the number is Block.positive
+Visit = Callable[[RowBlock, int | None], None]  # this rank's rows against these columns; the int is Block.positive
 Received = Callable[[], list[Tensor]]
 
 
@@ -29,7 +29,7 @@ class Communicator:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | DeviceMesh | None) -> "Communicator | None":
-        """The transfers of the group, or of a mesh of one dimension. None: the group is this process alone."""
+        """For a group, or a mesh of one dimension. None: the group is this process alone."""
         if not dist.is_initialized():
             return None
         if isinstance(group, DeviceMesh):
@@ -61,13 +61,13 @@ class Communicator:
         return wait
 
     def gather(self, x: Tensor) -> Tensor:
-        """(n, ...) of each rank to (P n, ...) in rank order."""
+        """All-gather: each rank's (n, ...) to (P n, ...), in rank order."""
         gathered = x.new_empty(self.size * len(x), *x.shape[1:])
         dist.all_gather_into_tensor(gathered, x.contiguous(), group=self.group)
         return gathered
 
     def scatter(self, x: Tensor) -> Tensor:
-        """(P n, ...) of each rank, summed over the ranks, to this rank's (n, ...)."""
+        """Reduce-scatter: each rank's (P n, ...), summed over the ranks, to this rank's (n, ...)."""
         mine = x.new_empty(len(x) // self.size, *x.shape[1:])
         dist.reduce_scatter_tensor(mine, x, group=self.group)
         return mine
@@ -100,7 +100,7 @@ class Communicator:
 
 
 class AllRows(torch.autograd.Function):
-    """(rows of this rank, communicator) -> those of all ranks. Backward takes this rank's slice, unsummed."""
+    """(this rank's rows, communicator) -> all ranks' rows. Backward takes this rank's slice, unsummed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
@@ -115,7 +115,7 @@ class AllRows(torch.autograd.Function):
 @cache
 def _grid(group: dist.ProcessGroup, nodes: int) -> tuple[Communicator, Communicator]:
     ranks = dist.get_process_group_ranks(group)
-    size = len(ranks) // nodes  # of a node
+    size = len(ranks) // nodes  # ranks of a node
     groups = []
     for split in ([ranks[i::size] for i in range(size)], [ranks[i : i + size] for i in range(0, len(ranks), size)]):
         mine, _ = dist.new_subgroups_by_enumeration(split)
@@ -126,12 +126,12 @@ def _grid(group: dist.ProcessGroup, nodes: int) -> tuple[Communicator, Communica
 
 @dataclass(frozen=True)
 class Sums:
-    """What a sweep collects for each column."""
+    """How a sweep reduces one value of each column."""
 
-    field: str  # of RowBlock
+    field: str  # the RowBlock's
     empty: Callable[[RowBlock], Tensor]
-    join: Callable[..., Tensor]  # of two parts, with `out=`
-    scatter: Callable[[Communicator, Tensor], Tensor]  # joins the parts of all ranks
+    join: Callable[..., Tensor]  # adds one part to another, with `out=`
+    scatter: Callable[[Communicator, Tensor], Tensor]  # reduces the parts of all ranks
 
 
 LOG_SUM_EXP = Sums("lse", RowBlock.empty_lse, torch.logaddexp, Communicator.scatter_lse)
@@ -139,7 +139,7 @@ GRAD = Sums("grad", RowBlock.empty_grad, torch.add, lambda comm, partial: comm.s
 
 
 def collected(cols: RowBlock, sums: Sequence[Sums], visit: Visit, positive: int | None) -> list[Tensor]:
-    """Visit one block of columns. Returns what the visit has summed for them."""
+    """Visit one block of columns. Returns the visit's sums of them."""
     partials = [s.empty(cols) for s in sums]
     cols = replace(cols, **{s.field: partial for s, partial in zip(sums, partials)})
     with record_function(BLOCK):
@@ -153,7 +153,7 @@ class Single:
     size = 1
 
     def sweep(self, cols: RowBlock, sums: Sequence[Sums], visit: Visit) -> list[Tensor]:
-        """Visit all columns, given this rank's. Returns each of the sums of this rank's columns."""
+        """Visit the columns of all ranks, given this rank's. Returns each sum of this rank's columns."""
         return collected(cols, sums, visit, 0)
 
     def total(self, x: Tensor) -> Tensor:
@@ -191,7 +191,8 @@ class Ring(Grouped):
     """Rows stay. Columns travel from rank to rank, and their sums follow one hop behind."""
 
     def __init__(self, communicator: Communicator, nodes: int = 1) -> None:
-        """With several `nodes`, columns travel between ranks of equal local number; each node gathers its ranks'."""
+        """With several `nodes`, columns travel between ranks of equal local number, and each node gathers its ranks'
+        columns."""
         super().__init__(communicator)
         self.ring = communicator
         self.inner = Single()

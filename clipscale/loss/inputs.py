@@ -37,10 +37,10 @@ class Inputs:
     cols: RowBlock
     scale: Tensor  # 0-d, in sum_dtype
     bias: Tensor
-    dtype: torch.dtype  # what the features are cast to
+    dtype: torch.dtype  # to which the features are cast
 
     def shapes(self) -> dict[str, int]:
-        """What must be the same on all ranks for the transfers of features."""
+        """Sizes and types that must be the same on all ranks: their transfers of features would not match."""
         u, v = self.rows.features, self.cols.features
         return {
             "number of images": len(u),
@@ -51,11 +51,11 @@ class Inputs:
         }
 
     def positives_only(self) -> "Inputs":
-        """Without the hard negatives among the texts."""
+        """The inputs without the hard negatives among the texts."""
         return replace(self, cols=self.cols[: len(self.rows)])
 
     def padded(self, step: int) -> "Inputs":
-        """With zeros up to a width that is a multiple of `step`."""
+        """The features padded with zeros to a width that is a multiple of `step`."""
         missing = -self.rows.features.shape[-1] % step
         if missing == 0:
             return self

@@ -1,4 +1,4 @@
-"""What the loss asks of the machine it runs on. A dry run passes one that answers for a GPU that is not there."""
+"""The loss's questions to its machine. A dry run passes one that answers for a GPU that is not there."""
 
 import contextlib
 from collections.abc import Iterator
@@ -22,32 +22,32 @@ class Machine:
     """The machine of this process."""
 
     partial_bytes = 128 << 20
-    """Of partial sums: a 32k x 32k panel of 128 x 128 tiles."""
+    """Most bytes of partial sums: those of a 32k x 32k panel of 128 x 128 tiles."""
 
     def __init__(self, ranks_of_node: int | None = None) -> None:
-        """ranks_of_node: that torchrun or Slurm have started on each node; None: as they say."""
+        """`ranks_of_node`: ranks on each node; None: as torchrun or Slurm say."""
         self.ranks_of_node = ranks_of_node
 
     def nodes(self, ranks: int) -> int:
-        """Over how many nodes a group of so many ranks is spread; 1 where that is not known, as of a part of all."""
+        """The number of nodes that a group of `ranks` ranks spans; 1 if unknown, as for a subgroup."""
         node_size = self.ranks_of_node
         if node_size is None and launched.several() and launched.size() == ranks:
             node_size = launched.of_machine(unknown=ranks)
         return ranks // node_size if node_size and ranks % node_size == 0 else 1
 
     def communicator(self, group: dist.ProcessGroup | DeviceMesh | None) -> Communicator | None:
-        """As of `Communicator.of`."""
+        """See `Communicator.of`."""
         return Communicator.of(group)
 
     def is_gpu(self, device: torch.device) -> bool:
         return device.type == "cuda"
 
     def computed(self, tiles: Iterator[T]) -> Iterator[T]:
-        """The tiles or panels of a block that are computed; a dry run needs the first, for its buffers."""
+        """The tiles or panels of a block to compute: all; in a dry run the first, for its buffers."""
         return tiles
 
     def tiles(self, device: torch.device, dtype: torch.dtype) -> Tiles:
-        """Of the Triton kernels."""
+        """The tile shape of the Triton kernels."""
         return tiles_for(_capability(device), dtype) if device.type == "cuda" else INTERPRETER
 
     def has_descriptors(self, x: Tensor) -> bool:
@@ -55,7 +55,7 @@ class Machine:
         return x.is_cuda and _capability(x.device) >= 90 and x.dtype != torch.float32
 
     def launch(self, kernel: Any, programs: int, device: torch.device, *arguments: Any, **options: Any) -> None:
-        """Run so many programs of a Triton kernel."""
+        """Run a Triton kernel in this number of `programs`."""
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             kernel[(programs,)](*arguments, **options)
 

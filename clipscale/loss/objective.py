@@ -34,12 +34,12 @@ class Objective:
         return 1 if self.pairwise else 2
 
     def dense(self, scores: "Tensor", positive: "Tensor", paired: int) -> "Tensor":
-        """The value by the formula, for tests: of the scores (N, M), -inf where a pair is left out. positive: (N, M)
-        bool; the first `paired` texts belong to an image."""
+        """The value by the formula, for tests. `scores`: (N, M), -inf where a pair is left out. `positive`: (N, M)
+        bool. The first `paired` texts belong to an image."""
         raise NotImplementedError
 
     def tile(self) -> "ObjectiveTile":
-        """What it does with a tile of scores, in torch."""
+        """Its two functions of a tile of scores, in torch."""
         raise NotImplementedError
 
     def kernels(self) -> "type[TritonBackend]":
@@ -89,7 +89,7 @@ class Sigmoid(Objective):
     has_kernels: bool = True
 
     def dense(self, scores: "Tensor", positive: "Tensor", paired: int) -> "Tensor":
-        """The scores with the bias. A pair that is left out adds softplus(-inf) = 0."""
+        """`scores`: with the bias. A pair that is left out adds softplus(-inf) = 0."""
         return scores.where(~positive, -scores).logaddexp(scores.new_zeros(())).sum() / len(scores)
 
     def tile(self) -> "ObjectiveTile":

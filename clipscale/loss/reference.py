@@ -25,7 +25,7 @@ def dense_contrastive_loss(
     **options: Unpack[LossOptions],
 ) -> Tensor:
     """`contrastive_loss` of all ranks' batch, in the inputs' precision: text i belongs to image i, and texts beyond
-    those are hard negatives. Of the options: similarity."""
+    those are hard negatives. Of the options it takes `similarity`."""
     n, m = len(image_features), len(text_features)
     similarity = options.get("similarity")
     if isinstance(similarity, nn.Module):

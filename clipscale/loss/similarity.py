@@ -16,7 +16,7 @@ from clipscale.loss.block import Block, widened
 
 Vjp = Callable[[Tensor], None]
 GPU_TILE, CPU_TILE = (4096, 8192), (1024, 2048)  # rows and columns of the dot product's tiles
-MODULE_TILE = 128, 128  # of a module's, which may hold some thousand numbers for each pair
+MODULE_TILE = 128, 128  # for a module, which may hold some thousand numbers for each pair
 
 
 class Dot:
@@ -130,7 +130,8 @@ def product(a: Tensor, b: Tensor, out: Tensor, alpha: float, beta: float = 0.0) 
 
 
 def row_products(x: Tensor, y: Tensor, computed: Callable[[Any], Any] = iter) -> Tensor:
-    """<x_i, y_i> (n,) in float64, for x and y (n, ...). By slabs of rows: the product of both is as large as they.
+    """<x_i, y_i> (n,) in float64, for x and y (n, ...). Computed slab by slab: the elementwise product would be as
+    large as the inputs.
 
     `computed`: chooses the slabs that are computed (Machine.computed).
     """

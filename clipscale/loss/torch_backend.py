@@ -30,7 +30,7 @@ class TorchBackend:
     def backward(self, block: Block) -> None:
         """Add the block's part to every gradient that is not None, in place, given both complete log-sum-exps.
 
-        Also to the rows' targets, where the value has terms of single pairs.
+        It also adds to the rows' targets if the value has terms of single pairs.
         """
         bound = self.similarity.bound(block)
         for tile, out, spare in self._tiles(block):

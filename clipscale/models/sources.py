@@ -2,8 +2,8 @@
 
 Imports nothing heavy but for a tag or a repository, so that a mistake is reported at once.
 
-Names are looked up on the network only where the setting itself is a tag or begins with hf-hub:. What lies in folders
-is hostile: it names no path and no address, and is bounded by the size of the weights.
+Names are looked up on the network only where the setting itself is a tag or begins with hf-hub:. Folders are untrusted:
+their files may name no path and no address, and describe no model larger than the weights.
 """
 
 import re

@@ -207,7 +207,7 @@ def encoders_of(description: Record, image_size: int | None = None) -> CustomTex
 
 
 def has_own_trunk(vision: Record) -> bool:
-    """Whether a description gives a tower of timm sizes of its own, in open_clip's words for its own towers."""
+    """Whether a description overrides the sizes of a timm tower, by open_clip's keys (`width`, `layers`, ...)."""
     return "timm_model_name" in vision and "width" in vision
 
 

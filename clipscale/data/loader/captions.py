@@ -15,7 +15,7 @@ from clipscale.data.loader.to_device import ChunkLoader
 GRAIN = 8
 """Chunks are a multiple of this wide: fast on tensor cores, and few shapes."""
 MOST = 2**15
-"""Most captions of a chunk: beyond it attention kernels exceed the largest grid."""
+"""Most captions in a chunk: with more, attention kernels exceed the largest grid."""
 CHUNK_COST = 1 / 16
 """Assumed cost of one more chunk, as a share of a full one. A chunk ends early where that saves more padding."""
 
@@ -51,7 +51,7 @@ class SortedCaptions(ChunkLoader):
         self._spans: list[tuple[int, int]] = []
 
     def make_chunks(self, size: int) -> int:
-        """Divide the captions into chunks of the tokens of `size` whole contexts; returns the number of chunks.
+        """Divide the captions into chunks of at most the tokens in `size` whole contexts; returns the number of chunks.
 
         Blocks until all captions have arrived. The methods below need it.
         """
@@ -67,7 +67,7 @@ class SortedCaptions(ChunkLoader):
         return len(self._spans)
 
     def split(self, count: int) -> None:
-        """Halve chunks until there are `count`, the most of any rank."""
+        """Halve chunks until there are `count`, the largest number of any rank."""
         split(self._spans, count)
 
     def spans(self, size: int) -> list[tuple[int, int]]:
@@ -114,7 +114,7 @@ def split(spans: list[tuple[int, int]], count: int) -> None:
 
 
 def captions_of_chunk(widths: np.ndarray, cost: float) -> int:
-    """How many of the captions a chunk takes: it ends where that saves the most padding, if over `cost` tokens."""
+    """Captions in the next chunk: as many as save the most padding, if that is over `cost` tokens; otherwise all."""
     count = len(widths)
     saved = (count - np.arange(count)) * (widths[0] - widths)  # tokens, if the chunk ends before this caption
     best = int(saved.argmax())

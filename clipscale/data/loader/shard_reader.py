@@ -16,7 +16,7 @@ from clipscale.data.shards.subset import Subset
 
 WINDOW_BYTES = 128 << 20
 """A shuffle window ends early at this many bytes. Ordinary data stays below: a window of 256 samples would need half a
-megabyte a sample. A stream holds at most about as much, in the window it gives out and the one it reads."""
+megabyte a sample. A stream's two windows, one given out and one being read, together hold at most about this much."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class OrderedShards:
     order: Order
     window: int  # samples in a shuffle window
     share: float = 1.0
-    """Samples of an average epoch over `order.counts`: below 1 if sample weights skip some samples in some epochs."""
+    """Samples of an average epoch, divided by all samples in `order.counts`: below 1 if sample weights skip some in
+    some epochs."""
 
     @property
     def samples(self) -> int | None:
@@ -92,8 +93,8 @@ class Windows:
         self._needed = set(self.order)
 
     def needs(self, sample: int) -> bool:
-        """Whether a sample of the shard is needed. Without a count, the window's order is not known before its end: all
-        of its samples are, unless the whole window lies before the segment."""
+        """Whether a sample must be read. If the shard's count is unknown, the window's order is known only at its end,
+        so all its samples are read, unless the whole window lies before the segment."""
         if self.segment.count is None:
             return self.start + self._window > self.segment.start
         return sample - self.start in self._needed
@@ -114,7 +115,7 @@ class Windows:
 
 
 def _damage(windows: Windows, problem: ReadProblem, url: str) -> list[RawSample]:
-    """At the end of a shard of unknown count: one lost sample in place of those that cannot be read, if there are."""
+    """For a shard of unknown count that ends early: one placeholder for all samples that cannot be read."""
     reason = problem.reason or ("" if windows.start else "empty_shard")
     if not reason or windows.start < windows.segment.start:
         return []
@@ -122,7 +123,8 @@ def _damage(windows: Windows, problem: ReadProblem, url: str) -> list[RawSample]
 
 
 class ShardReader:
-    """Reads a shard stream, or one source of it. `epoch` and `index` are its position: items given out."""
+    """Reads a shard stream, or one source of it. Its position is `epoch` and `index`, the items given out in that
+    epoch."""
 
     def __init__(
         self,
@@ -160,8 +162,8 @@ class ShardReader:
             skip = 0
 
     def _read(self, epoch: int, segment: Segment) -> Generator[tuple[Segment, RawSample], None, None]:
-        """Read the windows of a segment, and give out the previous window meanwhile: one item for every sample read, so
-        that requests are spread evenly, and more if the two windows would hold over WINDOW_BYTES."""
+        """Read a segment window by window. Each sample read yields one item of the previous window, which spreads
+        requests evenly, or more while both windows would hold over WINDOW_BYTES."""
         url = self._shards.urls[segment.shard]
         windows = Windows(segment, self._shards.window, self._shards.order.seed)
         problem = ReadProblem()
@@ -170,7 +172,7 @@ class ShardReader:
             following = True
             while following:
                 raws = []
-                extent = 0  # bytes of the window
+                extent = 0  # the window's bytes
                 for raw in islice(reader, windows.size):
                     self._store.tick()
                     raws.append(raw)

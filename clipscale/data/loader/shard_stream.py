@@ -31,7 +31,7 @@ MOST_FRUITLESS = 200
 """A stream gives up after this many broken samples, or visits to shards, in a row. Generous: one bad shard of ten
 thousand must not end a run, and a stream of a small set may hold a single sample an epoch."""
 MOST_UNREACHABLE = 3
-"""A stream gives up when so many shards in a row cannot be reached: the storage is gone, not a shard."""
+"""A stream gives up after this many unreachable shards in a row: the storage is gone, not a shard."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class WorkerSpec:
     piece: int  # samples that the worker delivers at once
 
     def fits(self, caption: str) -> bool:
-        """Whether a caption leaves room in the context, so that surely nothing of it was cut off."""
+        """Whether a caption was surely not cut off, since it leaves room in the context."""
         tokens = np.asarray(self.tokenizer([caption]))
         return int(lengths(tokens, self.pad)[0]) < tokens.shape[1]
 
@@ -176,7 +176,7 @@ class Report:
     done: int
     counts: Counter[str]  # skipped samples by reason, and events (EVENT), since the last report
     positions: dict[int, Position] | None = None
-    """Of its streams after the batch; in the last report of a batch."""
+    """The positions of its streams after the batch; only in a batch's last report."""
 
 
 class BatchFiller:
@@ -196,8 +196,8 @@ class BatchFiller:
     def fill(self, step: int) -> Iterator[Report]:
         """Fill this worker's rows of a batch. Yields a report after every piece, and one with the positions.
 
-        Of a stream that two ranks read, the other rank's samples are decoded and left out: both skip the same broken
-        ones. Raises UserError.
+        If two ranks read a stream, each also decodes the other's samples and drops them, so that both skip the same
+        broken ones. Raises UserError.
         """
         slot = self._arena.slot(step)
         local = range(self._spec.share.samples)

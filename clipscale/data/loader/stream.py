@@ -62,7 +62,7 @@ class TrainStream:
         self._arena = arena
         self.workers = workers
         self._shards = specs[0].shards
-        self._rows = [np.concatenate(spec.rows()) for spec in specs]  # each worker's, in the order it fills them
+        self._rows = [np.concatenate(spec.rows()) for spec in specs]  # each worker's rows, in the order it fills them
         self._positions = start
         self._streams = len(start)
         self._step = -1
@@ -72,7 +72,7 @@ class TrainStream:
         self._waited_s = 0.0
         self._defers = False
         self.failure: UserError | None = None
-        """Why the workers have failed. Nothing waits then: the last batch may hold anything, and must be given back."""
+        """The workers' error. From then on reads do not wait: the last batch may hold anything, so call `give_back`."""
         self.samples_per_epoch = self._shards.samples
         """Over all ranks; None if shards are drawn with replacement."""
         for step in range(len(arena.slots)):
@@ -111,7 +111,7 @@ class TrainStream:
             raise self.failure
 
     def next_batch(self) -> HostBatch:
-        """The next local batch, at once: reading its rows waits for them. The previous batch becomes invalid."""
+        """Returns the next local batch at once; reading its rows waits for them. The previous batch becomes invalid."""
         before = self._step
         step = before + 1
         self._step = step
@@ -129,7 +129,7 @@ class TrainStream:
         return HostBatch(slot, wait)
 
     def give_back(self) -> None:
-        """Count the last batch as not used: `position` is the one before it. No batch may follow."""
+        """Count the last batch as not used: `position` is then the one before it. No further batch may be requested."""
         self._given_back = True
 
     def position(self) -> Record:
@@ -237,7 +237,7 @@ def open_stream(
 ) -> TrainStream:
     """The batches of `ordered_shards`, from the start or from `position`, a record of `merge_positions`.
 
-    `side`: of the model's pictures, in pixels. `gpu`: page-lock the batch memory. `free`: see `stated_memory`. Raises
+    `side`: the model's picture size in pixels. `gpu`: page-lock the batch memory. `free`: see `stated_memory`. Raises
     UserError for settings or shards that cannot work.
     """
     chosen = selection(config)
@@ -306,7 +306,7 @@ def layout_of(config: DataConfig, samples: int, side: int, context_length: int, 
 
 
 def merge_positions(records: Sequence[Record]) -> Record:
-    """The run's position, from that of every rank's stream. Raises UserError if ranks read different shards."""
+    """The run's position, merged from those of all ranks. Raises UserError if ranks read different shards."""
     first = records[0]
     if any(record | {"at": {}} != first | {"at": {}} for record in records):
         raise UserError(

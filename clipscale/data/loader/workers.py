@@ -112,8 +112,8 @@ class Workers:
         self._statuses: list[Any] = []
         """The shard or sample that each worker reads, in shared memory."""
         self.processes: list[Any] = []
-        # Also runs if the program ends without `close`, before multiprocessing's own end, which would wait for ever:
-        # it sends children a signal that is blocked in them.
+        # This also runs if the program ends without `close`, before multiprocessing's own end, which would wait for
+        # ever: it sends children a signal that is blocked in them.
         self.close = Finalize(self, _end, (self._connections, self.processes), exitpriority=10)
         """End the processes."""
         context = multiprocessing.get_context("forkserver")

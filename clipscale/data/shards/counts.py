@@ -19,7 +19,7 @@ OnMain = Callable[[Callable[[], Any]], Any]
 """Calls a function in one process and returns its result in all, as `World.on_main` does."""
 
 SCAN_AT_MOST = 256
-"""If no index has them, at most so many shards are scanned for their counts: more would delay the start of a run."""
+"""At most this many shards without an index are scanned for their counts: more would delay the start of a run."""
 SMALL = 2**26
 """Most bytes that are read to count samples before a run is planned."""
 
@@ -33,7 +33,7 @@ def count_samples(urls: Sequence[str], subset: Subset | None = None, *, scan: bo
     """Samples of each shard, or those of them in a subset, from the indexes; None: unknown.
 
     `scan`: read the shards that no index has, if all of these are local; the counts go into an index in the user's
-    cache. Of a damaged shard, the samples before the damage count.
+    cache. Of a damaged shard, the samples before the damage are counted.
     """
     known = index.current(urls, subset)
     if known.stale:

@@ -130,8 +130,8 @@ def current(urls: Sequence[str], subset: Subset | None = None) -> Known:
 
 
 def _states(paths: Sequence[str]) -> list[State | None]:
-    """The states of files; None: no such file. Threads, for network file systems; each takes many files, since on a
-    local disk threads only wait for each other.
+    """The states of files; None: no such file. Uses threads, for network file systems; each takes many files, since on
+    a local disk threads only wait for each other.
     """
     size = -(-len(paths) // THREADS) or 1
     slices = [paths[start : start + size] for start in range(0, len(paths), size)]
@@ -237,8 +237,8 @@ def _scan_changed(subset: Subset | None, url: str, old: list[Any] | None) -> Out
 
 
 def map_shards(work: Callable[..., T], workers: int, urls: Sequence[str], *others: Sequence[Any]) -> Iterator[T]:
-    """The result of `work` on each shard, in order, by `workers` processes; fewer than FEW shards by this process.
-    `others`: further arguments, one for each shard."""
+    """The result of `work` on each shard, in order, computed by `workers` processes, or for fewer than FEW shards by
+    this one. `others`: further arguments, one for each shard."""
     if workers < 2 or len(urls) < FEW:
         yield from map(work, urls, *others)
         return

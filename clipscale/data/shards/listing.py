@@ -31,7 +31,7 @@ SHARDS = (".tar", ".tar.gz", ".tgz")
 DOWNLOADING = ".aria2"
 """Ending of a file beside an unfinished download, which may have its full size already."""
 ASKED = 256
-"""A run checks whether so many addresses exist; another missing one is found when it is read."""
+"""A run checks whether about this many addresses exist; other missing ones are found when they are read."""
 SCHEMES = ("http", "https", "s3", "gs", "hf")
 """Schemes of addresses that are read. fsspec knows others, some of which read this machine's files."""
 PATTERN = re.compile(r"[*?\[]|/(?:$|[,}])")

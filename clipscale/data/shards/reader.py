@@ -24,11 +24,11 @@ from clipscale.data.shards.subset import Subset
 from clipscale.data.shards.tar import DAMAGE, FARTHEST, check_end, next_member, padded, read_exactly, skip, unpacked
 
 MOST = 1000
-"""`unusable` looks at so many samples, and at so many members of each."""
+"""`unusable` looks at this many samples, and at this many members of each."""
 LONGEST_DETAIL = 400
 """Characters of an error's text: it may hold a member's name or a server's answer."""
 KINDS = 3
-"""`unusable` names so many kinds of samples, and so many members of each."""
+"""`unusable` names this many kinds of samples, and this many members of each."""
 RULE = (
     f"a sample is a picture (KEY.{', .'.join(IMAGE_TYPES)}) and what data.captions names (KEY.txt), one after "
     "the other in the tar; KEY ends at the first dot of the name"

@@ -22,7 +22,7 @@ FARTHEST = 1 << 30
 LARGEST_END = 1 << 16
 """Bytes after the end of an archive that are checked: GNU tar pads an archive with zeros, usually to 10,240 bytes."""
 MOST_UNPACKED = 100
-"""A gzipped archive may be so many times as large as its file, plus FREE: pictures hardly shrink, zeros a thousand
+"""An archive may unpack to this many times its gzipped file's size, plus FREE: pictures hardly shrink, zeros a thousand
 times."""
 FREE = 1 << 24
 LEAST_SEEK = 1 << 14

@@ -48,15 +48,15 @@ class SoftmaxTile(ObjectiveTile):
         else:
             terms = [_weighted_probabilities(scores, *side) for side in sides]
             torch.add(*terms, out=scores) if len(terms) == 2 else scores.copy_(terms[0])
-        # In the tile, not as a correction afterwards: a p - a cancels to nothing where the positive has all the mass.
+        # Subtracted here, not from the finished gradients: near p = 1, `a p - a` would cancel to nothing there.
         i, j = tile.positives()
         scores[i, j] -= positive_weights(tile, i, j).to(scores.dtype)
         return scores
 
 
 def directions(block: Block) -> list[tuple[Tensor, Tensor, int]]:
-    """Image to text and text to image, where their side has weights: those, its log-sum-exps, and the dimension of the
-    scores that it sums over."""
+    """Of image to text and text to image, each if its side has weights: the weights, the log-sum-exps, and the
+    dimension of the scores to sum over."""
     sides = []
     for side, dim in ((block.rows, 1), (block.cols, 0)):
         if side.weight is not None and side.lse is not None:
@@ -65,7 +65,7 @@ def directions(block: Block) -> list[tuple[Tensor, Tensor, int]]:
 
 
 def positive_weights(block: Block, rows: Tensor | slice, cols: Tensor | slice) -> Tensor:
-    """What the positives at these rows and columns, pair by pair, weigh in both directions, float64."""
+    """The weights of the positives at these rows and columns, pair by pair, summed over both directions, float64."""
     weights = []
     for side, index in ((block.rows, rows), (block.cols, cols)):
         if side.weight is not None:

@@ -77,7 +77,8 @@ class TritonBackend:
         return self.machine.computed(block.tiles(height, width))
 
     def gradient_panels(self, block: Block) -> Iterator[tuple[Block, Tensor]]:
-        """Panels with memory for score gradients; what the caller stores there joins the feature gradients."""
+        """Panels with memory for score gradients. What the caller stores there is multiplied into the feature
+        gradients."""
         features, store = block.rows.features, None
         factor = block.parameters.scale_number / UNIT.value  # the panel holds UNIT * G
         t = self.tiles
@@ -94,5 +95,5 @@ class TritonBackend:
 
 
 def _even(size: int, most: int, tile: int) -> int:
-    """Size of each of the fewest about equal parts of at most `most` (rounded up to whole tiles)."""
+    """The size, in whole tiles, of the fewest about equal parts of `size` that are at most `most` before rounding."""
     return triton.cdiv(triton.cdiv(size, triton.cdiv(size, most)), tile) * tile

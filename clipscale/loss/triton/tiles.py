@@ -89,7 +89,7 @@ def _halves(x):
 
 @triton.jit
 def summable(dots, n):
-    """The dot products, for use in a sum. Where Triton needs it, they come out of a branch that is never taken."""
+    """The dot products, usable in a sum: where HIDES_DOTS, a branch that is never taken hides where they come from."""
     if HIDES_DOTS:  # noqa: SIM102 - a constant of the compiler, and a branch of the kernel
         if n < 0:
             dots = -dots

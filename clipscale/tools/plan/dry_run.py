@@ -34,19 +34,19 @@ from clipscale.tools.plan.memory_tracker import DryMachine, MemoryTracker, cuda_
 
 CPU = torch.device("cpu")
 BLOCKS = 2
-"""Of those that are alike, how many are run."""
+"""How many of the identical blocks are run."""
 LAPS = 4
-"""Most ranks of the loss's ring: further visits take no more memory."""
+"""Most ranks in the ring of the loss: more hops take no more memory."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """What one chunk of a tower takes beyond what is live before it."""
+    """Memory of one chunk of a tower, beyond what is live before it."""
 
     encode: float
     """Peak of the first pass, without a graph."""
     graph: float = 0
-    """Bytes of the graph; 0 of a frozen tower."""
+    """Bytes of the graph; 0 for a frozen tower."""
     replay: float = 0
     """Peak of the second pass."""
 
@@ -56,7 +56,7 @@ class Whole:
     """Weights of a tower that FSDP2 has gathered, in the type in which it gathers them."""
 
     held: int = 0
-    """From the first chunk to the last."""
+    """Held from the first chunk to the last."""
     encode: int = 0
     """More in the first pass."""
     replay: int = 0
@@ -100,7 +100,7 @@ class Meter:
         self.tracker.take_peak()
 
     def left(self) -> float:
-        """What is live of the pass."""
+        """Bytes of the pass that are still live."""
         return self.tracker.live - self.base + self.added
 
     def end(self) -> float:
@@ -138,7 +138,7 @@ class DryRun:
         model: ClipModel,
         flops: tuple[PassFlops, PassFlops],
     ) -> None:
-        """`model`: without values, on the meta device. `flops`: of a picture and of a caption of the whole context."""
+        """`model`: on the meta device. `flops`: of a picture and of a caption as long as the context."""
         self.config, self.tracker, self.flops, self.model = config, tracker, flops, model
         self.caption_share = caption_share(model)
         self.inputs = ((3, model.image_size, model.image_size), torch.uint8), ((model.context_length,), torch.int32)
@@ -169,7 +169,7 @@ class DryRun:
         self.state = tracker.live - before
         """Bytes between steps."""
         self.gradients = [sum(p.nbytes for p in tower.parameters() if p.requires_grad) for tower in self.towers]
-        """Of each tower, while its chunks add to them."""
+        """Gradients of each tower, while its chunks add to them."""
         self.summed = self.gradients
         """The same after its last chunk."""
         self.at_once = [0, 0]
@@ -181,7 +181,8 @@ class DryRun:
         self.meters = [Meter(tracker, tower) for tower in self.towers]
 
     def _divide(self, ranks: int) -> None:
-        """Among ranks. DDP holds buckets as large as all gradients; those that are summed are views of them."""
+        """Divide state and gradients among ranks. DDP's buckets are as large as all gradients; the summed ones are
+        views of them."""
         parallel, dtype = self.config.launch.parallel, self.step.precision.dtype
         if parallel == "ddp":
             self.state += sum(self.gradients)
@@ -202,7 +203,7 @@ class DryRun:
         self.gradients = self.summed = self.at_once = [size // ranks for size in self.gradients]
 
     def _passes(self, tower: int, size: int, fresh: bool) -> Pass:
-        """Of a chunk of so many rows of the image (0) or the text tower (1). `fresh`: it finds no gradients."""
+        """Measure a chunk of `size` rows of the image (0) or the text tower (1). `fresh`: no gradients exist yet."""
         meter, encoder, (shape, dtype) = self.meters[tower], self.step.cache.encoders[tower], self.inputs[tower]
 
         def encoded() -> Tensor:
@@ -240,16 +241,17 @@ class DryRun:
 
 
 def caption_share(model: ClipModel) -> float:
-    """Tokens of an average caption at which the text tower computes, of the context: all, or fewer of sorted ones."""
+    """Share of the context's tokens that the text tower computes for an average caption: 1, or less if captions are
+    sorted."""
     encoder = model.text.encoder
     trimmed = family_of(encoder).ignores_padding(encoder)
     return min(1.0, round(ASSUMED.caption_tokens + GRAIN / 2) / model.context_length) if trimmed else 1.0
 
 
 def repeated_blocks(tower: nn.Module) -> tuple[Any, list[int]]:
-    """The list of blocks in which most that follow each other are alike, and the numbers of these.
+    """The list of blocks with the longest run of identical consecutive blocks, and their indices.
 
-    Not of its last one, which may compute less.
+    The last block is left out: it may compute less.
     """
     best: tuple[Any, list[int]] = [], []
     for blocks in tower.modules():
@@ -265,7 +267,8 @@ def repeated_blocks(tower: nn.Module) -> tuple[Any, list[int]]:
 
 @contextmanager
 def dry_run(config: TrainConfig, ranks: int, capability: int | None, nodes: int = 1) -> Iterator[DryRun]:
-    """On one of `ranks` GPUs of a compute capability, or (None) in one of `ranks` CPU processes. Raises UserError."""
+    """A dry run on one of `ranks` GPUs of a compute capability, or (None) in one of `ranks` CPU processes. Raises
+    UserError."""
     with torch.device("meta"):
         model = build_model(without_weights(config.model))
     exchange, ranks_of_node = config.loss.exchange, ranks // nodes

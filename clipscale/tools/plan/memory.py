@@ -18,7 +18,7 @@ PHASES = ("encode", "loss", "replay", "optim")
 FEATURE = 4
 """Bytes of a number of a feature row."""
 Pair = tuple[int, int]
-"""Of the image and the text tower: rows, sizes of chunks, or graphs that are kept."""
+"""One number for the image and one for the text tower: rows, chunk sizes, or kept graphs."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ class StepMemory:
 
 
 class Step:
-    """A step of `batch` samples on a rank: what passes, loss and update take, beyond what is live when they begin."""
+    """The memory of a step of `batch` samples on a rank, by pass, loss and update, each beyond what is live when it
+    begins."""
 
     def __init__(self, run: DryRun, batch: int, chunks: Pair, resident: bool = False) -> None:
         """`resident`: pixels and tokens stay on the device (offload=none)."""
@@ -87,10 +88,10 @@ class Step:
         return max(0.0, most - max(size - again.get(stage, 0) for stage, size in self.memory().peak.items()))
 
     def kept(self, budget: float) -> Pair:
-        """The chunks whose graphs GradCache would keep in so many bytes."""
+        """The number of chunks whose graphs GradCache would keep in `budget` bytes."""
         image, text = (each.graph for each in self.passes)
         first = min(self.counts[0], int(budget // image)) if image else 0
-        # Of a tower that keeps none, one graph at a time is built beside those of the other.
+        # A tower that keeps none builds one graph at a time, beside the other's kept graphs.
         rest = max(0, budget - max(1, first) * image)
         return first, min(self.counts[1], int(rest // text)) if text else 0
 
@@ -99,7 +100,7 @@ def host_memory(config: PlanConfig, run: DryRun, batch: int, step: float = 0) ->
     """Host memory of a node: `process_bytes`, of one process with its loader workers, by what holds them; `processes`
     and `node_bytes`.
 
-    `batch`: samples of one rank; `step`: what a step takes, on a CPU in the same memory.
+    `batch`: samples of one rank; `step`: bytes of a step on a CPU, which are in the same memory.
     """
     data = config.data
     ranks = config.gpus * config.nodes

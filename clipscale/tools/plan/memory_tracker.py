@@ -104,7 +104,7 @@ class DryMachine(Machine):
 
 
 class DryCommunicator(Communicator):
-    """One of `size` ranks, of which there are no others: what it receives has shapes alone."""
+    """One of `size` ranks, of which the others do not exist: the tensors that it receives have shapes only."""
 
     def __init__(self, size: int) -> None:
         self.rank, self.size = 0, size
@@ -132,7 +132,7 @@ class DryCommunicator(Communicator):
 
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
-    """Inside, autocast on a CPU runs the operations in float32 that it runs so on CUDA."""
+    """Inside, autocast on a CPU runs the same operations in float32 as on CUDA."""
     kernels = torch.library.Library("aten", "IMPL")  # its kernels go with it
     with warnings.catch_warnings(action="ignore"):  # torch 2.11 says that some are there already
         for name in ASSUMED.float32_on_cuda:

@@ -29,11 +29,11 @@ class Prediction:
         self.local = config.batch // self.ranks
         self.resident = config.offload == "none"
         self.workspace = self.outside = 0
-        """Memory of cuBLAS, which torch's allocator counts, and what it does not count."""
+        """Memory of cuBLAS, which torch's allocator counts, and memory that it does not count."""
         self.usable: int | None = None
         """Memory of a GPU."""
         self.free = math.inf
-        """What a step may take."""
+        """Memory that a step may take."""
         if gpu:
             self.workspace = ASSUMED.workspace_hopper if gpu.capability >= 90 else ASSUMED.workspace
             self.outside = outside_torch(self.ranks)
@@ -57,7 +57,7 @@ class Prediction:
             size //= 2
 
     def memory(self, batch: int) -> StepMemory:
-        """Of a step of `batch` samples on a rank, with the graphs that `cache.keep` keeps."""
+        """Memory of a step of `batch` samples on a rank, with the graphs that `cache.keep` keeps."""
         step = Step(self.run, batch, self.chunks, self.resident)
         keep: float | None = parse_memory("cache.keep", self.config.cache.keep)
         if keep is None:  # a share of what is free before the step
@@ -68,13 +68,13 @@ class Prediction:
         return step.memory(step.kept(keep))
 
     def fits(self, batch: int) -> bool:
-        """Whether so many samples on each rank fit, with these chunks."""
+        """Whether `batch` samples on each rank fit, with these chunks."""
         step = self.memory(batch).highest
         host = host_memory(self.config, self.run, batch, step)["node_bytes"]
         return step <= self.free and host <= (self.config.host_memory or math.inf)
 
     def largest_batch(self) -> int:
-        """With these chunks: of this batch and powers of two on each rank; 0: none."""
+        """The largest batch that fits with these chunks: the set one, or a power of two on each rank; 0: none."""
         powers = (ASSUMED.largest_batch // self.ranks).bit_length()
         sizes = sorted({self.local, *(1 << i for i in range(powers))})
         found = bisect(sizes, False, key=lambda size: not self.fits(size))
@@ -127,7 +127,7 @@ def plan(config: PlanConfig, *, search: bool = True) -> Record:
 
 
 def predicted(config: PlanConfig, *, search: bool = True) -> Record:
-    """The same without remedies."""
+    """`plan` without remedies."""
     gpu, ranks = target_gpu(config), config.gpus * config.nodes
     # Refused before the dry run.
     sizes_of_settings(config.cache, config.batch // ranks)

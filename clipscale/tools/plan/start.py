@@ -15,8 +15,8 @@ from clipscale.tools.plan.settings import PlanConfig
 
 
 def before(config: TrainConfig) -> str:
-    """The plan of its stage that needs most, as JSON: whether it `fits`, and the `lines` to print; without lines where
-    the GPU is unknown. Raises UserError, and whatever a dry run does with a model that has none.
+    """The plan of the most demanding stage, as JSON: `fits`, and the `lines` to print (none for an unknown GPU). Raises
+    UserError, and any error of the dry run.
     """
     gpu = gpu_here() if config.device != "cpu" else None
     unknown = config.device != "cpu" and not gpu and torch.cuda.is_available()  # as in a container without nvidia-smi

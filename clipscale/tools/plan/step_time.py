@@ -24,8 +24,8 @@ SMALLEST = min(row["gflop"] for row in PLAIN_STEPS["images_per_s"]) * 1e8
 def step_time(config: PlanConfig, gpu: Hardware | None, run: DryRun, again: list[float]) -> tuple[float, Record | None]:
     """The seconds that the arithmetic allows, and `time` of docs/plan.md.
 
-    `again`: the share of each tower's chunks that have a second pass. Of a CPU, whose peak no table has: operations
-    instead of seconds, and None. None of a model that is much smaller than all that are known, too.
+    `again`: the share of each tower's chunks that have a second pass. For a CPU, whose peak is in no table: operations
+    instead of seconds, and None. Also None for a model much smaller than all known ones.
     """
     image, text = run.flops
     forward = image.forward + text.forward

@@ -19,5 +19,5 @@ TEMPLATES.filters |= {
 
 
 def written(template: str, **values: Any) -> str:
-    """The text of a template: `page` or `conclusion`."""
+    """The text of a template: `page`, `conclusion` or `start`."""
     return TEMPLATES.get_template(f"{template}.txt").render(values)
