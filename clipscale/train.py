@@ -304,8 +304,8 @@ class Run:
             samples=self.resolved.stage.seen(self.step),
             batch=self.config.batch,
             loss=self.loss,
-            random=self.world.gather({"cpu": now.cpu, "cuda": now.cuda}),
-            position=merge_positions(self.world.gather(position)),
+            random=self.world.all_gather_object({"cpu": now.cpu, "cuda": now.cuda}),
+            position=merge_positions(self.world.all_gather_object(position)),
             **self.state.saved(),
         )
         self.saver.save(saved, last=last or removed)

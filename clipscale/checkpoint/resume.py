@@ -28,7 +28,7 @@ def to_resume(run: Path, resume: str, world: World) -> Path | None:
     Raises UserError for a path without a checkpoint, and if every checkpoint is damaged.
     """
     candidates = world.on_all(lambda: candidates_of(run, resume))
-    if any(others != candidates for others in world.gather(candidates)):
+    if any(others != candidates for others in world.all_gather_object(candidates)):
         raise UserError(f"run={run}: the processes see different checkpoints; put the folder on storage that all share")
     damaged: dict[Path, str] = {}
     for candidate in candidates:

@@ -62,7 +62,7 @@ class World:
     def main(self) -> bool:
         return self.rank == 0
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's `value`, in rank order, on every rank."""
         if self.size == 1:
             return [value]
@@ -70,7 +70,7 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
-    def gather_rows(self, rows: Tensor) -> Tensor:
+    def all_gather_rows(self, rows: Tensor) -> Tensor:
         """The rows of all ranks, in rank order, on every rank. All ranks have equally many."""
         if self.size == 1:
             return rows
@@ -78,12 +78,12 @@ class World:
         dist.all_gather(blocks, rows.contiguous())
         return torch.cat(blocks)
 
-    def highest(self, *values: int) -> list[int]:
+    def all_reduce_max(self, *values: int) -> list[int]:
         """For each value the largest of all ranks, on every rank. One reduction; does not wait for the device."""
-        return self.highest_async(*values).values()
+        return self.all_reduce_max_async(*values).values()
 
-    def highest_async(self, *values: int) -> AsyncReduction:
-        """`highest` in the background. All ranks start their reductions in the same order."""
+    def all_reduce_max_async(self, *values: int) -> AsyncReduction:
+        """`all_reduce_max` in the background. All ranks start their reductions in the same order."""
         tensor = torch.tensor(values)
         if self.size == 1:
             return AsyncReduction(tensor)
@@ -125,7 +125,7 @@ class World:
             result = work()
         except UserError as error:
             problem = error
-        for each in self.gather(problem):
+        for each in self.all_gather_object(problem):
             if each:
                 each.saves = each.saves is not False
                 raise each

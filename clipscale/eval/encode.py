@@ -41,7 +41,7 @@ def join(batches: Sequence[Tensor], count: int, batch: int, world: World) -> Ten
     """The rows of all batches on every rank, in order: (count, ...). `batches`: the rows of this rank's `spans`."""
     batch = min(batch, count)
     rows = torch.stack([torch.cat([x, x.new_zeros(batch - len(x), *x.shape[1:])]) for x in batches])
-    ordered = world.gather_rows(rows).view(world.size, len(batches), *rows.shape[1:]).transpose(0, 1)
+    ordered = world.all_gather_rows(rows).view(world.size, len(batches), *rows.shape[1:]).transpose(0, 1)
     return ordered.reshape(-1, *rows.shape[2:])[:count]
 
 
@@ -139,4 +139,4 @@ class Encoder:
                 with self.autocast():
                     features = self.model.image(torch.from_numpy(pixels).to(self.world.device))
                 yield span, F.normalize(features.float(), dim=-1)[: len(span)], usable.to(self.world.device)
-        self.broken = sum(self.world.gather(reasons), Counter())
+        self.broken = sum(self.world.all_gather_object(reasons), Counter())

@@ -84,7 +84,8 @@ class Stop:
         self._calls = -votes[1] if self._calls else 1
         self._left = self._calls
         self._voted = now
-        self._votes = self._world.highest_async(self.number, -min(fitting, MOST_CALLS))  # the rank with the fewest
+        # Of the calls, the fewest of any rank.
+        self._votes = self._world.all_reduce_max_async(self.number, -min(fitting, MOST_CALLS))
         return votes[0]
 
     def _record(self, number: int, _: object) -> None:

@@ -60,25 +60,25 @@ class Communicator:
 
         return wait
 
-    def gather(self, x: Tensor) -> Tensor:
-        """All-gather: each rank's (n, ...) to (P n, ...), in rank order."""
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Each rank's (n, ...) to (P n, ...), in rank order."""
         gathered = x.new_empty(self.size * len(x), *x.shape[1:])
         dist.all_gather_into_tensor(gathered, x.contiguous(), group=self.group)
         return gathered
 
-    def scatter(self, x: Tensor) -> Tensor:
-        """Reduce-scatter: each rank's (P n, ...), summed over the ranks, to this rank's (n, ...)."""
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Each rank's (P n, ...), summed over the ranks, to this rank's (n, ...)."""
         mine = x.new_empty(len(x) // self.size, *x.shape[1:])
         dist.reduce_scatter_tensor(mine, x, group=self.group)
         return mine
 
-    def scatter_lse(self, x: Tensor) -> Tensor:
+    def reduce_scatter_lse(self, x: Tensor) -> Tensor:
         """Log-sum-exps (P n,) of each rank, joined over ranks, to this rank's (n,): the maximum, then the sums."""
-        largest = self.reduce(x.clone(), dist.ReduceOp.MAX).clamp_min(torch.finfo(x.dtype).min)
-        mine = self.scatter((x - largest).exp_())
+        largest = self.all_reduce_(x.clone(), dist.ReduceOp.MAX).clamp_min(torch.finfo(x.dtype).min)
+        mine = self.reduce_scatter((x - largest).exp_())
         return mine.log_().add_(largest[self.rank * len(mine) :][: len(mine)])
 
-    def reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    def all_reduce_(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """x reduced over the ranks, in place."""
         dist.all_reduce(x, op, group=self.group)
         return x
@@ -91,7 +91,7 @@ class Communicator:
 
     def agree(self, facts: dict[str, int], device: torch.device) -> None:
         """Raise ValueError if the ranks differ in one of the facts: their transfers would not match, and hang."""
-        gathered = self.gather(torch.tensor([*facts.values()], device=device)).view(self.size, -1)
+        gathered = self.all_gather(torch.tensor([*facts.values()], device=device)).view(self.size, -1)
         for name, values in zip(facts, gathered.T.tolist()):
             if len(set(values)) > 1:
                 raise ValueError(
@@ -105,7 +105,7 @@ class AllRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
         ctx.comm = comm
-        return comm.gather(x)
+        return comm.all_gather(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -131,11 +131,11 @@ class Sums:
     field: str  # the RowBlock's
     empty: Callable[[RowBlock], Tensor]
     join: Callable[..., Tensor]  # adds one part to another, with `out=`
-    scatter: Callable[[Communicator, Tensor], Tensor]  # reduces the parts of all ranks
+    reduce_scatter: Callable[[Communicator, Tensor], Tensor]  # reduces the parts of all ranks
 
 
-LOG_SUM_EXP = Sums("lse", RowBlock.empty_lse, torch.logaddexp, Communicator.scatter_lse)
-GRAD = Sums("grad", RowBlock.empty_grad, torch.add, lambda comm, partial: comm.scatter(partial))
+LOG_SUM_EXP = Sums("lse", RowBlock.empty_lse, torch.logaddexp, Communicator.reduce_scatter_lse)
+GRAD = Sums("grad", RowBlock.empty_grad, torch.add, lambda comm, partial: comm.reduce_scatter(partial))
 
 
 def collected(cols: RowBlock, sums: Sequence[Sums], visit: Visit, positive: int | None) -> list[Tensor]:
@@ -169,11 +169,11 @@ class Grouped(Single):
         self.size, self.rank = communicator.size, communicator.rank
 
     def total(self, x: Tensor) -> Tensor:
-        return self.comm.reduce(x.clone())
+        return self.comm.all_reduce_(x.clone())
 
     def gathered(self, block: RowBlock) -> RowBlock:
         """The blocks of all ranks, in rank order."""
-        whole = block.received([self.comm.gather(x) for x in block.sent()])
+        whole = block.received([self.comm.all_gather(x) for x in block.sent()])
         whole.weight = None if block.weight is None else block.weight.repeat(self.size)
         return whole
 
@@ -184,7 +184,7 @@ class Gather(Grouped):
     def sweep(self, cols: RowBlock, sums: Sequence[Sums], visit: Visit) -> list[Tensor]:
         positive = self.rank * len(cols)
         partials = collected(self.gathered(cols), sums, visit, positive)
-        return [s.scatter(self.comm, partial) for s, partial in zip(sums, partials)]
+        return [s.reduce_scatter(self.comm, partial) for s, partial in zip(sums, partials)]
 
 
 class Ring(Grouped):

@@ -173,7 +173,7 @@ def tell_notices(run: Resolved, stream: TrainStream, world: World) -> None:
 
 def check_streams(run: Resolved, stream: TrainStream, world: World) -> None:
     """Raise UserError if ranks read different shards, or if the shard streams do not divide a stage's batch."""
-    streams = merge_positions(world.gather(stream.position()))["streams"]
+    streams = merge_positions(world.all_gather_object(stream.position()))["streams"]
     fitting = fitting_streams(run, streams)
     if fitting < streams:
         batches = sorted({stage.config.batch for stage in run.stages})
@@ -230,7 +230,7 @@ def data_stream(run: Resolved, side: int, tokenizer: Tokenizer, world: World) ->
     """The training data, from its start or from the checkpoint's position. Raises UserError."""
     config = run.config
     free = free_memory()
-    world.gather(None)  # no rank allocates before all have read the free memory
+    world.all_gather_object(None)  # no rank allocates before all have read the free memory
     position = run.saved.position if run.saved else None
     share = BatchShare(config.batch, world.rank, world.size)
     shards = ordered_shards(config.data, share, config.seed, position, world.on_main, partial(fitting_streams, run))

@@ -75,7 +75,7 @@ def agreed_chunk_sizes(
     """
     settings = sizes_of_settings(config, local_batch)
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
-    device = " and ".join(sorted(set(world.gather(name))))
+    device = " and ".join(sorted(set(world.all_gather_object(name))))
     sizes = {}
     for name, (tower, sample) in towers.items():
         size = batch_norm_chunk(tower, name, settings[name], local_batch) or settings[name]
@@ -84,7 +84,7 @@ def agreed_chunk_sizes(
         if size is None:
             rate = lambda n, tower=tower, sample=sample: samples_per_second(tower, sample(n))  # noqa: E731
             fastest = find_chunk(rate, local_batch, world.device, keep=config.keep != "none")
-            size = min(world.gather(fastest))
+            size = min(world.all_gather_object(fastest))
         sizes[name] = size
     return ChunkSizes(**sizes, device=device)
 

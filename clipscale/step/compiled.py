@@ -67,7 +67,7 @@ def try_compiled(
                 _both_passes(tower, inputs, precision)
     except Exception as error:  # a compiler's failure is no reason to end a run
         problem = one_line(error)
-    problem = next(filter(None, world.gather(problem)), "")
+    problem = next(filter(None, world.all_gather_object(problem)), "")
     if problem:
         torch.compiler.set_stance("force_eager")
     model.zero_grad(set_to_none=True)

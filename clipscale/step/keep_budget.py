@@ -32,7 +32,7 @@ class KeepBudget:
         collective."""
         if self.bytes is None:
             rest = usable_bytes(self._world.device) - phases.working_bytes(graph)
-            self.bytes = -self._world.highest(-max(0, rest))[0]  # the least of all ranks
+            self.bytes = -self._world.all_reduce_max(-max(0, rest))[0]  # the least of all ranks
 
 
 def usable_bytes(device: torch.device) -> int:

@@ -35,7 +35,7 @@ class Agreement:
     @staticmethod
     def begin(world: World, chunks: int, save: bool) -> "Agreement":
         """Send this rank's number of text chunks and its wish to save. A collective."""
-        return Agreement(world.highest_async(chunks, int(save)))
+        return Agreement(world.all_reduce_max_async(chunks, int(save)))
 
     @cached_property
     def _values(self) -> list[int]:

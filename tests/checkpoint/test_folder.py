@@ -161,7 +161,7 @@ def test_resume_reads_a_path_or_a_run_folder(tmp_path: Path) -> None:
 
 def test_ranks_that_see_different_checkpoints_do_not_start(tmp_path: Path) -> None:
     class Peer(World):
-        def gather(self, value: Any) -> list[Any]:
+        def all_gather_object(self, value: Any) -> list[Any]:
             return [value, [tmp_path / "checkpoints/step_00000007"] if value == [] else value]
 
     with refused("the processes see different checkpoints; put the folder on storage"):

@@ -79,7 +79,7 @@ def two(tmp_path: Path) -> TrainConfig:
 def ring(config: TrainConfig) -> dict:
     """A worker that meets the other one."""
     world = join("cpu")
-    ranks = world.gather(world.rank)
+    ranks = world.all_gather_object(world.rank)
     leave()
     return {"ranks": ranks, "threads": torch.get_num_threads()}
 
@@ -93,7 +93,7 @@ def mistaken(config: TrainConfig) -> dict:
     world = join("cpu")
     if world.rank == 1:
         raise UserError(f"run={config.run}: found by a worker")
-    return {"ranks": world.gather(0)}
+    return {"ranks": world.all_gather_object(0)}
 
 
 def test_a_last_save_that_failed_is_a_mistake_and_no_stopped_run(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def open_files(config: TrainConfig) -> dict:
     before = psutil.Process().num_fds()
     for group in (world.control, world.background):
         dist.all_reduce(torch.zeros(1), group=group)
-    ranks = world.gather((*resource.getrlimit(resource.RLIMIT_NOFILE), psutil.Process().num_fds() - before))
+    ranks = world.all_gather_object((*resource.getrlimit(resource.RLIMIT_NOFILE), psutil.Process().num_fds() - before))
     leave()
     return {"ranks": ranks}
 

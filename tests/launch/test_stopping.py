@@ -178,14 +178,14 @@ def votes_of(rank: int, world: int, calls: int, pause: float) -> tuple[int, int]
     """How often ranks vote in so many calls of `check`, and the call at which a signal to rank 1 ends the work."""
     here = World(rank, world, torch.device("cpu"))
     stop, votes = Stop(here), 0
-    later = World.highest_async
+    later = World.all_reduce_max_async
 
     def counted(self: World, *values: int) -> AsyncReduction:
         nonlocal votes
         votes += 1
         return later(self, *values)
 
-    with patch.object(World, "highest_async", counted):
+    with patch.object(World, "all_reduce_max_async", counted):
         for call in range(2 * calls):
             if call == calls:
                 before = votes

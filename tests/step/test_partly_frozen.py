@@ -35,7 +35,7 @@ def cut_up(rank: int, world: int, case: tuple[int, bool], parallel: str = "ddp")
         here.device,
         resident=False,
     )
-    texts.split(here.highest(texts.make_chunks(4))[0])
+    texts.split(here.all_reduce_max(texts.make_chunks(4))[0])
     towers = [here.wrap(model.image, parallel), here.wrap(model.text, parallel)]
     cache = GradCache(towers, lambda u, v: contrastive_loss(u, v, model.logit_scale.exp()), chunks=[3, 4])
     cache.step(pixels, texts)

@@ -56,7 +56,7 @@ def work(config: EmbedConfig) -> Record:
         encoder = FeatureEncoder(model, world.device, config.precision, config.data)
         share = list(sources.items())[world.rank :: world.size]
         shown = tracked(share, "embedding shards", len(share))
-        results = world.gather({name: embed_shard(encoder, config, url, out / name) for name, url in shown})
+        results = world.all_gather_object({name: embed_shard(encoder, config, url, out / name) for name, url in shown})
     finally:
         leave()
     entries = {name: entry for result in results for name, entry in result.items() if entry}

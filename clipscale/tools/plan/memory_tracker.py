@@ -117,13 +117,13 @@ class DryCommunicator(Communicator):
 
         return wait
 
-    def gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         return torch.cat([x] * self.size)
 
-    def scatter(self, x: Tensor) -> Tensor:
+    def reduce_scatter(self, x: Tensor) -> Tensor:
         return x[: len(x) // self.size].clone()
 
-    def reduce(self, x: Tensor, op: Any = None) -> Tensor:
+    def all_reduce_(self, x: Tensor, op: Any = None) -> Tensor:
         return x
 
     def grid(self, nodes: int) -> tuple[Communicator, Communicator]:
