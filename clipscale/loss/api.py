@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from clipscale.loss.autograd import Backend, ContrastiveLoss, LossCall
-from clipscale.loss.exchange import Communicator, Gather, Ring, Single
+from clipscale.loss.exchange import Communicator, Exchange, Gather, Ring
 from clipscale.loss.inputs import Inputs, LossOptions, checked_inputs
 from clipscale.loss.machine import Machine
 from clipscale.loss.objective import BACKENDS, EXCHANGES, OBJECTIVES, Objective, exchange_of
@@ -139,9 +139,9 @@ def _backend(name: str, objective: Objective, inputs: Inputs, similarity: Simila
     return TorchBackend(objective.tile(), similarity, machine, dense=name == "dense")
 
 
-def _exchange(name: str, comm: Communicator | None, inputs: Inputs, machine: Machine) -> Single:
+def _exchange(name: str, comm: Communicator | None, inputs: Inputs, machine: Machine) -> Exchange:
     if comm is None:
-        return Single()
+        return Exchange()
     nodes = machine.nodes(comm.size)
     if name == "auto":
         texts, width = inputs.cols.features.shape

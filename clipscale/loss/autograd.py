@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from clipscale.common.rng import RandomState
 from clipscale.loss.block import Block, Parameters, RowBlock, sum_dtype, widened
-from clipscale.loss.exchange import GRAD, LOG_SUM_EXP, Single, Visit
+from clipscale.loss.exchange import GRAD, LOG_SUM_EXP, Exchange, Visit
 from clipscale.loss.inputs import Inputs
 from clipscale.loss.machine import float32_matmuls
 from clipscale.loss.objective import Objective
@@ -37,7 +37,7 @@ class Backend(Protocol):
 class LossCall:
     """One call of the loss: everything but its differentiable tensors."""
 
-    exchange: Single
+    exchange: Exchange
     backend: Backend
     similarity: Similarity
     objective: Objective
@@ -78,7 +78,7 @@ class ContrastiveLoss(torch.autograd.Function):
             rows, cols = call.local_blocks(images, texts)
             rows.target = scale.new_zeros(len(rows), dtype=torch.float64)
             if not call.objective.pairwise:
-                collect(call, rows, cols, Parameters(scale, bias))
+                forward_sweep(call, rows, cols, Parameters(scale, bias))
             else:
                 needed = [call.trains and needs for needs in ctx.needs_input_grad[1:]]
                 grads = gradients(call, rows, cols, inputs, needed, scale.new_tensor(1 / ctx.count))
@@ -112,7 +112,7 @@ class ContrastiveLoss(torch.autograd.Function):
         return None, *(None if x is None else x.to(like.dtype) for x, like in zip(grads, inputs))
 
 
-def collect(call: LossCall, rows: RowBlock, cols: RowBlock, parameters: Parameters) -> None:
+def forward_sweep(call: LossCall, rows: RowBlock, cols: RowBlock, parameters: Parameters) -> None:
     """One sweep of the backend's forward function: the log-sum-exps of rows and columns, and the rows' targets."""
     if rows.weight is not None:
         rows.lse = rows.empty_lse()

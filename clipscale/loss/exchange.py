@@ -19,9 +19,9 @@ from torch.profiler import record_function
 
 from clipscale.loss.block import RowBlock
 
-BLOCK, WAIT = "contrastive_loss: block", "contrastive_loss: wait"  # spans in a profiler's trace
+BLOCK_SPAN, WAIT_SPAN = "contrastive_loss: block", "contrastive_loss: wait"  # spans in a profiler's trace
 Visit = Callable[[RowBlock, int | None], None]  # this rank's rows against these columns; the int is Block.positive
-Received = Callable[[], list[Tensor]]
+Wait = Callable[[], list[Tensor]]  # waits for a transfer, and returns the tensors received
 
 
 class Communicator:
@@ -42,18 +42,18 @@ class Communicator:
         self.group = group or dist.group.WORLD
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
-    def post(self, tensors: list[Tensor], hop: tuple[int, int], tag: int = 0) -> Received:
-        """Start to send the tensors to the first rank of `hop` and to receive the same shapes from the second. `tag`
+    def post(self, tensors: list[Tensor], peers: tuple[int, int], tag: int = 0) -> Wait:
+        """Start to send the tensors to the first rank of `peers` and to receive the same shapes from the second. `tag`
         separates concurrent streams. Returns a function that waits for both and returns the received tensors."""
         assert self.group is not None  # where a process group is initialized, WORLD is one
-        dest, src = (dist.get_global_rank(self.group, peer) for peer in hop)
+        dest, src = (dist.get_global_rank(self.group, peer) for peer in peers)
         received = [torch.empty_like(x) for x in tensors]
         sends = [dist.P2POp(dist.isend, x, dest, self.group, tag) for x in tensors]
         receives = [dist.P2POp(dist.irecv, x, src, self.group, tag) for x in received]
         works = dist.batch_isend_irecv(sends + receives)
 
         def wait(sent: list[Tensor] = tensors) -> list[Tensor]:  # these live until they have been sent
-            with record_function(WAIT):
+            with record_function(WAIT_SPAN):
                 for work in works:
                     work.wait()
             return received
@@ -125,43 +125,43 @@ def _grid(group: dist.ProcessGroup, nodes: int) -> tuple[Communicator, Communica
 
 
 @dataclass(frozen=True)
-class Sums:
+class ColumnReduction:
     """How a sweep reduces one value of each column."""
 
     field: str  # the RowBlock's
     empty: Callable[[RowBlock], Tensor]
-    join: Callable[..., Tensor]  # adds one part to another, with `out=`
+    combine: Callable[..., Tensor]  # adds one part to another, with `out=`
     reduce_scatter: Callable[[Communicator, Tensor], Tensor]  # reduces the parts of all ranks
 
 
-LOG_SUM_EXP = Sums("lse", RowBlock.empty_lse, torch.logaddexp, Communicator.reduce_scatter_lse)
-GRAD = Sums("grad", RowBlock.empty_grad, torch.add, lambda comm, partial: comm.reduce_scatter(partial))
+LOG_SUM_EXP = ColumnReduction("lse", RowBlock.empty_lse, torch.logaddexp, Communicator.reduce_scatter_lse)
+GRAD = ColumnReduction("grad", RowBlock.empty_grad, torch.add, lambda comm, partial: comm.reduce_scatter(partial))
 
 
-def collected(cols: RowBlock, sums: Sequence[Sums], visit: Visit, positive: int | None) -> list[Tensor]:
+def visit_block(cols: RowBlock, sums: Sequence[ColumnReduction], visit: Visit, positive: int | None) -> list[Tensor]:
     """Visit one block of columns. Returns the visit's sums of them."""
     partials = [s.empty(cols) for s in sums]
     cols = replace(cols, **{s.field: partial for s, partial in zip(sums, partials)})
-    with record_function(BLOCK):
+    with record_function(BLOCK_SPAN):
         visit(cols, positive)
     return partials
 
 
-class Single:
-    """One process: its rows against its columns. The base of the other exchanges."""
+class Exchange:
+    """The exchange of one process: its rows against its columns. The base of the others."""
 
     size = 1
 
-    def sweep(self, cols: RowBlock, sums: Sequence[Sums], visit: Visit) -> list[Tensor]:
+    def sweep(self, cols: RowBlock, sums: Sequence[ColumnReduction], visit: Visit) -> list[Tensor]:
         """Visit the columns of all ranks, given this rank's. Returns each sum of this rank's columns."""
-        return collected(cols, sums, visit, 0)
+        return visit_block(cols, sums, visit, 0)
 
     def total(self, x: Tensor) -> Tensor:
         """The sum of x over the ranks."""
         return x
 
 
-class Grouped(Single):
+class GroupExchange(Exchange):
     """What the exchanges of several ranks share."""
 
     def __init__(self, communicator: Communicator) -> None:
@@ -178,16 +178,16 @@ class Grouped(Single):
         return whole
 
 
-class Gather(Grouped):
+class Gather(GroupExchange):
     """A rank's rows against all columns: all-gather, reduce-scatter of their sums (DisCo-CLIP, arXiv 2304.08480)."""
 
-    def sweep(self, cols: RowBlock, sums: Sequence[Sums], visit: Visit) -> list[Tensor]:
+    def sweep(self, cols: RowBlock, sums: Sequence[ColumnReduction], visit: Visit) -> list[Tensor]:
         positive = self.rank * len(cols)
-        partials = collected(self.gathered(cols), sums, visit, positive)
+        partials = visit_block(self.gathered(cols), sums, visit, positive)
         return [s.reduce_scatter(self.comm, partial) for s, partial in zip(sums, partials)]
 
 
-class Ring(Grouped):
+class Ring(GroupExchange):
     """Rows stay. Columns travel from rank to rank, and their sums follow one hop behind."""
 
     def __init__(self, communicator: Communicator, nodes: int = 1) -> None:
@@ -195,26 +195,26 @@ class Ring(Grouped):
         columns."""
         super().__init__(communicator)
         self.ring = communicator
-        self.inner = Single()
+        self.inner = Exchange()
         if nodes > 1:
             self.ring, node = communicator.grid(nodes)
             self.inner = Gather(node) if node.size > 1 else self.inner
 
-    def sweep(self, cols: RowBlock, sums: Sequence[Sums], visit: Visit) -> list[Tensor]:
-        behind: Received | None = None
+    def sweep(self, cols: RowBlock, sums: Sequence[ColumnReduction], visit: Visit) -> list[Tensor]:
+        pending_sums: Wait | None = None
         ring = self.ring
-        hop = (ring.rank + 1) % ring.size, (ring.rank - 1) % ring.size
+        peers = (ring.rank + 1) % ring.size, (ring.rank - 1) % ring.size
 
         def visit_others(cols: RowBlock, _: int | None) -> None:
             visit(cols, None)
 
         for number in range(ring.size):  # after which the sums are back
-            ahead = ring.post(cols.sent(), hop) if number < ring.size - 1 else None
+            pending_columns = ring.post(cols.sent(), peers) if number < ring.size - 1 else None
             partials = self.inner.sweep(cols, sums, visit_others if number else visit)
             if partials:
-                for s, partial, before in zip(sums, partials, behind() if behind else []):
-                    s.join(partial, before, out=partial)
-                behind = ring.post(partials, hop, tag=1)
-            if ahead is not None:
-                cols = cols.received(ahead())
-        return behind() if behind else []
+                for s, partial, before in zip(sums, partials, pending_sums() if pending_sums else []):
+                    s.combine(partial, before, out=partial)
+                pending_sums = ring.post(partials, peers, tag=1)
+            if pending_columns is not None:
+                cols = cols.received(pending_columns())
+        return pending_sums() if pending_sums else []

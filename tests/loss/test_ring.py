@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from clipscale import contrastive_loss
 from clipscale.loss.block import RowBlock
-from clipscale.loss.exchange import BLOCK, GRAD, Communicator, Ring
+from clipscale.loss.exchange import BLOCK_SPAN, GRAD, Communicator, Ring
 from tests.loss.workers import Workers
 
 COLS, WIDTH = 16, 512
@@ -53,13 +53,13 @@ def timeline(group: dist.ProcessGroup, rank: int) -> list[Span]:
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         ring.sweep(cols, [GRAD], lambda *_: time.sleep(0.15))
     events = [(event.name, event.time_range) for event in trace.events()]
-    return sorted([(name, s.start, s.end) for name, s in events if name == BLOCK or name.startswith("gloo:")])
+    return sorted([(name, s.start, s.end) for name, s in events if name == BLOCK_SPAN or name.startswith("gloo:")])
 
 
 def test_a_hop_is_under_way_while_its_block_is_computed(ranks: Workers) -> None:
     """In the trace every transfer of features begins before a block and ends after it."""
     for spans in ranks.run(timeline, 4):
-        blocks = sorted([span for span in spans if span[0] == BLOCK], key=lambda span: span[1])
+        blocks = sorted([span for span in spans if span[0] == BLOCK_SPAN], key=lambda span: span[1])
         assert len(blocks) == 4
         for _, start, end in blocks[:-1]:
             around = {name for name, a, b in spans if name.startswith("gloo") and a <= start and b >= end}

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from clipscale.loss.exchange import Communicator, Received
+from clipscale.loss.exchange import Communicator, Wait
 from clipscale.loss.machine import Machine, T
 from clipscale.loss.triton.tuning import INTERPRETER, Tiles, tiles_for
 from clipscale.tools.plan import ASSUMED
@@ -109,7 +109,7 @@ class DryCommunicator(Communicator):
     def __init__(self, size: int) -> None:
         self.rank, self.size = 0, size
 
-    def post(self, tensors: list[Tensor], hop: tuple[int, int], tag: int = 0) -> Received:
+    def post(self, tensors: list[Tensor], peers: tuple[int, int], tag: int = 0) -> Wait:
         received = [x.clone() for x in tensors]
 
         def wait(sent: list[Tensor] = tensors) -> list[Tensor]:  # these live until they have been sent
