@@ -150,7 +150,7 @@ def worker_bytes(sent: bytes) -> int:
 
 
 def message(folder: str, ranks: int) -> Row:
-    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # as `join` sets it
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # as `init_world` sets it
     start_processes(talk, (folder, ranks), ranks, start_method="fork")
     figures: Row = json.loads(Path(f"{folder}/figures").read_text())
     return figures

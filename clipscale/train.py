@@ -22,7 +22,7 @@ from clipscale.common.terminal import doing, tell
 from clipscale.config.train import RESULT, RESUMES, TrainConfig, changes_since, samples_of, to_yaml
 from clipscale.data.loader.stream import TrainStream, merge_positions
 from clipscale.distributed.fsdp import reshard
-from clipscale.distributed.world import World, join, leave
+from clipscale.distributed.world import World, init_world, leave
 from clipscale.eval.run import ResultsFile, evaluate
 from clipscale.eval.run import check as check_sets
 from clipscale.launch.run_lock import RunLock
@@ -50,7 +50,7 @@ def train(config: TrainConfig) -> Record:
     Returns {"run": folder, "step": steps done, "loss": last loss, "eval": results by set}, the same on every rank.
     Raises UserError for every mistake that the user can fix, and StoppedError after a signal.
     """
-    world = join(config.device, config.launch.timeout_s)
+    world = init_world(config.device, config.launch.timeout_s)
     lock = RunLock(Path(config.run))
     try:
         world.on_main(lock.acquire)

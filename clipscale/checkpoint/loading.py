@@ -34,7 +34,7 @@ BLOCK = 2**24
 # ---- a state and its parts ----
 
 
-def split(state: Mapping[str, Any], prefix: str = "") -> tuple[Record, dict[str, Tensor]]:
+def split_tensors(state: Mapping[str, Any], prefix: str = "") -> tuple[Record, dict[str, Tensor]]:
     """A tree of dictionaries without its tensors, and the tensors by their keys. Tensors in lists stay in the tree."""
     values: Record = {}
     tensors: dict[str, Tensor] = {}
@@ -42,15 +42,15 @@ def split(state: Mapping[str, Any], prefix: str = "") -> tuple[Record, dict[str,
         if isinstance(value, Tensor):
             tensors[f"{prefix}{key}"] = value
         elif isinstance(value, dict):
-            values[key], inner = split(value, f"{prefix}{key}{SEPARATOR}")
+            values[key], inner = split_tensors(value, f"{prefix}{key}{SEPARATOR}")
             tensors |= inner
         else:
             values[key] = value
     return values, tensors
 
 
-def join(values: Record, tensors: Mapping[str, Tensor]) -> Record:
-    """Put the tensors of `split` back into the tree, in place."""
+def merge_tensors(values: Record, tensors: Mapping[str, Tensor]) -> Record:
+    """Put the tensors of `split_tensors` back into the tree, in place."""
     for name, tensor in tensors.items():
         *path, last = name.split(SEPARATOR)
         node = values
@@ -214,7 +214,7 @@ def load(
     if tensors:
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         dcp.load(tensors, storage_reader=reader, no_dist=True)
-    return Saved.of(join(read_meta(path)["values"], tensors))
+    return Saved.of(merge_tensors(read_meta(path)["values"], tensors))
 
 
 def damaged(path: Path, error: BaseException) -> UserError:

@@ -18,7 +18,7 @@ from torch.futures import Future as TorchFuture
 
 from clipscale.checkpoint import folder
 from clipscale.checkpoint.copies import Copies
-from clipscale.checkpoint.loading import meta_text, split, sum_of, values_text
+from clipscale.checkpoint.loading import meta_text, split_tensors, sum_of, values_text
 from clipscale.checkpoint.saved import Saved
 from clipscale.common.checkpoints import META, checkpoints_of, path_of
 from clipscale.common.errors import UserError, first_line
@@ -74,7 +74,7 @@ class Saver:
         if torch.__version__ < "2.13":  # where a stager works once
             self._stager = self._new_stager()
         step = saved.step
-        values, tensors = split(vars(saved))
+        values, tensors = split_tensors(vars(saved))
         owners = shares({n: t.nbytes for n, t in tensors.items() if not isinstance(t, DTensor)}, self.world.size)
         rank = self.world.rank
         several = self.world.size > 1

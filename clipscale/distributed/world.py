@@ -189,7 +189,7 @@ def _sum(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     return reduced.then(lambda future: future.value()[0])
 
 
-def join(device: str, timeout_s: float = TIMEOUT.total_seconds()) -> World:
+def init_world(device: str, timeout_s: float = TIMEOUT.total_seconds()) -> World:
     """Join the process group of torchrun's environment variables; without them, a world of one process.
 
     `timeout_s`: how long a rank waits for the others. Raises UserError if the requested device does not exist.

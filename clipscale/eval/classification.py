@@ -11,7 +11,7 @@ import torch
 
 from clipscale.common.record import Metrics, Record
 from clipscale.eval import zero_shot
-from clipscale.eval.encode import MISSED, Encoder, join
+from clipscale.eval.encode import MISSED, Encoder, gather_batches
 from clipscale.eval.sets.item import EvalSet
 
 
@@ -43,7 +43,7 @@ class ClassificationSet(EvalSet):
             target_n = target_N[span.start : span.stop]
             ranks_nS = torch.stack([zero_shot.target_ranks(scores_nC, target_n) for scores_nC in scores], dim=1)
             ranks.append(ranks_nS.masked_fill(~usable_n[:, None], MISSED))
-        ranks_NS = join(ranks, len(self), encoder.batch, encoder.world)
+        ranks_NS = gather_batches(ranks, len(self), encoder.batch, encoder.world)
         usable_N = ranks_NS[:, 0] != MISSED
         right_N, counts = target_N[usable_N], {"images": int(usable_N.sum())}
         return [zero_shot.accuracy_metrics(ranks_N, right_N) | counts for ranks_N in ranks_NS[usable_N].T]

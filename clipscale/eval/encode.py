@@ -37,7 +37,7 @@ def spans(count: int, batch: int, world: World) -> list[range]:
     return [range(start, min(count, start + batch)) for start in starts]
 
 
-def join(batches: Sequence[Tensor], count: int, batch: int, world: World) -> Tensor:
+def gather_batches(batches: Sequence[Tensor], count: int, batch: int, world: World) -> Tensor:
     """The rows of all batches on every rank, in order: (count, ...). `batches`: the rows of this rank's `spans`."""
     batch = min(batch, count)
     rows = torch.stack([torch.cat([x, x.new_zeros(batch - len(x), *x.shape[1:])]) for x in batches])
@@ -87,7 +87,7 @@ class Encoder:
     def joined(self, count: int, batch: int, what: str, rows: Callable[[range], Tensor]) -> Tensor:
         """The rows (count, ...) that `rows` makes of each batch, on every rank. `what`: for the progress."""
         batches = self.counted(spans(count, batch, self.world), what)
-        return join([rows(span or range(1))[: len(span)] for span in batches], count, batch, self.world)
+        return gather_batches([rows(span or range(1))[: len(span)] for span in batches], count, batch, self.world)
 
     def classes(self, classnames: Sequence[str], templates: Sequence[str], label: str) -> tuple[Tensor, Tensor]:
         """Embeddings (U, D) of the distinct class names, and the row of each class (C,), on every rank. `label`: of the

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from clipscale.common.record import Metrics
-from clipscale.eval.encode import MISSED, Encoder, join
+from clipscale.eval.encode import MISSED, Encoder, gather_batches
 from clipscale.eval.sets.item import EvalSet
 from clipscale.loss.reference import dense_contrastive_loss
 
@@ -30,9 +30,9 @@ class RetrievalSet(EvalSet):
     def measure(self, encoder: Encoder) -> list[Metrics]:
         """Recalls. Every rank ranks the whole set."""
         batches = list(self.pictures(encoder))
-        images_ND = join([features for _, features, _ in batches], len(self), encoder.batch, encoder.world)
+        images_ND = gather_batches([features for _, features, _ in batches], len(self), encoder.batch, encoder.world)
         usable = [usable.byte() for _, _, usable in batches]
-        usable_N = join(usable, len(self), encoder.batch, encoder.world).nonzero()[:, 0]
+        usable_N = gather_batches(usable, len(self), encoder.batch, encoder.world).nonzero()[:, 0]
         images_ND = images_ND[usable_N]
         captions = [(text, image) for image, index in enumerate(usable_N.tolist()) for text in self.answers[index]]
         captions_MD = encoder.texts([text for text, _ in captions])

@@ -9,7 +9,7 @@ from clipscale.common.record import Record, Results
 from clipscale.common.terminal import Progress, doing
 from clipscale.config.eval import EvalRunConfig, check_eval, completed
 from clipscale.config.sections import LossConfig, SinkConfig
-from clipscale.distributed.world import join, leave
+from clipscale.distributed.world import init_world, leave
 from clipscale.eval.run import ResultsFile, check, evaluate
 from clipscale.eval.suites import chosen_sets, suite_table
 from clipscale.launch import local
@@ -37,7 +37,7 @@ def work(config: EvalRunConfig) -> Results:
     """One process's part. Rank 0 prints tables."""
     folder = check_eval(config)
     run = folder if config.run else None
-    world = join(config.device, config.launch.timeout_s)
+    world = init_world(config.device, config.launch.timeout_s)
     try:
         check(config.eval, world)  # before a model is loaded: a mistyped path is reported at once
         precision = Precision(config.precision, world.device)

@@ -91,7 +91,7 @@ def run(config: Launched, main: str = TRAIN, *, isolated: bool = False) -> Recor
     """
     ranks.check()
     if ranks.several():
-        return join(config, main)
+        return run_under_torchrun(config, main)
     terminal.doing("loading torch")
     count = workers(config)
     if count > 1 or isolated:
@@ -109,7 +109,7 @@ def workers(config: Launched) -> int:
     return count
 
 
-def join(config: Launched, main: str) -> Record:
+def run_under_torchrun(config: Launched, main: str) -> Record:
     """This process's part of a run under torchrun, which finds a failure in the file that `record` writes."""
     from torch.distributed.elastic.multiprocessing.errors import record
 

@@ -12,7 +12,7 @@ from clipscale.common.phases import Readback
 from clipscale.config.sections import CacheConfig, LaunchConfig
 from clipscale.config.train import TrainConfig
 from clipscale.distributed import world as world_module
-from clipscale.distributed.world import World, join
+from clipscale.distributed.world import World, init_world
 from clipscale.train import start_run
 from tests.support.ranks import run_ranks
 from tests.support.runs import small
@@ -59,7 +59,7 @@ def test_a_process_on_a_cpu_takes_all_cores_unless_threads_are_set(
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        join("cpu")
+        init_world("cpu")
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)

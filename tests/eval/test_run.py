@@ -16,7 +16,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.sections import EvalConfig, LossConfig
 from clipscale.distributed.world import World
 from clipscale.eval import retrieval
-from clipscale.eval.encode import Encoder, join
+from clipscale.eval.encode import Encoder, gather_batches
 from clipscale.eval.run import ResultsFile, evaluate
 from clipscale.eval.sets.load import load_set
 from clipscale.models.towers import build_model
@@ -192,7 +192,7 @@ def features_and_results(
     eval_set = load_set(Path(classes))
     captioned = load_set(Path(captions))
     with torch.no_grad():
-        images = join([features for _, features, _ in eval_set.pictures(encoder)], len(eval_set), 4, world)
+        images = gather_batches([features for _, features, _ in eval_set.pictures(encoder)], len(eval_set), 4, world)
         of_classes, _ = encoder.classes(eval_set.classnames, eval_set.templates, eval_set.label)
         features = [images, of_classes, encoder.texts([text for texts in captioned.answers for text in texts])]
     passes = []

@@ -26,7 +26,7 @@ from clipscale.checkpoint import UnwritableError
 from clipscale.common.errors import LoaderError, StoppedError, UserError
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train import TrainConfig
-from clipscale.distributed.world import join, leave
+from clipscale.distributed.world import init_world, leave
 from clipscale.launch import local
 from tests.conftest import TINY
 from tests.support.refused import refused
@@ -78,7 +78,7 @@ def two(tmp_path: Path) -> TrainConfig:
 
 def ring(config: TrainConfig) -> dict:
     """A worker that meets the other one."""
-    world = join("cpu")
+    world = init_world("cpu")
     ranks = world.all_gather_object(world.rank)
     leave()
     return {"ranks": ranks, "threads": torch.get_num_threads()}
@@ -90,7 +90,7 @@ def this_process(config: TrainConfig) -> dict:
 
 def mistaken(config: TrainConfig) -> dict:
     """Rank 1 finds a mistake while rank 0 waits for it."""
-    world = join("cpu")
+    world = init_world("cpu")
     if world.rank == 1:
         raise UserError(f"run={config.run}: found by a worker")
     return {"ranks": world.all_gather_object(0)}
@@ -120,7 +120,7 @@ def test_workers_meet_and_rank_0s_result_comes_back(tmp_path: Path) -> None:
 def open_files(config: TrainConfig) -> dict:
     """A worker that begins with a low limit: its limits after it has joined, and its files of the two groups."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    world = join("cpu")
+    world = init_world("cpu")
     before = psutil.Process().num_fds()
     for group in (world.control, world.background):
         dist.all_reduce(torch.zeros(1), group=group)

@@ -21,7 +21,7 @@ from clipscale.common.record import Record
 from clipscale.common.terminal import say
 from clipscale.data.sample import BrokenSampleError
 from clipscale.data.shards.addresses import utf8
-from clipscale.distributed.world import join
+from clipscale.distributed.world import init_world
 from clipscale.tools.data.near import Load, near_duplicates, nearest_clusters
 from clipscale.tools.data.settings import SelectSettings
 from clipscale.tools.embed.arrays import EmbeddedSet
@@ -67,7 +67,7 @@ def choose(embedded: EmbeddedSet, settings: SelectSettings, folder: Path) -> tup
     weights = torch.zeros(len(cosines))
     weights[left] = 1
     if settings.duplicates is not None or settings.power < 1:
-        load = loader(embedded, folder, join(settings.device).device)
+        load = loader(embedded, folder, init_world(settings.device).device)
         clusters = nearest_clusters(load, left, settings.clusters or round(len(left) ** 0.5))
     if settings.duplicates is not None:
         largest, nearest = near_duplicates(load, left, clusters, settings.duplicates)

@@ -26,7 +26,7 @@ from clipscale.data.sample import limits
 from clipscale.data.shards.addresses import SourceError, is_local, leaf_of, unsigned
 from clipscale.data.shards.listing import list_shards
 from clipscale.data.shards.reader import ReadProblem, read_shard
-from clipscale.distributed.world import join, leave
+from clipscale.distributed.world import init_world, leave
 from clipscale.launch import local
 from clipscale.models.towers import ClipModel, load_any
 from clipscale.tools.embed.arrays import NOTE, SHARDS, array_path
@@ -46,7 +46,7 @@ def main(config: EmbedConfig) -> Record:
 
 def work(config: EmbedConfig) -> Record:
     """One process's part. Raises UserError."""
-    world = join(config.device, config.launch.timeout_s)
+    world = init_world(config.device, config.launch.timeout_s)
     out = Path(config.out).expanduser()
     try:
         torch.manual_seed(0)

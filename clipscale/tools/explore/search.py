@@ -14,7 +14,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.record import Record
 from clipscale.config.eval import existing_run
 from clipscale.data.sample import BrokenSampleError
-from clipscale.distributed.world import join
+from clipscale.distributed.world import init_world
 from clipscale.models.towers import load_any
 from clipscale.tools.embed.arrays import EmbeddedSet
 from clipscale.tools.embed.encode import FeatureEncoder
@@ -45,7 +45,7 @@ class Explorer:
         (folder,) = config.data.train or []
         self.embedded = EmbeddedSet(Path(folder).expanduser())
         self.lock = threading.Lock()
-        world = join(config.device)
+        world = init_world(config.device)
         run = existing_run(config.run) if config.run else None
         model, _, step = load_any(run, config.checkpoint, config.weights, config.model, world.on_main)
         self.title = f"{run.name}, step {step}" if run else str(config.model.weights)
