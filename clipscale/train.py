@@ -37,7 +37,7 @@ from clipscale.state.start import Resolved, build, resolve
 from clipscale.state.train_state import TrainState, least_saved_bytes
 from clipscale.step.compiled import compile_towers, try_compiled, worth_compiling
 from clipscale.step.optim import Schedule
-from clipscale.step.pass_contexts import note_statistics
+from clipscale.step.pass_contexts import snapshot_batch_norm
 from clipscale.step.train_step import Agreement
 
 AFTER_SIGNAL_S = 60.0
@@ -332,7 +332,7 @@ def undone_at_a_signal(model: ClipModel, stream: TrainStream, world: World) -> I
     A resumed run then repeats the step bit for bit.
     """
     random = RandomState.now(world.device)
-    restore_statistics = note_statistics(model)
+    restore_statistics = snapshot_batch_norm(model)
     try:
         yield
     except (SignalError, UserError, OSError):

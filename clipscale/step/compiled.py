@@ -8,7 +8,7 @@ from clipscale.common.rng import RandomState
 from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel, Tower
 from clipscale.step.chunk_sizes import random_captions, random_pixels
-from clipscale.step.pass_contexts import unchanged_statistics
+from clipscale.step.pass_contexts import batch_norm_preserved
 from clipscale.step.precision import Precision
 
 WORTH_S = 900.0
@@ -75,7 +75,7 @@ def try_compiled(
 
 
 def _both_passes(tower: Tower, inputs: torch.Tensor, precision: Precision) -> None:
-    with unchanged_statistics(tower), precision.autocast():
+    with batch_norm_preserved(tower), precision.autocast():
         with torch.no_grad():
             tower(inputs)
         if any(p.requires_grad for p in tower.parameters()):

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from clipscale.common.rng import RandomState
 from clipscale.step.kept_graphs import KeptGraphs
-from clipscale.step.pass_contexts import batch_norms, gradient_sync, repeatable, summing, unchanged_statistics
+from clipscale.step.pass_contexts import batch_norm_preserved, batch_norms, gradient_sync, rearm_ddp_sync, repeatable
 
 
 @runtime_checkable
@@ -235,14 +235,14 @@ class _Tower:
         gradient = self.representations.grad
         if gradient is None:
             return
-        with unchanged_statistics(self.encoder), RandomState.now().preserved():
+        with batch_norm_preserved(self.encoder), RandomState.now().preserved():
             for random, (start, stop) in zip(self.random_states, self.spans, strict=True):
                 before_chunk()
                 last = self.last and stop == self.spans[-1][1]
                 with gradient_sync(self.encoder, last):
                     if self.graphs.outputs:
                         out = self.graphs.outputs.pop(0)
-                        out = summing(self.encoder, out) if last else out
+                        out = rearm_ddp_sync(self.encoder, out) if last else out
                     else:
                         random.restore()
                         out = self.run(start, stop)

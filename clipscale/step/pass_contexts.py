@@ -19,7 +19,7 @@ def batch_norms(encoder: Callable[..., Tensor]) -> dict[str, _BatchNorm]:
 def gradient_sync(encoder: Callable[..., Tensor], last: bool) -> Iterator[None]:
     """Around a chunk: gradients are summed over ranks only in a step's `last` one.
 
-    DDP reads this in the forward pass (see `summing`), FSDP2 in the backward pass. An encoder's own `gradient_sync`
+    DDP reads this in the forward pass (see `rearm_ddp_sync`), FSDP2 in the backward pass. An encoder's own `gradient_sync`
     takes precedence.
     """
     if hasattr(encoder, "gradient_sync"):
@@ -41,7 +41,7 @@ def repeatable(encoder: Callable[..., Tensor]) -> bool:
     return not gathers and not batch_norms(encoder)
 
 
-def summing(encoder: Callable[..., Tensor], out: Tensor) -> Tensor:
+def rearm_ddp_sync(encoder: Callable[..., Tensor], out: Tensor) -> Tensor:
     """`out`, whose forward pass ran under `no_sync`, such that its backward pass sums DDP's gradients.
 
     DDP decides in a forward pass whether the next backward pass sums. So `out` passes through the wrapper again, with
@@ -56,7 +56,7 @@ def summing(encoder: Callable[..., Tensor], out: Tensor) -> Tensor:
         encoder.module = module
 
 
-def note_statistics(encoder: Callable[..., Tensor]) -> Callable[[], None]:
+def snapshot_batch_norm(encoder: Callable[..., Tensor]) -> Callable[[], None]:
     """Copies the statistics of batch normalisation. Returns a function that restores them."""
     buffers = [buffer for module in batch_norms(encoder).values() for buffer in module.buffers()]
     before = [b.clone() for b in buffers]
@@ -69,9 +69,9 @@ def note_statistics(encoder: Callable[..., Tensor]) -> Callable[[], None]:
 
 
 @contextmanager
-def unchanged_statistics(encoder: Callable[..., Tensor]) -> Iterator[None]:
+def batch_norm_preserved(encoder: Callable[..., Tensor]) -> Iterator[None]:
     """Restores the statistics afterwards: only the first pass updates them."""
-    restore = note_statistics(encoder)
+    restore = snapshot_batch_norm(encoder)
     try:
         yield
     finally:
