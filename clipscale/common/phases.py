@@ -81,14 +81,17 @@ class Phases:
     def total(self) -> float:
         return sum(self.seconds.values())
 
-    def working_bytes(self, graph: int) -> int:
+    def working_bytes(self, graph_bytes: int) -> int:
         """The peak beyond the allocation at the step's start; on a CPU beyond what the process holds after it.
 
-        `graph`: bytes of a chunk's graph; on a GPU they are subtracted from the peaks of `encode` and `replay`.
+        `graph_bytes`: bytes of a chunk's graph; on a GPU they are subtracted from the peaks of `encode` and `replay`.
         """
         if self.device.type == "cuda":
             with_graph = ("encode", "replay")
-            return max(size - graph * (name in with_graph) for name, size in self.peak.items()) - self.before["encode"]
+            return (
+                max(size - graph_bytes * (name in with_graph) for name, size in self.peak.items())
+                - self.before["encode"]
+            )
         peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return max(0, peak - psutil.Process().memory_info().rss)
 

@@ -127,8 +127,8 @@ class GradCache:
         elif budget is not None:
             # A tower that keeps none still builds one graph at a time in its replay, beside later towers' kept graphs.
             budget -= sum(max(1, tower.graphs.count) * tower.graphs.bytes_each for tower in self._towers[:i])
-        measures = self.keep_bytes is None or 0 < self.keep_bytes < math.inf
-        return self._towers[i].encode(batch, self.chunks[i], budget, before_chunk, measures=measures)
+        measure_graph = self.keep_bytes is None or 0 < self.keep_bytes < math.inf
+        return self._towers[i].encode(batch, self.chunks[i], budget, before_chunk, measure_graph=measure_graph)
 
     def backward(self, value: Tensor) -> None:
         """Gradients of the loss with respect to the representations and the loss's own parameters."""
@@ -190,9 +190,9 @@ class _Tower:
         return not isinstance(self.encoder, nn.Module) or any(p.requires_grad for p in self.encoder.parameters())
 
     def encode(
-        self, batch: Any, size: int, keep_bytes: float | None, before_chunk: Callable[[], None], *, measures: bool
+        self, batch: Any, size: int, keep_bytes: float | None, before_chunk: Callable[[], None], *, measure_graph: bool
     ) -> Tensor:
-        """First pass, in chunks of `size`. `keep_bytes`: for this tower's graphs. `measures`: see `KeptGraphs`."""
+        """First pass, in chunks of `size`. `keep_bytes`: for this tower's graphs. `measure_graph`: see `KeptGraphs`."""
         self.inputs = batch if isinstance(batch, Chunked) and not isinstance(batch, Tensor) else _Rows(batch)
         rows = len(self.inputs)
         if rows == 0:
@@ -203,7 +203,7 @@ class _Tower:
         trained, self.random_states = self.trained, []
         if trained:
             refuse_batch_norm(self.encoder, len(self.spans))
-        self.graphs.start_step(rows, trained * len(self.spans), keep_bytes, measures=measures)
+        self.graphs.start_step(rows, trained * len(self.spans), keep_bytes, measure_graph=measure_graph)
         for i, (start, stop) in enumerate(self.spans):
             before_chunk()
             self.random_states.append(RandomState.now())

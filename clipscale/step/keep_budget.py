@@ -27,11 +27,11 @@ class KeepBudget:
         self.bytes = parse_memory("cache.keep", setting)
         """For the next step; None: not measured yet."""
 
-    def after_step(self, phases: Phases, graph: int) -> None:
-        """Set the budget from what a step has used. `graph`: bytes of a chunk's graph; see `GradCache.graph_bytes`. A
-        collective."""
+    def after_step(self, phases: Phases, graph_bytes: int) -> None:
+        """Set the budget from what a step has used. `graph_bytes`: bytes of a chunk's graph; see
+        `GradCache.graph_bytes`. A collective."""
         if self.bytes is None:
-            rest = usable_bytes(self._world.device) - phases.working_bytes(graph)
+            rest = usable_bytes(self._world.device) - phases.working_bytes(graph_bytes)
             self.bytes = -self._world.all_reduce_max(-max(0, rest))[0]  # the least of all ranks
 
 

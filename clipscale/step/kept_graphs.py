@@ -32,16 +32,16 @@ class KeptGraphs:
     _rows: int = 0
     _measured: list[int] | None = None
 
-    def start_step(self, rows: int, chunks: int, budget: float | None, *, measures: bool) -> None:
+    def start_step(self, rows: int, chunks: int, budget: float | None, *, measure_graph: bool) -> None:
         """Prepare for a step of `rows` samples, of which `chunks` chunks have a second pass.
 
-        `budget`: bytes for this tower's graphs. `measures`: whether to measure a graph. The same on all ranks, even
-        those that gave up, since `end` is a collective.
+        `budget`: bytes for this tower's graphs. `measure_graph`: whether to measure a graph. The same on all ranks,
+        even those that gave up, since `end` is a collective.
         """
         if rows != self._rows:
             self._rows = rows
             self.bytes_each = 0
-        self._measured = [] if chunks and measures and not self.bytes_each else None
+        self._measured = [] if chunks and measure_graph and not self.bytes_each else None
         fitting = 0
         if budget == math.inf:
             fitting = chunks
@@ -59,7 +59,7 @@ class KeptGraphs:
         if self._measured is None:
             with torch.no_grad():
                 return encode()
-        with graph_bytes() as size:
+        with measured_graph() as size:
             out = encode()
         self._measured.append(size())
         return out.detach()
@@ -83,7 +83,7 @@ class KeptGraphs:
 
 
 @contextmanager
-def graph_bytes() -> Iterator[Callable[[], int]]:
+def measured_graph() -> Iterator[Callable[[], int]]:
     """Measures the graph that is built inside: on a GPU by the allocator, else by the tensors that it saves."""
     saved: dict[int, int] = {}
 

@@ -19,8 +19,8 @@ def batch_norms(encoder: Callable[..., Tensor]) -> dict[str, _BatchNorm]:
 def gradient_sync(encoder: Callable[..., Tensor], last: bool) -> Iterator[None]:
     """Around a chunk: gradients are summed over ranks only in a step's `last` one.
 
-    DDP reads this in the forward pass (see `rearm_ddp_sync`), FSDP2 in the backward pass. An encoder's own `gradient_sync`
-    takes precedence.
+    DDP reads this in the forward pass (see `rearm_ddp_sync`), FSDP2 in the backward pass. An encoder's own
+    `gradient_sync` takes precedence.
     """
     if hasattr(encoder, "gradient_sync"):
         with encoder.gradient_sync(last):

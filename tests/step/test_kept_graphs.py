@@ -16,7 +16,7 @@ from clipscale.models.towers import ClipModel
 from clipscale.step import keep_budget
 from clipscale.step.grad_cache import GradCache
 from clipscale.step.keep_budget import KeepBudget
-from clipscale.step.kept_graphs import graph_bytes
+from clipscale.step.kept_graphs import measured_graph
 from tests.support.checkpoints import ALONE
 from tests.support.towers import samples, small_model
 
@@ -34,7 +34,7 @@ def graphs_of(model: ClipModel) -> list[int]:
     """Bytes of a graph of each tower."""
     sizes = []
     for tower, rows in zip((model.image, model.text), samples(N)):
-        with graph_bytes() as size:
+        with measured_graph() as size:
             tower(rows[:CHUNK])
         sizes.append(size())
     return sizes
