@@ -25,7 +25,7 @@ from clipscale.step.pass_contexts import batch_norm_preserved, batch_norms, grad
 
 
 @runtime_checkable
-class Chunked(Protocol):
+class LazyInput(Protocol):
     """An encoder's input that loads its samples on demand, for example from host memory."""
 
     def __len__(self) -> int: ...
@@ -35,8 +35,8 @@ class Chunked(Protocol):
 
 
 @runtime_checkable
-class Arranged(Chunked, Protocol):
-    """A `Chunked` input that chooses its own order and chunks, for example captions sorted by length."""
+class ReorderedInput(LazyInput, Protocol):
+    """A `LazyInput` input that chooses its own order and chunks, for example captions sorted by length."""
 
     def spans(self, size: int) -> list[tuple[int, int]]:
         """The chunks as ranges start..stop in the input's own order; `size` is the tower's samples per chunk."""
@@ -113,8 +113,8 @@ class GradCache:
         """First pass: the representations of every tower, as leaf tensors. Those of a trained tower require a gradient.
 
         An input is a tensor, a nesting of tuples, lists and dicts of tensors with equal first dimensions, or a
-        `Chunked`. The representations of an `Arranged` input are in the batch's order. `before_chunk()` is called
-        before each chunk; what it raises ends the step.
+        `LazyInput`. The representations of a `ReorderedInput` input are in the batch's order. `before_chunk()` is
+        called before each chunk; what it raises ends the step.
         """
         towers = range(len(self._towers))
         return [self.encode_tower(i, batch, before_chunk) for i, batch in zip(towers, inputs, strict=True)]
@@ -162,7 +162,8 @@ class GradCache:
         return next((tower.graphs.bytes_each for tower in self._towers if tower.graphs.bytes_each), 0)
 
     def calls(self, rows: int) -> int:
-        """How often a step of `rows` samples calls `before_chunk`: an estimate until `Arranged` inputs have chunks."""
+        """How often a step of `rows` samples calls `before_chunk`: an estimate until `ReorderedInput` inputs have
+        chunks."""
         counts = [len(tower.spans) or len(_spans(rows, size)) for tower, size in zip(self._towers, self.chunks)]
         return sum(count * (1 + trained) for count, trained in zip(counts, self.trained))
 
@@ -180,7 +181,7 @@ class _Tower:
     inputs: Any = None
     spans: list[tuple[int, int]] = field(default_factory=list)
     order: Tensor | None = None
-    """Row of the batch at each position of an `Arranged` input."""
+    """Row of the batch at each position of a `ReorderedInput` input."""
     random_states: list[RandomState] = field(default_factory=list)
 
     @property
@@ -193,13 +194,13 @@ class _Tower:
         self, batch: Any, size: int, keep_bytes: float | None, before_chunk: Callable[[], None], *, measure_graph: bool
     ) -> Tensor:
         """First pass, in chunks of `size`. `keep_bytes`: for this tower's graphs. `measure_graph`: see `KeptGraphs`."""
-        self.inputs = batch if isinstance(batch, Chunked) and not isinstance(batch, Tensor) else _Rows(batch)
+        self.inputs = batch if isinstance(batch, LazyInput) and not isinstance(batch, Tensor) else _Rows(batch)
         rows = len(self.inputs)
         if rows == 0:
             raise ValueError("an empty batch has no gradient")
-        arranged = isinstance(self.inputs, Arranged)
-        self.spans = self.inputs.spans(size) if arranged else _spans(rows, size)
-        self.order = self.inputs.rows(0, rows) if arranged else None
+        reordered = isinstance(self.inputs, ReorderedInput)
+        self.spans = self.inputs.spans(size) if reordered else _spans(rows, size)
+        self.order = self.inputs.rows(0, rows) if reordered else None
         trained, self.random_states = self.trained, []
         if trained:
             refuse_batch_norm(self.encoder, len(self.spans))
