@@ -107,7 +107,7 @@ def compile_if_worth(state: TrainState, flops: Flops, steps: int, world: World) 
     if not worth_compiling(config.model.compile, left, flops.peak):
         return
     doing("compiling the towers")
-    towers = compile_towers(state.model, lengths_vary=step.sorts)
+    towers = compile_towers(state.model, lengths_vary=step.sort_captions)
     chunks = state.chunks.image, state.chunks.text
     problem = try_compiled(state.model, towers, chunks, step.precision, world)
     if problem and world.main:

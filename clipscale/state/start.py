@@ -148,12 +148,12 @@ def initial_state(run: Resolved, world: World, tokenizer: Tokenizer) -> TrainSta
     config = run.config
     torch.manual_seed(config.seed)
     model = build_model(config.model, tokenizer=tokenizer).to(world.device)
-    sorts = family_of(model.text.encoder).ignores_padding(model.text.encoder)
+    sort_captions = family_of(model.text.encoder).ignores_padding(model.text.encoder)
     subset = subset_of(config.data)
     autocast = Precision(config.precision, world.device).autocast
     loss = BatchLoss(config, model, autocast, repeats=subset is not None and subset.table.most > 1)
     earlier = ChunkSizes(**run.saved.chunks) if run.saved and not run.begins_stage else None
-    state = build_state(config, world, model, loss, sorts=sorts, earlier=earlier)
+    state = build_state(config, world, model, loss, sort_captions=sort_captions, earlier=earlier)
     if run.checkpoint:
         saved = checkpoint.load(run.checkpoint, verified=True, like=dict(model.named_parameters()))
         state.load(saved, run.stage.optimizer if run.begins_stage else "")

@@ -104,13 +104,13 @@ def build_state(
     model: ClipModel,
     loss: BatchLoss,
     *,
-    sorts: bool,
+    sort_captions: bool,
     chunks: ChunkSizes | None = None,
     earlier: ChunkSizes | None = None,
 ) -> TrainState:
     """The state of a model with its initial weights. A collective. Raises UserError.
 
-    `sorts`: see TrainStep. `chunks`: None: found by `agreed_chunk_sizes`, to which `earlier` belongs.
+    `sort_captions`: see TrainStep. `chunks`: None: found by `agreed_chunk_sizes`, to which `earlier` belongs.
     """
     precision = Precision(config.precision, world.device)
     towers = (model.image, model.text)
@@ -135,8 +135,8 @@ def build_state(
         precision=precision,
         optimizer=build_optimizer(model, config.optim, sharded=parallel != "ddp", scales=scales),
         average=WeightAverage(config.ema, model) if config.ema else None,
-        keep=KeepBudget(config.cache.keep, world),
-        sorts=sorts,
+        keep_budget=KeepBudget(config.cache.keep, world),
+        sort_captions=sort_captions,
     )
     return TrainState(config, model, step, chunks)
 

@@ -79,8 +79,8 @@ class TrainStep:
     precision: Precision
     optimizer: torch.optim.Optimizer
     average: WeightAverage | None
-    keep: KeepBudget
-    sorts: bool
+    keep_budget: KeepBudget
+    sort_captions: bool
     """Whether captions are sorted by length and lose their padding: for text towers whose features do not depend on it.
     """
 
@@ -104,12 +104,12 @@ class TrainStep:
         device, resident = self.world.device, self.config.offload == "none"
         images = ChunkLoader(batch.pixels, len(batch), device, resident=resident)
         texts: ChunkLoader | SortedCaptions = ChunkLoader(batch.tokens, len(batch), device, resident=resident)
-        if self.sorts:
+        if self.sort_captions:
             texts = SortedCaptions(batch.tokens, batch.lengths, len(batch), device, resident=resident)
         with self.phase(phases, "encode", number):
             features, agreement = self.encode(images, texts, save, before_chunk)
-        look = self.world.main and (number == 1 or number % EVERY == 0)
-        statistics = feature_statistics(*features) if look else {}
+        wants_statistics = self.world.main and (number == 1 or number % EVERY == 0)
+        statistics = feature_statistics(*features) if wants_statistics else {}
         with self.phase(phases, "loss", number):
             value = self.cache.loss(*features, keys=batch.keys().to(device, non_blocking=True))
             self.cache.backward(value)
@@ -118,7 +118,7 @@ class TrainStep:
             self.cache.replay(before_chunk)
         with self.phase(phases, "optim", number):
             loss, norm = self.finish(value, stream, number)
-        self.keep.after_step(phases, self.cache.graph_bytes)
+        self.keep_budget.after_step(phases, self.cache.graph_bytes)
         widths = {self.model.context_length: len(texts)}
         if isinstance(texts, SortedCaptions):
             widths = dict(texts.widths())

@@ -125,7 +125,7 @@ def test_a_partly_frozen_tower_is_compiled(shards: str, tmp_path: Path, monkeypa
     calls.clear()
     run.train_step()
     run.stream.close()
-    assert run.state.step.sorts
+    assert run.state.step.sort_captions
     assert {id(module) for module in calls} == {id(block) for block in innermost_blocks(run.state.model.image.encoder)}
 
 

@@ -150,7 +150,9 @@ class DryRun:
         before = tracker.live
         model.to_empty(device=CPU)
         loss = BatchLoss(config, model, Precision(config.precision, CPU).autocast, machine=machine)
-        self.step = build_state(config, World(0, 1, CPU), model, loss, sorts=False, chunks=ChunkSizes(1, 1, "")).step
+        self.step = build_state(
+            config, World(0, 1, CPU), model, loss, sort_captions=False, chunks=ChunkSizes(1, 1, "")
+        ).step
         self.step.precision.scaler = None  # it takes a few bytes, and its test of every gradient needs values
         self.trained = self.step.cache.trained
         """Whether each tower has a second pass."""

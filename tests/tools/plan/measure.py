@@ -34,7 +34,7 @@ def measured_step(config: TrainConfig, world: World) -> TrainStep:
     """The trainer's step, around a model with random weights."""
     model = build_model(config.model)
     loss = BatchLoss(config, model, Precision(config.precision, world.device).autocast)
-    return build_state(config, world, model, loss, sorts=False).step
+    return build_state(config, world, model, loss, sort_captions=False).step
 
 
 def settings(batch: int = 64, chunk: int = 16, **changed: Any) -> TrainConfig:
