@@ -36,7 +36,7 @@ class LazyInput(Protocol):
 
 @runtime_checkable
 class ReorderedInput(LazyInput, Protocol):
-    """A `LazyInput` input that chooses its own order and chunks, for example captions sorted by length."""
+    """A `LazyInput` that chooses its own order and chunks, for example captions sorted by length."""
 
     def spans(self, size: int) -> list[tuple[int, int]]:
         """The chunks as ranges start..stop in the input's own order; `size` is the tower's samples per chunk."""
@@ -113,7 +113,7 @@ class GradCache:
         """First pass: the representations of every tower, as leaf tensors. Those of a trained tower require a gradient.
 
         An input is a tensor, a nesting of tuples, lists and dicts of tensors with equal first dimensions, or a
-        `LazyInput`. The representations of a `ReorderedInput` input are in the batch's order. `before_chunk()` is
+        `LazyInput`. The representations of a `ReorderedInput` are in the batch's order. `before_chunk()` is
         called before each chunk; what it raises ends the step.
         """
         towers = range(len(self._towers))
@@ -162,7 +162,7 @@ class GradCache:
         return next((tower.graphs.bytes_each for tower in self._towers if tower.graphs.bytes_each), 0)
 
     def calls(self, rows: int) -> int:
-        """How often a step of `rows` samples calls `before_chunk`: an estimate until `ReorderedInput` inputs have
+        """How often a step of `rows` samples calls `before_chunk`: an estimate until a `ReorderedInput` has
         chunks."""
         counts = [len(tower.spans) or len(_spans(rows, size)) for tower, size in zip(self._towers, self.chunks)]
         return sum(count * (1 + trained) for count, trained in zip(counts, self.trained))
@@ -181,7 +181,7 @@ class _Tower:
     inputs: Any = None
     spans: list[tuple[int, int]] = field(default_factory=list)
     order: Tensor | None = None
-    """Row of the batch at each position of a `ReorderedInput` input."""
+    """Row of the batch at each position of a `ReorderedInput`."""
     random_states: list[RandomState] = field(default_factory=list)
 
     @property

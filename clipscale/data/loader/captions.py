@@ -28,7 +28,7 @@ def widths_of(lengths: np.ndarray, context: int) -> np.ndarray:
 
 
 class SortedCaptions(ChunkLoader):
-    """A `ReorderedInput` input of `GradCache`: chunks of captions of similar length, longest first.
+    """A `ReorderedInput` of `GradCache`: chunks of captions of similar length, longest first.
 
     A chunk holds at most as many tokens as `size` whole contexts, and so takes no more memory than a chunk of `size`
     captions; short captions come in larger chunks. All ranks make the same number of chunks. Nothing here waits for the
