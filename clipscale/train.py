@@ -123,7 +123,7 @@ def schedule_of(resolved: Resolved, stream: TrainStream) -> Schedule:
 
 def open_log(resolved: Resolved, schedule: Schedule, world: World) -> MetricLog:
     """The log of this start, on rank 0. First prints how the start differs from the run so far."""
-    config, step, folder = resolved.written, resolved.step, resolved.folder
+    config, step, folder = resolved.config_to_save, resolved.step, resolved.folder
     if not (resolved.checkpoint and resolved.checkpoint.resolve().parent == (folder / "checkpoints").resolve()):
         checkpoint.set_records_aside(folder)
     files.read_or_set_aside(folder / RESULT, files.read_record)

@@ -155,7 +155,7 @@ def shares(sizes: Mapping[str, int], world: int) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Written(WriteResult):
+class ChecksummedWrite(WriteResult):
     """A tensor that a rank has written, and the size and the CRC-32 of its file, for rank 0."""
 
     file: tuple[int, int]
@@ -182,7 +182,7 @@ class Writer(dcp.FileSystemWriter):
         future: TorchFuture[list[WriteResult]] = TorchFuture()
         future.set_result(
             [
-                Written(r.index, r.size_in_bytes, r.storage_data, sum_of_file(r.storage_data.relative_path))
+                ChecksummedWrite(r.index, r.size_in_bytes, r.storage_data, sum_of_file(r.storage_data.relative_path))
                 for r in results
             ]
         )
@@ -196,7 +196,7 @@ class Writer(dcp.FileSystemWriter):
             result.storage_data.relative_path: result.file
             for rank in results
             for result in rank
-            if isinstance(result, Written)
+            if isinstance(result, ChecksummedWrite)
         }
         files[".metadata"] = sum_of(path / ".metadata")
         with (path / META).open("w") as file:

@@ -30,7 +30,7 @@ from clipscale.config.presets import conf_dir, default_choices, group_options
 from clipscale.config.secrets import from_environment
 from clipscale.config.setting import flat, settings_of
 from clipscale.config.train import TrainConfig
-from clipscale.models.sources import settled
+from clipscale.models.sources import resolve_architecture
 
 
 class Parser(ArgumentParser):
@@ -139,7 +139,7 @@ def settings(name: str, words: Sequence[str], config_dir: str | None = None) -> 
     if not hasattr(values, "model"):
         return values
     chosen = any(re.match(r"[+]*model(\.name|\.architecture.*)?=", word) for word in words)
-    return replace(values, model=settled(values.model, chosen=chosen))
+    return replace(values, model=resolve_architecture(values.model, chosen=chosen))
 
 
 def with_lists(pairs: list[tuple[str, Any]]) -> Record:

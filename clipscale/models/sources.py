@@ -95,7 +95,7 @@ def local_source(value: str, setting: str = "model.weights") -> Source | None:
     return None
 
 
-def settled(config: ModelConfig, *, chosen: bool) -> ModelConfig:
+def resolve_architecture(config: ModelConfig, *, chosen: bool) -> ModelConfig:
     """The settings of a model whose architecture is that of its weights, where these are here and describe it.
 
     `chosen`: the user has chosen a model, too; it has to be the same. Otherwise it is a default. Raises UserError.

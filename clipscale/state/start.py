@@ -62,9 +62,9 @@ class Resolved:
     """The checkpoint to resume; None: the run is new."""
     saved: Saved | None
     """The checkpoint's values, without tensors."""
-    begins_stage: bool
+    is_stage_start: bool
     """Whether the checkpoint is the end of the previous stage."""
-    written: TrainConfig
+    config_to_save: TrainConfig
     """The settings of all stages, for config.yaml."""
 
     @property
@@ -108,8 +108,8 @@ def resolve(config: TrainConfig, world: World) -> Resolved:
         sizes = stage.config.model
         model = replace(model, image_size=sizes.image_size, context_length=sizes.context_length)
     settings = replace(stage.config, model=model)
-    written = config if config.stages else settings
-    return Resolved(settings, tuple(stages), stage, path, saved, begins, written)
+    config_to_save = config if config.stages else settings
+    return Resolved(settings, tuple(stages), stage, path, saved, begins, config_to_save)
 
 
 def checkpoint_of(config: TrainConfig, world: World) -> Path | None:
@@ -152,11 +152,11 @@ def initial_state(run: Resolved, world: World, tokenizer: Tokenizer) -> TrainSta
     subset = subset_of(config.data)
     autocast = Precision(config.precision, world.device).autocast
     loss = BatchLoss(config, model, autocast, repeats=subset is not None and subset.table.most > 1)
-    earlier = ChunkSizes(**run.saved.chunks) if run.saved and not run.begins_stage else None
+    earlier = ChunkSizes(**run.saved.chunks) if run.saved and not run.is_stage_start else None
     state = build_state(config, world, model, loss, sort_captions=sort_captions, earlier=earlier)
     if run.checkpoint:
         saved = checkpoint.load(run.checkpoint, verified=True, like=dict(model.named_parameters()))
-        state.load(saved, run.stage.optimizer if run.begins_stage else "")
+        state.load(saved, run.stage.optimizer if run.is_stage_start else "")
     return state
 
 

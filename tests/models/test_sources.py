@@ -20,7 +20,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.libraries import model_description
 from clipscale.config.sections import ModelConfig, TowerConfig
 from clipscale.config.train import TrainConfig
-from clipscale.models.sources import Source, as_described, fetched_description, settled
+from clipscale.models.sources import Source, as_described, fetched_description, resolve_architecture
 from clipscale.models.towers import ClipModel, build_model
 from tests.models.test_weights import SMALL, config, custom, open_clip_folder, plain, random_model, state_of
 from tests.support.checkpoints import save_model
@@ -54,7 +54,7 @@ def test_a_folder_brings_its_model_and_weights_without_a_description_keep_the_de
         assert (composed.model.name, composed.model.architecture) == ("theirs", SMALL)
     assert settings("train", ["model.weights=laion2b_s34b_b79k"]).model.name == "ViT-B-32"
     chosen = config(weights="bare.safetensors")
-    assert settled(chosen, chosen=False) == chosen
+    assert resolve_architecture(chosen, chosen=False) == chosen
 
 
 @pytest.mark.parametrize(
@@ -200,8 +200,10 @@ def test_weights_of_another_model_are_refused_by_their_shapes(
         ModelConfig("mine", SMALL | other, **{part: TowerConfig(weights)}),
     ):
         with pytest.raises(UserError, match=f"weights='.*' does not fit model.name=mine: .*{message}.*; give another"):
-            settled(chosen, chosen=True)
-    assert settled(config(weights=weights, image_size=48), chosen=True).image_size == 48, "positions are resized"
+            resolve_architecture(chosen, chosen=True)
+    assert resolve_architecture(config(weights=weights, image_size=48), chosen=True).image_size == 48, (
+        "positions are resized"
+    )
 
 
 def test_what_is_no_file_of_weights_is_refused_when_settings_are_read(place: Path) -> None:

@@ -16,7 +16,7 @@ from clipscale.tools.plan.dry_run import DryRun, dry_run
 from clipscale.tools.plan.memory import PHASES, TOWERS, Pair, Step, StepMemory, host_memory, outside_torch
 from clipscale.tools.plan.settings import PlanConfig, target_gpu
 from clipscale.tools.plan.step_time import step_time
-from clipscale.tools.plan.text import written
+from clipscale.tools.plan.text import render
 
 
 class Prediction:
@@ -123,7 +123,7 @@ def plan(config: PlanConfig, *, search: bool = True) -> Record:
     """
     result = predicted(config, search=search)
     result["remedies"] = [] if result["fits"] else remedies(config)
-    return result | {"conclusion": written("conclusion", **result)}
+    return result | {"conclusion": render("conclusion", **result)}
 
 
 def predicted(config: PlanConfig, *, search: bool = True) -> Record:

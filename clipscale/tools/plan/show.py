@@ -15,7 +15,7 @@ def main(config: PlanConfig) -> int:
     config = replace(on_machine(config), model=fetched_description(config.model))
     without_unused(config.model)
     from clipscale.tools.plan.planner import plan
-    from clipscale.tools.plan.text import written
+    from clipscale.tools.plan.text import render
 
     stages = stages_of(config)
     results = [plan(stage) for stage in stages]
@@ -23,7 +23,7 @@ def main(config: PlanConfig) -> int:
         clear()
         print(json.dumps({"stages": results} if results[1:] else results[0], indent=1))
     else:
-        pages = [written("page", **result, config=stage) for result, stage in zip(results, stages)]
+        pages = [render("page", **result, config=stage) for result, stage in zip(results, stages)]
         for line in "\n".join(pages).splitlines():
             say(line)
     return 0 if all(result["fits"] for result in results) else 1

@@ -26,9 +26,9 @@ def before(config: TrainConfig) -> str:
     model = fetched_description(config.model)
     without_unused(model)
     from clipscale.tools.plan.planner import plan
-    from clipscale.tools.plan.text import written
+    from clipscale.tools.plan.text import render
 
     machine = {"hardware": hardware, "gpus": workers(config), "host_memory": free_memory()}
     plans = [plan(stage, search=False) for stage in stages_of(PlanConfig(**vars(config) | machine | {"model": model}))]
     result = max(plans, key=lambda result: (not result["fits"], result["peak_bytes"]))
-    return json.dumps({"fits": result["fits"], "lines": written("start", **result).splitlines()})
+    return json.dumps({"fits": result["fits"], "lines": render("start", **result).splitlines()})

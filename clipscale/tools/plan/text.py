@@ -18,6 +18,6 @@ TEMPLATES.filters |= {
 }
 
 
-def written(template: str, **values: Any) -> str:
+def render(template: str, **values: Any) -> str:
     """The text of a template: `page`, `conclusion` or `start`."""
     return TEMPLATES.get_template(f"{template}.txt").render(values)
