@@ -100,7 +100,7 @@ class TrainStep:
         """
         phases = Phases(self.world.device)
         self.optimizer.zero_grad()
-        self.cache.keep_bytes = self.keep.bytes
+        self.cache.keep_bytes = self.keep_budget.bytes
         device, resident = self.world.device, self.config.offload == "none"
         images = ChunkLoader(batch.pixels, len(batch), device, resident=resident)
         texts: ChunkLoader | SortedCaptions = ChunkLoader(batch.tokens, len(batch), device, resident=resident)

@@ -108,7 +108,7 @@ def test_ranks_that_see_different_shards_do_not_start(
     def with_peer(world: World, value: Any) -> list[Any]:
         return [value, value | {"order": "other"} if isinstance(value, dict) and "order" in value else value]
 
-    monkeypatch.setattr(World, "gather", with_peer)
+    monkeypatch.setattr(World, "all_gather_object", with_peer)
     with refused("the processes see different shards"):
         start_run(settings(demo, tmp_path / "run"), ALONE)
 

@@ -90,11 +90,11 @@ def test_auto_measures_in_the_first_step_and_then_keeps_what_it_has_left(
 ) -> None:
     """Of the rank that has least. A graph of 30 bytes that the step built and dropped is one that may be kept."""
     monkeypatch.setattr(keep_budget, "usable_bytes", lambda device: 900)
-    monkeypatch.setattr(World, "highest", lambda self, *values: [max(-other_rank, *values)])
+    monkeypatch.setattr(World, "all_reduce_max", lambda self, *values: [max(-other_rank, *values)])
     budget, phases = KeepBudget("auto", World(0, 1, torch.device("cuda"))), Phases(torch.device("cuda"))
     phases.before, phases.peak = {"encode": 60}, {"encode": 150, "loss": loss, "replay": 160}
     assert budget.bytes is None
-    budget.after_step(phases, graph=30)
+    budget.after_step(phases, graph_bytes=30)
     assert budget.bytes == required
     for setting, bytes in (("none", 0), ("2k", 2048)):
         assert KeepBudget(setting, World(0, 1, torch.device("cuda"))).bytes == bytes
