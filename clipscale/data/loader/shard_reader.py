@@ -29,6 +29,8 @@ class OrderedShards:
     share: float = 1.0
     """Samples of an average epoch, divided by all samples in `order.counts`: below 1 if sample weights skip some in
     some epochs."""
+    listed: Sequence[str] = ()
+    """A digest of the samples and weights that a file lists, if one does."""
 
     @property
     def samples(self) -> int | None:
@@ -38,7 +40,7 @@ class OrderedShards:
     @cached_property
     def fingerprint(self) -> str:
         """A digest of what a position refers to. The shards' folder is not part of it, so that they may move."""
-        return fingerprint(self.order, [leaf_of(url) for url in self.urls], self.window)
+        return fingerprint(self.order, [*map(leaf_of, self.urls), *self.listed], self.window)
 
     @cached_property
     def sources(self) -> list["OrderedShards"]:

@@ -221,7 +221,8 @@ def ordered_shards(
     if config.shard_streams is None and (streams := fitting(order.streams)) < order.streams:
         order = build_order(config, urls, source_of, share, seed, streams, on_main)
     subset = subset_of(config)
-    return OrderedShards(tuple(urls), order, max(config.shuffle, 1), subset.table.share if subset else 1.0)
+    listed = (subset.table.share, (subset.table.digest(),)) if subset else ()
+    return OrderedShards(tuple(urls), order, max(config.shuffle, 1), *listed)
 
 
 def open_stream(
@@ -277,8 +278,9 @@ def start_positions(shards: OrderedShards, position: Record | None, share: Batch
     if position is None or position["order"] != shards.fingerprint:
         if position:
             log.warning(
-                "the shards, batch, data.shuffle, data.order, data.weights or seed differ from the checkpoint's: this "
-                "data is read from its first sample on"
+                "the shards, batch, data.shuffle, data.order, data.weights, seed, or the samples in the file of "
+                "data.only_keys or data.sample_weights differ from the checkpoint's: this data is read from its first "
+                "sample on"
             )
         return {stream: Position(0, 0) for stream in streams}
     starts = {}

@@ -36,6 +36,10 @@ class Table(NamedTuple):
     share: float = 1.0
     """Sum of the weights over the sum of the weights rounded up: samples of an average epoch over those counted."""
 
+    def digest(self) -> str:
+        """Of the rows: the same for every file that lists the same. 10^7 rows take half a second."""
+        return hashlib.blake2b(self.rows.view("u1").data).hexdigest()
+
 
 class Subset:
     """The samples that a file lists. Pickles as the file's path: each process reads the file itself."""

@@ -54,9 +54,9 @@ def weighed(file: Path, weights: dict[tuple[int, int], Any], column: str = "key"
     return file
 
 
-def listed(file: Path) -> Path:
-    """The subset's file, by uid or by key."""
-    chosen = [(shard, i) for shard, numbers in PART.items() for i in numbers]
+def listed(file: Path, shift: int = 0) -> Path:
+    """The subset's file, by uid or by key; with a `shift`, of as many other samples."""
+    chosen = [(shard, i + shift) for shard, numbers in PART.items() for i in numbers]
     if file.suffix == ".parquet":
         every = [(shard, i) for shard, numbers in FULL.items() for i in numbers]
         return weighed(file, {s: float(s in chosen) for s in every}, file.stem)
@@ -71,7 +71,7 @@ def listed(file: Path) -> Path:
 @pytest.mark.parametrize("order", ["epochs", "resampled", "weights"])
 @pytest.mark.parametrize("name", ["uids.npy", "keys.txt", "key.parquet", "uid.parquet"])
 def test_a_subset_of_full_shards_is_the_shards_of_the_subset(tmp_path: Path, order: str, name: str) -> None:
-    """Also after a resume."""
+    """Also after a resume with the same list, written again. With another one the data is read from its start."""
     full, part, file = write(tmp_path / "full", FULL), write(tmp_path / "part", PART), listed(tmp_path / name)
 
     def opened(folder: Path, **options: Any) -> TrainStream:
@@ -85,7 +85,12 @@ def test_a_subset_of_full_shards_is_the_shards_of_the_subset(tmp_path: Path, ord
     expected = contents(opened(part), 9)
     stream = opened(full, **given)
     assert contents(stream, 5) == expected[:5]
-    assert contents(opened(full, **given, position=positions([stream])), 4) == expected[5:]
+    position = positions([stream])
+    for shift in (0, 1):
+        listed(file, shift)
+        make_index([str(full)], IndexSettings(**given))
+        actual = contents(opened(full, **given, position=position), 4)
+        assert actual == (contents(opened(full, **given), 4) if shift else expected[5:])
     assert order != "epochs" or stream.samples_per_epoch == sum(map(len, PART.values()))
 
 
