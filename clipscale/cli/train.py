@@ -39,7 +39,7 @@ def check(config: TrainConfig) -> None:
     if missing:
         return
     shards = local_shards(config.data)
-    epoch = counted_at_once(config.data, shards) if shards else None
+    epoch = counted_at_once(config.data, shards)
     if shards and epoch is not None:
         if holds := unusable(shards[0], source_names(config.data.captions)):
             tell(f"warning: data.train: {holds}", error=True)

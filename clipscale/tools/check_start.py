@@ -34,8 +34,7 @@ def main(config: TrainConfig) -> None:
     shards = sets = 0
     if not is_missing(sources):  # what the start renders
         shards = sum(check_source(source, config.data) for source in sources)
-        local = local_shards(config.data)
-        epoch = counted_at_once(config.data, local) if local else None
+        epoch = counted_at_once(config.data, local_shards(config.data))
         for warning in {crowded(stage, epoch) for stage in stages_of(config)} - {""}:
             say(f"warning: {warning}", error=True)
         sets = len(chosen_sets(config.eval))

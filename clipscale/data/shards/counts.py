@@ -55,12 +55,13 @@ def count_samples(urls: Sequence[str], subset: Subset | None = None, *, scan: bo
     return [samples.get(url) for url in urls]
 
 
-def counted_at_once(config: DataConfig, urls: Sequence[str]) -> int | None:
-    """The samples of an epoch of local shards, if indexes have them or the shards are few and small; else None.
+def counted_at_once(config: DataConfig, urls: Sequence[str] | None) -> int | None:
+    """The samples of an epoch of local shards, if indexes have them or the shards are few and small; else None, as for
+    no shards.
 
     Writes nothing and warns of nothing: the run itself does.
     """
-    if config.weights is not None or config.order == "resampled" or len(urls) > SCAN_AT_MOST:
+    if not urls or config.weights is not None or config.order == "resampled" or len(urls) > SCAN_AT_MOST:
         return None
     subset = subset_of(config)
     entries = index.current(urls, subset).entries

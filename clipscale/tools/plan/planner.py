@@ -2,13 +2,17 @@
 
 import math
 from bisect import bisect
+from contextlib import suppress
 
+from clipscale.common.errors import UserError
 from clipscale.common.hardware import Hardware
 from clipscale.common.record import Record
 from clipscale.common.terminal import doing
 from clipscale.common.units import parse_memory
 from clipscale.config.stages import changed
 from clipscale.data.loader.memory import free_memory
+from clipscale.data.shards.counts import counted_at_once
+from clipscale.data.shards.listing import local_shards
 from clipscale.step.chunk_sizes import CPU_CHUNK, batch_norm_chunk, sizes_of_settings
 from clipscale.step.keep_budget import MARGIN
 from clipscale.tools.plan import ASSUMED
@@ -123,6 +127,10 @@ def plan(config: PlanConfig, *, search: bool = True) -> Record:
     """
     result = predicted(config, search=search)
     result["remedies"] = [] if result["fits"] else remedies(config)
+    result["epoch_samples"] = None
+    if config.data.sample_weights:
+        with suppress(UserError, OSError):  # a plan needs no data
+            result["epoch_samples"] = counted_at_once(config.data, local_shards(config.data))
     return result | {"conclusion": render("conclusion", **result)}
 
 

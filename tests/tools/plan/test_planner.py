@@ -17,6 +17,7 @@ from clipscale.common.units import format_count
 from clipscale.tools.plan import step_time
 from clipscale.tools.plan.planner import plan, predicted
 from tests.conftest import TINIEST, TINY, Cap
+from tests.data.shards.test_subset import EPOCH, FULL, WEIGHTS, weighed, write
 
 LARGE = (*TINIEST, "hardware=A800-80G", "gpus=8", "host_memory=1024G")
 
@@ -53,6 +54,15 @@ def test_host_memory_that_nobody_limits_is_said_to_be_unchecked(capsys: Cap, har
     out = capsys.readouterr().out
     assert ("epochs=30 are of an unknown set" in out) == (hardware != "cpu")
     assert out.startswith(checked) and "of host memory on each node, which is not checked" in out
+
+
+def test_an_epoch_is_counted_by_the_weights_where_the_shards_are(tmp_path: Path, capsys: Cap) -> None:
+    write(tmp_path / "here", FULL)
+    file = weighed(tmp_path / "w.parquet", WEIGHTS)
+    for name in ("here", "elsewhere"):
+        words = (f"data.train={tmp_path}/{name}", f"data.sample_weights={file}", "hardware=cpu")
+        assert main(["plan", *TINIEST, *words]) == 0
+        assert (f"samples in an epoch: {EPOCH}," in capsys.readouterr().out) == (name == "here")
 
 
 def test_what_does_not_fit_names_what_does() -> None:
