@@ -10,6 +10,9 @@
 N: samples, T: tokens, W: width, H: heads.
 """
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -164,8 +167,8 @@ class LeanText(Replacement, TextTransformer):
     """Tokens (N, T) -> features (N, D). T is any length up to the context's."""
 
     def forward(self, text: Tensor) -> Tensor:
-        with sdpa_kernel(SHORT, set_priority=True):
-            x = run(self.transformer, self._embeds(text)[0], self.attn_mask is not None, self.position(text))
+        x, causal = self._embeds(text)[0], self.attn_mask is not None
+        x = run(self.transformer, x, causal, self.position(text), partial(sdpa_kernel, SHORT, set_priority=True))
         x = self.ln_final(x)
         pooled = text_global_pool(x, text, self.pool_type) if x.ndim == 3 else x
         if isinstance(self.text_projection, nn.Linear):
@@ -181,15 +184,23 @@ class LeanText(Replacement, TextTransformer):
         return {"first": 0, "last": -1}.get(self.pool_type)
 
 
-def run(transformer: Transformer, x: Tensor, causal: bool, position: Position | None) -> Tensor:
-    """All blocks; the last one for `position` alone, if that is given."""
+def run(
+    transformer: Transformer,
+    x: Tensor,
+    causal: bool,
+    position: Position | None,
+    backend: Callable[[], Any] = nullcontext,
+) -> Tensor:
+    """All blocks; the last one for `position` alone, if that is given. `backend`: chooses attention's kernel."""
     last = transformer.resblocks[-1]
-    for block in transformer.resblocks:
-        pooled = position if block is last else None
-        if transformer.grad_checkpointing:
-            x = checkpoint(block, x, causal, pooled, use_reentrant=False)
-        else:
-            x = block(x, causal, pooled)
+    with backend():
+        for block in transformer.resblocks:
+            pooled = position if block is last else None
+            if transformer.grad_checkpointing:  # the backward pass recomputes the block with the same kernel
+                both = lambda: (nullcontext(), backend())  # noqa: E731
+                x = checkpoint(block, x, causal, pooled, use_reentrant=False, context_fn=both)
+            else:
+                x = block(x, causal, pooled)
     return x
 
 

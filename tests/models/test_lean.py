@@ -8,6 +8,7 @@ import pytest
 import torch
 from open_clip.model import CustomTextCLIP
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 
 from clipscale.models.lean import LeanPatches, LeanText, LeanVision, embed_patches_by_product, lean
 from tests.support.towers import architecture
@@ -113,6 +114,14 @@ def test_patch_dropout_and_checkpointing_draw_and_compute_the_same() -> None:
         model.set_grad_checkpointing(True)
     for tower, rows in zip(("visual", "text"), inputs()):
         assert_same(getattr(reference, tower), getattr(ours, tower), rows, 1e-12)
+
+
+def test_checkpointing_recomputes_captions_by_the_kernel_of_the_first_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else torch refuses the backward pass: another kernel saves other tensors."""
+    monkeypatch.setattr("clipscale.models.lean.SHORT", [SDPBackend.MATH])
+    ours = both(SMALL)[1]
+    ours.set_grad_checkpointing(True)
+    ours.text(inputs()[1]).sum().backward()
 
 
 def test_a_cut_caption_has_the_feature_of_the_whole_one() -> None:
