@@ -118,7 +118,9 @@ def checkpoint_of(config: TrainConfig, world: World) -> Path | None:
     if config.checkpoint.copy:
         world.on_main(lambda: checkpoint.take(folder, config.checkpoint.copy, config.resume))
     restarts = [ranks.number(f"{launcher}_RESTART_COUNT", 0) for launcher in ("TORCHELASTIC", "SLURM")]
-    newest = checkpoint.to_resume(folder, "auto", world) if any(restarts) else None
+    # Of all ranks: an agent does not count the restarts that another node's fault causes.
+    restarted = any(world.all_gather_object(any(restarts)))
+    newest = checkpoint.to_resume(folder, "auto", world) if restarted else None
     return newest or checkpoint.to_resume(folder, config.resume, world)
 
 

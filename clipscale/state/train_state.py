@@ -117,8 +117,9 @@ def build_state(
     for tower in towers:
         precision.store(tower)
     parallel = config.launch.parallel
+    # Whole towers are measured: sharded ones gather their weights, so all ranks would have to try the same sizes.
+    found = chunks or found_chunk_sizes(config, world, model, precision, earlier)
     encoders = [world.wrap(tower, parallel, precision.dtype) for tower in towers]
-    chunks = chunks or found_chunk_sizes(config, world, model, precision, earlier)
     # After `wrap`: FSDP2 replaces parameters by sharded ones.
     scales = model.rate_factors(config.model)
     step = TrainStep(
@@ -128,7 +129,7 @@ def build_state(
         cache=GradCache(
             encoders,
             loss,
-            chunks=[chunks.image, chunks.text],
+            chunks=[found.image, found.text],
             autocast=precision.autocast,
             scaler=precision.scaler,
         ),
@@ -138,7 +139,7 @@ def build_state(
         keep_budget=KeepBudget(config.cache.keep, world),
         sort_captions=sort_captions,
     )
-    return TrainState(config, model, step, chunks)
+    return TrainState(config, model, step, found)
 
 
 def found_chunk_sizes(

@@ -74,8 +74,8 @@ def agreed_chunk_sizes(
     chunk. `towers`: each tower, and a function from a count to that many random inputs, for the measurement.
     """
     settings = sizes_of_settings(config, local_batch)
-    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
-    device = " and ".join(sorted(set(world.all_gather_object(name))))
+    own = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
+    device = " and ".join(sorted(set(world.all_gather_object(own))))
     sizes = {}
     for name, (tower, sample) in towers.items():
         size = batch_norm_chunk(tower, name, settings[name], local_batch) or settings[name]
@@ -129,13 +129,15 @@ def find_chunk(rate: Callable[[int], float], local_batch: int, device: torch.dev
 
 def samples_per_second(tower: nn.Module, inputs: Tensor) -> float:
     """Speed of one pass without a graph and one with a graph, after a warm-up. Clears the gradients."""
-    for _ in range(2):
-        started = time.perf_counter()
-        with torch.no_grad():
-            out = tower(inputs)
-        if any(p.requires_grad for p in tower.parameters()):
-            tower(inputs).backward(torch.ones_like(out))
-        torch.cuda.synchronize()
-        seconds = time.perf_counter() - started
-    tower.zero_grad(set_to_none=True)
+    try:
+        for _ in range(2):
+            started = time.perf_counter()
+            with torch.no_grad():
+                out = tower(inputs)
+            if any(p.requires_grad for p in tower.parameters()):
+                tower(inputs).backward(torch.ones_like(out))
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - started
+    finally:
+        tower.zero_grad(set_to_none=True)
     return len(inputs) / seconds

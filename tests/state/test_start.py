@@ -1,25 +1,30 @@
 """How a run begins: refused with one line, resumed, taken back, or alike on every rank."""
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 from clipscale.cli import train as verb
 from clipscale.common.errors import UserError
 from clipscale.config.sections import (
     CacheConfig,
     CheckpointConfig,
+    LaunchConfig,
     ModelConfig,
     OptimConfig,
     ScheduleConfig,
     TowerConfig,
 )
-from clipscale.config.train import RESULT
+from clipscale.config.train import RESULT, TrainConfig
 from clipscale.data.loader.stream import DataConfig, TrainStream, open_stream
+from clipscale.distributed.fsdp import sharded
 from clipscale.distributed.world import World
 from clipscale.eval.run import ResultsFile
 from clipscale.models.towers import build_model, inputs_of
@@ -27,8 +32,9 @@ from clipscale.tools.report.runs import read_runs
 from clipscale.train import start_run, train
 from tests.conftest import Cap
 from tests.support.checkpoints import ALONE
+from tests.support.ranks import run_ranks
 from tests.support.refused import refused
-from tests.support.runs import ARCHITECTURE, curve, records, settings, small
+from tests.support.runs import ARCHITECTURE, curve, on_a_rank, records, settings, small
 
 
 def test_a_refused_start_takes_nothing_away(demo: Path, finished: Path, tmp_path: Path) -> None:
@@ -56,6 +62,34 @@ def test_a_longer_run_says_that_its_learning_rate_jumps(shards: str, tmp_path: P
     last, following = [record["lr"] for record in records(tmp_path / "run")[3:5]]
     assert last < 2e-4 and following > 8e-4
     assert f"learning rate of this step {last:.1e} -> " in capsys.readouterr().out
+
+
+def started(rank: int, world: int, config: TrainConfig) -> tuple[int, list[bool]]:
+    """A start of which rank 1 alone knows that it is another attempt: its first step, and which of the towers whose
+    chunk sizes are looked for are sharded."""
+    is_sharded: list[bool] = []
+
+    def rate(tower: nn.Module, inputs: torch.Tensor) -> float:
+        is_sharded.append(bool(sharded(tower)))
+        return len(inputs)
+
+    with (
+        mock.patch.dict(os.environ, {"TORCHELASTIC_RESTART_COUNT": str(rank)}),
+        mock.patch("clipscale.step.chunk_sizes.find_chunk", lambda rate, *_, **__: int(rate(4))),
+        mock.patch("clipscale.step.chunk_sizes.samples_per_second", rate),
+    ):
+        run = start_run(config, World(rank, world, torch.device("cpu")))
+    run.stream.close()
+    return run.step, is_sharded
+
+
+def test_ranks_start_alike_whatever_each_knows_and_measures(shards: str, tmp_path: Path) -> None:
+    """An agent counts only its own restarts; and a rank whose memory is short tries fewer sizes."""
+    config = small(shards, tmp_path / "run", launch=LaunchConfig(parallel="zero3"), checkpoint=CheckpointConfig("2"))
+    run_ranks(on_a_rank, 2, replace(config, samples=24))
+    other = replace(config, run=str(tmp_path / "other"), cache=CacheConfig())
+    assert run_ranks(started, 2, other) == [(0, [False, False])] * 2
+    assert run_ranks(started, 2, replace(other, resume=str(tmp_path / "run"))) == [(2, [])] * 2
 
 
 @pytest.mark.parametrize(("batch", "times"), [(48, ""), (120, "2.5 times")])
