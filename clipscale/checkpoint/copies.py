@@ -91,6 +91,11 @@ class Copies:
         self.due.put(True)
         self.thread = Thread(target=self._work, daemon=True)
 
+    def start(self) -> None:
+        """Once: also where later stages of the run call it."""
+        if self.config.copy and self.thread.ident is None:
+            self.thread.start()
+
     def close(self, limit: float) -> None:
         """Copy the present state and end. Waits for that at most `limit` seconds."""
         self.due.put(True)

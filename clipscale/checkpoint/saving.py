@@ -40,16 +40,17 @@ class Saver:
     a checkpoint appears whole or not at all, and a failed write changes no earlier one.
     """
 
-    def __init__(self, run: Path, world: World, config: CheckpointConfig) -> None:
+    def __init__(self, run: Path, world: World, config: CheckpointConfig, copies: Copies | None = None) -> None:
+        """`copies`: those of the run's earlier stages."""
         self.run, self.world, self.config = run, world, config
         self.last_step: int | None = None
         """The step of the newest checkpoint begun."""
         self._pending: tuple[int, Future[Metadata]] | None = None
         """The step of the checkpoint that is being written, and its result."""
         self._stager = self._new_stager()
-        self.copies = Copies(run, config)
-        if config.copy and world.main:
-            self.copies.thread.start()
+        self.copies = copies or Copies(run, config)
+        if world.main:
+            self.copies.start()
 
     def _new_stager(self) -> DefaultStager:
         pinned = self.world.device.type == "cuda"

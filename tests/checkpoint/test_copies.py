@@ -5,12 +5,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from clipscale import checkpoint
+from clipscale.checkpoint.copies import copy_checkpoint
 from clipscale.config.sections import CheckpointConfig, LaunchConfig, ScheduleConfig
 from clipscale.config.train import TrainConfig
 from clipscale.train import train
@@ -112,6 +114,25 @@ def test_what_is_not_the_copy_of_this_run_is_refused(
     shutil.rmtree(tmp_path / "run")
     with refused(line):
         checkpoint.take(tmp_path / run, address.format(tmp_path), resume)
+
+
+def test_the_stages_of_a_run_copy_one_after_the_other(
+    shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two at once would remove each other's unfinished files."""
+    busy, overlaps = Lock(), []
+
+    def slow(*given: Any) -> None:
+        overlaps.append(busy.locked())
+        with busy:
+            time.sleep(2)
+            copy_checkpoint(*given)
+
+    monkeypatch.setattr("clipscale.checkpoint.copies.copy_checkpoint", slow)
+    config = copied(shards, tmp_path / "run", tmp_path / "store", LaunchConfig())
+    train(replace(config, samples=None, stages=[{"samples": 24}, {"samples": 24, "lr": 1e-4}]))
+    assert len(overlaps) > 1 and not any(overlaps)
+    assert steps(tmp_path / "store") == steps(tmp_path / "run")
 
 
 @pytest.mark.parametrize("hangs", [False, True])
