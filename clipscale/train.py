@@ -52,15 +52,17 @@ def train(config: TrainConfig) -> Record:
     """
     world = init_world(config.device, config.launch.timeout_s)
     lock = RunLock(Path(config.run))
+    copies = None
     try:
         world.on_main(lock.acquire)
         while True:
-            run = start_run(config, world, lock)
+            run = start_run(config, world, lock, copies)
             results = run.go()
+            copies = run.saver.copies
             if run.resolved.stage.last:
                 if world.main:
                     files.write_json(run.resolved.folder / RESULT, results)
-                    run.saver.copies.close(config.launch.timeout_s)
+                    copies.close(config.launch.timeout_s)
                 return results
             del run  # frees its model before the next stage's is built
             config = replace(config, resume="auto")
@@ -69,10 +71,13 @@ def train(config: TrainConfig) -> Record:
         leave()
 
 
-def start_run(config: TrainConfig, world: World, lock: RunLock | None = None) -> "Run":
+def start_run(
+    config: TrainConfig, world: World, lock: RunLock | None = None, copies: checkpoint.Copies | None = None
+) -> "Run":
     """Begin or resume a run or its next stage. A collective. Raises UserError, and leaves no process behind then.
 
     `lock`: the lock of the run's folder, held by rank 0; None: nobody else uses the folder.
+    `copies`: those of the run's earlier stages.
     """
     if config.eval.has_sets:
         doing("reading the evaluation sets")
@@ -92,7 +97,7 @@ def start_run(config: TrainConfig, world: World, lock: RunLock | None = None) ->
             tell(stream.memory)
         records = StepRecords(log, world.size, flops, stream)
         undo.callback(records.close)
-        saver = checkpoint.Saver(resolved.folder, world, resolved.config.checkpoint)
+        saver = checkpoint.Saver(resolved.folder, world, resolved.config.checkpoint, copies)
         if config.resume in RESUMES:  # the step is another run's otherwise
             saver.last_step = resolved.step
         run = Run(resolved, world, lock, state, stream, schedule, records, saver, resolved.step, resolved.loss)
@@ -190,9 +195,7 @@ class Run:
                 if self.step == 0 < self.total and config.model.weights and config.eval.has_sets:
                     self.evaluate()  # the baseline: the pretrained weights before training
                 while self.step < self.total:
-                    with undone_at_a_signal(self.state.model, self.stream, self.world):
-                        agreement = self.train_step()
-                    self.step += 1
+                    agreement = self.train_step()
                     if config.eval.every and self.step % config.eval.every == 0 and self.step < self.total:
                         results = self.evaluate()
                     if self.save_due(agreement):
@@ -222,17 +225,18 @@ class Run:
         """One exact optimizer step over the global batch; see `TrainStep.run`. Returns what the ranks agreed on."""
         number, step = self.step + 1, self.state.step
         lr = self.schedule.apply(step.optimizer, self.step)
-        batch = self.stream.next_batch()  # its samples may still be arriving
-        if self.world.main and self.step == 0:
-            doing("waiting for the first samples")
-            batch.tokens(0, 16)  # waits for them here, so that step 1 does not seem slow
-        if self.step == self.resolved.step:
-            doing(f"step {number}, the first of this start")
-        self.stream.waited_s()  # resets the count: the record has the waiting of this step alone
-        _, seconds = self.config.checkpoint.interval
-        overdue = self.world.main and 0 < seconds < time.monotonic() - self.saved_at
-        done = step.run(batch, self.stream, number, save=overdue, before_chunk=self.before_chunk())
-        self.loss = done.loss
+        with undone_at_a_signal(self.state.model, self.stream, self.world):
+            batch = self.stream.next_batch()  # its samples may still be arriving
+            if self.world.main and self.step == 0:
+                doing("waiting for the first samples")
+                batch.tokens(0, 16)  # waits for them here, so that step 1 does not seem slow
+            if self.step == self.resolved.step:
+                doing(f"step {number}, the first of this start")
+            self.stream.waited_s()  # resets the count: the record has the waiting of this step alone
+            _, seconds = self.config.checkpoint.interval
+            overdue = self.world.main and 0 < seconds < time.monotonic() - self.saved_at
+            done = step.run(batch, self.stream, number, save=overdue, before_chunk=self.before_chunk())
+        self.step, self.loss = number, done.loss  # what fails from here on undoes nothing
         record = {
             "step": number,
             "samples": self.resolved.stage.seen(number),
@@ -244,6 +248,7 @@ class Run:
         }
         scalars = {"logit_scale": self.state.model.logit_scale.exp(), **done.statistics}
         self.records.add(record, done.phases, scalars, done.widths)
+        step.set_keep_budget(done.phases)
         return done.agreement
 
     def before_chunk(self) -> Callable[[], None]:

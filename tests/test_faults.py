@@ -132,9 +132,10 @@ def test_what_is_trained_is_saved_when_all_data_goes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("part", "error", "saved"),
     [
-        ("grad_cache.GradCache.replay", UserError("a mistake"), [2]),
-        ("grad_cache.GradCache.replay", OSError(28, "No space left on device"), [2]),
-        ("train_step.TrainStep.update", torch.OutOfMemoryError("no memory"), []),
+        ("step.grad_cache.GradCache.replay", UserError("a mistake"), [2]),
+        ("step.grad_cache.GradCache.replay", OSError(28, "No space left on device"), [2]),
+        ("step.train_step.TrainStep.update", torch.OutOfMemoryError("no memory"), []),
+        ("step.train_step.TrainStep.set_keep_budget", OSError(24, "Too many open files"), [3]),
     ],
 )
 def test_what_ends_a_run_saves_first(
@@ -142,9 +143,9 @@ def test_what_ends_a_run_saves_first(
 ) -> None:
     """Unless its weights may be half updated."""
     config = small(shards, tmp_path / "run")
-    work = resolve_name(f"clipscale.step.{part}")
+    work = resolve_name(f"clipscale.{part}")
     third = mock.Mock(side_effect=[mock.DEFAULT] * 2 + [error])
-    patch = mock.patch(f"clipscale.step.{part}", lambda *given: third() and work(*given))
+    patch = mock.patch(f"clipscale.{part}", lambda *given: third() and work(*given))
     with patch, pytest.raises((UserError, OSError)):
         train(config)
     assert [*map(checkpoint.step_of, checkpoint.checkpoints_of(tmp_path / "run"))] == saved

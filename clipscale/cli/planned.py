@@ -63,10 +63,11 @@ class Planner:
 
     def _report(self, answer: bytes, reason: str) -> None:
         """Print the plan. Interrupt a run that cannot fit: its main thread raises the refusal."""
-        if not answer:
+        try:
+            plan = json.loads(answer)
+        except ValueError:
             tell(f"no plan: {reason}", error=True)
             return
-        plan = json.loads(answer)
         if plan["fits"]:
             for line in plan["lines"]:
                 tell(f"plan: {line}")

@@ -46,7 +46,7 @@ class KeptGraphs:
         if budget == math.inf:
             fitting = chunks
         elif budget and self.bytes_each:
-            fitting = int(budget // self.bytes_each)
+            fitting = max(0, int(budget // self.bytes_each))
         self.outputs = []
         self.count = min(chunks, fitting)
 

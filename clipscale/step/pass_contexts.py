@@ -27,7 +27,10 @@ def gradient_sync(encoder: Callable[..., Tensor], last: bool) -> Iterator[None]:
             yield
     elif isinstance(encoder, FSDPModule):
         encoder.set_requires_gradient_sync(last)
-        yield
+        try:
+            yield
+        finally:
+            encoder.set_requires_gradient_sync(True)
     elif hasattr(encoder, "no_sync") and not last:
         with encoder.no_sync():
             yield

@@ -118,11 +118,16 @@ class TrainStep:
             self.cache.replay(before_chunk)
         with self.phase(phases, "optim", number):
             loss, norm = self.finish(value, stream, number)
-        self.keep_budget.after_step(phases, self.cache.graph_bytes)
         widths = {self.model.context_length: len(texts)}
         if isinstance(texts, SortedCaptions):
             widths = dict(texts.widths())
         return StepResult(loss, norm, agreement, phases, widths, statistics)
+
+    def set_keep_budget(self, phases: Phases) -> None:
+        """After the first step, from the memory that it leaves free. A collective."""
+        if self.keep_budget.bytes is None:
+            self.optimizer.zero_grad()  # the phases' peaks have them already
+            self.keep_budget.after_step(phases, self.cache.graph_bytes)
 
     def encode(
         self, images: ChunkLoader, texts: ChunkLoader | SortedCaptions, save: bool, before_chunk: Callable[[], None]

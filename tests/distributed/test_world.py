@@ -22,7 +22,6 @@ def counted(rank: int, world: int, config: TrainConfig) -> tuple[int, int, list[
     """How often the second step reads values of the device, and sends objects; and the weights after it."""
     run = start_run(config, World(rank, world, torch.device("cpu")))
     run.train_step()
-    run.step += 1
     with (
         patch.object(Readback, "read", autospec=True, side_effect=Readback.read) as read,
         patch.object(dist, "broadcast_object_list", wraps=dist.broadcast_object_list) as broadcast,

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from clipscale import checkpoint
 from clipscale.config.sections import (
+    CacheConfig,
     CheckpointConfig,
     LaunchConfig,
     ModelConfig,
@@ -59,7 +60,7 @@ def test_an_update_clips_the_unscaled_gradient_and_bounds_the_logit_scale(
 ) -> None:
     monkeypatch.setattr("clipscale.step.train_step.MAX_LOGIT_SCALE", 3.0)
     optim = OptimConfig(lr=1e-3, clip_norm=0.25)
-    config = small(shards, tmp_path / "run", optim=optim, precision=precision)
+    config = small(shards, tmp_path / "run", optim=optim, precision=precision, cache=CacheConfig(keep="none"))
     run = start_run(config, ALONE)
     run.train_step()
     run.stream.close()

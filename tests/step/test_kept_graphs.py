@@ -51,6 +51,9 @@ def test_the_first_step_at_a_batch_size_measures_a_full_chunk_and_keeps_none() -
     assert cache._towers[0].graphs.bytes_each == size
     cache.step(pixels[:11], tokens[:11])
     assert cache.kept[0] == 2
+    cache.keep_bytes = size - 1
+    cache.step(pixels[:11], tokens[:11])
+    assert cache.kept == [0, 0], "the second tower's budget is below 0"
     cache.step(pixels[:1], tokens[:1])
     assert cache.kept[0] == 0 and cache._towers[0].graphs.bytes_each < size, "another batch, measured anew"
 

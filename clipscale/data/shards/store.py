@@ -145,7 +145,10 @@ def fetch(store: Store, url: str, start: int, stop: int, request: Request | None
             request.cancel()
         request = None
         # a random wait, so that readers do not all return at once
-        time.sleep(random.uniform(0, min(0.25 * 2**failures, LONGEST_WAIT_S)))
+        again = time.monotonic() + random.uniform(0, min(0.25 * 2**failures, LONGEST_WAIT_S))
+        while (left := again - time.monotonic()) > 0:
+            store.tick()
+            time.sleep(min(left, TICK_S))
 
 
 def look_up(urls: Sequence[str]) -> dict[str, SourceError]:

@@ -3,7 +3,9 @@
 import os
 import pickle
 import sys
+from contextlib import redirect_stdout
 
+from clipscale.common.errors import UserError, one_line
 from clipscale.common.terminal import prepare
 from clipscale.tools.plan.start import before
 
@@ -13,4 +15,9 @@ BESIDE = 10
 if __name__ == "__main__":
     prepare()
     os.nice(BESIDE)
-    print(before(pickle.load(sys.stdin.buffer)))
+    try:
+        with redirect_stdout(sys.stderr):  # libraries print, too
+            plan = before(pickle.load(sys.stdin.buffer))
+    except UserError as error:
+        sys.exit(one_line(error))
+    print(plan)
