@@ -167,8 +167,8 @@ class LeanText(Replacement, TextTransformer):
     """Tokens (N, T) -> features (N, D). T is any length up to the context's."""
 
     def forward(self, text: Tensor) -> Tensor:
-        x, causal = self._embeds(text)[0], self.attn_mask is not None
-        x = run(self.transformer, x, causal, self.position(text), partial(sdpa_kernel, SHORT, set_priority=True))
+        backend = partial(sdpa_kernel, SHORT, set_priority=True)
+        x = run(self.transformer, self._embeds(text)[0], self.attn_mask is not None, self.position(text), backend)
         x = self.ln_final(x)
         pooled = text_global_pool(x, text, self.pool_type) if x.ndim == 3 else x
         if isinstance(self.text_projection, nn.Linear):

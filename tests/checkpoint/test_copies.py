@@ -132,7 +132,7 @@ def test_the_stages_of_a_run_copy_one_after_the_other(
     config = copied(shards, tmp_path / "run", tmp_path / "store", LaunchConfig())
     train(replace(config, samples=None, stages=[{"samples": 24}, {"samples": 24, "lr": 1e-4}]))
     assert len(overlaps) > 1 and not any(overlaps)
-    assert steps(tmp_path / "store") == steps(tmp_path / "run")
+    assert steps(tmp_path / "store")[-1] == steps(tmp_path / "run")[-1]
 
 
 @pytest.mark.parametrize("hangs", [False, True])
