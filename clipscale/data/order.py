@@ -27,14 +27,14 @@ WINDOW = 2
 DRAW = 3
 AUGMENT = 4
 CAPTION = 5
-MIX = 6
+SOURCE_KEY = 6
 WEIGHT = 8
 
-MIXED = 64
+SOURCE_BLOCK = 64
 """Consecutive samples of a stream that are shared among the sources: few, so that every batch is mixed."""
 
 
-def _mix(z: int) -> int:
+def _splitmix(z: int) -> int:
     """The output function of SplitMix64 (Steele, Lea, Flood 2014)."""
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -45,14 +45,14 @@ def key(*numbers: int) -> int:
     """A 64-bit key from integers, by arithmetic of our own: a library's new generator changes no order."""
     state = len(numbers)
     for number in numbers:
-        state = _mix((state + _GOLDEN + (number & _MASK) * 0xD1342543DE82EF95) & _MASK)
+        state = _splitmix((state + _GOLDEN + (number & _MASK) * 0xD1342543DE82EF95) & _MASK)
     return state
 
 
 def permutation(n: int, *numbers: int) -> np.ndarray:
     """A random order of 0..n-1 (int64), a pure function of the key `numbers`."""
     z = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(key(*numbers))
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)  # `_mix` of all at once
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)  # `_splitmix` of all at once
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return np.argsort(z ^ (z >> np.uint64(31)), kind="stable")
 
@@ -66,7 +66,7 @@ class CounterRNG:
     def uniform(self, low: float = 0.0, high: float = 1.0) -> float:
         """One number in [low, high)."""
         self._state = (self._state + _GOLDEN) & _MASK
-        return low + (high - low) * ((_mix(self._state) >> 11) * 2.0**-53)
+        return low + (high - low) * ((_splitmix(self._state) >> 11) * 2.0**-53)
 
     def integer(self, n: int) -> int:
         """One integer in 0..n-1."""
@@ -203,7 +203,7 @@ class Resampled:
 
 
 @dataclass(frozen=True)
-class Mixed:
+class WeightedSources:
     """Several sources. Each contributes its share of the samples and draws its own shards with replacement."""
 
     weights: tuple[float, ...]
@@ -217,11 +217,11 @@ class Mixed:
     def source(self, stream: int, number: int) -> int:
         """The source of a stream's usable sample `number`.
 
-        Of every MIXED samples, a source gets its share rounded down or up, in a random order. Points at equal distances
-        fall into the sources' intervals of [0, 1). From one block of MIXED samples to the next the points move by the
-        golden ratio, so that the shares are exact in the long run.
+        Of every SOURCE_BLOCK samples, a source gets its share rounded down or up, in a random order. Points at equal
+        distances fall into the sources' intervals of [0, 1). From one block of SOURCE_BLOCK samples to the next the
+        points move by the golden ratio, so that the shares are exact in the long run.
         """
-        return int(_mixed(self.weights, self.seed, stream, number // MIXED)[number % MIXED])
+        return int(_block_sources(self.weights, self.seed, stream, number // SOURCE_BLOCK)[number % SOURCE_BLOCK])
 
     def within(self, source: int) -> Resampled:
         shards = (shard for shard, number in enumerate(self.source_of) if number == source and self.counts[shard] != 0)
@@ -233,14 +233,14 @@ class Mixed:
 
 
 @lru_cache(maxsize=1024)
-def _mixed(weights: tuple[float, ...], seed: int, stream: int, block: int) -> np.ndarray:
-    start = (CounterRNG(seed, MIX, stream).uniform() + block * (_GOLDEN / 2**64)) % 1.0
+def _block_sources(weights: tuple[float, ...], seed: int, stream: int, block: int) -> np.ndarray:
+    start = (CounterRNG(seed, SOURCE_KEY, stream).uniform() + block * (_GOLDEN / 2**64)) % 1.0
     ends = np.cumsum(weights)
-    points = (np.arange(MIXED) + start) * (ends[-1] / MIXED)
-    return np.searchsorted(ends, points, side="right")[permutation(MIXED, seed, MIX, stream, block)]
+    points = (np.arange(SOURCE_BLOCK) + start) * (ends[-1] / SOURCE_BLOCK)
+    return np.searchsorted(ends, points, side="right")[permutation(SOURCE_BLOCK, seed, SOURCE_KEY, stream, block)]
 
 
-Order = Epochs | Resampled | Mixed
+Order = Epochs | Resampled | WeightedSources
 
 
 def fingerprint(order: Order, names: Sequence[str], window: int) -> str:

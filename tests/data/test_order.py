@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from clipscale.data.order import (
     CounterRNG,
     Epochs,
-    Mixed,
     Resampled,
+    WeightedSources,
     fingerprint,
     key,
     permutation,
@@ -54,7 +54,7 @@ def test_the_order_is_pinned_down() -> None:
     assert CounterRNG(7).uniform() == 0.5283941012539481
     assert fingerprint(Epochs((3, 4), 8, 4, seed=1), ["a", "b"], 16) == "19c747a15204a4c3"
     assert fingerprint(Resampled((0, 1), (3, 4), 4, seed=1), ["a", "b"], 16) == "5a97f7fdebd76ef0"
-    assert fingerprint(Mixed((1.0, 3.0), (0, 1), (3, None), 4, seed=1), ["a", "b"], 16) == "22291f7aacfc9939"
+    assert fingerprint(WeightedSources((1.0, 3.0), (0, 1), (3, None), 4, seed=1), ["a", "b"], 16) == "22291f7aacfc9939"
 
 
 SOME_WEIGHTS = st.lists(st.sampled_from([0.0, 0.001, 0.1, 1.0, 3.0, 10.0]), min_size=1, max_size=6).filter(any)
@@ -62,7 +62,7 @@ SOME_WEIGHTS = st.lists(st.sampled_from([0.0, 0.001, 0.1, 1.0, 3.0, 10.0]), min_
 
 @given(SOME_WEIGHTS, st.integers(0, 2**32))
 def test_every_stretch_of_a_stream_has_each_source_by_its_weight(weights: list[float], seed: int) -> None:
-    order = Mixed(tuple(weights), tuple(range(len(weights))), (None,) * len(weights), 4, seed)
+    order = WeightedSources(tuple(weights), tuple(range(len(weights))), (None,) * len(weights), 4, seed)
     drawn = np.array([order.source(1, place) for place in range(64 * 50)])
     for source, weight in enumerate(weights):
         share = weight / sum(weights)
@@ -72,6 +72,6 @@ def test_every_stretch_of_a_stream_has_each_source_by_its_weight(weights: list[f
 
 
 def test_a_sources_samples_come_equally_often_whatever_its_shards_hold() -> None:
-    order = Mixed((1.0, 1.0), (0, 0, 1), (200, 20, 5), 4, seed=3).within(0)
+    order = WeightedSources((1.0, 1.0), (0, 0, 1), (200, 20, 5), 4, seed=3).within(0)
     drawn = Counter(next(order.segments(stream, epoch)).shard for stream in range(4) for epoch in range(1000))
     assert set(drawn) == {0, 1} and drawn[0] / 4000 == pytest.approx(0.5, abs=0.03)

@@ -6,7 +6,7 @@ from functools import cached_property, partial
 from itertools import count, islice
 from typing import Any, NamedTuple
 
-from clipscale.data.order import WINDOW, Epochs, Mixed, Order, Segment, fingerprint, permutation
+from clipscale.data.order import WINDOW, Epochs, Order, Segment, WeightedSources, fingerprint, permutation
 from clipscale.data.sample import RawSample
 from clipscale.data.shards import index
 from clipscale.data.shards.addresses import leaf_of
@@ -45,7 +45,7 @@ class OrderedShards:
     @cached_property
     def sources(self) -> list["OrderedShards"]:
         """The weighted sources, each with its share of the window; without weights, all shards are one source."""
-        if not isinstance(self.order, Mixed):
+        if not isinstance(self.order, WeightedSources):
             return [self]
         order = self.order
         total = sum(order.weights)
@@ -157,7 +157,7 @@ class ShardReader:
     def _items(self) -> Generator[tuple[Segment, RawSample], None, None]:
         skip = self.index
         order = self._shards.order
-        assert not isinstance(order, Mixed), "each source has a reader of its own"
+        assert not isinstance(order, WeightedSources), "each source has a reader of its own"
         for epoch in count(self.epoch):
             for segment in order.segments(self._stream, epoch, skip):
                 yield from self._read(epoch, segment)

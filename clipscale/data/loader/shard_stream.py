@@ -16,7 +16,7 @@ from clipscale.data.decode import IMAGE_TYPES, TrainTransform, image_bytes
 from clipscale.data.filters import Selection, name_of
 from clipscale.data.loader.host_batch import Arena
 from clipscale.data.loader.shard_reader import OrderedShards, Position, ShardReader
-from clipscale.data.order import AUGMENT, CAPTION, WEIGHT, BatchShare, CounterRNG, Mixed, Segment
+from clipscale.data.order import AUGMENT, CAPTION, WEIGHT, BatchShare, CounterRNG, Segment, WeightedSources
 from clipscale.data.sample import BrokenSampleError, RawSample, limits
 from clipscale.data.sentences import part_of
 from clipscale.data.shards.addresses import hash64
@@ -71,7 +71,7 @@ class ShardStream:
         self._counts = store.counts
         kinds = limits(IMAGE_TYPES, spec.selection.members())
         sources = spec.shards.sources
-        self._weighted = isinstance(spec.shards.order, Mixed)
+        self._weighted = isinstance(spec.shards.order, WeightedSources)
         start = spec.streams[stream]
         starts = [(start.epoch, start.samples)]
         if self._weighted:
@@ -97,7 +97,7 @@ class ShardStream:
         """
         spec = self._spec
         order = spec.shards.order
-        source = order.source(self._stream, self._used) if isinstance(order, Mixed) else 0
+        source = order.source(self._stream, self._used) if isinstance(order, WeightedSources) else 0
         while True:
             reader = self._readers[source]
             self._set_status(f", reading {reader.url}")

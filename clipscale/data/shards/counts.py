@@ -7,7 +7,7 @@ from typing import Any
 
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
-from clipscale.data.order import BatchShare, Epochs, Mixed, Order, Resampled, default_streams, streams_fit
+from clipscale.data.order import BatchShare, Epochs, Order, Resampled, WeightedSources, default_streams, streams_fit
 from clipscale.data.shards import index
 from clipscale.data.shards.addresses import is_local
 from clipscale.data.shards.reader import RULE
@@ -125,7 +125,7 @@ def build_order(
     for number, weight in enumerate(config.weights):
         if weight and number not in filled:
             raise UserError(f"data.train: {config.train[number]} has data.weights={weight:g} and holds no sample")
-    return Mixed(tuple(map(float, config.weights)), tuple(source_of), tuple(counts), streams, seed)
+    return WeightedSources(tuple(map(float, config.weights)), tuple(source_of), tuple(counts), streams, seed)
 
 
 def _streams(config: DataConfig, share: BatchShare, samples: int | None, earlier: int | None) -> int:
