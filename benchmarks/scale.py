@@ -133,7 +133,7 @@ def resumed(config: DataConfig, share: BatchShare, once: Any) -> OrderedShards:
     """What a rank that resumes does with its shards before it opens one. No server is asked whether they exist."""
     with patch("clipscale.data.shards.listing.look_up", return_value={}):
         shards = ordered_shards(config, share, 0, None, once)
-    at = {str(stream): [3, 100] for stream in range(shards.order.streams)}
+    at = {str(stream): [3, 100] for stream in range(shards.order.num_streams)}
     start_positions(shards, {"order": shards.fingerprint, "at": at}, share)
     return shards
 

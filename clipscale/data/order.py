@@ -73,12 +73,12 @@ class CounterRNG:
         return min(int(self.uniform() * n), n - 1)
 
 
-def stream_bounds(batch: int, streams: int) -> np.ndarray:
+def stream_bounds(batch: int, num_streams: int) -> np.ndarray:
     """(L+1,): stream l fills rows bounds[l]..bounds[l+1] of the global batch.
 
     Where P divides L, every L/P-th bound is a multiple of B/P, so each stream lies within one rank.
     """
-    return np.arange(streams + 1, dtype=np.int64) * batch // streams
+    return np.arange(num_streams + 1, dtype=np.int64) * batch // num_streams
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class BatchShare:
         """This rank's samples of a batch."""
         return self.batch // self.world
 
-    def streams(self, count: int) -> range:
+    def stream_ids(self, count: int) -> range:
         """The rank's shard streams, out of `count`. A stream that fills rows of two ranks belongs to both."""
         bounds = stream_bounds(self.batch, count)
         first = int(np.searchsorted(bounds, self.rank * self.samples, side="right")) - 1
@@ -113,15 +113,15 @@ def default_streams(batch: int, world: int, samples: int | None) -> int:
     The same for 1, 2, 4 and 8 ranks, so that their runs see the same batches. Always a multiple of
     `world`, so that no stream is read twice.
     """
-    streams = math.lcm(64, 8 * world)
-    while streams % (2 * world) == 0 and not streams_fit(streams, batch, samples):
-        streams //= 2
-    return streams if streams_fit(streams, batch, samples) else world
+    num_streams = math.lcm(64, 8 * world)
+    while num_streams % (2 * world) == 0 and not streams_fit(num_streams, batch, samples):
+        num_streams //= 2
+    return num_streams if streams_fit(num_streams, batch, samples) else world
 
 
-def streams_fit(streams: int, batch: int, samples: int | None) -> bool:
+def streams_fit(num_streams: int, batch: int, samples: int | None) -> bool:
     """Whether every stream fills a row of the batch and has, in an epoch, at least one sample."""
-    return streams <= batch and (samples is None or (batch // streams) * samples >= batch)
+    return num_streams <= batch and (samples is None or (batch // num_streams) * samples >= batch)
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Epochs:
 
     counts: tuple[int, ...]
     batch: int
-    streams: int
+    num_streams: int
     seed: int
 
     def segments(self, stream: int, epoch: int, skip: int = 0) -> Iterator[Segment]:
@@ -169,7 +169,7 @@ class Epochs:
     def _ends(self) -> list[int]:
         """(L+1,): each stream's first sample, and S."""
         total = sum(self.counts)
-        return [bound * total // self.batch for bound in stream_bounds(self.batch, self.streams).tolist()]
+        return [bound * total // self.batch for bound in stream_bounds(self.batch, self.num_streams).tolist()]
 
     def description(self) -> list[object]:
         """Everything that the order depends on, apart from the shards."""
@@ -189,7 +189,7 @@ class Resampled:
     shards: tuple[int, ...]
     """The shards to draw from, all equally likely. Each is read to its end, so every sample is equally likely."""
     counts: tuple[int | None, ...]
-    streams: int
+    num_streams: int
     seed: int
 
     def segments(self, stream: int, epoch: int, skip: int = 0) -> Iterator[Segment]:
@@ -211,7 +211,7 @@ class WeightedSources:
     source_of: tuple[int, ...]
     """Each shard's source."""
     counts: tuple[int | None, ...]
-    streams: int
+    num_streams: int
     seed: int
 
     def source(self, stream: int, number: int) -> int:
@@ -225,7 +225,7 @@ class WeightedSources:
 
     def within(self, source: int) -> Resampled:
         shards = (shard for shard, number in enumerate(self.source_of) if number == source and self.counts[shard] != 0)
-        return Resampled(tuple(shards), self.counts, self.streams, key(self.seed, source))
+        return Resampled(tuple(shards), self.counts, self.num_streams, key(self.seed, source))
 
     def description(self) -> list[object]:
         """As that of Epochs."""

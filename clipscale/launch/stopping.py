@@ -79,13 +79,13 @@ class Stop:
     def _vote(self) -> int:
         """The highest number of all ranks' signals at the last vote. Begins the next, which also sets when it ends."""
         now = time.monotonic()
-        fitting = max(1, math.ceil(VOTE_S * self._calls / max(now - self._voted, 1e-6)))
+        calls_per_vote = max(1, math.ceil(VOTE_S * self._calls / max(now - self._voted, 1e-6)))
         votes = self._votes.values() if self._votes else [0, -1]
         self._calls = -votes[1] if self._calls else 1
         self._left = self._calls
         self._voted = now
         # Of the calls, the fewest of any rank.
-        self._votes = self._world.all_reduce_max_async(self.number, -min(fitting, MOST_CALLS))
+        self._votes = self._world.all_reduce_max_async(self.number, -min(calls_per_vote, MOST_CALLS))
         return votes[0]
 
     def _record(self, number: int, _: object) -> None:

@@ -176,12 +176,12 @@ def tell_notices(run: Resolved, stream: TrainStream, world: World) -> None:
 def check_streams(run: Resolved, stream: TrainStream, world: World) -> None:
     """Raise UserError if ranks read different shards, or if the shard streams do not divide a stage's batch."""
     streams = merge_positions(world.all_gather_object(stream.position()))["streams"]
-    fitting = fitting_streams(run, streams)
-    if fitting < streams:
+    divisor = largest_divisor(run, streams)
+    if divisor < streams:
         batches = sorted({stage.config.batch for stage in run.stages})
         raise UserError(
             f"stages: batches of {batches} are not all multiples of the {streams} shard streams of the data; choose "
-            f"others, or set data.shard_streams={fitting}"
+            f"others, or set data.shard_streams={divisor}"
         )
 
 
@@ -222,7 +222,7 @@ def restore_random(run: Resolved, world: World) -> None:
         RandomState(state["cpu"], state["cuda"] if world.device.type == "cuda" else None).restore()
 
 
-def fitting_streams(run: Resolved, streams: int) -> int:
+def largest_divisor(run: Resolved, streams: int) -> int:
     """The largest divisor of `streams` that divides the batches of all stages; `streams` if all batches are equal."""
     batches = {stage.config.batch for stage in run.stages}
     return math.gcd(streams, *batches) if len(batches) > 1 else streams
@@ -235,7 +235,7 @@ def data_stream(run: Resolved, side: int, tokenizer: Tokenizer, world: World) ->
     world.all_gather_object(None)  # no rank allocates before all have read the free memory
     position = run.saved.position if run.saved else None
     share = BatchShare(config.batch, world.rank, world.size)
-    shards = ordered_shards(config.data, share, config.seed, position, world.on_main, partial(fitting_streams, run))
+    shards = ordered_shards(config.data, share, config.seed, position, world.on_main, partial(largest_divisor, run))
     return open_stream(
         config.data,
         share,

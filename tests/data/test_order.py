@@ -29,7 +29,7 @@ def epoch_orders(draw: st.DrawFn) -> Epochs:
 @given(epoch_orders(), st.integers(0, 5))
 def test_an_epoch_holds_every_place_of_every_shard_once(order: Epochs, epoch: int) -> None:
     places = Counter()
-    for stream in range(order.streams):
+    for stream in range(order.num_streams):
         for segment in order.segments(stream, epoch):
             assert segment.stop is not None and segment.stop <= order.counts[segment.shard]
             places.update((segment.shard, i) for i in range(segment.start, segment.stop))
@@ -41,7 +41,7 @@ def test_skipping_goes_on_where_reading_stopped(order: Epochs, epoch: int, data:
     def places(stream: int, skip: int) -> list[tuple[int, int]]:
         return [(s.shard, i) for s in order.segments(stream, epoch, skip) for i in range(s.start, s.stop or 0)]
 
-    stream = data.draw(st.integers(0, order.streams - 1))
+    stream = data.draw(st.integers(0, order.num_streams - 1))
     whole = places(stream, 0)
     skip = data.draw(st.integers(0, len(whole)))
     assert places(stream, skip) == whole[skip:]

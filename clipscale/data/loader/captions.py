@@ -97,8 +97,8 @@ def chunk_spans(widths: np.ndarray, budget: int, most: int) -> list[tuple[int, i
     """Chunks of captions of falling width: at most `budget` tokens and `most` captions each, at least one caption."""
     spans, start = [], 0
     while start < len(widths):
-        fitting = max(1, min(budget // int(widths[start]), most))
-        stop = start + captions_of_chunk(widths[start : start + fitting].astype(np.int64), CHUNK_COST * budget)
+        max_captions = max(1, min(budget // int(widths[start]), most))
+        stop = start + captions_of_chunk(widths[start : start + max_captions].astype(np.int64), CHUNK_COST * budget)
         spans.append((start, stop))
         start = stop
     return spans

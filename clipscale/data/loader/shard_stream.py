@@ -44,7 +44,7 @@ class WorkerSpec:
     tokenizer: Any  # captions -> tokens
     pad: int  # the padding token
     selection: Selection
-    streams: dict[int, Position]  # the worker's shard streams, and each one's start
+    start_of: dict[int, Position]  # the worker's shard streams, and each one's start
     share: BatchShare
     piece: int  # samples that the worker delivers at once
 
@@ -55,8 +55,8 @@ class WorkerSpec:
 
     def rows(self) -> list[np.ndarray]:
         """The rows of the local batch that each stream fills; those outside of it are another rank's."""
-        count = self.shards.order.streams
-        return [np.array(self.share.rows(stream, count)) for stream in self.streams]
+        count = self.shards.order.num_streams
+        return [np.array(self.share.rows(stream, count)) for stream in self.start_of]
 
 
 class ShardStream:
@@ -72,7 +72,7 @@ class ShardStream:
         kinds = limits(IMAGE_TYPES, spec.selection.members())
         sources = spec.shards.sources
         self._weighted = isinstance(spec.shards.order, WeightedSources)
-        start = spec.streams[stream]
+        start = spec.start_of[stream]
         starts = [(start.epoch, start.samples)]
         if self._weighted:
             starts = list(start.sources) or [(0, 0)] * len(sources)
@@ -191,7 +191,7 @@ class BatchFiller:
         self._arena = arena
         self._tick = tick
         store = Store(self.counts, tick, spec.config.timeout_s)
-        self.streams = {stream: ShardStream(spec, stream, store, set_status) for stream in spec.streams}
+        self.streams = {stream: ShardStream(spec, stream, store, set_status) for stream in spec.start_of}
 
     def fill(self, step: int) -> Iterator[Report]:
         """Fill this worker's rows of a batch. Yields a report after every piece, and one with the positions.

@@ -143,7 +143,7 @@ class TrainStream:
             raise self.failure
         return {
             "order": self._shards.fingerprint,
-            "streams": self._shards.order.streams,
+            "streams": self._shards.order.num_streams,
             "at": {str(stream): at[stream].record() for stream in sorted(at)},
         }
 
@@ -209,17 +209,17 @@ def ordered_shards(
     seed: int,
     position: Record | None = None,
     on_main: OnMain = in_process,
-    fitting: Callable[[int], int] = lambda streams: streams,
+    largest_divisor: Callable[[int], int] = lambda num_streams: num_streams,
 ) -> OrderedShards:
     """The training data, listed, counted and ordered; with as many shard streams as `position` has, if they fit.
 
-    `on_main` counts every shard's samples on one rank. `fitting`: from a number of shard streams to the most of them
-    that divide the batches of all the run's stages. Raises UserError.
+    `on_main` counts every shard's samples on one rank. `largest_divisor(n)`: of n shard streams, the most that divide
+    the batches of all the run's stages. Raises UserError.
     """
     urls, source_of = list_shards(config, on_main)
     order = build_order(config, urls, source_of, share, seed, position["streams"] if position else None, on_main)
-    if config.shard_streams is None and (streams := fitting(order.streams)) < order.streams:
-        order = build_order(config, urls, source_of, share, seed, streams, on_main)
+    if config.shard_streams is None and (num_streams := largest_divisor(order.num_streams)) < order.num_streams:
+        order = build_order(config, urls, source_of, share, seed, num_streams, on_main)
     subset = subset_of(config)
     listed = (subset.table.share, (subset.table.digest(),)) if subset else ()
     return OrderedShards(tuple(urls), order, max(config.shuffle, 1), *listed)
@@ -260,7 +260,7 @@ def open_stream(
             tokenizer=tokenizer,
             pad=int(empty[0, -1]),
             selection=chosen,
-            streams=dict(
+            start_of=dict(
                 islice(start.items(), number, None, count)
             ),  # so that all workers fill the batch from its first rows on
             share=share,
@@ -274,7 +274,7 @@ def open_stream(
 
 def start_positions(shards: OrderedShards, position: Record | None, share: BatchShare) -> dict[int, Position]:
     """The position at which each of this rank's shard streams starts."""
-    streams = share.streams(shards.order.streams)
+    stream_ids = share.stream_ids(shards.order.num_streams)
     if position is None or position["order"] != shards.fingerprint:
         if position:
             log.warning(
@@ -282,19 +282,19 @@ def start_positions(shards: OrderedShards, position: Record | None, share: Batch
                 "data.only_keys or data.sample_weights differ from the checkpoint's: this data is read from its first "
                 "sample on"
             )
-        return {stream: Position(0, 0) for stream in streams}
+        return {stream: Position(0, 0) for stream in stream_ids}
     starts = {}
-    for stream in streams:
+    for stream in stream_ids:
         epoch, samples, *sources = position["at"][str(stream)]
         starts[stream] = Position(epoch, samples, sources)
     return starts
 
 
-def worker_count(config: DataConfig, streams: int) -> int:
-    """Worker processes of a rank with `streams` shard streams; 0: the training process does their work."""
+def worker_count(config: DataConfig, num_streams: int) -> int:
+    """Worker processes of a rank with `num_streams` shard streams; 0: the training process does their work."""
     if config.workers is not None:
-        return min(config.workers, streams)
-    return min(max(1, cores_of_rank() - 1), streams)  # one core is left to the training process
+        return min(config.workers, num_streams)
+    return min(max(1, cores_of_rank() - 1), num_streams)  # one core is left to the training process
 
 
 def layout_of(config: DataConfig, samples: int, side: int, context_length: int, workers: int) -> Layout:

@@ -86,10 +86,10 @@ def build_order(
     source_of: Sequence[int] | None,
     share: BatchShare,
     seed: int,
-    streams: int | None = None,
+    num_streams: int | None = None,
     on_main: OnMain = in_process,
 ) -> Order:
-    """The order of all samples. `streams`: the checkpoint's number of shard streams, used if it fits.
+    """The order of all samples. `num_streams`: the checkpoint's number of shard streams, used if it fits.
 
     Exact epochs if every shard's samples are known. Otherwise shards are drawn with replacement, or mixed by
     `data.weights`; `source_of` is each shard's source. `on_main` counts the samples. Raises UserError.
@@ -107,7 +107,7 @@ def build_order(
         what = f"the {len(urls)} shards hold no sample{listed}; {RULE}"
         raise UserError(f"data.train={config.train}: {what}; `clipscale data check` shows what they hold")
     if epochs and not unknown:
-        return Epochs(tuple(known), share.batch, _streams(config, share, sum(known), streams), seed)
+        return Epochs(tuple(known), share.batch, _streams(config, share, sum(known), num_streams), seed)
     if epochs:
         listed = f" {subset.setting.removeprefix('data.')}" if subset else ""
         what = (
@@ -116,24 +116,26 @@ def build_order(
         if config.order == "epochs":
             raise UserError(f"data.order=epochs: {what}, or take data.order=resampled")
         log.warning(f"{what}; shards are drawn with replacement (data.order=resampled)")
-    streams = _streams(config, share, None, streams)
+    num_streams = _streams(config, share, None, num_streams)
     if source_of is None:
         usable = [shard for shard, count in enumerate(counts) if count != 0]
-        return Resampled(tuple(usable), tuple(counts), streams, seed)
+        return Resampled(tuple(usable), tuple(counts), num_streams, seed)
     assert config.weights is not None and config.train is not None
     filled = {source for source, count in zip(source_of, counts) if count != 0}
     for number, weight in enumerate(config.weights):
         if weight and number not in filled:
             raise UserError(f"data.train: {config.train[number]} has data.weights={weight:g} and holds no sample")
-    return WeightedSources(tuple(map(float, config.weights)), tuple(source_of), tuple(counts), streams, seed)
+    return WeightedSources(tuple(map(float, config.weights)), tuple(source_of), tuple(counts), num_streams, seed)
 
 
 def _streams(config: DataConfig, share: BatchShare, samples: int | None, earlier: int | None) -> int:
     """The number of shard streams: the checkpoint's (`earlier`) if it fits, else the setting, else the default."""
     if earlier is not None and streams_fit(earlier, share.batch, samples):
         return earlier
-    streams = config.shard_streams or default_streams(share.batch, share.world, samples)
-    if not streams_fit(streams, share.batch, samples):
-        size = f"the batch of {share.batch}" if streams > share.batch else f"the {samples} samples in data.train"
-        raise UserError(f"data.shard_streams={streams}: too many for {size}; take fewer, fewer processes or more data")
-    return streams
+    num_streams = config.shard_streams or default_streams(share.batch, share.world, samples)
+    if not streams_fit(num_streams, share.batch, samples):
+        size = f"the batch of {share.batch}" if num_streams > share.batch else f"the {samples} samples in data.train"
+        raise UserError(
+            f"data.shard_streams={num_streams}: too many for {size}; take fewer, fewer processes or more data"
+        )
+    return num_streams

@@ -105,8 +105,8 @@ def host_memory(config: PlanConfig, run: DryRun, batch: int, step: float = 0) ->
     data = config.data
     ranks = config.gpus * config.nodes
     cpu = config.hardware == "cpu"
-    streams = data.shard_streams or default_streams(config.batch, ranks, None)
-    streams_of_rank = len(BatchShare(batch * ranks, 0, ranks).streams(streams))
+    num_streams = data.shard_streams or default_streams(config.batch, ranks, None)
+    streams_of_rank = len(BatchShare(batch * ranks, 0, ranks).stream_ids(num_streams))
     workers = worker_count(data, streams_of_rank)
     layout = layout_of(data, batch, run.model.image_size, run.model.context_length, workers)
     pictures = 3 * config.eval.batch if config.eval.has_sets else 0  # being decoded, waiting, and in a batch
