@@ -30,7 +30,7 @@ def main(name: str, line: Namespace) -> int:
     """
     if name != "train":
         raise UserError(f"{name} takes no -m; give one value for each setting")
-    if ranks.several():
+    if ranks.under_launcher():
         raise UserError("-m under torchrun would start the whole sweep in every rank; leave torchrun out")
     runs = {to_yaml(config): (words, config) for words, config in compose.combinations(line.words, line.config_dir)}
     combinations = [*runs.values()]  # those with equal settings once

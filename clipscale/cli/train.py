@@ -26,7 +26,7 @@ def check(config: TrainConfig) -> None:
     local.check_train(config)
     if config.run:
         check_own(run_folder(config.run))
-    if ranks.several():  # there all ranks find missing shards together
+    if ranks.under_launcher():  # there all ranks find missing shards together
         return
     from clipscale.config.conditions import source_names
     from clipscale.data.shards.counts import counted_at_once
@@ -56,7 +56,7 @@ def check_weights(config: TrainConfig | AnyModel) -> None:
     """Raise UserError for weights that cannot be fetched, of a command that would."""
     from clipscale.models.hub import check_connection
 
-    if not (ranks.several() or (isinstance(config, TrainConfig) and begun(config))):
+    if not (ranks.under_launcher() or (isinstance(config, TrainConfig) and begun(config))):
         check_connection(config.model)
 
 
@@ -88,7 +88,7 @@ def main(config: TrainConfig, *, isolated: bool = False) -> Record:
 
     repeatable = bool(config.run) and config.resume == "auto"
     config = settled(config)
-    alone = not ranks.several()
+    alone = not ranks.under_launcher()
     if alone:
         if MOST in os.environ:
             tell(f"{MOST}={os.environ[MOST]} is set: this run has {config.samples} samples")

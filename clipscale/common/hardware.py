@@ -34,7 +34,7 @@ def cores() -> int:
 
 def cores_of_rank() -> int:
     """Cores that one rank may use. Slurm gives each task its own; otherwise the ranks of a machine share them."""
-    local_ranks = ranks.of_machine()
+    local_ranks = ranks.local_world_size()
     bound = "SLURM_PROCID" in os.environ and cores() * local_ranks <= (os.cpu_count() or 1)
     return cores() if bound else max(1, cores() // local_ranks)
 

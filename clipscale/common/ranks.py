@@ -18,7 +18,7 @@ def check() -> None:
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
         number(name, 0)
     problem = ""
-    if not several():
+    if not under_launcher():
         problem = "comes without WORLD_SIZE" if "RANK" in os.environ else ""
     elif rank() >= size():
         problem = f"is no rank of WORLD_SIZE={size()}"
@@ -28,7 +28,7 @@ def check() -> None:
         raise UserError(f"RANK={os.environ['RANK']} of the environment {problem}; start with torchrun, or unset RANK")
 
 
-def several() -> bool:
+def under_launcher() -> bool:
     """Whether this process was started as one of several."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
@@ -39,7 +39,7 @@ def rank() -> int:
 
 def size() -> int:
     """The number of ranks on all machines."""
-    return number("WORLD_SIZE", 1) if several() else 1
+    return number("WORLD_SIZE", 1) if under_launcher() else 1
 
 
 def local_rank() -> int:
@@ -47,6 +47,6 @@ def local_rank() -> int:
     return number("LOCAL_RANK", 0)
 
 
-def of_machine(unknown: int = 1) -> int:
+def local_world_size(unknown: int = 1) -> int:
     """The number of ranks on this machine, which share its cores and memory; `unknown` if no variable says it."""
     return number("LOCAL_WORLD_SIZE", unknown)

@@ -14,7 +14,7 @@ from clipscale.config.data import DataConfig
 from clipscale.data.decode import Picture, captions_of, first_caption, image_bytes, json_fields
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError, RawSample
-from clipscale.data.shards.addresses import hash64, leaf_of, utf8
+from clipscale.data.shards.addresses import basename, hash64, utf8
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _require(condition: Condition, value: Any) -> None:
 
 def name_of(sample: RawSample) -> str:
     """`SHARD/KEY`; messages and conditions name samples by its `utf8`."""
-    return f"{leaf_of(sample.url)}/{sample.key}"
+    return f"{basename(sample.url)}/{sample.key}"
 
 
 def selection(config: DataConfig) -> Selection:

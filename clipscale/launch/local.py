@@ -70,7 +70,7 @@ class WorkerError(Exception):
 def check_train(config: TrainConfig) -> None:
     """The checks of a run that need neither torch nor data. Raises UserError, prints warnings."""
     ranks.check()
-    if ranks.several() and not config.run:
+    if ranks.under_launcher() and not config.run:
         raise UserError("run is not set; under torchrun all ranks need the same name, run=NAME")
     check(config)
     if config.device == "cuda" and not any(map(os.path.exists, GPU_DRIVERS)):
@@ -90,7 +90,7 @@ def run(config: Launched, main: str = TRAIN, *, isolated: bool = False) -> Recor
     signal. No worker outlives this call.
     """
     ranks.check()
-    if ranks.several():
+    if ranks.under_launcher():
         return run_under_torchrun(config, main)
     terminal.doing("loading torch")
     count = workers(config)

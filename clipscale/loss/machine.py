@@ -31,8 +31,8 @@ class Machine:
     def nodes(self, ranks: int) -> int:
         """The number of nodes that a group of `ranks` ranks spans; 1 if unknown, as for a subgroup."""
         node_size = self.ranks_of_node
-        if node_size is None and launched.several() and launched.size() == ranks:
-            node_size = launched.of_machine(unknown=ranks)
+        if node_size is None and launched.under_launcher() and launched.size() == ranks:
+            node_size = launched.local_world_size(unknown=ranks)
         return ranks // node_size if node_size and ranks % node_size == 0 else 1
 
     def communicator(self, group: dist.ProcessGroup | DeviceMesh | None) -> Communicator | None:

@@ -39,7 +39,7 @@ def usable_bytes(device: torch.device) -> int:
     """Free memory that a step may use: of the GPU, or this process's share of the host's."""
     if device.type == "cpu":
         free = free_memory()
-        return min(int(MARGIN["cpu"] * free), free - HOST_LEFT) // ranks.of_machine()
+        return min(int(MARGIN["cpu"] * free), free - HOST_LEFT) // ranks.local_world_size()
     free, _ = torch.cuda.mem_get_info(device)
     reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(MARGIN["cuda"] * (free + reserve))

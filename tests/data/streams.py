@@ -23,14 +23,14 @@ from clipscale.data.loader.stream import TrainStream, merge_positions
 from clipscale.data.loader.workers import Workers
 from clipscale.data.order import BatchShare, Segment
 from clipscale.data.sample import RawSample
-from clipscale.data.shards.addresses import hash64, leaf_of
+from clipscale.data.shards.addresses import basename, hash64
 from clipscale.data.shards.store import Store
 from tests.data.files import SIDE, Letters
 
 
 def sample_id(url: str, key: str) -> int:
     """A number for a sample, whatever its shard's folder."""
-    return hash64(f"{leaf_of(url)}/{key}") >> 1
+    return hash64(f"{basename(url)}/{key}") >> 1
 
 
 class Known(Selection):

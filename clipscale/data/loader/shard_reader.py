@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from clipscale.data.order import WINDOW, Epochs, Order, Segment, WeightedSources, fingerprint, permutation
 from clipscale.data.sample import RawSample
 from clipscale.data.shards import index
-from clipscale.data.shards.addresses import leaf_of
+from clipscale.data.shards.addresses import basename
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from clipscale.data.shards.subset import Subset
@@ -40,7 +40,7 @@ class OrderedShards:
     @cached_property
     def fingerprint(self) -> str:
         """A digest of what a position refers to. The shards' folder is not part of it, so that they may move."""
-        return fingerprint(self.order, [*map(leaf_of, self.urls), *self.listed], self.window)
+        return fingerprint(self.order, [*map(basename, self.urls), *self.listed], self.window)
 
     @cached_property
     def sources(self) -> list["OrderedShards"]:

@@ -36,12 +36,12 @@ def unsigned(url: str) -> str:
     return url if is_local(url) else url.split("?", 1)[0]
 
 
-def leaf_of(url: str) -> str:
+def basename(url: str) -> str:
     """The last part of a path or address."""
     return (unsigned(url) if "?" in url else url).rpartition("/")[2]
 
 
-def head_of(url: str) -> str:
+def dirname(url: str) -> str:
     """The folder of a path or address: all before its last part."""
     return url[: url.rfind("/") + 1]
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from clipscale.common.errors import UserError
 from clipscale.common.files import user_cache
-from clipscale.data.shards.addresses import CHANGED, SourceError, digest, head_of, is_local, leaf_of, utf8
+from clipscale.data.shards.addresses import CHANGED, SourceError, basename, digest, dirname, is_local, utf8
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import State, Store, local_state
 from clipscale.data.shards.subset import Subset
@@ -61,7 +61,7 @@ class Entry(NamedTuple):
 
 
 def name_in_index(url: str) -> str:
-    return utf8(leaf_of(url))
+    return utf8(basename(url))
 
 
 def folder_of(url: str) -> str:
@@ -114,7 +114,7 @@ def current(urls: Sequence[str], subset: Subset | None = None) -> Known:
     changed: dict[str, None] = {}
     folders: dict[str, dict[str, str]] = defaultdict(dict)
     for url in urls:
-        folders[head_of(url)][name_in_index(url)] = url
+        folders[dirname(url)][name_in_index(url)] = url
     for shards in folders.values():
         first = next(iter(shards.values()))
         for path in index_paths(folder_of(first), subset):

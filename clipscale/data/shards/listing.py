@@ -16,7 +16,7 @@ from braceexpand import braceexpand
 
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
-from clipscale.data.shards.addresses import head_of, is_local, leaf_of, scheme_of
+from clipscale.data.shards.addresses import basename, dirname, is_local, scheme_of
 from clipscale.data.shards.counts import OnMain, in_process
 from clipscale.data.shards.store import UNKNOWN_HOST, look_up
 
@@ -115,7 +115,7 @@ def _shards(names: Iterable[str], folder: str, note: Note) -> list[str]:
     shards = {
         name
         for name in like
-        if name.lower().endswith(SHARDS) and name + DOWNLOADING not in like and not leaf_of(name).startswith(".")
+        if name.lower().endswith(SHARDS) and name + DOWNLOADING not in like and not basename(name).startswith(".")
     }
     if like > shards:
         kinds = Counter(PurePath(name).suffix for name in like - shards)
@@ -134,9 +134,9 @@ def _local(source: str, setting: str, note: Note) -> list[str]:
         return _shards([prefix + leaf for leaf in _leaves(source)], source, note)
     if os.path.exists(source):  # noqa: PTH110
         return [source]
-    folder = head_of(source)
+    folder = dirname(source)
     while folder and not os.path.isdir(folder):  # noqa: PTH112
-        folder = head_of(folder.rstrip("/"))
+        folder = dirname(folder.rstrip("/"))
     names = []
     for name in _braces(source[len(folder) :], f"{setting}={source!r}"):
         names += sorted(glob.glob(name, root_dir=folder or None)) if glob.has_magic(name) else [name]  # noqa: PTH207
@@ -145,9 +145,9 @@ def _local(source: str, setting: str, note: Note) -> list[str]:
 
 def _existing(names: Sequence[str]) -> list[str]:
     """The addresses, and the paths that exist. Lists folders: asking for each file is slow on network file systems."""
-    heads = {head_of(name) for name in names if is_local(name)}
+    heads = {dirname(name) for name in names if is_local(name)}
     leaves = {head: _leaves(head if head.endswith("/") else ".") for head in heads}
-    return [name for name in names if not is_local(name) or name.rpartition("/")[2] in leaves[head_of(name)]]
+    return [name for name in names if not is_local(name) or name.rpartition("/")[2] in leaves[dirname(name)]]
 
 
 def _leaves(folder: str) -> set[str]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from clipscale.data.decode import IMAGE_TYPES
 from clipscale.data.sample import MAX_TEXT_BYTES, RawSample, key_and_extension
-from clipscale.data.shards.addresses import SourceError, leaf_of
+from clipscale.data.shards.addresses import SourceError, basename
 from clipscale.data.shards.store import State, Store
 from clipscale.data.shards.subset import Subset
 from clipscale.data.shards.tar import DAMAGE, FARTHEST, check_end, next_member, padded, read_exactly, skip, unpacked
@@ -206,4 +206,4 @@ def unusable(url: str, captions: Sequence[str], store: Store | None = None) -> s
                 return ""
             kinds[" and ".join(f".{name}" for name in sorted(names)[:KINDS])] += 1
     held = ", or ".join(kind for kind, _ in kinds.most_common(KINDS))
-    return held and f"samples of {leaf_of(url)} hold {held}, and data.captions is [{','.join(captions)}]; {RULE}"
+    return held and f"samples of {basename(url)} hold {held}, and data.captions is [{','.join(captions)}]; {RULE}"

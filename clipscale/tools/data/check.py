@@ -16,7 +16,7 @@ from clipscale.data.filters import selection
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError, limits
 from clipscale.data.shards import index
-from clipscale.data.shards.addresses import leaf_of
+from clipscale.data.shards.addresses import basename
 from clipscale.data.shards.reader import RULE, ReadProblem, read_shard, unusable
 from clipscale.data.shards.subset import subset_of
 from clipscale.log.table import TextTable, show
@@ -81,7 +81,7 @@ def check_shard(url: str, config: DataConfig, most: int | None = None) -> Findin
             Picture(image_bytes(sample.members)).decode()
         except BrokenSampleError as error:
             findings.broken[error.reason] += 1
-            findings.examples.setdefault(error.reason, f"{leaf_of(url)}/{sample.key}: {error}"[:200])
+            findings.examples.setdefault(error.reason, f"{basename(url)}/{sample.key}: {error}"[:200])
     if findings.broken.keys() & {"no_image", "no_caption"}:
         holds = unusable(url, source_names(config.captions))
         findings.examples |= {reason: holds for reason in ("no_image", "no_caption") if holds}

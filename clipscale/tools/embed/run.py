@@ -23,7 +23,7 @@ from clipscale.config.sections import ModelConfig
 from clipscale.config.setting import differing
 from clipscale.data.decode import IMAGE_TYPES
 from clipscale.data.sample import limits
-from clipscale.data.shards.addresses import SourceError, is_local, leaf_of, unsigned
+from clipscale.data.shards.addresses import SourceError, basename, is_local, unsigned
 from clipscale.data.shards.listing import list_shards
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.distributed.world import init_world, leave
@@ -97,7 +97,7 @@ def prepared(config: EmbedConfig, out: Path, note: Record) -> dict[str, str]:
     shards = {}
     sources = {name: entry["source"] for name, entry in read(out / SHARDS).items()}
     for url in list_shards(config.data)[0]:
-        name = leaf_of(url).partition(".tar")[0] + ".jsonl"
+        name = basename(url).partition(".tar")[0] + ".jsonl"
         other = sources.setdefault(name, address(url))
         if other != address(url):
             raise UserError(f"out={out}: {name} is of {other} and of {address(url)}; choose an out=DIR for each source")
