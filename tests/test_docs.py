@@ -28,7 +28,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.parse import MEANT
 from clipscale.config.presets import PACKAGE, group_options
 from clipscale.config.setting import setting, settings_of
-from clipscale.config.train import MOST, TrainConfig, check
+from clipscale.config.train import MAX_SAMPLES, TrainConfig, check
 from clipscale.tools.data.demo import user_folder
 from tests.conftest import shared
 from tests.support.laid import SHELLS, lay, programs, within
@@ -255,7 +255,7 @@ def test_every_command_runs_as_it_stands(
     for block in (block for block in RUN if block.page == page):
         script += block.code if block.language == "sh" else f"{sys.executable} - <<'END'\n{block.code}END\n"
     path = programs(tmp_path / "bin", "clipscale", f'exec {sys.executable} -m clipscale "$@"')
-    few = {MOST: "512", "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "2", "PATH": path}
+    few = {MAX_SAMPLES: "512", "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "2", "PATH": path}
     done = within(laid, SHELLS["bash"], cwd=tmp_path, input=script, env=environment | few)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 

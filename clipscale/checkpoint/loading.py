@@ -27,7 +27,7 @@ from clipscale.common.record import Record
 
 FORMAT = 1
 SEPARATOR = "/"
-BLOCK = 2**24
+READ_BYTES = 2**24
 """Bytes that are read at a time for a checksum."""
 
 
@@ -119,7 +119,7 @@ def sum_of(file: Path) -> tuple[int, int]:
 def sum_of_stream(stream: RawIOBase) -> tuple[int, int]:
     size = 0
     checksum = 0
-    while block := stream.read(BLOCK):
+    while block := stream.read(READ_BYTES):
         size += len(block)
         checksum = zlib.crc32(block, checksum)
     return size, checksum

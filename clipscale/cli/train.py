@@ -13,7 +13,7 @@ from clipscale.common.terminal import doing, tell
 from clipscale.common.units import run_folder
 from clipscale.config.eval import AnyModel, check_places
 from clipscale.config.stages import stages_of
-from clipscale.config.train import MOST, RESULT, TrainConfig, changes_since, samples_of, settled
+from clipscale.config.train import MAX_SAMPLES, RESULT, TrainConfig, changes_since, samples_of, settled
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.launch import local
 
@@ -90,8 +90,8 @@ def main(config: TrainConfig, *, isolated: bool = False) -> Record:
     config = settled(config)
     alone = not ranks.under_launcher()
     if alone:
-        if MOST in os.environ:
-            tell(f"{MOST}={os.environ[MOST]} is set: this run has {config.samples} samples")
+        if MAX_SAMPLES in os.environ:
+            tell(f"{MAX_SAMPLES}={os.environ[MAX_SAMPLES]} is set: this run has {config.samples} samples")
         if demo.is_missing(config.data.train or ()):
             demo.main()
         result = finished(config)

@@ -159,21 +159,21 @@ def check_pairs(config: TrainConfig) -> None:
         raise UserError(f"loss.backend=triton: its kernels do not take data.same={data.same}; take loss.backend=auto")
 
 
-MOST = "CLIPSCALE_MAX_SAMPLES"
+MAX_SAMPLES = "CLIPSCALE_MAX_SAMPLES"
 """The variable of the environment that says after how many samples a run ends at the latest."""
 
 
 def at_most(config: TrainConfig) -> TrainConfig:
-    """The configuration with the samples that MOST allows, at least a batch; one with stages as it is.
+    """The configuration with the samples that MAX_SAMPLES allows, at least a batch; one with stages as it is.
 
     A length in epochs becomes so many samples: how many an epoch has is not known here. Raises UserError.
     """
-    if MOST not in os.environ or config.stages:
+    if MAX_SAMPLES not in os.environ or config.stages:
         return config
     try:
-        most = parse_count(os.environ[MOST])
+        most = parse_count(os.environ[MAX_SAMPLES])
     except ValueError as error:
-        raise UserError(f"{MOST}: {error}") from error
+        raise UserError(f"{MAX_SAMPLES}: {error}") from error
     return replace(config, samples=max(config.batch, min(config.samples or most, most)), epochs=None)
 
 

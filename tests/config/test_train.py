@@ -16,7 +16,7 @@ from clipscale.config.sections import (
     OptimConfig,
     TowerConfig,
 )
-from clipscale.config.train import MOST, TrainConfig, changes_since, settled, to_yaml, warnings
+from clipscale.config.train import MAX_SAMPLES, TrainConfig, changes_since, settled, to_yaml, warnings
 
 
 def config(**changes: Any) -> TrainConfig:
@@ -63,13 +63,13 @@ def test_a_run_is_named_after_the_time_the_model_and_the_batch() -> None:
 
 
 def test_the_environment_shortens_runs_and_lengthens_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(MOST, "1k")
+    monkeypatch.setenv(MAX_SAMPLES, "1k")
     assert settled(config(samples=4096)).samples == 1024
     assert settled(config(samples=512)).samples == 512
     assert settled(config(samples=None, epochs=3.0)).samples == 1024
     assert settled(config(samples=9999, batch=2048)).samples == 2048, "at least a batch"
-    monkeypatch.setenv(MOST, "some")
-    with pytest.raises(UserError, match=f"{MOST}: 'some' is not a count"):
+    monkeypatch.setenv(MAX_SAMPLES, "some")
+    with pytest.raises(UserError, match=f"{MAX_SAMPLES}: 'some' is not a count"):
         settled(config())
 
 

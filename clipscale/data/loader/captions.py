@@ -14,7 +14,7 @@ from clipscale.data.loader.to_device import ChunkLoader
 
 GRAIN = 8
 """Chunks are a multiple of this wide: fast on tensor cores, and few shapes."""
-MOST = 2**15
+MAX_CAPTIONS = 2**15
 """Most captions in a chunk: with more, attention kernels exceed the largest grid."""
 CHUNK_COST = 1 / 16
 """Assumed cost of one more chunk, as a share of a full one. A chunk ends early where that saves more padding."""
@@ -63,7 +63,7 @@ class SortedCaptions(ChunkLoader):
             self._widths = widths[order.numpy()]
             self._order = order.pin_memory() if self.copies else order
             self._rows = self._order.to(self.device, non_blocking=True)
-            self._spans = chunk_spans(self._widths, size * context, max(size, MOST))
+            self._spans = chunk_spans(self._widths, size * context, max(size, MAX_CAPTIONS))
         return len(self._spans)
 
     def split(self, count: int) -> None:

@@ -26,7 +26,7 @@ from clipscale.data.shards.addresses import CHANGED, SourceError, basename, dige
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import State, Store, local_state
 from clipscale.data.shards.subset import Subset
-from clipscale.data.shards.tar import BLOCK
+from clipscale.data.shards.tar import BLOCK_BYTES
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -164,12 +164,12 @@ def sample_offsets(url: str, state: State, count: Callable[[str], None] = lambda
 
 
 def pack(offsets: Sequence[int]) -> bytes:
-    blocks = np.array(offsets, dtype=np.int64) // BLOCK
+    blocks = np.array(offsets, dtype=np.int64) // BLOCK_BYTES
     return zlib.compress(np.diff(blocks, prepend=0).astype("<u4").tobytes(), 6)
 
 
 def unpack(packed: bytes) -> np.ndarray:
-    return np.cumsum(np.frombuffer(zlib.decompress(packed), dtype="<u4").astype(np.int64)) * BLOCK
+    return np.cumsum(np.frombuffer(zlib.decompress(packed), dtype="<u4").astype(np.int64)) * BLOCK_BYTES
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from clipscale.data.shards.store import State, Store
 from clipscale.data.shards.subset import Subset
 from clipscale.data.shards.tar import DAMAGE, FARTHEST, check_end, next_member, padded, read_exactly, skip, unpacked
 
-MOST = 1000
+MAX_LOOKED_AT = 1000
 """`unusable` looks at this many samples, and at this many members of each."""
 LONGEST_DETAIL = 400
 """Characters of an error's text: it may hold a member's name or a server's answer."""
@@ -200,8 +200,8 @@ def unusable(url: str, captions: Sequence[str], store: Store | None = None) -> s
     sources = {source.partition(":")[0] for source in captions}
     kinds = Counter[str]()
     with suppress(SourceError, *DAMAGE), closing((store or Store()).open(url)[0]) as source:
-        for _, members in islice(Archive(*unpacked(source)).samples(), MOST):
-            names = {member.extension for member in islice(members, MOST)}
+        for _, members in islice(Archive(*unpacked(source)).samples(), MAX_LOOKED_AT):
+            names = {member.extension for member in islice(members, MAX_LOOKED_AT)}
             if names & sources and names.intersection(IMAGE_TYPES):
                 return ""
             kinds[" and ".join(f".{name}" for name in sorted(names)[:KINDS])] += 1

@@ -28,7 +28,7 @@ RETRIES = 8
 """A shard is given up after this many failed retries in a row: about a minute."""
 WAIT_S = 30.0
 """Seconds of a server's silence after which a request is repeated."""
-BLOCK = 4 << 20
+REQUEST_BYTES = 4 << 20
 """Bytes of a request."""
 LEAST = 1 << 14
 """Bytes of a cut-off answer that count as progress: a server that sends one byte a request must not hold a reader."""
@@ -167,7 +167,7 @@ class RemoteFile(io.RawIOBase):
         self._at = self._start = 0
         self._ahead: Request | None = None
         """The request for the next block."""
-        self._block, self.state = fetch(store, url, 0, BLOCK)
+        self._block, self.state = fetch(store, url, 0, REQUEST_BYTES)
         self.size = self.state[0]
 
     def readable(self) -> bool:
@@ -206,7 +206,7 @@ class RemoteFile(io.RawIOBase):
         sequential = self._at == self._start + len(self._block)
         if not sequential:
             self._forget_ahead()
-        stop = min(self._at + BLOCK, self.size)
+        stop = min(self._at + REQUEST_BYTES, self.size)
         request = self._ahead
         self._ahead = None
         self._block = b""
@@ -216,7 +216,7 @@ class RemoteFile(io.RawIOBase):
             raise SourceError("changed_shard", "it changed on the server while it was read")
         end = self._start + len(self._block)
         if sequential and end < self.size:
-            self._ahead = start_request(self._url, end, min(end + BLOCK, self.size))
+            self._ahead = start_request(self._url, end, min(end + REQUEST_BYTES, self.size))
 
 
 # -- requests, on fsspec's event loop ----------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import tarfile
 import zlib
 from typing import Any
 
-BLOCK = 512
+BLOCK_BYTES = 512
 DAMAGE = (tarfile.TarError, OSError, EOFError, ValueError, ArithmeticError, zlib.error)
 """What reading a damaged archive may raise."""
 LARGEST_MEMBER = 1 << 28
@@ -62,12 +62,12 @@ def next_member(stream: Any) -> tuple[str, int, int] | None:
     while (block := _header(stream)) is not None:
         size = _number(block[124:136])
         kind = block[156:157]
-        taken += BLOCK
+        taken += BLOCK_BYTES
         if taken > FARTHEST:
             raise tarfile.ReadError(f"{taken} bytes without a file")
         if kind in b"LxK":
             extended |= _extended(kind, read_exactly(stream, size, left))
-            read_exactly(stream, -size % BLOCK)
+            read_exactly(stream, -size % BLOCK_BYTES)
             left -= size
             taken += padded(size)
             continue
@@ -95,10 +95,10 @@ def check_end(stream: Any) -> None:
 
 def _header(stream: Any) -> bytes | None:
     """The next header; None at the archive's end."""
-    block: bytes = stream.read(BLOCK)
-    if not block or block.count(0) == BLOCK:
+    block: bytes = stream.read(BLOCK_BYTES)
+    if not block or block.count(0) == BLOCK_BYTES:
         return None
-    if len(block) < BLOCK:
+    if len(block) < BLOCK_BYTES:
         raise tarfile.ReadError("ends within a header")
     if _number(block[148:156]) != sum(block) - sum(block[148:156]) + 256:
         raise tarfile.ReadError("bad checksum in a header")
@@ -121,7 +121,7 @@ def _name(block: bytes) -> str:
 
 def padded(size: int) -> int:
     """The bytes that a member's content takes in an archive."""
-    return size + -size % BLOCK
+    return size + -size % BLOCK_BYTES
 
 
 def _number(field: bytes) -> int:

@@ -16,14 +16,14 @@ import triton.language as tl
 from clipscale.loss.block import Block
 from clipscale.loss.triton.backend import TritonBackend
 from clipscale.loss.triton.tiles import (
+    GRAD_SCALE,
     LOG2E,
-    NOTHING,
-    UNIT,
+    NEG_INF,
+    dots_for_sum,
     has_positives,
     positives,
     quarters,
     store_quarter,
-    summable,
     tile_dots,
     tile_position,
     where_inside,
@@ -53,9 +53,9 @@ def sigmoid_kernel(
     u, v, scale, n, m, depth, stride_u, stride_v, positive, panel, stride_panel, bias, sums,
     TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """panel (whole tiles) = UNIT * G of one tile, zero past the end; G is sigmoid(l), -sigmoid(l) at positives.
+    """panel (whole tiles) = GRAD_SCALE * G of one tile, zero past the end; G is sigmoid(l), -sigmoid(l) at positives.
 
-    sums (3, programs) = the tile's sum of softplus(l), of UNIT * G, and of UNIT * G_ij <u_i, v_j>.
+    sums (3, programs) = the tile's sum of softplus(l), of GRAD_SCALE * G, and of GRAD_SCALE * G_ij <u_i, v_j>.
     """
     tile_row, tile_col = tile_position(n, m, BM, BN)
     dots = tile_dots(u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v, TMA, BM, BN, BK)
@@ -73,15 +73,15 @@ def sigmoid_kernel(
         with_positives = has_positives(tile_row * BM, first_col, positive, BM, WIDTH)
         if with_positives:
             logits = tl.where(positives(rows, cols, positive), -logits, logits)
-        logits = where_inside(logits, NOTHING, rows, cols, n, m)
+        logits = where_inside(logits, NEG_INF, rows, cols, n, m)
         small = tl.exp2(-tl.abs(logits) * LOG2E)
         value += tl.sum(tl.maximum(logits, 0.0) + log1p(small), axis=1)
-        g = UNIT * tl.where(logits >= 0, 1.0, small) / (1.0 + small)  # nothing cancels
+        g = GRAD_SCALE * tl.where(logits >= 0, 1.0, small) / (1.0 + small)  # nothing cancels
         if with_positives:
             g = tl.where(positives(rows, cols, positive), -g, g)
         store_quarter(panel, g, tile_row * BM, first_col, stride_panel, TMA)
         total += tl.sum(g, axis=1)
-        product += tl.sum(g * summable(dots_by_quarter[quarter], n), axis=1)
+        product += tl.sum(g * dots_for_sum(dots_by_quarter[quarter], n), axis=1)
     out, count = sums + tl.program_id(0), tl.num_programs(0)
     tl.store(out, tl.sum(value, axis=0))
     tl.store(out + count, tl.sum(total, axis=0))
@@ -103,5 +103,5 @@ class TritonSigmoid(TritonBackend):
             if target is not None:
                 target[0] -= value
             if parameters.bias_grad is not None:
-                parameters.bias_grad += bias_grad / UNIT.value
-            parameters.add_scale_grad(scale_grad / UNIT.value)
+                parameters.bias_grad += bias_grad / GRAD_SCALE.value
+            parameters.add_scale_grad(scale_grad / GRAD_SCALE.value)

@@ -24,14 +24,14 @@ from clipscale.loss.similarity import row_products
 from clipscale.loss.softmax.tile import positive_weights
 from clipscale.loss.triton.backend import TritonBackend
 from clipscale.loss.triton.tiles import (
+    GRAD_SCALE,
     LOG2E,
-    NOTHING,
-    UNIT,
+    NEG_INF,
+    dots_for_sum,
     has_positives,
     positives,
     quarters,
     store_quarter,
-    summable,
     tile_dots,
     tile_position,
     where_inside,
@@ -45,7 +45,7 @@ SOUND = tl.constexpr(2.0**-60)
 @triton.jit
 def reference_of(top):
     """A whole number just above the largest score; 0 past the end, where there is no score."""
-    return tl.where(top == NOTHING, 0.0, tl.ceil(top))
+    return tl.where(top == NEG_INF, 0.0, tl.ceil(top))
 
 
 @triton.jit(do_not_specialize=["n", "m"])
@@ -62,7 +62,7 @@ def lse_kernel(
     tile_row, tile_col = tile_position(n, m, BM, BN)
     rows, cols = tile_row * BM + tl.arange(0, BM), tile_col * BN + tl.arange(0, BN)
     dots = tile_dots(u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v, TMA, BM, BN, BK)
-    dots = where_inside(dots, NOTHING, rows, cols, n, m)
+    dots = where_inside(dots, NEG_INF, rows, cols, n, m)
     scale = tl.load(factor)
     top = reference_of(tl.max(tl.max(dots, axis=1), axis=0) * scale)
     # A quarter's column sums are stored before the next quarter's are taken: all at once they would spill.
@@ -107,14 +107,15 @@ def softmax_gradient_kernel(
     panel, stride_panel, row_lse, col_lse, row_weight, col_weight, row_target, col_target, products,
     TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """panel (N and M rounded up to whole tiles) = UNIT * G of one tile, zero past the end, from recomputed scores:
+    """panel (N and M rounded up to whole tiles) = GRAD_SCALE * G of one tile, zero past the end, from recomputed
+    scores:
 
         G_ij = a_i 2^(y_ij - r_i) + b_j 2^(y_ij - c_j) - (a_i + b_j) [j = positive + i]
 
     with the complete log-sum-exps r and c. In the first two terms a and b are row_weight and col_weight, corrected for
-    the rounding of r and c; in the last they are row_target and col_target, exact. All four are times UNIT. products
-    (programs,) = the tile's sum of UNIT * G_ij <u_i, v_j>, before G is rounded to the panel's type. No exponential
-    inside the panel overflows, as y_ij <= r_i and y_ij <= c_j.
+    the rounding of r and c; in the last they are row_target and col_target, exact. All four are times GRAD_SCALE.
+    products (programs,) = the tile's sum of GRAD_SCALE * G_ij <u_i, v_j>, before G is rounded to the panel's type. No
+    exponential inside the panel overflows, as y_ij <= r_i and y_ij <= c_j.
     """
     tile_row, tile_col = tile_position(n, m, BM, BN)
     dots = tile_dots(u, v, tile_row, tile_col, n, m, depth, stride_u, stride_v, TMA, BM, BN, BK)
@@ -138,7 +139,7 @@ def softmax_gradient_kernel(
             g = tl.where(positives(rows, cols, positive), g - target, g)
         g = where_inside(g, 0.0, rows, cols, n, m)
         store_quarter(panel, g, tile_row * BM, first_col, stride_panel, TMA)
-        product += tl.sum(g * summable(dots_by_quarter[quarter], n), axis=1)
+        product += tl.sum(g * dots_for_sum(dots_by_quarter[quarter], n), axis=1)
     tl.store(products + tl.program_id(0), tl.sum(product, axis=0))
 
 
@@ -149,7 +150,7 @@ def log2_factor(scale: Tensor) -> tuple[Tensor, Tensor]:
     return factor, factor.double() / exact
 
 
-def joined(partials: Tensor) -> Tensor:
+def lse_of_partials(partials: Tensor) -> Tensor:
     """The log-sum-exps (size,) float64, in units of log 2, of lse_kernel's partials (2, lines, size). Overwrites these.
 
     float64, since float32 would round a value near 100 by 4e-6, and with it every probability of that row.
@@ -162,15 +163,15 @@ def joined(partials: Tensor) -> Tensor:
 
 def in_log2(side: RowBlock, nat: Tensor) -> RowBlock:
     """The side as the gradient kernel takes it, float32: log-sum-exps in units of log 2; `weight`, corrected for their
-    rounding; `target`, the weights as they are. Both are times UNIT, and 0 without a softmax in this direction.
+    rounding; `target`, the weights as they are. Both are times GRAD_SCALE, and 0 without a softmax in this direction.
     """
     if side.weight is None or side.lse is None:
         nothing = side.features.new_zeros(len(side), dtype=torch.float32)
         return replace(side, lse=nothing + torch.inf, weight=nothing, target=nothing)
     exact = side.lse * nat
     rounded = exact.float()
-    weight = side.weight * UNIT.value * (rounded - exact).exp2()
-    return replace(side, lse=rounded, weight=weight.float(), target=side.weight * UNIT.value)
+    weight = side.weight * GRAD_SCALE.value * (rounded - exact).exp2()
+    return replace(side, lse=rounded, weight=weight.float(), target=side.weight * GRAD_SCALE.value)
 
 
 class TritonSoftmax(TritonBackend):
@@ -189,7 +190,7 @@ class TritonSoftmax(TritonBackend):
             self.launch(lse_kernel, panel, factor, row_partials=row_partials, col_partials=col_partials)
             for side, partials in ((panel.rows, row_partials), (panel.cols, col_partials)):
                 if side.lse is not None:
-                    torch.logaddexp(side.lse, joined(partials) / nat, out=side.lse)
+                    torch.logaddexp(side.lse, lse_of_partials(partials) / nat, out=side.lse)
         diagonal = block.diagonal()
         if diagonal is not None:
             i, j = diagonal
@@ -209,4 +210,4 @@ class TritonSoftmax(TritonBackend):
                 softmax_gradient_kernel, panel, factor, store, products=products, row_lse=rows.lse, col_lse=cols.lse,
                 row_weight=rows.weight, col_weight=cols.weight, row_target=rows.target, col_target=cols.target,
             )  # fmt: skip
-            block.parameters.add_scale_grad(products.sum(dtype=torch.float64) / UNIT.value)
+            block.parameters.add_scale_grad(products.sum(dtype=torch.float64) / GRAD_SCALE.value)

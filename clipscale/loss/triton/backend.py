@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from clipscale.loss.block import Block
 from clipscale.loss.machine import Machine
-from clipscale.loss.triton.tiles import UNIT
+from clipscale.loss.triton.tiles import GRAD_SCALE
 from clipscale.loss.triton.tuning import Tiles
 
 
@@ -80,7 +80,7 @@ class TritonBackend:
         """Panels with memory for score gradients. What the caller stores there is multiplied into the feature
         gradients."""
         features, store = block.rows.features, None
-        factor = block.parameters.scale_number / UNIT.value  # the panel holds UNIT * G
+        factor = block.parameters.scale_number / GRAD_SCALE.value  # the panel holds GRAD_SCALE * G
         t = self.tiles
         for panel in self.panels(block, t.panel_bytes // features.itemsize):
             n, m = len(panel.rows), len(panel.cols)

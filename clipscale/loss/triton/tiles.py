@@ -12,10 +12,10 @@ import triton.language as tl
 
 GROUP = tl.constexpr(8)  # tile rows that are visited together, so that their operands stay in the L2 cache
 LOG2E = tl.constexpr(1.4426950408889634)
-NOTHING = tl.constexpr(float("-inf"))
+NEG_INF = tl.constexpr(float("-inf"))
 # Score gradients are stored times this, so that float16, which has few exponents, keeps a probability of 1/N. They are
 # at most 1.
-UNIT = tl.constexpr(2.0**13)
+GRAD_SCALE = tl.constexpr(2.0**13)
 # Triton before 3.9 cannot compile, for sm_100, a sum over columns of dot products as they come from tensor memory.
 HIDES_DOTS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9))
 
@@ -88,7 +88,7 @@ def _halves(x):
 
 
 @triton.jit
-def summable(dots, n):
+def dots_for_sum(dots, n):
     """The dot products, usable in a sum: where HIDES_DOTS, a branch that is never taken hides where they come from."""
     if HIDES_DOTS:  # noqa: SIM102 - a constant of the compiler, and a branch of the kernel
         if n < 0:

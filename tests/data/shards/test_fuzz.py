@@ -24,7 +24,7 @@ from clipscale.data.decode import IMAGE_TYPES, Picture, image_bytes
 from clipscale.data.sample import BrokenSampleError, limits
 from clipscale.data.shards import index
 from clipscale.data.shards.reader import ReadProblem, read_shard
-from clipscale.data.shards.tar import BLOCK
+from clipscale.data.shards.tar import BLOCK_BYTES
 from tests.data.files import picture, write_tar
 from tests.support.audit import heard
 
@@ -92,13 +92,13 @@ def survives(data: bytes, folder: Path) -> None:
     try:
         with effects() as seen:
             # with the index of another file, as if the change had not been noticed, too
-            reasons = use(path) + use(path, lambda *_: np.arange(0, 40) * 3 * BLOCK)
+            reasons = use(path) + use(path, lambda *_: np.arange(0, 40) * 3 * BLOCK_BYTES)
             entry = index.scan_shard(str(path))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert set(reasons) <= REASONS, reasons
-    assert entry.samples <= len(data) // BLOCK + 1
+    assert entry.samples <= len(data) // BLOCK_BYTES + 1
     assert peak < BOUND, f"{peak} bytes for {len(data)}"
     assert time.monotonic() - begun < 20
     assert not seen, seen
@@ -133,13 +133,13 @@ def damaged(data: bytes, where: list[tuple[float, bytes]], cut: float) -> bytes:
 def reheaded(data: bytes, edits: list[tuple[int, str, bytes]]) -> bytes:
     """The data with header fields replaced and the headers' checksums corrected."""
     out = bytearray(data)
-    headers = [at for at in range(0, len(out), BLOCK) if out[at + 257 : at + 262] == b"ustar"]
+    headers = [at for at in range(0, len(out), BLOCK_BYTES) if out[at + 257 : at + 262] == b"ustar"]
     for number, name, value in edits:
         at = headers[number % len(headers)]
         first, last = FIELDS[name]
         out[at + first : at + last] = value[: last - first].ljust(last - first, b"\0")
         out[at + 148 : at + 156] = b" " * 8
-        out[at + 148 : at + 156] = b"%06o\0 " % sum(out[at : at + BLOCK])
+        out[at + 148 : at + 156] = b"%06o\0 " % sum(out[at : at + BLOCK_BYTES])
     return bytes(out)
 
 
