@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 SHORT = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Attention over captions, the first that can. On an H100 (torch 2.11) 77 tokens take 0.45 ms by flash attention and
 0.55 by cuDNN's, which also prepares itself for every new shape; 197 and 257 tokens are faster by cuDNN's."""
-Position = int | Tensor
+PooledToken = int | Tensor
 """A token: one position for all samples, or one for each (N,)."""
 
 
@@ -72,7 +72,7 @@ class Replacement:
 class LeanBlock(Replacement, ResidualAttentionBlock):
     """open_clip's block over (N, T, W)."""
 
-    def forward(self, x: Tensor, causal: bool, position: Position | None = None) -> Tensor:
+    def forward(self, x: Tensor, causal: bool, position: PooledToken | None = None) -> Tensor:
         """(N, T, W) -> (N, T, W); with `position`, the output of that token alone, (N, W)."""
         y = self.ln_1(x)
         if position is None:
@@ -88,7 +88,7 @@ class LeanBlock(Replacement, ResidualAttentionBlock):
         q, k, v = self.heads(F.linear(y, self.attn.in_proj_weight, self.attn.in_proj_bias), 3)
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).reshape(y.shape)
 
-    def attend_from(self, y: Tensor, position: Position, causal: bool) -> Tensor:
+    def attend_from(self, y: Tensor, position: PooledToken, causal: bool) -> Tensor:
         """Attention from one token of each sample to all, or to those up to it: (N, W)."""
         samples, length, width = y.shape
         weights, biases = (p.split([width, 2 * width]) for p in (self.attn.in_proj_weight, self.attn.in_proj_bias))
@@ -175,7 +175,7 @@ class LeanText(Replacement, TextTransformer):
             return self.text_projection(pooled)
         return pooled if self.text_projection is None else pooled @ self.text_projection
 
-    def position(self, text: Tensor) -> Position | None:
+    def position(self, text: Tensor) -> PooledToken | None:
         """The token whose output is the feature; None: all of them are."""
         if self.pool_type == "argmax":
             return text.argmax(dim=-1)
@@ -188,7 +188,7 @@ def run(
     transformer: Transformer,
     x: Tensor,
     causal: bool,
-    position: Position | None,
+    position: PooledToken | None,
     backend: Callable[[], Any] = nullcontext,
 ) -> Tensor:
     """All blocks; the last one for `position` alone, if that is given. `backend`: chooses attention's kernel."""
@@ -204,6 +204,6 @@ def run(
     return x
 
 
-def token(x: Tensor, position: Position) -> Tensor:
+def token(x: Tensor, position: PooledToken) -> Tensor:
     """One token of each sample: (N, T, W) -> (N, W)."""
     return x[:, position] if isinstance(position, int) else x[torch.arange(len(x), device=x.device), position]

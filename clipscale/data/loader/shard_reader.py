@@ -53,7 +53,7 @@ class OrderedShards:
         return [replace(self, order=order.within(source), window=window) for source, window in enumerate(windows)]
 
 
-class Position(NamedTuple):
+class StreamPosition(NamedTuple):
     """How far a shard stream has been read."""
 
     epoch: int

@@ -15,7 +15,7 @@ from clipscale.config.data import DataConfig
 from clipscale.data.decode import IMAGE_TYPES, TrainTransform, image_bytes
 from clipscale.data.filters import Selection, name_of
 from clipscale.data.loader.host_batch import Arena
-from clipscale.data.loader.shard_reader import OrderedShards, Position, ShardReader
+from clipscale.data.loader.shard_reader import OrderedShards, StreamPosition, ShardReader
 from clipscale.data.order import AUGMENT, CAPTION, WEIGHT, BatchShare, CounterRNG, Segment, WeightedSources
 from clipscale.data.sample import BrokenSampleError, RawSample, limits
 from clipscale.data.sentences import part_of
@@ -44,7 +44,7 @@ class WorkerSpec:
     tokenizer: Any  # captions -> tokens
     pad: int  # the padding token
     selection: Selection
-    start_of: dict[int, Position]  # the worker's shard streams, and each one's start
+    start_of: dict[int, StreamPosition]  # the worker's shard streams, and each one's start
     share: BatchShare
     piece: int  # samples that the worker delivers at once
 
@@ -85,10 +85,10 @@ class ShardStream:
         self._forget_skipped()
 
     @property
-    def position(self) -> Position:
+    def position(self) -> StreamPosition:
         """The position after the samples taken so far."""
         of_sources = [(reader.epoch, reader.index) for reader in self._readers]
-        return Position(0, self._used, of_sources) if self._weighted else Position(*of_sources[0])
+        return StreamPosition(0, self._used, of_sources) if self._weighted else StreamPosition(*of_sources[0])
 
     def take(self, row: np.ndarray) -> tuple[str, int]:
         """Write the next usable sample's pixels to `row`; returns its caption and its key. Raises UserError.
@@ -175,7 +175,7 @@ class Report:
     step: int
     done: int
     counts: Counter[str]  # skipped samples by reason, and events (EVENT), since the last report
-    positions: dict[int, Position] | None = None
+    positions: dict[int, StreamPosition] | None = None
     """The positions of its streams after the batch; only in a batch's last report."""
 
 

@@ -21,7 +21,7 @@ from clipscale.data.decode import TrainTransform
 from clipscale.data.filters import selection
 from clipscale.data.loader.host_batch import Arena, HostBatch, Layout
 from clipscale.data.loader.memory import stated_memory
-from clipscale.data.loader.shard_reader import OrderedShards, Position
+from clipscale.data.loader.shard_reader import OrderedShards, StreamPosition
 from clipscale.data.loader.shard_stream import WorkerSpec
 from clipscale.data.loader.workers import InProcess, Workers
 from clipscale.data.order import BatchShare
@@ -43,7 +43,7 @@ class _Filling:
 
     done: list[int]  # rows that each worker has filled
     unfinished: set[int]  # workers that have not reported their positions after this batch
-    positions: dict[int, Position] = field(default_factory=dict)
+    positions: dict[int, StreamPosition] = field(default_factory=dict)
 
 
 class TrainStream:
@@ -54,7 +54,7 @@ class TrainStream:
         specs: Sequence[WorkerSpec],
         arena: Arena,
         workers: Workers | InProcess,
-        start: dict[int, Position],
+        start: dict[int, StreamPosition],
         memory: str,
     ) -> None:
         """`start`: the position of each of the rank's shard streams. `memory`: a line that states the memory."""
@@ -135,8 +135,8 @@ class TrainStream:
     def position(self) -> Record:
         """The positions of this rank's shard streams after the last batch. Blocks until that batch is complete.
 
-        `at`: stream -> `Position.record`. Two ranks that read the same stream have the same position of it. Raises the
-        `failure` if the positions are unknown because of it.
+        `at`: stream -> `StreamPosition.record`. Two ranks that read the same stream have the same position of it.
+        Raises the `failure` if the positions are unknown because of it.
         """
         at = self._positions if self._step < 0 or self._given_back else self._finish(self._step)
         if self.failure and len(at) < self._streams:
@@ -163,7 +163,7 @@ class TrainStream:
         self._batches[step] = _Filling([0] * len(self._rows), set(range(len(self._rows))))
         self.workers.fill(step)
 
-    def _finish(self, step: int) -> dict[int, Position]:
+    def _finish(self, step: int) -> dict[int, StreamPosition]:
         """Block until the batch is complete; returns the streams' positions after it.
 
         After a failure of the workers some are missing.
@@ -272,7 +272,7 @@ def open_stream(
     return TrainStream(specs, arena, readers, start, memory)
 
 
-def start_positions(shards: OrderedShards, position: Record | None, share: BatchShare) -> dict[int, Position]:
+def start_positions(shards: OrderedShards, position: Record | None, share: BatchShare) -> dict[int, StreamPosition]:
     """The position at which each of this rank's shard streams starts."""
     stream_ids = share.stream_ids(shards.order.num_streams)
     if position is None or position["order"] != shards.fingerprint:
@@ -282,11 +282,11 @@ def start_positions(shards: OrderedShards, position: Record | None, share: Batch
                 "data.only_keys or data.sample_weights differ from the checkpoint's: this data is read from its first "
                 "sample on"
             )
-        return {stream: Position(0, 0) for stream in stream_ids}
+        return {stream: StreamPosition(0, 0) for stream in stream_ids}
     starts = {}
     for stream in stream_ids:
         epoch, samples, *sources = position["at"][str(stream)]
-        starts[stream] = Position(epoch, samples, sources)
+        starts[stream] = StreamPosition(epoch, samples, sources)
     return starts
 
 
