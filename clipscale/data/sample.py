@@ -49,14 +49,14 @@ class RawSample:
     def is_lost(self) -> bool:
         return self.index < 0
 
-    def accepts(self, name: str, extension: str, size: int, kinds: Mapping[str, int] | None) -> bool:
-        """Whether to read this member; `kinds` is what `limits` returns, or None to read all.
+    def accepts(self, name: str, extension: str, size: int, size_limits: Mapping[str, int] | None) -> bool:
+        """Whether to read this member; `size_limits` is what `limits` returns, or None to read all.
 
         A member over its limit, alone or together with the sample's others, damages the sample and empties it.
         """
-        if self.damage or extension in self.members or (kinds is not None and extension not in kinds):
+        if self.damage or extension in self.members or (size_limits is not None and extension not in size_limits):
             return False
-        most = MAX_IMAGE_BYTES if kinds is None else kinds[extension]
+        most = MAX_IMAGE_BYTES if size_limits is None else size_limits[extension]
         if size <= most and sum(map(len, self.members.values())) + size <= MAX_IMAGE_BYTES:
             return True
         self.members, self.damage, self.detail = {}, "too_large", f"{name}: {size} bytes"

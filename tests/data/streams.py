@@ -107,12 +107,12 @@ def items_of(
     *,
     window: int = 256,
     seed: int = 0,
-    kinds: Any = None,
+    size_limits: Any = None,
     use: Callable[[Any], Any] = lambda item: item,
 ) -> list[Any]:
     """Every item of a shard's segment in its order, or what `use` makes of it."""
     shards, items = OrderedShards((url,), Once(segment, seed), window), []  # type: ignore[arg-type]
-    reader = ShardReader(shards, 0, [0, 0], kinds, Store())
+    reader = ShardReader(shards, 0, [0, 0], size_limits, Store())
     for _, item in reader.items:
         if reader.epoch:
             reader.items.close()

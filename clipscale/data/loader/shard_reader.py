@@ -133,7 +133,7 @@ class ShardReader:
         shards: OrderedShards,
         stream: int,
         start: tuple[int, int],
-        kinds: Mapping[str, int],
+        size_limits: Mapping[str, int],
         store: Store,
         subset: Subset | None = None,
         opens: Callable[[str], None] = lambda url: None,
@@ -141,7 +141,7 @@ class ShardReader:
         """`start`: the epoch, and the samples read in it. `opens` is called with each shard before it is opened."""
         self._shards = shards
         self._stream = stream
-        self._kinds = kinds
+        self._size_limits = size_limits
         self._store = store
         self._subset = subset
         self._opens = opens
@@ -225,5 +225,5 @@ class ShardReader:
         self._opens(url)
         offsets = partial(index.sample_offsets, count=self._store.count)
         return read_shard(
-            url, problem, windows.needs, self._kinds, store=self._store, subset=self._subset, offsets=offsets
+            url, problem, windows.needs, self._size_limits, store=self._store, subset=self._subset, offsets=offsets
         )

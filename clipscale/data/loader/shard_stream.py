@@ -15,7 +15,7 @@ from clipscale.config.data import DataConfig
 from clipscale.data.decode import IMAGE_TYPES, TrainTransform, image_bytes
 from clipscale.data.filters import Selection, name_of
 from clipscale.data.loader.host_batch import Arena
-from clipscale.data.loader.shard_reader import OrderedShards, StreamPosition, ShardReader
+from clipscale.data.loader.shard_reader import OrderedShards, ShardReader, StreamPosition
 from clipscale.data.order import AUGMENT, CAPTION, WEIGHT, BatchShare, CounterRNG, Segment, WeightedSources
 from clipscale.data.sample import BrokenSampleError, RawSample, limits
 from clipscale.data.sentences import part_of
@@ -69,7 +69,7 @@ class ShardStream:
         self._stream = stream
         self._store = store
         self._counts = store.counts
-        kinds = limits(IMAGE_TYPES, spec.selection.members())
+        size_limits = limits(IMAGE_TYPES, spec.selection.members())
         sources = spec.shards.sources
         self._weighted = isinstance(spec.shards.order, WeightedSources)
         start = spec.start_of[stream]
@@ -78,7 +78,9 @@ class ShardStream:
             starts = list(start.sources) or [(0, 0)] * len(sources)
         subset = subset_of(spec.config)
         self._readers = [
-            ShardReader(source, stream, position, kinds, store, subset, lambda url: set_status(f", reading {url}"))
+            ShardReader(
+                source, stream, position, size_limits, store, subset, lambda url: set_status(f", reading {url}")
+            )
             for source, position in zip(sources, starts, strict=True)
         ]
         self._used = start.samples  # usable samples

@@ -115,7 +115,7 @@ def read_shard(
     url: str,
     problem: ReadProblem,
     want: Callable[[int], bool] = lambda _: True,
-    kinds: Mapping[str, int] | None = None,
+    size_limits: Mapping[str, int] | None = None,
     *,
     store: Store | None = None,
     subset: Subset | None = None,
@@ -124,10 +124,10 @@ def read_shard(
     """The raw samples of a shard. Where the shard cannot be read further, ends early and fills in `problem`.
 
     Repeated members are ignored. Members' names are never used as paths. Content is read for samples whose index `want`
-    accepts, and of these for members in `kinds` (see `sample.limits`; None: all). A sample with such a member over its
-    size limit has the damage `too_large` and no members. With a `subset` the shard has only the samples that it lists,
-    one of weight 2.5 three times. `offsets` returns the samples' offsets (see `index.sample_offsets`): unwanted samples
-    are then skipped, and have no key.
+    accepts, and of these for members in `size_limits` (see `sample.limits`; None: all). A sample with such a member
+    over its size limit has the damage `too_large` and no members. With a `subset` the shard has only the samples that
+    it lists, one of weight 2.5 three times. `offsets` returns the samples' offsets (see `index.sample_offsets`):
+    unwanted samples are then skipped, and have no key.
     """
     archive: Archive | None = None
     store = store or Store()
@@ -156,8 +156,8 @@ def read_shard(
                     break
                 sample = RawSample(url, key, number, {})
                 wanted = want(number) or (subset and any(map(want, range(number + 1, number + subset.table.most))))
-                about = _read(
-                    sample, archive, members, kinds if wanted else {}, subset is not None and subset.table.by_uid
+                json_bytes = _read(
+                    sample, archive, members, size_limits if wanted else {}, subset is not None and subset.table.by_uid
                 )
                 sample.extent = archive.at - end
                 end = archive.at
@@ -165,7 +165,7 @@ def read_shard(
                     yield sample
                     number += 1
                     continue
-                weight = subset.weight(key, about)
+                weight = subset.weight(key, json_bytes)
                 for times in range(math.ceil(weight)):
                     extent = 0 if times else sample.extent
                     yield replace(sample, index=number, extent=extent, repeat=times, chance=weight - times)
@@ -179,31 +179,31 @@ def read_shard(
 
 
 def _read(
-    sample: RawSample, archive: Archive, members: Iterator[Member], kinds: Mapping[str, int] | None, json: bool
+    sample: RawSample, archive: Archive, members: Iterator[Member], size_limits: Mapping[str, int] | None, json: bool
 ) -> bytes:
-    """Read the sample's members of these `kinds`. With `json` reads that member in any case, and returns it."""
-    about = b""
+    """Read the sample's members that have `size_limits`. With `json` reads that member in any case, and returns it."""
+    json_bytes = b""
     for member in members:
-        accepted = sample.accepts(member.name, member.extension, member.size, kinds)
-        tells = json and not about and member.extension == "json" and member.size <= MAX_TEXT_BYTES
-        if accepted or tells:
+        accepted = sample.accepts(member.name, member.extension, member.size, size_limits)
+        wants_json = json and not json_bytes and member.extension == "json" and member.size <= MAX_TEXT_BYTES
+        if accepted or wants_json:
             content = archive.read(member)
-            about = content if tells else about
+            json_bytes = content if wants_json else json_bytes
             if accepted:
                 sample.members[member.extension] = content
-    return about
+    return json_bytes
 
 
 def unusable(url: str, captions: Sequence[str], store: Store | None = None) -> str:
     """Why a shard has no usable sample: what its first samples hold. Empty if one has both a picture and one of the
     `captions`, or if the shard cannot be read."""
     sources = {source.partition(":")[0] for source in captions}
-    kinds = Counter[str]()
+    member_sets = Counter[str]()
     with suppress(SourceError, *DAMAGE), closing((store or Store()).open(url)[0]) as source:
         for _, members in islice(Archive(*unpacked(source)).samples(), MAX_LOOKED_AT):
             names = {member.extension for member in islice(members, MAX_LOOKED_AT)}
             if names & sources and names.intersection(IMAGE_TYPES):
                 return ""
-            kinds[" and ".join(f".{name}" for name in sorted(names)[:KINDS])] += 1
-    held = ", or ".join(kind for kind, _ in kinds.most_common(KINDS))
+            member_sets[" and ".join(f".{name}" for name in sorted(names)[:KINDS])] += 1
+    held = ", or ".join(names for names, _ in member_sets.most_common(KINDS))
     return held and f"samples of {basename(url)} hold {held}, and data.captions is [{','.join(captions)}]; {RULE}"

@@ -63,11 +63,11 @@ class Subset:
     def table(self) -> Table:
         return _read(self.setting, self.file, self.name)
 
-    def weight(self, key: str, about: bytes) -> float:
+    def weight(self, key: str, json_bytes: bytes) -> float:
         """How often the sample with this key and json comes in an epoch, on average; 0: it is not listed."""
         rows, by_uid, *_ = self.table
         try:
-            halves = _halves(json_fields(about)["uid"] if by_uid else _digest(key).hex())
+            halves = _halves(json_fields(json_bytes)["uid"] if by_uid else _digest(key).hex())
         except (KeyError, TypeError, ValueError, BrokenSampleError):
             return 0.0
         at = bisect_left(rows, halves, key=lambda row: row.item()[:2])

@@ -66,8 +66,8 @@ def check_shard(url: str, config: DataConfig, most: int | None = None) -> Findin
     findings = Findings()
     problem = ReadProblem()
     chosen = selection(config)
-    kinds = limits(IMAGE_TYPES, chosen.members())
-    for sample in islice(read_shard(url, problem, kinds=kinds, subset=subset_of(config)), most):
+    size_limits = limits(IMAGE_TYPES, chosen.members())
+    for sample in islice(read_shard(url, problem, size_limits=size_limits, subset=subset_of(config)), most):
         findings.weight += min(1.0, sample.chance)
         if sample.repeat:
             continue

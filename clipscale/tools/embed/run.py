@@ -141,7 +141,7 @@ def shard_groups(encoder: FeatureEncoder, config: EmbedConfig, url: str) -> Iter
     problem = ReadProblem()
     captions = {source.partition(":")[0] for source in encoder.captions}
     kinds = limits(IMAGE_TYPES, captions)
-    raws = read_shard(url, problem, kinds=kinds)
+    raws = read_shard(url, problem, size_limits=kinds)
     missing = samples = 0
     for group in encoder.groups(raws, config.batch, config.dtype):
         samples += len(group.raws)

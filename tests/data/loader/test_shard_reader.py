@@ -31,7 +31,7 @@ def test_windows_closed_by_bytes_are_the_same_from_any_start(
     count = 40 if counted else None
 
     def keys(start: int, stop: int | None) -> list[str]:
-        items = items_of(Segment(0, 0, start, stop, count), str(path), window=16, kinds=limits(["png"]))
+        items = items_of(Segment(0, 0, start, stop, count), str(path), window=16, size_limits=limits(["png"]))
         return [item.key for item in items if isinstance(item, RawSample) and item.members]
 
     ordinary = keys(0, count)
@@ -58,7 +58,9 @@ def test_a_stream_holds_about_one_window_of_bytes(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(shard_reader, "WINDOW_BYTES", 5 * size)
     tracemalloc.start()
     keys = []
-    items_of(Segment(0, 0, 0, 90, 90), str(path), window=64, kinds=limits(["png"]), use=lambda x: keys.append(x.key))
+    items_of(
+        Segment(0, 0, 0, 90, 90), str(path), window=64, size_limits=limits(["png"]), use=lambda x: keys.append(x.key)
+    )
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(keys) == 90

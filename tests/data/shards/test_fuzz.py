@@ -53,7 +53,7 @@ def shard(folder: Path) -> bytes:
 def use(path: Path, offsets: Any = lambda *_: None) -> Counter[str]:
     """Read a shard and decode its pictures, and count the reasons."""
     problem, reasons = ReadProblem(), Counter[str]()
-    for sample in read_shard(str(path), problem, kinds=limits(IMAGE_TYPES, ["txt", "json"]), offsets=offsets):
+    for sample in read_shard(str(path), problem, size_limits=limits(IMAGE_TYPES, ["txt", "json"]), offsets=offsets):
         try:
             if sample.damage:
                 raise BrokenSampleError(sample.damage)

@@ -111,7 +111,7 @@ def test_members_over_the_limit_are_not_read(tmp_path: Path) -> None:
     large = [("b.png", bytes(9 << 20)), ("b.txt", b"x"), ("c.txt", bytes(2 << 20))]
     path = write_tar(tmp_path / "x.tar", [*sample("a"), *large, *sample("d")])
     tracemalloc.start()
-    raws, problem = read(path, kinds=limits(["png"], ["txt"]) | {"png": 1 << 20})
+    raws, problem = read(path, size_limits=limits(["png"], ["txt"]) | {"png": 1 << 20})
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert [raw.damage for raw in raws] == ["", "too_large", "too_large", ""] and problem.reason is None

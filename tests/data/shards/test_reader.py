@@ -66,13 +66,13 @@ def test_a_cut_in_what_is_not_read_is_noticed(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "x.tar", [*sample("a"), ("a.large", bytes(1 << 20))])
     path.write_bytes(path.read_bytes()[: 1 << 20])
     problem = ReadProblem()
-    assert [s.key for s in read_shard(str(path), problem, kinds={"txt": 99})] == ["a"]
+    assert [s.key for s in read_shard(str(path), problem, size_limits={"txt": 99})] == ["a"]
     assert problem.reason == "truncated_shard"
 
 
 def test_only_wanted_members_are_read(tmp_path: Path) -> None:
     path = write_shards(tmp_path, [6])[0]
-    samples = list(read_shard(str(path), ReadProblem(), want=lambda i: i % 2 == 1, kinds={"txt": 99}))
+    samples = list(read_shard(str(path), ReadProblem(), want=lambda i: i % 2 == 1, size_limits={"txt": 99}))
     assert [s.index for s in samples] == list(range(6))
     assert [sorted(s.members) for s in samples] == [[], ["txt"]] * 3
 
