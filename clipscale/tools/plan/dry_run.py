@@ -40,7 +40,7 @@ LAPS = 4
 
 
 @dataclass(frozen=True)
-class Pass:
+class ChunkMemory:
     """Memory of one chunk of a tower, beyond what is live before it."""
 
     encode: float
@@ -52,7 +52,7 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Whole:
+class GatheredWeights:
     """Weights of a tower that FSDP2 has gathered, in the type in which it gathers them."""
 
     held: int = 0
@@ -63,7 +63,7 @@ class Whole:
     """More in the second pass, with gradients that are not yet summed."""
 
     @classmethod
-    def of(cls, tower: nn.Module, parallel: str, dtype: torch.dtype) -> "Whole":
+    def of(cls, tower: nn.Module, parallel: str, dtype: torch.dtype) -> "GatheredWeights":
         """In stage 3 a block's weights are gathered while the one before computes."""
         type_of = fsdp.gathered_type(tower, dtype)
 
@@ -176,7 +176,7 @@ class DryRun:
         """The same after its last chunk."""
         self.at_once = [0, 0]
         """The same in a tower's only chunk."""
-        self.whole = [Whole(), Whole()]
+        self.whole = [GatheredWeights(), GatheredWeights()]
         self.is_alone = ranks == 1
         if ranks > 1:
             self._divide(ranks)
@@ -195,7 +195,7 @@ class DryRun:
             if not self.trained[i]:
                 undivided += sum(p.nbytes for p in tower.parameters())
                 continue
-            self.whole[i] = Whole.of(tower, parallel, dtype)
+            self.whole[i] = GatheredWeights.of(tower, parallel, dtype)
             fsdp.keep_stream_type(tower)
             type_of = fsdp.gathered_type(tower, dtype)
             for p in tower.parameters():
@@ -204,7 +204,7 @@ class DryRun:
         self.update //= ranks
         self.gradients = self.summed = self.at_once = [size // ranks for size in self.gradients]
 
-    def _passes(self, tower: int, size: int, fresh: bool) -> Pass:
+    def _passes(self, tower: int, size: int, fresh: bool) -> ChunkMemory:
         """Measure a chunk of `size` rows of the image (0) or the text tower (1). `fresh`: no gradients exist yet."""
         meter, encoder, (shape, dtype) = self.meters[tower], self.step.cache.encoders[tower], self.inputs[tower]
 
@@ -217,7 +217,7 @@ class DryRun:
             encoded()
         encode = meter.end()
         if not self.trained[tower]:
-            return Pass(encode)
+            return ChunkMemory(encode)
         for p in self.towers[tower].parameters():
             p.grad = torch.empty_like(p) if p.requires_grad and not fresh else None
         out = encoded()
@@ -226,7 +226,7 @@ class DryRun:
         out.backward(torch.empty_like(out))
         replay = meter.end()
         self.step.optimizer.zero_grad()
-        return Pass(encode, graph, replay)
+        return ChunkMemory(encode, graph, replay)
 
     def _loss(self, batch: int) -> int:
         """Bytes that the loss of `batch` samples of this rank and its gradients take, beyond the features."""

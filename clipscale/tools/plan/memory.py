@@ -17,7 +17,7 @@ TOWERS = ("image", "text")
 PHASES = ("encode", "loss", "replay", "optim")
 FEATURE = 4
 """Bytes of a number of a feature row."""
-Pair = tuple[int, int]
+PerTower = tuple[int, int]
 """One number for the image and one for the text tower: rows, chunk sizes, or kept graphs."""
 
 
@@ -27,7 +27,7 @@ class StepMemory:
 
     before: dict[str, float]  # live bytes at the start of each phase
     peak: dict[str, float]  # of each stage: "encode image", "loss", ... A frozen tower has no "replay"
-    kept: Pair = (0, 0)  # chunks whose graphs are kept
+    kept: PerTower = (0, 0)  # chunks whose graphs are kept
 
     def phase(self, name: str) -> float:
         """Peak of a phase."""
@@ -38,56 +38,59 @@ class StepMemory:
         return max(self.peak.values())
 
 
-class Step:
+class StepModel:
     """The memory of a step of `batch` samples on a rank, by pass, loss and update, each beyond what is live when it
     begins."""
 
-    def __init__(self, run: DryRun, batch: int, chunks: Pair, resident: bool = False) -> None:
+    def __init__(self, dry_run: DryRun, batch: int, chunks: PerTower, resident: bool = False) -> None:
         """`resident`: pixels and tokens stay on the device (offload=none)."""
-        self.run, self.batch, self.resident = run, batch, resident
+        self.dry_run, self.batch, self.resident = dry_run, batch, resident
         self.sizes = min(chunks[0], batch), min(chunks[1], batch)
         """Rows of a chunk."""
         self.is_one = [size == batch for size in self.sizes]
-        self.passes = [run.passes(i, self.sizes[i], run.is_alone and self.is_one[i]) for i in (0, 1)]
-        shares = 1, run.caption_share
+        self.passes = [dry_run.passes(i, self.sizes[i], dry_run.is_alone and self.is_one[i]) for i in (0, 1)]
+        shares = 1, dry_run.caption_share
         self.counts = [math.ceil(batch * share / size) for share, size in zip(shares, self.sizes)]
         """Chunks."""
 
-    def memory(self, kept: Pair = (0, 0)) -> StepMemory:
+    def memory(self, kept: PerTower = (0, 0)) -> StepMemory:
         """`kept`: chunks whose graphs stay until their tower's second pass."""
-        run = self.run
-        features = 2 * [self.batch * run.model.width * FEATURE]
-        gradients = [size * trained for size, trained in zip(features, run.trained)]
+        dry_run = self.dry_run
+        features = 2 * [self.batch * dry_run.model.width * FEATURE]
+        gradients = [size * trained for size, trained in zip(features, dry_run.trained)]
         stays = [
-            features[i] + self.resident * self.batch * run.row[i] + run.whole[i].held + kept[i] * self.passes[i].graph
+            features[i]
+            + self.resident * self.batch * dry_run.row[i]
+            + dry_run.whole[i].held
+            + kept[i] * self.passes[i].graph
             for i in (0, 1)
         ]
-        live = float(run.state)
+        live = float(dry_run.state)
         before, peak = {"encode": live}, {}
         for i, name in enumerate(TOWERS):
             live += stays[i]
-            peak[f"encode {name}"] = live + self.passes[i].encode + run.whole[i].encode
+            peak[f"encode {name}"] = live + self.passes[i].encode + dry_run.whole[i].encode
         before["loss"] = live
-        peak["loss"] = live + run.loss(self.batch)
+        peak["loss"] = live + dry_run.loss(self.batch)
         live += sum(gradients)
         before["replay"] = live
         for i, name in enumerate(TOWERS):
-            if run.trained[i]:
-                added = run.at_once if self.is_one[i] else run.gradients
+            if dry_run.trained[i]:
+                added = dry_run.at_once if self.is_one[i] else dry_run.gradients
                 # Kept graphs are used up before the first chunk is encoded again.
-                again = self.passes[i].replay - self.passes[i].graph * (kept[i] > 0)
-                peak[f"replay {name}"] = live + added[i] + again + run.whole[i].replay
-            live += run.summed[i] - stays[i] - gradients[i]
+                replay = self.passes[i].replay - self.passes[i].graph * (kept[i] > 0)
+                peak[f"replay {name}"] = live + added[i] + replay + dry_run.whole[i].replay
+            live += dry_run.summed[i] - stays[i] - gradients[i]
         before["optim"] = live
-        peak["optim"] = live + run.update
+        peak["optim"] = live + dry_run.update
         return StepMemory(before, peak, kept)
 
     def budget(self, most: float) -> float:
         """The bytes for kept graphs with which the step takes at most `most`."""
-        again = {f"replay {name}": each.graph for name, each in zip(TOWERS, self.passes)}
-        return max(0.0, most - max(size - again.get(stage, 0) for stage, size in self.memory().peak.items()))
+        graphs = {f"replay {name}": each.graph for name, each in zip(TOWERS, self.passes)}
+        return max(0.0, most - max(size - graphs.get(stage, 0) for stage, size in self.memory().peak.items()))
 
-    def kept(self, budget: float) -> Pair:
+    def kept(self, budget: float) -> PerTower:
         """The number of chunks whose graphs GradCache would keep in `budget` bytes."""
         image, text = (each.graph for each in self.passes)
         first = min(self.counts[0], int(budget // image)) if image else 0
@@ -96,7 +99,7 @@ class Step:
         return first, min(self.counts[1], int(rest // text)) if text else 0
 
 
-def host_memory(config: PlanConfig, run: DryRun, batch: int, step: float = 0) -> Record:
+def host_memory(config: PlanConfig, dry_run: DryRun, batch: int, step: float = 0) -> Record:
     """Host memory of a node: `process_bytes`, of one process with its loader workers, by what holds them; `processes`
     and `node_bytes`.
 
@@ -108,7 +111,7 @@ def host_memory(config: PlanConfig, run: DryRun, batch: int, step: float = 0) ->
     num_streams = data.shard_streams or default_streams(config.batch, ranks, None)
     streams_of_rank = len(BatchShare(batch * ranks, 0, ranks).stream_ids(num_streams))
     workers = worker_count(data, streams_of_rank)
-    layout = layout_of(data, batch, run.model.image_size, run.model.context_length, workers)
+    layout = layout_of(data, batch, dry_run.model.image_size, dry_run.model.context_length, workers)
     pictures = 3 * config.eval.batch if config.eval.has_sets else 0  # being decoded, waiting, and in a batch
     process = {
         "process": ASSUMED.process if cpu else ASSUMED.cuda_process,
@@ -116,7 +119,7 @@ def host_memory(config: PlanConfig, run: DryRun, batch: int, step: float = 0) ->
         "batch": layout.memory_bytes(),
         "shuffle windows": streams_of_rank * max(data.shuffle, 1) * ASSUMED.picture,
         "loader workers": ASSUMED.loader + workers * ASSUMED.worker if workers else 0,
-        "evaluation": pictures * 3 * run.model.image_size**2,
+        "evaluation": pictures * 3 * dry_run.model.image_size**2,
     }
     node = config.gpus * sum(process.values())
     return {"process_bytes": process, "processes": config.gpus, "node_bytes": node}

@@ -17,7 +17,7 @@ from clipscale.step.chunk_sizes import CPU_CHUNK, batch_norm_chunk, sizes_of_set
 from clipscale.step.keep_budget import MARGIN
 from clipscale.tools.plan import ASSUMED
 from clipscale.tools.plan.dry_run import DryRun, dry_run
-from clipscale.tools.plan.memory import PHASES, TOWERS, Pair, Step, StepMemory, host_memory, outside_torch
+from clipscale.tools.plan.memory import PHASES, TOWERS, PerTower, StepMemory, StepModel, host_memory, outside_torch
 from clipscale.tools.plan.settings import PlanConfig, target_gpu
 from clipscale.tools.plan.step_time import step_time
 from clipscale.tools.plan.text import render
@@ -26,9 +26,9 @@ from clipscale.tools.plan.text import render
 class Prediction:
     """The steps of a run on a machine."""
 
-    def __init__(self, config: PlanConfig, gpu: Hardware | None, run: DryRun) -> None:
+    def __init__(self, config: PlanConfig, gpu: Hardware | None, dry_run: DryRun) -> None:
         """`gpu`: None: a CPU."""
-        self.config, self.gpu, self.run = config, gpu, run
+        self.config, self.gpu, self.dry_run = config, gpu, dry_run
         self.ranks = config.gpus * config.nodes
         self.local = config.batch // self.ranks
         self.resident = config.offload == "none"
@@ -45,36 +45,36 @@ class Prediction:
             self.free = self.usable - self.workspace - self.outside
         self.chunks = self.chunk_sizes()
 
-    def chunk_sizes(self) -> Pair:
+    def chunk_sizes(self) -> PerTower:
         """As set, or assumed: `auto_chunk`, halved until the passes fit."""
         settings = sizes_of_settings(self.config.cache, self.local)
         given = []
-        for name, tower in zip(TOWERS, self.run.towers):
+        for name, tower in zip(TOWERS, self.dry_run.towers):
             whole = batch_norm_chunk(tower, name, settings[name], self.local)
             given.append(ASSUMED.largest_batch if whole else settings[name])
         size = ASSUMED.auto_chunk if self.gpu else CPU_CHUNK
         while True:
             chunks = given[0] or size, given[1] or size
-            memory = Step(self.run, self.local, chunks, self.resident).memory()
+            memory = StepModel(self.dry_run, self.local, chunks, self.resident).memory()
             if all(given) or size == 1 or max(memory.phase("encode"), memory.phase("replay")) <= self.free:
                 return chunks
             size //= 2
 
     def memory(self, batch: int) -> StepMemory:
         """Memory of a step of `batch` samples on a rank, with the graphs that `cache.keep` keeps."""
-        step = Step(self.run, batch, self.chunks, self.resident)
+        step = StepModel(self.dry_run, batch, self.chunks, self.resident)
         keep: float | None = parse_memory("cache.keep", self.config.cache.keep)
         if keep is None:  # a share of what is free before the step
             share, free = MARGIN["cuda"], self.free
             if self.gpu is None:
                 share, free = MARGIN["cpu"], (self.config.host_memory or free_memory()) / self.config.gpus
-            keep = step.budget(self.run.state + share * (free - self.run.state))
+            keep = step.budget(self.dry_run.state + share * (free - self.dry_run.state))
         return step.memory(step.kept(keep))
 
     def fits(self, batch: int) -> bool:
         """Whether `batch` samples on each rank fit, with these chunks."""
         step = self.memory(batch).highest
-        host = host_memory(self.config, self.run, batch, step)["node_bytes"]
+        host = host_memory(self.config, self.dry_run, batch, step)["node_bytes"]
         return step <= self.free and host <= (self.config.host_memory or math.inf)
 
     def largest_batch(self) -> int:
@@ -86,14 +86,14 @@ class Prediction:
 
     def result(self) -> Record:
         """The object of docs/plan.md, without a largest batch."""
-        config, run, memory = self.config, self.run, self.memory(self.local)
+        config, dry_run, memory = self.config, self.dry_run, self.memory(self.local)
         step, host = (
-            Step(run, self.local, self.chunks, self.resident),
-            host_memory(config, run, self.local, memory.highest),
+            StepModel(dry_run, self.local, self.chunks, self.resident),
+            host_memory(config, dry_run, self.local, memory.highest),
         )
-        counts = zip(run.trained, memory.kept, step.counts)
-        again = [1 - graphs / count if trained else 0.0 for trained, graphs, count in counts]
-        least, time = step_time(config, self.gpu, run, again)
+        counts = zip(dry_run.trained, memory.kept, step.counts)
+        replayed_share = [1 - graphs / count if trained else 0.0 for trained, graphs, count in counts]
+        min_seconds, time = step_time(config, self.gpu, dry_run, replayed_share)
         phases = {}
         for name in PHASES:
             before, peak = memory.before[name] + self.workspace, memory.phase(name) + self.workspace
@@ -105,14 +105,14 @@ class Prediction:
             "loss_bytes": phases["loss"]["extra_bytes"],
             "host_bytes": host["node_bytes"],
             "step_s": time["step_s"] if time else None,
-            "least_step_s": least,
+            "least_step_s": min_seconds,
             "model": config.model.name,
             **{name: getattr(config, name) for name in ("batch", "hardware", "gpus", "nodes", "offload")},
-            "exchange": run.config.loss.exchange,
+            "exchange": dry_run.config.loss.exchange,
             "local_batch": self.local,
             "chunk": dict(zip(TOWERS, step.sizes)),
             "kept": dict(zip(TOWERS, memory.kept)),
-            "second_pass": dict(zip(TOWERS, again)),
+            "second_pass": dict(zip(TOWERS, replayed_share)),
             "device": {"phases": phases, "total_bytes": peak + self.outside, "usable_bytes": self.usable},
             "host": host | {"memory_bytes": config.host_memory},
             "time": time,
@@ -140,8 +140,8 @@ def predicted(config: PlanConfig, *, search: bool = True) -> Record:
     # Refused before the dry run.
     sizes_of_settings(config.cache, config.batch // ranks)
     doing(f"planning: a dry run of {config.model.name} on {ranks} x {config.hardware}")
-    with dry_run(config, ranks, gpu.capability if gpu else None, config.nodes) as run:
-        prediction = Prediction(config, gpu, run)
+    with dry_run(config, ranks, gpu.capability if gpu else None, config.nodes) as dry:
+        prediction = Prediction(config, gpu, dry)
         result = prediction.result()
         if search and (gpu or config.host_memory):
             result["largest_batch"] = prediction.largest_batch()

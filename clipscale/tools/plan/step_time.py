@@ -21,33 +21,35 @@ SMALLEST = min(row["gflop"] for row in PLAIN_STEPS["images_per_s"]) * 1e8
 """Operations of a sample's forward pass, a tenth of the smallest known model's. Launches bound smaller models."""
 
 
-def step_time(config: PlanConfig, gpu: Hardware | None, run: DryRun, again: list[float]) -> tuple[float, Record | None]:
+def step_time(
+    config: PlanConfig, gpu: Hardware | None, dry_run: DryRun, replayed_share: list[float]
+) -> tuple[float, Record | None]:
     """The seconds that the arithmetic allows, and `time` of docs/plan.md.
 
-    `again`: the share of each tower's chunks that have a second pass. For a CPU, whose peak is in no table: operations
-    instead of seconds, and None. Also None for a model much smaller than all known ones.
+    `replayed_share`: by tower, the share of chunks with a second pass. For a CPU, whose peak is in no table:
+    operations instead of seconds, and None. Also None for a model much smaller than all known ones.
     """
-    image, text = run.flops
+    image, text = dry_run.flops
     forward = image.forward + text.forward
     plain, second = forward, 0.0
-    for trained, passes, share in zip(run.trained, run.flops, again):
+    for trained, passes, share in zip(dry_run.trained, dry_run.flops, replayed_share):
         if trained:
             plain += passes.backward + passes.forward * config.model.grad_checkpointing
             second += passes.forward * share
-    sweeps = OBJECTIVES[config.loss.objective].sweeps if any(run.trained) else 1
-    plain += (sweeps + sum(run.trained)) * 2 * config.batch * (run.model.width + sum(config.loss.sizes))
+    sweeps = OBJECTIVES[config.loss.objective].sweeps if any(dry_run.trained) else 1
+    plain += (sweeps + sum(dry_run.trained)) * 2 * config.batch * (dry_run.model.width + sum(config.loss.sizes))
     ranks = config.gpus * config.nodes
     operations = config.batch / ranks * (plain + second)
-    least = operations / (gpu.peak(config.precision) if gpu else 1)
+    min_seconds = operations / (gpu.peak(config.precision) if gpu else 1)
     if gpu is None or forward < SMALLEST:
-        return least, None
+        return min_seconds, None
     what, low, high = plain_share(config.model.name, gpu, forward)
     share = math.sqrt(low * high)
-    rate = config.batch * share / least
-    return least, {
+    rate = config.batch * share / min_seconds
+    return min_seconds, {
         "what": what,
         "share": share,
-        "step_s": least / share,
+        "step_s": min_seconds / share,
         "samples_per_s": rate,
         "range": [rate * low / share, rate * high / share],
         "plain_samples_per_s": rate * (plain + second) / plain,

@@ -7,7 +7,7 @@ import pytest
 from clipscale.common.units import parse_memory
 from clipscale.config.train import TrainConfig
 from clipscale.tools.plan.dry_run import dry_run
-from clipscale.tools.plan.memory import PHASES, Step, StepMemory
+from clipscale.tools.plan.memory import PHASES, StepMemory, StepModel
 from tests.support.ranks import run_ranks
 from tests.tools.plan.measure import measured, measured_on_a_rank, settings
 
@@ -21,7 +21,7 @@ def predicted(config: TrainConfig, ranks: int = 1, capability: int | None = None
     """A step with the kept graphs that `cache.keep` bytes hold."""
     chunk = int(config.cache.chunk[0])
     with dry_run(config, ranks, capability) as run:
-        step = Step(run, config.batch // ranks, (chunk, chunk), config.offload == "none")
+        step = StepModel(run, config.batch // ranks, (chunk, chunk), config.offload == "none")
         return step.memory(step.kept(parse_memory("cache.keep", config.cache.keep) or 0))
 
 
@@ -72,7 +72,7 @@ def test_kept_graphs(share: float, kept: int) -> None:
     """Of a share of all graphs' bytes. Growth is too large where a kept chunk finds no gradients yet."""
     config = settings(batch=96)
     with dry_run(config, 1, None) as run:
-        graphs = sum(each.graph for each in Step(run, 96, (16, 16)).passes)
+        graphs = sum(each.graph for each in StepModel(run, 96, (16, 16)).passes)
     config = replace(config, cache=replace(config.cache, keep=str(int(share * 6 * graphs))))
     step = predicted(config)
     assert_agree(step, measured(config), growth=False)
