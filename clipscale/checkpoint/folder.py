@@ -26,46 +26,46 @@ RECORDS = (
 """Files and folders of a run beside its checkpoints. The first three hold its measurements."""
 
 
-def make_folder(run: Path) -> None:
+def make_folder(run_dir: Path) -> None:
     """Make the run's folder. Raises UserError where it cannot be written, or is somebody else's."""
     try:
-        check_own(run)
-        (run / "checkpoints").mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=run):
+        check_own(run_dir)
+        (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=run_dir):
             pass
     except OSError as error:
-        raise UserError(f"run={run} cannot be written ({error.strerror}); choose another run=PATH") from error
+        raise UserError(f"run={run_dir} cannot be written ({error.strerror}); choose another run=PATH") from error
 
 
-def check_room(run: Path, size: int) -> None:
+def check_room(run_dir: Path, size: int) -> None:
     """Raise UserError where the disk has no room for two checkpoints of `size` bytes: the newest stays while the next
     is written. For a run that has a checkpoint already, room for one is enough."""
-    there = next(path for path in (run, *run.absolute().parents) if path.exists())
+    there = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
-    if free < (size if checkpoints_of(run) else 2 * size):
+    if free < (size if checkpoints_of(run_dir) else 2 * size):
         raise UserError(
-            f"run={run}: its disk has {format_bytes(free)} free; a checkpoint takes {format_bytes(size)}, and the "
+            f"run={run_dir}: its disk has {format_bytes(free)} free; a checkpoint takes {format_bytes(size)}, and the "
             "first one needs room for two; make room, or choose another run=PATH"
         )
 
 
-def remove_temporary(run: Path) -> None:
+def remove_temporary(run_dir: Path) -> None:
     """Remove what a killed run has left unfinished. The caller holds the run's lock."""
-    for folder in (run, run / "checkpoints", run / "eval"):
+    for folder in (run_dir, run_dir / "checkpoints", run_dir / "eval"):
         for path in folder.glob(f"*{TEMPORARY}"):
             if LEFT.fullmatch(path.name):
                 discard(path)
 
 
-def set_records_aside(run: Path) -> None:
+def set_records_aside(run_dir: Path) -> None:
     """Move the records of an earlier run, whose checkpoints are gone, into a folder of their own, and say so."""
-    records = [run / name for name in RECORDS if (run / name).exists()]
+    records = [run_dir / name for name in RECORDS if (run_dir / name).exists()]
     if any(path.name in RECORDS[:3] and path.stat().st_size for path in records):
-        aside = unused(run / "earlier")
+        aside = unused(run_dir / "earlier")
         aside.mkdir()
         for path in records:
             path.rename(aside / path.name)
-        log.warning("run=%s begins anew, without a checkpoint; its earlier records are now in %s", run, aside)
+        log.warning("run=%s begins anew, without a checkpoint; its earlier records are now in %s", run_dir, aside)
 
 
 def outdated(checkpoints: list[Path], config: CheckpointConfig) -> list[Path]:
@@ -89,9 +89,9 @@ def discard(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def set_aside(run: Path, step: int) -> None:
+def set_aside(run_dir: Path, step: int) -> None:
     """Rename the checkpoints after `step`, from which a run continues, so that none of them is taken for the newest."""
-    for path in checkpoints_of(run):
+    for path in checkpoints_of(run_dir):
         if step_of(path) > step:
             aside = renamed(path, ".aside")
             log.warning("%s is beyond step %d, from which the run goes on; it is now %s", path.name, step, aside.name)

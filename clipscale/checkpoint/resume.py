@@ -16,7 +16,7 @@ from clipscale.distributed.world import World
 log = logging.getLogger(__name__)
 
 
-def to_resume(run: Path, resume: str, world: World) -> Path | None:
+def to_resume(run_dir: Path, resume: str, world: World) -> Path | None:
     """The checkpoint from which a run continues, verified; None: it starts anew.
 
     `resume`: `auto` (the run's newest whole one, if there is any), `none`, or the path of a checkpoint or of a run
@@ -27,9 +27,11 @@ def to_resume(run: Path, resume: str, world: World) -> Path | None:
 
     Raises UserError for a path without a checkpoint, and if every checkpoint is damaged.
     """
-    candidates = world.on_all(lambda: candidates_of(run, resume))
+    candidates = world.on_all(lambda: candidates_of(run_dir, resume))
     if any(others != candidates for others in world.all_gather_object(candidates)):
-        raise UserError(f"run={run}: the processes see different checkpoints; put the folder on storage that all share")
+        raise UserError(
+            f"run={run_dir}: the processes see different checkpoints; put the folder on storage that all share"
+        )
     damaged: dict[Path, str] = {}
     for candidate in candidates:
         try:
@@ -44,12 +46,12 @@ def to_resume(run: Path, resume: str, world: World) -> Path | None:
     return None
 
 
-def candidates_of(run: Path, resume: str) -> list[Path]:
+def candidates_of(run_dir: Path, resume: str) -> list[Path]:
     """The checkpoints that the run may resume, newest first. Raises UserError."""
     if resume == "none":
         return []
     if resume == "auto":
-        return checkpoints_of(run)[::-1]
+        return checkpoints_of(run_dir)[::-1]
     path = Path(resume).expanduser()
     if not path.exists():
         raise UserError(f"resume={resume}: there is no such checkpoint or run folder")
@@ -68,15 +70,17 @@ def set_damaged_aside(damaged: dict[Path, str], used: Path, *, rename: bool) -> 
         log.warning("%s%s; the run goes on from %s", reason, renamed, used.name)
 
 
-def check_fits(saved: Saved | None, run: Path, config: TrainConfig, samples_before: Callable[[int], int]) -> None:
+def check_fits(saved: Saved | None, run_dir: Path, config: TrainConfig, samples_before: Callable[[int], int]) -> None:
     """Raise UserError where a run with these settings cannot go on from a checkpoint.
 
     `saved`: the checkpoint's values; None: the run begins. `samples_before(step)`: the number
     of samples that these settings train on before a step.
     """
     if saved is None:
-        if checkpoints_of(run):
-            raise UserError(f"run={run} already holds checkpoints; go on with resume=auto, or choose another run=NAME")
+        if checkpoints_of(run_dir):
+            raise UserError(
+                f"run={run_dir} already holds checkpoints; go on with resume=auto, or choose another run=NAME"
+            )
         return
     model = saved.model_config
     for setting, trained, now in (

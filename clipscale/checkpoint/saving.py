@@ -40,15 +40,15 @@ class Saver:
     a checkpoint appears whole or not at all, and a failed write changes no earlier one.
     """
 
-    def __init__(self, run: Path, world: World, config: CheckpointConfig, copies: Copies | None = None) -> None:
+    def __init__(self, run_dir: Path, world: World, config: CheckpointConfig, copies: Copies | None = None) -> None:
         """`copies`: those of the run's earlier stages."""
-        self.run, self.world, self.config = run, world, config
+        self.run_dir, self.world, self.config = run_dir, world, config
         self.last_step: int | None = None
         """The step of the newest checkpoint begun."""
         self._pending: tuple[int, Future[Metadata]] | None = None
         """The step of the checkpoint that is being written, and its result."""
         self._stager = self._new_stager()
-        self.copies = copies or Copies(run, config)
+        self.copies = copies or Copies(run_dir, config)
         if world.main:
             self.copies.start()
 
@@ -108,7 +108,7 @@ class Saver:
             if not reasons:
                 raise
             raise UnwritableError(
-                f"checkpoint {path_of(self.run, step)} could not be written ({reasons[0]}); earlier ones stay"
+                f"checkpoint {path_of(self.run_dir, step)} could not be written ({reasons[0]}); earlier ones stay"
             ) from error
 
     def close(self) -> None:
@@ -128,18 +128,18 @@ class Saver:
                 tell(f"warning: {error}; training goes on without it")
 
     def _temporary(self, step: int) -> Path:
-        path = path_of(self.run, step)
+        path = path_of(self.run_dir, step)
         return path.with_name(path.name + folder.TEMPORARY)
 
     def _complete(self, step: int) -> None:
         """On rank 0, in the background, when everything is on the disk."""
-        path = path_of(self.run, step)
+        path = path_of(self.run_dir, step)
         if path.exists():
             folder.remove(path)
         self._temporary(step).replace(path)
         sync(path.parent)
         self.copies.due.put(True)
-        earlier = [each for each in checkpoints_of(self.run) if each.name <= path.name]
+        earlier = [each for each in checkpoints_of(self.run_dir) if each.name <= path.name]
         for old in folder.outdated(earlier, self.config):
             if old not in self.copies.copying:
                 folder.remove(old)

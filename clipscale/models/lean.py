@@ -158,7 +158,7 @@ class LeanVision(Replacement, VisionTransformer):
     """Pixels (N, 3, S, S) -> features (N, D)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = run(self.transformer, self._embeds(x), False, 0 if self.pool_type == "tok" else None)
+        x = run_blocks(self.transformer, self._embeds(x), False, 0 if self.pool_type == "tok" else None)
         pooled = self._pool(x)[0] if x.ndim == 3 else self.ln_post(x)
         return pooled if self.proj is None else pooled @ self.proj
 
@@ -168,7 +168,9 @@ class LeanText(Replacement, TextTransformer):
 
     def forward(self, text: Tensor) -> Tensor:
         backend = partial(sdpa_kernel, SHORT, set_priority=True)
-        x = run(self.transformer, self._embeds(text)[0], self.attn_mask is not None, self.position(text), backend)
+        x = run_blocks(
+            self.transformer, self._embeds(text)[0], self.attn_mask is not None, self.position(text), backend
+        )
         x = self.ln_final(x)
         pooled = text_global_pool(x, text, self.pool_type) if x.ndim == 3 else x
         if isinstance(self.text_projection, nn.Linear):
@@ -184,7 +186,7 @@ class LeanText(Replacement, TextTransformer):
         return {"first": 0, "last": -1}.get(self.pool_type)
 
 
-def run(
+def run_blocks(
     transformer: Transformer,
     x: Tensor,
     causal: bool,

@@ -124,61 +124,61 @@ def checkpoint_of(config: TrainConfig, world: World) -> Path | None:
     return newest or checkpoint.to_resume(folder, config.resume, world)
 
 
-def build(run: Resolved, world: World) -> tuple[TrainState, TrainStream]:
+def build(resolved: Resolved, world: World) -> tuple[TrainState, TrainStream]:
     """Open the data, build model and optimizer, and restore this rank's random state. Raises UserError.
 
     Data workers start first: they read while the model is built.
     """
-    config = run.config
+    config = resolved.config
     side, tokenizer = inputs_of(config.model)
     with ExitStack() as undo:
         doing("opening the shards")
-        stream = undo.enter_context(data_stream(run, side, tokenizer, world))
-        if not run.checkpoint:
-            world.on_main(lambda: checkpoint.check_room(run.folder, least_saved_bytes(config)))
+        stream = undo.enter_context(data_stream(resolved, side, tokenizer, world))
+        if not resolved.checkpoint:
+            world.on_main(lambda: checkpoint.check_room(resolved.folder, least_saved_bytes(config)))
         doing("building the model")
-        state = initial_state(run, world, tokenizer)
-        tell_notices(run, stream, world)
-        check_streams(run, stream, world)
-        restore_random(run, world)
+        state = initial_state(resolved, world, tokenizer)
+        tell_notices(resolved, stream, world)
+        check_streams(resolved, stream, world)
+        restore_random(resolved, world)
         undo.pop_all()
     return state, stream
 
 
-def initial_state(run: Resolved, world: World, tokenizer: Tokenizer) -> TrainState:
+def initial_state(resolved: Resolved, world: World, tokenizer: Tokenizer) -> TrainState:
     """The state with the initial weights, or with the checkpoint's. Raises UserError."""
-    config = run.config
+    config = resolved.config
     torch.manual_seed(config.seed)
     model = build_model(config.model, tokenizer=tokenizer).to(world.device)
     sort_captions = family_of(model.text.encoder).ignores_padding(model.text.encoder)
     subset = subset_of(config.data)
     autocast = Precision(config.precision, world.device).autocast
     loss = BatchLoss(config, model, autocast, repeats=subset is not None and subset.table.most > 1)
-    earlier = ChunkSizes(**run.saved.chunks) if run.saved and not run.is_stage_start else None
+    earlier = ChunkSizes(**resolved.saved.chunks) if resolved.saved and not resolved.is_stage_start else None
     state = build_state(config, world, model, loss, sort_captions=sort_captions, earlier=earlier)
-    if run.checkpoint:
-        saved = checkpoint.load(run.checkpoint, verified=True, like=dict(model.named_parameters()))
-        state.load(saved, run.stage.optimizer if run.is_stage_start else "")
+    if resolved.checkpoint:
+        saved = checkpoint.load(resolved.checkpoint, verified=True, like=dict(model.named_parameters()))
+        state.load(saved, resolved.stage.optimizer if resolved.is_stage_start else "")
     return state
 
 
-def tell_notices(run: Resolved, stream: TrainStream, world: World) -> None:
+def tell_notices(resolved: Resolved, stream: TrainStream, world: World) -> None:
     """Print, on rank 0, what the user should know of model and data."""
     if not world.main:
         return
-    pixels = run.config.model.pixels
-    if pixels != run.stage.config.model.pixels:
+    pixels = resolved.config.model.pixels
+    if pixels != resolved.stage.config.model.pixels:
         tell(f"pixels are normalised as for the weights: mean {[*pixels.mean]}, deviation {[*pixels.std]}")
-    if warning := crowded(run.config, stream.samples_per_epoch):
+    if warning := crowded(resolved.config, stream.samples_per_epoch):
         tell(f"warning: {warning}", error=True)
 
 
-def check_streams(run: Resolved, stream: TrainStream, world: World) -> None:
+def check_streams(resolved: Resolved, stream: TrainStream, world: World) -> None:
     """Raise UserError if ranks read different shards, or if the shard streams do not divide a stage's batch."""
     streams = merge_positions(world.all_gather_object(stream.position()))["streams"]
-    divisor = largest_divisor(run, streams)
+    divisor = largest_divisor(resolved, streams)
     if divisor < streams:
-        batches = sorted({stage.config.batch for stage in run.stages})
+        batches = sorted({stage.config.batch for stage in resolved.stages})
         raise UserError(
             f"stages: batches of {batches} are not all multiples of the {streams} shard streams of the data; choose "
             f"others, or set data.shard_streams={divisor}"
@@ -211,31 +211,33 @@ def check_machine(config: TrainConfig, world: World) -> None:
         raise UserError("loss.backend=triton needs a GPU, and the device is the CPU; take loss.backend=tiled, or auto")
 
 
-def restore_random(run: Resolved, world: World) -> None:
+def restore_random(resolved: Resolved, world: World) -> None:
     """Restore this rank's random state from the checkpoint.
 
     A new run, and one on another number of ranks, gets a new seed from the rank and the step.
     """
-    torch.manual_seed(run.config.seed + 1 + world.rank + run.step * world.size)
-    if run.saved and len(run.saved.random) == world.size:
-        state = run.saved.random[world.rank]  # of a run on a CPU, its `cuda` is None
+    torch.manual_seed(resolved.config.seed + 1 + world.rank + resolved.step * world.size)
+    if resolved.saved and len(resolved.saved.random) == world.size:
+        state = resolved.saved.random[world.rank]  # of a run on a CPU, its `cuda` is None
         RandomState(state["cpu"], state["cuda"] if world.device.type == "cuda" else None).restore()
 
 
-def largest_divisor(run: Resolved, streams: int) -> int:
+def largest_divisor(resolved: Resolved, streams: int) -> int:
     """The largest divisor of `streams` that divides the batches of all stages; `streams` if all batches are equal."""
-    batches = {stage.config.batch for stage in run.stages}
+    batches = {stage.config.batch for stage in resolved.stages}
     return math.gcd(streams, *batches) if len(batches) > 1 else streams
 
 
-def data_stream(run: Resolved, side: int, tokenizer: Tokenizer, world: World) -> TrainStream:
+def data_stream(resolved: Resolved, side: int, tokenizer: Tokenizer, world: World) -> TrainStream:
     """The training data, from its start or from the checkpoint's position. Raises UserError."""
-    config = run.config
+    config = resolved.config
     free = free_memory()
     world.all_gather_object(None)  # no rank allocates before all have read the free memory
-    position = run.saved.position if run.saved else None
+    position = resolved.saved.position if resolved.saved else None
     share = BatchShare(config.batch, world.rank, world.size)
-    shards = ordered_shards(config.data, share, config.seed, position, world.on_main, partial(largest_divisor, run))
+    shards = ordered_shards(
+        config.data, share, config.seed, position, world.on_main, partial(largest_divisor, resolved)
+    )
     return open_stream(
         config.data,
         share,
