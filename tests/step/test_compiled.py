@@ -1,6 +1,5 @@
 """Whether and how towers are compiled: by the length of the run, block by block, and never at the cost of the run."""
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -10,16 +9,10 @@ import torch
 from clipscale.step.compiled import compile_towers, try_compiled, worth_compiling
 from clipscale.step.precision import Precision
 from tests.support.checkpoints import ALONE
+from tests.support.ranks import run_ranks
 from tests.support.towers import small_model
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def default_compiler() -> Iterator[None]:
-    yield
-    torch.compiler.set_stance("default")
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(
@@ -37,7 +30,13 @@ def test_auto_compiles_a_long_run_on_a_gpu(setting: str, seconds: float, peak: f
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_compiler_that_fails_leaves_the_towers_as_they_were(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_fails_leaves_the_towers_as_they_were(fails: bool) -> None:
+    """In a process of its own: once torch has been forced to run eagerly, it holds a function's arguments until its
+    end, in all tests that follow, and those that measure memory fail."""
+    run_ranks(compiled, 1, fails)
+
+
+def compiled(rank: int, world: int, fails: bool) -> None:
     """Features and gradients are those of eager towers either way, and random numbers go on from where they were."""
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -45,7 +44,7 @@ def test_a_compiler_that_fails_leaves_the_towers_as_they_were(fails: bool, monke
             raise RuntimeError("no compiler here")
         return graph
 
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    torch.compile = partial(torch.compile, backend=backend)
     model = small_model()
     pixels = torch.randint(0, 256, (3, 3, model.image_size, model.image_size), dtype=torch.uint8)
     required = model.image(pixels).detach()
