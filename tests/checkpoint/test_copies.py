@@ -4,6 +4,7 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -21,6 +22,10 @@ from tests.support.checkpoints import ALONE
 from tests.support.ranks import run_ranks
 from tests.support.refused import refused
 from tests.support.runs import curve, on_a_rank, small
+
+FINDS_NO_BUCKET = pytest.mark.skipif(
+    version("s3fs") < "2026.4", reason="earlier versions list a bucket that does not exist as an empty one"
+)
 
 
 def copied(shards: str, run: Path, address: object, launch: LaunchConfig) -> TrainConfig:
@@ -104,7 +109,7 @@ def test_of_a_half_and_of_a_damaged_copy_the_one_before_is_taken(tmp_path: Path,
         ("run", "{}", "auto", "it holds store, and not run=run"),
         ("run", "{}/store", "none", "resume=auto"),
         ("run", "s4://bucket", None, "s4://bucket: Protocol not known"),
-        ("run", "s3://no-bucket/runs", None, "bucket does not exist"),
+        pytest.param("run", "s3://no-bucket/runs", None, "bucket does not exist", marks=FINDS_NO_BUCKET),
     ],
 )
 def test_what_is_not_the_copy_of_this_run_is_refused(

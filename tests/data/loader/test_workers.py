@@ -144,6 +144,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.timeout(300)  # five processes that load torch, at low priority on a busy machine
 @pytest.mark.parametrize("end", [pytest.param("closed", marks=pytest.mark.slow), "killed"])
 def test_workers_outlive_signals_to_all_processes_and_not_their_run(tmp_path: Path, end: str) -> None:
     """A scheduler signals all processes, and the run must finish its step first, with samples.
