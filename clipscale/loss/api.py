@@ -15,7 +15,7 @@ from clipscale.loss.exchange import Communicator, Exchange, Gather, Ring
 from clipscale.loss.inputs import Inputs, LossOptions, checked_inputs
 from clipscale.loss.machine import Machine
 from clipscale.loss.objective import BACKENDS, EXCHANGES, OBJECTIVES, Objective, exchange_of
-from clipscale.loss.similarity import Deep, Dot, Similarity
+from clipscale.loss.similarity import Dot, ModuleSimilarity, Similarity
 from clipscale.loss.torch_backend import TorchBackend
 from clipscale.loss.triton.tuning import WIDTH_STEP
 
@@ -113,7 +113,7 @@ def contrastive_loss(
         # OpenCLIP's: this rank's images against all texts, and its texts against all images.
         one_sided = replace(chosen, weights=(1.0, None))
         terms = [(one_sided, inputs), (one_sided, replace(inputs, rows=inputs.cols, cols=inputs.rows))]
-    similarity = Dot() if module is None else Deep(module, image_features.device)
+    similarity = Dot() if module is None else ModuleSimilarity(module, image_features.device)
     transfers = _exchange(exchange, comm, inputs, machine)
     values = []
     for term, sides in terms:
@@ -135,7 +135,7 @@ def _module(similarity: nn.Module | str | None) -> nn.Module | None:
 
 def _backend(name: str, objective: Objective, inputs: Inputs, similarity: Similarity, machine: Machine) -> Backend:
     if name == "triton":
-        return objective.kernels()(machine, machine.tiles(inputs.scale.device, inputs.dtype))
+        return objective.kernels()(machine, machine.tile_shape(inputs.scale.device, inputs.dtype))
     return TorchBackend(objective.tile(), similarity, machine, dense=name == "dense")
 
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from clipscale.common import ranks as launched
 from clipscale.loss.exchange import Communicator
 from clipscale.loss.similarity import product
-from clipscale.loss.triton.tuning import INTERPRETER, Tiles, tiles_for
+from clipscale.loss.triton.tuning import INTERPRETER, TileShape, tiles_for
 
 T = TypeVar("T")
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 class Machine:
     """The machine of this process."""
 
-    partial_bytes = 128 << 20
+    max_partial_bytes = 128 << 20
     """Most bytes of partial sums: those of a 32k x 32k panel of 128 x 128 tiles."""
 
     def __init__(self, ranks_of_node: int | None = None) -> None:
@@ -42,11 +42,11 @@ class Machine:
     def is_gpu(self, device: torch.device) -> bool:
         return device.type == "cuda"
 
-    def computed(self, tiles: Iterator[T]) -> Iterator[T]:
+    def tiles_to_run(self, tiles: Iterator[T]) -> Iterator[T]:
         """The tiles or panels of a block to compute: all; in a dry run the first, for its buffers."""
         return tiles
 
-    def tiles(self, device: torch.device, dtype: torch.dtype) -> Tiles:
+    def tile_shape(self, device: torch.device, dtype: torch.dtype) -> TileShape:
         """The tile shape of the Triton kernels."""
         return tiles_for(_capability(device), dtype) if device.type == "cuda" else INTERPRETER
 

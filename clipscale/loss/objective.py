@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from clipscale.loss.tile import ObjectiveTile
+    from clipscale.loss.tile import TorchObjective
     from clipscale.loss.triton.backend import TritonBackend
 
 
@@ -38,7 +38,7 @@ class Objective:
         bool. The first `paired` texts belong to an image."""
         raise NotImplementedError
 
-    def tile(self) -> "ObjectiveTile":
+    def tile(self) -> "TorchObjective":
         """Its two functions of a tile of scores, in torch."""
         raise NotImplementedError
 
@@ -66,7 +66,7 @@ class Softmax(Objective):
                 value = value + weight * (x.logsumexp(1) - target).mean()
         return value
 
-    def tile(self) -> "ObjectiveTile":
+    def tile(self) -> "TorchObjective":
         from clipscale.loss.softmax.tile import SoftmaxTile
 
         return SoftmaxTile()
@@ -92,7 +92,7 @@ class Sigmoid(Objective):
         """`scores`: with the bias. A pair that is left out adds softplus(-inf) = 0."""
         return scores.where(~positive, -scores).logaddexp(scores.new_zeros(())).sum() / len(scores)
 
-    def tile(self) -> "ObjectiveTile":
+    def tile(self) -> "TorchObjective":
         from clipscale.loss.sigmoid.tile import SigmoidTile
 
         return SigmoidTile()

@@ -50,7 +50,7 @@ class Dot:
         return self.scores(tile, out), vjp
 
 
-class Deep:
+class ModuleSimilarity:
     """Phi(u, v): a module that maps features (n, ...) and (m, ...) to similarities (n, m), each of one pair.
 
     The backward pass recomputes each tile with a graph and passes the scores' gradient through it. So Phi's parameters
@@ -112,7 +112,7 @@ class Deep:
         return scores.to(dtype)
 
 
-Similarity = Dot | Deep
+Similarity = Dot | ModuleSimilarity
 
 
 def product(a: Tensor, b: Tensor, out: Tensor, alpha: float, beta: float = 0.0) -> Tensor:
@@ -133,7 +133,7 @@ def row_products(x: Tensor, y: Tensor, computed: Callable[[Any], Any] = iter) ->
     """<x_i, y_i> (n,) in float64, for x and y (n, ...). Computed slab by slab: the elementwise product would be as
     large as the inputs.
 
-    `computed`: chooses the slabs that are computed (Machine.computed).
+    `computed`: chooses the slabs to compute (Machine.tiles_to_run).
     """
     products = torch.empty(len(x), dtype=torch.float64, device=x.device)
     step = max(1, (2**24 if x.is_cuda else 2**20) // x[0].numel())

@@ -11,7 +11,7 @@ from torch import Tensor
 from clipscale.loss.block import Block
 
 
-class ObjectiveTile:
+class TorchObjective:
     """`bound` limits |x| of the scores that are not left out; `spare` is scratch of the scores' shape."""
 
     def forward(self, scores: Tensor, tile: Block, bound: float, spare: Tensor) -> None:

@@ -11,13 +11,13 @@ from torch import Tensor
 from clipscale.loss.block import Block
 from clipscale.loss.machine import Machine
 from clipscale.loss.similarity import Similarity
-from clipscale.loss.tile import ObjectiveTile
+from clipscale.loss.tile import TorchObjective
 
 
 class TorchBackend:
     """The two functions of a backend, written over an objective's tile and a similarity. `dense`: one tile a block."""
 
-    def __init__(self, objective: ObjectiveTile, similarity: Similarity, machine: Machine, dense: bool) -> None:
+    def __init__(self, objective: TorchObjective, similarity: Similarity, machine: Machine, dense: bool) -> None:
         self.objective, self.similarity, self.machine, self.dense = objective, similarity, machine, dense
 
     def forward(self, block: Block) -> None:
@@ -43,7 +43,7 @@ class TorchBackend:
         if not self.dense:
             height, width = self.similarity.tile_shape(self.machine.is_gpu(block.rows.features.device))
         buffers = block.parameters.scale.new_empty(2, min(n, height) * min(m, width))
-        for tile in self.machine.computed(block.tiles(height, width)):
+        for tile in self.machine.tiles_to_run(block.tiles(height, width)):
             shape = len(tile.rows), len(tile.cols)
             out, spare = buffers[:, : shape[0] * shape[1]].unflatten(1, shape)
             yield tile, out, spare

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from clipscale.loss.machine import Machine
 from clipscale.loss.reference import dense_contrastive_loss
-from clipscale.loss.similarity import Deep, Dot
-from clipscale.loss.triton.tuning import Tiles
+from clipscale.loss.similarity import Dot, ModuleSimilarity
+from clipscale.loss.triton.tuning import TileShape
 
 LossFunction = Callable[..., Tensor]
 
@@ -23,11 +23,11 @@ LossFunction = Callable[..., Tensor]
 class Tiled(Machine):
     """This machine with these tiles, with or without TMA."""
 
-    def __init__(self, tiles: Tiles, tma: bool | None = None) -> None:
+    def __init__(self, tiles: TileShape, tma: bool | None = None) -> None:
         super().__init__()
         self.shape, self.tma = tiles, tma
 
-    def tiles(self, device: torch.device, dtype: torch.dtype) -> Tiles:
+    def tile_shape(self, device: torch.device, dtype: torch.dtype) -> TileShape:
         return self.shape
 
     def has_descriptors(self, x: Tensor) -> bool:
@@ -76,7 +76,7 @@ def keys(n: int, seed: int = 0) -> Tensor:
 def tiles_of(side: int | None) -> Iterator[None]:
     """Inside, the torch backend's tiles have this side; None: its own choice."""
     with ExitStack() as stack:
-        for similarity in (Dot, Deep) if side else ():
+        for similarity in (Dot, ModuleSimilarity) if side else ():
             stack.enter_context(mock.patch.object(similarity, "tile_shape", lambda *_: (side, side)))
         yield
 

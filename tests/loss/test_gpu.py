@@ -88,7 +88,7 @@ def test_more_than_two_to_the_thirty_one_numbers_in_one_side() -> None:
     rows, cols = (RowBlock(x, weight=torch.ones(len(x), device=DEVICE)) for x in (u, v))
     rows.lse, cols.lse = rows.empty_lse(), cols.empty_lse()
     block = Block(rows, cols, Parameters(scale, scale), None)
-    backend = TritonSoftmax(Machine(), Machine().tiles(u.device, u.dtype))
+    backend = TritonSoftmax(Machine(), Machine().tile_shape(u.device, u.dtype))
     backend.forward(block)
     cols.weight, rows.grad = None, rows.empty_grad()
     backend.backward(block)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from clipscale.loss.block import Block
-from clipscale.loss.tile import ObjectiveTile
+from clipscale.loss.tile import TorchObjective
 
 
-class SigmoidTile(ObjectiveTile):
+class SigmoidTile(TorchObjective):
     """There is no log-sum-exp: the rows' targets collect the value, negated."""
 
     def backward(self, scores: Tensor, tile: Block, bound: float, spare: Tensor) -> Tensor:

@@ -183,7 +183,7 @@ class TritonSoftmax(TritonBackend):
         factor, nat = log2_factor(scale)
         t = self.tiles
         # Four numbers of four bytes a tile row and a tile column.
-        for panel in self.panels(block, self.machine.partial_bytes // 8 * t.rows * t.cols // (t.rows + t.cols)):
+        for panel in self.panels(block, self.machine.max_partial_bytes // 8 * t.rows * t.cols // (t.rows + t.cols)):
             n, m = len(panel.rows), len(panel.cols)
             row_partials = torch.empty(2, triton.cdiv(m, t.cols), n, device=features.device)
             col_partials = torch.empty(2, triton.cdiv(n, t.rows), m, device=features.device)
@@ -196,7 +196,7 @@ class TritonSoftmax(TritonBackend):
             i, j = diagonal
             assert block.rows.target is not None
             weight = positive_weights(block, i, j)
-            products = row_products(features[i], block.cols.features[j], self.machine.computed)
+            products = row_products(features[i], block.cols.features[j], self.machine.tiles_to_run)
             block.rows.target[i] += weight * (scale * products)
 
     def backward(self, block: Block) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from clipscale.loss.block import Block
-from clipscale.loss.tile import ObjectiveTile
+from clipscale.loss.tile import TorchObjective
 
 # e^(x - t) takes one reference t for a whole tile while no exponent that matters leaves +-MARGIN nats: sums of 1e7
 # terms of e^60 stay finite in float32, and e^-60 is still a normal number.
@@ -18,7 +18,7 @@ MARGIN = 60.0
 SMALLEST_SUM = 1e-25  # somewhat above e^-60: a smaller sum may have lost terms to underflow
 
 
-class SoftmaxTile(ObjectiveTile):
+class SoftmaxTile(TorchObjective):
     """A side without weights takes no part."""
 
     def forward(self, scores: Tensor, tile: Block, bound: float, spare: Tensor) -> None:

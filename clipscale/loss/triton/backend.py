@@ -20,14 +20,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from clipscale.loss.block import Block
 from clipscale.loss.machine import Machine
 from clipscale.loss.triton.tiles import GRAD_SCALE
-from clipscale.loss.triton.tuning import Tiles
+from clipscale.loss.triton.tuning import TileShape
 
 
 class TritonBackend:
     """A backend (see TorchBackend) on CUDA or in Triton's interpreter, for bfloat16, float16 and float32 features whose
     width is a multiple of WIDTH_STEP, without keys. Each objective with kernels has a subclass."""
 
-    def __init__(self, machine: Machine, tiles: Tiles) -> None:
+    def __init__(self, machine: Machine, tiles: TileShape) -> None:
         self.machine = machine
         self.tiles = tiles
 
@@ -74,7 +74,7 @@ class TritonBackend:
         n, m = len(block.rows), len(block.cols)
         height = _even(n, min(n, max(math.isqrt(area), area // m, 1)), t.rows)
         width = _even(m, min(m, max(area // height, 1)), t.cols)
-        return self.machine.computed(block.tiles(height, width))
+        return self.machine.tiles_to_run(block.tiles(height, width))
 
     def gradient_panels(self, block: Block) -> Iterator[tuple[Block, Tensor]]:
         """Panels with memory for score gradients. What the caller stores there is multiplied into the feature

@@ -13,7 +13,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Tiles:
+class TileShape:
     """The tiles of a panel, each a program of a kernel, and how it is compiled."""
 
     rows: int  # BM
@@ -27,17 +27,17 @@ class Tiles:
 
 WIDTH_STEP = 64
 """Features are padded to a multiple of this many numbers, which every `depth` divides."""
-AMPERE = Tiles(128, 128, 32, warps=8, stages=3)
-HOPPER = Tiles(128, 128, 64, warps=8, stages=3, registers=128)
-BLACKWELL = Tiles(128, 128, 64, warps=8, stages=3)
-FLOAT32 = Tiles(64, 64, 32, warps=4, stages=3)
-INTERPRETER = Tiles(16, 32, 32, warps=1, stages=1)
+AMPERE = TileShape(128, 128, 32, warps=8, stages=3)
+HOPPER = TileShape(128, 128, 64, warps=8, stages=3, registers=128)
+BLACKWELL = TileShape(128, 128, 64, warps=8, stages=3)
+FLOAT32 = TileShape(64, 64, 32, warps=4, stages=3)
+INTERPRETER = TileShape(16, 32, 32, warps=1, stages=1)
 """Small, so that small shapes have many tiles."""
 
 SHAPES = {8: AMPERE, 9: HOPPER, 10: BLACKWELL, 12: AMPERE}
 """By the first digits of the compute capability."""
 
 
-def tiles_for(capability: int, dtype: torch.dtype) -> Tiles:
+def tiles_for(capability: int, dtype: torch.dtype) -> TileShape:
     """For a compute capability (90 for 9.0) and the features' type."""
     return FLOAT32 if dtype == torch.float32 else SHAPES.get(capability // 10, AMPERE)

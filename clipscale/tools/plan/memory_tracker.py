@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from clipscale.loss.exchange import Communicator, Wait
 from clipscale.loss.machine import Machine, T
-from clipscale.loss.triton.tuning import INTERPRETER, Tiles, tiles_for
+from clipscale.loss.triton.tuning import INTERPRETER, TileShape, tiles_for
 from clipscale.tools.plan import ASSUMED
 
 ROUND = 512
@@ -90,10 +90,10 @@ class DryMachine(Machine):
     def is_gpu(self, device: torch.device) -> bool:
         return self.capability is not None
 
-    def computed(self, tiles: Iterator[T]) -> Iterator[T]:
+    def tiles_to_run(self, tiles: Iterator[T]) -> Iterator[T]:
         return itertools.islice(tiles, 1)
 
-    def tiles(self, device: torch.device, dtype: torch.dtype) -> Tiles:
+    def tile_shape(self, device: torch.device, dtype: torch.dtype) -> TileShape:
         return tiles_for(self.capability, dtype) if self.capability else INTERPRETER
 
     def launch(self, *arguments: Any, **constants: Any) -> None:

@@ -31,7 +31,7 @@ from clipscale.loss.machine import Machine  # noqa: E402
 from clipscale.loss.objective import OBJECTIVES  # noqa: E402
 from clipscale.loss.softmax.kernel import TritonSoftmax  # noqa: E402
 from clipscale.loss.triton import tuning  # noqa: E402
-from clipscale.loss.triton.tuning import FLOAT32, Tiles  # noqa: E402
+from clipscale.loss.triton.tuning import FLOAT32, TileShape  # noqa: E402
 from tests.loss.cases import Tiled, assert_exact, assert_near_plain_torch, features, oracle, results  # noqa: E402
 from tests.loss.workers import Workers, check, stacked  # noqa: E402
 from tests.support.ranks import workers  # noqa: E402
@@ -105,7 +105,7 @@ SHAPES = {(t.rows, t.cols, t.depth, number >= 9) for number, t in ((8, FLOAT32),
 @pytest.mark.skipif(DEVICE == "cuda", reason="each GPU has one")
 @pytest.mark.parametrize("shape", sorted(SHAPES), ids=str)
 def test_every_shape_of_tiles_is_exact(shape: tuple[int, int, int, bool]) -> None:
-    machine = Tiled(Tiles(*shape[:3], warps=1, stages=1), tma=shape[3])
+    machine = Tiled(TileShape(*shape[:3], warps=1, stages=1), tma=shape[3])
     for n, m, width, kind, scale in ((1, 257, 40, "random", 14.3), (130, 300, 70, "low", 100.0)):
         u, v = features(n, m, width, kind)
         for objective in ("softmax", "sigmoid"):
@@ -120,9 +120,9 @@ def test_panels_stripes_and_descriptors_change_nothing_but_rounding(
     u, v = (x.float() for x in features(40, 75, 41))
     plain, again = (triton(u, v, 14.3, objective=objective) for _ in range(2))
     assert all(map(torch.equal, plain, again)), "the same inputs give the same bits"
-    tiles = Machine().tiles(torch.device(DEVICE), torch.float32)
+    tiles = Machine().tile_shape(torch.device(DEVICE), torch.float32)
     small = Tiled(replace(tiles, panel_bytes=2048))
-    small.partial_bytes = 2048
+    small.max_partial_bytes = 2048
     for machine in (small, Tiled(tiles, tma=DEVICE == "cpu")):
         actual = triton(u, v, 14.3, machine=machine, objective=objective)
         assert_exact(actual, [x.double() for x in plain], 14.3, 2e-6, type(machine))
@@ -151,7 +151,7 @@ def test_a_block_may_have_its_positives_anywhere_or_none() -> None:
         rows, cols = (RowBlock(x, weight=torch.ones(len(x), device=DEVICE)) for x in (u, v))
         rows.lse, cols.lse = (x.empty_lse().clamp_min(before) for x in (rows, cols))
         rows.target = torch.zeros(20, dtype=torch.float64, device=DEVICE)
-        tiles = Machine().tiles(u.device, u.dtype)
+        tiles = Machine().tile_shape(u.device, u.dtype)
         TritonSoftmax(Machine(), tiles).forward(Block(rows, cols, Parameters(scale, scale), positive))
         for actual, dim in ((rows.lse, 1), (cols.lse, 0)):
             true = torch.logaddexp(scores.logsumexp(dim), torch.tensor(before, dtype=torch.float64, device=DEVICE))

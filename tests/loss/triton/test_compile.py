@@ -13,7 +13,7 @@ from triton.compiler import ASTSource
 
 from clipscale.loss.sigmoid.kernel import sigmoid_kernel
 from clipscale.loss.softmax.kernel import lse_kernel, softmax_gradient_kernel
-from clipscale.loss.triton.tuning import Tiles, tiles_for
+from clipscale.loss.triton.tuning import TileShape, tiles_for
 
 KERNELS = [lse_kernel, softmax_gradient_kernel, sigmoid_kernel]
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -44,7 +44,7 @@ def test_a_kernel_compiles_and_spills_little(kernel: Any, capability: int, form:
     assert stack(kernel, capability, form, tiles, tmp_path) <= SPILLED[form]
 
 
-def stack(kernel: Any, capability: int, form: str, t: Tiles, folder: Path) -> int:
+def stack(kernel: Any, capability: int, form: str, t: TileShape, folder: Path) -> int:
     """Bytes of stack of a thread, where registers are spilled to."""
     tma = capability >= 90 and form != "fp32"
     shapes = {"u": (t.rows, t.depth), "v": (t.cols, t.depth), "panel": (t.rows, t.cols // 4)}

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from clipscale.loss.api import contrastive_loss
 from clipscale.loss.machine import Machine
-from clipscale.loss.triton.tuning import INTERPRETER, Tiles
+from clipscale.loss.triton.tuning import INTERPRETER, TileShape
 from clipscale.tools.plan.memory_tracker import DryMachine, MemoryTracker, cuda_autocast, without_memory
 from tests.loss.cases import Tiled
 
@@ -39,7 +39,7 @@ def peak_of_loss(memory: MemoryTracker, rows: int, cols: int, width: int, object
     scale, bias = (torch.tensor(value).requires_grad_() for value in (10.0, -10.0))
     memory.take_peak()
     before = memory.live
-    machine.partial_bytes = 2**13
+    machine.max_partial_bytes = 2**13
     options = {"objective": objective, "backend": "triton", "check": False, "machine": machine}
     loss = contrastive_loss(u, v, scale, logit_bias=bias, **options)
     loss.backward()
@@ -57,7 +57,7 @@ class WithoutKernels(Tiled):
 
 
 class DryInterpreter(DryMachine):
-    def tiles(self, device: torch.device, dtype: torch.dtype) -> Tiles:
+    def tile_shape(self, device: torch.device, dtype: torch.dtype) -> TileShape:
         return SMALL
 
 
