@@ -60,7 +60,7 @@ def train(config: TrainConfig) -> Record:
             results = run.go()
             copies = run.saver.copies
             if run.resolved.stage.last:
-                if world.main:
+                if world.is_rank0:
                     files.write_json(run.resolved.folder / RESULT, results)
                     copies.close(config.launch.timeout_s)
                 return results
@@ -92,7 +92,7 @@ def start_run(
             world.on_main(lambda: checkpoint.check_room(resolved.folder, least_saved_bytes(resolved.config)))
         flops = Flops(resolved.config.model, state.model, world.device)
         compile_if_worth(state, flops, schedule.end - resolved.step, world)
-        log = open_log(resolved, schedule, world) if world.main else None
+        log = open_log(resolved, schedule, world) if world.is_rank0 else None
         if log:
             tell(stream.memory)
         records = StepRecords(log, world.size, flops, stream)
@@ -115,7 +115,7 @@ def compile_if_worth(state: TrainState, flops: Flops, steps: int, world: World) 
     towers = compile_towers(state.model, lengths_vary=step.sort_captions)
     chunks = state.chunks.image, state.chunks.text
     problem = try_compiled(state.model, towers, chunks, step.precision, world)
-    if problem and world.main:
+    if problem and world.is_rank0:
         tell(f"warning: model.compile={config.model.compile}: the towers run without compiled code ({problem})")
 
 
@@ -214,7 +214,7 @@ class Run:
                 self.stream.close()
                 self.saver.close()
                 self.records.close()
-        if self.world.main:
+        if self.world.is_rank0:
             folder = self.resolved.folder
             print_results(with_start(results, at_start(folder)), f"{folder.name}, step {self.step}, {config.precision}")
             tell(f"done: {folder} (step {self.step}, loss {self.loss:.4f})")
@@ -227,14 +227,14 @@ class Run:
         lr = self.schedule.apply(step.optimizer, self.step)
         with undone_at_a_signal(self.state.model, self.stream, self.world):
             batch = self.stream.next_batch()  # its samples may still be arriving
-            if self.world.main and self.step == 0:
+            if self.world.is_rank0 and self.step == 0:
                 doing("waiting for the first samples")
                 batch.tokens(0, 16)  # waits for them here, so that step 1 does not seem slow
             if self.step == self.resolved.step:
                 doing(f"step {number}, the first of this start")
             self.stream.waited_s()  # resets the count: the record has the waiting of this step alone
             _, seconds = self.config.checkpoint.interval
-            overdue = self.world.main and 0 < seconds < time.monotonic() - self.saved_at
+            overdue = self.world.is_rank0 and 0 < seconds < time.monotonic() - self.saved_at
             done = step.run(batch, self.stream, number, save=overdue, before_chunk=self.before_chunk())
         self.step, self.loss = number, done.loss  # what fails from here on undoes nothing
         record = {

@@ -49,7 +49,7 @@ class Saver:
         """The step of the checkpoint that is being written, and its result."""
         self._stager = self._new_stager()
         self.copies = copies or Copies(run_dir, config)
-        if world.main:
+        if world.is_rank0:
             self.copies.start()
 
     def _new_stager(self) -> DefaultStager:
@@ -102,7 +102,7 @@ class Saver:
         try:
             result.result()
         except CheckpointException as error:
-            if self.world.main:
+            if self.world.is_rank0:
                 folder.discard(self._temporary(step))
             reasons = [cause.strerror or cause for cause, _ in error.failures.values() if isinstance(cause, OSError)]
             if not reasons:
@@ -116,7 +116,7 @@ class Saver:
         try:
             self._wait_or_warn()
         except (CheckpointException, RuntimeError) as error:  # such as a rank that is lost while it writes
-            if self.world.main:
+            if self.world.is_rank0:
                 tell(f"warning: the checkpoint that was being written is not complete ({first_line(error)})")
         self._stager.close()
 
@@ -124,7 +124,7 @@ class Saver:
         try:
             self.wait()
         except UnwritableError as error:
-            if self.world.main:
+            if self.world.is_rank0:
                 tell(f"warning: {error}; training goes on without it")
 
     def _temporary(self, step: int) -> Path:

@@ -59,7 +59,7 @@ class World:
     """How long a rank waits for the others in a collective."""
 
     @property
-    def main(self) -> bool:
+    def is_rank0(self) -> bool:
         return self.rank == 0
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -113,7 +113,7 @@ class World:
 
     def on_main(self, work: Callable[[], T]) -> T:
         """Call `work` on rank 0 alone; returns its result on every rank, or raises its UserError on every rank."""
-        box: list[Any] = [self.on_all(lambda: work() if self.main else None)]
+        box: list[Any] = [self.on_all(lambda: work() if self.is_rank0 else None)]
         if self.size > 1:
             dist.broadcast_object_list(box, src=0)
         return box[0]
@@ -159,7 +159,7 @@ class World:
         return wrapped
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """This rank's shard of a sharded tensor, or any other tensor itself. Writing to it writes to the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

@@ -104,7 +104,7 @@ def evaluate(
                 if part.metric:
                     metrics["main"] = sum(metrics[name] for name in part.metric) / len(part.metric)
                 results[part.label] = metrics
-                if file is not None and world.main:
+                if file is not None and world.is_rank0:
                     facts = measured(part) | {"batch": config.batch, "broken": dict(encoder.broken)}
                     try:
                         file.add(part.label, metrics, facts | {"seconds": round(time.perf_counter() - started, 3)})

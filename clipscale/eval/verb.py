@@ -41,7 +41,7 @@ def work(config: EvalRunConfig) -> Results:
     try:
         check(config.eval, world)  # before a model is loaded: a mistyped path is reported at once
         precision = Precision(config.precision, world.device)
-        with closing(Sinks(folder, config.log if world.main else SinkConfig(), {})) as sinks:
+        with closing(Sinks(folder, config.log if world.is_rank0 else SinkConfig(), {})) as sinks:
             doing("loading the model")
             model, settings, step = world.on_all(
                 partial(load_any, run, config.checkpoint, config.eval.weights, config.model, world.on_main)
@@ -60,7 +60,7 @@ def work(config: EvalRunConfig) -> Results:
                 file=ResultsFile(folder, step, facts),
                 progress=Progress(),
             )
-            if world.main:
+            if world.is_rank0:
                 title = folder.name if step is None else f"{folder.name}, step {step}"
                 print_results(results, f"{title}, {config.precision}")
                 if config.eval.suite != "none":

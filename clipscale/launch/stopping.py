@@ -94,7 +94,7 @@ class Stop:
             raise KeyboardInterrupt
         if not self.number:
             self._first = now
-            if self._world.main and number == signal.SIGINT:
+            if self._world.is_rank0 and number == signal.SIGINT:
                 with suppress(OSError):
                     os.write(2, b"\nsaving and ending; Ctrl-C again ends the run at once\n")
         self.number = signal.SIGTERM if number == signal.SIGUSR1 else number

@@ -164,7 +164,7 @@ def initial_state(resolved: Resolved, world: World, tokenizer: Tokenizer) -> Tra
 
 def tell_notices(resolved: Resolved, stream: TrainStream, world: World) -> None:
     """Print, on rank 0, what the user should know of model and data."""
-    if not world.main:
+    if not world.is_rank0:
         return
     pixels = resolved.config.model.pixels
     if pixels != resolved.stage.config.model.pixels:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from clipscale.common.record import Record
 from clipscale.distributed.fsdp import reshard
-from clipscale.distributed.world import local
+from clipscale.distributed.world import local_shard
 
 
 class WeightAverage:
@@ -29,8 +29,8 @@ class WeightAverage:
         """Average in the weights of this step."""
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        values = [local(self.values[name]) for name in self.weights]
-        torch._foreach_lerp_(values, [local(w.detach()) for w in self.weights.values()], 1 - decay)
+        values = [local_shard(self.values[name]) for name in self.weights]
+        torch._foreach_lerp_(values, [local_shard(w.detach()) for w in self.weights.values()], 1 - decay)
 
     def state_dict(self) -> Record:
         """What a checkpoint holds."""
@@ -40,7 +40,7 @@ class WeightAverage:
         """Continue a checkpoint's average; None: start again at the current weights."""
         self.updates = saved["updates"] if saved else 0
         for name, value in self.values.items():
-            local(value).copy_(local(saved["weights"][name] if saved else self.weights[name].detach()))
+            local_shard(value).copy_(local_shard(saved["weights"][name] if saved else self.weights[name].detach()))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -54,5 +54,5 @@ class WeightAverage:
 
     def _set(self, values: Mapping[str, Tensor]) -> None:
         for name, p in self.weights.items():
-            local(p.detach()).copy_(local(values[name]))
+            local_shard(p.detach()).copy_(local_shard(values[name]))
         reshard(self.model)  # gathered weights are outdated now

@@ -108,7 +108,7 @@ class TrainStep:
             texts = SortedCaptions(batch.tokens, batch.lengths, len(batch), device, resident=resident)
         with self.phase(phases, "encode", number):
             features, agreement = self.encode(images, texts, save, before_chunk)
-        wants_statistics = self.world.main and (number == 1 or number % EVERY == 0)
+        wants_statistics = self.world.is_rank0 and (number == 1 or number % EVERY == 0)
         statistics = feature_statistics(*features) if wants_statistics else {}
         with self.phase(phases, "loss", number):
             value = self.cache.loss(*features, keys=batch.keys().to(device, non_blocking=True))

@@ -89,7 +89,7 @@ class EvalSet(ABC):
         counts = f"eval.sets: {self.path}: {total} of {len(self)} left out: {by_reason(encoder.broken)}"
         if total == len(self):
             raise UserError(f"{counts}; nothing is left to evaluate, fetch the set again")
-        if total and encoder.world.main:
+        if total and encoder.world.is_rank0:
             warn_once(counts)
 
     def facts(self) -> Record:

@@ -61,7 +61,7 @@ def work(config: EmbedConfig) -> Record:
         leave()
     entries = {name: entry for result in results for name, entry in result.items() if entry}
     samples = sum(entry["samples"] for entry in entries.values())
-    if world.main:
+    if world.is_rank0:
         files.write_json(out / SHARDS, dict(sorted((read(out / SHARDS) | entries).items())))
         empty = [entry["source"] for entry in entries.values() if not entry["samples"]]
         none = f"; {len(empty)} of {len(sources)} shards have none, such as {empty[0]}" if empty else ""
