@@ -306,12 +306,8 @@ def fit_positions(weights: Record, model: ClipModel) -> list[str]:
     return names
 
 
-OnMain = Callable[[Callable[[], ModelConfig]], ModelConfig]
-"""Calls a function on the first rank, which downloads weights, while the others wait for its result."""
-
-
 def load_any(
-    run: Path | None, which: str, weights: str, config: ModelConfig, on_main: OnMain
+    run: Path | None, which: str, weights: str, config: ModelConfig, on_main: Callable[..., ModelConfig]
 ) -> tuple[ClipModel, ModelConfig, int | None]:
     """A run's model as from `load_model`; without a run the one that `config` describes, and no step.
 

@@ -3,10 +3,8 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import timm.optim
-import timm.optim.muon
 import torch
 from torch import nn
 
@@ -57,10 +55,6 @@ def build_optimizer(
     if config.name == "adamw" and all(p.device.type == "cuda" for p in model.parameters()):
         options.setdefault("fused", True)  # one kernel for many tensors, without temporary tensors
     groups = parameter_groups(model, config, scales or {})
-    if config.name == "muon" and all(p.device.type == "cpu" for p in model.parameters()):
-        # timm iterates in bf16, which a CPU without bf16 instructions computes many times slower than float32.
-        orthogonal = timm.optim.muon.zeropower_via_newtonschulz
-        timm.optim.muon.zeropower_via_newtonschulz = partial(orthogonal, dtype=torch.float32)
     try:
         return timm.optim.create_optimizer_v2(
             groups, opt=config.name, lr=config.lr, momentum=config.betas[0], **options

@@ -1,12 +1,10 @@
 """Optimizers come from timm, only matrices decay, and the learning rate is a pure function of the step."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipscale.config.sections import OptimConfig, ScheduleConfig
 from clipscale.step.optim import Schedule, build_optimizer, parse_steps
@@ -54,29 +52,6 @@ def test_adafactors_update_is_clipped_at_its_root_mean_square(clip: float | None
 def test_betas_reach_adafactor_as_momentum_and_cap() -> None:
     group = build_optimizer(small_model(), OptimConfig(name="adafactorbv", betas=(0.9, 0.95))).param_groups[0]
     assert (group["momentum"], group["beta2_cap"]) == (0.9, 0.95)
-
-
-class Types(TorchDispatchMode):
-    """Collects the types of all results."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[torch.dtype] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.seen |= {out.dtype} if isinstance(out, torch.Tensor) else set()
-        return out
-
-
-def test_muon_iterates_in_float32_on_a_cpu() -> None:
-    model = small_model()
-    optimizer = build_optimizer(model, OptimConfig(name="muon", lr=0.1))
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    with Types() as types:
-        optimizer.step()
-    assert types.seen == {torch.float32}
 
 
 def test_unknown_options_are_refused() -> None:
