@@ -15,14 +15,14 @@ from clipscale.config.sections import ModelConfig
 from clipscale.models import hugging_face
 from clipscale.models.renamed import Weights, of_transformers, to_transformers
 from clipscale.models.towers import ClipModel, encoders_of, unit_rows
-from clipscale.tools.export.open_clip import in_dtype, weights
+from clipscale.tools.export.open_clip import weights
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 CLASSES = {"clip": "CLIP", "siglip": "Siglip"}
 """How the names of transformers' classes begin."""
 
 
-def write(model: ClipModel, config: ModelConfig, out: Path, dtype: torch.dtype, note: dict[str, str]) -> str:
+def write(model: ClipModel, config: ModelConfig, out: Path, note: dict[str, str]) -> str:
     """Write the folder; returns the call that loads it, with {} for the folder.
 
     Raises OSError, and UserError for a model that transformers does not have.
@@ -30,7 +30,7 @@ def write(model: ClipModel, config: ModelConfig, out: Path, dtype: torch.dtype, 
     try:
         description = configuration(model)
         kind = description["model_type"]
-        state = to_transformers(weights(model, torch.float32), kind)
+        state = to_transformers(weights(model), kind)
         pixels = preprocessing(model, kind)
         check_same(model, description, state)
     except (ValueError, AttributeError, LookupError, RuntimeError) as error:  # what its towers lack
@@ -41,8 +41,10 @@ def write(model: ClipModel, config: ModelConfig, out: Path, dtype: torch.dtype, 
         for name in ("logit_scale", "logit_bias"):
             state[name] = state.get(name, torch.zeros(1)).reshape(1)
     with files.replacing(out / "model.safetensors") as file:
-        save_file(in_dtype(state, dtype), file.name, metadata={"format": "pt"} | note)
-    files.write_json(out / "config.json", description | {"dtype": str(dtype).removeprefix("torch.")})
+        save_file(
+            {name: value.contiguous() for name, value in state.items()}, file.name, metadata={"format": "pt"} | note
+        )
+    files.write_json(out / "config.json", description)
     files.write_json(out / "preprocessor_config.json", pixels)
     if isinstance(model.tokenizer.inner, open_clip.SimpleTokenizer):
         write_tokenizer(out, model.context_length)

@@ -15,32 +15,26 @@ from clipscale.models.towers import ClipModel, architecture, encoders_of, has_ow
 from clipscale.models.weights import Weights
 
 
-def write(model: ClipModel, config: ModelConfig, out: Path, dtype: torch.dtype, note: dict[str, str]) -> str:
+def write(model: ClipModel, config: ModelConfig, out: Path, note: dict[str, str]) -> str:
     """Write the folder; returns the call that loads it, with {} for the folder.
 
     Raises OSError, and UserError for a model that open_clip would build otherwise.
     """
     check_same(model, config)
     with files.replacing(out / HF_SAFE_WEIGHTS_NAME) as file:
-        save_file(weights(model, dtype), file.name, metadata={"format": "pt"} | note)
+        save_file(weights(model), file.name, metadata={"format": "pt"} | note)
     files.write_json(out / HF_CONFIG_NAME, description(model, config))
     return "open_clip.create_model_from_pretrained('local-dir:{}')"
 
 
-def weights(model: ClipModel, dtype: torch.dtype) -> Weights:
-    """The state dict of open_clip's `CustomTextCLIP`, with matrices in `dtype`."""
+def weights(model: ClipModel) -> Weights:
+    """The state dict of open_clip's `CustomTextCLIP`."""
     state = {f"visual.{name}": value for name, value in model.image.encoder.state_dict().items()}
     state |= {f"text.{name}": value for name, value in model.text.encoder.state_dict().items()}
     state["logit_scale"] = model.logit_scale.detach()
     if model.logit_bias is not None:
         state["logit_bias"] = model.logit_bias.detach()
-    return in_dtype(state, dtype)
-
-
-def in_dtype(state: Weights, dtype: torch.dtype) -> Weights:
-    """Weights with matrices in `dtype`."""
-    matrices = {name: value.to(dtype) for name, value in state.items() if value.is_floating_point() and value.dim() > 1}
-    return {name: value.contiguous() for name, value in (state | matrices).items()}
+    return {name: value.contiguous() for name, value in state.items()}
 
 
 def description(model: ClipModel, config: ModelConfig) -> Record:

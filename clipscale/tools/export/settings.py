@@ -19,6 +19,3 @@ class ExportSettings(RunModel):
 
     weights: str = setting("trained", sections.WEIGHTS_HELP, choices=sections.WEIGHTS)
     out: str | None = setting(None, "Folder to write; null: RUN/export, of `hf` RUN/export-hf.")
-    dtype: str = setting(
-        "float32", "Dtype of the matrices; all else stays float32.", choices=("float32", "bfloat16", "float16")
-    )

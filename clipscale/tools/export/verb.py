@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import torch
 from jinja2 import Template
 from open_clip.tokenizer import HFTokenizer
 
@@ -43,7 +42,7 @@ def main(settings: ExportSettings) -> Path:
     note = {"run": run.name, "step": str(step), "weights": settings.weights}
     out.mkdir(parents=True, exist_ok=True)
     write = hugging_face.write if settings.format == "hf" else open_clip.write
-    call = write(model, config, out, getattr(torch, settings.dtype), note)
+    call = write(model, config, out, note)
     if isinstance(model.tokenizer.inner, HFTokenizer):
         model.tokenizer.inner.save_pretrained(str(out))
     # The card goes where the folder goes: it names no path of this machine.

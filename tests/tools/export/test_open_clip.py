@@ -55,16 +55,12 @@ def test_open_clip_loads_what_was_exported_and_computes_the_same(
     assert loaded.logit_bias == bias
 
 
-def test_matrices_are_written_in_the_type_asked_for_and_the_file_names_the_step(tmp_path: Path) -> None:
-    model = saved(tmp_path / "run", ModelConfig("own", ARCHITECTURE, patch_dropout=0.5))
-    out = main(ExportSettings(run=str(tmp_path / "run"), dtype="bfloat16"))
+def test_the_file_names_the_step_and_the_description_has_nothing_of_the_training(tmp_path: Path) -> None:
+    saved(tmp_path / "run", ModelConfig("own", ARCHITECTURE, patch_dropout=0.5))
+    out = main(ExportSettings(run=str(tmp_path / "run")))
     assert out == tmp_path / "run/export"
     with safe_open(out / "open_clip_model.safetensors", "pt") as file:
         assert file.metadata()["step"] == "7"
-        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    assert state["visual.conv1.weight"].dtype == torch.bfloat16
-    assert state["visual.ln_pre.weight"].dtype == state["logit_scale"].dtype == torch.float32
-    assert torch.equal(state["visual.conv1.weight"], model.image.encoder.conv1.weight.bfloat16())
     description = json.loads((out / "open_clip_config.json").read_text())["model_cfg"]
     assert "patch_dropout" not in description["vision_cfg"]
 
