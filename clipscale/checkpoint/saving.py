@@ -76,7 +76,9 @@ class Saver:
             self._stager = self._new_stager()
         step = saved.step
         values, tensors = split_tensors(vars(saved))
-        owners = shares({n: t.nbytes for n, t in tensors.items() if not isinstance(t, DTensor)}, self.world.size)
+        owners = assign_writers(
+            {n: t.nbytes for n, t in tensors.items() if not isinstance(t, DTensor)}, self.world.size
+        )
         rank = self.world.rank
         several = self.world.size > 1
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # also in the thread that writes
@@ -145,7 +147,7 @@ class Saver:
                 folder.remove(old)
 
 
-def shares(sizes: Mapping[str, int], world: int) -> dict[str, int]:
+def assign_writers(sizes: Mapping[str, int], world: int) -> dict[str, int]:
     """The rank that writes each tensor: the largest tensors first, each to the rank with the fewest bytes so far."""
     loads = [0] * world
     owners = {}

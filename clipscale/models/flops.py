@@ -108,18 +108,18 @@ class Flops:
         device: torch.device,
     ) -> None:
         """`model`: built by `config`; its parameters say what trains."""
-        self.image = sum(image_flops(config, trained_of(model.image.encoder)))
+        self.image_flops = sum(image_flops(config, trained_of(model.image.encoder)))
         trained = trained_of(model.text.encoder)
-        self.text = cache(lambda width: sum(text_flops(config, trained, width)))
+        self.text_flops_at = cache(lambda width: sum(text_flops(config, trained, width)))
         gpu = hardware_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self.peak = HARDWARE[gpu].peak("bf16") if gpu else None
 
     def per_sample(self, widths: Mapping[int, int] | None = None) -> float:
         """FLOPs; `widths`: a batch's captions by the tokens at which they are computed; None: the whole context."""
         if not widths:
-            return self.image + self.text(None)
-        text = sum(count * self.text(width) for width, count in widths.items())
-        return self.image + text / sum(widths.values())
+            return self.image_flops + self.text_flops_at(None)
+        text = sum(count * self.text_flops_at(width) for width, count in widths.items())
+        return self.image_flops + text / sum(widths.values())
 
     def utilisation(self, samples_per_s: float, widths: Mapping[int, int] | None = None) -> float | None:
         """MFU: samples_per_s (per device) x FLOPs per sample / peak. None where the device's peak is not known."""

@@ -13,7 +13,7 @@ from clipscale.step.precision import Precision
 
 WORTH_S = 900.0
 """`auto` compiles if the training takes longer. Compiling takes 10 to 60 seconds, and saves 3 to 9 % of each step."""
-SHARE = 0.4
+ASSUMED_MFU = 0.4
 """Assumed share of a GPU's peak, to estimate the seconds of training."""
 
 
@@ -23,7 +23,7 @@ def worth_compiling(setting: str, flops: float, peak: float | None) -> bool:
     `setting`: `model.compile`; `flops`: of the run on one device; `peak`: the device's FLOP/s, None: unknown, as on a
     CPU.
     """
-    return setting == "true" or (setting == "auto" and peak is not None and flops > WORTH_S * SHARE * peak)
+    return setting == "true" or (setting == "auto" and peak is not None and flops > WORTH_S * ASSUMED_MFU * peak)
 
 
 def compile_towers(model: ClipModel, *, lengths_vary: bool) -> list[Tower]:

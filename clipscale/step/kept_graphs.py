@@ -42,13 +42,13 @@ class KeptGraphs:
             self._rows = rows
             self.bytes_each = 0
         self._measured = [] if chunks and measure_graph and not self.bytes_each else None
-        fitting = 0
+        fits = 0
         if budget == math.inf:
-            fitting = chunks
+            fits = chunks
         elif budget and self.bytes_each:
-            fitting = max(0, int(budget // self.bytes_each))
+            fits = max(0, int(budget // self.bytes_each))
         self.outputs = []
-        self.count = min(chunks, fitting)
+        self.count = min(chunks, fits)
 
     def first_pass(self, i: int, encode: Callable[[], Tensor]) -> Tensor:
         """The output of chunk i, detached. Its graph is kept, measured and dropped, or not built."""

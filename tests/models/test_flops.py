@@ -51,7 +51,7 @@ def test_short_captions_cost_less() -> None:
     config = ModelConfig(name="small", architecture=SMALL)
     flops = Flops(config, build_model(config), torch.device("cpu"))
     short = 3 * (LAYERS * sum(block(4).values()) + PROJECT)
-    assert flops.per_sample({4: 3, 8: 1}) - flops.image == (3 * short + 3 * TEXT_FORWARD) / 4
+    assert flops.per_sample({4: 3, 8: 1}) - flops.image_flops == (3 * short + 3 * TEXT_FORWARD) / 4
 
 
 def test_forward_flops_are_the_published_ones() -> None:
