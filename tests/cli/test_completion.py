@@ -44,7 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("nothing b", []),
     ],
 )
-def test_what_may_end_a_line(folder: Path, cli: Cli, line: str, found: list[str]) -> None:
+def test_the_completions_of_a_line(folder: Path, cli: Cli, line: str, found: list[str]) -> None:
     assert cli("completion", "bash", f" {line}")[1].split() == found
 
 

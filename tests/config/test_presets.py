@@ -75,7 +75,7 @@ GROUPS = ("data", "loss", "schedule", "log")
 
 
 @pytest.mark.parametrize("word", [f"{group}={name}" for group in GROUPS for name in OPTIONS[group]])
-def test_every_other_choice_composes(word: str) -> None:
+def test_every_preset_of_data_loss_schedule_and_log_composes(word: str) -> None:
     composed(word)
 
 

@@ -33,7 +33,7 @@ def nothing_cached() -> None:
     load_set.cache_clear()
 
 
-def test_classification_shards(tmp_path: Path) -> None:
+def test_classification_shards_are_read(tmp_path: Path) -> None:
     eval_set = load_set(classification_set(tmp_path / "colours"))
     assert (eval_set.kind, len(eval_set), eval_set.answers) == ("classification", 6, list(range(6)))
     assert eval_set.classnames == NAMES
@@ -216,7 +216,7 @@ def test_a_caption_file_names_images_of_its_set_alone(tmp_path: Path) -> None:
 # -- sets that cannot be used ------------------------------------------------------------------------------------------
 
 
-def test_paths_that_are_no_set(tmp_path: Path) -> None:
+def test_paths_that_are_no_set_are_refused(tmp_path: Path) -> None:
     (tmp_path / "set.csv").write_text("x")
     (tmp_path / "set.json").write_text("[1]")
     classification_set(tmp_path / "set")
@@ -235,7 +235,7 @@ def test_paths_that_are_no_set(tmp_path: Path) -> None:
             load_set(tmp_path / name)
 
 
-def test_shards_of_pairs(tmp_path: Path) -> None:
+def test_shards_of_pairs_are_read(tmp_path: Path) -> None:
     """What `data pack` and img2dataset write: a caption is a whole text, or there is a list of them."""
     first = [("a.png", picture("red")), ("a.txt", b"red,\nall of it"), ("b.png", picture("blue")), ("b.txt", b" ")]
     several = json.dumps({"captions": ["green", "as grass"], "url": "x"}).encode()

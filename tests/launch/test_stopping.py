@@ -149,7 +149,7 @@ def test_a_run_from_anothers_checkpoint_goes_on_from_its_own_when_requeued(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 2])
-def test_an_evaluation_ends_too(demo: Path, whole: list[float], tmp_path: Path, step: int) -> None:
+def test_a_signal_ends_an_evaluation(demo: Path, whole: list[float], tmp_path: Path, step: int) -> None:
     """One between two steps, and that at the end."""
     sets = EvalConfig(every=2 - step, sets=[str(demo / "objects")], limit=8, batch=4)
     config = short(demo, tmp_path / "run", eval=sets, checkpoint=CheckpointConfig(every="0"))

@@ -136,7 +136,7 @@ SUSPECTS = files.read_yaml(Path(__file__).with_name("suspects.yaml"))
 
 
 @pytest.mark.parametrize(("everywhere", "last", "kind", "cause"), SUSPECTS.values(), ids=SUSPECTS)
-def test_what_records_let_one_suspect(everywhere: dict, last: dict, kind: str | None, cause: str) -> None:
+def test_each_fault_in_the_records_has_its_warning(everywhere: dict, last: dict, kind: str | None, cause: str) -> None:
     plain = {"batch": 256, "loss": 3.0, "lr": 1e-3, "logit_scale": 40.0, "data_wait_frac": 0.01, **everywhere}
     records = [plain | {"step": step, "loss": plain["loss"] + 0.01 * (step % 3)} for step in range(251, 301)]
     warnings = warnings_of([*records[:-1], records[-1] | last])

@@ -52,7 +52,7 @@ def test_modules_are_exact_on_ranks(ranks: Workers, objective: str, exchange: st
 
 
 @pytest.mark.parametrize("world", [(0, 1, 2, 3), (1, 3), (2,), (0, 2, 3)])
-def test_any_subgroup_will_do(ranks: Workers, world: tuple[int, ...]) -> None:
+def test_any_subgroup_of_ranks_is_exact(ranks: Workers, world: tuple[int, ...]) -> None:
     u, v = stacked(len(world), 5, 6, 8)
     for exchange in (*EXCHANGES, "auto"):
         check(ranks, world, u, v, 14.3, {"exchange": exchange})

@@ -281,7 +281,9 @@ def test_a_bare_tower_may_lack_our_projection_and_have_a_classifier(tmp_path: Pa
         ("hf-hub:laion/none", r"cannot be fetched \(offline\); download it elsewhere"),
     ],
 )
-def test_names_that_lead_nowhere(weights: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_cannot_be_fetched_are_refused_with_a_remedy(
+    weights: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def offline(*_: object, **__: object) -> str:
         raise OSError("offline")
 

@@ -154,13 +154,13 @@ def rounds(examples: int) -> settings:
 
 @rounds(40)
 @given(hits, st.floats(0, 1))
-def test_damaged_shards(folder: Path, where: list[tuple[float, bytes]], cut: float) -> None:
+def test_readers_survive_damaged_shards(folder: Path, where: list[tuple[float, bytes]], cut: float) -> None:
     survives(damaged(shard(folder), where, cut), folder)
 
 
 @rounds(40)
 @given(edits)
-def test_lying_headers(folder: Path, changes: list[tuple[int, str, bytes]]) -> None:
+def test_readers_survive_false_headers(folder: Path, changes: list[tuple[int, str, bytes]]) -> None:
     survives(reheaded(shard(folder), changes), folder)
 
 

@@ -323,7 +323,7 @@ def test_without_pyarrow_one_line_names_the_extra(
     assert "pip install 'clipscale[parquet]'" in capsys.readouterr().err
 
 
-def test_addresses_are_fetched(pictures: Path, tmp_path: Path, capsys: Cap) -> None:
+def test_pictures_at_http_addresses_are_fetched(pictures: Path, tmp_path: Path, capsys: Cap) -> None:
     handler = partial(SimpleHTTPRequestHandler, directory=str(pictures))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

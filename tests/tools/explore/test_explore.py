@@ -96,7 +96,7 @@ def test_only_questions_of_the_page_are_answered(page: Any, place: Path, monkeyp
         ({"sec-fetch-site": "same-site"}, 403),
     ],
 )
-def test_other_pages_may_not_ask(page: Any, headers: dict, status: int) -> None:
+def test_requests_from_other_pages_are_refused(page: Any, headers: dict, status: int) -> None:
     answer = page.get("/search?text=a", headers=headers)
     assert answer.status_code == status and "access-control-allow-origin" not in answer.headers
     assert status != 200 or answer.headers["cross-origin-resource-policy"] == "same-origin"

@@ -68,7 +68,7 @@ def test_every_phase_takes_the_predicted_memory(name: str) -> None:
 
 
 @pytest.mark.parametrize(("share", "kept"), [(0.5, 5), pytest.param(1.5, 12, marks=pytest.mark.slow)])
-def test_kept_graphs(share: float, kept: int) -> None:
+def test_the_memory_of_kept_graphs_is_predicted(share: float, kept: int) -> None:
     """Of a share of all graphs' bytes. Growth is too large where a kept chunk finds no gradients yet."""
     config = settings(batch=96)
     with dry_run(config, 1, None) as run:
@@ -100,7 +100,7 @@ def test_a_dry_run_of_few_blocks_tells_what_all_take(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("parallel", ["ddp", pytest.param("zero3", marks=pytest.mark.slow)])
-def test_two_ranks(parallel: str) -> None:
+def test_the_memory_of_one_rank_of_two_is_predicted(parallel: str) -> None:
     """One rank of two: DDP's buckets and separate gradients, FSDP2's shards, and the ring's blocks.
 
     FSDP2's memory between steps differs by 1 to 2 MiB from one real run to the next, for an unknown reason, so only the
