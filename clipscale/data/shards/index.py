@@ -24,7 +24,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.files import user_cache
 from clipscale.data.shards.addresses import CHANGED, SourceError, basename, digest, dirname, is_local, utf8
 from clipscale.data.shards.reader import ReadProblem, read_shard
-from clipscale.data.shards.store import State, Store, local_state
+from clipscale.data.shards.store import ObjectState, Store, local_state
 from clipscale.data.shards.subset import Subset
 from clipscale.data.shards.tar import BLOCK_BYTES
 
@@ -129,7 +129,7 @@ def current(urls: Sequence[str], subset: Subset | None = None) -> Known:
     return Known(entries, [url for url in changed if url not in entries])
 
 
-def _states(paths: Sequence[str]) -> list[State | None]:
+def _states(paths: Sequence[str]) -> list[ObjectState | None]:
     """The states of files; None: no such file. Uses threads, for network file systems; each takes many files, since on
     a local disk threads only wait for each other.
     """
@@ -139,14 +139,16 @@ def _states(paths: Sequence[str]) -> list[State | None]:
         return [state for states in pool.map(lambda part: [*map(_state, part)], slices) for state in states]
 
 
-def _state(path: str) -> State | None:
+def _state(path: str) -> ObjectState | None:
     try:
         return local_state(path)
     except OSError:
         return None
 
 
-def sample_offsets(url: str, state: State, count: Callable[[str], None] = lambda event: None) -> np.ndarray | None:
+def sample_offsets(
+    url: str, state: ObjectState, count: Callable[[str], None] = lambda event: None
+) -> np.ndarray | None:
     """An opened shard's sample offsets, (samples + 1,) int64; None if no index has an entry of its state.
 
     `count` is called with CHANGED if the shard has changed since it was indexed.

@@ -19,7 +19,7 @@ import numpy as np
 from clipscale.data.decode import IMAGE_TYPES
 from clipscale.data.sample import MAX_TEXT_BYTES, RawSample, key_and_extension
 from clipscale.data.shards.addresses import SourceError, basename
-from clipscale.data.shards.store import State, Store
+from clipscale.data.shards.store import ObjectState, Store
 from clipscale.data.shards.subset import Subset
 from clipscale.data.shards.tar import DAMAGE, FARTHEST, check_end, next_member, padded, read_exactly, skip, unpacked
 
@@ -119,7 +119,7 @@ def read_shard(
     *,
     store: Store | None = None,
     subset: Subset | None = None,
-    offsets: Callable[[str, State], np.ndarray | None] = lambda url, state: None,
+    offsets: Callable[[str, ObjectState], np.ndarray | None] = lambda url, state: None,
 ) -> Generator[RawSample, None, None]:
     """The raw samples of a shard. Where the shard cannot be read further, ends early and fills in `problem`.
 

@@ -57,9 +57,9 @@ _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCred
 _RANGE = re.compile(r"bytes ([0-9]{1,18})-[0-9]{1,18}/([0-9]{1,18})$")
 _IN_ADDRESSES = "!#$%&'()*+,/:;=?@[]~"
 """Characters of an address that are sent as they are, since it may be signed; others, such as spaces, are quoted."""
-State = tuple[int, str]
+ObjectState = tuple[int, str]
 """Size and version (ETag, generation, time of change) of an object: they identify its content."""
-Request = futures.Future[tuple[bytes, State]]
+Request = futures.Future[tuple[bytes, ObjectState]]
 
 
 BUFFER = 1 << 17
@@ -83,7 +83,7 @@ class Store:
         """Start the time in which a server must send the next sample."""
         self.until = time.monotonic() + self.limit_s
 
-    def open(self, url: str) -> tuple[Any, State]:
+    def open(self, url: str) -> tuple[Any, ObjectState]:
         """The shard's bytes as a seekable file, which the caller closes, and its state.
 
         Raises OSError for a local file, SourceError (`unreachable_shard`, `missing_shard`, ...) for a remote one.
@@ -94,7 +94,7 @@ class Store:
         remote = RemoteFile(url, self)
         return io.BufferedReader(remote, BUFFER), remote.state
 
-    def state(self, url: str) -> State:
+    def state(self, url: str) -> ObjectState:
         """Size and version of a shard now. Raises OSError or SourceError."""
         if is_local(url):
             return local_state(url)
@@ -104,7 +104,7 @@ class Store:
         self.counts[EVENT + event] += 1
 
 
-def local_state(path: str) -> State:
+def local_state(path: str) -> ObjectState:
     """The state of a file. Raises OSError."""
     status = os.stat(path)  # noqa: PTH116 (for each of very many)
     return status.st_size, str(status.st_mtime_ns)
@@ -121,7 +121,7 @@ def start_request(url: str, start: int, stop: int) -> Request:
     return asyncio.run_coroutine_threadsafe(_request(url, start, stop), get_loop())
 
 
-def fetch(store: Store, url: str, start: int, stop: int, request: Request | None = None) -> tuple[bytes, State]:
+def fetch(store: Store, url: str, start: int, stop: int, request: Request | None = None) -> tuple[bytes, ObjectState]:
     """Bytes start..stop of an object, or the first of them if the answer was cut off, and the object's state.
 
     `request`: the first attempt, if one is under way. The store counts failures. Raises SourceError:
@@ -222,7 +222,7 @@ class RemoteFile(io.RawIOBase):
 # -- requests, on fsspec's event loop ----------------------------------------------------------------------------------
 
 
-async def _request(url: str, start: int, stop: int) -> tuple[bytes, State]:
+async def _request(url: str, start: int, stop: int) -> tuple[bytes, ObjectState]:
     """Bytes start..stop, or fewer where the object ends or the answer is cut off, and the object's state.
 
     Raises TransientError, SourceError for what does not pass, and UserError without credentials.
@@ -259,7 +259,7 @@ async def _request(url: str, start: int, stop: int) -> tuple[bytes, State]:
     return data, state
 
 
-async def _from_file_system(url: str, start: int, stop: int) -> tuple[bytes, State]:
+async def _from_file_system(url: str, start: int, stop: int) -> tuple[bytes, ObjectState]:
     """By fsspec's file system for the address, with that library's credentials and settings."""
     from fsspec.core import url_to_fs
 
@@ -272,7 +272,7 @@ async def _from_file_system(url: str, start: int, stop: int) -> tuple[bytes, Sta
 
 async def _from_web(
     url: str, start: int, stop: int, limit: float, headers: Mapping[str, str] | None = {}, left: int = REDIRECTS
-) -> tuple[bytes, State]:
+) -> tuple[bytes, ObjectState]:
     """By fsspec's http session, with its settings. Returns what arrives within `limit` seconds. Follows at most `left`
     redirects. After a redirect to another server `headers` is None, and no header, auth or cookie of the user is sent.
 
