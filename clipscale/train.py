@@ -159,7 +159,7 @@ def open_log(resolved: Resolved, schedule: Schedule, world: World) -> MetricLog:
         resume_step=step,
         world=world.size,
         total=schedule.end,
-        trains=step < schedule.end,
+        is_training=step < schedule.end,
     )
 
 

@@ -40,11 +40,11 @@ class MetricLog:
         resume_step: int = 0,
         world: int = 1,
         total: int | None = None,
-        trains: bool = True,
+        is_training: bool = True,
     ) -> None:
         """`resolved_config`: the settings as YAML. `resume_step`: later lines, of an interrupted run, are removed.
 
-        `total`: steps of the run. Unless this start `trains`, `env.json` and `config.yaml` stay as they are.
+        `total`: steps of the run. Unless `is_training`, `env.json` and `config.yaml` stay as they are.
         """
         self.config = config
         self.total = total
@@ -63,9 +63,9 @@ class MetricLog:
             files.set_aside(path, f"{damaged} of its lines")
         files.write_text(path, "".join(json.dumps(record) + "\n" for record in records))
         self._file = path.open("ab", buffering=0)  # a killed run loses no line
-        if trains:
+        if is_training:
             files.write_json(run_dir / "env.json", environment(world) | {"resume_step": resume_step})
-        if trains or not (run_dir / "config.yaml").exists():
+        if is_training or not (run_dir / "config.yaml").exists():
             files.write_text(run_dir / "config.yaml", resolved_config)
         self._sinks = Sinks(run_dir, config, yaml.safe_load(resolved_config), resume_step)
 

@@ -43,7 +43,7 @@ class LossCall:
     objective: Objective
     inputs: Inputs  # except for the features, which autograd passes
     check: bool  # refuse a result that is not finite, which waits for the device
-    trains: bool  # whether a backward pass may follow
+    needs_backward: bool  # whether a backward pass may follow
 
     def local_blocks(self, image_features: Tensor, text_features: Tensor) -> tuple[RowBlock, RowBlock]:
         """This rank's rows and columns, with their weights."""
@@ -80,7 +80,7 @@ class ContrastiveLoss(torch.autograd.Function):
             if not call.objective.pairwise:
                 forward_sweep(call, rows, cols, Parameters(scale, bias))
             else:
-                needed = [call.trains and needs for needs in ctx.needs_input_grad[1:]]
+                needed = [call.needs_backward and needs for needs in ctx.needs_input_grad[1:]]
                 grads = gradients(call, rows, cols, inputs, needed, scale.new_tensor(1 / ctx.count))
                 ctx.grads = grads if any(needed) else None
             total = call.exchange.total(local_value(rows, cols))

@@ -26,7 +26,7 @@ class OrderedShards:
     urls: tuple[str, ...]
     order: Order
     window: int  # samples in a shuffle window
-    share: float = 1.0
+    epoch_fraction: float = 1.0
     """Samples of an average epoch, divided by all samples in `order.counts`: below 1 if sample weights skip some in
     some epochs."""
     listed: Sequence[str] = ()
@@ -35,7 +35,7 @@ class OrderedShards:
     @property
     def samples(self) -> int | None:
         """Samples of an average epoch, of all streams; None if shards are drawn with replacement."""
-        return round(sum(self.order.counts) * self.share) if isinstance(self.order, Epochs) else None
+        return round(sum(self.order.counts) * self.epoch_fraction) if isinstance(self.order, Epochs) else None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -136,15 +136,15 @@ class ShardReader:
         size_limits: Mapping[str, int],
         store: Store,
         subset: Subset | None = None,
-        opens: Callable[[str], None] = lambda url: None,
+        on_open: Callable[[str], None] = lambda url: None,
     ) -> None:
-        """`start`: the epoch, and the samples read in it. `opens` is called with each shard before it is opened."""
+        """`start`: the epoch, and the samples read in it. `on_open` is called with each shard before it is opened."""
         self._shards = shards
         self._stream = stream
         self._size_limits = size_limits
         self._store = store
         self._subset = subset
-        self._opens = opens
+        self._on_open = on_open
         self.url = ""
         """The shard that is read now."""
         self.epoch, self.index = start
@@ -222,7 +222,7 @@ class ShardReader:
 
     def _open(self, url: str, problem: ReadProblem, windows: Windows) -> Generator[RawSample, None, None]:
         self.url = url
-        self._opens(url)
+        self._on_open(url)
         offsets = partial(index.sample_offsets, count=self._store.count)
         return read_shard(
             url, problem, windows.needs, self._size_limits, store=self._store, subset=self._subset, offsets=offsets

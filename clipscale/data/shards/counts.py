@@ -69,7 +69,7 @@ def counted_at_once(config: DataConfig, urls: Sequence[str] | None) -> int | Non
     if sum(Path(url).stat().st_size for url in unknown) > SMALL:
         return None
     counts = [entries[url].samples if url in entries else index.scan_shard(url, subset).samples for url in urls]
-    return round(sum(counts) * subset.table.share) if subset else sum(counts)
+    return round(sum(counts) * subset.table.epoch_fraction) if subset else sum(counts)
 
 
 def _scanned(urls: Sequence[str], subset: Subset | None) -> Iterator[tuple[str, index.Outcome]]:

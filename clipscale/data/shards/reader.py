@@ -155,7 +155,9 @@ def read_shard(
                 if members is None:
                     break
                 sample = RawSample(url, key, number, {})
-                wanted = want(number) or (subset and any(map(want, range(number + 1, number + subset.table.most))))
+                wanted = want(number) or (
+                    subset and any(map(want, range(number + 1, number + subset.table.max_copies)))
+                )
                 json_bytes = _read(
                     sample, archive, members, size_limits if wanted else {}, subset is not None and subset.table.by_uid
                 )

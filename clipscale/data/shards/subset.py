@@ -31,9 +31,9 @@ class Table(NamedTuple):
     rows: np.ndarray
     by_uid: bool
     """Whether a sample is found by the `uid` in its json; otherwise by its key."""
-    most: int = 1
+    max_copies: int = 1
     """Most times that a sample may come in an epoch."""
-    share: float = 1.0
+    epoch_fraction: float = 1.0
     """Sum of the weights over the sum of the weights rounded up: samples of an average epoch over those counted."""
 
     def digest(self) -> str:
@@ -138,8 +138,8 @@ def _weights(setting: str, file: Path, name: str) -> Table:
     times = float(np.ceil(rows["weight"]).sum(dtype=np.float64))
     if not times:
         raise UserError(f"{setting}: all weights are 0; nothing is left to train on")
-    share = float(rows["weight"].sum(dtype=np.float64)) / times
-    return Table(rows, column == "uid", math.ceil(rows["weight"].max()), share)
+    epoch_fraction = float(rows["weight"].sum(dtype=np.float64)) / times
+    return Table(rows, column == "uid", math.ceil(rows["weight"].max()), epoch_fraction)
 
 
 def _rows_of(table: Any, column: str) -> Iterator[np.ndarray]:
