@@ -178,7 +178,7 @@ class Run:
     step: int
     """Completed steps."""
     loss: float
-    """Of the last completed step."""
+    """The last completed step's loss."""
 
     def __post_init__(self) -> None:
         self.config = self.resolved.config
@@ -287,7 +287,8 @@ class Run:
         return results
 
     def save_due(self, agreement: Agreement) -> bool:
-        """Whether to save after this step: every so many steps or seconds, and after the last one. All ranks agree."""
+        """Whether to save after this step: at the steps or seconds of `checkpoint.every`, and after the last step. All
+        ranks agree."""
         steps, _ = self.config.checkpoint.interval
         due = self.step == self.total or (steps > 0 and self.step % steps == 0)
         return due or agreement.save

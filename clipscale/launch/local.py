@@ -204,7 +204,7 @@ def leave_failure(folder: Path, rank: int, error: BaseException) -> None:
 
 
 def first_failure(folder: Path) -> tuple[bool, float, UserError | WorkerError] | None:
-    """The first failure that a worker has left, before those of workers that have lost another one."""
+    """The first failure that a worker has recorded; failures of workers that only lost another one come last."""
     left = [pickle.loads(file.read_bytes()) for file in folder.glob("*.failure")]
     return min(left, key=lambda failure: failure[:2], default=None)
 

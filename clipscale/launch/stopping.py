@@ -84,7 +84,7 @@ class Stop:
         self._calls = -votes[1] if self._calls else 1
         self._left = self._calls
         self._voted = now
-        # Of the calls, the fewest of any rank.
+        # The rank with the fewest calls decides.
         self._votes = self._world.all_reduce_max_async(self.number, -min(calls_per_vote, MOST_CALLS))
         return votes[0]
 

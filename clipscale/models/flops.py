@@ -29,19 +29,19 @@ def trained_of(encoder: nn.Module) -> set[str]:
 
 
 def image_flops(config: ModelConfig, trained: Set[str] = frozenset()) -> PassFlops:
-    """Of one image. `config`: the model's settings. A backward pass computes what the parameters `trained` need, layer
-    by layer."""
+    """FLOPs of one image. `config`: the model's settings. A backward pass computes what the parameters `trained` need,
+    layer by layer."""
     encoder = unbuilt_encoders(config).visual
     size = encoder.image_size
     height, width = size if isinstance(size, tuple) else (size, size)
-    # Of a tower that trains whole, the pixels' gradient counts too: three forward passes in all, as usual.
+    # In a tower that trains whole, the pixels' gradient counts too: three forward passes in all, as usual.
     is_whole = all(name in trained for name, _ in encoder.named_parameters())
     pixels = torch.empty(1, 3, height, width, device="meta", requires_grad=is_whole)
     return _count(encoder, pixels, trained)
 
 
 def text_flops(config: ModelConfig, trained: Set[str] = frozenset(), length: int | None = None) -> PassFlops:
-    """As `image_flops`, of one caption of `length` tokens; None: the whole context."""
+    """As `image_flops`, for one caption of `length` tokens; None: the whole context."""
     encoders = unbuilt_encoders(config)
     tokens = torch.zeros(1, length or encoders.context_length, dtype=torch.long, device="meta")
     mask = getattr(encoders.text, "attn_mask", None)
