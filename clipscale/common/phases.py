@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+TICK_S = 1e-6
+"""The least time that counts as passed: a virtual machine's clock may show the same time twice."""
+
 
 class Readback:
     """Scalars on their way from the device to the host. Reading waits for them, not for what was queued later."""
@@ -79,7 +82,7 @@ class Phases:
 
     @property
     def total(self) -> float:
-        return sum(self.seconds.values())
+        return max(sum(self.seconds.values()), TICK_S)
 
     def working_bytes(self, graph_bytes: int) -> int:
         """The peak beyond the allocation at the step's start; on a CPU beyond what the process holds after it.

@@ -1,0 +1,27 @@
+"""The record of a step."""
+
+import time
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from clipscale.common.phases import Phases
+from clipscale.log.records import read_metrics
+from clipscale.log.step_record import StepRecords
+from tests.log.test_metrics import open_log
+
+
+def test_a_clock_that_stands_still_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A monotonic clock promises only that it never goes back: a virtual machine's may show the same time again."""
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: 100.0)
+    stream, flops = Mock(record=lambda: {"waited_s": 0.0}), Mock(utilisation=lambda *_: None)
+    records = StepRecords(open_log(tmp_path), 1, flops, stream)
+    with (phases := Phases(torch.device("cpu")))("encode"):
+        pass
+    records.add({"step": 1, "batch": 8, "loss": 0.5}, phases, {"logit_scale": torch.tensor(14.3)}, {8: 8})
+    records.close()
+    (record,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert record["samples_per_s"] > 0 and record["samples_per_s_wall"] > 0 and record["data_wait_frac"] == 0
