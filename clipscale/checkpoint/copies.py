@@ -14,7 +14,7 @@ from fsspec.implementations.dirfs import DirFileSystem
 from clipscale.checkpoint.folder import TEMPORARY, outdated
 from clipscale.checkpoint.loading import read_meta, sum_of_stream, verify
 from clipscale.common.checkpoints import META, checkpoints_of, path_of, step_of
-from clipscale.common.errors import UserError, one_line
+from clipscale.common.errors import UserError, library, one_line
 from clipscale.common.terminal import tell
 from clipscale.config.sections import CheckpointConfig
 
@@ -41,7 +41,7 @@ def take(run: Path, address: str, resume: str | None = None) -> None:
     `resume`: the setting; only `auto` fetches. None: only check the store. Raises UserError.
     """
     own = checkpoints_of(run)
-    try:
+    with library(f"checkpoint.copy={address} cannot be read"):
         store = opened(address)
         found = [] if own else whole(store, run)
         if found and resume not in ("auto", None):
@@ -62,10 +62,6 @@ def take(run: Path, address: str, resume: str | None = None) -> None:
             temporary.replace(target)
             tell(f"{path.name} is taken from checkpoint.copy")
             break
-    except UserError:
-        raise
-    except Exception as error:  # each library behind fsspec has its own
-        raise UserError(f"checkpoint.copy={address}: {one_line(error)}") from error
 
 
 def copy_records(source: DirFileSystem, target: DirFileSystem) -> None:
@@ -111,7 +107,7 @@ class Copies:
             try:
                 self._copy(opened(self.config.copy))
                 problem = None
-            except Exception as error:  # as above
+            except Exception as error:  # each library behind fsspec has its own
                 if type(error) is not problem:
                     tell(f"warning: checkpoint.copy: {one_line(error)}; the run goes on")
                 problem = type(error)

@@ -4,6 +4,8 @@ import errno
 import os
 import shutil
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from clipscale.common.terminal import printable
@@ -60,6 +62,17 @@ def explained(error: E) -> "E | UserError":
         return error
     remedy = "mount it, or a larger one (docker run --ipc=host)"
     return UserError(f"{SEMAPHORES} {problem}, and processes share memory there ({error}); {remedy}")
+
+
+@contextmanager
+def library(problem: str, remedy: str = "") -> Iterator[None]:
+    """Around work of a library, which raises errors of many kinds: a UserError for each, `PROBLEM (why)REMEDY`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{problem} ({one_line(error)}){remedy}") from error
 
 
 def first_line(error: BaseException) -> str:

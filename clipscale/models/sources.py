@@ -8,14 +8,14 @@ their files may name no path and no address, and describe no model larger than t
 
 import re
 import zipfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clipscale.common import files
 from clipscale.common.checkpoints import META, is_run, locate
-from clipscale.common.errors import UserError, first_line, one_line
+from clipscale.common.errors import UserError, library
 from clipscale.common.record import Record
 from clipscale.common.units import nearest, run_folder
 from clipscale.config.libraries import model_description, pretrained
@@ -33,6 +33,7 @@ WEIGHTS = ("open_clip_model.safetensors", "model.safetensors", "model.safetensor
            "open_clip_pytorch_model.bin", "pytorch_model.bin", "pytorch_model.bin.index.json")  # fmt: skip
 """In a folder, the first that there is."""
 LONGEST_JSON = 2**26
+ELSEWHERE = "; download it elsewhere, give it"
 UNKNOWN = ModelConfig("")
 COMPARED: Record = files.read_yaml(Path(__file__).with_name("open_clip.yaml"))
 NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -52,13 +53,9 @@ class Source:
     model: ModelConfig = UNKNOWN
     """What is known of it: with a name, its architecture, too; `preprocess`."""
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
+    def reading(self) -> AbstractContextManager[None]:
         """Around what reads the files. Raises UserError for damaged ones."""
-        try:
-            yield
-        except Exception as error:  # torch, safetensors, zipfile and pickle have their own
-            raise UserError(f"{self.setting} is damaged or no file of weights ({one_line(error)})") from error
+        return library(f"{self.setting} is damaged or no file of weights")
 
 
 def find(value: str, name: str, setting: str = "model.weights") -> Source:
@@ -67,7 +64,7 @@ def find(value: str, name: str, setting: str = "model.weights") -> Source:
     source = local_source(value, setting)
     if source:
         return source
-    with fetching(origin):
+    with library(f"{origin} cannot be fetched", ELSEWHERE):
         if value.startswith(HUB):
             return _in_folder(_from_hub(value.removeprefix(HUB)), origin, value.rpartition("/")[2])
         return _of_tag(value, name.replace("/", "-"), origin)
@@ -152,20 +149,9 @@ def fetched_description(config: ModelConfig) -> ModelConfig:
     if config.name or not value.startswith(HUB):
         return config
     origin = f"model.weights={value!r}"
-    with fetching(origin):
+    with library(f"{origin} cannot be fetched", ELSEWHERE):
         folder = _snapshot(value.removeprefix(HUB), ["*.json"])
         return as_described(config, Source(origin, folder, model=_described(folder, value.rpartition("/")[2])))
-
-
-@contextmanager
-def fetching(origin: str) -> Iterator[None]:
-    """Report what the network refuses as a UserError."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:  # open_clip and the hub client raise what their downloaders do
-        raise UserError(f"{origin} cannot be fetched ({first_line(error)}); download it elsewhere, give it") from error
 
 
 def _difference(ours: ModelConfig, theirs: ModelConfig) -> str:
@@ -217,7 +203,7 @@ def _in_folder(folder: Path, origin: str, name: str) -> Source:
         if is_run(folder):
             return _in_run(folder, origin)
         raise UserError(f"{origin}: the folder holds no weights ({', '.join(WEIGHTS)}); give one that does, or a file")
-    try:
+    with library(f"{origin}: the folder cannot be used", f"; download it again, or give {path} and model="):
         shards = _checked(_shards_of(path), origin)
         size = sum(file.stat().st_size for file in shards)
         for file in folder.glob("*.json"):
@@ -228,12 +214,6 @@ def _in_folder(folder: Path, origin: str, name: str) -> Source:
             _compared(model.architecture)
             if not _parameters(model.architecture) <= size:
                 raise ValueError("it describes a larger model than these weights")
-    except UserError:
-        raise
-    except Exception as error:  # a value of another type fails wherever it is used
-        raise UserError(
-            f"{origin}: the folder cannot be used ({one_line(error)}); download it again, or give {path} and model="
-        ) from error
     return Source(origin, path, shards, model)
 
 
@@ -257,7 +237,7 @@ def _checked(paths: Sequence[Path], origin: str) -> tuple[Path, ...]:
         if start.startswith(b"version https://"):
             raise UserError(f"{origin}: {path.name} is a pointer of Git LFS, not the weights; run `git lfs pull` there")
         if path.suffix != ".safetensors" and zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
+            with Source(origin, path).reading(), zipfile.ZipFile(path) as archive:
                 members = archive.infolist()
             if any(re.search(r"/(constants\.pkl|code/.*)$", member.filename) for member in members):
                 raise UserError(

@@ -16,7 +16,7 @@ from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
 from clipscale import checkpoint
-from clipscale.common.errors import UserError, one_line
+from clipscale.common.errors import UserError, library
 from clipscale.common.record import Record
 from clipscale.config.sections import ModelConfig
 from clipscale.models.renamed import Weights, of_transformers
@@ -99,13 +99,11 @@ def _loaded(path: Path) -> Record:
 
 def converted(state: Weights, encoders: CustomTextCLIP, source: Source) -> Weights:
     """The weights of a whole model under the names and in the shapes of `encoders`."""
-    try:
+    with library(f"{source.setting} does not fit this architecture"):  # they compute with shapes as they expect them
         state = of_transformers(state)
         if "positional_embedding" in state:
             state = convert_to_custom_text_state_dict(state)
         state = dict(convert_state_dict(encoders, state))
-    except Exception as error:  # they compute with shapes as they expect them
-        raise UserError(f"{source.setting} does not fit this architecture: {one_line(error)}") from error
     ours = encoders.state_dict()
     for name in ("logit_scale", "logit_bias"):
         if name in state and name in ours and state[name].numel() == 1:
@@ -170,10 +168,8 @@ def fill(encoders: nn.Module, state: Weights, source: Source, part: str = "") ->
     The bias of the loss, and what surrounds a bare tower, may be missing or left over. Raises UserError for other
     weights that do not fit.
     """
-    try:
+    with library(f"{source.setting} does not fit this architecture"):  # lists the weights of another shape
         missing, left_over = encoders.load_state_dict(state, strict=False)
-    except RuntimeError as error:  # lists the weights of another shape
-        raise UserError(f"{source.setting} does not fit this architecture: {one_line(error)}") from error
     problems = []
     missing = [name for name in missing if name.startswith(part)]
     for what, names in (("missing", missing), ("left over", left_over)):

@@ -108,7 +108,7 @@ def test_of_a_half_and_of_a_damaged_copy_the_one_before_is_taken(tmp_path: Path,
         ("other", "{}/store", "auto", "it holds run=run, and not run=other; choose another address"),
         ("run", "{}", "auto", "it holds store, and not run=run"),
         ("run", "{}/store", "none", "resume=auto"),
-        ("run", "s4://bucket", None, "s4://bucket: Protocol not known"),
+        ("run", "s4://bucket", None, "s4://bucket cannot be read .Protocol not known"),
         pytest.param("run", "s3://no-bucket/runs", None, "bucket does not exist", marks=FINDS_NO_BUCKET),
     ],
 )

@@ -160,7 +160,8 @@ def test_a_file_of_weights_executes_nothing(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "old.pt").write_bytes(pickle.dumps(Code()))
     torch.save({"state_dict": {"visual.conv1.weight": torch.ones(1), "x": Code()}}, "new.pt")
     Path("text.safetensors").write_text("no weights")
-    for name in ("old.pt", "new.pt", "text.safetensors"):
+    Path("flip.pt").write_bytes(Path("new.pt").read_bytes().replace(b"PK\1\2", b"PK\1\3"))
+    for name in ("old.pt", "new.pt", "text.safetensors", "flip.pt"):
         with pytest.raises(UserError, match=rf"^model.weights='{name}' is damaged or no file of weights"):
             build_model(config(weights=name))
     assert not Path("executed").exists()

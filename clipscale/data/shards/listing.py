@@ -14,7 +14,7 @@ from pathlib import Path, PurePath
 
 from braceexpand import braceexpand
 
-from clipscale.common.errors import UserError
+from clipscale.common.errors import UserError, library
 from clipscale.config.data import DataConfig
 from clipscale.data.shards.addresses import basename, dirname, is_local, scheme_of
 from clipscale.data.shards.counts import OnMain, in_process
@@ -198,10 +198,8 @@ def _remote(source: str, setting: str, note: Note) -> list[str]:
 
 def _from_list(path: Path, setting: str) -> list[str]:
     """The addresses and paths in the lines of a list, without empty lines and comments."""
-    try:
+    with library(f"{setting}='@{path}' cannot be read"):
         text = path.read_text(encoding="utf-8", errors="surrogateescape")  # as paths are
-    except (OSError, ValueError) as error:
-        raise UserError(f"{setting}='@{path}' cannot be read ({error})") from error
     names = [line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")]
     for name in names:
         if not is_local(name):
