@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import tempfile
 from bisect import bisect_left
 from collections.abc import Iterator
 from functools import lru_cache
@@ -11,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from clipscale.common.errors import UserError, first_line
-from clipscale.common.files import user_cache
+from clipscale.common import files
+from clipscale.common.errors import UserError, library
 from clipscale.config.data import DataConfig
 from clipscale.data.decode import json_fields
 from clipscale.data.sample import BrokenSampleError
@@ -23,6 +22,8 @@ ROW = np.dtype([("f0", "u8"), ("f1", "u8"), ("weight", "f4")])
 PAIR = np.dtype("u8,u8")
 ROWS = 2**16
 """Rows of a Parquet file that are read at a time."""
+MOST_TIMES = 10_000
+"""Bound on a weight: a reader counts a sample's repeats one by one."""
 
 
 class Table(NamedTuple):
@@ -94,16 +95,14 @@ def _digest(key: str) -> bytes:
 @lru_cache(maxsize=1)
 def _read(setting: str, file: Path, name: str) -> Table:
     """The file's table. Raises UserError."""
-    try:
+    with library(f"{setting}: cannot be read"):
         if setting.startswith("data.sample_weights"):
             return _weights(setting, file, name)
         if file.suffix != ".npy":
             keys = file.read_text(encoding="utf-8", errors="surrogateescape").split("\n")  # as members' names are
             digests = np.frombuffer(b"".join(_digest(key.strip()) for key in keys), ">u8").astype("u8")
             return Table(np.unique(digests.view(PAIR)), by_uid=False)
-        pairs: np.ndarray = np.load(file, mmap_mode="r")
-    except (OSError, ValueError, TypeError, AttributeError) as error:  # pyarrow's are ValueErrors
-        raise UserError(f"{setting}: cannot be read ({first_line(error)})") from error
+        pairs = np.lib.format.open_memmap(file, mode="r")
     if pairs.dtype != PAIR or pairs.ndim != 1:
         raise UserError(f"{setting}: {pairs.dtype} {pairs.shape}, not rows of numpy's dtype('u8,u8')")
     if (pairs["f0"][:-1] > pairs["f0"][1:]).any():
@@ -113,33 +112,38 @@ def _read(setting: str, file: Path, name: str) -> Table:
 
 def _weights(setting: str, file: Path, name: str) -> Table:
     """A table of weights; its sorted rows are kept in the user's cache. Raises UserError, and what pyarrow raises."""
-    try:
-        from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise UserError(f"{setting}: needs pyarrow, pip install 'clipscale[parquet]'") from error
-    table = ParquetFile(file)
+    table = parquet_file(file)
     column = next((each for each in ("uid", "key") if each in table.schema_arrow.names), None)
     if column is None or "weight" not in table.schema_arrow.names:
         raise UserError(f"{setting}: has the columns {', '.join(table.schema_arrow.names)}, not key or uid, and weight")
-    cached = user_cache() / "weights" / f"{name}.npy"
+    cached = files.user_cache() / "weights" / f"{name}.npy"
     if not cached.exists():
         rows = np.concatenate([np.zeros(0, ROW), *_rows_of(table, column)])
         rows = rows[np.lexsort((rows["f1"], rows["f0"]))]
-        bad = ~(np.isfinite(rows["weight"]) & (rows["weight"] >= 0))
+        bad = ~((rows["weight"] >= 0) & (rows["weight"] <= MOST_TIMES))  # NaN too
         twice = (rows["f0"][1:] == rows["f0"][:-1]) & (rows["f1"][1:] == rows["f1"][:-1])
         if bad.any() or twice.any():
-            what = f"{bad.sum()} weights are no numbers from 0 on" if bad.any() else f"{twice.sum()} samples come twice"
+            wrong = f"{bad.sum()} weights are no numbers from 0 to {MOST_TIMES:,}"
+            what = wrong if bad.any() else f"{twice.sum()} samples come twice"
             raise UserError(f"{setting}: {what}; give each sample one weight")
         cached.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cached.parent) as folder:  # several processes may write: the last one wins
-            np.save(Path(folder) / "rows.npy", rows)
-            (Path(folder) / "rows.npy").replace(cached)
+        with files.replacing(cached) as new:  # several processes may write: the last one wins
+            np.save(new, rows)
     rows = np.load(cached, mmap_mode="r")
     times = float(np.ceil(rows["weight"]).sum(dtype=np.float64))
     if not times:
         raise UserError(f"{setting}: all weights are 0; nothing is left to train on")
     epoch_fraction = float(rows["weight"].sum(dtype=np.float64)) / times
     return Table(rows, column == "uid", math.ceil(rows["weight"].max()), epoch_fraction)
+
+
+def parquet_file(file: str | Path) -> Any:
+    """Raises UserError where pyarrow is not installed, and what pyarrow raises."""
+    try:
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise UserError("Parquet needs pyarrow: pip install 'clipscale[parquet]'") from error
+    return ParquetFile(file)
 
 
 def _rows_of(table: Any, column: str) -> Iterator[np.ndarray]:

@@ -13,6 +13,7 @@ import fsspec
 
 from clipscale.common.errors import UserError
 from clipscale.data.sample import MAX_IMAGE_BYTES, BrokenSampleError
+from clipscale.data.shards.subset import parquet_file
 
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 WEB = ("http://", "https://")
@@ -99,12 +100,3 @@ def cell_bytes(cell: Cell) -> Any:
 @lru_cache(maxsize=2)
 def row_group(file: str, group: int, column: str) -> Any:
     return parquet_file(file).read_row_group(group, columns=[column])[column]
-
-
-def parquet_file(file: str | Path) -> Any:
-    """Raises UserError where pyarrow is not installed."""
-    try:
-        from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise UserError("Parquet needs pyarrow: pip install 'clipscale[parquet]'") from error
-    return ParquetFile(file)

@@ -17,7 +17,8 @@ from clipscale.common.errors import UserError
 from clipscale.common.record import Record
 from clipscale.data.decode import IMAGE_TYPES, encoding_of, json_fields
 from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError
-from clipscale.tools.data.places import Cell, parquet_file
+from clipscale.data.shards.subset import parquet_file
+from clipscale.tools.data.places import Cell
 
 USUAL: dict[str, list[str]] = files.read_yaml(Path(__file__).with_name("columns.yaml"))
 """Names of the column of pictures and of that of captions."""

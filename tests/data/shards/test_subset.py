@@ -117,11 +117,16 @@ def test_a_shard_or_list_that_changes_is_scanned_again(tmp_path: Path, monkeypat
         ("a.npy", np.array([(1, 2)], "u8,u8"), "hold no sample that data.only_keys=.*a.npy lists"),
         ("a.txt", None, "hold no sample that data.only_keys=.*a.txt lists"),
         ("none.txt", None, "none.txt: cannot be read"),
+        ("a.npy", b"", "a.npy: cannot be read"),
+        ("a.npy", b"PK\5\6" + bytes(18), "a.npy: cannot be read"),  # an archive of arrays
+        ("a.npy", b"\x93NUMPY\1\0\x10\x27" + b"-" * 9999 + b"1", "a.npy: cannot be read"),
     ],
 )
 def test_a_list_that_cannot_be_used_is_named(tmp_path: Path, name: str, rows: Any, message: str) -> None:
     full = write(tmp_path / "full", FULL)
-    if rows is not None:
+    if isinstance(rows, bytes):
+        (tmp_path / name).write_bytes(rows)
+    elif rows is not None:
         np.save(tmp_path / name, rows)
     (tmp_path / "a.txt").write_text("other\n")
     with pytest.raises(UserError, match=message):
@@ -168,9 +173,11 @@ def test_repeats_have_one_key_and_others_have_their_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("weights", "column", "message"),
     [
-        ([1.0, -1.0], "key", "1 weights are no numbers from 0 on"),
+        ([1.0, -1.0], "key", "1 weights are no numbers from 0"),
         ([None, 1.0], "key", "1 weights are no numbers"),
+        ([1.0, 1e9], "key", "1 weights are no numbers from 0 to 10,000"),
         (["a", "b"], "key", "cannot be read"),
+        ([[1.0], [2.0]], "key", "cannot be read"),
         ([0.0, 0.0], "key", "all weights are 0"),
         ([1.0, 1.0], "name", "not key or uid, and weight"),
     ],
