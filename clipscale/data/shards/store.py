@@ -35,7 +35,7 @@ LEAST = 1 << 14
 SLOWEST = 1 << 16
 """Bytes a second by which the time limit of a request grows."""
 LONGEST_WAIT_S = 30.0
-"""Bound on the wait between two attempts."""
+"""Bound on the random wait between two attempts, and on what a server adds to it by Retry-After."""
 TICK_S = 0.1
 """Interval at which a reader that waits for a request calls `tick`."""
 NO_ANSWER = "no_answer"
@@ -113,6 +113,9 @@ def local_state(path: str) -> ObjectState:
 class TransientError(SourceError):
     """A request failed in a way that may pass. `reason` names its counter."""
 
+    retry_after = ""
+    """The header of that name."""
+
 
 def start_request(url: str, start: int, stop: int) -> Request:
     """Begin a request for bytes start..stop of an object."""
@@ -139,13 +142,15 @@ def fetch(store: Store, url: str, start: int, stop: int, request: Request | None
         except TransientError as error:
             store.count(error.reason)
             failures += 1
+            told_s = float(error.retry_after) if error.retry_after.isdecimal() else 0  # it may be a date
             if failures > RETRIES:
                 raise SourceError("unreachable_shard", f"{failures} requests failed, the last: {error}") from error
         finally:
             request.cancel()
         request = None
         # a random wait, so that readers do not all return at once
-        again = time.monotonic() + random.uniform(0, min(0.25 * 2**failures, LONGEST_WAIT_S))
+        random_s = random.uniform(0, min(0.25 * 2**failures, LONGEST_WAIT_S))
+        again = time.monotonic() + min(told_s, LONGEST_WAIT_S) + random_s
         while (left := again - time.monotonic()) > 0:
             store.tick()
             time.sleep(min(left, TICK_S))
@@ -300,7 +305,9 @@ async def _from_web(
             own = headers if target.origin() == answer.url.origin() else None
             return await _from_web(str(target), start, stop, limit, own, left - 1)
         if answer.status in _TRANSIENT:
-            raise TransientError(f"http_{answer.status}")
+            busy = TransientError(f"http_{answer.status}")
+            busy.retry_after = answer.headers.get("Retry-After", "")
+            raise busy
         if answer.status == 416:
             raise SourceError("changed_shard" if start else "unreadable_shard", "shorter than it was, or empty")
         if answer.status == 200:

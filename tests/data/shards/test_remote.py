@@ -96,6 +96,15 @@ def test_a_server_that_stays_away_ends_in_one_line(
     assert re.search(f"3 requests failed, the last: {last}", problem.detail) and "\n" not in problem.detail
 
 
+def test_a_busy_server_says_how_long_to_wait(tmp_path: Path, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to a bound, which is beyond the first random wait here."""
+    path = write_shards(tmp_path, [4])[0]
+    times: list[float] = []
+    monkeypatch.setattr(store, "LONGEST_WAIT_S", 0.6)
+    web.faults = lambda number, _: times.append(time.monotonic()) or (None if number else "429")
+    assert len(read(f"{web.url}/{path.name}")[0]) == 4 and 0.6 <= times[1] - times[0] < 10
+
+
 def test_a_server_that_sends_no_sample_has_a_time(tmp_path: Path, web: Web) -> None:
     """Folders without end, a little at a time: each answer is progress."""
     (tmp_path / "0.tar").write_bytes(5000 * tarfile.TarInfo("folder/").tobuf())

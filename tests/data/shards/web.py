@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 FAULTS = ("503", "drop", "cut", "short", "wrong_range")
 """Faults of an answer: refused, ended halfway or before it begins, too short, another range. Others: `stall` sends
-nothing for two seconds, `slow` PIECE bytes every hundredth of a second, `drip` a byte."""
+nothing for two seconds, `slow` PIECE bytes every hundredth of a second, `drip` a byte, `429` asks for a day."""
 PIECE = 128
 
 
@@ -83,6 +83,8 @@ def serving(web: Web) -> Iterator[Web]:
             match fault:
                 case "503":
                     status, headers, body = 503, {"Content-Length": "0"}, b""
+                case "429":
+                    status, headers, body = 429, {"Content-Length": "0", "Retry-After": "86400"}, b""
                 case "short":
                     body = body[: len(body) // 2]
                     headers["Content-Length"] = str(len(body))
