@@ -19,7 +19,7 @@ from clipscale.common import ranks
 from clipscale.common.errors import StoppedError, UserError
 from clipscale.common.terminal import report, say
 from clipscale.common.units import run_folder, unused
-from clipscale.config.train import to_yaml
+from clipscale.config.train import TrainConfig, to_yaml
 from clipscale.launch import local
 
 
@@ -36,7 +36,7 @@ def main(name: str, line: Namespace) -> int:
     combinations = [*runs.values()]  # those with equal settings once
     run = combinations[0][1].run
     folder = run_folder(run) if run else unused(Path("runs") / f"{datetime.now():sweep-%Y%m%d-%H%M%S}")
-    configs = [replace(config, run=str(folder / folder_name(words))) for words, config in combinations]
+    configs = [of_sweep(config, folder, folder_name(words)) for words, config in combinations]
     for config in configs:
         if line.cfg:
             print(f"# {config.run}\n{to_yaml(config)}", flush=True)
@@ -65,6 +65,14 @@ def main(name: str, line: Namespace) -> int:
     for name in failed:
         say(f"error: failed: {name}", error=True)
     return int(bool(failed))
+
+
+def of_sweep(config: TrainConfig, folder: Path, name: str) -> TrainConfig:
+    """The run, with a folder and an address of its copy that are its own."""
+    checkpoint = config.checkpoint
+    if checkpoint.copy:
+        checkpoint = replace(checkpoint, copy=f"{checkpoint.copy.rstrip('/')}/{name}")
+    return replace(config, run=str(folder / name), checkpoint=checkpoint)
 
 
 def folder_name(combination: Sequence[str]) -> str:

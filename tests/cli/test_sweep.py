@@ -38,12 +38,13 @@ def test_all_combinations_run_in_hydras_order_and_failures_are_named(
     trained: list[TrainConfig], shards: str, capsys: Cap
 ) -> None:
     tiny = [word for word in TINY if not word.startswith("samples=")]
-    words = ("train", "-m", *tiny, f"data.train={shards}", "run=s", "seed=1,13", "optim=adamw,lion", "samples=2k,4k")
-    assert main(words) == 1
+    swept = "seed=1,13", "optim=adamw,lion", "samples=2k,4k"
+    assert main(("train", "-m", *tiny, f"data.train={shards}", "run=s", "checkpoint.copy=s3://b/c/", *swept)) == 1
     assert [(config.seed, config.optim.name, config.samples) for config in trained] == [
         (seed, optim, samples) for seed in (1, 13) for optim in ("adamw", "lion") for samples in (2048, 4096)
     ]
     assert trained[0].run == "runs/s/seed=1,optim=adamw,samples=2k"
+    assert trained[0].checkpoint.copy == "s3://b/c/seed=1,optim=adamw,samples=2k"
     assert {config.epochs for config in trained} == {None}
     out, err = capsys.readouterr()
     assert out.endswith("done: runs/s; clipscale report runs/s compares its runs\n")
