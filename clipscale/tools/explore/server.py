@@ -66,7 +66,9 @@ def application(explorer: Explorer) -> Starlette:
         Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"]),
         Middleware(BaseHTTPMiddleware, dispatch=refuse_other_pages),
     ]
-    return Starlette(routes=routes, middleware=middleware, exception_handlers={BrokenSampleError: unusable})
+    return Starlette(
+        routes=routes, middleware=middleware, exception_handlers={BrokenSampleError: unusable, ValueError: unusable}
+    )
 
 
 async def refuse_other_pages(request: Request, following: RequestResponseEndpoint) -> Response:
