@@ -52,7 +52,7 @@ def random_model(seed: int, **values: Any) -> ClipModel:
 
 def state_of(model: ClipModel) -> dict[str, Tensor]:
     """open_clip's names of the weights."""
-    return weights(model, torch.float32)
+    return weights(model)
 
 
 def run(folder: Path, model: ClipModel) -> Path:
