@@ -158,7 +158,7 @@ clipscale report b32 b16 out=both.html""",
         "clipscale.tools.export.verb:main",
         """\
 clipscale export run=b32
-clipscale export run=b32 checkpoint=latest dtype=float16 out=/models/b32
+clipscale export run=b32 checkpoint=latest out=/models/b32
 clipscale export run=b32 format=hf""",
         check=lambda settings: existing_run(settings.run),
     ),
