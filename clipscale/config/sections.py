@@ -187,7 +187,6 @@ class LogConfig(SinkConfig):
     """Where metrics go, in addition to `metrics.jsonl`, which is always written."""
 
     every: int = setting(1, "Steps between console lines.", least=1)
-    progress: bool = setting(True, "Say once a minute how far a long step or evaluation is.")
 
 
 @dataclass(frozen=True)

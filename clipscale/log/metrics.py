@@ -48,7 +48,7 @@ class MetricLog:
         """
         self.config = config
         self.total = total
-        self.progress = Progress() if config.progress else lambda *_: None
+        self.progress = Progress()
         self._unprinted = ""
         self._printed_at = -math.inf
         self._recent: deque[Record] = deque(maxlen=WINDOW)

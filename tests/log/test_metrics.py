@@ -228,17 +228,14 @@ def test_a_killed_run_leaves_no_folders_of_wandb_in_tmpdir(tmp_path: Path) -> No
     assert not [*tmp_path.glob("*wandb*")]
 
 
-@pytest.mark.parametrize("shown", [True, False])
-def test_long_work_shows_how_far_it_is(
-    shown: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Cap
-) -> None:
-    """Ten parts of 25 seconds, and ten of a millisecond; `log.progress=false` shows none."""
+def test_long_work_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Cap) -> None:
+    """Ten parts of 25 seconds, and ten of a millisecond."""
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    with closing(open_log(tmp_path, LogConfig(progress=shown))) as log:
+    with closing(open_log(tmp_path, LogConfig())) as log:
         for what, seconds in (("step 1", 0.001), ("step 2", 25.0)):
             for done in range(11):
                 log.progress(what, done, 10)
                 clock[0] += seconds
     lines = [f"step 2: {done} of 10, {10 * done}%, {timedelta(seconds=250 - 25 * done)} left" for done in (3, 6, 9)]
-    assert [line.split(" ", 1)[1] for line in capsys.readouterr().err.splitlines()] == (lines if shown else [])
+    assert [line.split(" ", 1)[1] for line in capsys.readouterr().err.splitlines()] == lines
