@@ -69,10 +69,8 @@ def main(name: str, line: Namespace) -> int:
 
 def of_sweep(config: TrainConfig, folder: Path, name: str) -> TrainConfig:
     """The run, with a folder and an address of its copy that are its own."""
-    checkpoint = config.checkpoint
-    if checkpoint.copy:
-        checkpoint = replace(checkpoint, copy=f"{checkpoint.copy.rstrip('/')}/{name}")
-    return replace(config, run=str(folder / name), checkpoint=checkpoint)
+    copy = config.checkpoint.copy and f"{config.checkpoint.copy.rstrip('/')}/{name}"
+    return replace(config, run=str(folder / name), checkpoint=replace(config.checkpoint, copy=copy))
 
 
 def folder_name(combination: Sequence[str]) -> str:

@@ -21,7 +21,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from clipscale import checkpoint
-from clipscale.common.errors import UserError, first_line
+from clipscale.common.errors import UserError, library
 from clipscale.common.record import Record
 from clipscale.common.units import nearest
 from clipscale.config.sections import ModelConfig
@@ -190,16 +190,12 @@ def encoders_of(description: Record, image_size: int | None = None) -> CustomTex
 
     Raises UserError where it cannot be built.
     """
-    try:
+    needs_transformers = description["text_cfg"].get("hf_model_name") and find_spec("transformers") is None
+    lacks = "; pip install 'clipscale[hf]'" if needs_transformers else ""
+    with library("model.architecture does not describe an open_clip model", lacks):
         encoders = CustomTextCLIP(**description)
         if has_own_trunk(description["vision_cfg"]):
             encoders.visual.trunk = own_trunk(description["vision_cfg"])
-    except Exception as error:  # open_clip and timm check little of what they are given
-        needs_transformers = description["text_cfg"].get("hf_model_name") and find_spec("transformers") is None
-        lacks = "; pip install 'clipscale[hf]'" if needs_transformers else ""
-        raise UserError(
-            f"model.architecture does not describe an open_clip model ({first_line(error)}){lacks}"
-        ) from error
     trunk: Any = getattr(encoders.visual, "trunk", None)
     if image_size and hasattr(trunk, "set_input_size"):
         trunk.set_input_size(img_size=(image_size, image_size))

@@ -181,7 +181,7 @@ def _remote(source: str, setting: str, note: Note) -> list[str]:
     from fsspec.core import get_filesystem_class, url_to_fs
 
     names = []
-    try:
+    with library(f"{setting}={source!r} cannot be listed"):
         get_filesystem_class(scheme)
         for url in urls:
             if not PATTERN.search(url):
@@ -190,8 +190,6 @@ def _remote(source: str, setting: str, note: Note) -> list[str]:
             system, path = url_to_fs(url + "*.t*" if url.endswith("/") else url)
             found = sorted(str(system.unstrip_protocol(name)) for name in system.glob(path))
             names += _shards(found, url, note) if url.endswith("/") else found
-    except Exception as error:  # each library behind fsspec has its own errors
-        raise UserError(f"{setting}={source!r} cannot be listed ({type(error).__name__}: {error})") from error
     # a server chooses these names: they must not lead to another file system, as fsspec's `::` does
     return [name for name in names if "::" not in name and scheme_of(name) == scheme]
 

@@ -50,10 +50,8 @@ class Subset:
         self.given = setting, path
         self.setting = f"data.{setting}={path}"
         self.file = Path(path).expanduser().absolute()
-        try:
+        with library(f"{self.setting}: cannot be read"):
             state = self.file.stat()
-        except OSError as error:
-            raise UserError(f"{self.setting}: cannot be read ({error.strerror})") from error
         self.name = digest(f"{self.file} {state.st_size} {state.st_mtime_ns}")
         """A digest of the file's path, size and time of change."""
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from clipscale.common import files
-from clipscale.common.errors import UserError, one_line
+from clipscale.common.errors import UserError, library
 from clipscale.data.decode import IMAGE_TYPES
 from clipscale.data.shards.listing import SHARDS
 from clipscale.eval.sets import captions, folders, shards
@@ -45,14 +45,12 @@ def _name(path: Path) -> str:
 @lru_cache(maxsize=64)
 def load_set(path: Path) -> EvalSet:
     """Recognise the layout of `path` and load the set. Raises UserError, whatever is wrong with its files."""
-    try:
+    with library(f"eval.sets: {path} cannot be read", "; fetch it again"):
         if not path.exists():
             raise UserError(f"eval.sets: {path} does not exist; give the folder of a set, or a caption file")
         if path.is_file() and path.suffix != ".json":
             raise UserError(f"eval.sets: {path} is no caption file (.json); give the set's folder, unpacked")
         loaded = captions.load(path) if path.is_file() else _load_folder(path)
-    except (OSError, ValueError) as error:  # a file that cannot be read, or a text that is not UTF-8
-        raise UserError(f"eval.sets: {path} cannot be read ({one_line(error)}); fetch it again") from error
     faults = Counter(image.fault for image in loaded.images)
     if faults.total() and not faults[""]:
         raise UserError(f"eval.sets: {path} has nothing to evaluate: {by_reason(faults)}; fetch it again")
