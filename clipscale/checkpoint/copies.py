@@ -88,7 +88,7 @@ class Copies:
         self.thread = Thread(target=self._work, daemon=True)
 
     def start(self) -> None:
-        """Once: also where later stages of the run call it."""
+        """Start the thread, if the settings ask for copies and no earlier stage has started it."""
         if self.config.copy and self.thread.ident is None:
             self.thread.start()
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-TICK_S = 1e-6
+CLOCK_STEP_S = 1e-6
 """The least time that counts as passed: a virtual machine's clock may show the same time twice."""
 
 
@@ -82,7 +82,7 @@ class Phases:
 
     @property
     def total(self) -> float:
-        return max(sum(self.seconds.values()), TICK_S)
+        return max(sum(self.seconds.values()), CLOCK_STEP_S)
 
     def working_bytes(self, graph_bytes: int) -> int:
         """The peak beyond the allocation at the step's start; on a CPU beyond what the process holds after it.

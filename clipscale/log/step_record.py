@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import psutil
 from torch import Tensor
 
-from clipscale.common.phases import TICK_S, Phases, Readback
+from clipscale.common.phases import CLOCK_STEP_S, Phases, Readback
 from clipscale.data.loader.stream import TrainStream
 from clipscale.log.metrics import MetricLog
 from clipscale.log.records import Record
@@ -30,7 +30,7 @@ class StepRecords:
         measured = {
             "time": round(time.time(), 3),
             # Includes waiting, evaluations and saves between steps.
-            "samples_per_s_wall": record["batch"] / max(now - self._measured_at, TICK_S),
+            "samples_per_s_wall": record["batch"] / max(now - self._measured_at, CLOCK_STEP_S),
             "host_rss_bytes": psutil.Process().memory_info().rss,
             **self._stream.record(),
             "caption_tokens": sum(width * count for width, count in widths.items()) / sum(widths.values()),
