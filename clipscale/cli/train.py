@@ -102,10 +102,12 @@ def main(config: TrainConfig, *, isolated: bool = False) -> Record:
             tell(f"run={config.run} is complete at step {step}: nothing is left to train; more samples= go on with it")
             print_results(result["eval"], f"{Path(config.run).name}, step {step}")
             return result
-    if not isolated and config.data.workers != 0:
+    here = not isolated and (not alone or config.launch.procs in (None, 1))
+    serves = here and config.data.workers != 0
+    if serves:
         warm_up()  # beside the imports of training
     try:
-        with planned(config) if config.plan and alone else nullcontext():
+        with planned(config, forked=serves) if config.plan and alone else nullcontext():
             doing("loading torch")
             from clipscale.launch.run_lock import check_free
 

@@ -12,14 +12,14 @@ from clipscale.cli.planned import Planner, planned
 from clipscale.common.errors import StoppedError, UserError
 from clipscale.config.train import TrainConfig
 
-REFUSED = json.dumps({"fits": False, "lines": ["does not fit: 20 GiB of 16 GiB"]}).encode()
+REFUSED = json.dumps({"fits": False, "lines": ["does not fit: 20 GiB of 16 GiB"]})
 
 
 def stop(number: int, _: Any) -> None:
     raise StoppedError("stopped", number)
 
 
-def answer(_: Planner) -> tuple[bytes, str]:
+def answer(_: Planner) -> tuple[str, str]:
     time.sleep(0.5)  # the run has begun
     return REFUSED, ""
 

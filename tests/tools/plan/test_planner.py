@@ -87,26 +87,36 @@ def test_an_automatic_chunk_is_assumed_and_kept_graphs_are_planned_for_several_r
 def planned_run(folder: Path, code: str, *words: str) -> subprocess.CompletedProcess[str]:
     """A run of a few steps in a folder, where every process of Python runs `code` first."""
     (folder / "sitecustomize.py").write_text(code)
-    tiny = [word for word in TINY if not word.startswith(("plan=", "samples="))]
+    tiny = [word for word in TINY if not word.startswith(("plan=", "samples=", "data.workers="))]
     path = os.pathsep.join([str(folder), *sys.path])
     command = [sys.executable, "-m", "clipscale", "train", *tiny, *words, "run=a"]
     return subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
 
 
+ANSWERS = "import sys, os, types; m = types.ModuleType('start'); sys.modules['clipscale.tools.plan.start'] = m; "
+"""Code of a process in which the planner is another: `m.before`."""
+
+
+DIES = ANSWERS + "m.before = lambda _: (os.write(2, b'a notice'), os._exit(3))"
+
+
 @pytest.mark.parametrize(
-    ("code", "reason"),
+    ("code", "reason", "workers"),
     [
         (
-            "import sys; sys.modules['torch._subclasses.fake_tensor'] = None",
-            "ModuleNotFoundError: import of torch._subclasses.fake_tensor",
+            "import sys; sys.modules['clipscale.tools.plan.memory_tracker'] = None",
+            "ModuleNotFoundError: import of clipscale.tools.plan.memory_tracker",
+            1,
         ),
-        ("print('a notice', flush=True); import os; os._exit(0)", "its process ended with status 0"),
+        (DIES, "its process ended with status 3", 1),
+        (DIES, "its process ended with status 3", 0),
     ],
+    ids=["fails", "dies", "not forked"],
 )
-def test_a_planner_that_fails_costs_a_line(shards: str, tmp_path: Path, code: str, reason: str) -> None:
+def test_a_planner_that_fails_costs_a_line(shards: str, tmp_path: Path, code: str, reason: str, workers: int) -> None:
     """A torch that has moved its private modules, for one."""
-    code = f"import sys; 'clipscale.tools.plan' in sys.orig_argv and exec({code!r})"
-    done = planned_run(tmp_path, code, f"data.train={shards}", "samples=2k")
+    code = f"import sys; 'fork' in str(sys.orig_argv) and exec({code!r})"
+    done = planned_run(tmp_path, code, f"data.train={shards}", "samples=2k", f"data.workers={workers}")
     assert done.returncode == 0, done.stderr[-2000:]
     assert "done: runs/a" in done.stdout
     assert f"no plan: {reason}" in done.stderr and "Traceback" not in done.stderr
@@ -115,9 +125,8 @@ def test_a_planner_that_fails_costs_a_line(shards: str, tmp_path: Path, code: st
 def test_a_run_that_cannot_fit_this_machine_is_refused(shards: str, tmp_path: Path) -> None:
     """While it loads. The run would last for hours."""
     answer = json.dumps({"fits": False, "lines": ["does not fit: 20 GiB of 16 GiB"]})
-    answered = f"print({answer!r}, flush=True), os._exit(0)"
-    code = f"import os, sys; 'clipscale.tools.plan' in sys.orig_argv and [{answered}]"
-    done = planned_run(tmp_path, code, f"data.train={shards}", "samples=32M")
+    code = f"{ANSWERS}m.before = lambda _: {answer!r}"
+    done = planned_run(tmp_path, code, f"data.train={shards}", "samples=32M", "data.workers=0")
     assert done.returncode == 2, done.stderr[-2000:]
     assert "error: this run does not fit: 20 GiB of 16 GiB; plan=false starts it all the same" in done.stderr
 
