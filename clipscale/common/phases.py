@@ -85,15 +85,16 @@ class Phases:
         return max(sum(self.seconds.values()), CLOCK_STEP_S)
 
     def working_bytes(self, graph_bytes: int) -> int:
-        """The peak beyond the allocation at the step's start; on a CPU beyond what the process holds after it.
+        """After a step and without its gradients: the peak beyond the allocation at its start, of the update beyond the
+        one now, as the first update makes the optimizer's state. On a CPU beyond what the process holds now.
 
         `graph_bytes`: bytes of a chunk's graph; on a GPU they are subtracted from the peaks of `encode` and `replay`.
         """
         if self.device.type == "cuda":
-            with_graph = ("encode", "replay")
-            return (
-                max(size - graph_bytes * (name in with_graph) for name, size in self.peak.items())
-                - self.before["encode"]
+            without = {"encode": graph_bytes, "replay": graph_bytes}
+            start = {"optim": torch.cuda.memory_allocated(self.device)}
+            return max(
+                size - without.get(name, 0) - start.get(name, self.before["encode"]) for name, size in self.peak.items()
             )
         peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return max(0, peak - psutil.Process().memory_info().rss)
