@@ -7,6 +7,8 @@ to. Matrix products and attention count by their FLOP; everything else by the by
 operand once. Of two chunk sizes the slope is what a sample costs. At least so long takes a sample:
 
     FLOP / (rate of matrix products) + bytes / (rate of copies)
+
+Compiled: the blocks' bytes are those of inductor's fused kernels (`inductor.py`), the rest of a tower stays eager.
 """
 
 from collections import defaultdict
@@ -15,15 +17,17 @@ from typing import Any
 
 import torch
 import yaml
+from inductor import Fused, block_calls, fused_blocks
 from measure import Row, main
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from clipscale.config.presets import conf_dir
 from clipscale.config.sections import ModelConfig
-from clipscale.models.towers import build_model
+from clipscale.models.towers import ClipModel, build_model
 from clipscale.step.precision import Precision
 from clipscale.tools.plan.memory_tracker import cuda_autocast, without_memory
 
@@ -35,6 +39,8 @@ DEFAULTS = {
     "out": "runs/bench",
 }
 CHUNKS = 8, 16
+COMPILED_CHUNKS = 256, 512
+"""Inductor fuses by size, too."""
 CPU = torch.device("cpu")
 KINDS = {
     "gelu": ("gelu", "gelu_backward", "sigmoid", "silu"),
@@ -84,17 +90,54 @@ def counted(tower: nn.Module, inputs: Tensor, precision: str) -> Counter:
     return counter
 
 
+def compiled(clip: ClipModel, precision: str) -> Row:
+    """Of one sample: MB of each tower in its blocks, eager and fused, by pass; kernels of a chunk's blocks; and MB of
+    the kernels of one block of the image tower. `clip` without values, inside of its FakeTensorMode."""
+    towers: Row = {}
+    kernels = 0
+    for name, tower in (("image", clip.image), ("text", clip.text)):
+        fused: list[Fused] = []
+        for size in COMPILED_CHUNKS:
+            calls = block_calls(tower, tower.encoder, random_inputs(clip, size)[name], precision)
+            fused.append(fused_blocks(calls, precision))
+        eager = [
+            sum(sum(counted(call, call.first, precision).moved.values()) for call in calls)
+            for size in CHUNKS
+            if (calls := block_calls(tower, tower.encoder, random_inputs(clip, size)[name], precision))
+        ]
+        less, more = fused
+        samples = COMPILED_CHUNKS[1] - COMPILED_CHUNKS[0]
+        towers[name] = {
+            "eager": round((eager[1] - eager[0]) / (CHUNKS[1] - CHUNKS[0]) / 1e6, 1),
+            **{each: round((more.bytes[each] - less.bytes[each]) / samples / 1e6, 1) for each in more.bytes},
+        }
+        kernels += more.kernels
+        if name == "image":
+            groups = [(each, what, round(size / COMPILED_CHUNKS[1] / 1e6, 2)) for each, what, size in more.groups]
+    return {"blocks": towers, "kernels": kernels, "groups": [group for group in groups if group[2] >= 0.1]}
+
+
+def random_inputs(clip: ClipModel, size: int) -> dict[str, Tensor]:
+    side = clip.image_size
+    return {
+        "image": torch.empty(size, 3, side, side, dtype=torch.uint8),
+        "text": torch.empty(size, clip.context_length, dtype=torch.long),
+    }
+
+
 def measure(model: str, precision: str, tflops: float, tbs: float) -> list[Row]:
-    """Of one sample: GFLOP, MB by kind, operations of a chunk, and milliseconds."""
+    """Of one sample: GFLOP, MB by kind, operations of a chunk, and milliseconds; the same compiled."""
     counts = {}
     values = yaml.safe_load((conf_dir() / "model" / f"{model}.yaml").read_text(encoding="utf-8"))
+    config = ModelConfig(**values)
     with without_memory():
-        clip = build_model(ModelConfig(**values))
-        side, context = clip.image_size, clip.context_length
+        clip = build_model(config)
         for size in CHUNKS:
-            pixels = torch.empty(size, 3, side, side, dtype=torch.uint8)
-            captions = torch.empty(size, context, dtype=torch.long)
-            counts[size] = [counted(clip.image, pixels, precision), counted(clip.text, captions, precision)]
+            inputs = random_inputs(clip, size)
+            counts[size] = [
+                counted(clip.image, inputs["image"], precision),
+                counted(clip.text, inputs["text"], precision),
+            ]
     less, more = (counts[size] for size in CHUNKS)
     samples = CHUNKS[1] - CHUNKS[0]
     flop = sum(b.flop - a.flop for a, b in zip(less, more, strict=True)) / samples
@@ -103,9 +146,16 @@ def measure(model: str, precision: str, tflops: float, tbs: float) -> list[Row]:
         towers[tower] = {kind: round((b.moved[kind] - a.moved[kind]) / samples / 1e6, 1) for kind in (*KINDS, "other")}
     moved = {kind: towers["image"][kind] + towers["text"][kind] for kind in (*KINDS, "other")}
     total = sum(moved.values())
-    milliseconds = flop / (1e9 * tflops) + total / (1e3 * tbs)
+    least = flop / (1e9 * tflops) + total / (1e3 * tbs)
     row: Row = {"gflop": round(flop / 1e9, 2), "mb": round(total, 1), "mb_by_kind": moved, "mb_by_tower": towers}
-    return [row | {"operations": sum(each.operations for each in more), "least_ms": round(milliseconds, 4)}]
+    row |= {"operations": sum(each.operations for each in more), "least_ms": round(least, 4)}
+    with torch.device("meta"):
+        clip = build_model(config)
+    with FakeTensorMode(allow_non_fake_inputs=True):  # torch compiles nothing under a mode that counts
+        row["compiled"] = compiled(clip.to_empty(device=CPU), precision)
+    saved = sum(each["eager"] - each["forward"] - each["backward"] for each in row["compiled"]["blocks"].values())
+    row["compiled"] |= {"mb": round(total - saved, 1), "least_ms": round(least - saved / (1e3 * tbs), 4)}
+    return [row]
 
 
 def plan(settings: SimpleNamespace) -> tuple[str, list[Row]]:
@@ -120,6 +170,7 @@ COLUMNS = {
     **{kind: lambda row, kind=kind: f"{row['mb_by_kind'][kind]:.0f}" for kind in (*KINDS, "other")},  # type: ignore[misc]
     "operations": lambda row: str(row["operations"]),
     "samples/s at most": lambda row: f"{1e3 / row['least_ms']:,.0f}",
+    "MB compiled": lambda row: f"{row['compiled']['mb']:.0f}",
 }
 
 if __name__ == "__main__":

@@ -1,28 +1,29 @@
-"""What `benchmarks/traffic.py` counts of a tower whose operations are known."""
+"""What `benchmarks/traffic.py` and `inductor.py` count of a tower whose operations are known."""
 
 import importlib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 N, W = 8, 16
 
 
-@pytest.fixture
-def traffic(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("traffic")
-
-
-def test_products_count_by_flop_and_all_else_by_bytes(traffic: Any) -> None:
+def test_products_count_by_flop_and_all_else_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A linear layer without bias in float32: two products, since its input needs no gradient. A GELU reads and writes
-    N * W numbers, and in the backward pass reads twice as many. The rows' transposition moves nothing."""
-    tower = nn.Sequential(nn.Linear(W, W, bias=False), nn.GELU(), nn.Flatten(0), nn.Unflatten(0, (W, N)))
-    counter = traffic.counted(tower, torch.randn(N, W), "fp32")
+    N * W numbers, and in the backward pass reads twice as many; compiled, two of them do together. The rows'
+    transposition moves nothing."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    traffic, inductor = map(importlib.import_module, ("traffic", "inductor"))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        tower = nn.Sequential(nn.Linear(W, W, bias=False), nn.GELU(), nn.GELU(), nn.Flatten(0), nn.Unflatten(0, (W, N)))
+        rows = torch.empty(N, W)
+        counter = traffic.counted(tower, rows, "fp32")
+        fused = inductor.fused_blocks([inductor.Call(tower, (rows,), {})], "fp32")
     assert counter.flop == 2 * (2 * N * W * W)
-    assert dict(counter.moved) == {"gelu": (2 + 3) * N * W * 4}
+    assert dict(counter.moved) == {"gelu": 2 * (2 + 3) * N * W * 4}
+    assert fused.bytes == {"forward": 2 * N * W * 4, "backward": 3 * N * W * 4} and fused.kernels == 2
     assert all(p.grad is None for p in tower.parameters())
