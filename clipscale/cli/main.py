@@ -11,7 +11,7 @@ from clipscale import __version__
 from clipscale.cli import completion, help, train
 from clipscale.cli.verbs import VERBS, split_verb
 from clipscale.common.errors import LoaderError, StoppedError, UserError, explained
-from clipscale.common.hardware import let_threads_sleep
+from clipscale.common.hardware import prepare_torch
 from clipscale.common.terminal import clear, doing, main_rank, outlive_output, prepare, report, say
 from clipscale.config.train import to_yaml
 from clipscale.launch import local
@@ -23,7 +23,7 @@ FETCH = ("train", "eval", "embed", "explore")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 1 (a failure), 2 (a mistake the user can fix) or 128 + signal."""
     prepare()
-    let_threads_sleep()
+    prepare_torch()
     try:
         return run(list(sys.argv[1:] if argv is None else argv))
     except local.WorkerError as error:

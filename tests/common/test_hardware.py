@@ -42,19 +42,22 @@ def test_the_beginning_of_one_name_is_enough() -> None:
             hardware(name)
 
 
-@pytest.mark.parametrize("setting", [None, "OMP_PROC_BIND"])
-def test_idle_threads_sleep_unless_the_user_has_set_openmp(
-    monkeypatch: pytest.MonkeyPatch, setting: str | None
-) -> None:
+@pytest.mark.parametrize(
+    ("setting", "values"),
+    [
+        ("UNUSED", "passive 0 expandable_segments:True"),
+        ("OMP_PROC_BIND", "None None expandable_segments:True"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "passive 0 None"),
+    ],
+)
+def test_threads_sleep_and_segments_grow_unless_the_user_has_set_them(setting: str, values: str) -> None:
     """The command line sets this before torch is loaded, for itself and for the processes it starts."""
-    for name in [name for name in os.environ if name.startswith(("OMP_", "GOMP_", "KMP_"))]:
-        monkeypatch.delenv(name)
-    if setting:
-        monkeypatch.setenv(setting, "true")
     code = "import os, sys, clipscale.cli.main as cli; cli.main(['--version']); "
-    code += "print('torch' in sys.modules, os.environ.get('OMP_WAIT_POLICY'), os.environ.get('GOMP_SPINCOUNT'))"
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert printed.splitlines()[-1] == ("False None None" if setting else "False passive 0")
+    code += "print('torch' in sys.modules, *map(os.environ.get, sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "PYTORCH_ALLOC_CONF"]
+    variables = {"PYTHONPATH": os.pathsep.join(sys.path), setting: ""}
+    printed = subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout
+    assert printed.splitlines()[-1] == f"False {values}"
 
 
 @pytest.mark.parametrize(("share", "most"), [("max 100000", 1000), ("150000 100000", 2), ("10000 100000", 1)])
