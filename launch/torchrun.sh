@@ -15,5 +15,11 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${GRACE:-120} # seconds from SIGTERM to SI
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # a store for each start; torch tells the shared one's address to no machine that joins later
 meet=(--standalone)
 [ "${NODES:-1}" = 1 ] || meet=(--rdzv-backend=c10d --rdzv-endpoint="${HEAD:?set HEAD=ADDRESS:PORT}" --rdzv-id="${JOB:-clipscale}")
-exec torchrun --nnodes="${NODES:-1}" --nproc-per-node="${PROCS:-gpu}" --max-restarts="${RESTARTS:-3}" "${meet[@]}" \
+# Where GPUs are near different cores and memory, each worker stays on those near its own; torch wants numactl for it.
+near=$(cat /sys/bus/pci/drivers/nvidia/*/numa_node 2>/dev/null | sort -u) || true
+bind=()
+if [ -z "${PROCS:-}" ] && [[ $near = *$'\n'* && $near != *-1* ]] && command -v numactl >/dev/null; then
+    bind=(--numa-binding=node)
+fi
+exec torchrun --nnodes="${NODES:-1}" --nproc-per-node="${PROCS:-gpu}" --max-restarts="${RESTARTS:-3}" "${meet[@]}" "${bind[@]}" \
     --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 -m clipscale train "$@"

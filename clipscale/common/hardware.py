@@ -28,18 +28,21 @@ def prepare_torch() -> None:
         os.environ["GOMP_SPINCOUNT"] = "0"
 
 
-def cores() -> int:
-    """Cores that this process may use, by its affinity and the quota of its control group."""
-    count = len(os.sched_getaffinity(0))
+def cores(process: int = 0) -> int:
+    """Cores that a process (0: this one) may use, by its affinity and the quota of this one's control group."""
+    count = len(os.sched_getaffinity(process))
     quota, period = CPU_SHARE.read_text().split() if CPU_SHARE.is_file() else ("max", "1")
     return count if quota == "max" else max(1, min(count, math.ceil(int(quota) / int(period))))
 
 
 def cores_of_rank() -> int:
-    """Cores that one rank may use. Slurm gives each task its own; otherwise the ranks of a machine share them."""
+    """Cores that one rank may use. Slurm gives each task its own; otherwise the ranks of a machine share those of their
+    launcher, which are more where each rank is bound to the cores near its GPU."""
     local_ranks = ranks.local_world_size()
     bound = "SLURM_PROCID" in os.environ and cores() * local_ranks <= (os.cpu_count() or 1)
-    return cores() if bound else max(1, cores() // local_ranks)
+    if bound or local_ranks == 1:
+        return cores()
+    return min(cores(), max(1, cores(os.getppid()) // local_ranks))
 
 
 @dataclass(frozen=True)

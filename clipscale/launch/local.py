@@ -7,6 +7,7 @@ import ctypes
 import logging
 import os
 import pickle
+import shutil
 import signal
 import tempfile
 import time
@@ -28,6 +29,7 @@ from clipscale.log.sinks import wandb_module
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.numa.binding import NumaOptions
 
 
 class Launched(Protocol):
@@ -55,6 +57,8 @@ SHUTDOWN_S = 150
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 """Of NVIDIA's, Windows' and AMD's drivers one is there, where torch may see a GPU."""
+GPUS = Path("/sys/bus/pci/drivers/nvidia")
+"""Folders of the GPUs, in which `numa_node` is the number of the cores and memory near one; -1: unknown."""
 PR_SET_PDEATHSIG = 1
 """Linux's number of the option of prctl."""
 
@@ -152,6 +156,7 @@ def start(config: Launched, main: str, count: int) -> Record:
             max_restarts=0,
             signals_to_handle=",".join(number.name for number in handlers),
             logs_specs=DefaultLogsSpecs(log_dir=folder),
+            numa_options=binding(config.device, count),
         )
         with blocked():  # starts the resource tracker that the workers share
             pass
@@ -171,6 +176,19 @@ def start(config: Launched, main: str, count: int) -> Record:
             tempfile.tempdir = before
             for handled, handler in handlers.items():
                 signal.signal(handled, handler)
+
+
+def binding(device: str, count: int) -> "NumaOptions | None":
+    """Binds each worker to the cores near its GPU, where GPUs are near different ones and there is `numactl`, which
+    torch wants."""
+    import torch
+    from torch.numa.binding import AffinityMode, NumaOptions
+
+    near = {file.read_text().strip() for file in GPUS.glob("*/numa_node")}
+    known = len(near) > 1 and "-1" not in near and shutil.which("numactl")
+    if not known or device == "cpu" or count > torch.cuda.device_count():
+        return None
+    return NumaOptions(AffinityMode.NODE, should_fall_back_if_binding_fails=True)
 
 
 def end_with_the_launcher() -> None:

@@ -71,12 +71,16 @@ def test_cores_follow_the_quota_of_the_container(
 
 
 def test_a_rank_has_a_share_of_the_cores_or_its_own_under_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "cores", lambda: 12)
+    launchers = 12
+    monkeypatch.setattr(machine, "cores", lambda process=0: launchers if process else 12)
     monkeypatch.setattr("os.cpu_count", lambda: 48)
     monkeypatch.delenv("SLURM_PROCID", raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert machine.cores_of_rank() == 3
+    launchers = 24
+    assert machine.cores_of_rank() == 6, "two of the four are bound to the other half of the machine"
     monkeypatch.setenv("SLURM_PROCID", "0")
     assert machine.cores_of_rank() == 12
+    launchers = 12
     monkeypatch.setattr("os.cpu_count", lambda: 12)
     assert machine.cores_of_rank() == 3, "tasks that are not bound to cores"

@@ -148,6 +148,20 @@ def test_a_workers_mistake_comes_back_as_if_made_here_and_at_once(
     assert not [*(tmp_path / "tmp").iterdir()]
 
 
+def test_workers_stay_near_their_gpus_where_these_are_near_different_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One GPU more at a time. Of the last one the machine does not say where it is."""
+    monkeypatch.setattr(local, "GPUS", tmp_path)
+    monkeypatch.setattr("shutil.which", str)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    for number, bound in (("0", False), ("0 ", False), ("1", True), ("-1", False)):
+        (tmp_path / number).mkdir()
+        (tmp_path / number / "numa_node").write_text(number)
+        assert bool(local.binding("auto", 3)) is bound
+        assert not local.binding("cpu", 3) and not local.binding("auto", 4)
+
+
 def test_one_worker_is_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = TrainConfig(run=str(tmp_path), device="cpu", plan=False)
     assert local.run(config, f"{__name__}:this_process") == {"pid": os.getpid()}
