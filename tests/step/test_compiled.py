@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from clipscale.step.compiled import compile_towers, try_compiled, worth_compiling
+from clipscale.step.kept_graphs import measured_graph
 from clipscale.step.precision import Precision
 from tests.support.checkpoints import ALONE
 from tests.support.ranks import run_ranks
@@ -37,21 +38,23 @@ def test_a_compiler_that_fails_leaves_the_towers_as_they_were(fails: bool) -> No
 
 
 def compiled(rank: int, world: int, fails: bool) -> None:
-    """Features and gradients are those of eager towers either way, and random numbers go on from where they were."""
+    """Features and gradients are those of eager towers either way, and random numbers go on from where they were. A
+    graph takes as much memory as an eager one, which is what `clipscale plan` counts."""
 
-    def backend(graph: Any, inputs: Any) -> Any:
-        if fails:
-            raise RuntimeError("no compiler here")
-        return graph
+    def failing(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no compiler here")
 
-    torch.compile = partial(torch.compile, backend=backend)
+    torch.compile = partial(torch.compile, backend=failing if fails else "aot_eager_decomp_partition")
     model = small_model()
     pixels = torch.randint(0, 256, (3, 3, model.image_size, model.image_size), dtype=torch.uint8)
-    required = model.image(pixels).detach()
+    with measured_graph() as eager:
+        required = model.image(pixels).detach()
     state = torch.get_rng_state()
     towers = compile_towers(model, lengths_vary=False)
     problem = try_compiled(model, towers, (3, 3), Precision("fp32", CPU), ALONE)
     assert ("no compiler here" in problem) is fails
     assert torch.equal(torch.get_rng_state(), state)
     assert all(p.grad is None for p in model.parameters())
-    torch.testing.assert_close(model.image(pixels), required)
+    with measured_graph() as now:
+        torch.testing.assert_close(model.image(pixels), required)
+    assert now() == pytest.approx(eager(), rel=0.02)
