@@ -41,7 +41,7 @@ from clipscale.step.pass_contexts import snapshot_batch_norm
 from clipscale.step.train_step import Agreement
 
 AFTER_SIGNAL_S = 60.0
-"""Seconds to wait for a copy after a signal. Within `launch.local.SHUTDOWN_S` the workers must also have saved."""
+"""Seconds to wait for a copy after a signal: well below `launch.local.SHUTDOWN_S`, which also covers the save."""
 
 
 def train(config: TrainConfig) -> Record:

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             say(stopped, error=True)
         return 128 + stopped.number
     except (UserError, OSError) as error:  # OSError: a folder without permission, a full disk
-        # the reader of the output has gone: not of a run's, which has a stdout that lasts
+        # The pipe of the output was closed (`| head`). Training never gets here: it has replaced stdout.
         if isinstance(error, BrokenPipeError) and sys.stdout is sys.__stdout__ and sys.stdout:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0

@@ -1,6 +1,6 @@
-"""The plan of a run that starts, made in a process of its own while the run loads.
+"""Plans a run that starts, in a process of its own, while the run loads.
 
-A failure of the planner, or of what it needs of torch, costs a line.
+If the planner fails, also by a torch with other private parts, the run prints one line and goes on.
 """
 
 import json
@@ -20,13 +20,13 @@ from clipscale.common.terminal import tell
 from clipscale.config.train import TrainConfig
 
 LIMIT_S = 300.0
-"""Time for a plan. It takes 3 to 20 s, but much longer where the loader takes all cores."""
+"""Longest time for a plan. Usual are 3 to 20 s, but far more where the loader takes all cores."""
 BESIDE = 10
-"""By so much nicer than the run, which loads meanwhile."""
+"""Niceness of the planner's process, so that it does not slow the start of the run."""
 
 
 def answer(connection: Connection, config: TrainConfig) -> None:
-    """In the planner's process: send the plan as JSON, or an empty text and why there is none."""
+    """In the planner's process: send the plan as JSON, empty if there is none, and the reason for that."""
     os.nice(BESIDE)
     with Path(os.devnull).open("w") as silent, redirect_stdout(silent), redirect_stderr(silent):  # libraries print
         try:
@@ -35,7 +35,7 @@ def answer(connection: Connection, config: TrainConfig) -> None:
             found = before(config), ""
         except UserError as error:
             found = "", one_line(error)
-        except Exception as error:  # as of a torch that has moved its private modules
+        except Exception as error:  # for example, torch has moved its private modules
             found = "", f"{type(error).__name__}: {one_line(error)}"
     with suppress(BrokenPipeError):  # the run has ended
         connection.send(found)
@@ -45,7 +45,7 @@ class Planner:
     """The planner's process, and a thread that prints what it answers."""
 
     def __init__(self, config: TrainConfig, *, forked: bool) -> None:
-        """`forked`: by the server of the data workers, which has torch and open_clip; else it imports them itself."""
+        """`forked`: from the data workers' server, which has imported torch; else the process imports it itself."""
         context: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
         self._connection, sends = context.Pipe(duplex=False)
         self.process = context.Process(target=answer, args=(sends, config), name="planner", daemon=True)
@@ -74,7 +74,7 @@ class Planner:
             self._printing.release()
 
     def _answer(self) -> tuple[str, str]:
-        """The plan as JSON; where it is empty, the reason."""
+        """The plan as JSON and the reason why there is none; one of them is empty."""
         try:
             if self._connection.poll(LIMIT_S):
                 return self._connection.recv()
@@ -85,7 +85,7 @@ class Planner:
             return "", f"its process ended with status {self.process.exitcode}"
 
     def _report(self, plan: str, reason: str) -> None:
-        """Print the plan. Interrupt a run that cannot fit: its main thread raises the refusal."""
+        """Print the plan. If the run cannot fit, interrupt its main thread, which raises the refusal."""
         if reason:
             tell(f"no plan: {reason}", error=True)
             return
@@ -107,16 +107,16 @@ class Planner:
 
 @contextmanager
 def planned(config: TrainConfig, *, forked: bool = False) -> Iterator[None]:
-    """Plan a run, and print the plan when it is there. The body is the run; it is interrupted if it cannot fit.
+    """Plan a run and print the plan when it is ready. The body is the run.
 
-    Raises UserError then, from the main thread.
+    If the run cannot fit, the body is interrupted, and UserError is raised in the main thread.
     """
     planner = Planner(config, forked=forked)
     try:
         try:
             yield
         finally:
-            planner.close()  # the interrupt of a plan that comes at the run's end arrives here
+            planner.close()  # a plan that is ready at the run's very end interrupts here
     except (KeyboardInterrupt, StoppedError):
         if planner.refusal:
             raise UserError(planner.refusal) from None

@@ -33,7 +33,7 @@ def main(name: str, line: Namespace) -> int:
     if ranks.under_launcher():
         raise UserError("-m under torchrun would start the whole sweep in every rank; leave torchrun out")
     runs = {to_yaml(config): (words, config) for words, config in compose.combinations(line.words, line.config_dir)}
-    combinations = [*runs.values()]  # those with equal settings once
+    combinations = [*runs.values()]  # combinations with equal settings run once
     run = combinations[0][1].run
     folder = run_folder(run) if run else unused(Path("runs") / f"{datetime.now():sweep-%Y%m%d-%H%M%S}")
     configs = [of_sweep(config, folder, folder_name(words)) for words, config in combinations]

@@ -18,7 +18,7 @@ from clipscale.data.loader.fork_server import warm_up
 from clipscale.launch import local
 
 NOT_TRAINED = ("log.", "checkpoint.", "launch.", "cache.", "plan ", "offload ", "data.workers ", "data.timeout_s ")
-"""Settings of which neither the weights nor the results depend."""
+"""Settings that affect neither the weights nor the results."""
 
 
 def check(config: TrainConfig) -> None:

@@ -13,18 +13,18 @@ from clipscale.common.errors import UserError
 _COMPARE: dict[str, Callable[[float, float], bool]] = {">=": ge, "<=": le, ">": gt, "<": lt}
 _CONDITION = re.compile(r"^\s*([\w .:-]+?)\s*(>=|<=|!=|==|=|>|<)\s*(.*?)\s*$")
 CAPTION = "caption"
-"""Its length in characters can be a condition."""
+"""The name of a condition on the caption's length in characters."""
 SAMPLE = "sample"
-"""Its name can be one, `SHARD/KEY`, for example to leave out a sample that a loader does not survive."""
+"""The name of a condition on `SHARD/KEY`, for example to leave out a sample that kills a loader."""
 PARTS = ("", "sentence", "span", "later")
-"""Of a caption, as data/sentences.py has them."""
+"""Parts of a caption that can be used; data/sentences.py defines them."""
 SIZES: dict[str, Callable[[int, int], float]] = {
     "width": lambda width, height: width,
     "height": lambda width, height: height,
     "side": min,
     "aspect": lambda width, height: max(width, height) / min(width, height),
 }
-"""What is known of a picture's width and height in pixels."""
+"""Conditions on a picture: each is a function of its width and height in pixels."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def _equal(value: Any, text: str) -> bool:
 
 
 def conditions(texts: Sequence[str]) -> tuple[Condition, ...]:
-    """Parse `data.filter`; what costs least is first: captions, fields, pictures. Raises UserError."""
+    """Parse `data.filter`, the cheapest conditions first: captions, fields, pictures. Raises UserError."""
     return tuple(sorted(map(condition, texts), key=lambda each: (each.name in SIZES, each.of_field)))
 
 
@@ -78,7 +78,7 @@ def condition(text: str) -> Condition:
 
 
 class CaptionSource(NamedTuple):
-    """An entry of `data.captions`: `txt`, `json:FIELD`; `part`: what of a caption is taken, `` for all of it."""
+    """An entry of `data.captions`: `txt` or `json:FIELD`. `part`: an entry of PARTS, empty for the whole caption."""
 
     name: str
     weight: float
@@ -86,7 +86,7 @@ class CaptionSource(NamedTuple):
 
 
 def source_names(texts: Sequence[str]) -> list[str]:
-    """Caption sources without weights and parts, in the order in which they are tried."""
+    """Names of the caption sources, in the order in which they are tried."""
     return [source.name for source in caption_sources(texts)]
 
 
@@ -102,7 +102,7 @@ def caption_sources(texts: Sequence[str]) -> tuple[CaptionSource, ...]:
         if not name.strip() or not 0 <= share < math.inf:
             raise UserError(f"data.captions={text}: write sources with weights from 0 on, as in [txt=1,json:alt=3]")
         source, at, part = name.strip().rpartition("@")
-        if not at or (part not in PARTS and ":" in source):  # a json field may have one in its name
+        if not at or (part not in PARTS and ":" in source):  # a json field may have @ in its name
             source, part = name.strip(), ""
         if part not in PARTS:
             raise UserError(f"data.captions={text}: @{part} is none of {', '.join(f'@{each}' for each in PARTS[1:])}")

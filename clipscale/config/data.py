@@ -38,32 +38,41 @@ class DataConfig:
         choices=("auto", "epochs", "resampled"),
     )
     workers: int | None = setting(
-        None, "Loader processes per rank; null: its cores less one, 1 to 16; 0: the training process decodes.", least=0
+        None,
+        "Loader processes per rank, at most one per shard stream; null: the rank's cores less one, and at least 1; "
+        "0: the training process decodes.",
+        least=0,
     )
     shard_streams: int | None = setting(
-        None, "Logical readers, which together make the global order; null: 64, or what batch and ranks need.", least=1
+        None,
+        "Number of shard streams, whose samples are interleaved in the global order; null: 64, or what batch and ranks "
+        "need.",
+        least=1,
     )
     shuffle: int = setting(256, "Samples in each shard stream's shuffle window, undecoded; 0: shard order.", least=0)
-    buffers: int = setting(2, "Local batches in host memory; with 1, none is read during a step.", least=1)
+    buffers: int = setting(
+        2, "Local batches in host memory; with 1, the next batch is loaded only after the step.", least=1
+    )
     captions: list[str] = setting(
         ["txt"],
         "Where the caption is: `txt`, or `json:FIELD`; with weights, one is drawn per sample: `[txt=1,json:alt=3]`. "
-        "`txt@sentence`: one of its sentences; `@span`: some that fit the context; `@later`: some without the first.",
+        "`txt@sentence`: a random sentence; `@span`: sentences that fit the context, from a random one on; `@later`: "
+        "the same without the first sentence.",
     )
     same: str | None = setting(
-        None, "Samples that share the `caption`, or a json field (`url`, ...), are no negatives of each other."
+        None, "Samples with the same `caption`, or the same json field (`url`, ...), are no negatives of each other."
     )
     only_keys: str | None = setting(
         None,
-        "A subset of the samples: DataComp's uids (`FILE.npy`, dtype `u8,u8`, sorted), or a text of keys, one a line.",
+        "Use only the samples in a file: DataComp's uids (`FILE.npy`, dtype `u8,u8`, sorted), or keys, one a line.",
     )
     sample_weights: str | None = setting(
         None,
-        "Times that each sample comes in an epoch: a Parquet file, `key` or DataComp's `uid`, and `weight`; 0: never.",
+        "How often each sample comes in an epoch: a Parquet file of `key` or DataComp's `uid`, and `weight`; 0: never.",
     )
     filter: list[str] = setting(
         [],
-        "What samples must meet: `width`, `height`, shorter `side`, `aspect` (longer over shorter), characters of a "
+        "Conditions on samples: `width`, `height`, shorter `side`, `aspect` (longer over shorter), characters of a "
         "`caption`, fields of the json, the name of a `sample`: `[side>=64,similarity>=0.3,LANGUAGE=en|de]`, "
         "`sample!=00012.tar/000123456`.",
     )

@@ -13,7 +13,7 @@ from clipscale.config import sections
 from clipscale.config.setting import differing, setting
 
 MODEL = "name architecture weights image.weights text.weights image_size context_length preprocess"
-"""The settings of a model that does not train."""
+"""The settings that a model has outside of training."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,9 @@ class EvalRunConfig(AnyModel):
         f"{sections.PRECISION_HELP[:-1]}; `auto`: a run's own, for other weights fp32.",
         choices=("auto", *sections.PRECISIONS),
     )
-    out: str | None = setting(None, "Folder for the results of `model.weights`; null: runs/eval-NAME, after them.")
+    out: str | None = setting(
+        None, "Folder for the results of `model.weights`; null: runs/eval-NAME, named after the weights."
+    )
     eval: sections.EvalConfig = field(default_factory=sections.EvalConfig)
     log: sections.SinkConfig = field(default_factory=sections.SinkConfig)
     launch: sections.LaunchConfig = field(default_factory=sections.LaunchConfig)
@@ -85,7 +87,7 @@ def model_run(config: AnyModel, weights: str) -> Path | None:
 
 
 def check_places(config: sections.EvalConfig, rendered: Iterable[str] = ()) -> None:
-    """Raises UserError for sets that are not there, but for those that the start renders."""
+    """Raises UserError for sets that do not exist, except those in `rendered`, which the start makes."""
     for path in sorted(set(config.sets).difference(rendered)):
         if not Path(path).expanduser().exists():
             raise UserError(f"eval.sets: {path} does not exist; give the folder of a set, or a caption file")
@@ -96,7 +98,7 @@ def check_places(config: sections.EvalConfig, rendered: Iterable[str] = ()) -> N
 
 
 def completed(config: EvalRunConfig) -> EvalRunConfig:
-    """The settings, with a run's own `sets`, `suite`, `root` and `precision` where none are given. Raises UserError
+    """The settings; `sets`, `suite`, `root` and `precision` that are not given are those of the run. Raises UserError
     without any set."""
     saved = files.settings_of_run(run_folder(config.run)) if config.run else {}
     own, chosen = saved.get("eval", {}), config.eval

@@ -1,5 +1,5 @@
-"""The names that open_clip and timm know. To import these libraries takes seconds: a word of their sources is accepted
-without, and they are asked about any other."""
+"""The names that open_clip and timm know. Importing them takes seconds, so a name that occurs in their source files is
+accepted without an import; the library is asked about any other name."""
 
 import re
 import sys
@@ -21,14 +21,14 @@ def _file(package: str, name: str) -> Path:
 
 
 def spelt(package: str, source: str, name: str) -> bool:
-    """Whether a library's file has this word; False where the file has moved."""
+    """Whether this word occurs in a library's source file; False if there is no such file."""
     file = _file(package, source)
     return file.is_file() and bool(re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", file.read_text("utf-8")))
 
 
 @cache
 def architectures() -> list[str]:
-    """open_clip's models."""
+    """Names of open_clip's architectures."""
     return sorted(file.stem for file in _file("open_clip", "model_configs").glob("*.json"))
 
 
@@ -40,7 +40,7 @@ def model_description(name: str) -> Record:
 
 @cache
 def pretrained() -> Any:
-    """open_clip's module of tags, alone: it takes seconds to import with what fetches the weights."""
+    """open_clip's module of tags, imported without the package and what fetches weights: these take seconds."""
     name = "open_clip_tags"
     package = ModuleType(name)
     package.__path__ = [str(_file("open_clip", ""))]
@@ -57,7 +57,7 @@ def pretrained() -> Any:
 
 @cache
 def optimizers() -> list[str]:
-    """timm's optimizers."""
+    """Names of timm's optimizers."""
     import timm.optim
 
     return [str(name) for name in timm.optim.list_optimizers()]

@@ -19,13 +19,13 @@ from clipscale.config.stages import SETTINGS
 
 T = TypeVar("T")
 MEANT: dict[str, str] = files.read_yaml(Path(__file__).parent / "meant.yaml")
-"""Words of open_clip and others -> the setting or preset that is meant."""
+"""Words of open_clip and of other programs -> our setting or preset."""
 BOUNDS = {"least": (ge, "at least"), "above": (gt, "more than"), "below": (lt, "less than"), "most": (le, "at most")}
 
 
 def typed(declared: type[T], values: Record, prefix: str = "", ignored: Iterable[str] = ()) -> T:
-    """Plain nested values as the dataclass `declared`; what is not given has its default. `prefix`: of the names in
-    messages. `ignored`: names that may have values all the same. Raises UserError."""
+    """Plain nested values as the dataclass `declared`, with defaults for the rest. `prefix`: stands before names in
+    messages. `ignored`: names of no setting here that are allowed. Raises UserError."""
     settings = settings_of(declared, prefix)
 
     def build(section: type, values: Record, prefix: str) -> Any:
@@ -74,7 +74,7 @@ def accepted(setting: Setting, value: Any) -> Any:
 
 
 def converted(setting: Setting, value: Any) -> Any:
-    """A value as the setting's type: a count may be `1M`, a single value stand for a list. Raises UserError."""
+    """A value as the setting's type. A count may be `1M`; a single value may stand for a list. Raises UserError."""
     key, kinds = setting.name, get_args(setting.required)
     if setting.kind is dict:
         if not isinstance(value, dict):

@@ -20,7 +20,7 @@ def group_options() -> dict[str, list[str]]:
 
 
 def default_choices(conf: str) -> dict[str, str | None]:
-    """Group -> the preset that conf/NAME.yaml begins with; none for an empty name."""
+    """Group -> its default preset in conf/NAME.yaml; none for an empty name."""
     if not conf:
         return {}
     entries = files.read_yaml(conf_dir() / f"{conf}.yaml")["defaults"]

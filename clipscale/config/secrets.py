@@ -1,4 +1,5 @@
-"""Keeps secrets out of files: what `${oc.env:NAME}` gave is written as that, and addresses lose their passwords."""
+"""Keeps secrets out of files: values that came from `${oc.env:NAME}` are written as `${oc.env:NAME}`, and addresses
+without passwords."""
 
 import os
 from typing import Any
@@ -7,7 +8,7 @@ from clipscale.common.errors import UserError
 from clipscale.common.terminal import without_password
 
 READ = "CLIPSCALE_ENV_READ"
-"""Environment variable with the names of those that the configuration reads, for all processes of a run."""
+"""Environment variable that lists the variables which the configuration reads, for all processes of a run."""
 LEAST = 8
 """Shorter values are words and numbers, not secrets."""
 
@@ -22,7 +23,7 @@ def from_environment(name: str, *default: str | None) -> str | None:
 
 
 def hidden(tree: Any) -> Any:
-    """Nested values as they may be written: without values of the environment and without `user:password@`."""
+    """Nested values as they may be written to files: without secrets and without `user:password@`."""
     if isinstance(tree, dict):
         return {key: hidden(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):

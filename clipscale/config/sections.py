@@ -1,4 +1,4 @@
-"""The sections of a training run's settings, one dataclass each, with the checks of what stands in one section."""
+"""The sections of a training run's settings: a dataclass each, with the checks that need only its section."""
 
 import re
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ DEVICES = ("auto", "cpu", "cuda")
 DEVICE_HELP = "`auto` (CUDA if there is a GPU), `cpu` or `cuda`."
 PRECISIONS = ("fp32", "bf16", "fp16")
 PRECISION_HELP = (
-    "Of the encoders: `fp32` (TF32 on GPUs), or autocast to `bf16` or `fp16`, in which frozen towers are stored."
+    "Precision of the encoders: `fp32` (TF32 on GPUs), or autocast to `bf16` or `fp16`; frozen towers are stored in it."
 )
 WEIGHTS = ("trained", "ema")
 WEIGHTS_HELP = "The weights as they are (`trained`), or their moving average (`ema`), which a run with `ema` keeps."
@@ -42,14 +42,15 @@ class CheckpointConfig:
 
     every: str = setting("30m", "Time or steps between checkpoints: `30m`, `2h` or `500`; 0: none.")
     keep: int = setting(2, "Newest checkpoints kept; 0: all.", least=0)
-    keep_every: int = setting(0, "Checkpoints at multiples of so many steps stay for good; 0: none.", least=0)
+    keep_every: int = setting(0, "Checkpoints at multiples of this many steps are never removed; 0: none.", least=0)
     copy: str = setting(
-        "", "Address of a copy of the run, which a start without checkpoints takes: s3://bucket/path, a folder, ..."
+        "",
+        "Address of a copy of the run: s3://bucket/path, a folder, ...; a start without checkpoints resumes from it.",
     )
 
     @property
     def interval(self) -> tuple[int, float]:
-        """Steps and seconds between checkpoints; 0: none by these. Raises UserError."""
+        """Steps and seconds between checkpoints; the one that is not used is 0. Raises UserError."""
         match = re.fullmatch(r"(\d+)([mh]?)", self.every)
         if not match:
             raise UserError(f"checkpoint.every={self.every}: give minutes (30m), hours (2h) or steps (500)")
@@ -69,8 +70,8 @@ class LaunchConfig:
     timeout_s: float = setting(1800.0, "Seconds that a process waits for the others before the run fails.", least=1)
     parallel: str = setting(
         "ddp",
-        "`ddp`: the whole model on every rank. FSDP2 shards weights, gradients and optimizer state between steps; it "
-        "keeps whole within a step nothing (`zero3`) or weights (`zero2`).",
+        "`ddp`: the whole model on every rank. With FSDP2, ranks share weights, gradients and optimizer state: `zero3` "
+        "gathers weights block by block; `zero2` keeps them gathered for the whole step.",
         choices=("ddp", "zero2", "zero3"),
     )
 
@@ -80,8 +81,8 @@ class OptimConfig:
     """The optimizer, by timm's name."""
 
     name: str = setting("adamw", "Any of timm's optimizers: adamw, adafactorbv, lion, lamb, muon, ...")
-    lr: float = setting(5e-4, "Peak of the schedule.", least=0)
-    weight_decay: float = setting(0.2, "Of matrices; gains, biases and the logit scale are never decayed.", least=0)
+    lr: float = setting(5e-4, "Peak learning rate of the schedule.", least=0)
+    weight_decay: float = setting(0.2, "Weight decay of matrices; none for gains, biases, logit scale.", least=0)
     betas: tuple[float, float] = setting(
         (0.9, 0.98),
         "Decay rates of both moments (adafactorbv: momentum and the cap of the second moment's rate).",
@@ -100,7 +101,7 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The learning rate over the run."""
+    """How the learning rate changes over the run."""
 
     name: str = setting("cosine", "`cosine`, or `constant` with a cooldown.", choices=("cosine", "constant"))
     warmup: str = setting("5%", "Linear warm-up: steps (`2000`), a share of the run (`5%`) or epochs (`0.5ep`).")
@@ -125,7 +126,7 @@ class CacheConfig:
     )
     keep: str = setting(
         "auto",
-        "Memory for graphs kept from the first pass, which skip the second: `auto` (what is free), `none`, or `20G`.",
+        "Memory for kept graphs of the first pass; their chunks skip the second: `auto` (what is free), `none`, `20G`.",
     )
 
     @property
@@ -165,7 +166,7 @@ class LossConfig:
     )
     sizes: list[int] = setting(
         [],
-        "Sizes, in numbers, that features may be cut to: the losses of so many first numbers are added.",
+        "Matryoshka: also train the first N features, for each N listed; the losses are added.",
         least=1,
     )
 
@@ -193,12 +194,16 @@ class LogConfig(SinkConfig):
 class TowerConfig:
     """One tower's own weights, and how it is trained."""
 
-    weights: str | None = setting(None, "As `model.weights`, for this tower; or of a tower alone (timm, Hugging Face).")
+    weights: str | None = setting(
+        None, "As `model.weights`, for this tower alone; also weights of a single tower (timm, Hugging Face)."
+    )
     lr_factor: float = setting(1.0, "Factor of this tower's learning rate.", above=0)
-    layer_decay: float = setting(1.0, "The rate of each layer group is so much of the next one's.", above=0, most=1)
+    layer_decay: float = setting(
+        1.0, "Learning rate of a layer group as a fraction of the next group's (0.75); 1: no decay.", above=0, most=1
+    )
     train: str = setting(
         "all",
-        "What trains: `all`, `none` (LiT), or the last N layer groups: 1 the projection, 2 also the last block.",
+        "What trains: `all`, `none` (LiT), or the last N layer groups. 1: the projection; 2: also the last block.",
     )
 
     @property
@@ -220,7 +225,7 @@ class TowerConfig:
 class Preprocess:
     """How pictures become an image tower's inputs, in the words of open_clip's `preprocess_cfg`; by default as CLIP's.
 
-    mean, std: of each channel of pixels in [0, 1]. resize_mode, interpolation: of evaluation's pictures.
+    mean, std: for each channel, of pixels in [0, 1]. resize_mode, interpolation: how evaluation resizes pictures.
     """
 
     mean: tuple[float, float, float] = setting((0.48145466, 0.4578275, 0.40821073), "")
@@ -247,13 +252,14 @@ class ModelConfig:
     image_size: int | None = setting(None, "Side in pixels, a multiple of the patch; null: the model's own.", least=1)
     context_length: int | None = setting(
         None,
-        "Tokens of a caption; position embeddings are interpolated; null: the model's own.",
+        "Most tokens of a caption; position embeddings are interpolated. null: the model's own.",
         least=2,
     )
     grad_checkpointing: bool = setting(False, "Recompute each block's activations in the backward pass.")
     batch_norm: str = setting(
         "sync",
-        "Batch normalisation (RN50): statistics of the whole batch, in one chunk (`sync`), or stored ones (`frozen`).",
+        "Batch normalisation (RN50) by the statistics of the whole batch, in one chunk (`sync`), or by stored ones "
+        "(`frozen`).",
         choices=("sync", "frozen"),
     )
     patch_dropout: float = setting(0.0, "Share of image patches dropped in training.", least=0, below=1)
@@ -269,12 +275,12 @@ class ModelConfig:
     preprocess: Record = setting(
         {},
         "How pictures are prepared, as open_clip's preprocess_cfg: mean, std, resize_mode (shortest, squash, longest), "
-        "interpolation (bicubic, bilinear); empty: as for the weights, else as CLIP's.",
+        "interpolation (bicubic, bilinear). What is left out is as the weights need it, else as in CLIP.",
     )
 
     @staticmethod
     def of(values: Record) -> "ModelConfig":
-        """The settings in a checkpoint; one of an earlier version has `lora`. Raises UserError."""
+        """The model's settings in a checkpoint. `lora`: 0, of earlier versions, is ignored. Raises UserError."""
         return typed(ModelConfig, {name: value for name, value in values.items() if (name, value) != ("lora", 0)})
 
     @property
@@ -300,9 +306,9 @@ class EvalConfig:
         [], "Folders of CLIP_benchmark's layout, of shards of held-out pairs or of class folders, or caption JSONs."
     )
     batch: int = setting(256, "Images or captions encoded at once.", least=1)
-    limit: int | None = setting(None, "Most images of each set, of each class in proportion; null: all.", least=1)
+    limit: int | None = setting(None, "Most images of each set, each class in proportion; null: all.", least=1)
     suite: str = setting(
-        "none", "A suite of published sets, each looked for in the folder `eval.root`.", choices=SUITES
+        "none", "A suite of published sets; each is looked for in the folder `eval.root`.", choices=SUITES
     )
     root: str | None = setting(None, "The folder with the sets of `eval.suite`.")
     weights: str = setting("trained", WEIGHTS_HELP, choices=WEIGHTS)

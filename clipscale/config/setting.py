@@ -14,8 +14,8 @@ from clipscale.common.units import one_of
 def setting(default: Any, help: str, *, choices: tuple[str, ...] = (), **bounds: float) -> Any:
     """A dataclass field: its default, one or two sentences of help, and what it accepts.
 
-    choices: the texts that it accepts. bounds of a number, or of each of several: `least` and `most`, which it may be,
-    `above` and `below`, which it may not.
+    choices: the texts that it accepts. bounds of a number, or of each number of a list: `least` and `most` are
+    inclusive, `above` and `below` exclusive.
     """
     metadata = {"help": help, "choices": choices, "bounds": bounds}
     if isinstance(default, list | dict):
@@ -25,7 +25,7 @@ def setting(default: Any, help: str, *, choices: tuple[str, ...] = (), **bounds:
 
 @dataclass(frozen=True)
 class Setting:
-    """A declared setting; `help` and what follows are as `setting` has them."""
+    """A declared setting. `help`, `choices` and `bounds`: see `setting`."""
 
     name: str
     """Dotted from the top: `optim.lr`."""
@@ -61,7 +61,7 @@ class Setting:
 def settings_of(declared: type, prefix: str = "") -> dict[str, Setting]:
     """All settings of a dataclass by name in the order of declaration, nested sections flattened to dotted names.
 
-    A dataclass that uses a section in part has a dictionary ONLY: section -> the names of what it uses.
+    A dataclass that uses only a part of a section has a dictionary ONLY: section -> the names that it uses.
     """
     settings: dict[str, Setting] = {}
     inside = nested(declared)

@@ -1,4 +1,4 @@
-"""The stages of a run: settings that change within it, laid over those of the whole run (CLIPA, arXiv 2305.07017)."""
+"""The stages of a run: settings that replace those of the whole run for a part of it (CLIPA, arXiv 2305.07017)."""
 
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -28,13 +28,13 @@ def stages_of(config: T) -> list[T]:
 
 
 def changed(config: Any, name: str, value: Any) -> Any:
-    """The settings with another value of one of them."""
+    """The settings with this value for the setting `name`."""
     head, _, rest = name.partition(".")
     return replace(config, **{head: changed(getattr(config, head), rest, value) if rest else value})
 
 
 def total_samples(stages: list[Record], samples: int | None, epochs: float | None) -> int | None:
-    """The samples of a run's stages; of the run, if it has none. Raises UserError for another sum."""
+    """The samples of all stages; without stages, `samples`. Raises UserError if the lengths contradict each other."""
     lengths: list[Any] = [stage.get("samples") for stage in stages]
     if stages and (None in lengths or epochs is not None or samples not in (None, sum(lengths))):
         raise UserError(

@@ -24,11 +24,11 @@ from clipscale.config.stages import stages_of, total_samples
 from clipscale.loss.objective import OBJECTIVES
 
 EPOCHS = 32.0
-"""Length of a run whose settings give none."""
+"""Epochs of a run whose settings give no length."""
 RESUMES = ("auto", "none")
-"""Values of `resume` that are no path."""
+"""Values of `resume` that are not paths."""
 RESULT = "result.json"
-"""In a run's folder: what the run returned. There only when it is complete."""
+"""The file of a run's folder with what the run returned. It exists only when the run is complete."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,9 @@ class TrainConfig:
         "Parts of the run with their own samples, batch, image_size, context_length, patch_dropout, lr, warmup, "
         "final, loss, and optimizer (`continue`, `restart`): [{samples:1M,image_size:112},{samples:64k}].",
     )
-    run: str = setting("", "NAME of the folder under runs/, or a path; empty: after the time, the model and the batch.")
+    run: str = setting(
+        "", "NAME of the folder under runs/, or a path; empty: a name from the time, the model and the batch."
+    )
     resume: str = setting(
         "auto",
         "`auto`: from the folder's newest checkpoint; `none`: refuse a folder that has one; or a checkpoint's path.",
@@ -54,7 +56,7 @@ class TrainConfig:
     ema: float = setting(0.0, "Decay of a moving average of the weights (`0.9999`); 0: none.", least=0, below=1)
     offload: str = setting(
         "host",
-        "The batch's pixels between the passes: on the device (`none`), or in `host` memory.",
+        "Where the batch's pixels are between the passes: on the device (`none`), or in `host` memory.",
         choices=("none", "host"),
     )
     model: sections.ModelConfig = field(default_factory=sections.ModelConfig)
@@ -77,9 +79,9 @@ def check_divisible(batch: int, count: int, among: str, remedy: str = "") -> Non
 
 
 def samples_of(config: TrainConfig, epoch: int | None) -> int:
-    """The samples of a run, or of a stage's settings; `epoch`: those of an epoch of the data.
+    """The samples of a run, or of a stage. `epoch`: the samples of an epoch of the data; None: unknown.
 
-    Raises UserError for less than a batch, and where the length needs an epoch's that are not known.
+    Raises UserError for less than a batch, and for a length in epochs if `epoch` is unknown.
     """
     batch = config.batch
     samples = config.samples
@@ -103,7 +105,7 @@ def samples_of(config: TrainConfig, epoch: int | None) -> int:
 
 
 def crowded(config: TrainConfig, epoch: int | None) -> str:
-    """A warning of a batch that is larger than the data; empty: it is not, or the samples of an `epoch` are unknown."""
+    """The warning for a batch that is larger than the data; else empty, also if `epoch` (its samples) is unknown."""
     batch = config.batch
     if not epoch or batch <= epoch or config.data.same is not None:
         return ""
@@ -114,14 +116,14 @@ def crowded(config: TrainConfig, epoch: int | None) -> str:
 
 
 def check_sigmoid(config: TrainConfig) -> None:
-    """Raise UserError for the sigmoid loss without its bias."""
+    """Raise UserError for the sigmoid loss without an initial bias."""
     name = config.loss.objective
     if OBJECTIVES[name].needs_bias and config.model.init_bias is None and not config.model.weights:
         raise UserError(f"loss.objective={name} needs its scale and bias: take loss=siglip, or give model.init_bias")
 
 
 def check(config: TrainConfig) -> None:
-    """Raise UserError for the first mistake that spans sections; what lies in one is checked by it."""
+    """Raise UserError for the first mistake that spans sections. Each section checks its own settings."""
     check_pairs(config)
     if re.match(r"[a-z][a-z0-9+.-]+:/", config.run, re.IGNORECASE):
         raise UserError(
@@ -160,13 +162,13 @@ def check_pairs(config: TrainConfig) -> None:
 
 
 MAX_SAMPLES = "CLIPSCALE_MAX_SAMPLES"
-"""The variable of the environment that says after how many samples a run ends at the latest."""
+"""Environment variable: the most samples of a run."""
 
 
 def at_most(config: TrainConfig) -> TrainConfig:
-    """The configuration with the samples that MAX_SAMPLES allows, at least a batch; one with stages as it is.
+    """The configuration with at most the samples that MAX_SAMPLES allows, and at least a batch. Stages are not changed.
 
-    A length in epochs becomes so many samples: how many an epoch has is not known here. Raises UserError.
+    A length in epochs becomes MAX_SAMPLES itself: the samples of an epoch are not known here. Raises UserError.
     """
     if MAX_SAMPLES not in os.environ or config.stages:
         return config
@@ -178,7 +180,7 @@ def at_most(config: TrainConfig) -> TrainConfig:
 
 
 def settled(config: TrainConfig) -> TrainConfig:
-    """The configuration with the run's folder and its length, where the settings leave them open."""
+    """The configuration with the run's folder and length filled in, where the settings give none."""
     config = at_most(config)
     samples = total_samples(config.stages, config.samples, config.epochs)
     epochs = EPOCHS if samples is None and config.epochs is None else config.epochs
@@ -190,7 +192,7 @@ def settled(config: TrainConfig) -> TrainConfig:
 
 
 PRETRAINING_LR = 5e-4
-"""From this rate on AdamW makes weights forget what they were trained on."""
+"""At this learning rate or more, AdamW makes pretrained weights forget what they learnt."""
 
 
 def warnings(config: TrainConfig) -> list[str]:

@@ -21,42 +21,42 @@ from clipscale.data.sample import BrokenSampleError
 from clipscale.data.shards.addresses import utf8
 
 IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "jpe", "jfif", "mpo", "apng")
-"""Names of pictures in lower case: a member's extension in a shard, and a file's suffix. The one list of the writer,
-training and evaluation. A sample with several pictures has the first of these."""
+"""Extensions of pictures in lower case, of members in a shard and of files. The writer, training and evaluation all use
+this list. Of a sample with several pictures, the first in this order is used."""
 NAME_OF = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp", "GIF": "gif", "BMP": "bmp"}
-"""The name by which a picture is written, by what Pillow finds in it. An MPO is a JPEG with more pictures after it."""
+"""Pillow's name of a format -> the extension of a written picture. An MPO is a JPEG followed by more pictures."""
 Image.init()
 warnings.filterwarnings("ignore", module=r"PIL\.")
-"""They name no picture. Damaged ones are counted, and MOST_PIXELS judges sizes."""
+"""Pillow's warnings do not say which picture. Damaged pictures are counted, and MOST_PIXELS limits sizes."""
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-"""The decoders Pillow may use. EPS would run a program; a TIFF's tile is as large as it says, whatever its picture."""
+"""The decoders that Pillow may use. EPS would run a program. A TIFF may claim tiles larger than its picture."""
 MOST_PIXELS = 89_478_485
-"""Of a picture, as Pillow warns of more: a quarter of a gigabyte of RGB."""
+"""Most pixels of a picture: a quarter of a gigabyte of RGB. Pillow warns of more."""
 WEBP_CANVASES = 3
-"""Pictures in memory while Pillow decodes one of this format, which may move."""
+"""Canvases that Pillow holds while it decodes a WebP, which may be animated."""
 DEEP = 2
-"""Of a PNG of 16 bits, which takes twice the time, so many times fewer pixels: 44 million are no camera's."""
+"""A 16-bit PNG takes twice the time to decode, so it may have half as many pixels. Cameras make fewer."""
 MOST_SCANS = 100
-"""Of a progressive JPEG: each takes as long as the whole of another one, and a few bytes. Usual are 10."""
+"""Most scans of a progressive JPEG. A scan of a few bytes takes as long to decode as a whole picture. Usual are 10."""
 MOST_SCANNED = 10 * MOST_PIXELS
-"""Pixels of all scans of a JPEG together: those of the largest picture in the 10 scans that encoders write."""
+"""Most pixels of all scans of a JPEG together. Encoders write 10 scans, so this admits the largest picture."""
 MOST_EXIF = 100
-"""Segments of it in a JPEG, which Pillow joins one by one: a camera writes one, of 64 kB."""
+"""Most EXIF segments of a JPEG: Pillow joins them one by one, in quadratic time. A camera writes one, of 64 kB."""
 MOST_CHUNKS = 1 << 16
-"""Of a PNG: usual are 8 kB each, so that the largest picture has 8,192."""
+"""Most chunks of a PNG. Encoders write 8 kB each, so the largest picture has about 8,192."""
 SCAN = b"\xff\xda"
 _ORIENTATION = 0x0112
 ROWS = 64
-"""Of a picture, that are turned into 8 bits, or into columns, at once."""
+"""Rows converted to 8 bits at a time, or columns copied at a time: this bounds temporary memory and time."""
 
 
 def encoding_of(start: bytes) -> str:
-    """The encoding of a text by its byte order mark, or by the zeros of UTF-16 and UTF-32; else UTF-8."""
+    """The encoding of a text: by its byte order mark, by the zero bytes of UTF-16 and UTF-32, else UTF-8."""
     return json.detect_encoding(start)
 
 
 def text_of(data: bytes) -> str:
-    """A text decoded by `encoding_of` its bytes. Raises BrokenSampleError `caption_not_utf8`."""
+    """The text of these bytes, by `encoding_of`. Raises BrokenSampleError `caption_not_utf8`."""
     try:
         return data.decode(encoding_of(data))
     except UnicodeDecodeError as error:
@@ -66,7 +66,7 @@ def text_of(data: bytes) -> str:
 
 
 def json_fields(text: str | bytes) -> Record:
-    """The fields of a json member, none where it holds no object. Raises BrokenSampleError `bad_json`."""
+    """The fields of a json member; none if it is not an object. Raises BrokenSampleError `bad_json`."""
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -75,8 +75,8 @@ def json_fields(text: str | bytes) -> Record:
 
 
 def captions_of(members: dict[str, bytes], key: str) -> list[str]:
-    """The captions that an entry of `data.captions` names: a member's extension (`txt`), or `json:FIELD`, which has one
-    or a list of them.
+    """The captions that an entry of `data.captions` names: a member's extension (`txt`), or `json:FIELD`. The
+    field holds a text or a list of texts.
 
     Raises BrokenSampleError: `no_caption`, `empty_caption`, `caption_not_utf8`, `bad_json`.
     """
@@ -98,7 +98,7 @@ def captions_of(members: dict[str, bytes], key: str) -> list[str]:
 
 
 def first_caption(members: dict[str, bytes], sources: Sequence[str]) -> str:
-    """The first text of the first source that has one; what `clipscale embed` takes, and training with its features.
+    """The first text of the first source that has one. `clipscale embed` and training with its features use it.
 
     Raises BrokenSampleError with the first source's reason if none has a text.
     """
@@ -120,7 +120,7 @@ def image_bytes(members: dict[str, bytes]) -> bytes:
 
 @contextmanager
 def broken_pictures() -> Iterator[None]:
-    """Report every failure of a decoder as BrokenSampleError: hostile bytes cause many kinds."""
+    """Turn every error of a decoder into BrokenSampleError: hostile bytes cause many kinds."""
     try:
         yield
     except BrokenSampleError:
@@ -132,8 +132,8 @@ def broken_pictures() -> Iterator[None]:
 
 
 def open_picture(data: bytes, most: float = MOST_PIXELS) -> Image.Image:
-    """A picture whose header has been read. Raises BrokenSampleError: `huge_image`, `too_many_scans`; and
-    Pillow's many errors."""
+    """Read a picture's header. `most`: pixels. Raises BrokenSampleError (`huge_image`, `too_many_scans`,
+    `unreadable_image`) and any of Pillow's errors."""
     if data[:2] == b"\xff\xd8" and data.count(SCAN) > MOST_SCANS:
         raise BrokenSampleError("too_many_scans", f"{data.count(SCAN)}")
     if data[:2] == b"\xff\xd8" and data.count(b"Exif\0\0") > MOST_EXIF:
@@ -150,7 +150,7 @@ def open_picture(data: bytes, most: float = MOST_PIXELS) -> Image.Image:
 
 
 def _check_chunks(data: bytes) -> None:
-    """Raise BrokenSampleError for a PNG of more than MOST_CHUNKS: each takes Pillow microseconds."""
+    """Raise BrokenSampleError for a PNG of more than MOST_CHUNKS chunks. Each takes Pillow microseconds."""
     at = len(b"\x89PNG\r\n\x1a\n")
     for _ in range(MOST_CHUNKS):
         at += int.from_bytes(data[at : at + 4], "big") + 12  # its length, type and checksum
@@ -160,7 +160,7 @@ def _check_chunks(data: bytes) -> None:
 
 
 def check_pixels(width: int, height: int, most: float = MOST_PIXELS) -> None:
-    """Raise BrokenSampleError `huge_image` for more pixels, of a picture to decode or to resize to this size."""
+    """Raise BrokenSampleError `huge_image` for a width and height of more than `most` pixels."""
     if width * height > most:
         raise BrokenSampleError("huge_image", f"{width} x {height} pixels")
 
@@ -169,18 +169,18 @@ class Picture:
     """A picture whose header has been read. Its upright width and height are known, its pixels are not decoded yet.
 
     As in open_clip, transparency is dropped and not composited. Unlike open_clip, this resolves palettes before
-    resizing, scales 16-bit pictures to 8 bits instead of clipping them, and applies the EXIF orientation. Of a file of
-    several pictures (MPO, GIF, WebP) it is the first.
+    resizing, scales 16-bit pictures to 8 bits instead of clipping them, and applies the EXIF orientation. A file of
+    several pictures (MPO, GIF, WebP) gives its first one.
     Raises BrokenSampleError: `huge_image`, `unreadable_image`.
     """
 
     def __init__(self, data: bytes, most: float = MOST_PIXELS) -> None:
-        """`most`: pixels; of a file that the user gives, any number that Pillow takes."""
+        """`most`: pixels. For a file that the user names, callers allow as many as Pillow does."""
         with broken_pictures():
             self._data = data
             self._image = open_picture(data, most)
             self.type = NAME_OF[str(self._image.format)]
-            """The one of IMAGE_TYPES that its content calls for."""
+            """Its extension in IMAGE_TYPES, by its content and not by its name."""
             self.width, self.height = self._image.size
             orientation = self._image.getexif().get(_ORIENTATION, 1) if "exif" in self._image.info else 1
             self._orientation: int = orientation if orientation in range(1, 9) else 1
@@ -192,8 +192,8 @@ class Picture:
         with broken_pictures():
             pixels = None
             if self.type == "jpg" and self._image.mode in ("RGB", "L"):
-                # Pillow tolerates defects, such as stray bytes between markers, that the strict decoder rejects with
-                # ValueError; and pictures that end early, whose rest it makes grey.
+                # The strict decoder rejects defects with ValueError. Pillow tolerates them, such as stray bytes between
+                # markers. But it fills a picture that ends early with grey, so that one is an error here.
                 try:
                     pixels = simplejpeg.decode_jpeg(self._data, colorspace="RGB")
                 except ValueError as error:
@@ -201,7 +201,7 @@ class Picture:
                         raise
             if pixels is None:
                 pixels = decode_by_pillow(self._image)
-            # The steps to upright, by the EXIF standard: swap the axes, then reverse the rows, reverse the columns.
+            # Upright, by the EXIF standard: swap the axes, then reverse the rows, then the columns.
             orientation = self._orientation
             if orientation >= 5:
                 pixels = pixels.swapaxes(0, 1)
@@ -210,20 +210,20 @@ class Picture:
             if orientation < 5:
                 return np.ascontiguousarray(pixels)
             upright = np.empty(pixels.shape, np.uint8)
-            for left in range(0, self.width, ROWS):  # whole, it takes three times as long
+            for left in range(0, self.width, ROWS):  # at once, the copy takes three times as long
                 for channel in range(3):
                     upright[:, left : left + ROWS, channel] = pixels[:, left : left + ROWS, channel]
             return upright
 
 
 def decode_by_pillow(image: Image.Image) -> np.ndarray:
-    """(H, W, C) uint8 RGB."""
+    """Decode to (H, W, C) uint8 RGB."""
     image.load()
     if image.mode.startswith("I") or image.mode == "F":
         values = np.asarray(image)
         scale = 257 if image.mode.startswith("I;16") or (image.mode == "I" and values.max() > 255) else 1
         grey = np.empty(values.shape, np.uint8)
-        for top in range(0, len(values), ROWS):  # whole, float64 would take eight times the picture, several times
+        for top in range(0, len(values), ROWS):  # at once, float64 needs several copies of 8 times the size
             grey[top : top + ROWS] = (values[top : top + ROWS] / scale).clip(0, 255).round()
         image = Image.fromarray(grey)
     return np.array(image.convert("RGB"))
@@ -232,10 +232,10 @@ def decode_by_pillow(image: Image.Image) -> np.ndarray:
 def random_box(
     width: int, height: int, scale: tuple[float, float], ratio: tuple[float, float], rng: CounterRNG
 ) -> tuple[int, int, int, int]:
-    """A random crop as by torchvision's RandomResizedCrop: area uniform in `scale`, aspect log-uniform in `ratio`.
+    """A random crop like torchvision's RandomResizedCrop: area uniform in `scale`, aspect log-uniform in `ratio`.
 
-    Returns left, top, right, bottom, in source pixels. After ten failed attempts it is the largest central crop whose
-    aspect lies in `ratio`.
+    Returns left, top, right, bottom, in source pixels. After ten failed attempts this is the largest central crop with
+    an aspect in `ratio`.
     """
     low, high = math.log(ratio[0]), math.log(ratio[1])
     for _ in range(10):
@@ -251,7 +251,7 @@ def random_box(
 
 @dataclass(frozen=True)
 class TrainTransform:
-    """Picture bytes to training pixels: random resized crop, flip. The caller passes the random numbers."""
+    """Turns a picture's bytes into training pixels: random resized crop and flip, with the caller's random numbers."""
 
     side: int
     scale: tuple[float, float]
@@ -260,14 +260,14 @@ class TrainTransform:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(C, S, S), of the pixels."""
+        """(C, S, S): shape of the pixels."""
         return 3, self.side, self.side
 
     def __call__(self, data: bytes, rng: CounterRNG, out: np.ndarray) -> None:
         """Write the pixels to `out`, (C, S, S) uint8. Raises BrokenSampleError before anything is written.
 
-        torch's vectorised uint8 kernel takes at most a quarter of the time of Pillow's resize. The two differ by 1/255
-        at some pixels, by 2/255 at few.
+        torch's vectorised uint8 kernel takes at most a quarter of the time of Pillow's resize. Some pixels differ from
+        Pillow's by 1/255, a few by 2/255.
         """
         import torch  # here: `data check` decodes pictures without torch
 

@@ -31,7 +31,7 @@ SOURCE_KEY = 6
 WEIGHT = 8
 
 SOURCE_BLOCK = 64
-"""Consecutive samples of a stream that are shared among the sources: few, so that every batch is mixed."""
+"""Sources get their exact shares in every block of this many samples of a stream. It is small: every batch is mixed."""
 
 
 def _splitmix(z: int) -> int:

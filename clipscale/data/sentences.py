@@ -1,6 +1,6 @@
 """Parts of long captions: `data.captions=[txt@sentence]`.
 
-Long captions of models begin with a summary; trained on the later sentences, a model learns what stands there
+Long generated captions begin with a summary. A model that trains on later sentences learns the details too
 (DeBias-CLIP, CVPR 2026).
 """
 
@@ -14,15 +14,16 @@ END = re.compile(r"(?<=[.!?])[\"')\]]*\s+|(?<=[。!?])|\n")
 
 def sentences(text: str) -> list[str]:
     """A text's sentences without white space around them: each ends at a line's end, after one of `. ! ?` before white
-    space, or after one of `。!?`. No abbreviation is known."""
+    space, or after one of `。!?`. Abbreviations are not recognised."""
     return [stripped for sentence in END.split(text) if (stripped := sentence.strip())]
 
 
 def part_of(text: str, part: str, rng: CounterRNG, fits: Callable[[str], bool]) -> str:
     """A part of a caption, drawn with the sample's random numbers.
 
-    `part`: `sentence`, one of all; `span`, from one of them on as many as fit the context; `later`, as `span`, without
-    the first sentence where there are others. `fits`: whether a text does; a sentence alone need not.
+    `part`: `sentence`: a random one; `span`: from a random one on, as many as fit the context; `later`: as `span`, but
+    without the first sentence if there are others. `fits`: whether a text fits the context; a single sentence is used
+    even if it does not fit.
     """
     found = sentences(text)
     found = found[1:] if part == "later" and len(found) > 1 else found

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Launched(Protocol):
-    """The settings of a verb that runs in several processes."""
+    """The settings that every verb with several processes has."""
 
     @property
     def run(self) -> str: ...
@@ -49,22 +49,22 @@ LOST = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "timed out",
     "Application timeout", "Socket Timeout", "DistBackendError", "DistNetworkError",
 )  # fmt: skip
-"""Words of gloo and NCCL for another rank that has ended or does not answer."""
+"""Phrases in errors of gloo and NCCL when another rank has ended or does not answer."""
 TRAIN = "clipscale.train:train"
 """What the workers of a training run call."""
 SHUTDOWN_S = 150
-"""Seconds that workers have for a save after a signal, before the launcher kills them (torch 2.11 always gives 30)."""
+"""Seconds after a signal in which workers may save before the launcher kills them. torch 2.11 always gives 30."""
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
-"""Of NVIDIA's, Windows' and AMD's drivers one is there, where torch may see a GPU."""
+"""Device files of the NVIDIA, WSL and AMD drivers. Without any of them there is no GPU."""
 GPUS = Path("/sys/bus/pci/drivers/nvidia")
-"""Folders of the GPUs, in which `numa_node` is the number of the cores and memory near one; -1: unknown."""
+"""Folders of the GPUs. In each, `numa_node` is the number of the nearest cores and memory; -1: unknown."""
 PR_SET_PDEATHSIG = 1
-"""Linux's number of the option of prctl."""
+"""prctl's option number on Linux."""
 
 
 class WorkerError(Exception):
-    """A worker failed, and not by a mistake of the user. The message is one line; `details` is the traceback."""
+    """A worker failed, and not through a user's mistake. The message is one line; `details` is the traceback."""
 
     def __init__(self, message: str, details: str = "") -> None:
         super().__init__(message)
@@ -88,7 +88,7 @@ def check_train(config: TrainConfig) -> None:
 
 
 def run(config: Launched, main: str = TRAIN, *, isolated: bool = False) -> Record:
-    """Call `main` in several workers, or here: under torchrun, or where one worker that is not `isolated` is enough.
+    """Call `main` in several workers. Under torchrun, or if one worker that is not `isolated` suffices, call it here.
 
     Returns its result on rank 0. Raises UserError if a worker does, WorkerError for other failures, StoppedError for a
     signal. No worker outlives this call.
@@ -114,7 +114,7 @@ def workers(config: Launched) -> int:
 
 
 def run_under_torchrun(config: Launched, main: str) -> Record:
-    """This process's part of a run under torchrun, which finds a failure in the file that `record` writes."""
+    """This process's part of a run under torchrun. `record` writes a failure to a file, where torchrun finds it."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -126,7 +126,7 @@ def run_under_torchrun(config: Launched, main: str) -> Record:
         if alone and not terminal.main_rank() and not isinstance(error, StoppedError):  # the caller prints rank 0's
             terminal.report(f"rank {ranks.rank()}: {error}")
         raise
-    assert result is not None  # record raises every error, unless it is asked to swallow them
+    assert result is not None  # record raises every error
     return result
 
 
@@ -139,10 +139,10 @@ def start(config: Launched, main: str, count: int) -> Record:
 
     for name in [*logging.root.manager.loggerDict]:  # each of torch's modules has set its own level
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # the exceptions below say it once
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # the exceptions below are reported once, as one line
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // count)))
-    # torch sets its own, also for what nohup ignores
+    # torch sets its own handlers, also for a signal that nohup ignores
     handlers = {n: handler for n in HANDLED if (handler := signal.getsignal(n)) != signal.SIG_IGN}
     with tempfile.TemporaryDirectory() as folder:
         elastic = ElasticConfig(
@@ -168,7 +168,7 @@ def start(config: Launched, main: str, count: int) -> Record:
             raise cause_of(error, Path(folder)) from None
         except SignalException as error:
             first = first_failure(Path(folder))
-            if first and isinstance(first[2], UserError):  # stopped, or a last save that the disk did not take
+            if first and isinstance(first[2], UserError):  # stopped, or the last save failed
                 raise first[2] from None
             number = signal.SIGTERM if error.sigval == signal.SIGUSR1 else error.sigval  # as in a worker
             raise StoppedError("stopped", number) from None
@@ -179,8 +179,8 @@ def start(config: Launched, main: str, count: int) -> Record:
 
 
 def binding(device: str, count: int) -> "NumaOptions | None":
-    """Binds each worker to the cores near its GPU, where GPUs are near different ones and there is `numactl`, which
-    torch wants."""
+    """Options that bind each worker to the cores near its GPU; None if all GPUs are near the same cores, if this is
+    unknown, or without `numactl`, which torch needs."""
     import torch
     from torch.numa.binding import AffinityMode, NumaOptions
 
@@ -192,18 +192,18 @@ def binding(device: str, count: int) -> "NumaOptions | None":
 
 
 def end_with_the_launcher() -> None:
-    """The kernel kills this process when its parent is killed."""
+    """Ask the kernel to kill this process when its parent ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
 
 
 def worker(config: Launched, main: str, folder: Path) -> Record:
-    """The main function of a process that `start` starts. Leaves its failure in the folder."""
+    """The main function of a process that `start` starts. It writes its failure to the folder."""
     end_with_the_launcher()
     terminal.prepare()
     terminal.outlive_output()
     terminal.doing("loading torch")
     if main == TRAIN and isinstance(config, TrainConfig) and config.data.workers != 0:
-        warm_up()  # beside the imports of training
+        warm_up()  # while this process imports what training needs
     try:
         return resolve_name(main)(config)
     except BaseException as error:
@@ -212,7 +212,7 @@ def worker(config: Launched, main: str, folder: Path) -> Record:
 
 
 def leave_failure(folder: Path, rank: int, error: BaseException) -> None:
-    """Leave a worker's exception to its launcher, the user's mistakes as they are."""
+    """Write a worker's exception to a file for its launcher. A user's mistake stays a UserError."""
     lost = isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST)
     error = explained(error)
     if not isinstance(error, UserError):
@@ -222,13 +222,13 @@ def leave_failure(folder: Path, rank: int, error: BaseException) -> None:
 
 
 def first_failure(folder: Path) -> tuple[bool, float, UserError | WorkerError] | None:
-    """The first failure that a worker has recorded; failures of workers that only lost another one come last."""
+    """The earliest failure that a worker has written. A worker that failed only because it lost another comes last."""
     left = [pickle.loads(file.read_bytes()) for file in folder.glob("*.failure")]
     return min(left, key=lambda failure: failure[:2], default=None)
 
 
 def cause_of(error: "ChildFailedError", folder: Path) -> UserError | WorkerError:
-    """Why the workers have ended: what one has left, or what has killed one that could leave nothing."""
+    """Why the workers ended: the failure that one has written, else the signal or status of one that wrote none."""
     first = first_failure(folder)
     if first and not first[0]:
         return first[2]

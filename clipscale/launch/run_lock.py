@@ -22,7 +22,7 @@ continues."""
 
 
 def check_free(folder: Path) -> None:
-    """Raise UserError where another run keeps the folder: at once, before a plan and workers."""
+    """Raise UserError if another run uses the folder. Called early, before the plan and the workers start."""
     if (folder / LOCK).exists():
         lock = RunLock(folder)
         lock.acquire()

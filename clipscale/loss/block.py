@@ -19,7 +19,7 @@ class RowBlock:
     """The rows, or the columns, of a block: the first dimension of every tensor."""
 
     features: Tensor  # (n, D); for a module (n, ...)
-    keys: Tensor | None = None  # (n,) int64; a pair with equal keys is no negative
+    keys: Tensor | None = None  # (n,) int64; pairs with equal keys are left out of the negatives
     weight: Tensor | None = None  # (n,) a_i or b_j times N; None: no softmax in this direction
     lse: Tensor | None = None  # (n,) float64 log-sum-exps of the scores: complete in backward
     grad: Tensor | None = None  # like features, in sum_dtype; None: frozen

@@ -1,4 +1,4 @@
-"""The loss's questions to its machine. A dry run passes one that answers for a GPU that is not there."""
+"""What the loss needs to know of the GPU and the process group. The planner's dry run passes a simulated one."""
 
 import contextlib
 from collections.abc import Iterator

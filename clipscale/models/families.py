@@ -30,7 +30,7 @@ head. Towers of timm have patterns of their own."""
 @dataclass(frozen=True)
 class Family:
     encoder: type[nn.Module] = nn.Module
-    """The class of open_clip's that its encoders have."""
+    """open_clip's class of the encoders."""
     shorter: Callable[[Any], nn.Module] = lambda encoder: encoder
     """The encoder with a shorter forward pass, which computes the same."""
     ignores_padding: Callable[[Any], bool] = lambda encoder: False

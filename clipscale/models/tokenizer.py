@@ -19,7 +19,7 @@ from clipscale.common.errors import UserError, first_line
 from clipscale.common.record import Record
 
 CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")
-"""What a folder says of its tokenizer; the last has the last word."""
+"""Files in which a folder describes its tokenizer; later files override earlier ones."""
 FILES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
 """The vocabulary: those that are there."""
 OPTIONS = {
@@ -36,7 +36,7 @@ WORDS = 2**14
 
 
 class Tokenizer:
-    """Captions -> int64 tokens (N, T) by `inner`, of so many characters of each caption as can matter.
+    """Captions -> int64 tokens (N, T) by `inner`, from as many characters of each caption as can matter.
 
     `inner` is loaded when it is first needed: a plan needs none. Raises UserError where it cannot be.
 

@@ -159,7 +159,7 @@ def architecture(config: ModelConfig) -> Record:
         description = deepcopy(config.architecture)
         for part in ("embed_dim", "vision_cfg", "text_cfg"):
             if part not in description:
-                raise UserError(f"model.architecture lacks {part}, and is to be as in open_clip's model configurations")
+                raise UserError(f"model.architecture lacks {part}; write it like open_clip's model configurations")
     else:
         description = open_clip.get_model_config(config.name.replace("/", "-"))  # a copy
         if description is None:

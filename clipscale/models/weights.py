@@ -25,7 +25,7 @@ from clipscale.models.sources import Source, as_described, find
 
 log = logging.getLogger(__name__)
 _BARE = re.compile(r"(^|\.)(head|proj|pooler|cls|lm_head|fc|classifier|embeddings\.position_ids)(\.|$)")
-"""Weights around a tower of another task: its classifier is left out, and our projection keeps its initial values."""
+"""Weights that may be missing from or left over in a tower of another task: its classifier, our projection."""
 
 
 def described(config: ModelConfig, saved: checkpoint.Saved | None = None) -> ModelConfig:

@@ -90,8 +90,8 @@ class TrainState:
 
 
 def least_saved_bytes(config: TrainConfig) -> int:
-    """A lower bound of a checkpoint's bytes, without towers that have frozen layers and the state of optimizers not in
-    MOMENTS."""
+    """A lower bound of a checkpoint's bytes. Counts only towers that train as a whole, and the state of
+    optimizers in MOMENTS."""
     encoders, model = unbuilt_encoders(config.model), config.model
     towers = (encoders.visual, model.image), (encoders.text, model.text)
     trained = sum(p.nbytes for tower, part in towers if part.groups is None for p in tower.parameters())

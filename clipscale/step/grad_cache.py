@@ -125,7 +125,7 @@ class GradCache:
         if any(tower.graphs.exhausted for tower in self._towers):
             budget = 0
         elif budget is not None:
-            # A tower that keeps none still builds one graph at a time in its replay, beside later towers' kept graphs.
+            # Even if a tower keeps no graph, its replay builds one while the graphs of later towers are still there.
             budget -= sum(max(1, tower.graphs.count) * tower.graphs.bytes_each for tower in self._towers[:i])
         measure_graph = self.keep_bytes is None or 0 < self.keep_bytes < math.inf
         return self._towers[i].encode(batch, self.chunks[i], budget, before_chunk, measure_graph=measure_graph)

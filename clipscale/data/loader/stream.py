@@ -72,7 +72,7 @@ class TrainStream:
         self._waited_s = 0.0
         self._defers = False
         self.failure: UserError | None = None
-        """The workers' error. From then on reads do not wait: the last batch may hold anything, so call `give_back`."""
+        """The workers' error. After it reads return at once, with garbage: discard the batch with `give_back`."""
         self.samples_per_epoch = self._shards.samples
         """Over all ranks; None if shards are drawn with replacement."""
         for step in range(len(arena.slots)):

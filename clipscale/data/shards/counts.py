@@ -59,7 +59,7 @@ def counted_at_once(config: DataConfig, urls: Sequence[str] | None) -> int | Non
     """The samples of an epoch of local shards, if indexes have them or the shards are few and small; else None, as for
     no shards.
 
-    Writes nothing and warns of nothing: the run itself does.
+    Neither writes an index nor logs warnings; the run does both later.
     """
     if not urls or config.weights is not None or config.order == "resampled" or len(urls) > SCAN_AT_MOST:
         return None

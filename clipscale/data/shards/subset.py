@@ -35,7 +35,7 @@ class Table(NamedTuple):
     max_copies: int = 1
     """Most times that a sample may come in an epoch."""
     epoch_fraction: float = 1.0
-    """Sum of the weights over the sum of the weights rounded up: samples of an average epoch over those counted."""
+    """sum(w) / sum(ceil(w)): the expected samples of an epoch, as a share of the copies in the order."""
 
     def digest(self) -> str:
         """Of the rows: the same for every file that lists the same. 10^7 rows take half a second."""

@@ -22,8 +22,8 @@ FARTHEST = 1 << 30
 LARGEST_END = 1 << 16
 """Bytes after the end of an archive that are checked: GNU tar pads an archive with zeros, usually to 10,240 bytes."""
 MOST_UNPACKED = 100
-"""An archive may unpack to this many times its gzipped file's size, plus FREE: pictures hardly shrink, zeros a thousand
-times."""
+"""An archive may unpack to this many times its gzipped size, plus FREE. Pictures compress to nearly their own size; a
+gzip bomb reaches 1000."""
 FREE = 1 << 24
 LEAST_SEEK = 1 << 14
 """Fewer bytes are skipped by reading: they are in the stream's buffer, and a seek is a system call."""

@@ -13,7 +13,7 @@ from clipscale.loss.tile import TorchObjective
 
 
 class SigmoidTile(TorchObjective):
-    """There is no log-sum-exp: the rows' targets collect the value, negated."""
+    """There is no log-sum-exp. The loss is subtracted from `rows.target`, because its value is -target.sum()."""
 
     def backward(self, scores: Tensor, tile: Block, bound: float, spare: Tensor) -> Tensor:
         positives = tile.positives()

@@ -19,7 +19,7 @@ SMALLEST_SUM = 1e-25  # somewhat above e^-60: a smaller sum may have lost terms 
 
 
 class SoftmaxTile(TorchObjective):
-    """A side without weights takes no part."""
+    """If a side has no weights, its direction of the softmax is not computed."""
 
     def forward(self, scores: Tensor, tile: Block, bound: float, spare: Tensor) -> None:
         sides = directions(tile)

@@ -109,7 +109,7 @@ class Meter:
         return self.peak
 
     def _enter(self, starts: bool, block: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """A pass enters the first (`starts`) or the second block; its backward pass leaves them in the other order."""
+        """A pass enters the first (`starts`) or the second block. The backward pass visits them in reverse order."""
         if self.is_backward:  # checkpointing runs them again
             return
         self._mark(starts)
@@ -171,11 +171,11 @@ class DryRun:
         self.state = tracker.live - before
         """Bytes between steps."""
         self.gradients = [sum(p.nbytes for p in tower.parameters() if p.requires_grad) for tower in self.towers]
-        """Gradients of each tower, while its chunks add to them."""
+        """Gradient bytes of each tower, while its chunks add to them."""
         self.summed = self.gradients
-        """The same after its last chunk."""
+        """Gradient bytes of each tower after its last chunk. DDP: 0, as they are views of the buckets."""
         self.at_once = [0, 0]
-        """The same in a tower's only chunk."""
+        """Gradient bytes to add to the replay of each tower if it has only one chunk."""
         self.whole = [GatheredWeights(), GatheredWeights()]
         self.is_alone = ranks == 1
         if ranks > 1:
