@@ -127,7 +127,7 @@ def test_half_precision_that_overflows_at_any_loss_scale_has_diverged(
     )
 
 
-def losing_a_loader(rank: int, world: int, config: TrainConfig) -> None:
+def losing_a_loader(rank: int, world: int, config: TrainConfig, error: Exception) -> None:
     """A rank of a run; the last one's loader is lost in the fourth step."""
     fill, receive = InProcess.fill, InProcess.receive
     filled = []
@@ -138,7 +138,7 @@ def losing_a_loader(rank: int, world: int, config: TrainConfig) -> None:
 
     def lose(loader: InProcess, needed: Sequence[int]) -> Any:
         if rank == world - 1 and filled[-1] == 3 and needed:
-            raise LoaderError("data worker 0 was killed by SIGKILL")
+            raise error
         return receive(loader, needed)
 
     with (
@@ -148,11 +148,12 @@ def losing_a_loader(rank: int, world: int, config: TrainConfig) -> None:
         train(config)
 
 
+@pytest.mark.parametrize("error", [LoaderError("was killed by SIGKILL"), KeyError("was killed by SIGKILL")])
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_lost_loader_saves_the_run_on_all_ranks(shards: str, tmp_path: Path, world: int) -> None:
+def test_a_lost_loader_saves_the_run_on_all_ranks(shards: str, tmp_path: Path, world: int, error: Exception) -> None:
     """Also where the others are in the middle of a step; the run goes on as if nothing had happened."""
     config = small(shards, tmp_path / "run", samples=12 * 6, checkpoint=CheckpointConfig(every="0"))
-    run_ranks(losing_a_loader, world, config)
+    run_ranks(losing_a_loader, world, config, error)
     assert len(curve(tmp_path / "run")) == 3
     (saved,) = checkpoint.checkpoints_of(tmp_path / "run")
     assert checkpoint.step_of(saved) == 3

@@ -5,6 +5,7 @@ order.py fixes the order of samples; workers read and decode them.
 
 import logging
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from clipscale.common.errors import UserError
+from clipscale.common.errors import LoaderError, UserError
 from clipscale.common.hardware import cores_of_rank
 from clipscale.common.record import Record
+from clipscale.common.terminal import report
 from clipscale.config.data import DataConfig
 from clipscale.data.decode import TrainTransform
 from clipscale.data.filters import selection
@@ -182,10 +184,13 @@ class TrainStream:
     def _receive(self, needed: Sequence[int]) -> None:
         try:
             messages = [] if self.failure else self.workers.receive(needed)
-        except UserError as error:
+        except Exception as error:  # a bug in there loses no steps either: the run saves, and ends
+            failure = error if isinstance(error, UserError) else LoaderError(f"the data loader failed: {error!r}")
+            if failure is not error:
+                report("the data loader failed", "".join(traceback.format_exception(error)))
             if not self._defers:
-                raise
-            self.failure = error
+                raise failure from error
+            self.failure = failure
             return
         for number, message in messages:
             if EVENT + CHANGED in message.counts.keys() - self._counts.keys():

@@ -87,7 +87,7 @@ def work(connection: Connection, spec: WorkerSpec, arena: Arena, status: Any) ->
             for report in filler.fill(step):
                 send(report)
     except Exception as error:
-        failure = RuntimeError(f"a data worker failed:\n{traceback.format_exc()}")
+        failure = RuntimeError(f"in a data worker:\n{traceback.format_exc()}")
         with suppress(ConnectionError):
             connection.send(error if isinstance(error, UserError) else failure)
 
@@ -111,6 +111,7 @@ class Workers:
         self._connections: list[Connection] = []
         self._statuses: list[Any] = []
         """The shard or sample that each worker reads, in shared memory."""
+        self._failure: Exception | None = None
         self.processes: list[Any] = []
         # This also runs if the program ends without `close`, before multiprocessing's own end, which would wait for
         # ever: it sends children a signal that is blocked in them.
@@ -139,11 +140,14 @@ class Workers:
     def receive(self, needed: Sequence[int]) -> list[tuple[int, Report]]:
         """All messages that have arrived, with their workers' numbers. Waits for one if workers are `needed`.
 
-        Raises UserError if a worker has failed or died, or if one of `needed` is silent for the time-out.
+        Raises UserError if a worker has died, or if one of `needed` is silent for the time-out, and what a worker has
+        sent as its failure; but first it returns the messages that came before, of which a save needs the positions.
         """
         begun = time.monotonic()
         while True:
             messages = [(n, message) for n in range(len(self._connections)) for message in self._drain(n)]
+            if self._failure and not messages:
+                raise self._failure
             if messages or not needed:
                 return messages
             # Only a needed worker can be late, and only since the wait began.
@@ -164,11 +168,13 @@ class Workers:
                 if not connection.poll():
                     return
                 message = connection.recv()
-            except (EOFError, OSError) as error:  # OSError: it has died while it sent a message
-                raise self._death(number) from error
+            except (EOFError, OSError):  # OSError: it has died while it sent a message
+                self._failure = self._failure or self._death(number)
+                return
             self._last[number] = time.monotonic()
             if isinstance(message, Exception):
-                raise message
+                self._failure = self._failure or message
+                return
             yield message
 
     def _name(self, number: int) -> str:

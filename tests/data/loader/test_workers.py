@@ -42,7 +42,8 @@ def stick(pieces: int) -> None:
 
 
 def fail(pieces: int, error: type[Exception]) -> None:
-    raise error("not in the vocabulary")
+    if pieces > 1:
+        raise error("not in the vocabulary")
 
 
 def test_a_silent_worker_is_named(tmp_path: Path) -> None:
@@ -113,14 +114,23 @@ def test_names_and_texts_that_are_no_utf8_are_read_and_resumed(tmp_path: Path, w
 
 
 @pytest.mark.parametrize("error", [KeyError, ConnectionResetError])
-def test_a_bug_in_a_worker_arrives_with_its_traceback(tmp_path: Path, error: type[Exception]) -> None:
-    """Of an error, too, that would mean that the run is gone if it came from the pipe to it."""
+def test_a_bug_in_a_worker_arrives_with_its_traceback(
+    tmp_path: Path, error: type[Exception], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And with the positions that a save needs, from which the run goes on. Of an error, too, that would mean that the
+    run is gone if it came from the pipe to it."""
     write_shards(tmp_path, [50])
-    with (
-        open_stream(tmp_path, batch=4, workers=1, tokenizer=Acting(fail, error)) as stream,
-        pytest.raises(RuntimeError, match=rf"(?s)Traceback.*raise error.*{error.__name__}.*not in the vocabulary"),
-    ):
+    with open_stream(tmp_path, batch=4, workers=0) as stream:
+        expected = contents(stream, 1), stream.position()
+    with open_stream(tmp_path, batch=4, workers=1, tokenizer=Acting(fail, error)) as stream:
+        stream.defer_failures()
+        processes_of(stream)[0].join()  # now all that it has sent is there
+        assert (contents(stream, 1), stream.position()) == expected
         contents(stream, 1)
+        with pytest.raises(LoaderError, match=error.__name__):
+            stream.check()
+    printed = capsys.readouterr().err
+    assert "Traceback" in printed and f"raise error({chr(34)}not in the vocabulary" in printed
 
 
 SIGNALLED = """\
