@@ -65,6 +65,7 @@ def as_if_there_were_a_gpu() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.multiple(CudaInterface, **{name: always(answer) for name, answer in answers.items()}))
         stack.enter_context(patch.object(CudaInterface.Worker, "get_device_properties", always(H100)))
+        stack.enter_context(patch("torch._inductor.scheduler.has_triton", lambda: True))
         stack.enter_context(patch("torch.cuda.get_device_properties", lambda *_: H100))
         stack.enter_context(patch("torch.cuda.get_device_capability", lambda *_: (9, 0)))
         stack.enter_context(patch("torch.cuda.current_device", lambda: 0))
