@@ -1,15 +1,10 @@
-"""Names and shapes of the weights in files, and whether they are those of a model: no value is read."""
+"""Names and shapes of the weights in files, and whether they are those of a model."""
 
 import pickle
-import pickletools
 import re
 import zipfile
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from io import BytesIO
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from safetensors import safe_open
@@ -39,50 +34,15 @@ def shapes_of(paths: Iterable[Path]) -> Shapes:
 
 
 def saved_by_torch(path: Path) -> Record:
-    """What torch.save has written, with a `shape` in the place of each tensor. Imports torch for rare kinds of it only.
-
-    Raises what torch.load raises, and ValueError for another file.
-    """
+    """What torch.save has written, on the meta device: of a zip archive no values are read. Raises what torch.load
+    raises, and ValueError for another file."""
     is_zip = zipfile.is_zipfile(path)
     with path.open("rb") as file:
         if not is_zip and file.read(1) != pickle.PROTO:
             raise ValueError("neither safetensors nor written by torch.save")
-    if is_zip:
-        with zipfile.ZipFile(path) as archive:
-            names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-            content = archive.read(names[0]) if names else b""
-        if not content:
-            raise ValueError("a zip archive that torch.save has not written")
-        with suppress(Exception):  # of other classes than tensors, or damaged: torch reads it then, and says why
-            return dict(Outline(content).load())
-    import torch
+    import torch  # seconds, which safetensors do not need
 
     return dict(torch.load(path, map_location="meta", weights_only=True, mmap=is_zip))
-
-
-class Outline(pickle.Unpickler):
-    """Reads torch.save's pickle without torch: calls none of the functions that it names, and reads no value."""
-
-    def __init__(self, content: bytes) -> None:
-        """Raises ValueError for a pickle that would take more memory than its length, or is cut."""
-        for code, argument, _ in pickletools.genops(content):
-            if code.name == "LONG_BINPUT" and (argument or 0) > len(content):
-                raise ValueError("its pickle takes more memory than the file")
-        super().__init__(BytesIO(content))
-
-    def persistent_load(self, pid: object) -> None:
-        """In the place of the values."""
-
-    def find_class(self, module: str, name: str) -> Callable[..., Any] | None:
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return lambda storage, offset, size, *rest: SimpleNamespace(shape=[*map(int, size)])
-        if (module, name) == ("torch._utils", "_rebuild_parameter"):
-            return lambda tensor, *rest: tensor
-        if module == "torch":  # a type of values
-            return None
-        raise pickle.UnpicklingError(f"{module}.{name}")
 
 
 def unwrapped(state: Record) -> dict[str, Any]:

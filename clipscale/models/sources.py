@@ -1,6 +1,6 @@
 """Finds weights: tags of open_clip, files, folders of open_clip and transformers, runs. Reads what they say of a model.
 
-Imports nothing heavy but for a tag or a repository, so that a mistake is reported at once.
+Imports nothing heavy but for a tag, a repository or a file of torch.save: a mistake is reported at once.
 
 Names are looked up on the network only where the setting itself is a tag or begins with hf-hub:. Folders are untrusted:
 their files may name no path and no address, and describe no model larger than the weights.

@@ -119,7 +119,6 @@ WRONG = {
     "model.weights=bare.safetensors": "not fit model.name=ViT-B-32: its visual.conv1.weight is (32, 3, 8, 8)",
     "model=siglip-b16 model.text.weights=bare.safetensors": "its text.token_embedding.weight is (49408, 32)",
     "model=rn50 model.weights=bare.safetensors": "it has visual.proj",
-    "model.weights=bare.pt": "not fit model.name=ViT-B-32: its visual.conv1.weight is (32, 3, 8, 8)",
     "model.weights=text.pt": "neither safetensors nor written by torch.save",
     "model.weights=laion2b_s34b_b79": "no tag of model.name=ViT-B-32; did you mean 'laion2b_s34b_b79k'",
     "model.weights=laion2b_s34b_b79k": "b79K is not on this machine, and cannot be fetched: http://127.0.0.1:9 has",
