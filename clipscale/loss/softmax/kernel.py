@@ -53,8 +53,8 @@ def lse_kernel(
     u, v, factor, n, m, depth, stride_u, stride_v, row_partials, col_partials,
     TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """The references and the sums of 2^(y - reference) of one tile's rows, to row_partials (2, ceil(M / BN), N), and of
-    its columns, to col_partials (2, ceil(N / BM), M).
+    """The references and the sums of 2^(y - reference) of one tile's rows, to row_partials (ceil(M / BN), 2, N), and of
+    its columns, to col_partials (ceil(N / BM), 2, M).
 
     One exponential an element, relative to the tile's largest score, serves both sums. If a row's or a column's scores
     are so far below it that the sum underflows, all sums are computed again, each relative to its own largest score.
@@ -78,27 +78,26 @@ def lse_kernel(
         col_sums = tl.sum(terms, axis=0)
         lowest = tl.minimum(lowest, tl.min(col_sums, axis=0))
         first_col = tile_col * BN + quarter * WIDTH
-        store_line(col_partials, tl.zeros((WIDTH,), tl.float32) + top, col_sums, tile_row, first_col, m, n, BM)
-    store_line(row_partials, tl.zeros((BM,), tl.float32) + top, row_sums, tile_col, tile_row * BM, n, m, BN)
+        store_line(col_partials, top, col_sums, tile_row, first_col, m)
+    store_line(row_partials, top, row_sums, tile_col, tile_row * BM, n)
     if tl.minimum(tl.min(row_sums, axis=0), lowest) < SOUND:
         tl.debug_barrier()  # these come after what the other threads have stored
         row_tops = reference_of(tl.max(dots, axis=1) * scale)
         row_sums = tl.sum(tl.exp2(tl.fma(dots, scale, -row_tops[:, None])), axis=1)
-        store_line(row_partials, row_tops, row_sums, tile_col, tile_row * BM, n, m, BN)
+        store_line(row_partials, row_tops, row_sums, tile_col, tile_row * BM, n)
         for quarter in tl.static_range(4):
             col_tops = reference_of(tl.max(dots_by_quarter[quarter], axis=0) * scale)
             col_sums = tl.sum(tl.exp2(tl.fma(dots_by_quarter[quarter], scale, -col_tops[None, :])), axis=0)
-            store_line(col_partials, col_tops, col_sums, tile_row, tile_col * BN + quarter * WIDTH, m, n, BM)
+            store_line(col_partials, col_tops, col_sums, tile_row, tile_col * BN + quarter * WIDTH, m)
 
 
 @triton.jit
-def store_line(partials, tops, sums, line, first, size, across, STEP: tl.constexpr):
-    """Write references and sums from number `first` on to a line of partials (2, ceil(across / STEP), size)."""
-    at = first + tl.arange(0, tops.shape[0])
-    lines = tl.cdiv(across, STEP).to(tl.int64)
-    pointer = partials + line.to(tl.int64) * size + at
+def store_line(partials, tops, sums, line, first, size):
+    """Write references (or one for all) and sums from number `first` on to a line of partials (lines, 2, size)."""
+    at = first + tl.arange(0, sums.shape[0])
+    pointer = partials + 2 * line.to(tl.int64) * size + at
     tl.store(pointer, tops, mask=at < size)
-    tl.store(pointer + lines * size, sums, mask=at < size)
+    tl.store(pointer + size, sums, mask=at < size)
 
 
 @triton.jit(do_not_specialize=["n", "m", "positive"])
@@ -143,22 +142,29 @@ def softmax_gradient_kernel(
     tl.store(products + tl.program_id(0), tl.sum(product, axis=0))
 
 
+@triton.jit(do_not_specialize=["lines", "n"])
+def join_kernel(partials, lse, lines, n, BLOCK: tl.constexpr):
+    """lse (N,) float64: the log-sum-exps, in units of log 2, of lse_kernel's partials (lines, 2, N), each read once.
+
+    float64, since float32 would round a value near 100 by 4e-6, and with it every probability of that row.
+    """
+    at = tl.minimum(tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), n - 1)
+    top = tl.load(partials + at)
+    total = tl.zeros((BLOCK,), tl.float64)
+    for line in tl.range(lines, num_stages=4):
+        pointer = partials + 2 * line * n + at
+        reference, terms = tl.load(pointer), tl.load(pointer + n)
+        largest = tl.maximum(top, reference)
+        total = total * tl.exp2(top - largest) + terms * tl.exp2(reference - largest)
+        top = largest
+    tl.store(lse + at, tl.log2(total) + top)
+
+
 def log2_factor(scale: Tensor) -> tuple[Tensor, Tensor]:
     """scale log2(e), float32, and a nat in these units, float64, which corrects for the rounding of the first."""
     exact = scale.double()
     factor = (exact * LOG2E.value).float()
     return factor, factor.double() / exact
-
-
-def lse_of_partials(partials: Tensor) -> Tensor:
-    """The log-sum-exps (size,) float64, in units of log 2, of lse_kernel's partials (2, lines, size). Overwrites these.
-
-    float64, since float32 would round a value near 100 by 4e-6, and with it every probability of that row.
-    """
-    tops, sums = partials
-    top = tops.amax(0)
-    total = tops.sub_(top).exp2_().mul_(sums).sum(0, dtype=torch.float64)
-    return total.log2_().add_(top)
 
 
 def in_log2(side: RowBlock, nat: Tensor) -> RowBlock:
@@ -185,12 +191,17 @@ class TritonSoftmax(TritonBackend):
         # Four numbers of four bytes a tile row and a tile column.
         for panel in self.panels(block, self.machine.max_partial_bytes // 8 * t.rows * t.cols // (t.rows + t.cols)):
             n, m = len(panel.rows), len(panel.cols)
-            row_partials = torch.empty(2, triton.cdiv(m, t.cols), n, device=features.device)
-            col_partials = torch.empty(2, triton.cdiv(n, t.rows), m, device=features.device)
+            row_partials = torch.empty(triton.cdiv(m, t.cols), 2, n, device=features.device)
+            col_partials = torch.empty(triton.cdiv(n, t.rows), 2, m, device=features.device)
             self.launch(lse_kernel, panel, factor, row_partials=row_partials, col_partials=col_partials)
             for side, partials in ((panel.rows, row_partials), (panel.cols, col_partials)):
                 if side.lse is not None:
-                    torch.logaddexp(side.lse, lse_of_partials(partials) / nat, out=side.lse)
+                    lse = torch.empty_like(side.lse)
+                    self.machine.launch(
+                        join_kernel, triton.cdiv(len(side), 128), lse.device,
+                        partials, lse, len(partials), len(side), BLOCK=128,
+                    )  # fmt: skip
+                    torch.logaddexp(side.lse, lse / nat, out=side.lse)
         diagonal = block.diagonal()
         if diagonal is not None:
             i, j = diagonal

@@ -12,10 +12,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from clipscale.loss.sigmoid.kernel import sigmoid_kernel
-from clipscale.loss.softmax.kernel import lse_kernel, softmax_gradient_kernel
+from clipscale.loss.softmax.kernel import join_kernel, lse_kernel, softmax_gradient_kernel
 from clipscale.loss.triton.tuning import TileShape, tiles_for
 
-KERNELS = [lse_kernel, softmax_gradient_kernel, sigmoid_kernel]
+KERNELS = [lse_kernel, join_kernel, softmax_gradient_kernel, sigmoid_kernel]
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SHARED = {80: 99, 90: 227, 100: 227}
 """KiB of shared memory that a program may have; for sm_80 as much as sm_86 and sm_89."""
@@ -49,8 +49,10 @@ def stack(kernel: Any, capability: int, form: str, t: TileShape, folder: Path) -
     tma = capability >= 90 and form != "fp32"
     shapes = {"u": (t.rows, t.depth), "v": (t.cols, t.depth), "panel": (t.rows, t.cols // 4)}
     types = {name: f"tensordesc<{form}{list(shape)}>" if tma else f"*{form}" for name, shape in shapes.items()}
-    types |= dict.fromkeys(("n", "m", "depth", "stride_u", "stride_v", "stride_panel", "positive"), "i32")
-    constants = {"TMA": tma, "BM": t.rows, "BN": t.cols, "BK": t.depth}
+    types |= dict.fromkeys(("n", "m", "lines", "depth", "stride_u", "stride_v", "stride_panel", "positive"), "i32")
+    types["lse"] = "*fp64"
+    constants = {"TMA": tma, "BM": t.rows, "BN": t.cols, "BK": t.depth, "BLOCK": 128}
+    constants = {name: x for name, x in constants.items() if name in kernel.arg_names}
     options = {"num_warps": t.warps, "num_stages": t.stages, "maxnreg": t.registers}
     built = compiled(kernel, capability, types, constants, **options)
     assert built.metadata.shared <= SHARED[capability] * 1024
