@@ -157,7 +157,7 @@ class LossConfig:
         "softmax", "`softmax` (CLIP), one direction, or `sigmoid` (SigLIP).", choices=tuple(OBJECTIVES)
     )
     exchange: str = setting(
-        "auto", "How ranks exchange features; `auto`: a ring in one node, else `gather` or `nodes`.", choices=EXCHANGES
+        "auto", "How ranks exchange features; `auto`: `gather` if small, else `ring` or `nodes`.", choices=EXCHANGES
     )
     backend: str = setting(
         "auto",

@@ -61,8 +61,8 @@ def contrastive_loss(
             is gather) | local (OpenCLIP: two one-sided losses of this rank's rows; with a module, hard negatives or
             another objective than softmax it is gather) | gather (all-gather of the texts, reduce-scatter of their
             gradients; DisCo-CLIP) | ring (the texts travel; least memory) | nodes (gather within a node, a ring between
-            nodes) | auto (in one node ring; across nodes gather where that is small, else nodes). In a group of one
-            they are the same.
+            nodes) | auto (gather where that is small; else ring in one node, nodes across them). In a group of one they
+            are the same.
         backend: dense (a block's scores at once) | tiled (torch, any device) | triton (CUDA; the dot product, without
             keys) | auto.
         group: the process group, or a mesh of one dimension (FSDP2's, or the data dimension beside tensor parallel's);
@@ -107,7 +107,7 @@ def contrastive_loss(
     if comm is not None and exchange == "replicated" and is_paired:
         inputs, comm = inputs.on_every_rank(comm), None
     if chosen.weights == (None, 1.0):
-        inputs = inputs.positives_only()  # a hard negative is in no text's softmax
+        inputs = replace(inputs, cols=inputs.cols[: len(inputs.rows)])  # a hard negative is in no text's softmax
     terms = [(chosen, inputs)]
     if exchange == "local" and objective == "softmax" and is_paired:
         # OpenCLIP's: this rank's images against all texts, and its texts against all images.
@@ -144,8 +144,8 @@ def _exchange(name: str, comm: Communicator | None, inputs: Inputs, machine: Mac
         return Exchange()
     nodes = machine.nodes(comm.size)
     if name == "auto":
-        texts, width = inputs.cols.features.shape
-        name = exchange_of(nodes, comm.size * texts, width, inputs.dtype.itemsize)
+        numbers = comm.size * inputs.cols.features.numel()
+        name = exchange_of(nodes, numbers, inputs.dtype.itemsize, machine.is_gpu(inputs.scale.device))
     if name == "nodes" and nodes > 1:
         return Ring(comm, nodes)
     return Ring(comm) if name == "ring" else Gather(comm)

@@ -204,13 +204,9 @@ class Ring(GroupExchange):
         pending_sums: Wait | None = None
         ring = self.ring
         peers = (ring.rank + 1) % ring.size, (ring.rank - 1) % ring.size
-
-        def visit_others(cols: RowBlock, _: int | None) -> None:
-            visit(cols, None)
-
         for number in range(ring.size):  # after which the sums are back
             pending_columns = ring.post(cols.sent(), peers) if number < ring.size - 1 else None
-            partials = self.inner.sweep(cols, sums, visit_others if number else visit)
+            partials = self.inner.sweep(cols, sums, visit if number == 0 else lambda cols, _: visit(cols, None))
             if partials:
                 for s, partial, before in zip(sums, partials, pending_sums() if pending_sums else []):
                     s.combine(partial, before, out=partial)

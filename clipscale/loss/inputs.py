@@ -50,10 +50,6 @@ class Inputs:
             "feature type": DTYPES.index(self.dtype),
         }
 
-    def positives_only(self) -> "Inputs":
-        """The inputs without the hard negatives among the texts."""
-        return replace(self, cols=self.cols[: len(self.rows)])
-
     def padded(self, step: int) -> "Inputs":
         """The features padded with zeros to a width that is a multiple of `step`."""
         missing = -self.rows.features.shape[-1] % step

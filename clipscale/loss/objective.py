@@ -106,6 +106,8 @@ class Sigmoid(Objective):
 EXCHANGES = ("auto", "replicated", "local", "gather", "ring", "nodes")
 GATHER_BYTES = 5 << 30
 """Most memory for the texts of all ranks and their gradients where `auto` gathers across nodes."""
+SMALL_GATHER_BYTES = 192 << 20
+"""The same within a node of GPUs: 64 MiB of texts in half precision, and twice that of gradients."""
 BACKENDS = ("auto", "dense", "tiled", "triton")
 OBJECTIVES: dict[str, Objective] = {
     "softmax": Softmax((0.5, 0.5)),
@@ -115,13 +117,15 @@ OBJECTIVES: dict[str, Objective] = {
 }
 
 
-def exchange_of(nodes: int, texts: int, width: int, itemsize: int) -> str:
-    """The exchange that `auto` stands for. `texts`: of all ranks of a group over `nodes` nodes.
+def exchange_of(nodes: int, numbers: int, itemsize: int, on_gpu: bool) -> str:
+    """The exchange that `auto` stands for. `numbers`: in the texts' features of all ranks, which are on `nodes` nodes.
 
-    Within a node a ring: it takes the least memory. Across nodes a ring in rank order would send all texts through one
-    network card per node. A gather uses all cards, and is taken if its memory is small: a million texts of 768 numbers
-    in half precision take 4.5 GiB with their float32 gradients. Otherwise `nodes`, whose rings use all cards, too.
+    Within a node a ring: it takes the least memory. A small batch is gathered on GPUs, where a ring's visits would take
+    longer to launch than to compute. Across nodes a ring in rank order would send all texts through one network card
+    per node. A gather uses all cards, and is taken if its memory is small: a million texts of 768 numbers in half
+    precision take 4.5 GiB with their float32 gradients. Otherwise `nodes`, whose rings use all cards, too.
     """
-    if nodes == 1:
-        return "ring"
-    return "gather" if texts * width * (itemsize + 4) <= GATHER_BYTES else "nodes"
+    limit = GATHER_BYTES if nodes > 1 else on_gpu * SMALL_GATHER_BYTES
+    if numbers * (itemsize + 4) <= limit:
+        return "gather"
+    return "nodes" if nodes > 1 else "ring"

@@ -34,8 +34,15 @@ class Tiled(Machine):
         return super().has_descriptors(x) if self.tma is None else self.tma
 
 
+class Gpu(Machine):
+    """Says that this machine's CPU is a GPU."""
+
+    def is_gpu(self, device: torch.device) -> bool:
+        return True
+
+
 class Phi(nn.Module):
-    """A small deep similarity: an MLP on each pair of features."""
+    """A small deep similarity: an MLP on each pair of features, of `width` numbers."""
 
     def __init__(self, width: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -44,6 +51,7 @@ class Phi(nn.Module):
         self.score = nn.Linear(5, 1)
 
     def forward(self, u: Tensor, v: Tensor) -> Tensor:
+        u, v = u.flatten(1), v.flatten(1)
         shape = (len(u), len(v), u.shape[1])
         pairs = torch.cat([u[:, None].expand(shape), v[None, :].expand(shape)], dim=2)
         return self.score(self.dropout(torch.tanh(self.hidden(pairs)))).squeeze(2)

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from clipscale import contrastive_loss
 from clipscale.loss.machine import Machine
 from clipscale.loss.objective import OBJECTIVES, exchange_of
-from tests.loss.cases import Phi
-from tests.loss.workers import Workers, check, stacked
+from tests.loss.cases import Gpu, Phi, keys
+from tests.loss.workers import Workers, check, local_results, stacked, whole
 
 EXCHANGES = ["replicated", "local", "gather", "ring"]
 WORLDS = [(1, "tiled"), (3, "tiled"), (3, "dense"), (4, "tiled")]
@@ -18,7 +18,7 @@ WORLDS = [(1, "tiled"), (3, "tiled"), (3, "dense"), (4, "tiled")]
 @pytest.mark.parametrize(("world", "backend"), WORLDS)
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_dot_product_is_exact_on_any_number_of_ranks(ranks: Workers, world: int, exchange: str, backend: str) -> None:
-    """Every size and scale, and float32, in tiles on three ranks; elsewhere the largest."""
+    """Every size and scale, float32, and keys, in tiles on three ranks; elsewhere the largest."""
     m = 7 if exchange in ("replicated", "local") else 9  # of more texts than images it is gather
     cases = [(1, 1, 1.0), (7, m, 1.0), (1, 1, 100.0), (7, m, 100.0)]
     for objective in OBJECTIVES:
@@ -29,6 +29,8 @@ def test_dot_product_is_exact_on_any_number_of_ranks(ranks: Workers, world: int,
             check(ranks, world, u, v, scale, options)
             if every and (n, scale) == (7, 100.0):
                 check(ranks, world, u.float(), v.float(), scale, options, bar=1e-5)
+        if every:
+            check(ranks, world, *stacked(world, 5, 5, 8), 14.3, options, keys=keys(5 * world).view(world, 5))
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -71,13 +73,21 @@ def test_a_gather_within_nodes_and_a_ring_between_them_are_exact(ranks: Workers,
         check(ranks, 4, *stacked(4, 3, 4, 6), 9.0, options | {"tile": 2, "similarity": phi})
 
 
-def test_auto_is_a_ring_in_a_node_and_across_nodes_a_gather_where_that_is_small() -> None:
-    million = 2**20
-    assert exchange_of(1, 64 * million, 1024, 2) == "ring"
-    assert exchange_of(2, million, 768, 2) == "gather", "4.5 GiB"
-    assert exchange_of(64, million, 1024, 2) == "nodes"
+def test_auto_is_a_gather_where_that_is_small_and_else_a_ring_in_a_node() -> None:
+    assert [exchange_of(1, 2**15 * 768, 2, on_gpu) for on_gpu in (True, False)] == ["gather", "ring"], "48 MiB"
+    assert [exchange_of(2, 2**20 * width, 2, True) for width in (768, 1024)] == ["gather", "nodes"], "4.5 GiB, 6 GiB"
     assert Machine().nodes(8) == 1, "not started by torchrun"
     assert Machine(ranks_of_node=4).nodes(8) == 2
+
+
+def test_a_small_batch_is_gathered_on_gpus(ranks: Workers) -> None:
+    """By its bits, since the order of additions is the gather's. Features may have any shape."""
+    u, v = torch.randn(2, 3, 5, 4, 3).double()
+    options = {"backend": "tiled", "similarity": Phi(12).double(), "machine": Gpu()}
+    auto, gather = (
+        ranks.run(local_results, 3, u, v, 3.0, None, options | {"exchange": name}) for name in ("auto", "gather")
+    )
+    assert all(map(torch.equal, whole(auto), whole(gather)))
 
 
 def refusal(group: dist.ProcessGroup, rank: int, kind: str) -> str:

@@ -1,7 +1,4 @@
-"""Pairs that share a key: left out, on one rank and on several.
-
-Letters: P ranks, n images and m texts of one rank, D feature width.
-"""
+"""Pairs that share a key are left out. Several ranks: test_exchange.py."""
 
 import pytest
 import torch
@@ -10,12 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from clipscale import contrastive_loss
-from clipscale.loss.machine import Machine
 from clipscale.loss.objective import OBJECTIVES
-from tests.loss.cases import assert_exact, features, keys, oracle, results
-from tests.loss.workers import Workers, check, stacked
-
-EXCHANGES = ["replicated", "local", "gather", "ring"]
+from tests.loss.cases import Gpu, assert_exact, features, oracle, results
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -24,22 +17,6 @@ def test_distinct_keys_change_no_bit(objective: str) -> None:
     plain = results(contrastive_loss, u, v, 14.3, objective=objective)
     actual = results(contrastive_loss, u, v, 14.3, objective=objective, keys=torch.arange(30))
     assert all(map(torch.equal, plain, actual))
-
-
-@pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_keys_are_exact_on_ranks(ranks: Workers, objective: str, exchange: str) -> None:
-    for number, (world, n) in enumerate(((2, 5), (4, 4))):
-        u, v = stacked(world, n, n, 8)
-        options = {"objective": objective, "exchange": exchange, "tile": 3}
-        check(ranks, world, u, v, 14.3, options, keys=keys(world * n, seed=number).view(world, n))
-
-
-class Gpu(Machine):
-    """Says that this machine's CPU is a GPU."""
-
-    def is_gpu(self, device: torch.device) -> bool:
-        return True
 
 
 def test_a_gpu_takes_keys_in_the_tiles_of_torch() -> None:

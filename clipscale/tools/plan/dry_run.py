@@ -276,7 +276,7 @@ def dry_run(config: TrainConfig, ranks: int, capability: int | None, nodes: int 
     exchange, ranks_of_node = config.loss.exchange, ranks // nodes
     if exchange == "auto":  # as for the whole batch, not for the parts of it that are run
         itemsize = 4 if config.precision == "fp32" else 2
-        exchange = exchange_of(nodes, config.batch, model.width, itemsize)
+        exchange = exchange_of(nodes, config.batch * model.width, itemsize, capability is not None)
         config = replace(config, loss=replace(config.loss, exchange=exchange))
     laps = {"ring": LAPS, "nodes": 2 * ranks_of_node}.get(exchange, ranks)
     image, text = (trained_of(tower.encoder) for tower in (model.image, model.text))

@@ -137,9 +137,9 @@ def test_graphs_are_kept_in_the_memory_that_a_second_pass_does_not_need() -> Non
     assert automatic["peak_bytes"] <= 0.91 * automatic["device"]["usable_bytes"]
 
 
-def test_across_nodes_the_exchange_is_the_one_that_the_run_takes() -> None:
-    for nodes, exchange in ((1, "ring"), (4, "gather")):
-        words = (*TINIEST, "batch=1M", "hardware=h100-80g", "gpus=8", f"nodes={nodes}")
+def test_the_exchange_is_the_one_that_the_run_takes() -> None:
+    for batch, nodes, exchange in (("1M", 1, "ring"), ("8k", 1, "gather"), ("1M", 4, "gather")):
+        words = (*TINIEST, f"batch={batch}", "hardware=h100-80g", "gpus=8", f"nodes={nodes}")
         assert plan(settings(*words), search=False)["exchange"] == exchange
 
 
