@@ -26,7 +26,7 @@ ON_A_CPU = {
 """What a GPU does otherwise."""
 READ = {
     "phases.py:read": 2,  # the loss and the norm; and the record of the step before, once it is there
-    "world.py:values": 1,  # what the ranks agree on, which is in host memory
+    "world.py:values": 2,  # what the ranks agreed on, and agree on: in host memory
 }
 
 

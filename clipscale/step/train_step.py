@@ -1,10 +1,9 @@
-"""One exact optimizer step over the global batch: encode, loss, replay, update; and the ranks' one agreement."""
+"""One exact optimizer step over the global batch: encode, loss, replay, update; and what the ranks agree on in it."""
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -26,30 +25,22 @@ from clipscale.step.keep_budget import KeepBudget
 from clipscale.step.precision import Precision
 
 
+@dataclass(frozen=True)
 class Agreement:
-    """A step's one message between all ranks: the number of text chunks, and whether to save a checkpoint."""
+    """What the ranks tell each other in a step: the next step's number of text chunks, and whether to save."""
 
-    def __init__(self, message: AsyncReduction) -> None:
-        self._message = message
-
-    @staticmethod
-    def begin(world: World, chunks: int, save: bool) -> "Agreement":
-        """Send this rank's number of text chunks and its wish to save. A collective."""
-        return Agreement(world.all_reduce_max_async(chunks, int(save)))
-
-    @cached_property
-    def _values(self) -> list[int]:
-        return self._message.values()
+    message: AsyncReduction
 
     @property
     def chunks(self) -> int:
-        """The most text chunks of any rank. Waits for the message."""
-        return self._values[0]
+        """The most text chunks of any rank; 0 if a rank did not know its number. Waits for the message."""
+        chunks, unknown, _ = self.message.values()
+        return 0 if unknown else chunks
 
     @property
     def save(self) -> bool:
-        """Whether any rank wishes to save. Waits for the message."""
-        return self._values[1] > 0
+        """Whether any rank wishes to save a checkpoint. Waits for the message."""
+        return self.message.values()[2] > 0
 
 
 @dataclass(frozen=True)
@@ -83,6 +74,8 @@ class TrainStep:
     sort_captions: bool
     """Whether captions are sorted by length and lose their padding: for text towers whose features do not depend on it.
     """
+    agreement: Agreement | None = None
+    """The last step's."""
 
     def run(
         self, batch: HostBatch, stream: TrainStream, number: int, *, save: bool, before_chunk: Callable[[], None]
@@ -101,27 +94,27 @@ class TrainStep:
         phases = Phases(self.world.device)
         self.optimizer.zero_grad()
         self.cache.keep_bytes = self.keep_budget.bytes
-        device, resident = self.world.device, self.config.offload == "none"
-        images = ChunkLoader(batch.pixels, len(batch), device, resident=resident)
-        texts: ChunkLoader | SortedCaptions = ChunkLoader(batch.tokens, len(batch), device, resident=resident)
-        if self.sort_captions:
-            texts = SortedCaptions(batch.tokens, batch.lengths, len(batch), device, resident=resident)
+        images = ChunkLoader(batch.pixels, len(batch), self.world.device, resident=self.config.offload == "none")
         with self.phase(phases, "encode", number):
-            features, agreement = self.encode(images, texts, save, before_chunk)
+            features = [self.cache.encode_tower(0, images, before_chunk)]
+            texts, chunks = self.texts(batch)
+            if isinstance(texts, SortedCaptions):  # in equally many chunks on all ranks
+                agreed = self.agreement.chunks if self.agreement else 0
+                texts.split(agreed or self.world.all_reduce_max(chunks)[0])
+            features.append(self.cache.encode_tower(1, texts, before_chunk))
         wants_statistics = self.world.is_rank0 and (number == 1 or number % EVERY == 0)
         statistics = feature_statistics(*features) if wants_statistics else {}
         with self.phase(phases, "loss", number):
-            value = self.cache.loss(*features, keys=batch.keys().to(device, non_blocking=True))
+            value = self.cache.loss(*features, keys=batch.keys().to(self.world.device, non_blocking=True))
             self.cache.backward(value)
             del features
+        self.agreement = self.agree(stream.upcoming(), save)  # the second pass hides the message
         with self.phase(phases, "replay", number):
             self.cache.replay(before_chunk)
         with self.phase(phases, "optim", number):
             loss, norm = self.finish(value, stream, number)
-        widths = {self.model.context_length: len(texts)}
-        if isinstance(texts, SortedCaptions):
-            widths = dict(texts.widths())
-        return StepResult(loss, norm, agreement, phases, widths, statistics)
+        widths = dict(texts.widths()) if isinstance(texts, SortedCaptions) else {self.model.context_length: len(texts)}
+        return StepResult(loss, norm, self.agreement, phases, widths, statistics)
 
     def set_keep_budget(self, phases: Phases) -> None:
         """After the first step, from the memory that it leaves free. A collective."""
@@ -129,18 +122,18 @@ class TrainStep:
             self.optimizer.zero_grad()  # the phases' peaks have them already
             self.keep_budget.after_step(phases, self.cache.graph_bytes)
 
-    def encode(
-        self, images: ChunkLoader, texts: ChunkLoader | SortedCaptions, save: bool, before_chunk: Callable[[], None]
-    ) -> tuple[list[Tensor], Agreement]:
-        """The first pass. The ranks agree between the towers: all captions have arrived by then, so the number of text
-        chunks is known, and the device still computes images while the message travels."""
-        image_features = self.cache.encode_tower(0, images, before_chunk)
-        chunks = texts.make_chunks(self.cache.chunks[1]) if isinstance(texts, SortedCaptions) else 0
-        agreement = Agreement.begin(self.world, chunks, save)
-        if isinstance(texts, SortedCaptions):
-            texts.split(agreement.chunks)
-        text_features = self.cache.encode_tower(1, texts, before_chunk)
-        return [image_features, text_features], agreement
+    def texts(self, batch: HostBatch) -> tuple[ChunkLoader, int]:
+        """The text tower's input, and into how many chunks it is sorted; 0 if it is not. Waits for all captions."""
+        device, resident = self.world.device, self.config.offload == "none"
+        if not self.sort_captions:
+            return ChunkLoader(batch.tokens, len(batch), device, resident=resident), 0
+        texts = SortedCaptions(batch.tokens, batch.lengths, len(batch), device, resident=resident)
+        return texts, texts.make_chunks(self.cache.chunks[1])
+
+    def agree(self, upcoming: HostBatch | None, save: bool) -> Agreement:
+        """Begin the step's message between the ranks. `upcoming`: the next batch, if it has arrived."""
+        chunks = self.texts(upcoming)[1] if upcoming else 0
+        return Agreement(self.world.all_reduce_max_async(chunks, upcoming is None, save))
 
     @contextmanager
     def phase(self, phases: Phases, name: str, number: int) -> Iterator[None]:

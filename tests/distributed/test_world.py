@@ -1,5 +1,6 @@
 """Ranks of a step send few messages, and all end with the same weights."""
 
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -11,6 +12,8 @@ from torch import Tensor
 from clipscale.common.phases import Readback
 from clipscale.config.sections import CacheConfig, LaunchConfig
 from clipscale.config.train import TrainConfig
+from clipscale.data.loader import stream
+from clipscale.data.loader.stream import layout_of
 from clipscale.distributed import world as world_module
 from clipscale.distributed.world import World, init_world
 from clipscale.train import start_run
@@ -18,31 +21,39 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import small
 
 
-def counted(rank: int, world: int, config: TrainConfig) -> tuple[int, int, list[Tensor]]:
-    """How often the second step reads values of the device, and sends objects; and the weights after it."""
-    run = start_run(config, World(rank, world, torch.device("cpu")))
+def counted(rank: int, world: int, config: TrainConfig, slots: int) -> tuple[int, int, int, list[Tensor]]:
+    """How often the second step reads values of the device, sends objects, and waits for a number of the other ranks;
+    and the weights after it. With 2 `slots` the second batch has arrived in the first step."""
+    with patch.object(stream, "layout_of", lambda *given: replace(layout_of(*given), slots=slots)):
+        run = start_run(config, World(rank, world, torch.device("cpu")))
+    for step in range(slots):
+        run.stream._finish(step)
     run.train_step()
     with (
         patch.object(Readback, "read", autospec=True, side_effect=Readback.read) as read,
+        patch.object(World, "all_reduce_max", autospec=True, side_effect=World.all_reduce_max) as waited,
         patch.object(dist, "broadcast_object_list", wraps=dist.broadcast_object_list) as broadcast,
         patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as gathered,
     ):
         run.train_step()
     run.stream.close()
     objects = broadcast.call_count + gathered.call_count
-    return read.call_count, objects, [p.detach() for p in run.state.model.parameters()]
+    return read.call_count, objects, waited.call_count, [p.detach() for p in run.state.model.parameters()]
 
 
-@pytest.mark.parametrize("parallel", ["ddp", pytest.param("zero3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("parallel", "slots"), [("ddp", 1), ("ddp", 2), pytest.param("zero3", 2, marks=pytest.mark.slow)]
+)
 def test_a_step_sends_no_objects_and_the_first_rank_alone_reads_a_record(
-    shards: str, tmp_path: Path, parallel: str
+    shards: str, tmp_path: Path, parallel: str, slots: int
 ) -> None:
     """Each reads the loss and the norm, by which it is decided whether there is an update; the first also the record of
-    the step before. What else would wait for the device: tests/test_host_waits.py."""
+    the step before. What else would wait for the device: tests/test_host_waits.py. A rank waits for the others' number
+    of text chunks only where its captions had not arrived in the step before."""
     launch = LaunchConfig(parallel=parallel)
     config = small(shards, tmp_path / "run", launch=launch, cache=CacheConfig(chunk=["2", "3"]))
-    (*first, weights), (*other, same) = run_ranks(counted, 2, config)
-    assert (first, other) == ([2, 0], [1, 0]), "only rank 0 logs"
+    (*first, weights), (*other, same) = run_ranks(counted, 2, config, slots)
+    assert (first, other) == ([2, 0, 2 - slots], [1, 0, 2 - slots]), "only rank 0 logs"
     if parallel == "ddp":
         assert all(torch.equal(a, b) for a, b in zip(weights, same, strict=True))
 

@@ -117,18 +117,26 @@ class TrainStream:
         before = self._step
         step = before + 1
         self._step = step
-        slot = self._arena.slot(step)
         if before >= 0:
             self._positions = self._finish(before)
             del self._batches[before]
             self._request(before + len(self._arena.slots))  # into the slot of the previous batch
+        return self._batch(step)
 
+    def upcoming(self) -> HostBatch | None:
+        """The batch after the last if all of it has arrived. Does not wait."""
+        self._receive([])
+        step = self._step + 1
+        batch = self._batches.get(step)
+        return self._batch(step) if batch and not batch.unfinished else None
+
+    def _batch(self, step: int) -> HostBatch:
         def wait(stop: int) -> None:
             batch = self._batches[step]
             needed = [int(np.searchsorted(rows, stop)) for rows in self._rows]
             self._wait(lambda: [n for n, need in enumerate(needed) if batch.done[n] < need])
 
-        return HostBatch(slot, wait)
+        return HostBatch(self._arena.slot(step), wait)
 
     def give_back(self) -> None:
         """Count the last batch as not used: `position` is then the one before it. No further batch may be requested."""
