@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from clipscale.distributed import fsdp
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Type of autocast."""
 LEAST_LOSS_SCALE = 1.0
@@ -34,7 +36,10 @@ class Precision:
         return self.scaler is not None and self.scaler.get_scale() >= LEAST_LOSS_SCALE
 
     def store(self, tower: nn.Module) -> None:
-        """Cast a frozen tower's matrices in place. Its features stay the same: autocast rounds the matrices anyway."""
+        """Cast a frozen tower's weights of matrix products in place. Its features stay the same: autocast rounds those
+        anyway, and no others."""
         if not any(p.requires_grad for p in tower.parameters()):
+            fsdp.keep_stream_type(tower)
+            type_of = fsdp.gathered_type(tower, self.dtype)
             for p in tower.parameters():
-                p.data = p.data.to(self.dtype) if p.ndim >= 2 else p.data
+                p.data = p.data.to(type_of(p))
