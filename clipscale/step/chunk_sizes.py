@@ -12,7 +12,7 @@ from clipscale.common.rng import RandomState
 from clipscale.config.sections import CacheConfig
 from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel
-from clipscale.step.pass_contexts import batch_norms
+from clipscale.step.pass_contexts import batch_norms, trains
 
 CPU_CHUNK = 256
 """Samples per chunk on a CPU. Larger chunks fit there too, but are no faster."""
@@ -51,7 +51,7 @@ def batch_norm_chunk(tower: nn.Module, name: str, size: int | None, local_batch:
     """The chunk size of a tower that trains batch normalisation: the whole local batch. None for any other tower.
     Raises UserError for a smaller `size`."""
     mixing = batch_norms(tower)
-    if not mixing or not any(p.requires_grad for p in tower.parameters()):
+    if not mixing or not trains(tower):
         return None
     if size is not None and size < local_batch:
         raise UserError(
@@ -134,7 +134,7 @@ def samples_per_second(tower: nn.Module, inputs: Tensor) -> float:
             started = time.perf_counter()
             with torch.no_grad():
                 out = tower(inputs)
-            if any(p.requires_grad for p in tower.parameters()):
+            if trains(tower):
                 tower(inputs).backward(torch.ones_like(out))
             torch.cuda.synchronize()
             seconds = time.perf_counter() - started

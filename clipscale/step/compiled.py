@@ -5,10 +5,11 @@ from torch import nn
 
 from clipscale.common.errors import one_line
 from clipscale.common.rng import RandomState
+from clipscale.distributed.fsdp import blocks
 from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel, Tower
 from clipscale.step.chunk_sizes import random_captions, random_pixels
-from clipscale.step.pass_contexts import batch_norm_preserved
+from clipscale.step.pass_contexts import batch_norm_preserved, trains
 from clipscale.step.precision import Precision
 
 WORTH_S = 900.0
@@ -44,10 +45,8 @@ def compile_towers(model: ClipModel, *, lengths_vary: bool) -> list[Tower]:
 
 def innermost_blocks(encoder: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a transformer or convolutional network; of nested ones, the innermost."""
-    lists = [m for m in encoder.modules() if isinstance(m, nn.ModuleList) or (isinstance(m, nn.Sequential) and m[1:])]
-    alike = [m for m in lists if len({type(child) for child in m}) == 1]
-    blocks = {id(block): block for m in alike for block in m if any(True for _ in block.parameters())}
-    return [b for b in blocks.values() if not any(id(m) in blocks for m in b.modules() if m is not b)]
+    repeated = blocks(encoder)
+    return [block for block in repeated if not any(m in repeated for m in block.modules() if m is not block)]
 
 
 def try_compiled(
@@ -78,5 +77,5 @@ def _both_passes(tower: Tower, inputs: torch.Tensor, precision: Precision) -> No
     with batch_norm_preserved(tower), precision.autocast():
         with torch.no_grad():
             tower(inputs)
-        if any(p.requires_grad for p in tower.parameters()):
+        if trains(tower):
             tower(inputs).sum().backward()

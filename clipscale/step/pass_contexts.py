@@ -15,6 +15,11 @@ def batch_norms(encoder: Callable[..., Tensor]) -> dict[str, _BatchNorm]:
     return {name: module for name, module in modules if isinstance(module, _BatchNorm) and module.training}
 
 
+def trains(encoder: Callable[..., Tensor]) -> bool:
+    """Whether an encoder has trainable parameters; of one that is no module it is not known, and assumed."""
+    return not isinstance(encoder, nn.Module) or any(p.requires_grad for p in encoder.parameters())
+
+
 @contextmanager
 def gradient_sync(encoder: Callable[..., Tensor], last: bool) -> Iterator[None]:
     """Around a chunk: gradients are summed over ranks only in a step's `last` one.
