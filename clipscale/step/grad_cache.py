@@ -21,7 +21,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from clipscale.common.rng import RandomState
 from clipscale.step.kept_graphs import KeptGraphs
-from clipscale.step.pass_contexts import batch_norm_preserved, batch_norms, gradient_sync, rearm_ddp_sync, repeatable
+from clipscale.step.pass_contexts import (
+    batch_norm_preserved,
+    batch_norms,
+    gradient_sync,
+    rearm_ddp_sync,
+    repeatable,
+    trains,
+)
 
 
 @runtime_checkable
@@ -186,9 +193,7 @@ class _Tower:
 
     @property
     def trained(self) -> bool:
-        if not torch.is_grad_enabled():
-            return False
-        return not isinstance(self.encoder, nn.Module) or any(p.requires_grad for p in self.encoder.parameters())
+        return torch.is_grad_enabled() and trains(self.encoder)
 
     def encode(
         self, batch: Any, size: int, keep_bytes: float | None, before_chunk: Callable[[], None], *, measure_graph: bool
@@ -204,7 +209,9 @@ class _Tower:
         trained, self.random_states = self.trained, []
         if trained:
             refuse_batch_norm(self.encoder, len(self.spans))
-        self.graphs.start_step(rows, trained * len(self.spans), keep_bytes, measure_graph=measure_graph)
+        on_gpu = isinstance(self.encoder, nn.Module) and any(p.is_cuda for p in self.encoder.parameters())
+        chunks = trained * len(self.spans)
+        self.graphs.start_step(rows, chunks, keep_bytes, measure_graph=measure_graph, on_gpu=on_gpu)
         for i, (start, stop) in enumerate(self.spans):
             before_chunk()
             self.random_states.append(RandomState.now())

@@ -30,17 +30,19 @@ class KeptGraphs:
     exhausted: bool = False
     """A graph did not fit: this rank keeps none for the rest of the run."""
     _rows: int = 0
+    _on_gpu: bool = False
     _measured: list[int] | None = None
 
-    def start_step(self, rows: int, chunks: int, budget: float | None, *, measure_graph: bool) -> None:
+    def start_step(self, rows: int, chunks: int, budget: float | None, *, measure_graph: bool, on_gpu: bool) -> None:
         """Prepare for a step of `rows` samples, of which `chunks` chunks have a second pass.
 
         `budget`: bytes for this tower's graphs. `measure_graph`: whether to measure a graph. The same on all ranks,
-        even those that gave up, since `end` is a collective.
+        even those that gave up, since `end` is a collective. `on_gpu`: see `measured_graph`.
         """
         if rows != self._rows:
             self._rows = rows
             self.bytes_each = 0
+        self._on_gpu = on_gpu
         self._measured = [] if chunks and measure_graph and not self.bytes_each else None
         fits = 0
         if budget == math.inf:
@@ -59,7 +61,7 @@ class KeptGraphs:
         if self._measured is None:
             with torch.no_grad():
                 return encode()
-        with measured_graph() as size:
+        with measured_graph(self._on_gpu) as size:
             out = encode()
         self._measured.append(size())
         return out.detach()
@@ -83,8 +85,8 @@ class KeptGraphs:
 
 
 @contextmanager
-def measured_graph() -> Iterator[Callable[[], int]]:
-    """Measures the graph that is built inside: on a GPU by the allocator, else by the tensors that it saves."""
+def measured_graph(on_gpu: bool = False) -> Iterator[Callable[[], int]]:
+    """Measures the graph that is built inside: on the current GPU by the allocator, else by the tensors it saves."""
     saved: dict[int, int] = {}
 
     def count(tensor: Tensor) -> Tensor:
@@ -93,7 +95,7 @@ def measured_graph() -> Iterator[Callable[[], int]]:
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor.detach()  # an operation that saves its own output would otherwise keep the graph alive for ever
 
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if on_gpu:
         before = torch.cuda.memory_allocated()
         yield lambda: torch.cuda.memory_allocated() - before
     else:

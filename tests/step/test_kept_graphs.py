@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from clipscale.common.phases import Phases
+from clipscale.common.rng import RandomState
 from clipscale.distributed.world import World
 from clipscale.loss.api import contrastive_loss
 from clipscale.models.towers import ClipModel
@@ -56,6 +57,18 @@ def test_the_first_step_at_a_batch_size_measures_a_full_chunk_and_keeps_none() -
     assert cache.kept == [0, 0], "the second tower's budget is below 0"
     cache.step(pixels[:1], tokens[:1])
     assert cache.kept[0] == 0 and cache._towers[0].graphs.bytes_each < size, "another batch, measured anew"
+
+
+def test_a_tower_on_the_cpu_is_measured_in_a_process_that_uses_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model()
+    size = graphs_of(model)[0]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
+    monkeypatch.setattr(RandomState, "now", lambda device=None: RandomState(torch.get_rng_state(), None))
+    cache = cached(model, 2.5 * size)
+    cache.step(*samples(N))
+    assert cache.graph_bytes == size
 
 
 def test_kept_chunks_have_no_second_pass() -> None:
