@@ -8,9 +8,8 @@ import timm.optim
 import torch
 from torch import nn
 
-from clipscale.common.errors import UserError
+from clipscale.common.errors import UserError, library
 from clipscale.common.record import Record
-from clipscale.common.units import nearest
 from clipscale.config.sections import OptimConfig, ScheduleConfig, steps_of
 
 SHARDED = (
@@ -22,14 +21,6 @@ MOMENTS = {"adamw": 2, "adam": 2, "nadamw": 2, "lamb": 2, "lion": 1}
 """State values that an optimizer keeps per weight."""
 
 
-def known_optimizer(config: OptimConfig) -> timm.optim.OptimInfo:
-    """timm's description of the optimizer. Raises UserError for one that its factory does not know."""
-    known = [str(name) for name in timm.optim.list_optimizers()]
-    if config.name not in known:
-        raise UserError(f"optim.name={config.name!r} is not one of timm's optimizers{nearest(config.name, known)}")
-    return timm.optim.get_optimizer_info(config.name)
-
-
 def build_optimizer(
     model: nn.Module, config: OptimConfig, *, sharded: bool = False, scales: Mapping[str, float] | None = None
 ) -> torch.optim.Optimizer:
@@ -39,7 +30,8 @@ def build_optimizer(
 
     Raises UserError for an unknown optimizer, and for options that it does not take.
     """
-    info = known_optimizer(config)
+    with library(f"optim.name={config.name!r} is not one of timm's"):
+        info = timm.optim.get_optimizer_info(config.name)
     options: Record = dict(config.options)
     if info.has_betas:
         options.setdefault("betas", tuple(config.betas))
