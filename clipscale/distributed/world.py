@@ -70,14 +70,6 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
-    def all_gather_rows(self, rows: Tensor) -> Tensor:
-        """The rows of all ranks, in rank order, on every rank. All ranks have equally many."""
-        if self.size == 1:
-            return rows
-        blocks = [torch.empty_like(rows) for _ in range(self.size)]
-        dist.all_gather(blocks, rows.contiguous())
-        return torch.cat(blocks)
-
     def all_reduce_max(self, *values: int) -> list[int]:
         """For each value the largest of all ranks, on every rank. One reduction; does not wait for the device."""
         return self.all_reduce_max_async(*values).values()

@@ -24,6 +24,7 @@ from clipscale.data.eval_transform import ahead
 from clipscale.data.sample import BrokenSampleError
 from clipscale.distributed.world import World
 from clipscale.eval import zero_shot
+from clipscale.loss.exchange import Communicator
 from clipscale.models.towers import ClipModel
 
 MISSED = torch.iinfo(torch.int64).max
@@ -41,7 +42,9 @@ def gather_batches(batches: Sequence[Tensor], count: int, batch: int, world: Wor
     """The rows of all batches on every rank, in order: (count, ...). `batches`: the rows of this rank's `spans`."""
     batch = min(batch, count)
     rows = torch.stack([torch.cat([x, x.new_zeros(batch - len(x), *x.shape[1:])]) for x in batches])
-    ordered = world.all_gather_rows(rows).view(world.size, len(batches), *rows.shape[1:]).transpose(0, 1)
+    comm = Communicator.of(None)
+    gathered = comm.all_gather(rows) if comm else rows
+    ordered = gathered.view(world.size, len(batches), *rows.shape[1:]).transpose(0, 1)
     return ordered.reshape(-1, *rows.shape[2:])[:count]
 
 
