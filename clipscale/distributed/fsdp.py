@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.nn.modules.conv import _ConvNd
 
 from clipscale.common.record import Record
 
 PER_PARAMETER = "param_dtype_override_fn" in signature(MixedPrecisionPolicy).parameters
 """Whether this torch (2.15 or later) gathers each parameter in a type of its own."""
+CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
+"""Layers whose weights autocast rounds."""
 
 
 class ShardedTower(nn.Module):
@@ -72,7 +73,7 @@ def policy(tower: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolicy:
 
 def gathered_type(tower: nn.Module, dtype: torch.dtype) -> Callable[[nn.Parameter], torch.dtype]:
     """A function from a weight to the type in which it is gathered, under autocast to `dtype`."""
-    layers = [module for module in tower.modules() if isinstance(module, nn.Linear | _ConvNd | nn.MultiheadAttention)]
+    layers = [module for module in tower.modules() if isinstance(module, CAST)]
     cast = {id(p) for layer in layers if PER_PARAMETER for p in layer.parameters(recurse=False)}
     cast -= {id(module.weight) for module in tower.modules() if isinstance(module, nn.Embedding)}  # tied weights
 

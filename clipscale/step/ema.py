@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from clipscale.common.record import Record
 from clipscale.distributed.fsdp import reshard
@@ -30,7 +30,8 @@ class WeightAverage:
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         values = [local_shard(self.values[name]) for name in self.weights]
-        torch._foreach_lerp_(values, [local_shard(w.detach()) for w in self.weights.values()], 1 - decay)
+        weights = [local_shard(w.detach()) for w in self.weights.values()]
+        get_ema_multi_avg_fn(decay)(values, weights, self.updates)
 
     def state_dict(self) -> Record:
         """What a checkpoint holds."""
