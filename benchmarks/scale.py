@@ -211,7 +211,7 @@ class FakeWorld(World):
         return [value] * self.size
 
     @property
-    def control(self) -> dist.ProcessGroup:
+    def cpu_group(self) -> dist.ProcessGroup:
         return dist.distributed_c10d._get_default_group()
 
 

@@ -22,7 +22,7 @@ from clipscale.common.terminal import doing, tell
 from clipscale.config.train import RESULT, RESUMES, TrainConfig, changes_since, samples_of, to_yaml
 from clipscale.data.loader.stream import TrainStream, merge_positions
 from clipscale.distributed.fsdp import reshard
-from clipscale.distributed.world import World, init_world, leave
+from clipscale.distributed.world import World, destroy_world, init_world
 from clipscale.eval.run import ResultsFile, evaluate
 from clipscale.eval.run import check as check_sets
 from clipscale.launch.run_lock import RunLock
@@ -68,7 +68,7 @@ def train(config: TrainConfig) -> Record:
             config = replace(config, resume="auto")
     finally:
         lock.release()
-        leave()
+        destroy_world()
 
 
 def start_run(
@@ -134,7 +134,7 @@ def open_log(resolved: Resolved, schedule: Schedule, world: World) -> MetricLog:
     files.read_or_set_aside(folder / RESULT, files.read_record)
     (folder / RESULT).unlink(missing_ok=True)
     if step:
-        checkpoint.set_aside(folder, step)
+        checkpoint.set_later_checkpoints_aside(folder, step)
         changes = files.read_or_set_aside(folder / "config.yaml", partial(changes_since, config=config)) or []
         records, _ = whole_lines(folder / "metrics.jsonl")
         rates = [r["lr"] for r in records if r["step"] == step and isinstance(r.get("lr"), float)]
@@ -225,7 +225,7 @@ class Run:
         """One exact optimizer step over the global batch; see `TrainStep.run`. Returns what the ranks agreed on."""
         number, step = self.step + 1, self.state.step
         lr = self.schedule.apply(step.optimizer, self.step)
-        with undone_at_a_signal(self.state.model, self.stream, self.world):
+        with rollback_on_error(self.state.model, self.stream, self.world):
             batch = self.stream.next_batch()  # its samples may still be arriving
             if self.world.is_rank0 and self.step == 0:
                 doing("waiting for the first samples")
@@ -239,7 +239,7 @@ class Run:
         self.step, self.loss = number, done.loss  # what fails from here on undoes nothing
         record = {
             "step": number,
-            "samples": self.resolved.stage.seen(number),
+            "samples": self.resolved.stage.samples_before(number),
             "batch": self.config.batch,
             "loss": done.loss,
             "lr": lr,
@@ -261,7 +261,7 @@ class Run:
             self.stop.check()
             self.records.poll()
             if self.records.log:
-                self.records.log.progress(f"step {self.step + 1}", next(chunks), cache.calls(rows))
+                self.records.log.progress(f"step {self.step + 1}", next(chunks), cache.num_chunks(rows))
 
         return call
 
@@ -270,7 +270,7 @@ class Run:
         step, config = self.state.step, self.config
         self.records.finish()
         self.stop.restart()
-        with step.average.in_place() if step.average and config.eval.weights == "ema" else nullcontext():
+        with step.average.swapped_in() if step.average and config.eval.weights == "ema" else nullcontext():
             results = evaluate(
                 self.state.model,
                 config.eval,
@@ -307,7 +307,7 @@ class Run:
         now = RandomState.now(self.world.device)
         saved = checkpoint.Saved(
             step=self.step,
-            samples=self.resolved.stage.seen(self.step),
+            samples=self.resolved.stage.samples_before(self.step),
             batch=self.config.batch,
             loss=self.loss,
             random=self.world.all_gather_object({"cpu": now.cpu, "cuda": now.cuda}),
@@ -332,7 +332,7 @@ class Run:
 
 
 @contextmanager
-def undone_at_a_signal(model: ClipModel, stream: TrainStream, world: World) -> Iterator[None]:
+def rollback_on_error(model: ClipModel, stream: TrainStream, world: World) -> Iterator[None]:
     """Around a step: if a signal or an error ends it before the update, restores random states and statistics.
 
     A resumed run then repeats the step bit for bit.

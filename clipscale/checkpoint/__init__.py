@@ -10,8 +10,14 @@ It holds a tree of dictionaries, whose entries `saved.py` names. Its tensors are
 such as model/logit_scale.
 """
 
-from clipscale.checkpoint.copies import Copies, take
-from clipscale.checkpoint.folder import check_room, make_folder, remove_temporary, set_aside, set_records_aside
+from clipscale.checkpoint.copies import Copies, restore_from_copy
+from clipscale.checkpoint.folder import (
+    check_room,
+    make_folder,
+    remove_temporary,
+    set_later_checkpoints_aside,
+    set_records_aside,
+)
 from clipscale.checkpoint.loading import load, read_values, verify
 from clipscale.checkpoint.resume import check_fits, to_resume
 from clipscale.checkpoint.saved import Saved
@@ -20,6 +26,6 @@ from clipscale.common.checkpoints import checkpoints_of, locate, path_of, step_o
 
 __all__ = [
     "Copies", "Saved", "Saver", "UnwritableError", "check_fits", "check_room", "checkpoints_of", "load", "locate",
-    "make_folder", "path_of", "read_values", "remove_temporary", "set_aside", "set_records_aside", "step_of",
-    "take", "to_resume", "verify",
+    "make_folder", "path_of", "read_values", "remove_temporary", "restore_from_copy", "set_later_checkpoints_aside",
+    "set_records_aside", "step_of", "to_resume", "verify",
 ]  # fmt: skip

@@ -12,22 +12,22 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.dirfs import DirFileSystem
 
 from clipscale.checkpoint.folder import TEMPORARY, outdated
-from clipscale.checkpoint.loading import read_meta, sum_of_stream, verify
+from clipscale.checkpoint.loading import read_meta, stream_size_and_crc32, verify
 from clipscale.common.checkpoints import META, checkpoints_of, path_of, step_of
 from clipscale.common.errors import UserError, library, one_line
 from clipscale.common.terminal import tell
 from clipscale.config.sections import CheckpointConfig
 
-RECORDS = ("config.yaml", "env.json", "metrics.jsonl", "eval/step_*.json", "result.json")
+COPIED_RECORDS = ("config.yaml", "env.json", "metrics.jsonl", "eval/step_*.json", "result.json")
 
 
-def opened(address: str) -> DirFileSystem:
+def open_store(address: str) -> DirFileSystem:
     local = {} if "://" in address else {"auto_mkdir": True}
     system, root = url_to_fs(address, use_listings_cache=False, **local)
     return DirFileSystem(root, system)
 
 
-def whole(store: DirFileSystem, run: Path) -> list[Path]:
+def complete_checkpoints(store: DirFileSystem, run: Path) -> list[Path]:
     """The whole checkpoints of the store, by step. Raises UserError if it holds another run's copy or other files."""
     names = store.glob("*")
     if names and f"run={run.name}" not in names:
@@ -35,15 +35,15 @@ def whole(store: DirFileSystem, run: Path) -> list[Path]:
     return sorted((Path(name).parent for name in store.glob(f"checkpoints/step_*/{META}")), key=step_of)
 
 
-def take(run: Path, address: str, resume: str | None = None) -> None:
+def restore_from_copy(run: Path, address: str, resume: str | None = None) -> None:
     """If the run has no checkpoint, fetch the newest whole one and the records.
 
     `resume`: the setting; only `auto` fetches. None: only check the store. Raises UserError.
     """
     own = checkpoints_of(run)
     with library(f"checkpoint.copy={address} cannot be read"):
-        store = opened(address)
-        found = [] if own else whole(store, run)
+        store = open_store(address)
+        found = [] if own else complete_checkpoints(store, run)
         if found and resume not in ("auto", None):
             raise UserError("checkpoint.copy: it holds checkpoints; take resume=auto, or another address")
         while found and resume:
@@ -58,14 +58,14 @@ def take(run: Path, address: str, resume: str | None = None) -> None:
                     raise
                 tell(f"warning: checkpoint.copy: {error}")
                 continue
-            copy_records(store, opened(str(run)))
+            copy_records(store, open_store(str(run)))
             temporary.replace(target)
             tell(f"{path.name} is taken from checkpoint.copy")
             break
 
 
 def copy_records(source: DirFileSystem, target: DirFileSystem) -> None:
-    for pattern in RECORDS:
+    for pattern in COPIED_RECORDS:
         for name in source.glob(pattern):
             target.pipe_file(TEMPORARY, source.cat_file(name))
             target.mv(TEMPORARY, name)
@@ -105,7 +105,7 @@ class Copies:
         problem: type | None = None
         while self.due.get():
             try:
-                self._copy(opened(self.config.copy))
+                self._copy(open_store(self.config.copy))
                 problem = None
             except Exception as error:  # each library behind fsspec has its own
                 if type(error) is not problem:
@@ -114,13 +114,13 @@ class Copies:
             self.copying = []
 
     def _copy(self, store: DirFileSystem) -> None:
-        whole(store, self.run)
+        complete_checkpoints(store, self.run)
         self.copying = checkpoints_of(self.run)[-1:]  # the records that follow are no older
         store.pipe_file(f"run={self.run.name}", b"")
-        copy_records(opened(str(self.run)), store)
+        copy_records(open_store(str(self.run)), store)
         for path in self.copying:
             copy_checkpoint(store, path)
-            found = [each for each in whole(store, self.run) if each.name <= path.name]
+            found = [each for each in complete_checkpoints(store, self.run) if each.name <= path.name]
             for name in {*store.glob("checkpoints/step_*")} - {*map(str, {*found} - {*outdated(found, self.config)})}:
                 store.rm(name, recursive=True)
 
@@ -133,6 +133,6 @@ def copy_checkpoint(store: DirFileSystem, path: Path) -> None:
     for name, expected in read_meta(path)["files"].items():
         store.put_file(str(path / name), prefix + name)
         with store.open(prefix + name) as stream:
-            if [*sum_of_stream(stream)] != expected:
+            if [*stream_size_and_crc32(stream)] != expected:
                 raise OSError(f"{path.name}/{name} differs when it is read back")
     store.put_file(str(path / META), prefix + META)

@@ -15,12 +15,12 @@ log = logging.getLogger(__name__)
 
 TEMPORARY = ".tmp"
 """Suffix of the names of files and folders that are being written or deleted."""
-LEFT = re.compile(
+TEMPORARY_NAMES = re.compile(
     r"\.(config\.yaml|env\.json|metrics\.jsonl|result\.json|step_\d+\.json|final\.json)-[0-9a-f]{16}\.tmp"
     r"|step_\d+(\.old)?\.tmp"
 )
 """Names of unfinished files that a killed run may leave."""
-RECORDS = (
+RUN_RECORDS = (
     "metrics.jsonl", "eval", "result.json", "config.yaml", "env.json", "report.html", "tensorboard", "wandb"
 )  # fmt: skip
 """Files and folders of a run beside its checkpoints. The first three hold its measurements."""
@@ -53,14 +53,14 @@ def remove_temporary(run_dir: Path) -> None:
     """Remove what a killed run has left unfinished. The caller holds the run's lock."""
     for folder in (run_dir, run_dir / "checkpoints", run_dir / "eval"):
         for path in folder.glob(f"*{TEMPORARY}"):
-            if LEFT.fullmatch(path.name):
+            if TEMPORARY_NAMES.fullmatch(path.name):
                 discard(path)
 
 
 def set_records_aside(run_dir: Path) -> None:
     """Move the records of an earlier run, whose checkpoints are gone, into a folder of their own, and say so."""
-    records = [run_dir / name for name in RECORDS if (run_dir / name).exists()]
-    if any(path.name in RECORDS[:3] and path.stat().st_size for path in records):
+    records = [run_dir / name for name in RUN_RECORDS if (run_dir / name).exists()]
+    if any(path.name in RUN_RECORDS[:3] and path.stat().st_size for path in records):
         aside = unused(run_dir / "earlier")
         aside.mkdir()
         for path in records:
@@ -89,7 +89,7 @@ def discard(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def set_aside(run_dir: Path, step: int) -> None:
+def set_later_checkpoints_aside(run_dir: Path, step: int) -> None:
     """Rename the checkpoints after `step`, from which a run continues, so that none of them is taken for the newest."""
     for path in checkpoints_of(run_dir):
         if step_of(path) > step:

@@ -110,13 +110,13 @@ def read_values(path: Path) -> Saved:
 # ---- checksums ----
 
 
-def sum_of(file: Path) -> tuple[int, int]:
+def size_and_crc32(file: Path) -> tuple[int, int]:
     """Size and CRC-32 of a file. Raises OSError."""
     with file.open("rb", buffering=0) as stream:
-        return sum_of_stream(stream)
+        return stream_size_and_crc32(stream)
 
 
-def sum_of_stream(stream: RawIOBase) -> tuple[int, int]:
+def stream_size_and_crc32(stream: RawIOBase) -> tuple[int, int]:
     size = 0
     checksum = 0
     while block := stream.read(READ_BYTES):
@@ -131,7 +131,7 @@ def verify(path: Path, rank: int = 0, world: int = 1) -> None:
     names = list(sums)[rank::world]
     try:
         with ThreadPoolExecutor(cores()) as threads:
-            present = list(threads.map(lambda name: sum_of(path / name), names))
+            present = list(threads.map(lambda name: size_and_crc32(path / name), names))
     except OSError as error:
         raise damaged(path, error) from error
     for name, present_sum in zip(names, present):

@@ -18,7 +18,7 @@ from torch.futures import Future as TorchFuture
 
 from clipscale.checkpoint import folder
 from clipscale.checkpoint.copies import Copies
-from clipscale.checkpoint.loading import meta_text, split_tensors, sum_of, values_text
+from clipscale.checkpoint.loading import meta_text, size_and_crc32, split_tensors, values_text
 from clipscale.checkpoint.saved import Saved
 from clipscale.common.checkpoints import META, checkpoints_of, path_of
 from clipscale.common.errors import UserError, first_line
@@ -85,7 +85,7 @@ class Saver:
         result = dcp.async_save(
             {name: tensor for name, tensor in tensors.items() if owners.get(name, rank) == rank},
             storage_writer=Writer(self._temporary(step), values_text(values), partial(self._complete, step)),
-            process_group=self.world.background if several else None,
+            process_group=self.world.checkpoint_group if several else None,
             async_stager=self._stager,
             no_dist=not several,
         )
@@ -181,11 +181,11 @@ class Writer(dcp.FileSystemWriter):
             while cause and not isinstance(cause, OSError):
                 cause = cause.__context__
             raise cause or error from error
-        sum_of_file = cache(lambda name: sum_of(Path(self.path) / name))
+        file_sum = cache(lambda name: size_and_crc32(Path(self.path) / name))
         future: TorchFuture[list[WriteResult]] = TorchFuture()
         future.set_result(
             [
-                ChecksummedWrite(r.index, r.size_in_bytes, r.storage_data, sum_of_file(r.storage_data.relative_path))
+                ChecksummedWrite(r.index, r.size_in_bytes, r.storage_data, file_sum(r.storage_data.relative_path))
                 for r in results
             ]
         )
@@ -201,7 +201,7 @@ class Writer(dcp.FileSystemWriter):
             for result in rank
             if isinstance(result, ChecksummedWrite)
         }
-        files[".metadata"] = sum_of(path / ".metadata")
+        files[".metadata"] = size_and_crc32(path / ".metadata")
         with (path / META).open("w") as file:
             file.write(meta_text(self._values, files))
             file.flush()

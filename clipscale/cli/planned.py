@@ -21,13 +21,13 @@ from clipscale.config.train import TrainConfig
 
 LIMIT_S = 300.0
 """Longest time for a plan. Usual are 3 to 20 s, but far more where the loader takes all cores."""
-BESIDE = 10
+NICENESS = 10
 """Niceness of the planner's process, so that it does not slow the start of the run."""
 
 
 def answer(connection: Connection, config: TrainConfig) -> None:
     """In the planner's process: send the plan as JSON, empty if there is none, and the reason for that."""
-    os.nice(BESIDE)
+    os.nice(NICENESS)
     with Path(os.devnull).open("w") as silent, redirect_stdout(silent), redirect_stderr(silent):  # libraries print
         try:
             from clipscale.tools.plan.start import before

@@ -128,11 +128,11 @@ def read_or_set_aside(path: Path, read: Callable[[Path], T]) -> T | None:
     try:
         return read(path)
     except DAMAGED as error:
-        set_aside(path, reason_of(error))
+        set_file_aside(path, reason_of(error))
         return None
 
 
-def set_aside(path: Path, reason: str) -> None:
+def set_file_aside(path: Path, reason: str) -> None:
     """Rename a damaged record; its run continues without it."""
     aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.damaged")
     path.rename(aside)

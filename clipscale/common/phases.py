@@ -39,7 +39,7 @@ class Readback:
         return [float(value) for value in self._values.tolist()]
 
 
-class Phases:
+class StepTimer:
     """`with phases("encode"): ...` around each part. Memory is None on a CPU, which has no allocator statistics.
 
     On a GPU, parts are timed where they run, by events in its queue. Nothing waits before the times are read.

@@ -34,7 +34,7 @@ MOST_PIXELS = 89_478_485
 """Most pixels of a picture: a quarter of a gigabyte of RGB. Pillow warns of more."""
 WEBP_CANVASES = 3
 """Canvases that Pillow holds while it decodes a WebP, which may be animated."""
-DEEP = 2
+PNG16_COST = 2
 """A 16-bit PNG takes twice the time to decode, so it may have half as many pixels. Cameras make fewer."""
 MOST_SCANS = 100
 """Most scans of a progressive JPEG. A scan of a few bytes takes as long to decode as a whole picture. Usual are 10."""
@@ -142,7 +142,7 @@ def open_picture(data: bytes, most: float = MOST_PIXELS) -> Image.Image:
         _check_chunks(data)
     image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
     deep = image.format == "PNG" and data[24] == 16
-    check_pixels(*image.size, most / (WEBP_CANVASES if image.format == "WEBP" else DEEP if deep else 1))
+    check_pixels(*image.size, most / (WEBP_CANVASES if image.format == "WEBP" else PNG16_COST if deep else 1))
     scans = data.count(SCAN) if image.format in ("JPEG", "MPO") else 0
     if scans * image.width * image.height > MOST_SCANNED:
         raise BrokenSampleError("too_many_scans", f"{scans} of {image.width} x {image.height} pixels")

@@ -31,13 +31,13 @@ class RawSample:
     damage: str = ""
     """Reason why this sample is unusable although the rest of its shard can be read."""
     detail: str = ""
-    extent: int = 0
+    num_bytes: int = 0
     """Bytes from this sample's first header to the next sample's. The value does not
     depend on whether the sample is wanted or the shard has an index."""
 
     repeat: int = 0
     """With sample weights: the number of earlier copies of this sample in the shard."""
-    chance: float = 1.0
+    keep_probability: float = 1.0
     """Probability that the sample appears in an epoch; 1 or more: always."""
 
     @classmethod

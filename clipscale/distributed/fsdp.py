@@ -30,7 +30,7 @@ class ShardedTower(nn.Module):
     def __init__(self, tower: nn.Module, mesh: DeviceMesh, stage: int = 3, dtype: torch.dtype = torch.float32) -> None:
         """`dtype`: autocast's. Weights that autocast casts are gathered in it."""
         super().__init__()
-        keep_stream_type(tower)
+        pin_cast_dtype(tower)
         rule = policy(tower, dtype)
         for module in [*blocks(tower), tower]:
             fully_shard(module, mesh=mesh, mp_policy=rule)
@@ -83,7 +83,7 @@ def gathered_type(tower: nn.Module, dtype: torch.dtype) -> Callable[[nn.Paramete
     return of_parameter
 
 
-def keep_stream_type(tower: nn.Module) -> None:
+def pin_cast_dtype(tower: nn.Module) -> None:
     """Fix the type that open_clip's transformers cast their inputs to: they read it from a weight of the first block.
 
     Sharded, that weight is float32 before the first chunk and `dtype` after, so the type would change.

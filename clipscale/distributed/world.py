@@ -79,20 +79,20 @@ class World:
         tensor = torch.tensor(values)
         if self.size == 1:
             return AsyncReduction(tensor)
-        work = dist.all_reduce(tensor, dist.ReduceOp.MAX, self.control, async_op=True)
+        work = dist.all_reduce(tensor, dist.ReduceOp.MAX, self.cpu_group, async_op=True)
         assert work is not None
         return AsyncReduction(tensor, work)
 
     @cached_property
-    def control(self) -> dist.ProcessGroup:
+    def cpu_group(self) -> dist.ProcessGroup:
         """A CPU group of all ranks, for small messages: on the default group they would wait for the device. All ranks
         create it at the same point."""
         return self._on_cpu(self.timeout)
 
     @cached_property
-    def background(self) -> dist.ProcessGroup:
-        """Like `control`, for the thread that writes checkpoints. On `control` its messages could be taken for those of
-        a step. Created with the first checkpoint.
+    def checkpoint_group(self) -> dist.ProcessGroup:
+        """Like `cpu_group`, for the thread that writes checkpoints. On `cpu_group` its messages could be taken for
+        those of a step. Created with the first checkpoint.
 
         Its timeout is four times as long, for slow disks.
         """
@@ -248,6 +248,6 @@ def allow_open_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def leave() -> None:
+def destroy_world() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -9,7 +9,7 @@ from clipscale.common.record import Record, Results
 from clipscale.common.terminal import Progress, doing
 from clipscale.config.eval import EvalRunConfig, check_eval, completed
 from clipscale.config.sections import LossConfig, SinkConfig
-from clipscale.distributed.world import init_world, leave
+from clipscale.distributed.world import destroy_world, init_world
 from clipscale.eval.run import ResultsFile, check, evaluate
 from clipscale.eval.suites import chosen_sets, suite_table
 from clipscale.launch import local
@@ -68,5 +68,5 @@ def work(config: EvalRunConfig) -> Results:
                 if step is not None:
                     sinks.eval(step, results)
     finally:
-        leave()
+        destroy_world()
     return results

@@ -60,7 +60,7 @@ class MetricLog:
         records, damaged = whole_lines(path) if resume_step else ([], 0)
         records = [record for record in records if record["step"] <= resume_step]
         if damaged:
-            files.set_aside(path, f"{damaged} of its lines")
+            files.set_file_aside(path, f"{damaged} of its lines")
         files.write_text(path, "".join(json.dumps(record) + "\n" for record in records))
         self._file = path.open("ab", buffering=0)  # a killed run loses no line
         if is_training:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import psutil
 from torch import Tensor
 
-from clipscale.common.phases import CLOCK_STEP_S, Phases, Readback
+from clipscale.common.phases import CLOCK_STEP_S, Readback, StepTimer
 from clipscale.data.loader.stream import TrainStream
 from clipscale.log.metrics import MetricLog
 from clipscale.log.records import Record
@@ -20,9 +20,9 @@ class StepRecords:
         """`log` takes each complete record; None: this rank logs none."""
         self.log, self._ranks, self.flops, self._stream = log, ranks, flops, stream
         self._measured_at = time.monotonic()
-        self._unfinished: tuple[Record, Phases, list[str], Readback, Mapping[int, int]] | None = None
+        self._unfinished: tuple[Record, StepTimer, list[str], Readback, Mapping[int, int]] | None = None
 
-    def add(self, record: Record, phases: Phases, scalars: Mapping[str, Tensor], widths: Mapping[int, int]) -> None:
+    def add(self, record: Record, phases: StepTimer, scalars: Mapping[str, Tensor], widths: Mapping[int, int]) -> None:
         """Take over a step that the device may still be computing. `scalars`: tensors on it, by name. `widths`: number
         of captions by width."""
         self.finish()
@@ -57,7 +57,7 @@ class StepRecords:
             self.log.close()
 
     def _complete(
-        self, record: Record, phases: Phases, names: list[str], values: Readback, widths: Mapping[int, int]
+        self, record: Record, phases: StepTimer, names: list[str], values: Readback, widths: Mapping[int, int]
     ) -> Record:
         rate = record["batch"] / phases.total
         waited_s = record.pop("waited_s")

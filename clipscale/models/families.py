@@ -31,7 +31,7 @@ head. Towers of timm have patterns of their own."""
 class Family:
     encoder: type[nn.Module] = nn.Module
     """open_clip's class of the encoders."""
-    shorter: Callable[[Any], nn.Module] = lambda encoder: encoder
+    lean: Callable[[Any], nn.Module] = lambda encoder: encoder
     """The encoder with a shorter forward pass, which computes the same."""
     ignores_padding: Callable[[Any], bool] = lambda encoder: False
     """Whether a caption's feature stays the same without its padding, so that a run may order captions by length and
@@ -45,8 +45,8 @@ def _ignores_padding(encoder: TextTransformer) -> bool:
 
 
 FAMILIES = (
-    Family(VisionTransformer, shorter=lean),
-    Family(TextTransformer, shorter=lean, ignores_padding=_ignores_padding),
+    Family(VisionTransformer, lean=lean),
+    Family(TextTransformer, lean=lean, ignores_padding=_ignores_padding),
     # open_clip masks the padding in attention and in every pooler.
     Family(HFTextEncoder, ignores_padding=lambda encoder: True),
 )

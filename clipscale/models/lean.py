@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-SHORT = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+CAPTION_SDPA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Attention over captions, the first that can. On an H100 (torch 2.11) 77 tokens take 0.45 ms by flash attention and
 0.55 by cuDNN's, which also prepares itself for every new shape; 197 and 257 tokens are faster by cuDNN's."""
-PooledToken = int | Tensor
+TokenIndex = int | Tensor
 """A token: one position for all samples, or one for each (N,)."""
 
 
@@ -72,14 +72,14 @@ class Replacement:
 class LeanBlock(Replacement, ResidualAttentionBlock):
     """open_clip's block over (N, T, W)."""
 
-    def forward(self, x: Tensor, causal: bool, position: PooledToken | None = None) -> Tensor:
+    def forward(self, x: Tensor, causal: bool, position: TokenIndex | None = None) -> Tensor:
         """(N, T, W) -> (N, T, W); with `position`, the output of that token alone, (N, W)."""
         y = self.ln_1(x)
         if position is None:
             attended = self.attend(y, causal)
         else:
             attended = self.attend_from(y, position, causal)
-            x = token(x, position)
+            x = select_token(x, position)
         x = x + self.ls_1(self.attn.out_proj(attended))
         return x + self.ls_2(self.mlp(self.ln_2(x)))
 
@@ -88,7 +88,7 @@ class LeanBlock(Replacement, ResidualAttentionBlock):
         q, k, v = self.heads(F.linear(y, self.attn.in_proj_weight, self.attn.in_proj_bias), 3)
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).reshape(y.shape)
 
-    def attend_from(self, y: Tensor, position: PooledToken, causal: bool) -> Tensor:
+    def attend_from(self, y: Tensor, position: TokenIndex, causal: bool) -> Tensor:
         """Attention from one token of each sample to all, or to those up to it: (N, W)."""
         samples, length, width = y.shape
         weights, biases = (p.split([width, 2 * width]) for p in (self.attn.in_proj_weight, self.attn.in_proj_bias))
@@ -97,7 +97,7 @@ class LeanBlock(Replacement, ResidualAttentionBlock):
             y = y[:, : position % length + 1]
         elif causal and isinstance(position, Tensor):
             mask = (torch.arange(length, device=y.device) <= position[:, None])[:, None, None]
-        (q,) = self.heads(F.linear(token(y, position)[:, None], weights[0], biases[0]), 1)
+        (q,) = self.heads(F.linear(select_token(y, position)[:, None], weights[0], biases[0]), 1)
         k, v = self.heads(F.linear(y, weights[1], biases[1]), 2)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).reshape(samples, width)
 
@@ -167,7 +167,7 @@ class LeanText(Replacement, TextTransformer):
     """Tokens (N, T) -> features (N, D). T is any length up to the context's."""
 
     def forward(self, text: Tensor) -> Tensor:
-        backend = partial(sdpa_kernel, SHORT, set_priority=True)
+        backend = partial(sdpa_kernel, CAPTION_SDPA_BACKENDS, set_priority=True)
         x = run_blocks(
             self.transformer, self._embeds(text)[0], self.attn_mask is not None, self.position(text), backend
         )
@@ -177,7 +177,7 @@ class LeanText(Replacement, TextTransformer):
             return self.text_projection(pooled)
         return pooled if self.text_projection is None else pooled @ self.text_projection
 
-    def position(self, text: Tensor) -> PooledToken | None:
+    def position(self, text: Tensor) -> TokenIndex | None:
         """The token whose output is the feature; None: all of them are."""
         if self.pool_type == "argmax":
             return text.argmax(dim=-1)
@@ -190,7 +190,7 @@ def run_blocks(
     transformer: Transformer,
     x: Tensor,
     causal: bool,
-    position: PooledToken | None,
+    position: TokenIndex | None,
     backend: Callable[[], Any] = nullcontext,
 ) -> Tensor:
     """All blocks; the last one for `position` alone, if that is given. `backend`: chooses attention's kernel."""
@@ -206,6 +206,6 @@ def run_blocks(
     return x
 
 
-def token(x: Tensor, position: PooledToken) -> Tensor:
+def select_token(x: Tensor, position: TokenIndex) -> Tensor:
     """One token of each sample: (N, T, W) -> (N, W)."""
     return x[:, position] if isinstance(position, int) else x[torch.arange(len(x), device=x.device), position]

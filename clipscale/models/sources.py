@@ -102,7 +102,7 @@ def resolve_architecture(config: ModelConfig, *, chosen: bool) -> ModelConfig:
         if not chosen and (whole.startswith(HUB) or (source and source.model.name)):
             config = replace(config, name="", architecture={})
         if source:
-            config = as_described(config, source)
+            config = with_architecture_of(config, source)
         else:
             _check_tag(config, whole, "model.weights")
     towers = (("image", "vision_cfg", config.image.weights), ("text", "text_cfg", config.text.weights))
@@ -121,7 +121,7 @@ def _check_tag(config: ModelConfig, tag: str, setting: str) -> None:
         _pretrained(tag, config.name.replace("/", "-"), f"{setting}={tag!r}")
 
 
-def as_described(config: ModelConfig, source: Source) -> ModelConfig:
+def with_architecture_of(config: ModelConfig, source: Source) -> ModelConfig:
     """The settings with the architecture of the weights if they name none. Raises UserError for another one."""
     theirs = source.model
     if config.name:
@@ -143,7 +143,7 @@ def as_described(config: ModelConfig, source: Source) -> ModelConfig:
     )
 
 
-def fetched_description(config: ModelConfig) -> ModelConfig:
+def with_hub_architecture(config: ModelConfig) -> ModelConfig:
     """The settings with the architecture of a repository's weights, which are not fetched. Raises UserError."""
     value = config.weights or ""
     if config.name or not value.startswith(HUB):
@@ -151,7 +151,7 @@ def fetched_description(config: ModelConfig) -> ModelConfig:
     origin = f"model.weights={value!r}"
     with library(f"{origin} cannot be fetched", ELSEWHERE):
         folder = _snapshot(value.removeprefix(HUB), ["*.json"])
-        return as_described(config, Source(origin, folder, model=_described(folder, value.rpartition("/")[2])))
+        return with_architecture_of(config, Source(origin, folder, model=_described(folder, value.rpartition("/")[2])))
 
 
 def _difference(ours: ModelConfig, theirs: ModelConfig) -> str:

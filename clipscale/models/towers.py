@@ -30,7 +30,7 @@ from clipscale.models.families import family_of
 from clipscale.models.groups import lock, rate_factors
 from clipscale.models.lean import embed_patches_by_product
 from clipscale.models.tokenizer import Tokenizer, tokenizer_of
-from clipscale.models.weights import described, interpolated, without_weights
+from clipscale.models.weights import completed_by_weights, interpolated, without_weights
 from clipscale.models.weights import load as load_weights
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -263,9 +263,9 @@ def build_model(config: ModelConfig, *, lean: bool = True, tokenizer: Tokenizer 
     if config.grad_checkpointing:
         encoders.set_grad_checkpointing(True)
     if lean:
-        encoders.visual = family_of(encoders.visual).shorter(encoders.visual)
+        encoders.visual = family_of(encoders.visual).lean(encoders.visual)
         embed_patches_by_product(encoders.visual)
-        encoders.text = family_of(encoders.text).shorter(encoders.text)
+        encoders.text = family_of(encoders.text).lean(encoders.text)
     tokenizer = tokenizer or tokenizer_of(config.name, description["text_cfg"])
     model = ClipModel(encoders, description["embed_dim"], config, tokenizer)
     for name, tower, settings in (("image", model.image, config.image), ("text", model.text, config.text)):
@@ -311,5 +311,5 @@ def load_any(
     """
     if run is not None:
         return load_model(run, which, weights)
-    config = on_main(lambda: described(config))
+    config = on_main(lambda: completed_by_weights(config))
     return build_model(config).eval(), config, None

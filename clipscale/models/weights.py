@@ -21,14 +21,14 @@ from clipscale.common.record import Record
 from clipscale.config.sections import ModelConfig
 from clipscale.models.renamed import Weights, of_transformers
 from clipscale.models.shapes import unwrapped
-from clipscale.models.sources import Source, as_described, find
+from clipscale.models.sources import Source, find, with_architecture_of
 
 log = logging.getLogger(__name__)
 _BARE = re.compile(r"(^|\.)(head|proj|pooler|cls|lm_head|fc|classifier|embeddings\.position_ids)(\.|$)")
 """Weights that may be missing from or left over in a tower of another task: its classifier, our projection."""
 
 
-def described(config: ModelConfig, saved: checkpoint.Saved | None = None) -> ModelConfig:
+def completed_by_weights(config: ModelConfig, saved: checkpoint.Saved | None = None) -> ModelConfig:
     """The settings of a model with what its weights say of its pictures and, if no name is given, its architecture.
 
     Pictures are prepared as `config` says; what it leaves open is that of the run's own checkpoint `saved`, else of the
@@ -47,7 +47,7 @@ def described(config: ModelConfig, saved: checkpoint.Saved | None = None) -> Mod
     if config.weights:
         source = find(config.weights, config.name)
         known = source.model.preprocess
-        config = as_described(config, source)
+        config = with_architecture_of(config, source)
     if config.image.weights:
         known = find(config.image.weights, config.name, "model.image.weights").model.preprocess or known
     return replace(config, preprocess={**known, **config.preprocess})

@@ -25,7 +25,7 @@ from clipscale.distributed.world import World
 from clipscale.models.families import family_of
 from clipscale.models.tokenizer import Tokenizer
 from clipscale.models.towers import architecture, build_model, inputs_of
-from clipscale.models.weights import described
+from clipscale.models.weights import completed_by_weights
 from clipscale.state.train_state import TrainState, build_state, least_saved_bytes
 from clipscale.step.batch_loss import BatchLoss
 from clipscale.step.chunk_sizes import ChunkSizes, sizes_of_settings
@@ -39,15 +39,15 @@ class Stage:
     config: TrainConfig
     first: int
     """Its first step, counted from 0 in the run."""
-    earlier: int
+    first_sample: int
     """Samples of the stages before it."""
     last: bool
     optimizer: str
     """Whether its first step continues the optimizer's state (`continue`) or drops it (`restart`)."""
 
-    def seen(self, step: int) -> int:
-        """Samples that the run has trained on before a step."""
-        return self.earlier + (step - self.first) * self.config.batch
+    def samples_before(self, step: int) -> int:
+        """Samples that the run has trained on when it has completed `step` steps."""
+        return self.first_sample + (step - self.first) * self.config.batch
 
 
 @dataclass(frozen=True)
@@ -95,15 +95,15 @@ def resolve(config: TrainConfig, world: World) -> Resolved:
     path = checkpoint_of(config, world)
     saved = checkpoint.read_values(path) if path else None
     if not config.model.name:
-        config = replace(config, model=world.on_main(lambda: described(config.model, saved)))
+        config = replace(config, model=world.on_main(lambda: completed_by_weights(config.model, saved)))
     stages = resolved_stages(config, world)
     step = saved.step if saved else 0
     number = max(i for i, stage in enumerate(stages) if stage.first <= step)
     stage = stages[number]
     begins = number > 0 and step == stage.first
     trained = stages[number - 1] if begins else stage
-    checkpoint.check_fits(saved, Path(config.run), trained.config, trained.seen)
-    model = world.on_main(lambda: described(stage.config.model, saved))
+    checkpoint.check_fits(saved, Path(config.run), trained.config, trained.samples_before)
+    model = world.on_main(lambda: completed_by_weights(stage.config.model, saved))
     if begins:
         sizes = stage.config.model
         model = replace(model, image_size=sizes.image_size, context_length=sizes.context_length)
@@ -116,7 +116,7 @@ def checkpoint_of(config: TrainConfig, world: World) -> Path | None:
     """The checkpoint to resume; after a restart by torchrun or Slurm, the run's own newest one if there is any."""
     folder = Path(config.run)
     if config.checkpoint.copy:
-        world.on_main(lambda: checkpoint.take(folder, config.checkpoint.copy, config.resume))
+        world.on_main(lambda: checkpoint.restore_from_copy(folder, config.checkpoint.copy, config.resume))
     restarts = [ranks.number(f"{launcher}_RESTART_COUNT", 0) for launcher in ("TORCHELASTIC", "SLURM")]
     # Of all ranks: an agent does not count the restarts that another node's fault causes.
     restarted = any(world.all_gather_object(any(restarts)))
@@ -198,7 +198,7 @@ def resolved_stages(config: TrainConfig, world: World) -> list[Stage]:
         if config.stages:
             architecture(part.model)
             step += samples_of(part, None) // part.batch
-            samples = stage.seen(step)
+            samples = stage.samples_before(step)
     return stages
 
 

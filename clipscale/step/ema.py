@@ -44,7 +44,7 @@ class WeightAverage:
             local_shard(value).copy_(local_shard(saved["weights"][name] if saved else self.weights[name].detach()))
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def swapped_in(self) -> Iterator[None]:
         """Inside, the model has the averaged weights. Needs memory for one more copy of the weights."""
         before = {name: p.detach().clone() for name, p in self.weights.items()}
         self._set(self.values)

@@ -168,10 +168,10 @@ class GradCache:
         """Bytes of a chunk's graph of the first tower that has a second pass; 0: not measured."""
         return next((tower.graphs.bytes_each for tower in self._towers if tower.graphs.bytes_each), 0)
 
-    def calls(self, rows: int) -> int:
-        """How often a step of `rows` samples calls `before_chunk`: an estimate until a `ReorderedInput` has
-        chunks."""
-        counts = [len(tower.spans) or len(_spans(rows, size)) for tower, size in zip(self._towers, self.chunks)]
+    def num_chunks(self, samples: int) -> int:
+        """The chunks of both passes of a step, each of which calls `before_chunk`. An estimate until a
+        `ReorderedInput` has chunks."""
+        counts = [len(tower.spans) or len(_spans(samples, size)) for tower, size in zip(self._towers, self.chunks)]
         return sum(count * (1 + trained) for count, trained in zip(counts, self.trained))
 
 

@@ -3,7 +3,7 @@
 import torch
 
 from clipscale.common import ranks
-from clipscale.common.phases import Phases
+from clipscale.common.phases import StepTimer
 from clipscale.common.units import parse_memory
 from clipscale.data.loader.memory import free_memory
 from clipscale.distributed.world import World
@@ -18,7 +18,7 @@ class KeepBudget:
     """The bytes for kept graphs in each step: `cache.keep` is `none`, a number of bytes, or `auto`.
 
     `auto` keeps none in the first step, which measures a chunk's graph and the step's working memory
-    (`Phases.working_bytes`). Later steps keep graphs in the free memory, less the working memory and a margin. A
+    (`StepTimer.working_bytes`). Later steps keep graphs in the free memory, less the working memory and a margin. A
     replayed chunk's graph is not part of the working memory: its tower's kept graphs are freed before it is built.
     """
 
@@ -27,7 +27,7 @@ class KeepBudget:
         self.bytes = parse_memory("cache.keep", setting)
         """For the next step; None: not measured yet."""
 
-    def after_step(self, phases: Phases, graph_bytes: int) -> None:
+    def after_step(self, phases: StepTimer, graph_bytes: int) -> None:
         """Set the budget from what a step has used. `graph_bytes`: bytes of a chunk's graph; see
         `GradCache.graph_bytes`. A collective."""
         if self.bytes is None:

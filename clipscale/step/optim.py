@@ -12,7 +12,7 @@ from clipscale.common.errors import UserError, library
 from clipscale.common.record import Record
 from clipscale.config.sections import OptimConfig, ScheduleConfig, steps_of
 
-SHARDED = (
+SHARDABLE_OPTIMIZERS = (
     "adamw", "lion", "adam", "nadamw", "sgd", "adafactorbv", "muon", "lars", "adopt", "laprop", "radam", "rmsprop"
 )  # fmt: skip
 """Optimizers that update a sharded matrix exactly as a whole one: a test compares them."""
@@ -39,10 +39,10 @@ def build_optimizer(
         options.setdefault("beta2_cap", config.betas[1])
     if config.eps is not None and info.has_eps:
         options.setdefault("eps", config.eps)
-    if sharded and config.name not in SHARDED:
+    if sharded and config.name not in SHARDABLE_OPTIMIZERS:
         raise UserError(
             f"optim.name={config.name}: needs whole parameters, launch.parallel=ddp; for shards choose one of "
-            f"{', '.join(SHARDED)}"
+            f"{', '.join(SHARDABLE_OPTIMIZERS)}"
         )
     if config.name == "adamw" and all(p.device.type == "cuda" for p in model.parameters()):
         options.setdefault("fused", True)  # one kernel for many tensors, without temporary tensors

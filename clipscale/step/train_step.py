@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from clipscale.common.errors import UserError, first_line
-from clipscale.common.phases import Phases, Readback
+from clipscale.common.phases import Readback, StepTimer
 from clipscale.config.sections import MAX_LOGIT_SCALE
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.captions import SortedCaptions
@@ -51,7 +51,7 @@ class StepResult:
     grad_norm: float | None
     """None: the loss or the norm is not finite, and the weights are unchanged."""
     agreement: Agreement
-    phases: Phases
+    phases: StepTimer
     widths: dict[int, int]
     """Width in tokens -> captions that the text tower computed at it."""
     statistics: dict[str, Tensor]
@@ -91,7 +91,7 @@ class TrainStep:
         Raises UserError if training has diverged or memory is short, DataError on all ranks if one rank's stream fails,
         and what `before_chunk` raises.
         """
-        phases = Phases(self.world.device)
+        phases = StepTimer(self.world.device)
         self.optimizer.zero_grad()
         self.cache.keep_bytes = self.keep_budget.bytes
         images = ChunkLoader(batch.pixels, len(batch), self.world.device, resident=self.config.offload == "none")
@@ -116,7 +116,7 @@ class TrainStep:
         widths = dict(texts.widths()) if isinstance(texts, SortedCaptions) else {self.model.context_length: len(texts)}
         return StepResult(loss, norm, self.agreement, phases, widths, statistics)
 
-    def set_keep_budget(self, phases: Phases) -> None:
+    def set_keep_budget(self, phases: StepTimer) -> None:
         """After the first step, from the memory that it leaves free. A collective."""
         if self.keep_budget.bytes is None:
             self.optimizer.zero_grad()  # the phases' peaks have them already
@@ -136,7 +136,7 @@ class TrainStep:
         return Agreement(self.world.all_reduce_max_async(chunks, upcoming is None, save))
 
     @contextmanager
-    def phase(self, phases: Phases, name: str, number: int) -> Iterator[None]:
+    def phase(self, phases: StepTimer, name: str, number: int) -> Iterator[None]:
         """Around a part of a step. Raises UserError if the device runs out of memory."""
         try:
             with phases(name):

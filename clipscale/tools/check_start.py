@@ -1,6 +1,6 @@
 """`clipscale train ... --check`: reads what a start would read, before a job waits in a queue. Starts nothing."""
 
-from clipscale.checkpoint import take
+from clipscale.checkpoint import restore_from_copy
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import say
 from clipscale.common.units import counted, run_folder
@@ -11,7 +11,7 @@ from clipscale.data.shards.counts import counted_at_once
 from clipscale.data.shards.listing import expand, local_shards
 from clipscale.eval.suites import chosen_sets
 from clipscale.models.towers import architecture, build_model, inputs_of
-from clipscale.models.weights import described
+from clipscale.models.weights import completed_by_weights
 from clipscale.tools.data.check import check_shard
 from clipscale.tools.data.demo import is_missing
 
@@ -26,7 +26,7 @@ def main(config: TrainConfig) -> None:
     """
     for stage in stages_of(config):
         architecture(stage.model)
-    model, sources = described(config.model), config.data.train or []
+    model, sources = completed_by_weights(config.model), config.data.train or []
     side, tokenizer = inputs_of(model)
     tokenizer.rows([""])
     if model.weights or model.image.weights or model.text.weights:
@@ -39,7 +39,7 @@ def main(config: TrainConfig) -> None:
             say(f"warning: {warning}", error=True)
         sets = len(chosen_sets(config.eval))
     if config.checkpoint.copy:
-        take(run_folder(config.run), config.checkpoint.copy)
+        restore_from_copy(run_folder(config.run), config.checkpoint.copy)
     found = f"{model.name} of {side} pixels, {counted(shards, 'shard')}, {counted(sets, 'evaluation set')}"
     say(f"checked, and nothing is started: {found}")
 

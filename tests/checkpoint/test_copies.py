@@ -99,7 +99,7 @@ def test_of_a_half_and_of_a_damaged_copy_the_one_before_is_taken(tmp_path: Path,
     shutil.rmtree(run)
     (checkpoint.path_of(store, 3) / "meta.json").unlink()
     (checkpoint.path_of(store, 2) / ".metadata").write_bytes(b"")
-    checkpoint.take(run, str(store), "auto")
+    checkpoint.restore_from_copy(run, str(store), "auto")
     assert steps(run) == [1]
     assert "step_00000002.tmp is damaged" in capsys.readouterr().out
 
@@ -120,7 +120,7 @@ def test_what_is_not_the_copy_of_this_run_is_refused(
     save(tmp_path, [1])
     shutil.rmtree(tmp_path / "run")
     with refused(line):
-        checkpoint.take(tmp_path / run, address.format(tmp_path), resume)
+        checkpoint.restore_from_copy(tmp_path / run, address.format(tmp_path), resume)
 
 
 def test_the_stages_of_a_run_copy_one_after_the_other(

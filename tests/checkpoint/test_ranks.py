@@ -75,7 +75,7 @@ def broken_disk(rank: int, world: int, run: Path) -> str:
         def fails(*_: object) -> tuple[int, int]:
             raise OSError(5, "Input/output error")
 
-        saving.sum_of = fails
+        saving.size_and_crc32 = fails
     message = write(rank, world, run, 2)
     dist.barrier()
     return message

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from clipscale.common.errors import UserError
 from clipscale.config.sections import LaunchConfig, OptimConfig, ScheduleConfig
-from clipscale.step.optim import SHARDED, build_optimizer
+from clipscale.step.optim import SHARDABLE_OPTIMIZERS, build_optimizer
 from tests.support import runs
 from tests.support.ranks import run_ranks
 from tests.support.runs import records, small
@@ -51,7 +51,7 @@ def stepped(model: nn.Module, name: str, *, sharded: bool) -> list[Tensor]:
 def on_a_rank(rank: int, world: int) -> dict[str, float]:
     """The largest relative difference of any parameter, by optimizer."""
     mesh, actual = init_device_mesh("cpu", (world,)), {}
-    for name in SHARDED:
+    for name in SHARDABLE_OPTIMIZERS:
         expected, model = stepped(Model(), name, sharded=False), Model()
         fully_shard(model.tower, mesh=mesh)
         pairs = zip(stepped(model, name, sharded=True), expected, strict=True)
@@ -62,7 +62,7 @@ def on_a_rank(rank: int, world: int) -> dict[str, float]:
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_steps_on_shards_are_those_on_whole_parameters(ranks: int) -> None:
     for actual in run_ranks(on_a_rank, ranks):
-        assert actual.keys() == set(SHARDED)
+        assert actual.keys() == set(SHARDABLE_OPTIMIZERS)
         for name, difference in actual.items():
             assert difference <= TOLERANCES.get(name, 1e-5), f"{name}: {difference:.1e}"
 

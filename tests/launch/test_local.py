@@ -26,7 +26,7 @@ from clipscale.checkpoint import UnwritableError
 from clipscale.common.errors import LoaderError, StoppedError, UserError
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train import TrainConfig
-from clipscale.distributed.world import init_world, leave
+from clipscale.distributed.world import destroy_world, init_world
 from clipscale.launch import local
 from tests.conftest import TINY
 from tests.support.refused import refused
@@ -80,7 +80,7 @@ def ring(config: TrainConfig) -> dict:
     """A worker that meets the other one."""
     world = init_world("cpu")
     ranks = world.all_gather_object(world.rank)
-    leave()
+    destroy_world()
     return {"ranks": ranks, "threads": torch.get_num_threads()}
 
 
@@ -122,10 +122,10 @@ def open_files(config: TrainConfig) -> dict:
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     world = init_world("cpu")
     before = psutil.Process().num_fds()
-    for group in (world.control, world.background):
+    for group in (world.cpu_group, world.checkpoint_group):
         dist.all_reduce(torch.zeros(1), group=group)
     ranks = world.all_gather_object((*resource.getrlimit(resource.RLIMIT_NOFILE), psutil.Process().num_fds() - before))
-    leave()
+    destroy_world()
     return {"ranks": ranks}
 
 

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from clipscale.common.phases import Phases
+from clipscale.common.phases import StepTimer
 from clipscale.log.records import read_metrics
 from clipscale.log.step_record import StepRecords
 from tests.log.test_metrics import open_log
@@ -19,7 +19,7 @@ def test_a_clock_that_stands_still_ends_no_run(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(time, "perf_counter", lambda: 100.0)
     stream, flops = Mock(record=lambda: {"waited_s": 0.0}), Mock(utilisation=lambda *_: None)
     records = StepRecords(open_log(tmp_path), 1, flops, stream)
-    with (phases := Phases(torch.device("cpu")))("encode"):
+    with (phases := StepTimer(torch.device("cpu")))("encode"):
         pass
     records.add({"step": 1, "batch": 8, "loss": 0.5}, phases, {"logit_scale": torch.tensor(14.3)}, {8: 8})
     records.close()

@@ -17,7 +17,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig, Preprocess, TowerConfig
 from clipscale.models.sources import local_source
 from clipscale.models.towers import ClipModel, build_model
-from clipscale.models.weights import described
+from clipscale.models.weights import completed_by_weights
 from clipscale.tools.export.hugging_face import write_tokenizer
 from clipscale.tools.export.settings import ExportSettings
 from clipscale.tools.export.verb import main, started
@@ -74,7 +74,7 @@ def assert_same(ours: ClipModel, theirs: Any, texts: Tensor) -> None:
 
 
 def model_of(folder: Path) -> tuple[ClipModel, ModelConfig]:
-    config = described(ModelConfig(name="", weights=str(folder)))
+    config = completed_by_weights(ModelConfig(name="", weights=str(folder)))
     return build_model(config), config
 
 
@@ -142,7 +142,7 @@ def test_pictures_and_texts_are_prepared_as_the_folder_says(tmp_path: Path) -> N
     bare = tmp_path / "bare"
     theirs.save_pretrained(bare)
     (bare / "config.json").write_text((bare / "config.json").read_text().replace("49408", "9000"))
-    lacking = described(ModelConfig(name="", weights=str(bare)))
+    lacking = completed_by_weights(ModelConfig(name="", weights=str(bare)))
     with pytest.raises(UserError, match=r"bare has none of tokenizer\.json.*; download them"):  # asks no server
         build_model(ModelConfig("own", lacking.architecture)).tokenizer(TEXTS)
 

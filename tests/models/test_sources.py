@@ -20,7 +20,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.libraries import model_description
 from clipscale.config.sections import ModelConfig, TowerConfig
 from clipscale.config.train import TrainConfig
-from clipscale.models.sources import Source, as_described, fetched_description, resolve_architecture
+from clipscale.models.sources import Source, resolve_architecture, with_architecture_of, with_hub_architecture
 from clipscale.models.towers import ClipModel, build_model
 from tests.models.test_weights import SMALL, config, custom, open_clip_folder, plain, random_model, state_of
 from tests.support.checkpoints import save_model
@@ -93,10 +93,10 @@ def test_the_same_model_may_be_chosen_of_another_resolution(change: dict[str, An
     source = Source("model.weights='b32'", Path(), model=ModelConfig("b32", described))
     chosen = ModelConfig("ViT-B-32")
     if fits:
-        assert as_described(chosen, source) == chosen
+        assert with_architecture_of(chosen, source) == chosen
     else:
         with pytest.raises(UserError, match=f"is b32, whose .*{'quick' if 'quick_gelu' in change else 'cfg'}"):
-            as_described(chosen, source)
+            with_architecture_of(chosen, source)
 
 
 def test_a_repository_is_described_before_its_weights_are_fetched(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def test_a_repository_is_described_before_its_weights_are_fetched(place: Path, m
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     composed = settings("plan", ["experiment=finetune", "model.weights=hf-hub:org/their-clip"])
     assert not asked, "settings use no network"
-    model = fetched_description(composed.model)
+    model = with_hub_architecture(composed.model)
     assert (model.name, model.architecture, asked) == ("their-clip", SMALL, [["*.json"]])
 
 

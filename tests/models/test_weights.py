@@ -24,7 +24,7 @@ from clipscale.config.sections import ModelConfig, TowerConfig
 from clipscale.models.shapes import unwrapped
 from clipscale.models.sources import find
 from clipscale.models.towers import ClipModel, build_model
-from clipscale.models.weights import described
+from clipscale.models.weights import completed_by_weights
 from clipscale.tools.export.open_clip import description, weights
 from tests.support.checkpoints import save_model
 from tests.support.towers import architecture
@@ -124,27 +124,27 @@ def test_each_tower_has_weights_of_its_own(tmp_path: Path) -> None:
 
 def test_a_folder_describes_its_model_and_how_its_pictures_are_prepared(tmp_path: Path) -> None:
     reference = random_model(1)
-    config = described(
+    config = completed_by_weights(
         ModelConfig(name="", weights=str(open_clip_folder(tmp_path, reference)), preprocess={"std": [0.1] * 3})
     )
     assert config.architecture == SMALL and config.pixels.mean == HALF and config.pixels.std == (0.1, 0.1, 0.1)
     assert (config.pixels.resize_mode, config.pixels.interpolation) == ("squash", "bilinear")
     assert torch.equal(features(build_model(config))[1], features(reference)[1])
     with pytest.raises(UserError, match="does not describe its architecture; give a preset"):
-        described(ModelConfig(name="", weights=str(custom(tmp_path, reference))))
+        completed_by_weights(ModelConfig(name="", weights=str(custom(tmp_path, reference))))
 
 
 def test_training_prepares_pictures_as_the_weights_of_the_image_tower_and_goes_on_so(tmp_path: Path) -> None:
     folder = str(open_clip_folder(tmp_path / "a", random_model(1)))
     bare = str(custom(tmp_path, random_model(1)))
     for start in (config(weights=folder), config(weights=bare, image=TowerConfig(folder))):
-        begun = described(start)
+        begun = completed_by_weights(start)
         assert (begun.pixels.mean, begun.pixels.std, begun.pixels.resize_mode) == (HALF, HALF, "squash")
         saved = Saved(model_config=asdict(replace(begun, image_size=48)) | {"lora": 0})  # as of an earlier version
-        resumed = described(config(weights=bare), saved)
+        resumed = completed_by_weights(config(weights=bare), saved)
         assert (resumed.pixels.mean, resumed.image_size) == (HALF, 48), "whatever the weights say"
     for start in (config(weights=bare), config(text=TowerConfig(folder)), config()):
-        assert described(start) == start
+        assert completed_by_weights(start) == start
 
 
 # -- hostile and damaged files, and weights that do not fit ------------------------------------------------------------
@@ -222,7 +222,7 @@ def test_a_strangers_description_names_no_path_and_no_address(tmp_path: Path, pa
     content["model_cfg"][tower][key] = name
     (folder / "open_clip_config.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match=rf"{key}='{name}' is no name"):
-        described(ModelConfig(name="", weights=str(folder)))
+        completed_by_weights(ModelConfig(name="", weights=str(folder)))
 
 
 def test_positions_are_resized_with_a_notice_for_another_resolution(
@@ -248,7 +248,7 @@ def test_a_longer_context_has_interpolated_positions_and_is_exported(tmp_path: P
     assert ours.tokenizer(["word " * 20, "a red ring"]).shape == (2, 30)
     assert description(ours, start)["model_cfg"]["text_cfg"]["context_length"] == 30
     save_model(tmp_path / "run", ours, start)
-    again = build_model(described(ModelConfig(name="", weights=f"run:{tmp_path}/run")))
+    again = build_model(completed_by_weights(ModelConfig(name="", weights=f"run:{tmp_path}/run")))
     assert torch.equal(again.text.encoder.positional_embedding, ours.text.encoder.positional_embedding)
     with pytest.raises(UserError, match=r"model.context_length=99: a text tower of transformers has its own"):
         build_model(replace(start, architecture=SMALL | {"text_cfg": {"hf_model_name": "x"}}, context_length=99))

@@ -27,7 +27,7 @@ def test_the_average_follows_its_formula_and_lends_its_values() -> None:
         expected = decay * expected + (1 - decay) * model.weight.detach()
     torch.testing.assert_close(average.values["weight"], expected)
     trained = model.weight.detach().clone()
-    with average.in_place():
+    with average.swapped_in():
         assert torch.equal(model.weight, average.values["weight"])
     assert torch.equal(model.weight, trained)
 

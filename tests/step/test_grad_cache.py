@@ -80,7 +80,7 @@ def test_gradient_is_that_of_one_graph(
         actual.zero_grad()
         left.clear()
         torch.manual_seed(5)
-        before_chunk = lambda: left.append(cache.calls(n) - len(left))  # noqa: E731
+        before_chunk = lambda: left.append(cache.num_chunks(n) - len(left))  # noqa: E731
         cached = cache.loss(*cache.encode(*inputs, before_chunk=before_chunk))
         cache.backward(cached)
         cache.replay(before_chunk)

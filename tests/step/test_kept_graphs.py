@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from clipscale.common.phases import Phases
+from clipscale.common.phases import StepTimer
 from clipscale.common.rng import RandomState
 from clipscale.distributed.world import World
 from clipscale.loss.api import contrastive_loss
@@ -109,7 +109,7 @@ def test_auto_measures_in_the_first_step_and_then_keeps_what_it_has_left(
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 60 + 90)
     monkeypatch.setattr(keep_budget, "usable_bytes", lambda device: 900)
     monkeypatch.setattr(World, "all_reduce_max", lambda self, *values: [max(-other_rank, *values)])
-    budget, phases = KeepBudget("auto", World(0, 1, torch.device("cuda"))), Phases(torch.device("cuda"))
+    budget, phases = KeepBudget("auto", World(0, 1, torch.device("cuda"))), StepTimer(torch.device("cuda"))
     phases.before, phases.peak = {"encode": 60}, {"encode": 150, "loss": loss, "replay": 160, "optim": 185}
     assert budget.bytes is None
     budget.after_step(phases, graph_bytes=30)
@@ -129,7 +129,7 @@ def test_on_a_cpu_auto_keeps_the_graphs_of_a_batch_that_fits_from_the_second_ste
         cache.keep_bytes = budget.bytes
         calls.clear()
         cache.step(*samples(N))
-        budget.after_step(Phases(world.device), cache.graph_bytes)
+        budget.after_step(StepTimer(world.device), cache.graph_bytes)
         assert len(calls) == expected
     assert 2**20 < budget.bytes < psutil.virtual_memory().total // 2
 

@@ -16,7 +16,7 @@ from clipscale.config.train import TrainConfig
 from clipscale.launch.stopping import SignalError
 from clipscale.models.towers import build_model
 from clipscale.step.precision import Precision
-from clipscale.train import start_run, train, undone_at_a_signal
+from clipscale.train import rollback_on_error, start_run, train
 from tests.support.checkpoints import ALONE
 from tests.support.runs import ARCHITECTURE, small
 from tests.support.towers import RESNET
@@ -74,7 +74,7 @@ def test_a_step_that_is_left_at_a_signal_leaves_statistics_as_they_were(
             raise SignalError(15)
 
     monkeypatch.setattr(run.stop, "check", signalled)
-    with pytest.raises(SignalError), undone_at_a_signal(run.state.model, run.stream, ALONE):
+    with pytest.raises(SignalError), rollback_on_error(run.state.model, run.stream, ALONE):
         run.train_step()
     run.stream.close()
     for name, value in run.state.model.state_dict().items():

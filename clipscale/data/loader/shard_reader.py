@@ -29,7 +29,7 @@ class OrderedShards:
     epoch_fraction: float = 1.0
     """Samples of an average epoch, divided by all samples in `order.counts`: below 1 if sample weights skip some in
     some epochs."""
-    listed: Sequence[str] = ()
+    subset_digests: Sequence[str] = ()
     """A digest of the samples and weights that a file lists, if one does."""
 
     @property
@@ -40,7 +40,7 @@ class OrderedShards:
     @cached_property
     def fingerprint(self) -> str:
         """A digest of what a position refers to. The shards' folder is not part of it, so that they may move."""
-        return fingerprint(self.order, [*map(basename, self.urls), *self.listed], self.window)
+        return fingerprint(self.order, [*map(basename, self.urls), *self.subset_digests], self.window)
 
     @cached_property
     def sources(self) -> list["OrderedShards"]:
@@ -67,7 +67,7 @@ class StreamPosition(NamedTuple):
         return [self.epoch, self.samples, *self.sources]
 
 
-class Windows:
+class WindowCursor:
     """The shuffle windows of a segment, one at a time: the current one's samples in their order.
 
     Windows count all samples of the shard, read or not. So they are the same from any start, with an index or without.
@@ -116,7 +116,7 @@ class Windows:
         return True
 
 
-def _damage(windows: Windows, problem: ReadProblem, url: str) -> list[RawSample]:
+def _damage(windows: WindowCursor, problem: ReadProblem, url: str) -> list[RawSample]:
     """For a shard of unknown count that ends early: one placeholder for all samples that cannot be read."""
     reason = problem.reason or ("" if windows.start else "empty_shard")
     if not reason or windows.start < windows.segment.start:
@@ -167,22 +167,22 @@ class ShardReader:
         """Read a segment window by window. Each sample read yields one item of the previous window, which spreads
         requests evenly, or more while both windows would hold over WINDOW_BYTES."""
         url = self._shards.urls[segment.shard]
-        windows = Windows(segment, self._shards.window, self._shards.order.seed)
+        windows = WindowCursor(segment, self._shards.window, self._shards.order.seed)
         problem = ReadProblem()
         reader = self._open(url, problem, windows)
         try:
             following = True
             while following:
                 raws = []
-                extent = 0  # the window's bytes
+                window_bytes = 0  # the window's bytes
                 for raw in islice(reader, windows.size):
                     self._store.tick()
                     raws.append(raw)
-                    extent += raw.extent
-                    yield from self._make_way(extent)
-                    if extent > WINDOW_BYTES:
+                    window_bytes += raw.num_bytes
+                    yield from self._drain_ready(window_bytes)
+                    if window_bytes > WINDOW_BYTES:
                         break
-                closed = extent > WINDOW_BYTES and len(raws) < windows.size
+                closed = window_bytes > WINDOW_BYTES and len(raws) < windows.size
                 if closed and windows.is_part:  # a smaller window needs other samples: read it again
                     windows.resize(len(raws))
                     reader.close()
@@ -201,26 +201,26 @@ class ShardReader:
                 while self._ready:
                     yield self._next_ready()
                 self._ready = [(epoch, segment, item) for item in reversed(items)]
-                self._ready_bytes = sum(item.extent for item in items)
+                self._ready_bytes = sum(item.num_bytes for item in items)
         finally:
             reader.close()
 
-    def _make_way(self, extent: int) -> Iterator[tuple[Segment, RawSample]]:
-        """Give out one item, and more until the rest and `extent` bytes fit into WINDOW_BYTES."""
+    def _drain_ready(self, window_bytes: int) -> Iterator[tuple[Segment, RawSample]]:
+        """Give out one item, and more until the rest and `window_bytes` bytes fit into WINDOW_BYTES."""
         while self._ready:
             yield self._next_ready()
-            if self._ready_bytes + extent <= WINDOW_BYTES:
+            if self._ready_bytes + window_bytes <= WINDOW_BYTES:
                 break
 
     def _next_ready(self) -> tuple[Segment, RawSample]:
         epoch, segment, item = self._ready.pop()
-        self._ready_bytes -= item.extent
+        self._ready_bytes -= item.num_bytes
         if epoch != self.epoch:
             self.epoch, self.index = epoch, 0
         self.index += 1
         return segment, item
 
-    def _open(self, url: str, problem: ReadProblem, windows: Windows) -> Generator[RawSample, None, None]:
+    def _open(self, url: str, problem: ReadProblem, windows: WindowCursor) -> Generator[RawSample, None, None]:
         self.url = url
         self._on_open(url)
         offsets = partial(index.sample_offsets, count=self._store.count)

@@ -111,7 +111,7 @@ class ShardStream:
                     raise BrokenSampleError(item.damage, item.detail)
                 sample = segment.epoch, segment.shard, item.index
                 draw = CounterRNG(order.seed, WEIGHT, segment.epoch, hash64(item.key))
-                if item.chance < 1 and draw.uniform() >= item.chance:
+                if item.keep_probability < 1 and draw.uniform() >= item.keep_probability:
                     continue  # not in this epoch
                 rng = CounterRNG(order.seed, CAPTION, *sample)
                 caption, part = spec.selection.draw(item.members, rng)

@@ -20,7 +20,7 @@ OnMain = Callable[[Callable[[], Any]], Any]
 
 SCAN_AT_MOST = 256
 """At most this many shards without an index are scanned for their counts: more would delay the start of a run."""
-SMALL = 2**26
+MAX_COUNTED_BYTES = 2**26
 """Most bytes that are read to count samples before a run is planned."""
 
 
@@ -35,7 +35,7 @@ def count_samples(urls: Sequence[str], subset: Subset | None = None, *, scan: bo
     `scan`: read the shards that no index has, if all of these are local; the counts go into an index in the user's
     cache. Of a damaged shard, the samples before the damage are counted.
     """
-    known = index.current(urls, subset)
+    known = index.lookup(urls, subset)
     if known.stale:
         what = f"the index of {len(known.stale)} of {len(urls)} shards is out of date (first: {min(known.stale)})"
         log.warning(f"{what}: they have changed; run `clipscale data index` again")
@@ -64,9 +64,9 @@ def counted_at_once(config: DataConfig, urls: Sequence[str] | None) -> int | Non
     if not urls or config.weights is not None or config.order == "resampled" or len(urls) > SCAN_AT_MOST:
         return None
     subset = subset_of(config)
-    entries = index.current(urls, subset).entries
+    entries = index.lookup(urls, subset).entries
     unknown = [url for url in urls if url not in entries]
-    if sum(Path(url).stat().st_size for url in unknown) > SMALL:
+    if sum(Path(url).stat().st_size for url in unknown) > MAX_COUNTED_BYTES:
         return None
     counts = [entries[url].samples if url in entries else index.scan_shard(url, subset).samples for url in urls]
     return round(sum(counts) * subset.table.epoch_fraction) if subset else sum(counts)

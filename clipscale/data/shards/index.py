@@ -39,7 +39,7 @@ _LOOKUP = f"CREATE INDEX IF NOT EXISTS states ON shards ({_COLUMNS})"
 """A copy of the short columns: without it SQLite reads a page per shard, among gigabytes of offsets."""
 THREADS = 16
 
-FEW = 16
+MIN_PARALLEL_SHARDS = 16
 """Fewer shards than this are scanned in one process: starting others takes longer."""
 
 
@@ -104,7 +104,7 @@ class Known(NamedTuple):
         return [url for url, entry in self.entries.items() if entry.reason]
 
 
-def current(urls: Sequence[str], subset: Subset | None = None) -> Known:
+def lookup(urls: Sequence[str], subset: Subset | None = None) -> Known:
     """What the indexes know of these shards.
 
     Remote shards are assumed unchanged, since asking takes a request each; `sample_offsets` checks them when they are
@@ -196,7 +196,7 @@ def scan_shard(url: str, subset: Subset | None = None) -> Entry:
     state = Store().state(url)
     problem = ReadProblem()
     raws = read_shard(url, problem, lambda _: False, {}, subset=subset)
-    offsets = [0, *accumulate(raw.extent for raw in raws)]
+    offsets = [0, *accumulate(raw.num_bytes for raw in raws)]
     error = problem.error
     if isinstance(error, SourceError) or (isinstance(error, OSError) and error.errno):
         raise error  # a failure of the storage, which may pass
@@ -239,9 +239,9 @@ def _scan_changed(subset: Subset | None, url: str, old: list[Any] | None) -> Out
 
 
 def map_shards(work: Callable[..., T], workers: int, urls: Sequence[str], *others: Sequence[Any]) -> Iterator[T]:
-    """The result of `work` on each shard, in order, computed by `workers` processes, or for fewer than FEW shards by
-    this one. `others`: further arguments, one for each shard."""
-    if workers < 2 or len(urls) < FEW:
+    """The result of `work` on each shard, in order, computed by `workers` processes; for fewer than MIN_PARALLEL_SHARDS
+    shards by this process. `others`: further arguments, one for each shard."""
+    if workers < 2 or len(urls) < MIN_PARALLEL_SHARDS:
         yield from map(work, urls, *others)
         return
     # spawn: the caller may hold threads and locks

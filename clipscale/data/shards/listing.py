@@ -30,7 +30,7 @@ SHARDS = (".tar", ".tar.gz", ".tgz")
 """Endings of shards' names."""
 DOWNLOADING = ".aria2"
 """Ending of a file beside an unfinished download, which may have its full size already."""
-ASKED = 256
+MAX_CHECKED_URLS = 256
 """A run checks whether about this many addresses exist; other missing ones are found when they are read."""
 SCHEMES = ("http", "https", "s3", "gs", "hf")
 """Schemes of addresses that are read. fsspec knows others, some of which read this machine's files."""
@@ -66,14 +66,14 @@ def local_shards(config: DataConfig) -> list[str] | None:
 
 
 def _absent(urls: Sequence[str], notes: Iterable[str]) -> list[str]:
-    """Log the notes; returns the addresses at which there is no shard, among about ASKED that are checked.
+    """Log the notes; returns the addresses at which there is no shard, among about MAX_CHECKED_URLS that are checked.
 
     Raises UserError if none of these exists.
     """
     for line in notes:
         log.warning("%s", line)
     remote = [url for url in urls if scheme_of(url) in SCHEMES]
-    asked = remote[:: -(-len(remote) // ASKED) or 1]
+    asked = remote[:: -(-len(remote) // MAX_CHECKED_URLS) or 1]
     failed = look_up(asked)
     missing = [url for url, error in failed.items() if error.reason in ("missing_shard", UNKNOWN_HOST)]
     if missing:

@@ -21,7 +21,16 @@ from clipscale.data.sample import MAX_TEXT_BYTES, RawSample, key_and_extension
 from clipscale.data.shards.addresses import SourceError, basename
 from clipscale.data.shards.store import ObjectState, Store
 from clipscale.data.shards.subset import Subset
-from clipscale.data.shards.tar import DAMAGE, FARTHEST, check_end, next_member, padded, read_exactly, skip, unpacked
+from clipscale.data.shards.tar import (
+    DAMAGE,
+    MAX_SAMPLE_SPAN,
+    check_end,
+    next_member,
+    padded,
+    read_exactly,
+    skip,
+    unpacked,
+)
 
 MAX_LOOKED_AT = 1000
 """`unusable` looks at this many samples, and at this many members of each."""
@@ -75,7 +84,7 @@ class Archive:
             if named is not None and named[0] != key:
                 key = named[0]
                 start = self.at
-            if following - start > FARTHEST:
+            if following - start > MAX_SAMPLE_SPAN:
                 raise tarfile.ReadError(f"{following - start} bytes from one sample to the next")
             if named is not None:
                 self.begun = True
@@ -144,7 +153,7 @@ def read_shard(
             while not starts or number < len(starts) - 1:
                 store.begin_sample()
                 if starts and not want(number):
-                    yield RawSample(url, "", number, {}, extent=starts[number + 1] - starts[number])
+                    yield RawSample(url, "", number, {}, num_bytes=starts[number + 1] - starts[number])
                     number += 1
                     continue
                 if starts and archive.at != starts[number]:
@@ -161,7 +170,7 @@ def read_shard(
                 json_bytes = _read(
                     sample, archive, members, size_limits if wanted else {}, subset is not None and subset.table.by_uid
                 )
-                sample.extent = archive.at - end
+                sample.num_bytes = archive.at - end
                 end = archive.at
                 if subset is None:
                     yield sample
@@ -169,8 +178,10 @@ def read_shard(
                     continue
                 weight = subset.weight(key, json_bytes)
                 for times in range(math.ceil(weight)):
-                    extent = 0 if times else sample.extent
-                    yield replace(sample, index=number, extent=extent, repeat=times, chance=weight - times)
+                    num_bytes = 0 if times else sample.num_bytes
+                    yield replace(
+                        sample, index=number, num_bytes=num_bytes, repeat=times, keep_probability=weight - times
+                    )
                     number += 1
             if can_seek and archive.at >= state[0]:  # skipped content shows no other sign of a file that is cut off
                 raise tarfile.ReadError("ends without the zeros that end an archive: it may have been cut off")

@@ -17,14 +17,14 @@ LARGEST_MEMBER = 1 << 28
 """Most bytes of a member: no picture is larger, so a header that claims more is damaged."""
 LARGEST_HEADER = 1 << 20
 """Most bytes of a member's extended headers, which are held in memory."""
-FARTHEST = 1 << 30
+MAX_SAMPLE_SPAN = 1 << 30
 """Most bytes from the start of one sample to the start of the next: a hostile server may send folders without end."""
 LARGEST_END = 1 << 16
 """Bytes after the end of an archive that are checked: GNU tar pads an archive with zeros, usually to 10,240 bytes."""
 MOST_UNPACKED = 100
-"""An archive may unpack to this many times its gzipped size, plus FREE. Pictures compress to nearly their own size; a
-gzip bomb reaches 1000."""
-FREE = 1 << 24
+"""An archive may unpack to this many times its gzipped size, plus UNPACK_ALLOWANCE. Pictures hardly shrink; a gzip
+bomb reaches 1000."""
+UNPACK_ALLOWANCE = 1 << 24
 LEAST_SEEK = 1 << 14
 """Fewer bytes are skipped by reading: they are in the stream's buffer, and a seek is a system call."""
 
@@ -44,7 +44,7 @@ class Unpacked(gzip.GzipFile):
     def read(self, size: int | None = -1) -> bytes:
         data = super().read(size)
         packed: Any = self.fileobj
-        if self.tell() > FREE + MOST_UNPACKED * packed.tell():
+        if self.tell() > UNPACK_ALLOWANCE + MOST_UNPACKED * packed.tell():
             raise tarfile.ReadError(f"unpacks to over {MOST_UNPACKED} times its size")
         return data
 
@@ -53,7 +53,7 @@ def next_member(stream: Any) -> tuple[str, int, int] | None:
     """The next plain file's name, its size, and the bytes up to its content, with members skipped before it. None at
     the archive's end. Leaves the stream at the content.
 
-    Raises tarfile.TarError for damage, for a member of more than LARGEST_MEMBER bytes, and after FARTHEST bytes
+    Raises tarfile.TarError for damage, for a member of more than LARGEST_MEMBER bytes, and after MAX_SAMPLE_SPAN bytes
     without a file.
     """
     extended: dict[str, str] = {}  # fields for the next plain header
@@ -63,7 +63,7 @@ def next_member(stream: Any) -> tuple[str, int, int] | None:
         size = _number(block[124:136])
         kind = block[156:157]
         taken += BLOCK_BYTES
-        if taken > FARTHEST:
+        if taken > MAX_SAMPLE_SPAN:
             raise tarfile.ReadError(f"{taken} bytes without a file")
         if kind in b"LxK":
             extended |= _extended(kind, read_exactly(stream, size, left))

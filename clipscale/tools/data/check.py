@@ -68,11 +68,11 @@ def check_shard(url: str, config: DataConfig, most: int | None = None) -> Findin
     chosen = selection(config)
     size_limits = limits(IMAGE_TYPES, chosen.members())
     for sample in islice(read_shard(url, problem, size_limits=size_limits, subset=subset_of(config)), most):
-        findings.weight += min(1.0, sample.chance)
+        findings.weight += min(1.0, sample.keep_probability)
         if sample.repeat:
             continue
         findings.samples += 1
-        findings.bytes += sample.extent
+        findings.bytes += sample.num_bytes
         try:
             if sample.damage:
                 raise BrokenSampleError(sample.damage, sample.detail)

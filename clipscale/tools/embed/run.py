@@ -26,7 +26,7 @@ from clipscale.data.sample import limits
 from clipscale.data.shards.addresses import SourceError, basename, is_local, unsigned
 from clipscale.data.shards.listing import list_shards
 from clipscale.data.shards.reader import ReadProblem, read_shard
-from clipscale.distributed.world import init_world, leave
+from clipscale.distributed.world import destroy_world, init_world
 from clipscale.launch import local
 from clipscale.models.towers import ClipModel, load_any
 from clipscale.tools.embed.arrays import NOTE, SHARDS, array_path
@@ -58,7 +58,7 @@ def work(config: EmbedConfig) -> Record:
         shown = tracked(share, "embedding shards", len(share))
         results = world.all_gather_object({name: embed_shard(encoder, config, url, out / name) for name, url in shown})
     finally:
-        leave()
+        destroy_world()
     entries = {name: entry for result in results for name, entry in result.items() if entry}
     samples = sum(entry["samples"] for entry in entries.values())
     if world.is_rank0:

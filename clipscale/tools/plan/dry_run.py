@@ -196,7 +196,7 @@ class DryRun:
                 undivided += sum(p.nbytes for p in tower.parameters())
                 continue
             self.whole[i] = GatheredWeights.of(tower, parallel, dtype)
-            fsdp.keep_stream_type(tower)
+            fsdp.pin_cast_dtype(tower)
             type_of = fsdp.gathered_type(tower, dtype)
             for p in tower.parameters():
                 p.data = p.data.to(type_of(p))

@@ -5,14 +5,14 @@ from dataclasses import replace
 
 from clipscale.common.terminal import clear, say
 from clipscale.config.stages import stages_of
-from clipscale.models.sources import fetched_description
+from clipscale.models.sources import with_hub_architecture
 from clipscale.tools.plan import without_unused
 from clipscale.tools.plan.settings import PlanConfig, on_machine
 
 
 def main(config: PlanConfig) -> int:
     """Plan and print; returns the exit status: 1 if the run does not fit. Raises UserError."""
-    config = replace(on_machine(config), model=fetched_description(config.model))
+    config = replace(on_machine(config), model=with_hub_architecture(config.model))
     without_unused(config.model)
     from clipscale.tools.plan.planner import plan
     from clipscale.tools.plan.text import render

@@ -9,7 +9,7 @@ from clipscale.config.stages import stages_of
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.memory import free_memory
 from clipscale.launch.local import workers
-from clipscale.models.sources import fetched_description
+from clipscale.models.sources import with_hub_architecture
 from clipscale.tools.plan import without_unused
 from clipscale.tools.plan.settings import PlanConfig
 
@@ -23,7 +23,7 @@ def before(config: TrainConfig) -> str:
     hardware = hardware_of(gpu) if gpu else "cpu"
     if unknown or hardware is None:
         return json.dumps({"fits": True, "lines": []})
-    model = fetched_description(config.model)
+    model = with_hub_architecture(config.model)
     without_unused(model)
     from clipscale.tools.plan.planner import plan
     from clipscale.tools.plan.text import render

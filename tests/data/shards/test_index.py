@@ -49,12 +49,12 @@ def test_reading_by_offsets_gives_what_reading_on_gives(
     for first in range(len(plain)):
         raws = [*read_shard(str(path), ReadProblem(), partial(le, first), offsets=offsets)]
         assert raws[first:] == plain[first:] and not any(raw.key for raw in raws[:first])
-        assert [raw.extent for raw in raws] == [raw.extent for raw in plain]
+        assert [raw.num_bytes for raw in raws] == [raw.num_bytes for raw in plain]
 
 
 def test_only_changed_shards_are_scanned_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = write_shards(tmp_path, [3, 5])
-    monkeypatch.setattr(index, "FEW", 2)
+    monkeypatch.setattr(index, "MIN_PARALLEL_SHARDS", 2)
     assert make(paths, workers=2) == "rr"
     assert make([*paths, tmp_path / "none.tar"]) == "uuf"
     write_tar(paths[0], sample("a"))
@@ -93,7 +93,7 @@ def test_a_stale_entry_is_named_and_does_not_hide_a_newer_one(
     assert [s.key for s in read(paths[0])[0]] == ["a", "b"]
     monkeypatch.setattr(index.os, "access", lambda *_: False)
     assert count_samples(urls[:1]) == [2]
-    assert count_samples(urls, scan=False) == [2, 5] and not index.current(urls).stale, "counted at every start"
+    assert count_samples(urls, scan=False) == [2, 5] and not index.lookup(urls).stale, "counted at every start"
     assert open_stream(tmp_path, batch=4).samples_per_epoch == 7
 
 
@@ -104,7 +104,7 @@ def test_shards_of_several_folders_are_known_by_their_numbers(tmp_path: Path) ->
     urls = [str(paths[number]) for number in (4, 0, 2, 3, 4, 1)]
     write_tar(paths[2], sample("x"))
     assert count_samples(urls, scan=False) == [4, 3, None, 2, 4, 5]
-    assert index.current(urls).stale == [str(paths[2])]
+    assert index.lookup(urls).stale == [str(paths[2])]
 
 
 def test_members_over_the_limit_are_not_read(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_a_shard_or_list_that_changes_is_scanned_again(tmp_path: Path, monkeypat
     (full / "1.tar").write_bytes((full / "2.tar").read_bytes())
     assert count() == 30
     file.write_text("2-00\n2-01\n2-02\n2-03\n")
-    assert count() == 8 and index.current([str(full / "2.tar")], subset_of(DataConfig(only_keys=str(file)))).entries
+    assert count() == 8 and index.lookup([str(full / "2.tar")], subset_of(DataConfig(only_keys=str(file)))).entries
 
 
 @pytest.mark.parametrize(

@@ -97,8 +97,8 @@ ENDLESS = {
 @pytest.mark.parametrize("members", ENDLESS.values(), ids=ENDLESS)
 def test_members_without_end_are_damage(members: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     most = 2 * LARGEST_HEADER if PAX in members else 1 << 23
-    monkeypatch.setattr(tar, "FARTHEST", 1 << 22)
-    monkeypatch.setattr(reader, "FARTHEST", 1 << 22)
+    monkeypatch.setattr(tar, "MAX_SAMPLE_SPAN", 1 << 22)
+    monkeypatch.setattr(reader, "MAX_SAMPLE_SPAN", 1 << 22)
     stream = Endless(members)
     with pytest.raises(tarfile.ReadError):
         for _, taken in reader.Archive(stream, False).samples():
