@@ -39,7 +39,7 @@ class Precision:
         """Cast a frozen tower's weights of matrix products in place. Its features stay the same: autocast rounds those
         anyway, and no others."""
         if not any(p.requires_grad for p in tower.parameters()):
-            fsdp.keep_stream_type(tower)
+            fsdp.pin_cast_dtype(tower)
             type_of = fsdp.gathered_type(tower, self.dtype)
             for p in tower.parameters():
                 p.data = p.data.to(type_of(p))
