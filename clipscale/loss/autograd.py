@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from clipscale.common.rng import RandomState
-from clipscale.loss.block import Block, Parameters, RowBlock, sum_dtype, widened
+from clipscale.loss.block import Block, FeatureBlock, Parameters, sum_dtype, widened
 from clipscale.loss.exchange import GRAD, LOG_SUM_EXP, Exchange, Visit
 from clipscale.loss.inputs import Inputs
 from clipscale.loss.machine import float32_matmuls
@@ -45,7 +45,7 @@ class LossCall:
     check: bool  # refuse a result that is not finite, which waits for the device
     needs_backward: bool  # whether a backward pass may follow
 
-    def local_blocks(self, image_features: Tensor, text_features: Tensor) -> tuple[RowBlock, RowBlock]:
+    def local_blocks(self, image_features: Tensor, text_features: Tensor) -> tuple[FeatureBlock, FeatureBlock]:
         """This rank's rows and columns, with their weights."""
         inputs = self.inputs
         sides = []
@@ -105,19 +105,19 @@ class ContrastiveLoss(torch.autograd.Function):
             grads = [None if x is None else x.mul_(grad_output) for x in grads]
         else:
             row_names, col_names = ctx.names
-            rows = RowBlock(**dict(zip(row_names, sides)))
-            cols = RowBlock(**dict(zip(col_names, sides[len(row_names) :])))
+            rows = FeatureBlock(**dict(zip(row_names, sides)))
+            cols = FeatureBlock(**dict(zip(col_names, sides[len(row_names) :])))
             with _arithmetic(call, inputs[0].device), _replayed(ctx.random):
                 grads = gradients(call, rows, cols, inputs, needed, grad_output / ctx.count)
         return None, *(None if x is None else x.to(like.dtype) for x, like in zip(grads, inputs))
 
 
-def forward_sweep(call: LossCall, rows: RowBlock, cols: RowBlock, parameters: Parameters) -> None:
+def forward_sweep(call: LossCall, rows: FeatureBlock, cols: FeatureBlock, parameters: Parameters) -> None:
     """One sweep of the backend's forward function: the log-sum-exps of rows and columns, and the rows' targets."""
     if rows.weight is not None:
         rows.lse = rows.empty_lse()
 
-    def visit(cols: RowBlock, positive: int | None) -> None:
+    def visit(cols: FeatureBlock, positive: int | None) -> None:
         call.backend.forward(Block(rows, cols, parameters, positive))
 
     sums = [] if cols.weight is None else [LOG_SUM_EXP]
@@ -128,7 +128,7 @@ def forward_sweep(call: LossCall, rows: RowBlock, cols: RowBlock, parameters: Pa
             side.lse.masked_fill_(side.lse == -torch.inf, 0)  # a hard negative whose pairs are all left out
 
 
-def local_value(rows: RowBlock, cols: RowBlock) -> Tensor:
+def local_value(rows: FeatureBlock, cols: FeatureBlock) -> Tensor:
     """This rank's part of the sum of weighted log-sum-exps less targets, 0-d."""
     assert rows.target is not None
     value = -rows.target.sum()
@@ -139,7 +139,12 @@ def local_value(rows: RowBlock, cols: RowBlock) -> Tensor:
 
 
 def gradients(
-    call: LossCall, rows: RowBlock, cols: RowBlock, inputs: Sequence[Tensor], needed: Sequence[bool], factor: Tensor
+    call: LossCall,
+    rows: FeatureBlock,
+    cols: FeatureBlock,
+    inputs: Sequence[Tensor],
+    needed: Sequence[bool],
+    factor: Tensor,
 ) -> list[Tensor | None]:
     """One sweep of the backend's backward function: the gradients of the inputs that need one, times `factor`.
 
@@ -160,7 +165,7 @@ def gradients(
         if needs_images or (needs_scale and not needs_texts):
             rows.grad = rows.empty_grad()
 
-        def visit(cols: RowBlock, positive: int | None) -> None:
+        def visit(cols: FeatureBlock, positive: int | None) -> None:
             call.backend.backward(Block(rows, cols, parameters, positive))
 
     sums = exchange.sweep(cols, [GRAD] if needs_texts else [], visit)
@@ -168,7 +173,7 @@ def gradients(
         if total is not None:
             total.mul_(factor)
 
-    def finished(side: RowBlock, grad: Tensor, like: Tensor) -> Tensor:
+    def finished(side: FeatureBlock, grad: Tensor, like: Tensor) -> Tensor:
         grad.mul_(factor)
         if needs_scale and parameters.scale_grad is None:
             parameters.scale_grad = row_products(side.features, grad).sum() / parameters.scale
@@ -195,10 +200,10 @@ def parameters_with_sums(numbers: Sequence[Tensor], needed: Sequence[bool]) -> P
     )
 
 
-def striped(backend: Backend, rows: RowBlock, parameters: Parameters, out: Tensor, factor: Tensor) -> Visit:
+def striped(backend: Backend, rows: FeatureBlock, parameters: Parameters, out: Tensor, factor: Tensor) -> Visit:
     """Visits columns with STRIPE rows at a time, whose gradient, times `factor`, it writes to `out`."""
 
-    def visit(cols: RowBlock, positive: int | None) -> None:
+    def visit(cols: FeatureBlock, positive: int | None) -> None:
         block = Block(rows, cols, parameters, positive)
         for stripe, grad in zip(block.tiles(STRIPE, len(cols)), out.split(STRIPE)):
             stripe.rows.grad = stripe.rows.empty_grad()

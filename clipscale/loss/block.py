@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 SENT = ("features", "keys", "lse")
-"""The fields that another rank needs to use a RowBlock as columns. Sums and gradients stay."""
+"""The fields that another rank needs to use a FeatureBlock as columns. Sums and gradients stay."""
 
 
 @dataclass
-class RowBlock:
+class FeatureBlock:
     """The rows, or the columns, of a block: the first dimension of every tensor."""
 
     features: Tensor  # (n, D); for a module (n, ...)
@@ -32,18 +32,18 @@ class RowBlock:
         """The tensors that are not None, by name."""
         return {name: x for name, x in vars(self).items() if x is not None}
 
-    def __getitem__(self, index: slice | Tensor) -> "RowBlock":
+    def __getitem__(self, index: slice | Tensor) -> "FeatureBlock":
         """These rows of every tensor. A slice gives views: writing to them writes to this block."""
-        return RowBlock(**{name: x[index] for name, x in self.present().items()})
+        return FeatureBlock(**{name: x[index] for name, x in self.present().items()})
 
     def sent(self) -> list[Tensor]:
         """The tensors that another rank needs."""
         return [x for name, x in self.present().items() if name in SENT]
 
-    def received(self, tensors: list[Tensor]) -> "RowBlock":
+    def received(self, tensors: list[Tensor]) -> "FeatureBlock":
         """Another rank's block, given its `sent()`. The weights are the same on every rank."""
         names = [name for name in self.present() if name in SENT]
-        return RowBlock(**dict(zip(names, tensors, strict=True)), weight=self.weight)
+        return FeatureBlock(**dict(zip(names, tensors, strict=True)), weight=self.weight)
 
     def empty_lse(self) -> Tensor:
         """The log-sum-exps of no terms, (n,) float64."""
@@ -86,8 +86,8 @@ class Block:
     the block (and negative in a tile). None: the block holds no positive.
     """
 
-    rows: RowBlock
-    cols: RowBlock
+    rows: FeatureBlock
+    cols: FeatureBlock
     parameters: Parameters
     positive: int | None
 
@@ -98,7 +98,7 @@ class Block:
                 positive = None if self.positive is None else self.positive + row - col
                 yield Block(self.rows[row : row + height], self.cols[col : col + width], self.parameters, positive)
 
-    def left_out(self) -> Tensor | None:
+    def masked_pairs(self) -> Tensor | None:
         """The pairs with equal keys that do not belong together, (n, m) bool. None: there are none to leave out."""
         if self.rows.keys is None or self.cols.keys is None:
             return None

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
-from clipscale.loss.block import RowBlock
+from clipscale.loss.block import FeatureBlock
 
 BLOCK_SPAN, WAIT_SPAN = "contrastive_loss: block", "contrastive_loss: wait"  # spans in a profiler's trace
-Visit = Callable[[RowBlock, int | None], None]  # this rank's rows against these columns; the int is Block.positive
+Visit = Callable[[FeatureBlock, int | None], None]  # this rank's rows against these columns; the int is Block.positive
 Wait = Callable[[], list[Tensor]]  # waits for a transfer, and returns the tensors received
 
 
@@ -128,17 +128,19 @@ def _grid(group: dist.ProcessGroup, nodes: int) -> tuple[Communicator, Communica
 class ColumnReduction:
     """How a sweep reduces one value of each column."""
 
-    field: str  # the RowBlock's
-    empty: Callable[[RowBlock], Tensor]
+    field: str  # the FeatureBlock's
+    empty: Callable[[FeatureBlock], Tensor]
     combine: Callable[..., Tensor]  # adds one part to another, with `out=`
     reduce_scatter: Callable[[Communicator, Tensor], Tensor]  # reduces the parts of all ranks
 
 
-LOG_SUM_EXP = ColumnReduction("lse", RowBlock.empty_lse, torch.logaddexp, Communicator.reduce_scatter_lse)
-GRAD = ColumnReduction("grad", RowBlock.empty_grad, torch.add, lambda comm, partial: comm.reduce_scatter(partial))
+LOG_SUM_EXP = ColumnReduction("lse", FeatureBlock.empty_lse, torch.logaddexp, Communicator.reduce_scatter_lse)
+GRAD = ColumnReduction("grad", FeatureBlock.empty_grad, torch.add, lambda comm, partial: comm.reduce_scatter(partial))
 
 
-def visit_block(cols: RowBlock, sums: Sequence[ColumnReduction], visit: Visit, positive: int | None) -> list[Tensor]:
+def visit_block(
+    cols: FeatureBlock, sums: Sequence[ColumnReduction], visit: Visit, positive: int | None
+) -> list[Tensor]:
     """Visit one block of columns. Returns the visit's sums of them."""
     partials = [s.empty(cols) for s in sums]
     cols = replace(cols, **{s.field: partial for s, partial in zip(sums, partials)})
@@ -152,7 +154,7 @@ class Exchange:
 
     size = 1
 
-    def sweep(self, cols: RowBlock, sums: Sequence[ColumnReduction], visit: Visit) -> list[Tensor]:
+    def sweep(self, cols: FeatureBlock, sums: Sequence[ColumnReduction], visit: Visit) -> list[Tensor]:
         """Visit the columns of all ranks, given this rank's. Returns each sum of this rank's columns."""
         return visit_block(cols, sums, visit, 0)
 
@@ -171,7 +173,7 @@ class GroupExchange(Exchange):
     def total(self, x: Tensor) -> Tensor:
         return self.comm.all_reduce_(x.clone())
 
-    def gathered(self, block: RowBlock) -> RowBlock:
+    def gathered(self, block: FeatureBlock) -> FeatureBlock:
         """The blocks of all ranks, in rank order."""
         whole = block.received([self.comm.all_gather(x) for x in block.sent()])
         whole.weight = None if block.weight is None else block.weight.repeat(self.size)
@@ -181,7 +183,7 @@ class GroupExchange(Exchange):
 class Gather(GroupExchange):
     """A rank's rows against all columns: all-gather, reduce-scatter of their sums (DisCo-CLIP, arXiv 2304.08480)."""
 
-    def sweep(self, cols: RowBlock, sums: Sequence[ColumnReduction], visit: Visit) -> list[Tensor]:
+    def sweep(self, cols: FeatureBlock, sums: Sequence[ColumnReduction], visit: Visit) -> list[Tensor]:
         positive = self.rank * len(cols)
         partials = visit_block(self.gathered(cols), sums, visit, positive)
         return [s.reduce_scatter(self.comm, partial) for s, partial in zip(sums, partials)]
@@ -200,7 +202,7 @@ class Ring(GroupExchange):
             self.ring, node = communicator.grid(nodes)
             self.inner = Gather(node) if node.size > 1 else self.inner
 
-    def sweep(self, cols: RowBlock, sums: Sequence[ColumnReduction], visit: Visit) -> list[Tensor]:
+    def sweep(self, cols: FeatureBlock, sums: Sequence[ColumnReduction], visit: Visit) -> list[Tensor]:
         pending_sums: Wait | None = None
         ring = self.ring
         peers = (ring.rank + 1) % ring.size, (ring.rank - 1) % ring.size

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from clipscale.loss.block import RowBlock, sum_dtype
+from clipscale.loss.block import FeatureBlock, sum_dtype
 from clipscale.loss.exchange import AllRows, Communicator
 from clipscale.loss.machine import Machine
 
@@ -33,8 +33,8 @@ class LossOptions(TypedDict, total=False):
 class Inputs:
     """The tensors of one call: images as rows and texts as columns."""
 
-    rows: RowBlock
-    cols: RowBlock
+    rows: FeatureBlock
+    cols: FeatureBlock
     scale: Tensor  # 0-d, in sum_dtype
     bias: Tensor
     dtype: torch.dtype  # to which the features are cast
@@ -61,7 +61,7 @@ class Inputs:
     def on_every_rank(self, comm: Communicator) -> "Inputs":
         """All ranks' rows and columns. Each rank gets 1/P of the scale's and the bias's gradients."""
         rows, cols = (
-            RowBlock(**{name: AllRows.apply(x, comm) for name, x in side.present().items()})
+            FeatureBlock(**{name: AllRows.apply(x, comm) for name, x in side.present().items()})
             for side in (self.rows, self.cols)
         )
         scale, bias = (x.detach() + (x - x.detach()) / comm.size for x in (self.scale, self.bias))
@@ -99,7 +99,7 @@ def checked_inputs(
             f"logit_scale is {float(scale):g} and must be positive: it is the multiplier itself, not its logarithm "
             "(pass log_scale.exp())"
         )
-    return Inputs(RowBlock(u, keys), RowBlock(v, keys), scale, bias, dtype)
+    return Inputs(FeatureBlock(u, keys), FeatureBlock(v, keys), scale, bias, dtype)
 
 
 def _check_features(u: Tensor, v: Tensor, has_module: bool) -> None:

@@ -12,13 +12,13 @@ from clipscale.loss.block import Block
 
 
 class TorchObjective:
-    """`bound` limits |x| of the scores that are not left out; `spare` is scratch of the scores' shape."""
+    """`bound` limits |x| of the scores that are not left out; `scratch` is a buffer of the scores' shape."""
 
-    def forward(self, scores: Tensor, tile: Block, bound: float, spare: Tensor) -> None:
+    def forward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> None:
         """Merge a tile into the log-sum-exps, and its positives into the rows' targets."""
         raise NotImplementedError
 
-    def backward(self, scores: Tensor, tile: Block, bound: float, spare: Tensor) -> Tensor:
+    def backward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> Tensor:
         """The derivative of the loss with respect to the scores, given the complete log-sum-exps.
 
         It may be the scores' own memory. Adds to the bias's gradient, and to the rows' targets if the value has terms

@@ -23,9 +23,9 @@ class TorchBackend:
     def forward(self, block: Block) -> None:
         """Merge the block into the log-sum-exps of its rows and columns and into its rows' targets, in place."""
         bound = self.similarity.bound(block)
-        for tile, out, spare in self._tiles(block):
+        for tile, out, scratch in self._tiles(block):
             scores = self.similarity.scores(tile, out)
-            self.objective.forward(scores, tile, _leave_out(scores, tile, bound), spare)
+            self.objective.forward(scores, tile, _mask_pairs(scores, tile, bound), scratch)
 
     def backward(self, block: Block) -> None:
         """Add the block's part to every gradient that is not None, in place, given both complete log-sum-exps.
@@ -33,9 +33,9 @@ class TorchBackend:
         It also adds to the rows' targets if the value has terms of single pairs.
         """
         bound = self.similarity.bound(block)
-        for tile, out, spare in self._tiles(block):
+        for tile, out, scratch in self._tiles(block):
             scores, vjp = self.similarity.vjp(tile, out)
-            vjp(self.objective.backward(scores, tile, _leave_out(scores, tile, bound), spare))
+            vjp(self.objective.backward(scores, tile, _mask_pairs(scores, tile, bound), scratch))
 
     def _tiles(self, block: Block) -> Iterator[tuple[Block, Tensor, Tensor]]:
         """Each tile, and two tensors of its shape to write to."""
@@ -45,16 +45,16 @@ class TorchBackend:
         buffers = block.parameters.scale.new_empty(2, min(n, height) * min(m, width))
         for tile in self.machine.tiles_to_run(block.tiles(height, width)):
             shape = len(tile.rows), len(tile.cols)
-            out, spare = buffers[:, : shape[0] * shape[1]].unflatten(1, shape)
-            yield tile, out, spare
+            out, scratch = buffers[:, : shape[0] * shape[1]].unflatten(1, shape)
+            yield tile, out, scratch
 
 
-def _leave_out(scores: Tensor, tile: Block, bound: float | None) -> float:
+def _mask_pairs(scores: Tensor, tile: Block, bound: float | None) -> float:
     """Set the scores of pairs that are left out to -inf, in place. Returns a bound of the others' size, the block's if
     that is known."""
     if bound is None:
         bound = max(abs(float(x)) for x in scores.aminmax())
-    left_out = tile.left_out()
-    if left_out is not None:
-        scores.masked_fill_(left_out, -torch.inf)
+    masked_pairs = tile.masked_pairs()
+    if masked_pairs is not None:
+        scores.masked_fill_(masked_pairs, -torch.inf)
     return bound

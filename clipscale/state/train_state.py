@@ -115,7 +115,7 @@ def build_state(
     precision = Precision(config.precision, world.device)
     towers = (model.image, model.text)
     for tower in towers:
-        precision.store(tower)
+        precision.cast_frozen_(tower)
     parallel = config.launch.parallel
     # Whole towers are measured: sharded ones gather their weights, so all ranks would have to try the same sizes.
     found = chunks or found_chunk_sizes(config, world, model, precision, earlier)

@@ -35,7 +35,7 @@ class Precision:
     def can_lower_loss_scale(self) -> bool:
         return self.scaler is not None and self.scaler.get_scale() >= LEAST_LOSS_SCALE
 
-    def store(self, tower: nn.Module) -> None:
+    def cast_frozen_(self, tower: nn.Module) -> None:
         """Cast a frozen tower's weights of matrix products in place. Its features stay the same: autocast rounds those
         anyway, and no others."""
         if not any(p.requires_grad for p in tower.parameters()):

@@ -181,10 +181,10 @@ class TrainStep:
         self.world.sum_gradients([self.model.logit_scale, self.model.logit_bias])
         if self.precision.scaler:
             self.precision.scaler.unscale_(self.optimizer)
-        return gradient_norm(self.trained)
+        return gradient_norm(self.trainable_parameters)
 
     @property
-    def trained(self) -> list[nn.Parameter]:
+    def trainable_parameters(self) -> list[nn.Parameter]:
         """The parameters that the optimizer updates, in its order."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
@@ -196,7 +196,7 @@ class TrainStep:
         config, scaler = self.config.optim, self.precision.scaler
         skipped = scaler is not None and not bool(norm.isfinite())
         if config.clip_norm:
-            torch.nn.utils.clip_grads_with_norm_(self.trained, config.clip_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(self.trainable_parameters, config.clip_norm, norm)
         if scaler:
             scaler.step(self.optimizer)
             scaler.update()

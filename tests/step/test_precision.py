@@ -29,8 +29,8 @@ def test_a_frozen_tower_gives_the_same_bits_from_less_memory(frozen: str) -> Non
     whole = build_model(replace(config, **{frozen: TowerConfig(train="none")}))
     half = copy.deepcopy(whole)
     precision = Precision("bf16", torch.device("cpu"))
-    precision.store(half.image)
-    precision.store(half.text)
+    precision.cast_frozen_(half.image)
+    precision.cast_frozen_(half.text)
     inputs = torch.randint(0, 256, (5, 3, 30, 30), dtype=torch.uint8), torch.randint(1, 60, (5, whole.context_length))
     with torch.no_grad(), precision.autocast():
         for name, x in zip(("image", "text"), inputs):

@@ -15,12 +15,12 @@ from clipscale.loss.tile import TorchObjective
 class SigmoidTile(TorchObjective):
     """There is no log-sum-exp. The loss is subtracted from `rows.target`, because its value is -target.sum()."""
 
-    def backward(self, scores: Tensor, tile: Block, bound: float, spare: Tensor) -> Tensor:
+    def backward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> Tensor:
         positives = tile.positives()
         logits = scores.add_(tile.parameters.bias)
         logits[positives] = -logits[positives]  # -z (x + bias)
         if tile.rows.target is not None:
-            tile.rows.target -= torch.logaddexp(logits, logits.new_zeros(()), out=spare).sum(1)
+            tile.rows.target -= torch.logaddexp(logits, logits.new_zeros(()), out=scratch).sum(1)
         g = logits.sigmoid_()
         g[positives] = -g[positives]  # sigmoid(y) - 1 is -sigmoid(-y), without the cancellation
         if tile.parameters.bias_grad is not None:

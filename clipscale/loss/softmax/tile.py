@@ -21,20 +21,20 @@ SMALLEST_SUM = 1e-25  # somewhat above e^-60: a smaller sum may have lost terms 
 class SoftmaxTile(TorchObjective):
     """If a side has no weights, its direction of the softmax is not computed."""
 
-    def forward(self, scores: Tensor, tile: Block, bound: float, spare: Tensor) -> None:
+    def forward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> None:
         sides = directions(tile)
         reference = _reference(bound)
         i, j = tile.positives()
         if tile.rows.target is not None:
             tile.rows.target.index_put_((i,), positive_weights(tile, i, j) * scores[i, j], accumulate=True)
-        exponentials = torch.sub(scores, reference, out=spare).exp_() if reference else torch.exp(scores, out=spare)
+        exponentials = torch.sub(scores, reference, out=scratch).exp_() if reference else torch.exp(scores, out=scratch)
         for _, lse, dim in sides:
             total = exponentials.sum(dim)
             underflow = reference > 0 and bool(total.min() < SMALLEST_SUM)
             there = _logsumexp(scores, dim) if underflow else total.double().log_().add_(reference)
             lse.copy_(torch.logaddexp(lse, there))
 
-    def backward(self, scores: Tensor, tile: Block, bound: float, spare: Tensor) -> Tensor:
+    def backward(self, scores: Tensor, tile: Block, bound: float, scratch: Tensor) -> Tensor:
         sides = directions(tile)
         reference = _reference(bound)
         # One exponential an element suffices where e^(t - r) and e^(t - c) are finite, and what underflows in e^(x - t)
@@ -44,7 +44,7 @@ class SoftmaxTile(TorchObjective):
                 scores.sub_(reference)
             scores.exp_()
             factors = [(weight * (reference - lse).exp()).to(scores.dtype).unsqueeze(dim) for weight, lse, dim in sides]
-            scores.mul_(torch.add(*factors, out=spare) if len(factors) == 2 else factors[0])
+            scores.mul_(torch.add(*factors, out=scratch) if len(factors) == 2 else factors[0])
         else:
             terms = [_weighted_probabilities(scores, *side) for side in sides]
             torch.add(*terms, out=scores) if len(terms) == 2 else scores.copy_(terms[0])

@@ -162,7 +162,7 @@ class DryRun:
                     group["foreach"] = True
         for _ in range(2):  # the first update makes the optimizer's state
             tracker.take_peak()
-            for p in self.step.trained:
+            for p in self.step.trainable_parameters:
                 p.grad = torch.empty_like(p)
             self.step.update(self.step.gradient_norm())
         self.update = tracker.take_peak() - tracker.live

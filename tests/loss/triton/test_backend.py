@@ -26,7 +26,7 @@ if DEVICE == "cpu" and not INTERPRETED:
     pytest.skip("no CUDA device, and no interpreter: test_interpreter.py has one", allow_module_level=True)
 
 from clipscale import contrastive_loss  # noqa: E402
-from clipscale.loss.block import Block, Parameters, RowBlock  # noqa: E402
+from clipscale.loss.block import Block, FeatureBlock, Parameters  # noqa: E402
 from clipscale.loss.machine import Machine  # noqa: E402
 from clipscale.loss.objective import OBJECTIVES  # noqa: E402
 from clipscale.loss.softmax.kernel import TritonSoftmax  # noqa: E402
@@ -148,7 +148,7 @@ def test_a_block_may_have_its_positives_anywhere_or_none() -> None:
     u, v = (torch.nn.functional.pad(x.float(), (0, 48)).to(DEVICE) for x in features(20, 40, 16, "low"))
     scale, scores = torch.tensor(100.0, device=DEVICE), 100.0 * u.double() @ v.double().T
     for positive, before in ((None, -torch.inf), (5, -torch.inf), (-12, 50.0), (1000, -50.0)):
-        rows, cols = (RowBlock(x, weight=torch.ones(len(x), device=DEVICE)) for x in (u, v))
+        rows, cols = (FeatureBlock(x, weight=torch.ones(len(x), device=DEVICE)) for x in (u, v))
         rows.lse, cols.lse = (x.empty_lse().clamp_min(before) for x in (rows, cols))
         rows.target = torch.zeros(20, dtype=torch.float64, device=DEVICE)
         tiles = Machine().tile_shape(u.device, u.dtype)
