@@ -47,6 +47,8 @@ class LoaderError(DataError):
     """
 
 
+NO_MEMORY = ("can't allocate memory", "Cannot allocate memory", "can't start new thread", "failed to map segment")
+"""Words of torch, the system, Python and the loader of libraries where a limit on memory or threads is reached."""
 E = TypeVar("E", bound=BaseException)
 SEMAPHORES = "/dev/shm"
 LEAST_SHARED = 2**16
@@ -54,7 +56,10 @@ LEAST_SHARED = 2**16
 
 
 def explained(error: E) -> "E | UserError":
-    """The error, or a UserError if shared memory caused it, whose folder the system's message does not name."""
+    """The error, or a UserError if a limit of the machine caused it: on memory or threads, or shared memory, whose
+    folder the system's message does not name."""
+    if isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY):
+        return UserError(f"no memory is left ({one_line(error)}); raise the limit (ulimit -v, -u, the container's)")
     problem = "" if os.access(SEMAPHORES, os.W_OK) else "cannot be written"
     if not problem and getattr(error, "errno", 0) == errno.ENOSPC and shutil.disk_usage(SEMAPHORES).free < LEAST_SHARED:
         problem = "is full"
@@ -66,13 +71,17 @@ def explained(error: E) -> "E | UserError":
 
 @contextmanager
 def library(problem: str, remedy: str = "") -> Iterator[None]:
-    """Around work of a library, which raises errors of many kinds: a UserError for each, `PROBLEM (why)REMEDY`."""
+    """Around work of a library, which raises errors of many kinds: a UserError for each, `PROBLEM (why)REMEDY`.
+
+    It names the kinds that a mistake in this program has, too; those that it alone has, and no memory, pass.
+    """
     try:
         yield
-    except UserError:
+    except (UserError, NameError, AssertionError, MemoryError):
         raise
     except Exception as error:
-        raise UserError(f"{problem} ({one_line(error)}){remedy}") from error
+        kind = f"{type(error).__name__}: " if isinstance(error, AttributeError | TypeError | LookupError) else ""
+        raise UserError(f"{problem} ({kind}{one_line(error)}){remedy}") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -34,20 +34,29 @@ MOST_PIXELS = 89_478_485
 """Most pixels of a picture: a quarter of a gigabyte of RGB. Pillow warns of more."""
 WEBP_CANVASES = 3
 """Canvases that Pillow holds while it decodes a WebP, which may be animated."""
-PNG16_COST = 2
-"""A 16-bit PNG takes twice the time to decode, so it may have half as many pixels. Cameras make fewer."""
+SLOW = 2
+"""A PNG or a CMYK JPEG takes at least twice the time to decode, so it may have half as many pixels: 44 million, more
+than a page of A4 at 600 dpi. An interlaced PNG may have a quarter."""
+RUN_LENGTHS = 16
+"""A run-length encoded BMP may have a sixteenth as many, 5.6 million: Pillow decodes it in Python."""
+FRAMES, OTHER_FRAMES = b"\xc0\xc1\xc2", b"\xc3\xc5\xc6\xc7\xc9\xca\xcb\xcd\xce\xcf"
+"""Markers of a JPEG's frame: sequential or progressive with Huffman coding, and all others. Arithmetic coding takes four
+times as long, and no browser shows it."""
+ALONE = b"\x00\x01\xd0\xd1\xd2\xd3\xd4\xd5\xd6\xd7\xd8\xd9\xff"
+"""Markers of a JPEG without a segment, and the fill byte."""
 MOST_SCANS = 100
 """Most scans of a progressive JPEG. A scan of a few bytes takes as long to decode as a whole picture. Usual are 10."""
 MOST_SCANNED = 10 * MOST_PIXELS
 """Most pixels of all scans of a JPEG together. Encoders write 10 scans, so this admits the largest picture."""
-MOST_EXIF = 100
-"""Most EXIF segments of a JPEG: Pillow joins them one by one, in quadratic time. A camera writes one, of 64 kB."""
-MOST_CHUNKS = 1 << 16
-"""Most chunks of a PNG. Encoders write 8 kB each, so the largest picture has about 8,192."""
+MOST_PROFILES = 100
+"""Most EXIF segments of a JPEG, which Pillow joins in quadratic time, or colour profiles of a PNG. Usual is one."""
+MOST_HEADER_READS, MOST_READS = 1 << 14, 1 << 18
+"""Most reads by Pillow of a picture's header, and of its pixels: about three for each segment of a JPEG, chunk of a PNG
+or block of a GIF. A PNG of 64 MiB in chunks of 8 kB takes 32,768."""
 SCAN = b"\xff\xda"
 _ORIENTATION = 0x0112
-ROWS = 64
-"""Rows converted to 8 bits at a time, or columns copied at a time: this bounds temporary memory and time."""
+STRIP = 1 << 18
+"""Pixels converted or turned at a time: this bounds temporary memory and time."""
 
 
 def encoding_of(start: bytes) -> str:
@@ -132,31 +141,54 @@ def broken_pictures() -> Iterator[None]:
 
 
 def open_picture(data: bytes, most: float = MOST_PIXELS) -> Image.Image:
-    """Read a picture's header. `most`: pixels. Raises BrokenSampleError (`huge_image`, `too_many_scans`,
-    `unreadable_image`) and any of Pillow's errors."""
-    if data[:2] == b"\xff\xd8" and data.count(SCAN) > MOST_SCANS:
-        raise BrokenSampleError("too_many_scans", f"{data.count(SCAN)}")
-    if data[:2] == b"\xff\xd8" and data.count(b"Exif\0\0") > MOST_EXIF:
-        raise BrokenSampleError("unreadable_image", f"over {MOST_EXIF} segments of EXIF")
-    if data[:4] == b"\x89PNG":
-        _check_chunks(data)
-    image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
-    deep = image.format == "PNG" and data[24] == 16
-    check_pixels(*image.size, most / (WEBP_CANVASES if image.format == "WEBP" else PNG16_COST if deep else 1))
-    scans = data.count(SCAN) if image.format in ("JPEG", "MPO") else 0
-    if scans * image.width * image.height > MOST_SCANNED:
-        raise BrokenSampleError("too_many_scans", f"{scans} of {image.width} x {image.height} pixels")
+    """A picture whose header has been read. Raises BrokenSampleError: `huge_image`, `too_many_scans`; and
+    Pillow's many errors."""
+    if data.count(b"Exif\0\0") + data.count(b"iCCP") > MOST_PROFILES:
+        raise BrokenSampleError("unreadable_image", f"over {MOST_PROFILES} profiles")
+    source = Pieces(data)
+    image: Image.Image = Image.open(source, formats=FORMATS)
+    source.left = MOST_READS
+    check_pixels(*image.size, most / decoding_cost(image, data))
     return image
 
 
-def _check_chunks(data: bytes) -> None:
-    """Raise BrokenSampleError for a PNG of more than MOST_CHUNKS chunks. Each takes Pillow microseconds."""
-    at = len(b"\x89PNG\r\n\x1a\n")
-    for _ in range(MOST_CHUNKS):
-        at += int.from_bytes(data[at : at + 4], "big") + 12  # its length, type and checksum
-        if at >= len(data):
-            return
-    raise BrokenSampleError("unreadable_image", f"over {MOST_CHUNKS} chunks")
+class Pieces(io.BytesIO):
+    """A picture's bytes, in a bounded number of reads: each takes Pillow microseconds."""
+
+    left = MOST_HEADER_READS
+
+    def read(self, size: int | None = -1) -> bytes:
+        self.left -= 1
+        if self.left < 0:
+            raise BrokenSampleError("unreadable_image", "its headers or pixels are in too many pieces")
+        return super().read(size)
+
+
+def decoding_cost(image: Image.Image, data: bytes) -> int:
+    """How many times longer a pixel of this kind takes. Raises BrokenSampleError for a JPEG of many scans or of
+    another code."""
+    if image.format == "WEBP":
+        return WEBP_CANVASES
+    if image.format == "BMP":
+        return RUN_LENGTHS if data[30] in (1, 2) else 1  # the header's word for its compression
+    if image.format == "PNG":
+        return 2 * SLOW if data[28] else SLOW  # its header says whether it is interlaced
+    if image.format in ("JPEG", "MPO"):
+        scans = data.count(SCAN)
+        if scans > MOST_SCANS or scans * image.width * image.height > MOST_SCANNED:
+            raise BrokenSampleError("too_many_scans", f"{scans} of {image.width} x {image.height} pixels")
+        _check_code(data)
+    return SLOW if image.mode == "CMYK" else 1
+
+
+def _check_code(data: bytes) -> None:
+    """Raise BrokenSampleError for a JPEG whose frame is none of FRAMES. Pillow has found its segments."""
+    at = data.index(b"\xff", 2)
+    while (marker := data[at + 1]) not in FRAMES:
+        if marker in OTHER_FRAMES:
+            raise BrokenSampleError("unreadable_image", "a JPEG in an arithmetic or lossless code")
+        at += 1 if marker in ALONE else 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+        at = data.index(b"\xff", at)
 
 
 def check_pixels(width: int, height: int, most: float = MOST_PIXELS) -> None:
@@ -210,23 +242,28 @@ class Picture:
             if orientation < 5:
                 return np.ascontiguousarray(pixels)
             upright = np.empty(pixels.shape, np.uint8)
-            for left in range(0, self.width, ROWS):  # at once, the copy takes three times as long
+            for columns in strips(self.width, self.height):  # whole, it takes three times as long
                 for channel in range(3):
-                    upright[:, left : left + ROWS, channel] = pixels[:, left : left + ROWS, channel]
+                    upright[:, columns, channel] = pixels[:, columns, channel]
             return upright
+
+
+def strips(length: int, width: int) -> Iterator[slice]:
+    """Parts of `length` rows of `width` pixels, each of about STRIP pixels."""
+    rows = max(1, STRIP // width)
+    return (slice(top, min(top + rows, length)) for top in range(0, length, rows))
 
 
 def decode_by_pillow(image: Image.Image) -> np.ndarray:
     """Decode to (H, W, C) uint8 RGB."""
     image.load()
-    if image.mode.startswith("I") or image.mode == "F":
-        values = np.asarray(image)
-        scale = 257 if image.mode.startswith("I;16") or (image.mode == "I" and values.max() > 255) else 1
-        grey = np.empty(values.shape, np.uint8)
-        for top in range(0, len(values), ROWS):  # at once, float64 needs several copies of 8 times the size
-            grey[top : top + ROWS] = (values[top : top + ROWS] / scale).clip(0, 255).round()
-        image = Image.fromarray(grey)
-    return np.array(image.convert("RGB"))
+    pixels = np.empty((image.height, image.width, 3), np.uint8)
+    for rows in strips(image.height, image.width):
+        part = image.crop((0, rows.start, image.width, rows.stop))
+        if image.mode.startswith("I;16"):
+            part = Image.fromarray((np.asarray(part) / 257).round().astype(np.uint8))
+        pixels[rows] = np.asarray(part.convert("RGB"))
+    return pixels
 
 
 def random_box(

@@ -2,10 +2,11 @@
 
 import pickle
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clipscale.common.errors import StoppedError, UserError
+from clipscale.common.errors import StoppedError, UserError, explained, library
 
 
 @given(st.text(st.characters(categories=None, codec=None)), st.sampled_from([UserError, StoppedError]))
@@ -14,3 +15,13 @@ def test_a_message_is_one_printable_line(value: str, kind: type[UserError]) -> N
     assert str(error).isprintable() and str(error).endswith(": choose another")
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is kind and str(again) == str(error)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_no_memory_is_one_line_and_a_mistake_of_ours_is_not(error: Exception) -> None:
+    assert "ulimit" in str(explained(error))
+    for ours in (NameError("x"), MemoryError()):
+        with pytest.raises(type(ours)), library("the file"):
+            raise ours
+    with pytest.raises(UserError, match="TypeError: no subscript"), library("the file"):
+        raise TypeError("no subscript")

@@ -120,7 +120,10 @@ UNREADABLE += [picture(0, (32, 32), kind) for kind in ("TIFF", "AVIF", "ICO")]  
 
 UNREADABLE += [photograph(64, 1)[:-900] + b"\xff\xd9"]  # ends early, by its end marker
 _SMALL = {kind: picture(0, (8, 8), kind) for kind in ("JPEG", "PNG")}
-UNREADABLE += [_SMALL["JPEG"][:2] + b"\xff\xe1\0\x08Exif\0\0" * 900 + _SMALL["JPEG"][2:]]
+_STARTS = [b"\xff\xe1\0\x08Exif\0\0" * 900, b"\xff" * 100_000, b"\xff\xe3\0\x02" * 10_000]
+UNREADABLE += [_SMALL["JPEG"][:2] + start + _SMALL["JPEG"][2:] for start in _STARTS]
+UNREADABLE += [_SMALL["JPEG"].replace(b"\xff\xc0", b"\xff\xc9")]  # an arithmetic code
+UNREADABLE += [b"GIF89a\1\0\1\0\0\0\0!\xfe" + b"\1a" * 20_000 + b"\0,\0\0\0\0\1\0\1\0\0\2\2D\1\0;"]
 _EMPTY = b"\0\0\0\0prVt" + zlib.crc32(b"prVt").to_bytes(4, "big")
 UNREADABLE += [_SMALL["PNG"][:33] + _EMPTY * 100_000 + _SMALL["PNG"][33:]]
 
@@ -174,14 +177,18 @@ def test_a_jpeg_of_many_scans_is_broken_before_it_is_decoded(monkeypatch: pytest
         Picture(many)
 
 
-def test_a_moving_picture_is_its_first_frame_and_its_canvases_count() -> None:
+def test_slow_kinds_of_pictures_have_fewer_pixels() -> None:
     """90 bytes of WebP can ask for 1.7 GiB."""
     frames = [Image.new("RGB", (60, 60), colour) for colour in ("red", "blue")]
     data = encode(frames[0], "WEBP", save_all=True, append_images=frames[1:])
     assert Picture(data, 4 * 60 * 60).decode()[0, 0, 0] > 200
     deep = encode(Image.new("I;16", (60, 60)), "PNG")  # and 16 bits take twice the time of 8
     Picture(deep, 2 * 60 * 60)
-    for refused, most in ((data, 2 * 60 * 60), (deep, 60 * 60)):
+    runs = bytearray(encode(Image.new("P", (60, 60)), "BMP"))
+    runs[30] = 1
+    inks = encode(Image.new("CMYK", (60, 60)), "JPEG")
+    slow = [(bytes(each), 60 * 60) for each in (deep, inks, runs)]
+    for refused, most in ((data, 2 * 60 * 60), *slow):
         with pytest.raises(BrokenSampleError, match="huge_image"):
             Picture(refused, most)
 

@@ -22,6 +22,8 @@ ROW = np.dtype([("f0", "u8"), ("f1", "u8"), ("weight", "f4")])
 PAIR = np.dtype("u8,u8")
 ROWS = 2**16
 """Rows of a Parquet file that are read at a time."""
+ROWS_PER_BYTE = 32
+"""Bound on a Parquet file: each row has a key or a picture of its own; keys that count up take a tenth of a byte."""
 MOST_TIMES = 10_000
 """Bound on a weight: a reader counts a sample's repeats one by one."""
 
@@ -136,12 +138,18 @@ def _weights(setting: str, file: Path, name: str) -> Table:
 
 
 def parquet_file(file: str | Path) -> Any:
-    """Raises UserError where pyarrow is not installed, and what pyarrow raises."""
+    """Raises UserError where pyarrow is not installed and for more rows than its bytes can tell apart, and what pyarrow
+    raises."""
     try:
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise UserError("Parquet needs pyarrow: pip install 'clipscale[parquet]'") from error
-    return ParquetFile(file)
+    table, size = ParquetFile(file), Path(file).stat().st_size
+    if table.metadata.num_rows > ROWS_PER_BYTE * size:
+        raise UserError(
+            f"{file}: {table.metadata.num_rows:,} rows in {size:,} bytes; give each sample a row of its own"
+        )
+    return table
 
 
 def _rows_of(table: Any, column: str) -> Iterator[np.ndarray]:

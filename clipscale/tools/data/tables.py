@@ -33,6 +33,8 @@ FIRST_ROWS = 100
 """Rows whose keys are the columns of JSON."""
 LONGEST_LINE = 4 * MAX_TEXT_BYTES
 """Characters of a line; what follows is another one."""
+BATCH = 64
+"""Rows of a Parquet file that are in memory at once."""
 Rows = Iterator[tuple[int, Record | None]]
 
 
@@ -161,8 +163,9 @@ def parquet_rows(file: Path) -> Rows:
     schema = table.schema_arrow
     inside = [f.name for f in schema if str(f.type).startswith(("struct", "binary", "large_binary"))]
     number = 0
+    names = [name for name in schema.names if name not in inside]
     for group in range(table.num_row_groups):
-        read = table.read_row_group(group, columns=[name for name in schema.names if name not in inside])
-        for row, values in enumerate(read.to_pylist()):
+        batches = table.iter_batches(BATCH, row_groups=[group], columns=names)
+        for row, values in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches)):
             yield number, values | {name: Cell(str(file), group, row, name) for name in inside}
             number += 1

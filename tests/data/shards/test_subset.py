@@ -16,7 +16,7 @@ from clipscale.config.data import DataConfig
 from clipscale.data.filters import Selection
 from clipscale.data.loader.stream import TrainStream
 from clipscale.data.shards import index
-from clipscale.data.shards.subset import subset_of
+from clipscale.data.shards.subset import parquet_file, subset_of
 from clipscale.tools.data.make_index import main as make_index
 from clipscale.tools.data.settings import IndexSettings
 from tests.data.files import picture, write_tar
@@ -187,3 +187,12 @@ def test_weights_that_cannot_be_used_are_named(tmp_path: Path, weights: list, co
     file = weighed(tmp_path / "w.parquet", {(0, i): weight for i, weight in enumerate(weights)}, column)
     with pytest.raises(UserError, match=f"data.sample_weights=.*w.parquet: .*{message}"):
         open_stream(tmp_path / "full", batch=4, sample_weights=str(file))
+
+
+def test_a_table_of_more_rows_than_its_bytes_tell_apart_is_refused(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({"key": ["a"] * 10**6, "weight": [1.0] * 10**6}), tmp_path / "w.parquet")
+    with pytest.raises(UserError, match="1,000,000 rows in"):
+        parquet_file(tmp_path / "w.parquet")
