@@ -73,11 +73,11 @@ def explained(error: E) -> "E | UserError":
 def library(problem: str, remedy: str = "") -> Iterator[None]:
     """Around work of a library, which raises errors of many kinds: a UserError for each, `PROBLEM (why)REMEDY`.
 
-    It names the kinds that a mistake in this program has, too; those that it alone has, and no memory, pass.
+    It names the kinds that a mistake in this program has, too; those that it alone has pass.
     """
     try:
         yield
-    except (UserError, NameError, AssertionError, MemoryError):
+    except (UserError, NameError, AssertionError):
         raise
     except Exception as error:
         kind = f"{type(error).__name__}: " if isinstance(error, AttributeError | TypeError | LookupError) else ""

@@ -20,8 +20,7 @@ def test_a_message_is_one_printable_line(value: str, kind: type[UserError]) -> N
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
 def test_no_memory_is_one_line_and_a_mistake_of_ours_is_not(error: Exception) -> None:
     assert "ulimit" in str(explained(error))
-    for ours in (NameError("x"), MemoryError()):
-        with pytest.raises(type(ours)), library("the file"):
-            raise ours
+    with pytest.raises(NameError), library("the file"):
+        raise NameError("x")
     with pytest.raises(UserError, match="TypeError: no subscript"), library("the file"):
         raise TypeError("no subscript")
