@@ -37,18 +37,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             say(stopped, error=True)
         return 128 + stopped.number
     except Exception as failure:
-        error = explained(failure)
-        if not isinstance(error, UserError | OSError):  # OSError: a folder without permission, a full disk
+        known = explained(failure)
+        if not isinstance(known, UserError | OSError):  # OSError: a folder without permission, a full disk
             raise
         # The pipe of the output was closed (`| head`). Training never gets here: it has replaced stdout.
-        if isinstance(error, BrokenPipeError) and sys.stdout is sys.__stdout__ and sys.stdout:
+        if isinstance(known, BrokenPipeError) and sys.stdout is sys.__stdout__ and sys.stdout:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         if os.environ.get("CLIPSCALE_DEBUG") == "1":
             traceback.print_exc()
         if main_rank():  # all ranks compose, and make the same mistakes
-            report(error)
-        is_mistake = isinstance(error, UserError) and not isinstance(error, LoaderError)
+            report(known)
+        is_mistake = isinstance(known, UserError) and not isinstance(known, LoaderError)
         return 2 if is_mistake else 1
     finally:
         clear()

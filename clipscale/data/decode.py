@@ -40,7 +40,7 @@ than a page of A4 at 600 dpi. An interlaced PNG may have a quarter."""
 RUN_LENGTHS = 16
 """A run-length encoded BMP may have a sixteenth as many, 5.6 million: Pillow decodes it in Python."""
 FRAMES, OTHER_FRAMES = b"\xc0\xc1\xc2", b"\xc3\xc5\xc6\xc7\xc9\xca\xcb\xcd\xce\xcf"
-"""Markers of a JPEG's frame: sequential or progressive with Huffman coding, and all others. Arithmetic coding takes four
+"""Markers of a JPEG's frame: sequential or progressive with Huffman coding, and others. Arithmetic coding takes four
 times as long, and no browser shows it."""
 ALONE = b"\x00\x01\xd0\xd1\xd2\xd3\xd4\xd5\xd6\xd7\xd8\xd9\xff"
 """Markers of a JPEG without a segment, and the fill byte."""
