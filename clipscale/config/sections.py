@@ -7,7 +7,7 @@ from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
 from clipscale.common.units import nearest, parse_count, parse_memory
-from clipscale.config.libraries import architectures, model_description, optimizers, spelt
+from clipscale.config.libraries import architectures, model_description, optimizers
 from clipscale.config.parse import typed
 from clipscale.config.presets import PACKAGE
 from clipscale.config.setting import setting
@@ -23,6 +23,10 @@ WEIGHTS = ("trained", "ema")
 WEIGHTS_HELP = "The weights as they are (`trained`), or their moving average (`ema`), which a run with `ema` keeps."
 MAX_LOGIT_SCALE = 100.0
 """The logit scale is clamped to this after each step, as in CLIP."""
+SHARDABLE_OPTIMIZERS = (
+    "adamw", "lion", "adam", "nadamw", "sgd", "adafactorbv", "muon", "lars", "adopt", "laprop", "radam", "rmsprop"
+)  # fmt: skip
+"""Optimizers that update a sharded matrix exactly as a whole one: a test compares them."""
 UNITS = {"m": 60, "h": 3600}
 """Seconds of the units of time."""
 SUITES = ("none", *files.read_yaml(PACKAGE / "eval/sets/known.yaml")["suites"])
@@ -95,7 +99,7 @@ class OptimConfig:
 
     def check(self) -> None:
         """Raises UserError for a name that timm does not know."""
-        if not spelt("timm", "optim/_optim_factory.py", self.name) and self.name not in optimizers():
+        if self.name not in SHARDABLE_OPTIMIZERS and self.name not in optimizers():
             raise UserError(f"optim.name={self.name!r} is not one of timm's{nearest(self.name, optimizers())}")
 
 

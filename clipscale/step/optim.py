@@ -8,14 +8,9 @@ import timm.optim
 import torch
 from torch import nn
 
-from clipscale.common.errors import UserError, library
+from clipscale.common.errors import UserError
 from clipscale.common.record import Record
-from clipscale.config.sections import OptimConfig, ScheduleConfig, steps_of
-
-SHARDABLE_OPTIMIZERS = (
-    "adamw", "lion", "adam", "nadamw", "sgd", "adafactorbv", "muon", "lars", "adopt", "laprop", "radam", "rmsprop"
-)  # fmt: skip
-"""Optimizers that update a sharded matrix exactly as a whole one: a test compares them."""
+from clipscale.config.sections import SHARDABLE_OPTIMIZERS, OptimConfig, ScheduleConfig, steps_of
 
 MOMENTS = {"adamw": 2, "adam": 2, "nadamw": 2, "lamb": 2, "lion": 1}
 """State values that an optimizer keeps per weight."""
@@ -28,10 +23,9 @@ def build_optimizer(
 
     `sharded`: matrices and vectors are sharded, scalars are not. `scales`: factors of the learning rate by parameter.
 
-    Raises UserError for an unknown optimizer, and for options that it does not take.
+    Raises UserError for options that the optimizer does not take.
     """
-    with library(f"optim.name={config.name!r} is not one of timm's"):
-        info = timm.optim.get_optimizer_info(config.name)
+    info = timm.optim.get_optimizer_info(config.name)
     options: Record = dict(config.options)
     if info.has_betas:
         options.setdefault("betas", tuple(config.betas))

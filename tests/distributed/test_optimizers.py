@@ -11,8 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from clipscale.common.errors import UserError
-from clipscale.config.sections import LaunchConfig, OptimConfig, ScheduleConfig
-from clipscale.step.optim import SHARDABLE_OPTIMIZERS, build_optimizer
+from clipscale.config.sections import SHARDABLE_OPTIMIZERS, LaunchConfig, OptimConfig, ScheduleConfig
+from clipscale.step.optim import build_optimizer
 from tests.support import runs
 from tests.support.ranks import run_ranks
 from tests.support.runs import records, small
