@@ -35,8 +35,8 @@ MOST_PIXELS = 89_478_485
 WEBP_CANVASES = 3
 """Canvases that Pillow holds while it decodes a WebP, which may be animated."""
 SLOW = 2
-"""A PNG or a CMYK JPEG takes at least twice the time to decode, so it may have half as many pixels: 44 million, more
-than a page of A4 at 600 dpi. An interlaced PNG may have a quarter."""
+"""A PNG of 16 bits or a CMYK JPEG takes at least twice the time to decode, so it may have half as many pixels: 44
+million. An interlaced PNG may have a quarter."""
 RUN_LENGTHS = 16
 """A run-length encoded BMP may have a sixteenth as many, 5.6 million: Pillow decodes it in Python."""
 FRAMES, OTHER_FRAMES = b"\xc0\xc1\xc2", b"\xc3\xc5\xc6\xc7\xc9\xca\xcb\xcd\xce\xcf"
@@ -172,7 +172,7 @@ def decoding_cost(image: Image.Image, data: bytes) -> int:
     if image.format == "BMP":
         return RUN_LENGTHS if data[30] in (1, 2) else 1  # the header's word for its compression
     if image.format == "PNG":
-        return 2 * SLOW if data[28] else SLOW  # its header says whether it is interlaced
+        return 2 * SLOW if data[28] else SLOW if data[24] == 16 else 1  # its header's interlacing, and its depth
     if image.format in ("JPEG", "MPO"):
         scans = data.count(SCAN)
         if scans > MOST_SCANS or scans * image.width * image.height > MOST_SCANNED:
