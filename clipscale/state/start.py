@@ -152,8 +152,8 @@ def initial_state(resolved: Resolved, world: World, tokenizer: Tokenizer) -> Tra
     model = build_model(config.model, tokenizer=tokenizer).to(world.device)
     sort_captions = family_of(model.text.encoder).ignores_padding(model.text.encoder)
     subset = subset_of(config.data)
-    autocast = Precision(config.precision, world.device).autocast
-    loss = BatchLoss(config, model, autocast, repeats=subset is not None and subset.table.max_copies > 1)
+    precision = Precision(config.precision, world.device)
+    loss = BatchLoss(config, model, precision, repeats=subset is not None and subset.table.max_copies > 1)
     earlier = ChunkSizes(**resolved.saved.chunks) if resolved.saved and not resolved.is_stage_start else None
     state = build_state(config, world, model, loss, sort_captions=sort_captions, earlier=earlier)
     if resolved.checkpoint:

@@ -1,7 +1,6 @@
 """What a run trains, on one rank: how it is built, saved and loaded."""
 
 from dataclasses import asdict, dataclass
-from functools import partial
 
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -20,12 +19,11 @@ from clipscale.distributed.world import World
 from clipscale.models.flops import unbuilt_encoders
 from clipscale.models.towers import ClipModel, fit_positions
 from clipscale.step.batch_loss import BatchLoss
-from clipscale.step.chunk_sizes import ChunkSizes, agreed_chunk_sizes, random_captions, random_pixels
+from clipscale.step.chunk_sizes import ChunkSizes, agreed_chunk_sizes
 from clipscale.step.ema import WeightAverage
 from clipscale.step.grad_cache import GradCache
 from clipscale.step.keep_budget import KeepBudget
 from clipscale.step.optim import MOMENTS, build_optimizer
-from clipscale.step.precision import Precision
 from clipscale.step.train_step import TrainStep
 
 
@@ -112,13 +110,14 @@ def build_state(
 
     `sort_captions`: see TrainStep. `chunks`: None: found by `agreed_chunk_sizes`, to which `earlier` belongs.
     """
-    precision = Precision(config.precision, world.device)
+    precision = loss.precision
     towers = (model.image, model.text)
     for tower in towers:
         precision.cast_frozen_(tower)
     parallel = config.launch.parallel
     # Whole towers are measured: sharded ones gather their weights, so all ranks would have to try the same sizes.
-    found = chunks or found_chunk_sizes(config, world, model, precision, earlier)
+    with precision.autocast():
+        found = chunks or agreed_chunk_sizes(config.cache, model, config.batch // world.size, world, earlier)
     encoders = [world.wrap(tower, parallel, precision.dtype) for tower in towers]
     # After `wrap`: FSDP2 replaces parameters by sharded ones.
     scales = model.rate_factors(config.model)
@@ -140,15 +139,3 @@ def build_state(
         sort_captions=sort_captions,
     )
     return TrainState(config, model, step, found)
-
-
-def found_chunk_sizes(
-    config: TrainConfig, world: World, model: ClipModel, precision: Precision, earlier: ChunkSizes | None
-) -> ChunkSizes:
-    """`agreed_chunk_sizes`, measured with random inputs of the model's sizes."""
-    towers = {
-        "image": (model.image, partial(random_pixels, model, device=world.device)),
-        "text": (model.text, partial(random_captions, model, device=world.device)),
-    }
-    with precision.autocast():
-        return agreed_chunk_sizes(config.cache, towers, config.batch // world.size, world, earlier)

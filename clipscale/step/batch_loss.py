@@ -1,8 +1,6 @@
 """The loss of a run's batch."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -12,6 +10,7 @@ from clipscale.loss.api import contrastive_loss
 from clipscale.loss.machine import Machine
 from clipscale.loss.objective import OBJECTIVES
 from clipscale.models.towers import ClipModel, unit_rows
+from clipscale.step.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class BatchLoss:
     config: TrainConfig
     model: ClipModel
     """Has the logit scale and bias."""
-    autocast: Callable[[], Any]
+    precision: Precision
     machine: Machine | None = None
     """Where the loss runs; None: this machine."""
     repeats: bool = False
@@ -43,7 +42,7 @@ class BatchLoss:
         }
         del options["sizes"]
         scale = self.model.logit_scale.exp()
-        with self.autocast():
+        with self.precision.autocast():
             value = contrastive_loss(image_features, text_features, scale, **options)
             for size in config.sizes:
                 shorter = unit_rows(image_features[:, :size]), unit_rows(text_features[:, :size])

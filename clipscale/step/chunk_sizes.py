@@ -1,7 +1,7 @@
 """Samples per chunk: from the settings, from the checkpoint, or from a measurement."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -62,27 +62,23 @@ def batch_norm_chunk(tower: nn.Module, name: str, size: int | None, local_batch:
 
 
 def agreed_chunk_sizes(
-    config: CacheConfig,
-    towers: Mapping[str, tuple[nn.Module, Callable[[int], Tensor]]],
-    local_batch: int,
-    world: World,
-    earlier: ChunkSizes | None,
+    config: CacheConfig, model: ClipModel, local_batch: int, world: World, earlier: ChunkSizes | None
 ) -> ChunkSizes:
     """The chunk sizes, the same on all ranks: from the settings, else from the checkpoint (`earlier`), else measured.
 
     A checkpoint's sizes count on the same kind of device only; they keep its random numbers, which are drawn chunk by
-    chunk. `towers`: each tower, and a function from a count to that many random inputs, for the measurement.
+    chunk.
     """
     settings = sizes_of_settings(config, local_batch)
     own = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     device = " and ".join(sorted(set(world.all_gather_object(own))))
     sizes = {}
-    for name, (tower, sample) in towers.items():
+    for name, tower, inputs in (("image", model.image, random_pixels), ("text", model.text, random_captions)):
         size = batch_norm_chunk(tower, name, settings[name], local_batch) or settings[name]
         if size is None and earlier and earlier.device == device:
             size = getattr(earlier, name)
         if size is None:
-            rate = lambda n, tower=tower, sample=sample: samples_per_second(tower, sample(n))  # noqa: E731
+            rate = lambda n, tower=tower, inputs=inputs: samples_per_second(tower, inputs(model, n, world.device))  # noqa: E731
             fastest = find_chunk(rate, local_batch, world.device, keep=config.keep != "none")
             size = min(world.all_gather_object(fastest))
         sizes[name] = size

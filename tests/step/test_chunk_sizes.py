@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
 
 from clipscale.common.errors import UserError
 from clipscale.config.sections import CacheConfig
 from clipscale.step.chunk_sizes import ChunkSizes, agreed_chunk_sizes, find_chunk
 from tests.support.checkpoints import ALONE
+from tests.support.towers import small_model
 
 GPU = torch.device("cuda")
 RATES = {16: 50.0, 32: 80.0, 64: 96.0, 128: 100.0, 256: 99.0, 512: 90.0, 1024: 70.0}
@@ -43,7 +43,7 @@ def test_the_largest_chunk_that_fits_leaves_no_memory_and_is_not_taken() -> None
 
 def test_a_resumed_run_has_the_chunks_of_its_checkpoint_on_the_same_kind_of_device() -> None:
     """Else random numbers would differ. On another device they may be too large."""
-    towers = dict.fromkeys(("image", "text"), (nn.Linear(1, 1), torch.empty))
+    model = small_model()
     for device, image in (("cpu", 17), ("NVIDIA H200, 140 GiB", 100)):
-        sizes = agreed_chunk_sizes(CacheConfig(), towers, 100, ALONE, ChunkSizes(17, 100, device))
+        sizes = agreed_chunk_sizes(CacheConfig(), model, 100, ALONE, ChunkSizes(17, 100, device))
         assert sizes == ChunkSizes(image, 100, "cpu")

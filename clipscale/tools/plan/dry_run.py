@@ -149,7 +149,7 @@ class DryRun:
         self.passes, self.loss = cache(self._passes), cache(self._loss)
         before = tracker.live
         model.to_empty(device=CPU)
-        loss = BatchLoss(config, model, Precision(config.precision, CPU).autocast, machine=machine)
+        loss = BatchLoss(config, model, Precision(config.precision, CPU), machine=machine)
         self.step = build_state(
             config, World(0, 1, CPU), model, loss, sort_captions=False, chunks=ChunkSizes(1, 1, "")
         ).step

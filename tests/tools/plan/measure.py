@@ -33,7 +33,7 @@ ARCHITECTURE = {
 def measured_step(config: TrainConfig, world: World) -> TrainStep:
     """The trainer's step, around a model with random weights."""
     model = build_model(config.model)
-    loss = BatchLoss(config, model, Precision(config.precision, world.device).autocast)
+    loss = BatchLoss(config, model, Precision(config.precision, world.device))
     return build_state(config, world, model, loss, sort_captions=False).step
 
 
