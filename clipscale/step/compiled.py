@@ -8,8 +8,8 @@ from clipscale.common.rng import RandomState
 from clipscale.distributed.fsdp import blocks
 from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel, Tower
-from clipscale.step.chunk_sizes import random_captions, random_pixels
-from clipscale.step.pass_contexts import batch_norm_preserved, trains
+from clipscale.step.chunk_sizes import both_passes, random_captions, random_pixels
+from clipscale.step.pass_contexts import batch_norm_preserved
 from clipscale.step.precision import Precision
 
 WORTH_S = 900.0
@@ -63,7 +63,8 @@ def try_compiled(
             for tower in towers:
                 images = tower is model.image
                 inputs = (random_pixels if images else random_captions)(model, chunks[not images], world.device)
-                _both_passes(tower, inputs, precision)
+                with batch_norm_preserved(tower), precision.autocast():
+                    both_passes(tower, inputs)
     except Exception as error:  # a compiler's failure is no reason to end a run
         problem = one_line(error)
     problem = next(filter(None, world.all_gather_object(problem)), "")
@@ -71,11 +72,3 @@ def try_compiled(
         torch.compiler.set_stance("force_eager")
     model.zero_grad(set_to_none=True)
     return problem
-
-
-def _both_passes(tower: Tower, inputs: torch.Tensor, precision: Precision) -> None:
-    with batch_norm_preserved(tower), precision.autocast():
-        with torch.no_grad():
-            tower(inputs)
-        if trains(tower):
-            tower(inputs).sum().backward()

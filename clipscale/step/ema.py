@@ -23,7 +23,7 @@ class WeightAverage:
         """Starts at the model's trained parameters. Sharded parameters have sharded averages."""
         self.decay, self.updates, self.model = decay, 0, model
         self.weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.values = {name: p.detach().clone() for name, p in self.weights.items()}
+        self.values = self._copy()
 
     def update(self) -> None:
         """Average in the weights of this step."""
@@ -46,12 +46,15 @@ class WeightAverage:
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """Inside, the model has the averaged weights. Needs memory for one more copy of the weights."""
-        before = {name: p.detach().clone() for name, p in self.weights.items()}
+        before = self._copy()
         self._set(self.values)
         try:
             yield
         finally:
             self._set(before)
+
+    def _copy(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self.weights.items()}
 
     def _set(self, values: Mapping[str, Tensor]) -> None:
         for name, p in self.weights.items():

@@ -8,7 +8,7 @@ import timm.optim
 import torch
 from torch import nn
 
-from clipscale.common.errors import UserError
+from clipscale.common.errors import UserError, library
 from clipscale.common.record import Record
 from clipscale.config.sections import SHARDABLE_OPTIMIZERS, OptimConfig, ScheduleConfig, steps_of
 
@@ -41,14 +41,10 @@ def build_optimizer(
     if config.name == "adamw" and all(p.device.type == "cuda" for p in model.parameters()):
         options.setdefault("fused", True)  # one kernel for many tensors, without temporary tensors
     groups = parameter_groups(model, config, scales or {})
-    try:
+    with library(f"optim: {config.name} refuses its settings", "; look at optim.betas, eps, lr and options"):
         return timm.optim.create_optimizer_v2(
             groups, opt=config.name, lr=config.lr, momentum=config.betas[0], **options
         )
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"optim: {config.name} refuses its settings ({error}); look at optim.betas, eps, lr and options"
-        ) from error
 
 
 def parameter_groups(model: nn.Module, config: OptimConfig, scales: Mapping[str, float]) -> list[Record]:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from clipscale.distributed import fsdp
+from clipscale.step.pass_contexts import trains
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Type of autocast."""
@@ -38,7 +39,7 @@ class Precision:
     def cast_frozen_(self, tower: nn.Module) -> None:
         """Cast a frozen tower's weights of matrix products in place. Its features stay the same: autocast rounds those
         anyway, and no others."""
-        if not any(p.requires_grad for p in tower.parameters()):
+        if not trains(tower):
             fsdp.pin_cast_dtype(tower)
             type_of = fsdp.gathered_type(tower, self.dtype)
             for p in tower.parameters():
