@@ -6,6 +6,7 @@ C = 3: channels, H, W: the picture's pixels, S: side of the model's input in pix
 import io
 import json
 import math
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -39,11 +40,9 @@ SLOW = 2
 million. An interlaced PNG may have a quarter."""
 RUN_LENGTHS = 16
 """A run-length encoded BMP may have a sixteenth as many, 5.6 million: Pillow decodes it in Python."""
-FRAMES, OTHER_FRAMES = b"\xc0\xc1\xc2", b"\xc3\xc5\xc6\xc7\xc9\xca\xcb\xcd\xce\xcf"
-"""Markers of a JPEG's frame: sequential or progressive with Huffman coding, and others. Arithmetic coding takes four
-times as long, and no browser shows it."""
-ALONE = b"\x00\x01\xd0\xd1\xd2\xd3\xd4\xd5\xd6\xd7\xd8\xd9\xff"
-"""Markers of a JPEG without a segment, and the fill byte."""
+OTHER_CODES = re.compile(rb"\xff[\xc3\xc5-\xc7\xc9-\xcb\xcd-\xcf]\x00[\x0b\x11\x14]\x08")
+"""The frame of a JPEG in an arithmetic or lossless code, with its length and depth: no compressed data has such bytes.
+An arithmetic code takes four times as long, and no browser shows it."""
 MOST_SCANS = 100
 """Most scans of a progressive JPEG. A scan of a few bytes takes as long to decode as a whole picture. Usual are 10."""
 MOST_SCANNED = 10 * MOST_PIXELS
@@ -177,18 +176,9 @@ def decoding_cost(image: Image.Image, data: bytes) -> int:
         scans = data.count(SCAN)
         if scans > MOST_SCANS or scans * image.width * image.height > MOST_SCANNED:
             raise BrokenSampleError("too_many_scans", f"{scans} of {image.width} x {image.height} pixels")
-        _check_code(data)
-    return SLOW if image.mode == "CMYK" else 1
-
-
-def _check_code(data: bytes) -> None:
-    """Raise BrokenSampleError for a JPEG whose frame is none of FRAMES. Pillow has found its segments."""
-    at = data.index(b"\xff", 2)
-    while (marker := data[at + 1]) not in FRAMES:
-        if marker in OTHER_FRAMES:
+        if OTHER_CODES.search(data):
             raise BrokenSampleError("unreadable_image", "a JPEG in an arithmetic or lossless code")
-        at += 1 if marker in ALONE else 2 + int.from_bytes(data[at + 2 : at + 4], "big")
-        at = data.index(b"\xff", at)
+    return SLOW if image.mode == "CMYK" else 1
 
 
 def check_pixels(width: int, height: int, most: float = MOST_PIXELS) -> None:
