@@ -113,6 +113,12 @@ def test_the_memory_of_one_rank_of_two_is_predicted(parallel: str) -> None:
     assert_agree(step, real, peaks=not sharded, small=2**19 if sharded else SMALL)
 
 
+def test_a_frozen_tower_has_no_second_pass_and_no_graph() -> None:
+    memory = predicted(settings(batch=1024, model__image__train="none", cache__keep="1000G"), capability=90)
+    assert "replay image" not in memory.peak
+    assert memory.kept == (0, 64)
+
+
 def test_checkpointing_on_a_gpu_takes_less_memory_in_the_second_pass() -> None:
     """Recomputed layer norms are float32 under autocast, as in the first pass; else torch refuses to go backward."""
     plain, checkpointed = (
