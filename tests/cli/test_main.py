@@ -54,7 +54,7 @@ def test_help_shows_groups_with_their_defaults_and_what_each_preset_is_for(cli: 
     out = cli("train", "--help")[1]
     for group, choices in group_options().items():
         assert f"{group}=" in out and all(choice in out for choice in choices)
-    assert "vit-b32*" in out and out == cli("help", "train")[1]
+    assert "vit-b32*" in out
     out = cli("train", "--help", "experiment")[1]
     assert all(f"  experiment={name} " in out for name in group_options()["experiment"])
     assert re.search(r"schedule.warmup +5% ", cli("train", "--help", "schedule")[1]), "the default of conf/"
@@ -226,11 +226,6 @@ def test_the_version_is_printed(cli: Cli, words: list[str]) -> None:
 )
 def test_help_is_found_by_any_of_its_words(cli: Cli, words: str) -> None:
     assert cli(*words.split()) == cli("train", "--help")
-
-
-def test_a_plus_before_a_setting_is_as_without(cli: Cli) -> None:
-    """As those type who know Hydra."""
-    assert cli("train", "+batch=16", "--cfg", "job")[1] == cli("train", "batch=16", "--cfg", "job")[1]
 
 
 INTERRUPTED = """\

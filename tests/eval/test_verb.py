@@ -41,38 +41,25 @@ def evaluated(run: Path, checkpoint: str = "latest", **changes: Any) -> Results:
     return main(EvalRunConfig(str(run), checkpoint, device="cpu", **changes))
 
 
-def test_the_verb_evaluates_the_checkpoint_it_is_asked_for(
-    tmp_path: Path, model: ClipModel, sets: list[str], capsys: Cap
-) -> None:
-    run = tmp_path / "run"
-    save_model(run, model, TINY)
-    expected = evaluate(model, EvalConfig(sets=sets), ALONE)
-    torch.manual_seed(1)
-    save_model(run, build_model(TINY), TINY, 9)
-
-    assert evaluated(run, "7", eval=EvalConfig(sets=sets)) == expected
-    out = capsys.readouterr().out
-    assert "run, step 7" in out and "classes" in out and "captions" in out
-    # The sets may come from the run's own settings, and the newest checkpoint is the default.
-    (run / "config.yaml").write_text(f"eval:\n  sets: ['{sets[0]}']\n")
-    assert list(evaluated(run)) == ["classes"]
-    assert sorted(file.name for file in (run / "eval").glob("*.json")) == ["step_00000007.json", "step_00000009.json"]
-
-
 def test_checkpoints_are_evaluated_and_sent_as_curves(tmp_path: Path, sets: list[str], capsys: Cap) -> None:
     run = tmp_path / "run"
     config, sent = EvalConfig(sets=sets), []
     for step in (5, 10):
         torch.manual_seed(step)
-        save_model(run, build_model(TINY), TINY, step)
+        model = build_model(TINY)
+        save_model(run, model, TINY, step)
         sent.append(evaluated(run, eval=config, log=SinkConfig(tensorboard=True)))
+        assert sent[-1] == evaluate(model, config, ALONE)
     records = {record["step"]: record["results"] for record in read_evaluations(run)}
     assert records == {5: sent[0], 10: sent[1]} and evaluated(run, "5", eval=config) == sent[0]
-    assert "run, step 10" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert all(words in out for words in ("run, step 5", "run, step 10", "classes", "captions")), out
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
     points = [(event.step, event.value) for event in events.Scalars("eval/classes/top5")]
     assert points == [(step, pytest.approx(results["classes"]["top5"])) for step, results in records.items()]
+    (run / "config.yaml").write_text(f"eval:\n  sets: ['{sets[0]}']\n")
+    assert list(evaluated(run)) == ["classes"], "the sets of the run's own settings"
 
 
 def test_a_suite_has_its_table_and_takes_the_root_of_the_run(tmp_path: Path, model: ClipModel, capsys: Cap) -> None:

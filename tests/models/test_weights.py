@@ -98,17 +98,6 @@ def test_what_trainers_put_around_weights_is_taken_off(wrapper: str, prefix: str
     assert unwrapped({"epoch": 3, wrapper: named, "optimizer": {"state": {}}}) == state
 
 
-def test_the_weights_of_a_run_are_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    run(tmp_path / "runs/mine", random_model(1))
-    for name in ("mine", "runs/mine", "runs/mine/checkpoints/step_00000003"):
-        for value in (name, f"run:{name}"):
-            source = find(value, "small")
-            assert source.path == Path("runs/mine/checkpoints/step_00000003") and source.model.architecture == SMALL
-    with pytest.raises(UserError, match="there is no run runs/none"):
-        find("run:none", "small")
-
-
 def test_each_tower_has_weights_of_its_own(tmp_path: Path) -> None:
     one, two = random_model(1), random_model(2)
     (tmp_path / "two").mkdir()
@@ -275,29 +264,20 @@ def test_a_bare_tower_may_lack_our_projection_and_have_a_classifier(tmp_path: Pa
     assert torch.equal(trunk.blocks[0].attn.qkv.weight, tower.blocks[0].attn.qkv.weight)
 
 
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        ("laion2b_s34b_b79k", r"cannot be fetched \(offline\); download it elsewhere"),
-        ("hf-hub:laion/none", r"cannot be fetched \(offline\); download it elsewhere"),
-    ],
-)
+@pytest.mark.parametrize("weights", ["laion2b_s34b_b79k", "hf-hub:laion/none"])
 def test_weights_that_cannot_be_fetched_are_refused_with_a_remedy(
-    weights: str, message: str, monkeypatch: pytest.MonkeyPatch
+    weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def offline(*_: object, **__: object) -> str:
         raise OSError("offline")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     monkeypatch.setattr("open_clip.download_pretrained", offline)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=r"cannot be fetched \(offline\); download it elsewhere"):
         find(weights, "ViT-B-32")
 
 
 def test_a_tag_says_how_its_weights_were_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("open_clip.download_pretrained", lambda _: "nowhere")
-    assert find("openai", "ViT-B-32-quickgelu").path == find("laion2b_s34b_b79k", "ViT-B-32").path
-    with pytest.raises(UserError, match=r"trained with another activation; take model\.name=ViT-B-32-quickgelu"):
-        build_model(ModelConfig("ViT-B-32", weights="openai"))
     webli = find("webli", "ViT-B-16-SigLIP").model.preprocess
     assert webli["resize_mode"] == "squash" and webli["mean"] == HALF

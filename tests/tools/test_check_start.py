@@ -15,15 +15,11 @@ WRONG = {"shards": "data.train={}/bad.tar", "weights": "model.weights={}/half.pt
 
 
 def test_what_is_there_is_named_and_nothing_is_started(cli: Cli, shards: str, tmp_path: Path) -> None:
-    classes = classification_set(tmp_path / "colours")
-    status, out, err = cli(*tiny(f"data.train={shards}", "run=a", f"eval.sets={classes}"), "--check")
-    assert status == 0, err
-    assert "2 shards, 1 evaluation set\n" in out and not (tmp_path / "runs").exists()
-
-
-def test_a_batch_beyond_the_data_is_warned_of(cli: Cli, shards: str, tmp_path: Path) -> None:
-    status, _, err = cli(*tiny(f"data.train={shards}", "batch=1k", "samples=2k"), "--check")
+    """A batch beyond the data is warned of."""
+    sets = f"eval.sets={classification_set(tmp_path / 'colours')}"
+    status, out, err = cli(*tiny(f"data.train={shards}", "run=a", sets, "batch=1k", "samples=2k"), "--check")
     assert status == 0 and "batch=1024 is larger than the" in err, err
+    assert "2 shards, 1 evaluation set\n" in out and not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("sweep", [(), ("-m",)], ids=["a run", "a sweep"])

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from clipscale.cli.main import main
 from tests.conftest import Cap
 from tests.data.files import HUGE, picture, sample, write_shards, write_tar
@@ -48,13 +46,10 @@ def test_a_shard_that_cannot_be_read_to_its_end_is_named(tmp_path: Path, capsys:
     assert f"damagedshard{cut}truncated_shard" in out
 
 
-@pytest.mark.parametrize(("names", "said"), [(("a.img", "a.cap"), ".cap and .img"), (("a_png", "a_txt"), "first dot")])
-def test_a_shard_without_a_usable_sample_says_what_it_holds(
-    tmp_path: Path, capsys: Cap, names: tuple[str, str], said: str
-) -> None:
-    path = write_tar(tmp_path / "0.tar", [(name, b"content") for name in names])
+def test_a_shard_without_a_usable_sample_says_what_it_holds(tmp_path: Path, capsys: Cap) -> None:
+    path = write_tar(tmp_path / "0.tar", [("a.img", b"content"), ("a.cap", b"content")])
     assert main(["data", "check", str(path)]) == 1
-    assert said in " ".join(capsys.readouterr().out.split())
+    assert ".cap and .img" in " ".join(capsys.readouterr().out.split())
 
 
 def test_filtered_samples_are_counted_and_not_broken(tmp_path: Path, capsys: Cap) -> None:

@@ -57,6 +57,11 @@ def samples(folder: Path) -> list[dict[str, bytes]]:
     return read
 
 
+def pack_to(out: Path, source: Path, *words: str) -> int:
+    """The status of the command."""
+    return main(["data", "pack", str(source), f"out={out}", *words])
+
+
 def as_csv(folder: Path) -> Path:
     with (folder / "table.csv").open("w", newline="") as file:
         csv.writer(file).writerows([("image", "caption"), *((path, f"all, of {path}") for path in paths(folder))])
@@ -118,7 +123,7 @@ KINDS |= {form: partial(as_text, form) for form in TEXTS}
 @pytest.mark.parametrize("write", KINDS.values(), ids=KINDS)
 def test_pictures_of_every_source_are_packed_byte_for_byte(pictures: Path, tmp_path: Path, write: Write) -> None:
     names, out = paths(pictures), tmp_path / "out"
-    assert main(["data", "pack", str(write(pictures)), f"out={out}"]) == 0
+    assert pack_to(out, write(pictures)) == 0
     for path, members in zip(names, samples(out), strict=True):
         kind = {".png": "png", ".webp": "webp"}.get(Path(path).suffix, "jpg")
         assert members[kind] == (pictures / path).read_bytes()
@@ -130,7 +135,7 @@ def test_pictures_of_every_source_are_packed_byte_for_byte(pictures: Path, tmp_p
 
 def packed(source: Path, out: Path, *settings: str) -> tuple[dict, dict[str, int]]:
     """The captions of the packed pairs by the pictures' names, and how many were left out for each reason."""
-    status = main(["data", "pack", str(source), f"out={out}", *settings])
+    status = pack_to(out, source, *settings)
     reasons = {
         reason: len(names)
         for note in sorted(out.glob("parts/*.json"))
@@ -198,21 +203,13 @@ def test_a_remedy_helps_where_the_mistake_was_made(pictures: Path, tmp_path: Pat
     shop = tmp_path / "shop/table.csv"
     shop.write_text(f"no,words,photo of it\n1,red,{pictures}/deep/red.png\n")
     (pictures / "shop.csv").write_text("place,words\ndeep/red.png,red\n")
-    assert main(["data", "pack", str(pictures / "shop.csv"), f"out={tmp_path / 'first'}"]) == 2
+    assert pack_to(tmp_path / "first", pictures / "shop.csv") == 2
     assert "give 'columns=[IMAGE,CAPTION]'" in capsys.readouterr().err
     assert packed(pictures / "shop.csv", tmp_path / "first", "columns=[place,words]")[0]
     columns = "columns=[photo of it,words]"
     assert packed(shop, tmp_path / "out", columns) == ({}, {"outside_root": 1})
     assert "root=DIR" in capsys.readouterr().err
     assert packed(shop, tmp_path / "out", columns, f"root={pictures}")[0]
-
-
-def test_a_folder_of_tables_and_shards_says_what_to_do(pictures: Path, tmp_path: Path, capsys: Cap) -> None:
-    for name in ("pairs.csv", "00000.tar"):
-        (pictures / name).touch()
-    assert main(["data", "pack", str(pictures), f"out={tmp_path / 'out'}"]) == 2
-    printed = capsys.readouterr().err
-    assert "clipscale data pack TABLE" in printed and "data.train=FOLDER" in printed
 
 
 def test_several_captions_and_other_columns_are_kept(pictures: Path, tmp_path: Path) -> None:
@@ -228,8 +225,7 @@ def test_several_captions_and_other_columns_are_kept(pictures: Path, tmp_path: P
             }
         )
     )
-    columns = "columns=[picture,short,long]"
-    assert main(["data", "pack", str(pictures / "table.jsonl"), f"out={tmp_path / 'out'}", columns]) == 0
+    assert pack_to(tmp_path / "out", pictures / "table.jsonl", "columns=[picture,short,long]") == 0
     (members,) = samples(tmp_path / "out")
     fields = json.loads(members["json"])
     assert fields["captions"] == ["red", "all red", "red all over"] and members["txt"] == b"red"
@@ -244,7 +240,7 @@ def test_a_part_is_held_out_by_the_pictures_name(pictures: Path, tmp_path: Path)
         rows = [{"image": path, "caption": f"{n} {path}"} for path in paths(pictures) for n in ("one", "two")][::order]
         (pictures / "table.jsonl").write_text("\n".join(map(json.dumps, rows)))
         out = tmp_path / f"out{order}"
-        assert main(["data", "pack", str(pictures / "table.jsonl"), f"out={out}", "holdout=40%"]) == 0
+        assert pack_to(out, pictures / "table.jsonl", "holdout=40%") == 0
         held = {json.loads(members["json"])["source"] for members in samples(out / "holdout")}
         kept = {json.loads(members["json"])["source"] for members in samples(out)}
         assert held and kept and not held & kept
@@ -258,7 +254,7 @@ def test_large_pictures_are_resized_by_their_shorter_side(pictures: Path, tmp_pa
     Image.new("RGB", (90, 60), COLOURS["red"]).save(pictures / "large.png")
     (pictures / "large.txt").write_text("large")
     (pictures / "deep" / "red.txt").write_text("small")
-    assert main(["data", "pack", str(pictures), f"out={tmp_path / 'out'}", "resize=20"]) == 0
+    assert pack_to(tmp_path / "out", pictures, "resize=20") == 0
     small, large = sorted(samples(tmp_path / "out"), key=lambda members: "jpg" in members)
     assert small["png"] == (pictures / "deep/red.png").read_bytes(), "its bytes are copied"
     (tmp_path / "large.jpg").write_bytes(large["jpg"])
@@ -319,7 +315,7 @@ def test_without_pyarrow_one_line_names_the_extra(
 ) -> None:
     source = as_parquet(False, pictures)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    assert main(["data", "pack", str(source), f"out={tmp_path / 'out'}"]) == 2
+    assert pack_to(tmp_path / "out", source) == 2
     assert "pip install 'clipscale[parquet]'" in capsys.readouterr().err
 
 
@@ -329,7 +325,7 @@ def test_pictures_at_http_addresses_are_fetched(pictures: Path, tmp_path: Path, 
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
         (pictures / "table.csv").write_text(f"image,caption\n{address}/deep/red.png,red\n{address}/gone.png,gone\n")
-        assert main(["data", "pack", str(pictures / "table.csv"), f"out={tmp_path / 'out'}"]) == 0
+        assert pack_to(tmp_path / "out", pictures / "table.csv") == 0
         server.shutdown()
     (members,) = samples(tmp_path / "out")
     assert members["png"] == (pictures / "deep/red.png").read_bytes()
