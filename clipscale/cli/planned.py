@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from threading import Event, Lock, Thread
+from threading import Event, Thread
 from typing import Any
 
 from clipscale.common.errors import StoppedError, UserError, one_line
@@ -54,24 +54,20 @@ class Planner:
         sends.close()
         self.refusal = ""
         """Why the run cannot fit."""
-        self._printing = Lock()
         self._closed = Event()
-        Thread(target=self._read, daemon=True).start()
+        self._thread = Thread(target=self._read, daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """End the process. No plan is printed after this."""
         self._closed.set()
-        self._printing.acquire()
         self.process.kill()
+        self._thread.join()
 
     def _read(self) -> None:
         plan, reason = self._answer()
-        if not self._printing.acquire(blocking=False):
-            return
-        try:
+        if not self._closed.is_set():
             self._report(plan, reason)
-        finally:
-            self._printing.release()
 
     def _answer(self) -> tuple[str, str]:
         """The plan as JSON and the reason why there is none; one of them is empty."""
