@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from clipscale.checkpoint.saved import Saved
 from clipscale.common.checkpoints import META
-from clipscale.common.errors import UserError, first_line
+from clipscale.common.errors import UserError, one_line
 from clipscale.common.hardware import cores
 from clipscale.common.record import Record
 
@@ -218,4 +218,4 @@ def load(
 
 
 def damaged(path: Path, error: BaseException) -> UserError:
-    return UserError(f"checkpoint {path} is damaged or not a checkpoint ({first_line(error)})")
+    return UserError(f"checkpoint {path} is damaged or not a checkpoint ({one_line(error)})")

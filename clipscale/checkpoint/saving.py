@@ -21,7 +21,7 @@ from clipscale.checkpoint.copies import Copies
 from clipscale.checkpoint.loading import meta_text, size_and_crc32, split_tensors, values_text
 from clipscale.checkpoint.saved import Saved
 from clipscale.common.checkpoints import META, checkpoints_of, path_of
-from clipscale.common.errors import UserError, first_line
+from clipscale.common.errors import UserError, one_line
 from clipscale.common.files import sync
 from clipscale.common.terminal import tell
 from clipscale.config.sections import CheckpointConfig
@@ -119,7 +119,7 @@ class Saver:
             self._wait_or_warn()
         except (CheckpointException, RuntimeError) as error:  # such as a rank that is lost while it writes
             if self.world.is_rank0:
-                tell(f"warning: the checkpoint that was being written is not complete ({first_line(error)})")
+                tell(f"warning: the checkpoint that was being written is not complete ({one_line(error)})")
         self._stager.close()
 
     def _wait_or_warn(self) -> None:

@@ -84,11 +84,6 @@ def library(problem: str, remedy: str = "") -> Iterator[None]:
         raise UserError(f"{problem} ({kind}{one_line(error)}){remedy}") from error
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type's name if it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
 def one_line(error: BaseException) -> str:
     """An error's message without newlines, at most 300 characters of it, or its type's name if it has none."""
     return " ".join(str(error).split())[:300] or type(error).__name__

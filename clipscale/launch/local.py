@@ -18,7 +18,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Protocol
 
 from clipscale.common import ranks, terminal
-from clipscale.common.errors import StoppedError, UserError, explained, first_line
+from clipscale.common.errors import StoppedError, UserError, explained, one_line
 from clipscale.common.hardware import cores
 from clipscale.common.record import Record
 from clipscale.common.signals import blocked
@@ -217,7 +217,7 @@ def leave_failure(folder: Path, rank: int, error: BaseException) -> None:
     error = explained(error)
     if not isinstance(error, UserError):
         details = "".join(traceback.format_exception(error))
-        error = WorkerError(f"worker {rank} failed: {type(error).__name__}: {first_line(error)}", details)
+        error = WorkerError(f"worker {rank} failed: {type(error).__name__}: {one_line(error)}", details)
     (folder / f"{rank}.failure").write_bytes(pickle.dumps((lost, time.time(), error)))
 
 

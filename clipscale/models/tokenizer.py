@@ -15,7 +15,7 @@ from open_clip.tokenizer import DEFAULT_CONTEXT_LENGTH, HFTokenizer, SimpleToken
 from torch import Tensor
 
 from clipscale.common import files
-from clipscale.common.errors import UserError, first_line
+from clipscale.common.errors import UserError, one_line
 from clipscale.common.record import Record
 
 CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")
@@ -93,7 +93,7 @@ def _loaded(name: str, text: Record) -> Any:
         return SimpleTokenizer(**options) if options else open_clip.tokenizer._tokenizer
     except Exception as error:  # the library of tokenizers raises no other
         lacks = "; pip install 'clipscale[hf]'" if isinstance(error, ImportError) else ""
-        raise UserError(f"model.name={name!r}: its tokenizer cannot be loaded ({first_line(error)}){lacks}") from error
+        raise UserError(f"model.name={name!r}: its tokenizer cannot be loaded ({one_line(error)}){lacks}") from error
 
 
 @contextmanager

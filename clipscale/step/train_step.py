@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from clipscale.common.errors import UserError, first_line
+from clipscale.common.errors import UserError, one_line
 from clipscale.common.phases import Readback, StepTimer
 from clipscale.config.sections import MAX_LOGIT_SCALE
 from clipscale.config.train import TrainConfig
@@ -147,7 +147,7 @@ class TrainStep:
             kept = f" with {graphs} kept graphs (cache.keep=none keeps none)" if graphs else ""
             raise UserError(
                 f"step {number}: out of memory in {name}, in chunks of {image} images and {text} captions{kept} "
-                f"({first_line(error)}); clipscale plan with the settings of this run says what fits",
+                f"({one_line(error)}); clipscale plan with the settings of this run says what fits",
                 saves=False if name == "optim" else None,
             ) from error
 
