@@ -17,6 +17,7 @@ from clipscale.config.presets import PACKAGE
 from clipscale.config.setting import settings_of
 from clipscale.config.train import TrainConfig
 from tests.conftest import TINY
+from tests.support.interpreter import interpreted
 
 CHECKOUT = PACKAGE.parent
 ARCHITECTURE = CHECKOUT / "docs/contributing/architecture.md"
@@ -164,6 +165,6 @@ def test_every_private_name_of_another_package_is_in_the_table_with_its_test() -
 def test_the_gradient_cache_and_the_loss_load_no_other_part_of_the_program() -> None:
     names = ("GradCache", "contrastive_loss")
     code = "; ".join(["import sys, clipscale", *(f"clipscale.{name}; print(*sys.modules)" for name in names)])
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    done = interpreted(code)
     cache, both = (set(re.findall(r"clipscale\.(\w+)", line)) for line in done.stdout.splitlines())
     assert cache == {"common", "step"} and not both & {"data", "config", "distributed"}

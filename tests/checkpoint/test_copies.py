@@ -19,7 +19,7 @@ from clipscale.config.sections import CheckpointConfig, LaunchConfig, ScheduleCo
 from clipscale.config.train import TrainConfig
 from clipscale.train import train
 from tests.conftest import Cap
-from tests.support.checkpoints import ALONE
+from tests.support.checkpoints import ALONE, steps
 from tests.support.ranks import run_ranks
 from tests.support.refused import refused
 from tests.support.runs import curve, on_a_rank, small
@@ -70,10 +70,6 @@ def save(root: Path, steps: list[int], **changes: Any) -> checkpoint.Saver:
             time.sleep(0.01)
     saver.copies.close(60)
     return saver
-
-
-def steps(run: Path) -> list[int]:
-    return [checkpoint.step_of(path) for path in checkpoint.checkpoints_of(run)]
 
 
 def test_old_copies_and_parts_go_and_nothing_else(tmp_path: Path) -> None:

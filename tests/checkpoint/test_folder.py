@@ -15,7 +15,7 @@ from clipscale import __version__, checkpoint
 from clipscale.config.sections import CheckpointConfig
 from clipscale.distributed.world import World
 from tests.conftest import Cap
-from tests.support.checkpoints import ALONE, save
+from tests.support.checkpoints import ALONE, save, steps
 from tests.support.refused import refused
 
 FILES = ["__0_0.distcp", ".metadata", "meta.json"]
@@ -46,7 +46,7 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
 def test_the_newest_and_every_mth_are_kept(tmp_path: Path) -> None:
     for step in range(1, 10):
         assert save(tmp_path, step, some_state(), keep=2, keep_every=4).name == f"step_0000000{step}"
-    assert [checkpoint.step_of(path) for path in checkpoint.checkpoints_of(tmp_path)] == [4, 7, 8, 9]
+    assert steps(tmp_path) == [4, 7, 8, 9]
     save(tmp_path, 10, some_state(), keep=0)
     assert len(checkpoint.checkpoints_of(tmp_path)) == 5
 
@@ -55,7 +55,7 @@ def test_a_run_taken_back_keeps_what_it_saves(tmp_path: Path) -> None:
     """Its new checkpoints have lower numbers than the old ones."""
     for step, keep in ((9, 0), (10, 0), (5, 2), (6, 2), (7, 2)):
         save(tmp_path, step, some_state(), keep=keep)
-    assert [checkpoint.step_of(path) for path in checkpoint.checkpoints_of(tmp_path)] == [6, 7, 9, 10]
+    assert steps(tmp_path) == [6, 7, 9, 10]
 
 
 def test_what_a_dead_run_was_writing_is_removed_and_nothing_else(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_training_goes_on_without_a_save_that_fails(disk: Path, capsys: Cap) -> 
     for step, numbers in ((1, 10), (2, 2**20), (3, 10)):
         saver.save(checkpoint.Saved(step, model={"w": torch.zeros(numbers)}))
     saver.close()
-    assert [checkpoint.step_of(path) for path in checkpoint.checkpoints_of(disk)] == [1, 3]
+    assert steps(disk) == [1, 3]
     assert "step_00000002 could not be written (No space left on device)" in capsys.readouterr().out
 
 

@@ -21,6 +21,7 @@ from clipscale.config.train import TrainConfig
 from tests.cli.conftest import Cli, tiny
 from tests.conftest import TINY, Command
 from tests.eval.sets import classification_set
+from tests.support.interpreter import interpreted
 from tests.support.terminals import on_terminal, screen
 
 # ---- help ----
@@ -241,5 +242,5 @@ main()
 
 
 def test_ctrl_c_during_the_imports_says_nothing() -> None:
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60)
+    done = interpreted(INTERRUPTED)
     assert (done.returncode, done.stdout + done.stderr) == (-signal.SIGINT, "")

@@ -71,19 +71,16 @@ LATER = {
     "cache.chunk=17": "1 to 16",
     "log=wandb": "wandb login",
     "run=taken/run": "run=PATH",
-    # with a model
-    "model.image_size=31": "30",
 }
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has Triton and CUDA")
 @pytest.mark.parametrize("word", LATER)
-def test_what_cannot_work_is_refused_before_a_step_and_mostly_before_a_model_is_built(
+def test_what_cannot_work_is_refused_before_a_model_is_built(
     cli: Cli, shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str
 ) -> None:
     (tmp_path / "taken").write_text("a file, not a folder")
-    part = "train.Run.train_step" if word == "model.image_size=31" else "state.start.build_model"
-    monkeypatch.setattr(f"clipscale.{part}", lambda *given: pytest.fail("too late"))
+    monkeypatch.setattr("clipscale.state.start.build_model", lambda *given: pytest.fail("too late"))
     monkeypatch.setattr("wandb.login", lambda **options: False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     one_line(cli(*tiny(f"data.train={shards}", word)), word, LATER[word])

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import subprocess
 import sys
 from pathlib import Path
 from unittest.mock import Mock, call
@@ -16,6 +15,7 @@ from clipscale.common import terminal
 from clipscale.common.terminal import LONGEST, printable
 from clipscale.log.table import TextTable, show
 from tests.conftest import Cap
+from tests.support.interpreter import interpreted
 from tests.support.terminals import on_terminal, screen
 
 GROUP = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
@@ -71,7 +71,7 @@ def test_a_long_line_of_a_log_is_folded_on_a_terminal_alone(tmp_path: Path) -> N
     status, output = on_terminal([sys.executable, "-c", code], tmp_path, os.environ)
     lines = screen(output)
     assert status == 0 and len(lines) == 4 and max(map(len, lines)) <= 100, lines
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = interpreted(code)
     assert done.stderr.count("\n") == 1
 
 
@@ -98,5 +98,5 @@ def test_a_line_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_files_and_pipes_get_lines_only() -> None:
-    done = subprocess.run([sys.executable, "-c", WORK], capture_output=True, text=True)
+    done = interpreted(WORK)
     assert (done.stdout, done.stderr) == ("begun\ndone\n", "")

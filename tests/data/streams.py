@@ -24,6 +24,7 @@ from clipscale.data.loader.workers import Workers
 from clipscale.data.order import BatchShare, Segment
 from clipscale.data.sample import RawSample
 from clipscale.data.shards.addresses import basename, hash64
+from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from tests.data.files import SIDE, Letters
 
@@ -38,6 +39,12 @@ class Known(Selection):
 
     def key(self, sample: RawSample, caption: str, own: str) -> int:
         return sample_id(sample.url, sample.key)
+
+
+def read(url: Path | str, **options: Any) -> tuple[list[RawSample], ReadProblem]:
+    """A shard's samples, and what was wrong with it."""
+    problem = ReadProblem()
+    return list(read_shard(str(url), problem, **options)), problem
 
 
 def open_stream(

@@ -31,9 +31,13 @@ from tests.data.files import photograph, picture
 SAMPLES = files.read_yaml(Path(__file__).with_name("samples.yaml"))
 
 
+def opened(data: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(data))
+
+
 def scene(width: int, height: int) -> Image.Image:
     """A part of a photograph."""
-    return Image.open(io.BytesIO(photograph(max(width, height), 1))).crop((0, 0, width, height))
+    return opened(photograph(max(width, height), 1)).crop((0, 0, width, height))
 
 
 def encode(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
@@ -45,7 +49,7 @@ def encode(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
 def published(data: bytes, **options: object) -> np.ndarray:
     """The pixels that open_clip's evaluation transform makes of a picture that a data set has converted to RGB."""
     transform = open_clip.image_transform(64, is_train=False, mean=(0.0,) * 3, std=(1.0,) * 3, **options)
-    return np.round(transform(Image.open(io.BytesIO(data)).convert("RGB")).numpy() * 255).astype(np.uint8)
+    return np.round(transform(opened(data).convert("RGB")).numpy() * 255).astype(np.uint8)
 
 
 @pytest.mark.parametrize("mode", ["shortest", "squash", "longest"])
@@ -65,12 +69,12 @@ def test_evaluation_pixels_are_open_clips_bit_for_bit(
 def test_training_pixels_of_whole_jpegs_are_open_clips(size: tuple[int, int], mode: str) -> None:
     """At scale 1 open_clip's transform is not random: it takes all of a square picture, the middle of a long one."""
     width, height = size
-    source = Image.open(io.BytesIO(photograph(640, width))).crop((0, 0, width, height)).convert(mode)
+    source = opened(photograph(640, width)).crop((0, 0, width, height)).convert(mode)
     options = {"is_train": True, "mean": (0.0,) * 3, "std": (1.0,) * 3, "aug_cfg": {"scale": (1.0, 1.0)}}
     transform = open_clip.image_transform(64, **options)
     for quality, sampling in ((75, "4:2:0"), (95, "4:4:4")):
         data = encode(source, "JPEG", quality=quality, **({} if mode == "L" else {"subsampling": sampling}))
-        reference = transform(Image.open(io.BytesIO(data))).numpy() * 255
+        reference = transform(opened(data)).numpy() * 255
         out = np.zeros((3, 64, 64), np.uint8)
         TrainTransform(64, (1.0, 1.0), (3 / 4, 4 / 3), 0.0)(data, CounterRNG(0), out)
         difference = np.abs(out - reference)
@@ -82,8 +86,8 @@ def test_training_pixels_of_whole_jpegs_are_open_clips(size: tuple[int, int], mo
     [*((mode, "PNG") for mode in ("L", "LA", "P", "RGBA", "1")), ("CMYK", "JPEG"), ("YCbCr", "JPEG")],
 )
 def test_modes_become_rgb_as_pillow_converts_them(mode: str, kind: str) -> None:
-    data = encode(Image.open(io.BytesIO(picture(2, (12, 9)))).convert(mode), kind)
-    assert np.array_equal(Picture(data).decode(), np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
+    data = encode(opened(picture(2, (12, 9))).convert(mode), kind)
+    assert np.array_equal(Picture(data).decode(), np.asarray(opened(data).convert("RGB")))
 
 
 def test_sixteen_bits_are_scaled_not_clipped() -> None:
@@ -98,8 +102,8 @@ def test_sixteen_bits_are_scaled_not_clipped() -> None:
 def test_the_camera_orientation_is_undone(orientation: int, kind: str) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
-    data = encode(Image.open(io.BytesIO(picture(5, (240, 160)))), kind, exif=exif)
-    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
+    data = encode(opened(picture(5, (240, 160))), kind, exif=exif)
+    upright = ImageOps.exif_transpose(opened(data)).convert("RGB")
     got = Picture(data).decode()
     assert got.shape == (upright.height, upright.width, 3)
     assert np.abs(got.astype(int) - np.asarray(upright)).max() <= 1
@@ -165,7 +169,7 @@ def test_unusable_captions_have_a_reason(column: str, text: str | None, reason: 
 
 def test_a_jpeg_of_many_scans_is_broken_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few bytes each, and each takes as long as a whole picture: one such file held a worker for two minutes."""
-    data = encode(Image.open(io.BytesIO(picture(2, (40, 40)))), "JPEG", progressive=True)
+    data = encode(opened(picture(2, (40, 40))), "JPEG", progressive=True)
     scan = data[data.rindex(b"\xff\xda") : -2]
     many = data[:-2] + 20 * scan + data[-2:]
     Picture(many)
@@ -213,7 +217,7 @@ def test_the_name_of_a_pictures_content_is_one_that_readers_take(kind: str) -> N
     picture = Picture(data)
     assert image_bytes({picture.type: data}) == data
     assert Image.registered_extensions()[f".{picture.type}"] == kind.replace("MPO", "JPEG")
-    assert np.array_equal(picture.decode(), np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
+    assert np.array_equal(picture.decode(), np.asarray(opened(data).convert("RGB")))
 
 
 def test_every_suffix_of_the_formats_is_taken() -> None:

@@ -11,7 +11,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from clipscale import checkpoint
 from clipscale.checkpoint import UnwritableError
 from clipscale.common.errors import StoppedError
 from clipscale.config.sections import CacheConfig, CheckpointConfig, EvalConfig, LaunchConfig, ModelConfig
@@ -21,7 +20,7 @@ from clipscale.launch import stopping
 from clipscale.launch.stopping import SignalError, Stop
 from clipscale.train import train
 from tests.conftest import Cap
-from tests.support.checkpoints import ALONE
+from tests.support.checkpoints import ALONE, steps
 from tests.support.ranks import run_ranks
 from tests.support.runs import ARCHITECTURE, curve, settings
 
@@ -110,7 +109,7 @@ def test_a_step_is_thrown_away_and_taken_again_bit_for_bit(
     """In the first pass and in the second."""
     config = short(demo, tmp_path / "run", checkpoint=CheckpointConfig(every="0"))
     assert with_signal_at(CHUNKS + call, lambda: train(config)) == signal.SIGTERM
-    assert [path.name for path in checkpoint.checkpoints_of(tmp_path / "run")] == ["step_00000001"]
+    assert steps(tmp_path / "run") == [1]
     assert curve(tmp_path / "run") == whole[:1]
     train(config)
     assert curve(tmp_path / "run") == whole
@@ -118,7 +117,7 @@ def test_a_step_is_thrown_away_and_taken_again_bit_for_bit(
 
 def test_the_first_step_has_nothing_to_save(demo: Path, tmp_path: Path) -> None:
     assert with_signal_at(12, lambda: train(short(demo, tmp_path / "run"))) == signal.SIGTERM
-    assert not checkpoint.checkpoints_of(tmp_path / "run")
+    assert not steps(tmp_path / "run")
 
 
 @pytest.mark.parametrize("every", [0, 1])  # a save that the signal begins, and one that is being written
@@ -140,7 +139,7 @@ def test_a_run_from_anothers_checkpoint_goes_on_from_its_own_when_requeued(
     other, run, path = tmp_path / "other", tmp_path / "run", tmp_path / "other/checkpoints/step_00000001"
     train(short(demo, other, checkpoint=CheckpointConfig(every="1")))
     assert with_signal_at(3, lambda: train(short(demo, run, resume=str(path)))) == signal.SIGTERM
-    assert [path.name for path in checkpoint.checkpoints_of(run)] == ["step_00000001"], "resume=auto would begin anew"
+    assert steps(run) == [1], "resume=auto would begin anew"
     train(short(demo, run, resume="auto"))
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     train(short(demo, run, resume=str(path)))
@@ -154,7 +153,7 @@ def test_a_signal_ends_an_evaluation(demo: Path, whole: list[float], tmp_path: P
     sets = EvalConfig(every=2 - step, sets=[str(demo / "objects")], limit=8, batch=4)
     config = short(demo, tmp_path / "run", eval=sets, checkpoint=CheckpointConfig(every="0"))
     assert with_signal_at(step * CHUNKS + 2, lambda: train(config)) == signal.SIGTERM
-    assert [path.name for path in checkpoint.checkpoints_of(tmp_path / "run")] == [f"step_0000000{step}"]
+    assert steps(tmp_path / "run") == [step]
     assert train(config)["eval"], "a resumed run evaluates"
     assert curve(tmp_path / "run") == whole
 
@@ -169,7 +168,7 @@ def test_all_ranks_leave_a_step_at_the_same_chunk(demo: Path, tmp_path: Path, pa
     config = short(demo, tmp_path / "run", launch=launch)
     assert run_ranks(on_rank_1, 2, short(demo, tmp_path / "whole", launch=launch), -1) == [0, 0]
     assert run_ranks(on_rank_1, 2, config, CHUNKS // 2 + 7) == [signal.SIGTERM] * 2
-    assert [path.name for path in checkpoint.checkpoints_of(tmp_path / "run")] == ["step_00000001"]
+    assert steps(tmp_path / "run") == [1]
     assert run_ranks(on_rank_1, 2, config, -1) == [0, 0]
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
 

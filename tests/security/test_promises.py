@@ -5,8 +5,6 @@ import io
 import json
 import re
 import resource
-import subprocess
-import sys
 import tarfile
 import time
 from pathlib import Path
@@ -26,6 +24,7 @@ from clipscale.models.tokenizer import tokenizer_of
 from tests.conftest import TINY, Cap
 from tests.data.files import picture, write_tar
 from tests.support.audit import heard
+from tests.support.interpreter import interpreted
 
 
 def test_every_row_has_its_test() -> None:
@@ -94,7 +93,7 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 findings = check_shard({str(shard)!r}, DataConfig())
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024, dict(findings.broken), findings.damage)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = interpreted(code)
     grown, _, line = done.stdout.strip("\n").partition(" ")
     assert line == expected
     assert int(grown) < 1 << 7, f"{grown} MiB"

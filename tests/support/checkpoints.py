@@ -15,6 +15,11 @@ ALONE = World(0, 1, torch.device("cpu"))
 """A run of one process."""
 
 
+def steps(run: Path) -> list[int]:
+    """The steps of a run's checkpoints."""
+    return [checkpoint.step_of(path) for path in checkpoint.checkpoints_of(run)]
+
+
 def save(run: Path, step: int, state: dict[str, Any], *, keep: int, keep_every: int = 0) -> Path:
     """Write a checkpoint in one process and wait for it; see `checkpoint.Saver`. Returns its folder."""
     config = CheckpointConfig(keep=keep, keep_every=keep_every)

@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.data.order import BatchShare
-from clipscale.data.sample import RawSample, limits
+from clipscale.data.sample import limits
 from clipscale.data.shards import index
 from clipscale.data.shards.counts import build_order, count_samples
-from clipscale.data.shards.reader import ReadProblem, read_shard
 from tests.data.files import sample, write_shards, write_tar
-from tests.data.streams import open_stream
+from tests.data.streams import open_stream, read
 
 
 def make(paths: list[Path], **options: Any) -> str:
@@ -26,11 +25,6 @@ def make(paths: list[Path], **options: Any) -> str:
     letters = {index.Entry: "r", type(None): "u", str: "f"}
     outcomes = dict(index.update_indexes([str(path) for path in paths], **options))
     return "".join(letters[type(outcomes[str(path)])] for path in paths)
-
-
-def read(path: Path, **options: Any) -> tuple[list[RawSample], ReadProblem]:
-    problem = ReadProblem()
-    return list(read_shard(str(path), problem, offsets=index.sample_offsets, **options)), problem
 
 
 names = ["a.png", "a.txt", "b.png", "c/d.x.json", "n", "__m__", "e.txt", "x" * 120 + ".txt"]
@@ -42,12 +36,12 @@ def test_reading_by_offsets_gives_what_reading_on_gives(
     tmp_path_factory: pytest.TempPathFactory, members: list[tuple[str, bytes]]
 ) -> None:
     path = write_tar(tmp_path_factory.getbasetemp() / "offsets.tar", members)
-    plain = list(read_shard(str(path), ReadProblem()))
+    plain, _ = read(path)
     scanned = index.scan_shard(str(path))
     assert scanned.samples == len(plain)
     offsets = lambda *_: index.unpack(scanned.offsets or b"")  # noqa: E731
     for first in range(len(plain)):
-        raws = [*read_shard(str(path), ReadProblem(), partial(le, first), offsets=offsets)]
+        raws, _ = read(path, want=partial(le, first), offsets=offsets)
         assert raws[first:] == plain[first:] and not any(raw.key for raw in raws[:first])
         assert [raw.num_bytes for raw in raws] == [raw.num_bytes for raw in plain]
 
@@ -90,7 +84,7 @@ def test_a_stale_entry_is_named_and_does_not_hide_a_newer_one(
     write_tar(paths[0], [*sample("a"), *sample("b")])
     assert count_samples(urls, scan=False) == [None, 5]
     assert f"the index of 1 of 2 shards is out of date (first: {paths[0]})" in caplog.text
-    assert [s.key for s in read(paths[0])[0]] == ["a", "b"]
+    assert [s.key for s in read(paths[0], offsets=index.sample_offsets)[0]] == ["a", "b"]
     monkeypatch.setattr(index.os, "access", lambda *_: False)
     assert count_samples(urls[:1]) == [2]
     assert count_samples(urls, scan=False) == [2, 5] and not index.lookup(urls).stale, "counted at every start"
@@ -111,7 +105,8 @@ def test_members_over_the_limit_are_not_read(tmp_path: Path) -> None:
     large = [("b.png", bytes(9 << 20)), ("b.txt", b"x"), ("c.txt", bytes(2 << 20))]
     path = write_tar(tmp_path / "x.tar", [*sample("a"), *large, *sample("d")])
     tracemalloc.start()
-    raws, problem = read(path, size_limits=limits(["png"], ["txt"]) | {"png": 1 << 20})
+    sizes = limits(["png"], ["txt"]) | {"png": 1 << 20}
+    raws, problem = read(path, offsets=index.sample_offsets, size_limits=sizes)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert [raw.damage for raw in raws] == ["", "too_large", "too_large", ""] and problem.reason is None

@@ -8,16 +8,10 @@ import pytest
 from webdataset.tariterators import tarfile_samples
 
 from clipscale.common.errors import UserError
-from clipscale.data.sample import RawSample
 from clipscale.data.shards.index import scan_shard
-from clipscale.data.shards.reader import ReadProblem, read_shard, unusable
+from clipscale.data.shards.reader import unusable
 from tests.data.files import Members, picture, sample, write_shards, write_tar
-from tests.data.streams import open_stream
-
-
-def read(path: Path | str) -> tuple[list[RawSample], ReadProblem]:
-    problem = ReadProblem()
-    return list(read_shard(str(path), problem)), problem
+from tests.data.streams import open_stream, read
 
 
 def test_samples_are_what_webdataset_groups(tmp_path: Path) -> None:
@@ -65,14 +59,13 @@ def test_a_repeated_member_is_ignored(tmp_path: Path) -> None:
 def test_a_cut_in_what_is_not_read_is_noticed(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "x.tar", [*sample("a"), ("a.large", bytes(1 << 20))])
     path.write_bytes(path.read_bytes()[: 1 << 20])
-    problem = ReadProblem()
-    assert [s.key for s in read_shard(str(path), problem, size_limits={"txt": 99})] == ["a"]
-    assert problem.reason == "truncated_shard"
+    samples, problem = read(path, size_limits={"txt": 99})
+    assert [s.key for s in samples] == ["a"] and problem.reason == "truncated_shard"
 
 
 def test_only_wanted_members_are_read(tmp_path: Path) -> None:
     path = write_shards(tmp_path, [6])[0]
-    samples = list(read_shard(str(path), ReadProblem(), want=lambda i: i % 2 == 1, size_limits={"txt": 99}))
+    samples, _ = read(path, want=lambda i: i % 2 == 1, size_limits={"txt": 99})
     assert [s.index for s in samples] == list(range(6))
     assert [sorted(s.members) for s in samples] == [[], ["txt"]] * 3
 

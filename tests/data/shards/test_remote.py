@@ -29,14 +29,17 @@ def read(url: str) -> tuple[list[RawSample], ReadProblem, Counter[str]]:
     return list(read_shard(url, problem, store=Store(counts))), problem, counts
 
 
-def members(samples: list[RawSample]) -> list[tuple[str, dict[str, bytes]]]:
-    return [(raw.key, raw.members) for raw in samples]
+def assert_reads(url: str, path: Path) -> Counter[str]:
+    """What is in the file is read at the address; returns the counted faults."""
+    (remote, problem, counts), (local, *_) = read(url), read(str(path))
+    assert [(raw.key, raw.members) for raw in remote] == [(raw.key, raw.members) for raw in local], problem
+    assert problem.reason is None
+    return counts
 
 
 def test_it_reads_what_is_in_the_file(tmp_path: Path, web: Web) -> None:
     path = write_shards(tmp_path, [40])[0].rename(tmp_path / "0 1.tar")
-    samples, problem, counts = read(f"{web.url}/0 1.tar")
-    assert members(samples) == members(read(str(path))[0]) and problem.reason is None and not counts
+    assert not assert_reads(f"{web.url}/0 1.tar", path)
     starts = [int(asked.removeprefix("bytes=").split("-")[0]) for _, asked in web.requests]
     assert starts == sorted(set(starts)), "no block is asked for twice"
 
@@ -70,8 +73,7 @@ def test_what_a_slow_server_has_sent_is_kept(tmp_path: Path, web: Web, monkeypat
     path = write_shards(tmp_path, [7])[0]
     monkeypatch.setattr(store, "WAIT_S", 0.2)
     web.faults = lambda number, _: "slow"
-    samples, problem, _ = read(f"{web.url}/{path.name}")
-    assert members(samples) == members(read(str(path))[0]), problem
+    assert_reads(f"{web.url}/{path.name}", path)
     assert len(web.requests) < path.stat().st_size / store.LEAST, "it goes on behind what came"
 
 
@@ -180,8 +182,7 @@ def test_a_server_elsewhere_gets_no_header_of_the_user(
     monkeypatch.setitem(conf, "http", settings)
     monkeypatch.setattr(Hub, "secret", "x-key")
     with serving(Hub(tmp_path)) as web:
-        samples, problem, _ = read(f"{web.url}/{path.name}")
-    assert members(samples) == members(read(str(path))[0]), problem
+        assert_reads(f"{web.url}/{path.name}", path)
 
 
 def test_the_hub_gets_the_token_and_its_store_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,8 +193,7 @@ def test_the_hub_gets_the_token_and_its_store_does_not(tmp_path: Path, monkeypat
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with serving(Hub(tmp_path)) as web:
         monkeypatch.setattr(HfFileSystem, "url", lambda self, path: f"{web.url}/resolve/main/00000.tar")
-        samples, problem, _ = read("hf://datasets/me/pairs/00000.tar")
-    assert members(samples) == members(read(str(path))[0]), problem
+        assert_reads("hf://datasets/me/pairs/00000.tar", path)
 
 
 def test_storage_without_credentials_is_one_line_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

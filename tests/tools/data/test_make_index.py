@@ -1,13 +1,12 @@
 """The verb `data index` on the command line."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 from clipscale.cli.main import main
 from clipscale.data.shards import index
 from tests.conftest import Cap
 from tests.data.files import write_shards
+from tests.support.interpreter import interpreted
 
 
 def test_samples_are_counted_and_a_damaged_shard_is_named(tmp_path: Path, capsys: Cap) -> None:
@@ -28,5 +27,5 @@ def test_the_verbs_load_no_torch(tmp_path: Path) -> None:
         f"done = [main(['data', tool, *{shards}]) for tool in ('index', 'check')]\n"
         "print(done, sorted({'torch', 'torchvision', 'open_clip', 'timm'} & set(sys.modules)))"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    ran = interpreted(code)
     assert ran.stdout.splitlines()[-1] == "[0, 0] []", ran.stdout[-500:] + ran.stderr[-500:]

@@ -1,0 +1,11 @@
+"""Code in an interpreter of its own, which has loaded nothing yet."""
+
+import os
+import subprocess
+import sys
+
+
+def interpreted(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """What it returns and prints, with these variables in its environment."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=120)
