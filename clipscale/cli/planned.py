@@ -33,10 +33,11 @@ def answer(connection: Connection, config: TrainConfig) -> None:
             from clipscale.tools.plan.start import before
 
             found = before(config), ""
-        except UserError as error:
-            found = "", one_line(error)
         except Exception as error:  # for example, torch has moved its private modules
-            found = "", f"{type(error).__name__}: {one_line(error)}"
+            found = (
+                "",
+                one_line(error) if isinstance(error, UserError) else f"{type(error).__name__}: {one_line(error)}",
+            )
     with suppress(BrokenPipeError):  # the run has ended
         connection.send(found)
 

@@ -1,12 +1,8 @@
 """The names that open_clip and timm know. Importing these libraries takes seconds, so their files are read instead."""
 
-import sys
 from functools import cache
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 from clipscale.common import files
 from clipscale.common.record import Record
@@ -28,23 +24,6 @@ def model_description(name: str) -> Record:
     """open_clip's description of a model; empty for a name that it does not know."""
     file = _file("open_clip", f"model_configs/{name.replace('/', '-')}.json")
     return files.read_json(file) if file.is_file() else {}
-
-
-@cache
-def pretrained() -> Any:
-    """open_clip's module of tags, imported without the package and what fetches weights: these take seconds."""
-    name = "open_clip_tags"
-    package = ModuleType(name)
-    package.__path__ = [str(_file("open_clip", ""))]
-    missing = {"safetensors.torch", "huggingface_hub"} - sys.modules.keys()
-    sys.modules[name] = package
-    for absent in missing:
-        sys.modules[absent] = None  # type: ignore[assignment]
-    try:
-        return import_module(f"{name}.pretrained")
-    finally:
-        for absent in missing:
-            del sys.modules[absent]
 
 
 @cache

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from clipscale.common.errors import UserError
-from clipscale.config.libraries import model_description, pretrained
+from clipscale.config.libraries import model_description
 from clipscale.config.sections import ModelConfig
 from clipscale.models.sources import HUB, local_source
 
@@ -42,7 +42,9 @@ def repositories(model: ModelConfig) -> Iterator[str]:
     """Where a model's weights and its tokenizer are fetched, as far as they are no files or folders."""
     for value in (model.weights, model.image.weights, model.text.weights):
         if value and not local_source(value):
-            tag = pretrained().get_pretrained_cfg(model.name.replace("/", "-"), value)
+            import open_clip
+
+            tag = open_clip.get_pretrained_cfg(model.name.replace("/", "-"), value)
             yield value.removeprefix(HUB) if value.startswith(HUB) else tag.get("hf_hub", "").rpartition("/")[0]
     text = (model.architecture or model_description(model.name)).get("text_cfg", {})
     tokenizer = text.get("hf_tokenizer_name", "")

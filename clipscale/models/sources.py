@@ -18,7 +18,7 @@ from clipscale.common.checkpoints import META, is_run, locate
 from clipscale.common.errors import UserError, library
 from clipscale.common.record import Record
 from clipscale.common.units import nearest, run_folder
-from clipscale.config.libraries import model_description, pretrained
+from clipscale.config.libraries import model_description
 from clipscale.config.parse import typed
 from clipscale.config.sections import ModelConfig, Preprocess
 from clipscale.config.setting import settings_of
@@ -330,15 +330,16 @@ def _from_hub(name: str) -> Path:
 
 def _pretrained(tag: str, name: str, origin: str) -> Record:
     """What open_clip says of a tag's weights. Raises UserError for a tag of another model."""
-    known_tags = pretrained()
-    tags = known_tags.list_pretrained_tags_by_model(name)
+    import open_clip
+
+    tags = open_clip.list_pretrained_tags_by_model(name)
     if tag not in tags:
-        models = ", ".join(known_tags.list_pretrained_models_by_tag(tag))
+        models = ", ".join(open_clip.list_pretrained_models_by_tag(tag))
         known = f"it is one of {models}" if models else f"it has {', '.join(tags) or 'none'}"
         raise UserError(
             f"{origin} is no file, no folder, no run and no tag of model.name={name}{nearest(tag, tags)}; {known}"
         )
-    described = known_tags.get_pretrained_cfg(name, tag)
+    described = open_clip.get_pretrained_cfg(name, tag)
     quick = described.get("quick_gelu", False)
     if quick != model_description(name).get("quick_gelu", False):
         right = name.removesuffix("-quickgelu") + ("-quickgelu" if quick else "")

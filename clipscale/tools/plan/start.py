@@ -10,7 +10,6 @@ from clipscale.config.train import TrainConfig
 from clipscale.data.loader.memory import free_memory
 from clipscale.launch.local import workers
 from clipscale.models.sources import with_hub_architecture
-from clipscale.tools.plan import without_unused
 from clipscale.tools.plan.settings import PlanConfig
 
 
@@ -24,7 +23,6 @@ def before(config: TrainConfig) -> str:
     if unknown or hardware is None:
         return json.dumps({"fits": True, "lines": []})
     model = with_hub_architecture(config.model)
-    without_unused(model)
     from clipscale.tools.plan.planner import plan
     from clipscale.tools.plan.text import render
 
