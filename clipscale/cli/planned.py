@@ -49,7 +49,7 @@ class Planner:
         """`forked`: from the data workers' server, which has imported torch; else the process imports it itself."""
         context: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
         self._connection, sends = context.Pipe(duplex=False)
-        self.process = context.Process(target=answer, args=(sends, config), name="planner", daemon=True)
+        self.process = context.Process(target=answer, args=(sends, config), daemon=True)
         with blocked():
             self.process.start()
         sends.close()

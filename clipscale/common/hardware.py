@@ -40,7 +40,7 @@ def cores_of_rank() -> int:
     launcher, which are more where each rank is bound to the cores near its GPU."""
     local_ranks = ranks.local_world_size()
     bound = "SLURM_PROCID" in os.environ and cores() * local_ranks <= (os.cpu_count() or 1)
-    if bound or local_ranks == 1:
+    if bound:
         return cores()
     return min(cores(), max(1, cores(os.getppid()) // local_ranks))
 

@@ -185,8 +185,8 @@ def binding(device: str, count: int) -> "NumaOptions | None":
     from torch.numa.binding import AffinityMode, NumaOptions
 
     near = {file.read_text().strip() for file in GPUS.glob("*/numa_node")}
-    known = len(near) > 1 and "-1" not in near and shutil.which("numactl")
-    if not known or device == "cpu" or count > torch.cuda.device_count():
+    unknown = len(near) < 2 or "-1" in near or not shutil.which("numactl")
+    if unknown or device == "cpu" or count > torch.cuda.device_count():
         return None
     return NumaOptions(AffinityMode.NODE, should_fall_back_if_binding_fails=True)
 

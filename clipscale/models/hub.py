@@ -40,12 +40,14 @@ def check_connection(model: ModelConfig) -> None:
 
 def repositories(model: ModelConfig) -> Iterator[str]:
     """Where a model's weights and its tokenizer are fetched, as far as they are no files or folders."""
-    for value in (model.weights, model.image.weights, model.text.weights):
-        if value and not local_source(value):
+    for value in filter(None, (model.weights, model.image.weights, model.text.weights)):
+        if value.startswith(HUB):
+            yield value.removeprefix(HUB)
+        elif not local_source(value):
             import open_clip
 
             tag = open_clip.get_pretrained_cfg(model.name.replace("/", "-"), value)
-            yield value.removeprefix(HUB) if value.startswith(HUB) else tag.get("hf_hub", "").rpartition("/")[0]
+            yield tag.get("hf_hub", "").rpartition("/")[0]
     text = (model.architecture or model_description(model.name)).get("text_cfg", {})
     tokenizer = text.get("hf_tokenizer_name", "")
     if tokenizer and not Path(tokenizer).is_dir():

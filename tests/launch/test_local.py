@@ -181,7 +181,7 @@ def test_the_cause_is_shown_and_not_the_ranks_that_it_took_along(tmp_path: Path)
         return local.cause_of(SimpleNamespace(failures={0: noticed}), tmp_path)  # type: ignore[arg-type]
 
     lost = RuntimeError("Timed out waiting 1000ms for recv operation to complete")
-    assert str(cause(lost, ValueError("bad row\nmore"), lost)) == "worker 1 failed: ValueError: bad row"
+    assert str(cause(lost, ValueError("bad row\nmore"), lost)) == "worker 1 failed: ValueError: bad row more"
     assert "killed by SIGKILL" in str(cause(lost, lost, lost, status=-9))
     assert str(cause(lost, lost, lost)).startswith("worker 0 failed: RuntimeError: Timed out")
     for error in (UserError("lr=1: unknown"), UnwritableError("full"), LoaderError("gone"), StoppedError("stopped", 2)):
