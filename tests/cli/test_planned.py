@@ -1,6 +1,7 @@
 """The plan of a run that starts: a refusal reaches the run, whatever it does (the rest: tools/plan/test_planner)."""
 
 import json
+import os
 import signal
 import time
 from contextlib import suppress
@@ -22,6 +23,20 @@ def stop(number: int, _: Any) -> None:
 def answer(_: Planner) -> tuple[str, str]:
     time.sleep(0.5)  # the run has begun
     return REFUSED, ""
+
+
+def die(*_: Any) -> None:
+    os._exit(3)
+
+
+def test_a_planner_that_dies_costs_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("clipscale.cli.planned.answer", die)
+    said = ""
+    with planned(TrainConfig()):
+        while "no plan" not in said:
+            time.sleep(0.05)
+            said += capsys.readouterr().err
+    assert "no plan: its process ended with status 3" in said
 
 
 @pytest.mark.parametrize("loading", [signal.default_int_handler, signal.SIG_IGN])
