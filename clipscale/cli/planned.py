@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Event, Thread
@@ -38,8 +38,7 @@ def answer(connection: Connection, config: TrainConfig) -> None:
                 "",
                 one_line(error) if isinstance(error, UserError) else f"{type(error).__name__}: {one_line(error)}",
             )
-    with suppress(BrokenPipeError):  # the run has ended
-        connection.send(found)
+    connection.send(found)
 
 
 class Planner:
@@ -75,7 +74,6 @@ class Planner:
         try:
             if self._connection.poll(LIMIT_S):
                 return self._connection.recv()
-            self.process.kill()
             return "", f"not ready in {LIMIT_S:.0f} s"
         except EOFError:
             self.process.join()

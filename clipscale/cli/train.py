@@ -102,7 +102,7 @@ def main(config: TrainConfig, *, isolated: bool = False) -> Record:
             tell(f"run={config.run} is complete at step {step}: nothing is left to train; more samples= go on with it")
             print_results(result["eval"], f"{Path(config.run).name}, step {step}")
             return result
-    serves = config.data.workers != 0 and not isolated and (not alone or config.launch.procs in (None, 1))
+    serves = config.data.workers != 0 and not isolated and config.launch.procs in (None, 1)
     if serves:
         warm_up()  # beside the imports of training
     try:

@@ -91,11 +91,9 @@ class StepTimer:
         `graph_bytes`: bytes of a chunk's graph; on a GPU they are subtracted from the peaks of `encode` and `replay`.
         """
         if self.device.type == "cuda":
-            without = {"encode": graph_bytes, "replay": graph_bytes}
-            start = {"optim": torch.cuda.memory_allocated(self.device)}
-            return max(
-                size - without.get(name, 0) - start.get(name, self.before["encode"]) for name, size in self.peak.items()
-            )
+            before = self.before["encode"]
+            start = {"loss": before, "optim": torch.cuda.memory_allocated(self.device)}
+            return max(size - start.get(name, before + graph_bytes) for name, size in self.peak.items())
         peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return max(0, peak - psutil.Process().memory_info().rss)
 

@@ -3,6 +3,7 @@
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from clipscale.common import files
 from clipscale.common.record import Record
@@ -27,8 +28,8 @@ def model_description(name: str) -> Record:
 
 
 @cache
-def optimizers() -> list[str]:
+def optimizers() -> list[Any]:
     """Names of timm's optimizers, by an import of timm."""
     import timm.optim
 
-    return [str(name) for name in timm.optim.list_optimizers()]
+    return timm.optim.list_optimizers()

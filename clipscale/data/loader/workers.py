@@ -173,7 +173,7 @@ class Workers:
                 return
             self._last[number] = time.monotonic()
             if isinstance(message, Exception):
-                self._failure = self._failure or message
+                self._failure = message
                 return
             yield message
 

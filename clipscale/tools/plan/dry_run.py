@@ -156,11 +156,15 @@ class DryRun:
         self.step.precision.scaler = None  # it takes a few bytes, and its test of every gradient needs values
         self.trained = self.step.cache.trained
         """Whether each tower has a second pass."""
+        # The largest group last: then its update finds the state of all, as in each later step.
+        groups = self.step.optimizer.param_groups
+        groups.sort(key=lambda group: sum(p.nbytes for p in group["params"]))
         if machine.capability and type(self.step.optimizer).__module__.startswith("torch.optim"):
-            for group in self.step.optimizer.param_groups:  # torch's own choice on CUDA
+            for group in groups:  # torch's own choice on CUDA
                 if group.get("foreach", False) is None:
                     group["foreach"] = True
-        for _ in range(2):  # the first update makes the optimizer's state
+        # The first update makes the optimizer's state: with `foreach` that of a group before its arithmetic.
+        for _ in range(1 if groups[0].get("foreach") else 2):
             tracker.take_peak()
             for p in self.step.trainable_parameters:
                 p.grad = torch.empty_like(p)
