@@ -7,8 +7,9 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Event, Thread
@@ -28,16 +29,14 @@ NICENESS = 10
 def answer(connection: Connection, config: TrainConfig) -> None:
     """In the planner's process: send the plan as JSON, empty if there is none, and the reason for that."""
     os.nice(NICENESS)
-    with Path(os.devnull).open("w") as silent, redirect_stdout(silent), redirect_stderr(silent):  # libraries print
-        try:
-            from clipscale.tools.plan.start import before
+    sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  libraries print; it stays open to the end
+    try:
+        from clipscale.tools.plan.start import before
 
-            found = before(config), ""
-        except Exception as error:  # for example, torch has moved its private modules
-            found = (
-                "",
-                one_line(error) if isinstance(error, UserError) else f"{type(error).__name__}: {one_line(error)}",
-            )
+        found = before(config), ""
+    except Exception as error:  # for example, torch has moved its private modules
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        found = "", kind + one_line(error)
     connection.send(found)
 
 

@@ -73,12 +73,12 @@ def agreed_chunk_sizes(
     own = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     device = " and ".join(sorted(set(world.all_gather_object(own))))
     sizes = {}
-    for name, tower, inputs in (("image", model.image, random_pixels), ("text", model.text, random_captions)):
+    for name, tower, draw in (("image", model.image, random_pixels), ("text", model.text, random_captions)):
         size = batch_norm_chunk(tower, name, settings[name], local_batch) or settings[name]
         if size is None and earlier and earlier.device == device:
             size = getattr(earlier, name)
         if size is None:
-            rate = lambda n, tower=tower, inputs=inputs: samples_per_second(tower, inputs(model, n, world.device))  # noqa: E731
+            rate = lambda n, t=tower, d=draw: samples_per_second(t, d(model, n, world.device))  # noqa: E731
             fastest = find_chunk(rate, local_batch, world.device, keep=config.keep != "none")
             size = min(world.all_gather_object(fastest))
         sizes[name] = size
