@@ -7,6 +7,7 @@ A contrastive loss couples samples only through their representations, so three 
 By the chain rule the sum over chunks is the gradient of one graph over the whole batch.
 """
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,15 +21,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from clipscale.common.rng import RandomState
-from clipscale.step.kept_graphs import KeptGraphs
+from clipscale.step.kept_graphs import KeptGraphs, largest_of_ranks
 from clipscale.step.pass_contexts import (
     batch_norm_preserved,
     batch_norms,
+    gathers,
     gradient_sync,
     rearm_ddp_sync,
     repeatable,
     trains,
 )
+
+log = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -71,7 +75,7 @@ class GradCache:
         keep_bytes: memory for graphs that are kept from the first pass, so that their chunks need no replay; the same
             on all ranks. 0: keep none; math.inf: keep all; a number: measure a graph in the first step, then keep as
             many as fit; None: measure, and keep none yet. May be changed between steps, as `chunks` may. A rank that
-            runs out of memory in a kept graph keeps none from then on.
+            has no memory for a kept graph keeps none from then on; under FSDP2 no rank does.
         autocast: makes the context in which encoders run, a new one for each chunk.
         scaler: a gradient scaler for fp16. It scales the loss before the backward pass.
 
@@ -107,6 +111,7 @@ class GradCache:
         self._towers = [
             _Tower(encoder, autocast, last=encoder not in encoders[i + 1 :]) for i, encoder in enumerate(encoders)
         ]
+        self._keeps_none = False
 
     def step(self, *inputs: Any) -> Tensor:
         """Gradients of the loss over one batch, one input per tower; returns the loss, detached."""
@@ -128,10 +133,8 @@ class GradCache:
 
     def encode_tower(self, i: int, batch: Any, before_chunk: Callable[[], None] = _nothing) -> Tensor:
         """The first pass of tower i, after those of all earlier towers; see `encode`."""
-        budget = self.keep_bytes
-        if any(tower.graphs.exhausted for tower in self._towers):
-            budget = 0
-        elif budget is not None:
+        budget = 0 if self._keeps_none else self.keep_bytes
+        if budget is not None:
             # Even if a tower keeps no graph, its replay builds one while the graphs of later towers are still there.
             budget -= sum(max(1, tower.graphs.count) * tower.graphs.bytes_each for tower in self._towers[:i])
         measure_graph = self.keep_bytes is None or 0 < self.keep_bytes < math.inf
@@ -149,9 +152,21 @@ class GradCache:
 
         `before_chunk`: see `encode`.
         """
+        self._agree_on_kept()
         for tower in self._towers:
             tower.replay(before_chunk)
             tower.representations, tower.inputs = torch.empty(0), None  # frozen ones, too
+
+    def _agree_on_kept(self) -> None:
+        """If a graph did not fit, keep none from now on. Under FSDP2 on all ranks: a second pass gathers weights."""
+        full = any(tower.graphs.full for tower in self._towers)
+        if self.keep_bytes and not self._keeps_none and any(gathers(tower.encoder) for tower in self._towers):
+            full = bool(largest_of_ranks(full, self._towers[0].representations.device))
+        if full:
+            log.warning("cache.keep: out of memory for a kept graph; this process keeps none from now on")
+            self._keeps_none = True
+            for tower in self._towers:
+                tower.graphs.give_up()
 
     @property
     def trained(self) -> list[bool]:

@@ -7,6 +7,7 @@ from clipscale.common.phases import StepTimer
 from clipscale.common.units import parse_memory
 from clipscale.data.loader.memory import free_memory
 from clipscale.distributed.world import World
+from clipscale.step.kept_graphs import free_gpu_memory
 
 MARGIN = {"cuda": 0.9, "cpu": 0.5}
 """Share of the free memory that a step may use. The rest is for fragmentation and, on a host, for other programs."""
@@ -40,6 +41,4 @@ def usable_bytes(device: torch.device) -> int:
     if device.type == "cpu":
         free = free_memory()
         return min(int(MARGIN["cpu"] * free), free - HOST_LEFT) // ranks.local_world_size()
-    free, _ = torch.cuda.mem_get_info(device)
-    reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(MARGIN["cuda"] * (free + reserve))
+    return int(MARGIN["cuda"] * free_gpu_memory())

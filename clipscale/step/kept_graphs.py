@@ -1,6 +1,5 @@
 """Graphs that are kept from the first pass, so that their chunks need no second pass; and the bytes of one graph."""
 
-import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,13 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-log = logging.getLogger(__name__)
+ROOM = 1.1
+"""Free memory that a graph needs, in graphs. A budget leaves a tenth of the memory free, so it never asks for more."""
 
 
 @dataclass
 class KeptGraphs:
-    """The graphs a tower keeps: those of a step's first chunks. All ranks keep the same number, except a rank that ran
-    out of memory, which keeps none.
+    """The graphs a tower keeps: those of a step's first chunks. All ranks keep the same number, except a rank without
+    memory for them, which keeps none.
 
     A finite budget needs the bytes of a graph: the first step at a batch size measures them and keeps none.
     """
@@ -27,8 +27,8 @@ class KeptGraphs:
     """Number of chunks to keep in this step."""
     bytes_each: int = 0
     """Bytes of a full chunk's graph, the largest of all ranks; 0: not measured."""
-    exhausted: bool = False
-    """A graph did not fit: this rank keeps none for the rest of the run."""
+    full: bool = False
+    """A graph did not fit in this step."""
     _rows: int = 0
     _on_gpu: bool = False
     _measured: list[int] | None = None
@@ -37,7 +37,7 @@ class KeptGraphs:
         """Prepare for a step of `rows` samples, of which `chunks` chunks have a second pass.
 
         `budget`: bytes for this tower's graphs. `measure_graph`: whether to measure a graph. The same on all ranks,
-        even those that gave up, since `end` is a collective. `on_gpu`: see `measured_graph`.
+        even those that keep none, since `end` is a collective. `on_gpu`: see `measured_graph`.
         """
         if rows != self._rows:
             self._rows = rows
@@ -51,9 +51,12 @@ class KeptGraphs:
             fits = max(0, int(budget // self.bytes_each))
         self.outputs = []
         self.count = min(chunks, fits)
+        self.full = False
 
     def first_pass(self, i: int, encode: Callable[[], Tensor]) -> Tensor:
         """The output of chunk i, detached. Its graph is kept, measured and dropped, or not built."""
+        if self._on_gpu and i < self.count and free_gpu_memory() < ROOM * self.bytes_each:
+            self.count, self.full = i, True
         if i < self.count:
             out = encode()
             self.outputs.append(out)
@@ -68,20 +71,30 @@ class KeptGraphs:
 
     def give_up(self) -> None:
         """Drop the kept graphs. Their chunks get a second pass."""
-        log.warning("cache.keep: out of memory in a kept graph; this process keeps none from now on")
         self.outputs.clear()
         self.count = 0
-        self.exhausted = True
+        self.full = True
 
     def end(self, device: torch.device) -> None:
         """End the first pass: all ranks agree on the largest measured graph."""
         if self._measured is None:
             return
         # Skip the first of several chunks: it also allocates what later chunks reuse, such as gathered weights.
-        largest = torch.tensor(max(self._measured[len(self._measured) > 2 :]), device=device)
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(largest, dist.ReduceOp.MAX)
-        self.bytes_each = max(1, int(largest))
+        self.bytes_each = max(1, largest_of_ranks(max(self._measured[len(self._measured) > 2 :]), device))
+
+
+def largest_of_ranks(value: int, device: torch.device) -> int:
+    """The largest value of all ranks; this process's own without a process group. A collective."""
+    largest = torch.tensor(int(value), device=device)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)
+
+
+def free_gpu_memory() -> int:
+    """Bytes that the current GPU has for new tensors, those that torch's allocator holds unused included."""
+    free, _ = torch.cuda.mem_get_info()
+    return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 
 @contextmanager

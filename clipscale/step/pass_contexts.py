@@ -43,10 +43,14 @@ def gradient_sync(encoder: Callable[..., Tensor], last: bool) -> Iterator[None]:
         yield
 
 
+def gathers(encoder: Callable[..., Tensor]) -> bool:
+    """Whether a forward pass gathers weights, so that all ranks need equally many."""
+    return isinstance(encoder, FSDPModule) or hasattr(encoder, "gradient_sync")
+
+
 def repeatable(encoder: Callable[..., Tensor]) -> bool:
     """Whether this rank alone may repeat a failed forward pass: it gathers no weights and updates no statistics."""
-    gathers = isinstance(encoder, FSDPModule) or hasattr(encoder, "gradient_sync")
-    return not gathers and not batch_norms(encoder)
+    return not gathers(encoder) and not batch_norms(encoder)
 
 
 def rearm_ddp_sync(encoder: Callable[..., Tensor], out: Tensor) -> Tensor:

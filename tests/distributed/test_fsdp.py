@@ -1,5 +1,7 @@
 """What a step under FSDP2 and DDP sends over ranks, and what FSDP2 holds within it, by stage and type."""
 
+import math
+from itertools import count
 from typing import Any
 
 import pytest
@@ -12,7 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from clipscale.distributed.fsdp import PER_PARAMETER, reshard, sharded
 from clipscale.distributed.world import World
 from clipscale.loss.api import contrastive_loss
+from clipscale.step import kept_graphs
 from clipscale.step.grad_cache import GradCache
+from clipscale.step.kept_graphs import KeptGraphs
 from tests.step.test_grad_cache import batch, models
 from tests.support.gradients import assert_same, gradients
 from tests.support.ranks import run_ranks
@@ -177,3 +181,28 @@ def test_gradients_are_reduced_once_for_each_tower_and_ranks_keep_the_same_graph
     (counts, kept), (others, kept_there) = run_ranks(reductions, 2)
     assert counts == others == [*REDUCED.values()]
     assert 0 < kept == kept_there < 10, "as many as fit on the rank whose graphs are largest"
+
+
+def crowded(rank: int, ranks: int, full: bool) -> tuple[dict[str, Tensor], list[int]]:
+    """Gradients of two steps, and the graphs kept in each. `full`: the second rank's GPU has no room for a second."""
+    start, calls = KeptGraphs.start_step, count()
+    on_gpu = lambda self, *args, **given: start(self, *args, **{**given, "on_gpu": True})  # noqa: E731
+    KeptGraphs.start_step = on_gpu  # type: ignore[method-assign]
+    kept_graphs.free_gpu_memory = lambda: -1 if full and rank and next(calls) == 1 else 1
+    model, world = small_model(LAYERS, dropout=0.4), World(rank, ranks, CPU)
+    towers = [
+        world.wrap(tower, stage, torch.float32) for tower, stage in ((model.image, "zero2"), (model.text, "zero3"))
+    ]
+    cache = GradCache(towers, lambda u, v: contrastive_loss(u, v, 5.0), chunks=2, keep_bytes=math.inf)
+    kept = []
+    for _ in range(2):
+        cache.step(*samples(2 * CHUNKS, seed=1 + rank))
+        kept += cache.kept
+    return gradients(model), kept
+
+
+def test_a_graph_that_does_not_fit_on_one_rank_is_kept_on_none() -> None:
+    """Bit for bit, with dropout, in this step and the next."""
+    for (plain, kept), (dropped, none) in zip(run_ranks(crowded, 2, False), run_ranks(crowded, 2, True)):
+        assert kept == 4 * [CHUNKS] and none == 4 * [0]
+        assert all(torch.equal(plain[name], dropped[name]) for name in plain)
