@@ -143,6 +143,8 @@ def _exchange(name: str, comm: Communicator | None, inputs: Inputs, machine: Mac
     if comm is None:
         return Exchange()
     nodes = machine.nodes(comm.size)
+    if name in ("auto", "nodes"):
+        nodes = comm.rank0s(nodes, inputs.scale.device)  # nodes may have different numbers of ranks
     if name == "auto":
         numbers = comm.size * inputs.cols.features.numel()
         name = exchange_of(nodes, numbers, inputs.dtype.itemsize, machine.is_gpu(inputs.scale.device))

@@ -30,7 +30,7 @@ from clipscale.models.families import family_of
 from clipscale.models.groups import lock, rate_factors
 from clipscale.models.lean import embed_patches_by_product
 from clipscale.models.tokenizer import Tokenizer, tokenizer_of
-from clipscale.models.weights import completed_by_weights, interpolated, without_weights
+from clipscale.models.weights import completed_by_weights, without_weights
 from clipscale.models.weights import load as load_weights
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -146,8 +146,7 @@ class ClipModel(nn.Module):
 
 def frozen(module: nn.Module) -> bool:
     """Whether no parameter of the module trains, and it has some."""
-    flags = [p.requires_grad for p in module.parameters()]
-    return bool(flags) and not any(flags)
+    return {p.requires_grad for p in module.parameters()} == {False}
 
 
 def architecture(config: ModelConfig) -> Record:
@@ -289,17 +288,6 @@ def load_model(run: Path, which: str = "latest", weights: str = "trained") -> tu
     model = build_model(config)
     model.load_state_dict(state.model | (state.ema["weights"] if state.ema and weights == "ema" else {}))
     return model.eval(), config, state.step
-
-
-def fit_positions(weights: Record, model: ClipModel) -> list[str]:
-    """Interpolate position embeddings among a run's weights for the model's patches and tokens; returns their names."""
-    names = []
-    for name, parameter in model.named_parameters():
-        if name in weights and weights[name].shape != parameter.shape:
-            tower = model.image if name.startswith("image.") else model.text
-            weights[name] = interpolated(weights[name], parameter.shape, tower.encoder)
-            names.append(name)
-    return names
 
 
 def load_any(

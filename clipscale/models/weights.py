@@ -24,6 +24,7 @@ from clipscale.models.shapes import unwrapped
 from clipscale.models.sources import Source, find, with_architecture_of
 
 log = logging.getLogger(__name__)
+POSITIONS = ("positional_embedding", "pos_embed")
 _BARE = re.compile(r"(^|\.)(head|proj|pooler|cls|lm_head|fc|classifier|embeddings\.position_ids)(\.|$)")
 """Weights that may be missing from or left over in a tower of another task: its classifier, our projection."""
 
@@ -130,15 +131,20 @@ def of_tower(state: Weights, encoders: CustomTextCLIP, part: str, source: Source
 
 def resized(state: Weights, encoders: CustomTextCLIP, source: Source) -> Weights:
     """The weights with position embeddings for another number of patches or tokens interpolated, with a notice."""
-    ours = encoders.state_dict()
-    for name in ("visual.positional_embedding", "visual.trunk.pos_embed", "text.positional_embedding"):
-        before = state.get(name)
-        if before is not None and name in ours and before.shape != ours[name].shape:
-            encoder = encoders.text if name.startswith("text.") else encoders.visual
-            after = ours[name].shape
-            state[name] = interpolated(before, after, encoder)
-            log.warning(f"{source.setting}: {name} resized from {before.shape[-2]} to {after[-2]} positions")
+    for name in fit_positions(state, encoders):
+        log.warning(f"{source.setting}: {name} resized to {state[name].shape[-2]} positions")
     return state
+
+
+def fit_positions(weights: Weights, model: nn.Module) -> list[str]:
+    """Interpolate position embeddings among weights for the model's patches and tokens; returns their names."""
+    names = []
+    for name, parameter in model.named_parameters():
+        if name.endswith(POSITIONS) and name in weights and weights[name].shape != parameter.shape:
+            tower = model.get_submodule(name.partition(".")[0])
+            weights[name] = interpolated(weights[name], parameter.shape, getattr(tower, "encoder", tower))
+            names.append(name)
+    return names
 
 
 def interpolated(positions: Tensor, shape: torch.Size, encoder: nn.Module) -> Tensor:

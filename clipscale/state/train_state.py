@@ -17,7 +17,8 @@ from clipscale.config.train import TrainConfig
 from clipscale.distributed.fsdp import replicate_state, sharded_as
 from clipscale.distributed.world import World
 from clipscale.models.flops import unbuilt_encoders
-from clipscale.models.towers import ClipModel, fit_positions
+from clipscale.models.towers import ClipModel
+from clipscale.models.weights import fit_positions
 from clipscale.step.batch_loss import BatchLoss
 from clipscale.step.chunk_sizes import ChunkSizes, agreed_chunk_sizes
 from clipscale.step.ema import WeightAverage

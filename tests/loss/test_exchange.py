@@ -1,5 +1,8 @@
 """Several ranks: every exchange against the oracle of the whole batch, and ranks that do not fit each other."""
 
+import math
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +12,7 @@ from clipscale.loss.machine import Machine
 from clipscale.loss.objective import OBJECTIVES, exchange_of
 from tests.loss.cases import Gpu, Phi, keys
 from tests.loss.workers import Workers, check, local_results, stacked, whole
+from tests.support.ranks import workers
 
 EXCHANGES = ["replicated", "local", "gather", "ring"]
 WORLDS = [(1, "tiled"), (3, "tiled"), (3, "dense"), (4, "tiled")]
@@ -78,6 +82,17 @@ def test_auto_is_a_gather_where_that_is_small_and_else_a_ring_in_a_node() -> Non
     assert [exchange_of(2, 2**20 * width, 2, True) for width in (768, 1024)] == ["gather", "nodes"], "4.5 GiB, 6 GiB"
     assert Machine().nodes(8) == 1, "not started by torchrun"
     assert Machine(ranks_of_node=4).nodes(8) == 2
+
+
+def own_node(group: dist.ProcessGroup, rank: int, sizes: list[int]) -> float:
+    os.environ["LOCAL_WORLD_SIZE"] = str(sizes[rank])
+    u = torch.ones(2, 3)
+    return float(contrastive_loss(u, u, 1.0, group=group))
+
+
+def test_ranks_on_nodes_of_different_sizes_take_one_exchange() -> None:
+    with workers(3) as started:
+        assert started.run(own_node, 3, [2, 2, 1]) == pytest.approx([math.log(6)] * 3)
 
 
 def test_a_small_batch_is_gathered_on_gpus(ranks: Workers) -> None:
