@@ -44,11 +44,10 @@ def list_shards(config: DataConfig, on_main: OnMain = in_process) -> tuple[list[
 
     Missing shards and other files are left out with a warning. `on_main`: see `counts.OnMain`.
     """
-    if not config.train:
-        raise UserError("data.train is not set; give shards, for example data.train='/data/{00000..00099}.tar'")
-    config.check_weights()
     notes: list[str] = []
-    listed = [(url, number) for number, source in enumerate(config.train) for url in expand(source, note=notes.append)]
+    listed = [
+        (url, number) for number, source in enumerate(config.train or []) for url in expand(source, note=notes.append)
+    ]
     gone = {*on_main(lambda: _absent([url for url, _ in listed], notes))}
     present = [(url, number) for url, number in listed if url not in gone]
     return [url for url, _ in present], None if config.weights is None else [number for _, number in present]
