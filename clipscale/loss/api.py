@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from clipscale.loss.autograd import Backend, ContrastiveLoss, LossCall
-from clipscale.loss.exchange import Communicator, Exchange, Gather, Ring
+from clipscale.loss.exchange import Communicator, Exchange, Gather, Ring, of_rank0
 from clipscale.loss.inputs import Inputs, LossOptions, checked_inputs
 from clipscale.loss.machine import Machine
 from clipscale.loss.objective import BACKENDS, EXCHANGES, OBJECTIVES, Objective, exchange_of
@@ -143,8 +143,8 @@ def _exchange(name: str, comm: Communicator | None, inputs: Inputs, machine: Mac
     if comm is None:
         return Exchange()
     nodes = machine.nodes(comm.size)
-    if name in ("auto", "nodes"):
-        nodes = comm.rank0s(nodes, inputs.scale.device)  # nodes may have different numbers of ranks
+    if machine.ranks_of_node is None:  # other nodes may have other numbers of ranks
+        nodes = of_rank0(comm.group, nodes, inputs.scale.device)
     if name == "auto":
         numbers = comm.size * inputs.cols.features.numel()
         name = exchange_of(nodes, numbers, inputs.dtype.itemsize, machine.is_gpu(inputs.scale.device))

@@ -89,10 +89,6 @@ class Communicator:
         assert self.group is not None
         return _grid(self.group, nodes)
 
-    def rank0s(self, number: int, device: torch.device) -> int:
-        """Rank 0's number, on all ranks. They send it once, as long as theirs stays the same."""
-        return _rank0s(self.group, number, device)
-
     def agree(self, facts: dict[str, int], device: torch.device) -> None:
         """Raise ValueError if the ranks differ in one of the facts: their transfers would not match, and hang."""
         gathered = self.all_gather(torch.tensor([*facts.values()], device=device)).view(self.size, -1)
@@ -129,7 +125,8 @@ def _grid(group: dist.ProcessGroup, nodes: int) -> tuple[Communicator, Communica
 
 
 @cache
-def _rank0s(group: dist.ProcessGroup, number: int, device: torch.device) -> int:
+def of_rank0(group: dist.ProcessGroup, number: int, device: torch.device) -> int:
+    """Rank 0's number, on all ranks of the group. They send it once."""
     sent = torch.tensor(number, device=device)
     dist.broadcast(sent, group=group, group_src=0)
     return int(sent)
