@@ -3,15 +3,21 @@
 import json
 import os
 import signal
+import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 
 from clipscale.cli.planned import Planner, planned
+from clipscale.cli.planned import answer as planners
 from clipscale.common.errors import StoppedError, UserError
 from clipscale.config.train import TrainConfig
+from clipscale.tools.plan import start
+from tests.cli.conftest import Cli, tiny
 
 REFUSED = json.dumps({"fits": False, "lines": ["does not fit: 20 GiB of 16 GiB"]})
 
@@ -29,14 +35,34 @@ def die(*_: Any) -> None:
     os._exit(3)
 
 
-def test_a_planner_that_dies_costs_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("clipscale.cli.planned.answer", die)
+def moved(connection: Connection, config: TrainConfig) -> None:
+    """The planner's work where torch has moved the private modules that it imports."""
+    sys.modules["clipscale.tools.plan.planner"] = None  # type: ignore[assignment]
+    planners(connection, config)
+
+
+@pytest.mark.parametrize(
+    ("work", "reason"),
+    [(die, "its process ended with status 3"), (moved, f"ModuleNotFoundError: import of {start.__package__}.planner")],
+)
+def test_a_planner_that_fails_costs_a_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], work: Callable[..., None], reason: str
+) -> None:
+    monkeypatch.setattr("clipscale.cli.planned.answer", work)
     said = ""
-    with planned(TrainConfig()):
+    with planned(TrainConfig(device="cpu")):
         while "no plan" not in said:
             time.sleep(0.05)
-            said += capsys.readouterr().err
-    assert "no plan: its process ended with status 3" in said
+            said += capfd.readouterr().err
+    assert f"no plan: {reason}" in said and said.count("\n") == 1, said
+
+
+def test_a_run_that_cannot_fit_this_machine_is_refused(cli: Cli, shards: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would last for hours."""
+    monkeypatch.setattr(Planner, "_answer", answer)
+    status, _, err = cli(*tiny(f"data.train={shards}", "run=a", "samples=32M", "plan=true"))
+    assert status == 2, err
+    assert "error: this run does not fit: 20 GiB of 16 GiB; plan=false starts it all the same" in err
 
 
 @pytest.mark.parametrize("loading", [signal.default_int_handler, signal.SIG_IGN])

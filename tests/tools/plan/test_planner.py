@@ -1,10 +1,6 @@
-"""`clipscale plan`: the conclusion, time, JSON, and the plan of a run that starts."""
+"""`clipscale plan`: the conclusion, time and JSON (the plan of a run that starts: cli/test_planned)."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +12,7 @@ from clipscale.cli.main import main
 from clipscale.common.units import format_count
 from clipscale.tools.plan import step_time
 from clipscale.tools.plan.planner import plan, predicted
-from tests.conftest import TINIEST, TINY, Cap
+from tests.conftest import TINIEST, Cap
 from tests.data.shards.test_subset import EPOCH, FULL, WEIGHTS, weighed, write
 
 LARGE = (*TINIEST, "hardware=A800-80G", "gpus=8", "host_memory=1024G")
@@ -72,38 +68,6 @@ def test_what_does_not_fit_names_what_does() -> None:
     batch = format_count(result["largest_batch"])
     assert result["conclusion"].endswith(f"try data.buffers=1, or batch={batch}")
     assert predicted(replace(config, batch=result["largest_batch"]))["fits"]
-
-
-def planned_run(folder: Path, code: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """A run of a few steps in a folder, where every process of Python runs `code` first."""
-    (folder / "sitecustomize.py").write_text(code)
-    tiny = [word for word in TINY if not word.startswith(("plan=", "samples=", "data.workers="))]
-    path = os.pathsep.join([str(folder), *sys.path])
-    command = [sys.executable, "-m", "clipscale", "train", *tiny, *words, "run=a"]
-    return subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
-
-
-ANSWERS = "import sys, os, types; m = types.ModuleType('start'); sys.modules['clipscale.tools.plan.start'] = m; "
-"""Code of a process in which the planner is another: `m.before`."""
-
-
-def test_a_planner_that_fails_costs_a_line(shards: str, tmp_path: Path) -> None:
-    """As by a torch that has moved its private modules."""
-    moved = "clipscale.tools.plan.memory_tracker"
-    code = f"import sys; 'fork' in str(sys.orig_argv) and sys.modules.update({{{moved!r}: None}})"
-    done = planned_run(tmp_path, code, f"data.train={shards}", "samples=64", "data.workers=1")
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "done: runs/a" in done.stdout
-    assert f"no plan: ModuleNotFoundError: import of {moved}" in done.stderr and "Traceback" not in done.stderr
-
-
-def test_a_run_that_cannot_fit_this_machine_is_refused(shards: str, tmp_path: Path) -> None:
-    """While it loads. The run would last for hours."""
-    answer = json.dumps({"fits": False, "lines": ["does not fit: 20 GiB of 16 GiB"]})
-    code = f"{ANSWERS}m.before = lambda _: {answer!r}"
-    done = planned_run(tmp_path, code, f"data.train={shards}", "samples=32M", "data.workers=0")
-    assert done.returncode == 2, done.stderr[-2000:]
-    assert "error: this run does not fit: 20 GiB of 16 GiB; plan=false starts it all the same" in done.stderr
 
 
 @pytest.mark.slow
