@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
@@ -19,6 +20,7 @@ from clipscale.data.loader.workers import Workers
 from clipscale.data.sample import RawSample
 from tests.data.files import Letters, picture, write_shards, write_tar
 from tests.data.streams import contents, open_stream, processes_of
+from tests.support.forks import forks
 
 pytestmark = pytest.mark.timeout(60)
 HERE = {"PYTHONPATH": str(Path(__file__).parents[3])}
@@ -144,8 +146,6 @@ if __name__ == "__main__":
         stream.next_batch().lengths()
         children = psutil.Process().children(recursive=True)
         print(*(child.pid for child in children), flush=True)
-        if sys.argv[2] == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
         for number in numbers:
             os.killpg(0, number)
             stream.next_batch().lengths()
@@ -154,20 +154,42 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # five processes that load torch, at low priority on a busy machine
-@pytest.mark.parametrize("end", [pytest.param("closed", marks=pytest.mark.slow), "killed"])
-def test_workers_outlive_signals_to_all_processes_and_not_their_run(tmp_path: Path, end: str) -> None:
+def test_workers_outlive_signals_to_all_processes_and_not_their_run(tmp_path: Path) -> None:
     """A scheduler signals all processes, and the run must finish its step first, with samples.
 
     The processes that start workers and track semaphores stay as well, so nothing is printed at the end.
     """
     write_shards(tmp_path, [50])
     (tmp_path / "main.py").write_text(SIGNALLED)
-    command = [sys.executable, str(tmp_path / "main.py"), str(tmp_path), end]
+    command = [sys.executable, str(tmp_path / "main.py"), str(tmp_path)]
     ran = subprocess.run(command, capture_output=True, text=True, start_new_session=True, env=os.environ | HERE)
-    assert ran.returncode == {"closed": 0, "killed": -signal.SIGKILL}[end], ran.stderr
-    assert end == "killed" or not ran.stderr
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert_gone([*map(int, ran.stdout.split())])
+
+
+def assert_gone(pids: list[int]) -> None:
+    """Soon."""
     deadline = time.monotonic() + 20
-    while left := [pid for pid in map(int, ran.stdout.split()) if psutil.pid_exists(pid)]:
+    while left := [pid for pid in pids if psutil.pid_exists(pid)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
+
+
+def die_with_workers(folder: Path, sends: Connection) -> None:
+    with open_stream(folder, batch=400, workers=2) as stream:
+        stream.next_batch().lengths()
+        sends.send([process.pid for process in processes_of(stream)])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_workers_end_with_a_run_that_is_killed(tmp_path: Path) -> None:
+    write_shards(tmp_path, [50])
+    receives, sends = forks().Pipe(duplex=False)
+    run = forks().Process(target=die_with_workers, args=(tmp_path, sends))
+    run.start()
+    pids = receives.recv()
+    run.join()
+    assert len(pids) == 2
+    assert_gone(pids)
