@@ -2,8 +2,6 @@
 
 import pickle
 import re
-import subprocess
-import sys
 import tracemalloc
 import zipfile
 from collections.abc import Callable
@@ -15,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from clipscale.cli.compose import settings
+from clipscale.cli.main import main
 from clipscale.cli.train import check_weights
 from clipscale.common.errors import UserError
 from clipscale.config.libraries import model_description
@@ -24,6 +23,7 @@ from clipscale.models.sources import Source, resolve_architecture, with_architec
 from clipscale.models.towers import ClipModel, build_model
 from tests.models.test_weights import SMALL, config, custom, open_clip_folder, plain, random_model, state_of
 from tests.support.checkpoints import save_model
+from tests.support.interpreter import interpreted
 
 
 @pytest.fixture
@@ -135,17 +135,17 @@ WRONG = {
 
 
 def test_what_is_wrong_with_weights_is_said_before_torch_is_loaded(
-    place: Path, monkeypatch: pytest.MonkeyPatch
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """But of tags, the last two, open_clip knows."""
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     (place / "empty").mkdir()
-    commands = [["train", "data=demo", *words.split()] for words in WRONG]
-    light, tags = (f"[main(words) for words in {part}]" for part in (commands[:-2], commands[-2:]))
-    code = f"import sys; from clipscale.cli.main import main; {light}; assert 'torch' not in sys.modules; {tags}"
-    done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE)
-    lines = re.findall("error: .*", done.stderr.decode())
-    assert done.returncode == 0 and len(lines) == len(WRONG), lines
+    *light, tag, other = (["train", "data=demo", *words.split()] for words in WRONG)
+    code = f"import sys; from clipscale.cli.main import main; [main(words) for words in {light}]"
+    done = interpreted(f"{code}; assert 'torch' not in sys.modules")
+    assert (done.returncode, main(tag), main(other)) == (0, 2, 2), done.stderr
+    lines = re.findall("error: .*", done.stderr + capsys.readouterr().err)
+    assert len(lines) == len(WRONG), lines
     assert all(message in line for message, line in zip(WRONG.values(), lines)), lines
 
 
