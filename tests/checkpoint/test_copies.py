@@ -44,8 +44,8 @@ def in_ranks(config: TrainConfig) -> None:
     ("address", "start", "parallel"),
     [
         ("s3://bucket/runs/mine", train, "ddp"),
-        pytest.param("", in_ranks, "ddp", marks=pytest.mark.slow),
-        ("", in_ranks, "zero3"),
+        ("", in_ranks, "ddp"),
+        pytest.param("", in_ranks, "zero3", marks=pytest.mark.slow),  # shards are other files, copied the same way
     ],
 )
 def test_a_run_whose_folder_is_lost_goes_on_from_its_copy_bit_for_bit(
