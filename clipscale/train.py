@@ -35,7 +35,7 @@ from clipscale.models.flops import Flops
 from clipscale.models.towers import ClipModel
 from clipscale.state.start import Resolved, build, resolve
 from clipscale.state.train_state import TrainState, least_saved_bytes
-from clipscale.step.compiled import compile_towers, try_compiled, worth_compiling
+from clipscale.step.compiled import compile_towers, no_compilation, try_compiled, worth_compiling
 from clipscale.step.optim import Schedule
 from clipscale.step.pass_contexts import snapshot_batch_norm
 from clipscale.step.train_step import Agreement
@@ -91,7 +91,7 @@ def start_run(
         if 0 < resolved.step < schedule.end:
             world.on_main(lambda: checkpoint.check_room(resolved.folder, least_saved_bytes(resolved.config)))
         flops = Flops(resolved.config.model, state.model, world.device)
-        compile_if_worth(state, flops, schedule.end - resolved.step, world)
+        is_compiled = compile_if_worth(state, flops, schedule.end - resolved.step, world)
         log = open_log(resolved, schedule, world) if world.is_rank0 else None
         if log:
             tell(stream.memory)
@@ -100,23 +100,26 @@ def start_run(
         saver = checkpoint.Saver(resolved.folder, world, resolved.config.checkpoint, copies)
         if config.resume in RESUMES:  # the step is another run's otherwise
             saver.last_step = resolved.step
-        run = Run(resolved, world, lock, state, stream, schedule, records, saver, resolved.step, resolved.loss)
+        run = Run(
+            resolved, world, lock, state, stream, schedule, records, saver, is_compiled, resolved.step, resolved.loss
+        )
         undo.pop_all()
     return run
 
 
-def compile_if_worth(state: TrainState, flops: Flops, steps: int, world: World) -> None:
-    """Compile the towers if the settings ask for it, or if the remaining `steps` are worth the time."""
+def compile_if_worth(state: TrainState, flops: Flops, steps: int, world: World) -> bool:
+    """Compile the towers if the settings ask for it, or if the remaining `steps` are worth the time. Whether it has."""
     config, step = state.config, state.step
     left = steps * config.batch / world.size * flops.per_sample()
     if not worth_compiling(config.model.compile, left, flops.peak):
-        return
+        return False
     doing("compiling the towers")
     towers = compile_towers(state.model, lengths_vary=step.sort_captions)
     chunks = state.chunks.image, state.chunks.text
-    problem = try_compiled(state.model, towers, chunks, step.precision, world)
+    problem = try_compiled(state.model, towers, chunks, config.batch // world.size, step.precision, world)
     if problem and world.is_rank0:
         tell(f"warning: model.compile={config.model.compile}: the towers run without compiled code ({problem})")
+    return not problem
 
 
 def schedule_of(resolved: Resolved, stream: TrainStream) -> Schedule:
@@ -175,6 +178,7 @@ class Run:
     schedule: Schedule
     records: StepRecords
     saver: checkpoint.Saver
+    is_compiled: bool
     step: int
     """Completed steps."""
     loss: float
@@ -270,7 +274,8 @@ class Run:
         step, config = self.state.step, self.config
         self.records.finish()
         self.stop.restart()
-        with step.average.swapped_in() if step.average and config.eval.weights == "ema" else nullcontext():
+        averaged = step.average.swapped_in() if step.average and config.eval.weights == "ema" else nullcontext()
+        with averaged, no_compilation(self.is_compiled):
             results = evaluate(
                 self.state.model,
                 config.eval,

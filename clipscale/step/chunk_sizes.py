@@ -19,7 +19,7 @@ CPU_CHUNK = 256
 SMALLEST, LARGEST = 16, 2**15
 """Chunk sizes that are tried on a GPU. Beyond the largest, attention kernels exceed the largest grid."""
 GOOD_ENOUGH = 0.95
-"""Share of the best speed. Where graphs are kept, the smallest chunk that reaches it leaves the most memory for them.
+"""Share of the best speed. Where graphs are kept, but not all, the smallest chunk that reaches it keeps most of them.
 """
 
 
@@ -97,7 +97,8 @@ def random_captions(model: ClipModel, count: int, device: torch.device) -> Tenso
 
 
 def find_chunk(rate: Callable[[int], float], local_batch: int, device: torch.device, *, keep: bool) -> int:
-    """The fastest power of two that fits the device, forward and backward; with `keep`, the smallest nearly as fast.
+    """The fastest power of two that fits the device, forward and backward; with `keep`, the smallest nearly as fast,
+    unless the whole batch fits in one chunk, so that all graphs may be kept in chunks of any size.
 
     `rate(n)`: samples per second in chunks of n. On a CPU nothing is measured.
     """
@@ -119,7 +120,7 @@ def find_chunk(rate: Callable[[int], float], local_batch: int, device: torch.dev
         raise UserError(f"cache.chunk=auto: not even {size} samples fit the device; set model.grad_checkpointing=true")
     # Not the largest that fits: the features, the loss and the other tower's gradients need memory, too.
     tried = {n: speed for n, speed in rates.items() if n < max(rates)} or rates
-    least = (GOOD_ENOUGH if keep else 1) * max(tried.values())
+    least = (GOOD_ENOUGH if keep and local_batch not in rates else 1) * max(tried.values())
     return min(n for n, speed in tried.items() if speed >= least)
 
 

@@ -1,5 +1,8 @@
 """Towers under torch.compile, block by block: a tower's blocks are alike, so they share one compilation."""
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -50,21 +53,24 @@ def innermost_blocks(encoder: nn.Module) -> list[nn.Module]:
 
 
 def try_compiled(
-    model: ClipModel, towers: list[Tower], chunks: tuple[int, int], precision: Precision, world: World
+    model: ClipModel, towers: list[Tower], chunks: tuple[int, int], batch: int, precision: Precision, world: World
 ) -> str:
-    """Run the compiled towers once on chunks of random inputs, so that the first step does not compile.
+    """Run the compiled towers once on chunks of random inputs, so that no step compiles.
 
-    `chunks`: samples per chunk of images and of captions. If a rank fails, all ranks run without compiled code from
-    then on. Returns the reason, empty if all succeed.
+    `chunks`: samples per chunk of images and of captions; `batch`: samples of this process, whose last chunk may be
+    shorter. If a rank fails, all ranks run without compiled code from then on. Returns the reason, empty if all
+    succeed.
     """
     problem = ""
     try:
         with RandomState.now(world.device).preserved():
             for tower in towers:
                 images = tower is model.image
-                inputs = (random_pixels if images else random_captions)(model, chunks[not images], world.device)
-                with batch_norm_preserved(tower), precision.autocast():
-                    both_passes(tower, inputs)
+                chunk = chunks[not images]
+                for size in {chunk, batch % chunk or chunk}:
+                    inputs = (random_pixels if images else random_captions)(model, size, world.device)
+                    with batch_norm_preserved(tower), precision.autocast():
+                        both_passes(tower, inputs)
     except Exception as error:  # a compiler's failure is no reason to end a run
         problem = one_line(error)
     problem = next(filter(None, world.all_gather_object(problem)), "")
@@ -72,3 +78,8 @@ def try_compiled(
         torch.compiler.set_stance("force_eager")
     model.zero_grad(set_to_none=True)
     return problem
+
+
+def no_compilation(is_compiled: bool) -> AbstractContextManager[Any]:
+    """Inside, compiled towers run batches of sizes that were not compiled as they are: those of an evaluation."""
+    return torch.compiler.set_stance("eager_on_recompile") if is_compiled else nullcontext()

@@ -17,7 +17,7 @@ GPU = torch.device("cuda")
 RATES = {16: 50.0, 32: 80.0, 64: 96.0, 128: 100.0, 256: 99.0, 512: 90.0, 1024: 70.0}
 
 
-def measured(fits: int, rates: dict[int, float]) -> Callable[[bool], int]:
+def measured(fits: int, rates: dict[int, float], batch: int = 4096) -> Callable[[bool], int]:
     """`find_chunk` on a device that runs chunks at these samples a second, up to `fits` samples."""
 
     def rate(size: int) -> float:
@@ -25,13 +25,14 @@ def measured(fits: int, rates: dict[int, float]) -> Callable[[bool], int]:
             raise torch.OutOfMemoryError
         return rates[size]
 
-    return lambda keep: find_chunk(rate, 4096, GPU, keep=keep)
+    return lambda keep: find_chunk(rate, batch, GPU, keep=keep)
 
 
 def test_without_kept_graphs_the_fastest_chunk_is_taken() -> None:
     find = measured(fits=4096, rates=RATES)
     assert find(False) == 128
     assert find(True) == 64, "96 % of the speed, and memory for graphs"
+    assert measured(fits=4096, rates=RATES, batch=256)(True) == 128, "which fits whole"
 
 
 def test_the_largest_chunk_that_fits_leaves_no_memory_and_is_not_taken() -> None:

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.backends.registry import lookup_backend
 
-from clipscale.step.compiled import compile_towers, try_compiled, worth_compiling
+from clipscale.step.compiled import compile_towers, no_compilation, try_compiled, worth_compiling
 from clipscale.step.kept_graphs import measured_graph
 from clipscale.step.precision import Precision
 from tests.support.checkpoints import ALONE
@@ -30,31 +31,42 @@ def test_auto_compiles_a_long_run_on_a_gpu(setting: str, seconds: float, peak: f
     assert worth_compiling(setting, seconds * 0.4e15, peak) is required
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_compiler_that_fails_leaves_the_towers_as_they_were(fails: bool) -> None:
-    """In a process of its own: once torch has been forced to run eagerly, it holds a function's arguments until its
-    end, in all tests that follow, and those that measure memory fail."""
-    run_ranks(compiled, 1, fails)
+@pytest.mark.parametrize("fails_at", [0, 3, 2])
+def test_a_compiler_that_fails_leaves_the_towers_as_they_were(fails_at: int) -> None:
+    """Also at the shorter last chunk, of two samples. In a process of its own: once torch has been forced to run
+    eagerly, it holds a function's arguments until its end, and tests that follow and measure memory fail."""
+    run_ranks(compiled, 1, fails_at)
 
 
-def compiled(rank: int, world: int, fails: bool) -> None:
+def compiled(rank: int, world: int, fails_at: int) -> None:
     """Features and gradients are those of eager towers either way, and random numbers go on from where they were. A
     graph takes as much memory as an eager one, which is what `clipscale plan` counts."""
+    sizes = []
 
-    def failing(graph: Any, inputs: Any) -> Any:
-        raise RuntimeError("no compiler here")
+    def compiler(graph: Any, inputs: Any) -> Any:
+        sizes.append(next(x.shape[0] for x in inputs if x.ndim == 3))
+        if sizes[-1] == fails_at:
+            raise RuntimeError("no compiler here")
+        return lookup_backend("aot_eager_decomp_partition")(graph, inputs)
 
-    torch.compile = partial(torch.compile, backend=failing if fails else "aot_eager_decomp_partition")
+    torch.compile = partial(torch.compile, backend=compiler)
     model = small_model()
     pixels = torch.randint(0, 256, (3, 3, model.image_size, model.image_size), dtype=torch.uint8)
     with measured_graph() as eager:
         required = model.image(pixels).detach()
     state = torch.get_rng_state()
     towers = compile_towers(model, lengths_vary=False)
-    problem = try_compiled(model, towers, (3, 3), Precision("fp32", CPU), ALONE)
-    assert ("no compiler here" in problem) is fails
+    problem = try_compiled(model, towers, (3, 3), 5, Precision("fp32", CPU), ALONE)
+    assert ("no compiler here" in problem) is bool(fails_at)
+    if not fails_at:
+        assert sorted(sizes) == [2, 2, 2, 2, 3, 3, 3, 3], (
+            "for each tower and size one graph without gradients, one with"
+        )
     assert torch.equal(torch.get_rng_state(), state)
     assert all(p.grad is None for p in model.parameters())
     with measured_graph() as now:
         torch.testing.assert_close(model.image(pixels), required)
     assert now() == pytest.approx(eager(), rel=0.02)
+    with no_compilation(not problem):
+        model.image(pixels[:1])
+    assert 1 not in sizes

@@ -93,7 +93,7 @@ class Prediction:
         )
         counts = zip(dry_run.trained, memory.kept, step.counts)
         replayed_share = [1 - graphs / count if trained else 0.0 for trained, graphs, count in counts]
-        min_seconds, time = step_time(config, self.gpu, dry_run, replayed_share)
+        min_seconds, time = step_time(config, self.gpu, dry_run, replayed_share, in_chunks=not all(step.is_one))
         phases = {}
         for name in PHASES:
             before, peak = memory.before[name] + self.workspace, memory.phase(name) + self.workspace

@@ -22,12 +22,13 @@ SMALLEST = min(row["gflop"] for row in PLAIN_STEPS["images_per_s"]) * 1e8
 
 
 def step_time(
-    config: PlanConfig, gpu: Hardware | None, dry_run: DryRun, replayed_share: list[float]
+    config: PlanConfig, gpu: Hardware | None, dry_run: DryRun, replayed_share: list[float], *, in_chunks: bool
 ) -> tuple[float, Record | None]:
     """The seconds that the arithmetic allows, and `time` of docs/plan.md.
 
-    `replayed_share`: by tower, the share of chunks with a second pass. For a CPU, whose peak is in no table:
-    operations instead of seconds, and None. Also None for a model much smaller than all known ones.
+    `replayed_share`: by tower, the share of chunks with a second pass; `in_chunks`: more than one chunk. For a CPU,
+    whose peak is in no table: operations instead of seconds, and None. Also None for a model much smaller than all
+    known ones.
     """
     image, text = dry_run.flops
     forward = image.forward + text.forward
@@ -45,6 +46,8 @@ def step_time(
         return min_seconds, None
     what, low, high = plain_share(config.model.name, gpu, forward)
     share = math.sqrt(low * high)
+    if in_chunks:
+        low *= PLAIN_STEPS["in_chunks"]
     rate = config.batch * share / min_seconds
     return min_seconds, {
         "what": what,

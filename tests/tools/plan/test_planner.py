@@ -84,6 +84,8 @@ def test_graphs_are_kept_in_the_memory_that_a_second_pass_does_not_need() -> Non
     assert automatic["second_pass"] == given["second_pass"] == {"image": 0.0, "text": 0.0}
     assert automatic["chunk"] == {"image": 512, "text": 512}
     assert automatic["peak_bytes"] <= 0.91 * automatic["device"]["usable_bytes"]
+    low, high = automatic["time"]["range"]
+    assert low < 8 * 2603 < 8 * 2915 < high, "an H100 with all graphs kept: in chunks of 256, and in one"
 
 
 def test_the_exchange_is_the_one_that_the_run_takes() -> None:
