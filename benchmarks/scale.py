@@ -237,8 +237,8 @@ def step(folder: str, ranks: int, exchange: str) -> Row:
     finally:
         dist.destroy_process_group()
     run.stream.close()
-    parameters = sum(p.numel() for p in run.state.model.parameters())
-    return {**sent.figures, "parameters": parameters, "width": run.state.model.width}
+    parameters = sum(p.numel() for p in run.trainer.model.parameters())
+    return {**sent.figures, "parameters": parameters, "width": run.trainer.model.width}
 
 
 def figures_of(row: Row) -> str:

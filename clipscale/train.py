@@ -34,11 +34,11 @@ from clipscale.log.table import print_results, with_start
 from clipscale.models.flops import Flops
 from clipscale.models.towers import ClipModel
 from clipscale.state.start import Resolved, build, resolve
-from clipscale.state.train_state import TrainState, least_saved_bytes
+from clipscale.state.train_state import least_saved_bytes, saved_values
 from clipscale.step.compiled import compile_towers, no_compilation, try_compiled, worth_compiling
 from clipscale.step.optim import Schedule
 from clipscale.step.pass_contexts import snapshot_batch_norm
-from clipscale.step.train_step import Agreement
+from clipscale.step.train_step import Agreement, TrainStep
 
 AFTER_SIGNAL_S = 60.0
 """Seconds to wait for a copy after a signal: well below `launch.local.SHUTDOWN_S`, which also covers the save."""
@@ -84,14 +84,14 @@ def start_run(
     check_sets(config.eval, world)
     resolved = resolve(config, world)
     with ExitStack() as undo:
-        state, stream = build(resolved, world)
+        trainer, stream = build(resolved, world)
         undo.callback(stream.close)
         stream.defer_failures()
         schedule = schedule_of(resolved, stream)
         if 0 < resolved.step < schedule.end:
             world.on_main(lambda: checkpoint.check_room(resolved.folder, least_saved_bytes(resolved.config)))
-        flops = Flops(resolved.config.model, state.model, world.device)
-        is_compiled = compile_if_worth(state, flops, schedule.end - resolved.step, world)
+        flops = Flops(resolved.config.model, trainer.model, world.device)
+        is_compiled = compile_if_worth(trainer, flops, schedule.end - resolved.step, world)
         log = open_log(resolved, schedule, world) if world.is_rank0 else None
         if log:
             tell(stream.memory)
@@ -101,22 +101,22 @@ def start_run(
         if config.resume in RESUMES:  # the step is another run's otherwise
             saver.last_step = resolved.step
         run = Run(
-            resolved, world, lock, state, stream, schedule, records, saver, is_compiled, resolved.step, resolved.loss
+            resolved, world, lock, trainer, stream, schedule, records, saver, is_compiled, resolved.step, resolved.loss
         )
         undo.pop_all()
     return run
 
 
-def compile_if_worth(state: TrainState, flops: Flops, steps: int, world: World) -> bool:
+def compile_if_worth(step: TrainStep, flops: Flops, steps: int, world: World) -> bool:
     """Compile the towers if the settings ask for it, or if the remaining `steps` are worth the time. Whether it has."""
-    config, step = state.config, state.step
+    config = step.config
     left = steps * config.batch / world.size * flops.per_sample()
     if not worth_compiling(config.model.compile, left, flops.peak):
         return False
     doing("compiling the towers")
-    towers = compile_towers(state.model, lengths_vary=step.sort_captions)
-    chunks = state.chunks.image, state.chunks.text
-    problem = try_compiled(state.model, towers, chunks, config.batch // world.size, step.precision, world)
+    towers = compile_towers(step.model, lengths_vary=step.sort_captions)
+    chunks = step.chunks.image, step.chunks.text
+    problem = try_compiled(step.model, towers, chunks, config.batch // world.size, step.precision, world)
     if problem and world.is_rank0:
         tell(f"warning: model.compile={config.model.compile}: the towers run without compiled code ({problem})")
     return not problem
@@ -173,7 +173,7 @@ class Run:
     resolved: Resolved
     world: World
     lock: RunLock | None
-    state: TrainState
+    trainer: TrainStep
     stream: TrainStream
     schedule: Schedule
     records: StepRecords
@@ -227,9 +227,9 @@ class Run:
 
     def train_step(self) -> Agreement:
         """One exact optimizer step over the global batch; see `TrainStep.run`. Returns what the ranks agreed on."""
-        number, step = self.step + 1, self.state.step
+        number, step = self.step + 1, self.trainer
         lr = self.schedule.apply(step.optimizer, self.step)
-        with rollback_on_error(self.state.model, self.stream, self.world):
+        with rollback_on_error(step.model, self.stream, self.world):
             batch = self.stream.next_batch()  # its samples may still be arriving
             if self.world.is_rank0 and self.step == 0:
                 doing("waiting for the first samples")
@@ -250,7 +250,7 @@ class Run:
             "grad_norm": done.grad_norm,
             "skipped": done.grad_norm is None,
         }
-        scalars = {"logit_scale": self.state.model.logit_scale.exp(), **done.statistics}
+        scalars = {"logit_scale": step.model.logit_scale.exp(), **done.statistics}
         self.records.add(record, done.phases, scalars, done.widths)
         step.set_keep_budget(done.phases)
         return done.agreement
@@ -258,7 +258,7 @@ class Run:
     def before_chunk(self) -> Callable[[], None]:
         """The callback of a step before each chunk: ends the step at a signal, shows progress, and logs the previous
         step as soon as the device has finished it. Never waits for the device."""
-        chunks, cache = count(), self.state.step.cache
+        chunks, cache = count(), self.trainer.cache
         rows = self.config.batch // self.world.size
 
         def call() -> None:
@@ -271,13 +271,13 @@ class Run:
 
     def evaluate(self) -> Record:
         """Evaluate the current model, and write the results to RUN/eval/step_N.json."""
-        step, config = self.state.step, self.config
+        step, config = self.trainer, self.config
         self.records.finish()
         self.stop.restart()
         averaged = step.average.swapped_in() if step.average and config.eval.weights == "ema" else nullcontext()
         with averaged, no_compilation(self.is_compiled):
             results = evaluate(
-                self.state.model,
+                step.model,
                 config.eval,
                 self.world,
                 autocast=step.precision.autocast,
@@ -286,7 +286,7 @@ class Run:
                 before_batch=self.stop.check,
                 progress=self.records.log.progress if self.records.log else lambda *_: None,
             )
-        reshard(self.state.model)
+        reshard(step.model)
         if self.records.log:
             self.records.log.eval(self.step, results)
         return results
@@ -317,7 +317,7 @@ class Run:
             loss=self.loss,
             random=self.world.all_gather_object({"cpu": now.cpu, "cuda": now.cuda}),
             position=merge_positions(self.world.all_gather_object(position)),
-            **self.state.saved(),
+            **saved_values(self.trainer),
         )
         self.saver.save(saved, last=last or removed)
         self.saved_at = time.monotonic()

@@ -183,7 +183,7 @@ def test_a_run_that_is_let_go_frees_its_model_at_once(shards: str, tmp_path: Pat
     for _ in range(2):
         run.train_step()
     run.stream.close()
-    model = weakref.ref(run.state.model)
+    model = weakref.ref(run.trainer.model)
     gc.disable()
     try:
         del run

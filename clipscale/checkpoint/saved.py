@@ -14,7 +14,7 @@ class Saved:
     """The content of a checkpoint: trees of plain values and tensors. Fields that an earlier version did not write keep
     their defaults.
 
-    `Run.save` and `TrainState.saved` make it; everything that reads a checkpoint reads these fields.
+    `Run.save` and `saved_values` make it; everything that reads a checkpoint reads these fields.
     """
 
     step: int = 0

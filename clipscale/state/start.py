@@ -26,10 +26,11 @@ from clipscale.models.families import family_of
 from clipscale.models.tokenizer import Tokenizer
 from clipscale.models.towers import architecture, build_model, inputs_of
 from clipscale.models.weights import completed_by_weights
-from clipscale.state.train_state import TrainState, build_state, least_saved_bytes
+from clipscale.state.train_state import build_step, least_saved_bytes, load
 from clipscale.step.batch_loss import BatchLoss
 from clipscale.step.chunk_sizes import ChunkSizes, sizes_of_settings
 from clipscale.step.precision import Precision
+from clipscale.step.train_step import TrainStep
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def checkpoint_of(config: TrainConfig, world: World) -> Path | None:
     return newest or checkpoint.to_resume(folder, config.resume, world)
 
 
-def build(resolved: Resolved, world: World) -> tuple[TrainState, TrainStream]:
+def build(resolved: Resolved, world: World) -> tuple[TrainStep, TrainStream]:
     """Open the data, build model and optimizer, and restore this rank's random state. Raises UserError.
 
     Data workers start first: they read while the model is built.
@@ -137,16 +138,16 @@ def build(resolved: Resolved, world: World) -> tuple[TrainState, TrainStream]:
         if not resolved.checkpoint:
             world.on_main(lambda: checkpoint.check_room(resolved.folder, least_saved_bytes(config)))
         doing("building the model")
-        state = initial_state(resolved, world, tokenizer)
+        step = initial_step(resolved, world, tokenizer)
         tell_notices(resolved, stream, world)
         check_streams(resolved, stream, world)
         restore_random(resolved, world)
         undo.pop_all()
-    return state, stream
+    return step, stream
 
 
-def initial_state(resolved: Resolved, world: World, tokenizer: Tokenizer) -> TrainState:
-    """The state with the initial weights, or with the checkpoint's. Raises UserError."""
+def initial_step(resolved: Resolved, world: World, tokenizer: Tokenizer) -> TrainStep:
+    """The step with the initial weights, or with the checkpoint's. Raises UserError."""
     config = resolved.config
     torch.manual_seed(config.seed)
     model = build_model(config.model, tokenizer=tokenizer).to(world.device)
@@ -155,11 +156,11 @@ def initial_state(resolved: Resolved, world: World, tokenizer: Tokenizer) -> Tra
     precision = Precision(config.precision, world.device)
     loss = BatchLoss(config, model, precision, repeats=subset is not None and subset.table.max_copies > 1)
     earlier = ChunkSizes(**resolved.saved.chunks) if resolved.saved and not resolved.is_stage_start else None
-    state = build_state(config, world, model, loss, sort_captions=sort_captions, earlier=earlier)
+    step = build_step(config, world, model, loss, sort_captions=sort_captions, earlier=earlier)
     if resolved.checkpoint:
         saved = checkpoint.load(resolved.checkpoint, verified=True, like=dict(model.named_parameters()))
-        state.load(saved, resolved.stage.optimizer if resolved.is_stage_start else "")
-    return state
+        load(step, saved, resolved.stage.optimizer if resolved.is_stage_start else "")
+    return step
 
 
 def tell_notices(resolved: Resolved, stream: TrainStream, world: World) -> None:

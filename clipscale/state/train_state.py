@@ -1,6 +1,6 @@
 """What a run trains, on one rank: how it is built, saved and loaded."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -28,64 +28,55 @@ from clipscale.step.optim import MOMENTS, build_optimizer
 from clipscale.step.train_step import TrainStep
 
 
-@dataclass(frozen=True)
-class TrainState:
-    """A run's model on one rank, and the step that trains it."""
+def saved_values(step: TrainStep) -> Record:
+    """The fields of `Saved` that a step provides. The tensors are views, sharded as the weights are: the next step
+    changes them."""
+    optimizer = get_optimizer_state_dict(step.model, step.optimizer)
+    return {
+        "model": get_model_state_dict(step.model),
+        "model_config": asdict(step.config.model),
+        "optimizer": {"state": optimizer["state"], "param_groups": optimizer["param_groups"]},
+        "optimizer_name": step.config.optim.name,
+        "chunks": asdict(step.chunks),
+        "scaler": step.precision.scaler.state_dict() if step.precision.scaler else None,
+        "ema": step.average.state_dict() if step.average else None,
+    }
 
-    config: TrainConfig
-    model: ClipModel
-    step: TrainStep
-    chunks: ChunkSizes
 
-    def saved(self) -> Record:
-        """The fields of `Saved` that it provides. The tensors are views, sharded as the weights are: the next step
-        changes them."""
-        step = self.step
-        optimizer = get_optimizer_state_dict(self.model, step.optimizer)
-        return {
-            "model": get_model_state_dict(self.model),
-            "model_config": asdict(self.config.model),
-            "optimizer": {"state": optimizer["state"], "param_groups": optimizer["param_groups"]},
-            "optimizer_name": self.config.optim.name,
-            "chunks": asdict(self.chunks),
-            "scaler": step.precision.scaler.state_dict() if step.precision.scaler else None,
-            "ema": step.average.state_dict() if step.average else None,
-        }
+def load(step: TrainStep, saved: Saved, stage: str = "") -> None:
+    """Load weights, optimizer, average and loss scale from a checkpoint. Raises UserError if it trains other
+    parameters.
 
-    def load(self, saved: Saved, stage: str = "") -> None:
-        """Load weights, optimizer, average and loss scale from a checkpoint. Raises UserError if it trains other
-        parameters.
-
-        The optimizer's settings (learning rate, decay) stay as they are. `stage`: empty within a stage; at the start of
-        one, `continue` drops the optimizer's state of resized position embeddings, `restart` drops all of it.
-        """
-        optimizer, average, scaler = self.step.optimizer, self.step.average, self.step.precision.scaler
-        name_of = {id(p): name for name, p in self.model.named_parameters()}
-        names = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-        if [group["params"] for group in saved.optimizer["param_groups"]] != names:
-            raise UserError(
-                "resume: the checkpoint's optimizer does not fit this model's parameters; freeze the same towers, or "
-                "choose another run=NAME"
-            )
-        groups = [dict(group) for group in optimizer.param_groups]
-        if stage:
-            for weights in (saved.model, (saved.ema or {}).get("weights", {})):
-                for name in fit_positions(weights, self.model):
-                    weights[name] = sharded_as(self.model.get_parameter(name), weights[name])
-                    saved.optimizer["state"].pop(name, None)
-        # Before the weights: torch allocates the optimizer's state by a step with zero gradients and a rate of 0.
-        # Not strict: a parameter that the loss does not use, such as the bias of a softmax, has no state.
-        options = StateDictOptions(strict=False)
-        if stage != "restart":
-            set_optimizer_state_dict(self.model, optimizer, saved.optimizer, options=options)
-            replicate_state(optimizer)
-        for group, settings in zip(optimizer.param_groups, groups):  # these settings, which may have changed
-            group.update({key: value for key, value in settings.items() if key != "params"})
-        set_model_state_dict(self.model, saved.model)
-        if scaler and saved.scaler:
-            scaler.load_state_dict(saved.scaler)
-        if average:
-            average.load(saved.ema)
+    The optimizer's settings (learning rate, decay) stay as they are. `stage`: empty within a stage; at the start of
+    one, `continue` drops the optimizer's state of resized position embeddings, `restart` drops all of it.
+    """
+    model, optimizer, scaler = step.model, step.optimizer, step.precision.scaler
+    name_of = {id(p): name for name, p in model.named_parameters()}
+    names = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    if [group["params"] for group in saved.optimizer["param_groups"]] != names:
+        raise UserError(
+            "resume: the checkpoint's optimizer does not fit this model's parameters; freeze the same towers, or "
+            "choose another run=NAME"
+        )
+    groups = [dict(group) for group in optimizer.param_groups]
+    if stage:
+        for weights in (saved.model, (saved.ema or {}).get("weights", {})):
+            for name in fit_positions(weights, model):
+                weights[name] = sharded_as(model.get_parameter(name), weights[name])
+                saved.optimizer["state"].pop(name, None)
+    # Before the weights: torch allocates the optimizer's state by a step with zero gradients and a rate of 0.
+    # Not strict: a parameter that the loss does not use, such as the bias of a softmax, has no state.
+    options = StateDictOptions(strict=False)
+    if stage != "restart":
+        set_optimizer_state_dict(model, optimizer, saved.optimizer, options=options)
+        replicate_state(optimizer)
+    for group, settings in zip(optimizer.param_groups, groups):  # these settings, which may have changed
+        group.update({key: value for key, value in settings.items() if key != "params"})
+    set_model_state_dict(model, saved.model)
+    if scaler and saved.scaler:
+        scaler.load_state_dict(saved.scaler)
+    if step.average:
+        step.average.load(saved.ema)
 
 
 def least_saved_bytes(config: TrainConfig) -> int:
@@ -97,7 +88,7 @@ def least_saved_bytes(config: TrainConfig) -> int:
     return trained * (1 + bool(config.ema) + MOMENTS.get(config.optim.name, 0))
 
 
-def build_state(
+def build_step(
     config: TrainConfig,
     world: World,
     model: ClipModel,
@@ -106,8 +97,8 @@ def build_state(
     sort_captions: bool,
     chunks: ChunkSizes | None = None,
     earlier: ChunkSizes | None = None,
-) -> TrainState:
-    """The state of a model with its initial weights. A collective. Raises UserError.
+) -> TrainStep:
+    """The step of a model with its initial weights. A collective. Raises UserError.
 
     `sort_captions`: see TrainStep. `chunks`: None: found by `agreed_chunk_sizes`, to which `earlier` belongs.
     """
@@ -122,7 +113,7 @@ def build_state(
     encoders = [world.wrap(tower, parallel, precision.dtype) for tower in towers]
     # After `wrap`: FSDP2 replaces parameters by sharded ones.
     scales = model.rate_factors(config.model)
-    step = TrainStep(
+    return TrainStep(
         config=config,
         world=world,
         model=model,
@@ -138,5 +129,5 @@ def build_state(
         average=WeightAverage(config.ema, model) if config.ema else None,
         keep_budget=KeepBudget(config.cache.keep, world),
         sort_captions=sort_captions,
+        chunks=found,
     )
-    return TrainState(config, model, step, found)

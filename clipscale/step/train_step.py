@@ -18,6 +18,7 @@ from clipscale.data.loader.stream import TrainStream
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import AsyncReduction, World, gradient_norm
 from clipscale.models.towers import ClipModel
+from clipscale.step.chunk_sizes import ChunkSizes
 from clipscale.step.ema import WeightAverage
 from clipscale.step.feature_statistics import EVERY, feature_statistics
 from clipscale.step.grad_cache import GradCache
@@ -74,6 +75,7 @@ class TrainStep:
     sort_captions: bool
     """Whether captions are sorted by length and lose their padding: for text towers whose features do not depend on it.
     """
+    chunks: ChunkSizes
     agreement: Agreement | None = None
     """The last step's."""
 

@@ -38,7 +38,7 @@ def counted(rank: int, world: int, config: TrainConfig, slots: int) -> tuple[int
         run.train_step()
     run.stream.close()
     objects = broadcast.call_count + gathered.call_count
-    return read.call_count, objects, waited.call_count, [p.detach() for p in run.state.model.parameters()]
+    return read.call_count, objects, waited.call_count, [p.detach() for p in run.trainer.model.parameters()]
 
 
 @pytest.mark.parametrize(

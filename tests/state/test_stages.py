@@ -117,7 +117,7 @@ def test_a_resumed_run_has_the_optimizers_settings_that_are_given_now(
     begun = start_run(replace(config, model=replace(config.model, image=half, text=half)), ALONE)
     begun.stream.close()
     begun.records.close()
-    groups = [(group["weight_decay"], group["lr_scale"]) for group in begun.state.step.optimizer.param_groups]
+    groups = [(group["weight_decay"], group["lr_scale"]) for group in begun.trainer.optimizer.param_groups]
     assert groups == [(0.3, 0.5), (0.3, 0.5), (0.0, 0.5), (0.0, 1.0)]
 
 
@@ -130,19 +130,19 @@ def test_the_next_stage_begins_with_the_same_weights_and_resized_positions(
     begun = start_run(staged(shards, run, stages), ALONE)
     begun.stream.close()
     begun.records.close()
-    state, step = begun.state, begun.state.step
+    step = begun.trainer
     before, encoders = weights(run, 3), torch.nn.Module()
-    encoders.visual, encoders.text = state.model.image.encoder, state.model.text.encoder
+    encoders.visual, encoders.text = step.model.image.encoder, step.model.text.encoder
     image, text = "image.encoder.positional_embedding", "text.encoder.positional_embedding"
     expected = {"visual.positional_embedding": before[image], "text.positional_embedding": before[text]}
     resize_pos_embed(expected, encoders)
     resize_text_pos_embed(expected, encoders)
     before |= {image: expected["visual.positional_embedding"], text: expected["text.positional_embedding"]}
     assert (before[image].shape, before[text].shape) == ((10, 32), (24, 32))
-    assert all(torch.equal(p.detach(), before[name]) for name, p in state.model.named_parameters())
+    assert all(torch.equal(p.detach(), before[name]) for name, p in step.model.named_parameters())
     assert step.average is not None and step.average.values[image].shape == (10, 32)
     moments = checkpoint.load(checkpoint.path_of(run, 3), entries=("optimizer",)).optimizer["state"]
-    for name, p in state.model.named_parameters():
+    for name, p in step.model.named_parameters():
         if optimizer == "restart" or name in (image, text):
             assert not step.optimizer.state.get(p), name
         else:

@@ -62,15 +62,15 @@ def one_step(rank: int, world: int, config: TrainConfig) -> tuple[Any, ...]:
     with mock.patch("clipscale.state.start.build_model", lambda config, **given: build_model(config, **given).double()):
         run = start_run(config, World(rank, world, cpu))
     for _ in range(1 + (config.cache.keep != "none")):  # the first step measures graphs
-        weights = {name: whole(value).detach().clone() for name, value in run.state.model.state_dict().items()}
+        weights = {name: whole(value).detach().clone() for name, value in run.trainer.model.state_dict().items()}
         batch = run.stream.next_batch()
         with mock.patch.object(run.stream, "next_batch", lambda batch=batch: batch):
             run.train_step()
-    assert all(run.state.step.cache.kept) == (config.cache.keep != "none")
+    assert all(run.trainer.cache.kept) == (config.cache.keep != "none")
     rows = [batch.pixels(0, len(batch)), batch.tokens(0, len(batch)), batch.keys()]
     rows = [tensor.clone() for tensor in rows]
     run.stream.close()
-    return weights, gradients(run.state.model), run.loss, rows
+    return weights, gradients(run.trainer.model), run.loss, rows
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,9 @@ def test_an_update_clips_the_unscaled_gradient_and_bounds_the_logit_scale(
     run = start_run(config, ALONE)
     run.train_step()
     run.stream.close()
-    gradients = [p.grad for p in run.state.model.parameters() if p.grad is not None]
+    gradients = [p.grad for p in run.trainer.model.parameters() if p.grad is not None]
     assert torch.nn.utils.get_total_norm(gradients).item() == pytest.approx(0.25, rel=1e-4)
-    assert run.state.model.logit_scale.exp().item() == pytest.approx(3.0)
+    assert run.trainer.model.logit_scale.exp().item() == pytest.approx(3.0)
 
 
 def test_a_run_normalises_as_its_weights_were_trained_and_goes_on_so(shards: str, tmp_path: Path, capsys: Cap) -> None:
@@ -126,8 +126,8 @@ def test_a_partly_frozen_tower_is_compiled(shards: str, tmp_path: Path, monkeypa
     calls.clear()
     run.train_step()
     run.stream.close()
-    assert run.state.step.sort_captions
-    encoder = run.state.model.image.encoder
+    assert run.trainer.sort_captions
+    encoder = run.trainer.model.image.encoder
     assert {id(module) for module in calls} == {id(part) for part in innermost_blocks(encoder) or [encoder]}
 
 

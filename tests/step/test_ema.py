@@ -41,7 +41,7 @@ def test_a_step_that_the_scaler_skips_is_not_averaged(
     run = start_run(config, ALONE)
     run.train_step()
     run.stream.close()
-    average = run.state.step.average
+    average = run.trainer.average
     assert average and average.updates == averaged
 
 
@@ -50,7 +50,7 @@ def test_a_run_evaluates_the_average_and_trains_on_with_its_weights(
 ) -> None:
     run = start_run(small(shards, tmp_path / "run", ema=0.9, eval=EvalConfig(weights="ema")), ALONE)
     run.train_step()
-    model, average = run.state.model, run.state.step.average
+    model, average = run.trainer.model, run.trainer.average
     before = copy.deepcopy(model.state_dict())
     seen = {}
     monkeypatch.setattr(

@@ -66,7 +66,7 @@ def test_a_step_that_is_left_at_a_signal_leaves_statistics_as_they_were(
     shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = start_run(resnet(shards, tmp_path / "run", "sync", None), ALONE)
-    before, calls = copy.deepcopy(run.state.model.state_dict()), []
+    before, calls = copy.deepcopy(run.trainer.model.state_dict()), []
 
     def signalled() -> None:
         calls.append(1)
@@ -74,8 +74,8 @@ def test_a_step_that_is_left_at_a_signal_leaves_statistics_as_they_were(
             raise SignalError(15)
 
     monkeypatch.setattr(run.stop, "check", signalled)
-    with pytest.raises(SignalError), rollback_on_error(run.state.model, run.stream, ALONE):
+    with pytest.raises(SignalError), rollback_on_error(run.trainer.model, run.stream, ALONE):
         run.train_step()
     run.stream.close()
-    for name, value in run.state.model.state_dict().items():
+    for name, value in run.trainer.model.state_dict().items():
         assert torch.equal(value, before[name]), name

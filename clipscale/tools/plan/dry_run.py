@@ -25,7 +25,7 @@ from clipscale.models.families import family_of
 from clipscale.models.flops import PassFlops, image_flops, text_flops, trained_of
 from clipscale.models.towers import ClipModel, build_model
 from clipscale.models.weights import without_weights
-from clipscale.state.train_state import build_state
+from clipscale.state.train_state import build_step
 from clipscale.step.batch_loss import BatchLoss
 from clipscale.step.chunk_sizes import ChunkSizes
 from clipscale.step.precision import Precision
@@ -150,9 +150,7 @@ class DryRun:
         before = tracker.live
         model.to_empty(device=CPU)
         loss = BatchLoss(config, model, Precision(config.precision, CPU), machine=machine)
-        self.step = build_state(
-            config, World(0, 1, CPU), model, loss, sort_captions=False, chunks=ChunkSizes(1, 1, "")
-        ).step
+        self.step = build_step(config, World(0, 1, CPU), model, loss, sort_captions=False, chunks=ChunkSizes(1, 1, ""))
         self.step.precision.scaler = None  # it takes a few bytes, and its test of every gradient needs values
         self.trained = self.step.cache.trained
         """Whether each tower has a second pass."""

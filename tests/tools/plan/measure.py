@@ -15,7 +15,7 @@ from clipscale.config.train import TrainConfig
 from clipscale.data.loader.to_device import ChunkLoader
 from clipscale.distributed.world import World
 from clipscale.models.towers import build_model
-from clipscale.state.train_state import build_state
+from clipscale.state.train_state import build_step
 from clipscale.step.batch_loss import BatchLoss
 from clipscale.step.precision import Precision
 from clipscale.step.train_step import TrainStep
@@ -34,7 +34,7 @@ def measured_step(config: TrainConfig, world: World) -> TrainStep:
     """The trainer's step, around a model with random weights."""
     model = build_model(config.model)
     loss = BatchLoss(config, model, Precision(config.precision, world.device))
-    return build_state(config, world, model, loss, sort_captions=False).step
+    return build_step(config, world, model, loss, sort_captions=False)
 
 
 def settings(batch: int = 64, chunk: int = 16, **changed: Any) -> TrainConfig:
