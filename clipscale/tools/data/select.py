@@ -52,6 +52,7 @@ def choose(embedded: EmbeddedSet, settings: SelectSettings, folder: Path) -> tup
 
     Raises UserError if no sample can be used."""
     cosines = torch.from_numpy(np.concatenate([*map(products, embedded.features(IMAGE), embedded.features(TEXT))]))
+    cosines[~cosines.isfinite()] = torch.nan
     left = cosines.argsort(descending=True, stable=True)[int(cosines.isnan().sum()) :]  # NaN comes first
     say(f"{len(cosines):,} samples, {len(left):,} with a usable picture and text")
     if not len(left):

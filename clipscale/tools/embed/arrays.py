@@ -13,7 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from clipscale.common import files
+from clipscale.common.errors import library
 from clipscale.common.record import Record
+from clipscale.tools.embed.settings import KINDS
 
 NOTE = "features.json"
 """The file of a folder that says what its features are."""
@@ -30,20 +32,27 @@ class EmbeddedSet:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        with files.reported("data", folder / SHARDS, "give a folder of `clipscale embed`"):
+        with library(f"data: {folder} is damaged, or not of `clipscale embed`", "; embed its shards again"):
             self.note = files.read_json(folder / NOTE)["features"]
             shards = files.read_json(folder / SHARDS)
-        self.sources = {Path(name).stem: entry["source"] for name, entry in shards.items()}
-        """The shard that has the pictures of each part."""
-        self.paths = [folder / name for name in shards]
-        self.firsts = [0, *itertools.accumulate(entry["samples"] for entry in shards.values())]
+            self.sources = {Path(name).stem: entry["source"] for name, entry in shards.items()}
+            """The shard that has the pictures of each part."""
+            self.paths = [folder / name for name in shards]
+            self.firsts = [0, *itertools.accumulate(entry["samples"] for entry in shards.values())]
+            for kind in KINDS:
+                list(self.features(kind))
 
     def __len__(self) -> int:
         return self.firsts[-1]
 
     def features(self, kind: str) -> Iterator[np.ndarray]:
-        """Of each part, (rows, D), mapped."""
-        yield from (np.load(array_path(path, kind), mmap_mode="r") for path in self.paths)
+        """Of each part, (rows, D), mapped. Raises ValueError, and what numpy raises."""
+        for path, (first, last) in zip(self.paths, itertools.pairwise(self.firsts)):
+            array = np.lib.format.open_memmap(array_path(path, kind), mode="r")
+            form = f"{self.note['dtype']} {(last - first, self.note['width'])}"
+            if last > first and (array.dtype.kind != "f" or f"{array.dtype} {array.shape}" != form):
+                raise ValueError(f"{array_path(path, kind).name}: {array.dtype} {array.shape}, not {form}")
+            yield array
 
     def sample(self, number: int) -> Record:
         """The row of that number, counted through all parts, as the page names and shows it."""

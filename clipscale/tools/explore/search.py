@@ -26,12 +26,12 @@ SIDE = 320  # pixels of the longer side of a picture on the page
 
 
 def nearest(arrays: Iterable[np.ndarray], query_D: np.ndarray, count: int) -> list[tuple[int, float]]:
-    """The `count` rows with the largest dot products, and these, best first. Rows of NaN are left out.
+    """The `count` rows with the largest dot products, and these, best first. Rows that are not finite are left out.
 
     parts: arrays (rows, D) of any float type; their rows are numbered through. One part at a time is in memory.
     """
     products = [array.astype(np.float32) @ query_D for array in arrays if len(array)]
-    scores = torch.from_numpy(np.concatenate([np.empty(0, np.float32), *products])).nan_to_num(nan=-torch.inf)
+    scores = torch.from_numpy(np.concatenate([np.empty(0, np.float32), *products])).nan_to_num(-torch.inf, -torch.inf)
     best = scores.topk(min(count, len(scores)))
     return [(row, score) for row, score in zip(best.indices.tolist(), best.values.tolist()) if score > -torch.inf]
 
@@ -52,6 +52,7 @@ class Explorer:
         expected = {
             "weights": model.image.digest(),
             "text": model.text.digest(),
+            "width": model.width,
             "image_size": model.image_size,
             "resize": model.pixels.resize_mode,
         }

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ from torch.nn.functional import normalize
 
 from clipscale.cli.main import main
 from clipscale.tools.data import near
+from clipscale.tools.embed.arrays import EmbeddedSet
 from tests.conftest import Cap
 from tests.data.files import picture, write_tar
+from tests.support.refused import refused
 
 parquet = pytest.importorskip("pyarrow.parquet")
 CAPTION = "</p><script>alert(1)</script>"
@@ -28,7 +31,7 @@ def embedded(folder: Path, images: torch.Tensor, texts: torch.Tensor, *sources: 
         (folder / f"{part}.jsonl").write_text("".join(lines))
         shards[f"{part}.jsonl"] = {"source": str(sources[part]) if sources else "no.tar", "samples": len(numbers)}
     (folder / "shards.json").write_text(json.dumps(shards))
-    (folder / "features.json").write_text(json.dumps({"features": {"dtype": "float16"}}))
+    (folder / "features.json").write_text(json.dumps({"features": {"dtype": "float16", "width": images.shape[1]}}))
     return folder
 
 
@@ -96,6 +99,27 @@ def test_the_page_shows_the_pictures_and_runs_nothing_of_the_set(tmp_path: Path)
     assert page.count('src="data:image/jpeg;base64,/9j/') >= 5 and page.count("no picture can be read") >= 5
     assert "default-src 'none'" in page and "<script" not in page and "&lt;script&gt;" in page
     assert len(page) < 200_000
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        b"\x93NUMPY",
+        np.ones((2, 8), "f2"),
+        np.ones((4, 4), "f2"),
+        np.ones(32, "f2"),
+        np.ones((4, 8), ">f2"),
+        np.ones((4, 8)),
+        np.ones((4, 8), "f2,f2"),
+        b"\x93NUMPY\1\0\x50\0{'descr': '<f2', 'fortran_order': False, 'shape': (99999999999999999999, 8)}".ljust(90),
+    ],
+)
+def test_a_damaged_file_of_features_is_one_line(tmp_path: Path, file: Any) -> None:
+    folder = embedded(tmp_path / "of", features(8, width=8), features(8, width=8))
+    broken = folder / "1.text.npy"
+    np.save(broken, file) if isinstance(file, np.ndarray) else broken.write_bytes(file)
+    with refused("embed its shards again"):
+        EmbeddedSet(folder)
 
 
 def test_what_lies_there_is_not_replaced(tmp_path: Path, capsys: Cap) -> None:
