@@ -20,8 +20,10 @@ from clipscale.data.shards.addresses import digest
 ROW = np.dtype([("f0", "u8"), ("f1", "u8"), ("weight", "f4")])
 """A row of a table of weights: the halves of a uid or of a key's digest, and the weight."""
 PAIR = np.dtype("u8,u8")
-ROWS = 2**16
-"""Rows of a Parquet file that are read at a time."""
+ROWS = 2**10
+"""Rows of a Parquet file that are read at a time. A few bytes may stand for many equal cells of a megabyte."""
+BUFFER = 1 << 20
+"""Bytes of a column of a Parquet file that are read at a time."""
 ROWS_PER_BYTE = 32
 """Bound on a Parquet file: each row has a key or a picture of its own; keys that count up take a tenth of a byte."""
 MOST_TIMES = 10_000
@@ -144,7 +146,7 @@ def parquet_file(file: str | Path) -> Any:
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise UserError("Parquet needs pyarrow: pip install 'clipscale[parquet]'") from error
-    table, size = ParquetFile(file), Path(file).stat().st_size
+    table, size = ParquetFile(file, buffer_size=BUFFER, pre_buffer=False), Path(file).stat().st_size
     if table.metadata.num_rows > ROWS_PER_BYTE * size:
         raise UserError(
             f"{file}: {table.metadata.num_rows:,} rows in {size:,} bytes; give each sample a row of its own"

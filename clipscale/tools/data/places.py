@@ -5,6 +5,7 @@ addresses only those of the web are fetched, or those that begin with the root.
 """
 
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ from clipscale.data.shards.subset import parquet_file
 
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 WEB = ("http://", "https://")
+BATCH = 64
+"""Rows of a Parquet file that are in memory at once."""
 
 
 class Place(NamedTuple):
@@ -93,10 +96,31 @@ def resolved(root: str) -> str:
 
 
 def cell_bytes(cell: Cell) -> Any:
-    value = row_group(cell.file, cell.group, cell.column)[cell.row].as_py()
+    column = column_of(cell.file, cell.group, cell.column)
+    if cell.row < column.first:
+        column_of.cache_clear()
+        column = column_of(cell.file, cell.group, cell.column)
+    value = column.cell(cell.row).as_py()
     return value.get("bytes") if isinstance(value, dict) else value  # Hugging Face's struct of bytes and path
 
 
-@lru_cache(maxsize=2)
-def row_group(file: str, group: int, column: str) -> Any:
-    return parquet_file(file).read_row_group(group, columns=[column])[column]
+class Column:
+    """The cells of a column in a row group, a batch at a time: a group may decode to more than the memory."""
+
+    def __init__(self, file: str, group: int, name: str) -> None:
+        batches = parquet_file(file).iter_batches(BATCH, row_groups=[group], columns=[name], use_threads=False)
+        self.batches = (batch[name] for batch in batches)
+        self.cells: Sequence[Any] = ()
+        self.first = 0
+        """The row of the first cell in memory."""
+
+    def cell(self, row: int) -> Any:
+        """The cell of a row, which is not before the first in memory."""
+        while row >= self.first + len(self.cells):
+            self.first += len(self.cells)
+            self.cells = next(self.batches)
+        return self.cells[row - self.first]
+
+
+column_of = lru_cache(maxsize=1)(Column)
+"""Rows come in their order."""

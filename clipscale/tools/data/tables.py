@@ -18,7 +18,7 @@ from clipscale.common.record import Record
 from clipscale.data.decode import IMAGE_TYPES, encoding_of, json_fields
 from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError
 from clipscale.data.shards.subset import parquet_file
-from clipscale.tools.data.places import Cell
+from clipscale.tools.data.places import BATCH, Cell
 
 USUAL: dict[str, list[str]] = files.read_yaml(Path(__file__).with_name("columns.yaml"))
 """Names of the column of pictures and of that of captions."""
@@ -33,8 +33,6 @@ FIRST_ROWS = 100
 """Rows whose keys are the columns of JSON."""
 LONGEST_LINE = 4 * MAX_TEXT_BYTES
 """Characters of a line; what follows is another one."""
-BATCH = 64
-"""Rows of a Parquet file that are in memory at once."""
 Rows = Iterator[tuple[int, Record | None]]
 
 

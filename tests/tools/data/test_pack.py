@@ -20,7 +20,7 @@ from clipscale.data.sample import BrokenSampleError
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.eval.sets.load import load_set
 from clipscale.tools.data import pack
-from clipscale.tools.data.places import Place, read, resolved
+from clipscale.tools.data.places import Cell, Place, read, resolved
 from clipscale.tools.data.settings import PackSettings
 from tests.conftest import Cap
 from tests.eval.sets import COLOURS, NAMES, picture
@@ -248,6 +248,20 @@ def test_a_part_is_held_out_by_the_pictures_name(pictures: Path, tmp_path: Path)
         assert load_set(out / "holdout").kind == "pairs"
         sides.append(held)
     assert sides[0] == sides[1]
+
+
+def test_a_few_bytes_of_parquet_do_not_fill_the_memory(tmp_path: Path) -> None:
+    """A group of equal pictures takes 200 MB; its cells are asked in any order."""
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed (clipscale[parquet])")
+    from pyarrow import parquet
+
+    cells = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0, 1] * 2000), pyarrow.array([b"a" * 10**5, b"b"]))
+    parquet.write_table(pyarrow.table({"image": cells}), tmp_path / "t.parquet", store_schema=False)
+    del cells
+    before = pyarrow.total_allocated_bytes()
+    for row, first in ((100, b"a"), (3, b"b"), (1998, b"a")):
+        assert read(Cell(str(tmp_path / "t.parquet"), 0, row, "image"))[:1] == first
+        assert pyarrow.total_allocated_bytes() - before < 3e7
 
 
 def test_large_pictures_are_resized_by_their_shorter_side(pictures: Path, tmp_path: Path) -> None:
