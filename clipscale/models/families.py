@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from open_clip.hf_model import HFTextEncoder
-from open_clip.transformer import TextTransformer, VisionTransformer
+from open_clip.transformer import TextTransformer
 from torch import nn
 
 from clipscale.common.record import Record
-from clipscale.models.lean import LeanText, lean
+from clipscale.models.lean import LeanText
 
 GROUPS: Record = {
     "stem": r"conv|bn|(?:class|positional|token)_embedding|cls_emb|ln_pre|transformer\.(?:embed|shared|layernorm_emb)",
@@ -31,8 +31,6 @@ head. Towers of timm have patterns of their own."""
 class Family:
     encoder: type[nn.Module] = nn.Module
     """open_clip's class of the encoders."""
-    lean: Callable[[Any], nn.Module] = lambda encoder: encoder
-    """The encoder with a shorter forward pass, which computes the same."""
     ignores_padding: Callable[[Any], bool] = lambda encoder: False
     """Whether a caption's feature stays the same without its padding, so that a run may order captions by length and
     cut them."""
@@ -45,8 +43,7 @@ def _ignores_padding(encoder: TextTransformer) -> bool:
 
 
 FAMILIES = (
-    Family(VisionTransformer, lean=lean),
-    Family(TextTransformer, lean=lean, ignores_padding=_ignores_padding),
+    Family(TextTransformer, ignores_padding=_ignores_padding),
     # open_clip masks the padding in attention and in every pooler.
     Family(HFTextEncoder, ignores_padding=lambda encoder: True),
 )

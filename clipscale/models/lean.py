@@ -36,7 +36,7 @@ TokenIndex = int | Tensor
 """A token: one position for all samples, or one for each (N,)."""
 
 
-def lean(encoder: nn.Module) -> nn.Module:
+def lean_encoder(encoder: nn.Module) -> nn.Module:
     """The encoder with the shorter forward pass, over the same parameters; one that it does not suit as it is."""
     kind: type[LeanVision] | type[LeanText]
     if type(encoder) is VisionTransformer:

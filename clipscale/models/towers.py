@@ -26,9 +26,8 @@ from clipscale.common.record import Record
 from clipscale.common.units import nearest
 from clipscale.config.sections import ModelConfig
 from clipscale.data.eval_transform import EvalTransform
-from clipscale.models.families import family_of
 from clipscale.models.groups import lock, rate_factors
-from clipscale.models.lean import embed_patches_by_product
+from clipscale.models.lean import embed_patches_by_product, lean_encoder
 from clipscale.models.tokenizer import Tokenizer, tokenizer_of
 from clipscale.models.weights import completed_by_weights, without_weights
 from clipscale.models.weights import load as load_weights
@@ -262,9 +261,9 @@ def build_model(config: ModelConfig, *, lean: bool = True, tokenizer: Tokenizer 
     if config.grad_checkpointing:
         encoders.set_grad_checkpointing(True)
     if lean:
-        encoders.visual = family_of(encoders.visual).lean(encoders.visual)
+        encoders.visual = lean_encoder(encoders.visual)
         embed_patches_by_product(encoders.visual)
-        encoders.text = family_of(encoders.text).lean(encoders.text)
+        encoders.text = lean_encoder(encoders.text)
     tokenizer = tokenizer or tokenizer_of(config.name, description["text_cfg"])
     model = ClipModel(encoders, description["embed_dim"], config, tokenizer)
     for name, tower, settings in (("image", model.image, config.image), ("text", model.text, config.text)):

@@ -10,7 +10,7 @@ from open_clip.model import CustomTextCLIP
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
-from clipscale.models.lean import LeanPatches, LeanText, LeanVision, embed_patches_by_product, lean
+from clipscale.models.lean import LeanPatches, LeanText, LeanVision, embed_patches_by_product, lean_encoder
 from tests.support.towers import architecture
 
 SIDE, WORDS, VOCABULARY = 12, 9, 60
@@ -75,7 +75,7 @@ def both(description: dict[str, Any], dtype: torch.dtype = torch.float64) -> tup
     torch.manual_seed(0)
     reference = CustomTextCLIP(**description).to(dtype)
     ours = deepcopy(reference)
-    ours.visual, ours.text = lean(ours.visual), lean(ours.text)
+    ours.visual, ours.text = lean_encoder(ours.visual), lean_encoder(ours.text)
     assert list(ours.state_dict()) == list(reference.state_dict())
     return reference, ours
 
