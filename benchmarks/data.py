@@ -24,7 +24,7 @@ from measure import Row, counts, main, spread
 from PIL import Image
 from webdataset import TarWriter
 
-from clipscale.config.data import DataConfig
+from clipscale.config.data import AugmentConfig, DataConfig
 from clipscale.data.decode import TrainTransform
 from clipscale.data.loader.stream import open_stream, ordered_shards
 from clipscale.data.order import AUGMENT, BatchShare, CounterRNG
@@ -94,7 +94,6 @@ def decoding(files: list[bytes], settings: SimpleNamespace) -> dict[str, Callabl
 
     out = np.empty((3, settings.image_size, settings.image_size), np.uint8)
     reference = image_transform(settings.image_size, is_train=True)
-    crops = ((0.9, 1.0), (3 / 4, 4 / 3), 0.0)  # open_clip's, which are ours by default
 
     def rate(decode: Callable[[bytes, int], object]) -> float:
         begun = time.process_time()
@@ -102,7 +101,7 @@ def decoding(files: list[bytes], settings: SimpleNamespace) -> dict[str, Callabl
             decode(data, number)
         return len(files) / (time.process_time() - begun)
 
-    ours = TrainTransform(settings.image_size, *crops)
+    ours = TrainTransform(settings.image_size, AugmentConfig())  # open_clip's crops by default
     return {
         "clipscale": partial(rate, lambda data, number: ours(data, CounterRNG(0, AUGMENT, number), out)),
         PEER: partial(rate, lambda data, number: reference(Image.open(io.BytesIO(data)).convert("RGB"))),

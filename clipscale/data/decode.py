@@ -17,6 +17,7 @@ import simplejpeg
 from PIL import Image
 
 from clipscale.common.record import Record
+from clipscale.config.data import AugmentConfig
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError
 from clipscale.data.shards.addresses import utf8
@@ -281,9 +282,7 @@ class TrainTransform:
     """Turns a picture's bytes into training pixels: random resized crop and flip, with the caller's random numbers."""
 
     side: int
-    scale: tuple[float, float]
-    ratio: tuple[float, float]
-    flip: float
+    augment: AugmentConfig
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -298,9 +297,9 @@ class TrainTransform:
         """
         import torch  # here: `data check` decodes pictures without torch
 
-        picture = Picture(data)
-        left, top, right, bottom = random_box(picture.width, picture.height, self.scale, self.ratio, rng)
-        flipped = self.flip > 0 and rng.uniform() < self.flip
+        picture, augment = Picture(data), self.augment
+        left, top, right, bottom = random_box(picture.width, picture.height, augment.scale, augment.ratio, rng)
+        flipped = augment.flip > 0 and rng.uniform() < augment.flip
         crop = picture.decode()[top:bottom, left:right]
         image, size = torch.from_numpy(crop).permute(2, 0, 1), (self.side, self.side)
         if image.shape[1:] != size:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from clipscale.common import files
+from clipscale.config.data import AugmentConfig
 from clipscale.data import decode
 from clipscale.data.decode import (
     IMAGE_TYPES,
@@ -76,7 +77,7 @@ def test_training_pixels_of_whole_jpegs_are_open_clips(size: tuple[int, int], mo
         data = encode(source, "JPEG", quality=quality, **({} if mode == "L" else {"subsampling": sampling}))
         reference = transform(opened(data)).numpy() * 255
         out = np.zeros((3, 64, 64), np.uint8)
-        TrainTransform(64, (1.0, 1.0), (3 / 4, 4 / 3), 0.0)(data, CounterRNG(0), out)
+        TrainTransform(64, AugmentConfig((1.0, 1.0)))(data, CounterRNG(0), out)
         difference = np.abs(out - reference)
         assert difference.mean() < 0.35 and difference.max() < 4, (quality, difference.mean(), difference.max())
 
@@ -154,7 +155,7 @@ def test_damaged_pictures_are_decoded_or_counted(kind: str, hits: list[tuple[flo
     cut_off = bytes(data[: int(len(data) * (1 - cut**4))])
     try:
         Picture(cut_off, 100_000)
-        TrainTransform(16, (0.5, 1.0), (0.75, 1.33), 0.5)(cut_off, CounterRNG(1), out)
+        TrainTransform(16, AugmentConfig((0.5, 1.0), flip=0.5))(cut_off, CounterRNG(1), out)
     except BrokenSampleError as error:
         assert error.reason in ("unreadable_image", "huge_image")
         assert not out.any(), "nothing is written for a broken picture"

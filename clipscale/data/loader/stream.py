@@ -264,12 +264,11 @@ def open_stream(
     if gpu:
         arena.pin()
     count = max(1, workers)
-    augment = config.augment
     specs = [
         WorkerSpec(
             config=config,
             shards=shards,
-            transform=TrainTransform(side, augment.scale, augment.ratio, augment.flip),
+            transform=TrainTransform(side, config.augment),
             tokenizer=tokenizer,
             pad=int(empty[0, -1]),
             selection=chosen,
