@@ -67,8 +67,13 @@ class SortedCaptions(ChunkLoader):
         return len(self._spans)
 
     def split(self, count: int) -> None:
-        """Halve chunks until there are `count`, the largest number of any rank."""
-        split(self._spans, count)
+        """Halve the chunk with the most captions until there are `count`, the largest number of any rank."""
+        spans = self._spans
+        while len(spans) < count:
+            i = max(range(len(spans)), key=lambda i: spans[i][1] - spans[i][0])
+            start, stop = spans[i]
+            middle = (start + stop + 1) // 2
+            spans[i : i + 1] = [(start, middle), (middle, stop)]
 
     def spans(self, size: int) -> list[tuple[int, int]]:
         """The chunks as ranges of positions in the sorted order."""
@@ -102,15 +107,6 @@ def chunk_spans(widths: np.ndarray, budget: int, most: int) -> list[tuple[int, i
         spans.append((start, stop))
         start = stop
     return spans
-
-
-def split(spans: list[tuple[int, int]], count: int) -> None:
-    """Halve the chunk with the most captions, in place, until there are `count` chunks."""
-    while len(spans) < count:
-        i = max(range(len(spans)), key=lambda i: spans[i][1] - spans[i][0])
-        start, stop = spans[i]
-        middle = (start + stop + 1) // 2
-        spans[i : i + 1] = [(start, middle), (middle, stop)]
 
 
 def captions_of_chunk(widths: np.ndarray, cost: float) -> int:

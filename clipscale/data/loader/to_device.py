@@ -35,12 +35,11 @@ class ChunkLoader:
         return self.count
 
     def chunk(self, start: int, stop: int) -> Tensor:
-        if self.held is not None and (start, stop) in self.held:
-            return self.held[start, stop]
-        chunk = self.fetch(start, stop)
-        if self.held is not None:
-            self.held[start, stop] = chunk
-        return chunk
+        if self.held is None:
+            return self.fetch(start, stop)
+        if (start, stop) not in self.held:
+            self.held[start, stop] = self.fetch(start, stop)
+        return self.held[start, stop]
 
     def fetch(self, start: int, stop: int) -> Tensor:
         if self.copies is None:
