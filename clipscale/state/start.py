@@ -28,7 +28,7 @@ from clipscale.models.towers import architecture, build_model, inputs_of
 from clipscale.models.weights import completed_by_weights
 from clipscale.state.train_state import build_step, least_saved_bytes, load
 from clipscale.step.batch_loss import BatchLoss
-from clipscale.step.chunk_sizes import ChunkSizes, sizes_of_settings
+from clipscale.step.chunk_sizes import ChunkSizes, check_sizes
 from clipscale.step.precision import Precision
 from clipscale.step.train_step import TrainStep
 
@@ -206,7 +206,7 @@ def resolved_stages(config: TrainConfig, world: World) -> list[Stage]:
 def check_machine(config: TrainConfig, world: World) -> None:
     """Raise UserError for settings that cannot work on this machine, before a model is built."""
     check_divisible(config.batch, world.size, f"{world.size} processes")
-    sizes_of_settings(config.cache, config.batch // world.size)
+    check_sizes(config.cache, config.batch // world.size)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if config.loss.backend == "triton" and world.device.type == "cpu" and not interpreted:
         raise UserError("loss.backend=triton needs a GPU, and the device is the CPU; take loss.backend=tiled, or auto")

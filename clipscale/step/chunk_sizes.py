@@ -33,18 +33,13 @@ class ChunkSizes:
     """The kind of device that they were found on."""
 
 
-def sizes_of_settings(config: CacheConfig, local_batch: int) -> dict[str, int | None]:
-    """The settings' samples per chunk of `image` and `text`; None for `auto`, which `find_chunk` resolves.
-
-    Raises UserError for a chunk larger than the local batch.
-    """
-    image, text = config.sizes
-    for size in (image, text):
+def check_sizes(config: CacheConfig, local_batch: int) -> None:
+    """Raise UserError for a chunk larger than the local batch."""
+    for size in config.sizes:
         if size is not None and size > local_batch:
             raise UserError(
                 f"cache.chunk={size}: one process holds {local_batch} samples of the batch; choose 1 to {local_batch}"
             )
-    return {"image": image, "text": text}
 
 
 def batch_norm_chunk(tower: nn.Module, name: str, size: int | None, local_batch: int) -> int | None:
@@ -69,20 +64,21 @@ def agreed_chunk_sizes(
     A checkpoint's sizes count on the same kind of device only; they keep its random numbers, which are drawn chunk by
     chunk.
     """
-    settings = sizes_of_settings(config, local_batch)
     own = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     device = " and ".join(sorted(set(world.all_gather_object(own))))
-    sizes = {}
-    for name, tower, draw in (("image", model.image, random_pixels), ("text", model.text, random_captions)):
-        size = batch_norm_chunk(tower, name, settings[name], local_batch) or settings[name]
+    sizes = []
+    towers = ("image", model.image, random_pixels), ("text", model.text, random_captions)
+    for setting, (name, tower, draw) in zip(config.sizes, towers):
+        size = batch_norm_chunk(tower, name, setting, local_batch) or setting
         if size is None and earlier and earlier.device == device:
             size = getattr(earlier, name)
         if size is None:
             rate = lambda n, t=tower, d=draw: samples_per_second(t, d(model, n, world.device))  # noqa: E731
             fastest = find_chunk(rate, local_batch, world.device, keep=config.keep != "none")
             size = min(world.all_gather_object(fastest))
-        sizes[name] = size
-    return ChunkSizes(**sizes, device=device)
+        sizes.append(size)
+    image, text = sizes
+    return ChunkSizes(image, text, device)
 
 
 def random_pixels(model: ClipModel, count: int, device: torch.device) -> Tensor:

@@ -13,7 +13,7 @@ from clipscale.config.stages import changed
 from clipscale.data.loader.memory import free_memory
 from clipscale.data.shards.counts import counted_at_once
 from clipscale.data.shards.listing import local_shards
-from clipscale.step.chunk_sizes import CPU_CHUNK, batch_norm_chunk, sizes_of_settings
+from clipscale.step.chunk_sizes import CPU_CHUNK, batch_norm_chunk, check_sizes
 from clipscale.step.keep_budget import MARGIN
 from clipscale.tools.plan import ASSUMED
 from clipscale.tools.plan.dry_run import DryRun, dry_run
@@ -47,11 +47,10 @@ class Prediction:
 
     def chunk_sizes(self) -> PerTower:
         """As set, or assumed: `auto_chunk`, halved until the passes fit."""
-        settings = sizes_of_settings(self.config.cache, self.local)
         given = []
-        for name, tower in zip(TOWERS, self.dry_run.towers):
-            whole = batch_norm_chunk(tower, name, settings[name], self.local)
-            given.append(ASSUMED.largest_batch if whole else settings[name])
+        for name, tower, size in zip(TOWERS, self.dry_run.towers, self.config.cache.sizes):
+            whole = batch_norm_chunk(tower, name, size, self.local)
+            given.append(ASSUMED.largest_batch if whole else size)
         size = ASSUMED.auto_chunk if self.gpu else CPU_CHUNK
         while True:
             chunks = given[0] or size, given[1] or size
@@ -137,8 +136,7 @@ def plan(config: PlanConfig, *, search: bool = True) -> Record:
 def predicted(config: PlanConfig, *, search: bool = True) -> Record:
     """`plan` without remedies."""
     gpu, ranks = target_gpu(config), config.gpus * config.nodes
-    # Refused before the dry run.
-    sizes_of_settings(config.cache, config.batch // ranks)
+    check_sizes(config.cache, config.batch // ranks)
     doing(f"planning: a dry run of {config.model.name} on {ranks} x {config.hardware}")
     with dry_run(config, ranks, gpu.capability if gpu else None, config.nodes) as dry:
         prediction = Prediction(config, gpu, dry)
