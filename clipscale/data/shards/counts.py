@@ -47,10 +47,10 @@ def count_samples(urls: Sequence[str], subset: Subset | None = None, *, scan: bo
             if isinstance(outcome, index.Entry):
                 samples[url] = outcome.samples
                 known.entries[url] = outcome
-    damaged = known.damaged
+    damaged = [url for url in urls if url in known.entries and known.entries[url].reason]
     if damaged:
-        url = next(url for url in urls if url in damaged)
-        what = f"{len(damaged)} of {len(urls)} shards are damaged (first: {url}, {known.entries[url].reason})"
+        first = f"{damaged[0]}, {known.entries[damaged[0]].reason}"
+        what = f"{len(damaged)} of {len(urls)} shards are damaged (first: {first})"
         log.warning(f"{what}: what lies behind the damage is left out; `clipscale data check` shows it all")
     return [samples.get(url) for url in urls]
 

@@ -99,10 +99,6 @@ class Known(NamedTuple):
     stale: list[str]
     """Shards that have changed since they were indexed."""
 
-    @property
-    def damaged(self) -> list[str]:
-        return [url for url, entry in self.entries.items() if entry.reason]
-
 
 def lookup(urls: Sequence[str], subset: Subset | None = None) -> Known:
     """What the indexes know of these shards.
