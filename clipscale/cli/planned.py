@@ -3,7 +3,6 @@
 If the planner fails, also by a torch with other private parts, the run prints one line and goes on.
 """
 
-import json
 import multiprocessing
 import os
 import signal
@@ -16,6 +15,7 @@ from threading import Event, Thread
 from typing import Any
 
 from clipscale.common.errors import StoppedError, UserError, one_line
+from clipscale.common.record import Record
 from clipscale.common.signals import blocked
 from clipscale.common.terminal import tell
 from clipscale.config.train import TrainConfig
@@ -27,16 +27,16 @@ NICENESS = 10
 
 
 def answer(connection: Connection, config: TrainConfig) -> None:
-    """In the planner's process: send the plan as JSON, empty if there is none, and the reason for that."""
+    """In the planner's process: send the plan, empty if there is none, and the reason for that."""
     os.nice(NICENESS)
     sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  libraries print; it stays open to the end
     try:
         from clipscale.tools.plan.start import before
 
-        found = before(config), ""
+        found: tuple[Record, str] = before(config), ""
     except Exception as error:  # for example, torch has moved its private modules
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-        found = "", kind + one_line(error)
+        found = {}, kind + one_line(error)
     connection.send(found)
 
 
@@ -54,7 +54,7 @@ class Planner:
         self.refusal = ""
         """Why the run cannot fit."""
         self._closed = Event()
-        self._thread = Thread(target=self._read, daemon=True)
+        self._thread = Thread(target=self._report, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -63,32 +63,29 @@ class Planner:
         self.process.kill()
         self._thread.join()
 
-    def _read(self) -> None:
-        plan, reason = self._answer()
-        if not self._closed.is_set():
-            self._report(plan, reason)
-
-    def _answer(self) -> tuple[str, str]:
-        """The plan as JSON and the reason why there is none; one of them is empty."""
+    def _answer(self) -> tuple[Record, str]:
+        """The plan, and the reason why there is none; one of them is empty."""
         try:
             if self._connection.poll(LIMIT_S):
                 return self._connection.recv()
-            return "", f"not ready in {LIMIT_S:.0f} s"
+            return {}, f"not ready in {LIMIT_S:.0f} s"
         except EOFError:
             self.process.join()
-            return "", f"its process ended with status {self.process.exitcode}"
+            return {}, f"its process ended with status {self.process.exitcode}"
 
-    def _report(self, plan: str, reason: str) -> None:
+    def _report(self) -> None:
         """Print the plan. If the run cannot fit, interrupt its main thread, which raises the refusal."""
+        plan, reason = self._answer()
+        if self._closed.is_set():
+            return
         if reason:
             tell(f"no plan: {reason}", error=True)
             return
-        result = json.loads(plan)
-        if result["fits"]:
-            for line in result["lines"]:
+        if plan["fits"]:
+            for line in plan["lines"]:
                 tell(f"plan: {line}")
             return
-        self.refusal = f"this run {result['lines'][0]}; plan=false starts it all the same"
+        self.refusal = f"this run {plan['lines'][0]}; plan=false starts it all the same"
         loading = signal.getsignal(signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
         # An import may swallow the first SIGINT, and background shells ignore it: send another to the run's own

@@ -1,6 +1,5 @@
 """The plan of a run that starts: a refusal reaches the run, whatever it does (the rest: tools/plan/test_planner)."""
 
-import json
 import os
 import signal
 import sys
@@ -15,18 +14,19 @@ import pytest
 from clipscale.cli.planned import Planner, planned
 from clipscale.cli.planned import answer as planners
 from clipscale.common.errors import StoppedError, UserError
+from clipscale.common.record import Record
 from clipscale.config.train import TrainConfig
 from clipscale.tools.plan import start
 from tests.cli.conftest import Cli, tiny
 
-REFUSED = json.dumps({"fits": False, "lines": ["does not fit: 20 GiB of 16 GiB"]})
+REFUSED = {"fits": False, "lines": ["does not fit: 20 GiB of 16 GiB"]}
 
 
 def stop(number: int, _: Any) -> None:
     raise StoppedError("stopped", number)
 
 
-def answer(_: Planner) -> tuple[str, str]:
+def answer(_: Planner) -> tuple[Record, str]:
     time.sleep(0.5)  # the run has begun
     return REFUSED, ""
 

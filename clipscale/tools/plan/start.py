@@ -1,10 +1,9 @@
 """The plan of a run that starts, on this machine."""
 
-import json
-
 import torch
 
 from clipscale.common.hardware import gpu_here, hardware_of
+from clipscale.common.record import Record
 from clipscale.config.stages import stages_of
 from clipscale.config.train import TrainConfig
 from clipscale.data.loader.memory import free_memory
@@ -13,15 +12,15 @@ from clipscale.models.sources import with_hub_architecture
 from clipscale.tools.plan.settings import PlanConfig
 
 
-def before(config: TrainConfig) -> str:
-    """The plan of the most demanding stage, as JSON: `fits`, and the `lines` to print (none for an unknown GPU). Raises
+def before(config: TrainConfig) -> Record:
+    """The plan of the most demanding stage: `fits`, and the `lines` to print (none for an unknown GPU). Raises
     UserError, and any error of the dry run.
     """
     gpu = gpu_here() if config.device != "cpu" else None
     unknown = config.device != "cpu" and not gpu and torch.cuda.is_available()  # as in a container without nvidia-smi
     hardware = hardware_of(gpu) if gpu else "cpu"
     if unknown or hardware is None:
-        return json.dumps({"fits": True, "lines": []})
+        return {"fits": True, "lines": []}
     model = with_hub_architecture(config.model)
     from clipscale.tools.plan.planner import plan
     from clipscale.tools.plan.text import render
@@ -29,4 +28,4 @@ def before(config: TrainConfig) -> str:
     machine = {"hardware": hardware, "gpus": workers(config), "host_memory": free_memory()}
     plans = [plan(stage, search=False) for stage in stages_of(PlanConfig(**vars(config) | machine | {"model": model}))]
     result = max(plans, key=lambda result: (not result["fits"], result["peak_bytes"]))
-    return json.dumps({"fits": result["fits"], "lines": render("start", **result).splitlines()})
+    return {"fits": result["fits"], "lines": render("start", **result).splitlines()}
