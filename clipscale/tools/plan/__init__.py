@@ -18,6 +18,5 @@ def without_unused(model: ModelConfig) -> None:
     model does not need: they take two seconds. A module that is None is not found (Python's language reference, 5.3.1).
     """
     description = str(model.architecture or model_description(model.name) or "hf_model_name")
-    for name in ("wandb", *(["transformers"] if "hf_model_name" not in description else [])):
-        if "open_clip" not in sys.modules:
-            sys.modules.setdefault(name, cast(ModuleType, None))
+    if "hf_model_name" not in description and "open_clip" not in sys.modules:
+        sys.modules.setdefault("transformers", cast(ModuleType, None))
