@@ -9,7 +9,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import open_clip
 from open_clip.tokenizer import DEFAULT_CONTEXT_LENGTH, HFTokenizer, SimpleTokenizer
 from torch import Tensor
@@ -62,10 +61,6 @@ class Tokenizer:
         if isinstance(self.inner, SimpleTokenizer) and len(self.inner.cache) > WORDS:
             self.inner.cache = {name: name for name in ("<start_of_text>", "<end_of_text>")}
         return tokens
-
-    def rows(self, texts: list[str]) -> np.ndarray:
-        """The same as an array."""
-        return self(texts).numpy()
 
     def shortened(self, text: str) -> str:
         """Runs of spaces are one to tokenizers. JSON can hold lone surrogates."""

@@ -243,7 +243,7 @@ def data_stream(resolved: Resolved, side: int, tokenizer: Tokenizer, world: Worl
         config.data,
         share,
         side,
-        tokenizer.rows,
+        tokenizer,
         shards,
         position=position,
         gpu=world.device.type == "cuda",

@@ -28,7 +28,7 @@ def main(config: TrainConfig) -> None:
         architecture(stage.model)
     model, sources = completed_by_weights(config.model), config.data.train or []
     side, tokenizer = inputs_of(model)
-    tokenizer.rows([""])
+    tokenizer([""])
     if model.weights or model.image.weights or model.text.weights:
         build_model(model)
     shards = sets = 0
