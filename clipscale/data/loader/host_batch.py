@@ -67,13 +67,12 @@ class Arena:
     It is an anonymous file (memfd), which does not count against /dev/shm: containers keep that small.
     """
 
-    def __init__(self, layout: Layout, fd: int | None = None) -> None:
-        """`fd`: the file of an arena that another process has created."""
+    def __init__(self, layout: Layout, shared: Any = None) -> None:
+        """`shared`: the file of an arena that another process has created."""
         self.layout = layout
-        if fd is None:
-            fd = os.memfd_create("clipscale-batch")
-            os.ftruncate(fd, layout.memory_bytes())
-        self._fd = fd
+        self._fd: int = shared.detach() if shared else os.memfd_create("clipscale-batch")
+        if not shared:
+            os.ftruncate(self._fd, layout.memory_bytes())
         self._memory = mmap.mmap(self._fd, layout.memory_bytes())
         self._end = 0
         specs = layout.slot_arrays()
@@ -89,8 +88,8 @@ class Arena:
     def slot(self, step: int) -> Slot:
         return self.slots[step % len(self.slots)]
 
-    def __reduce__(self) -> tuple[Callable[..., "Arena"], tuple[Any, ...]]:
-        return _mapped, (self.layout, DupFd(self._fd))
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Arena, (self.layout, DupFd(self._fd))
 
     def pin(self) -> None:
         """Page-lock the memory, so that copies to the GPU overlap with computation. Needs CUDA."""
@@ -118,10 +117,6 @@ class Arena:
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
-
-
-def _mapped(layout: Layout, fd: Any) -> Arena:
-    return Arena(layout, fd.detach())
 
 
 class HostBatch:
