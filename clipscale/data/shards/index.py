@@ -75,11 +75,6 @@ def index_paths(folder: str, subset: Subset | None = None) -> list[Path]:
     return [Path(folder) / FILE.replace(".sqlite", suffix), cached] if is_local(folder) else [cached]
 
 
-def writable_path(folder: str, subset: Subset | None = None) -> Path:
-    """Where to write a folder's index: into the folder, or into the user's cache if it is remote or read-only."""
-    return index_paths(folder, subset)[0 if os.access(folder, os.W_OK) else -1]
-
-
 def query(path: Path, question: str, values: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
     """The rows of an SQL query; none without the file. At damage the rows end, with a warning."""
     if not path.is_file():
@@ -208,7 +203,8 @@ Outcome = Entry | str | None
 def update_indexes(
     urls: Sequence[str], subset: Subset | None = None, *, in_folder: bool = True, workers: int = 1
 ) -> Iterator[tuple[str, Outcome]]:
-    """Bring the indexes of these shards' folders up to date, at `writable_path` (`in_folder`) or in the user's cache.
+    """Bring the indexes of these shards' folders up to date: in the folder (`in_folder`), or in the user's cache if it
+    is remote or read-only.
 
     Yields each shard's outcome. Shards with a valid entry are skipped. Entries are written one by one, so that a killed
     command can continue. Raises UserError.
@@ -217,7 +213,7 @@ def update_indexes(
     for url in urls:
         folders[folder_of(url)].append(url)
     for folder, shards in folders.items():
-        path = writable_path(folder, subset) if in_folder else index_paths(folder, subset)[-1]
+        path = index_paths(folder, subset)[0 if in_folder and os.access(folder, os.W_OK) else -1]
         states = {name: state for name, *state in query(path, "SELECT name, size, version FROM shards")}
         old = [states.get(name_in_index(url)) for url in shards]
         with _writing(path) as base:

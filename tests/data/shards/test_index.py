@@ -63,7 +63,7 @@ def test_the_index_of_a_read_only_folder_is_in_the_cache(
     monkeypatch.setattr(index.os, "access", lambda *_: False)
     make(paths)
     assert not (tmp_path / index.FILE).exists() and count_samples([str(paths[0])], scan=False) == [3]
-    assert user_cache in index.writable_path(str(tmp_path)).parents
+    assert any(user_cache.rglob("*.sqlite"))
 
 
 def test_a_damaged_index_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
