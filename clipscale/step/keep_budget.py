@@ -29,11 +29,10 @@ class KeepBudget:
         """For the next step; None: not measured yet."""
 
     def after_step(self, phases: StepTimer, graph_bytes: int) -> None:
-        """Set the budget from what a step has used. `graph_bytes`: bytes of a chunk's graph; see
+        """Set the budget of `auto` from what a step has used. `graph_bytes`: bytes of a chunk's graph; see
         `GradCache.graph_bytes`. A collective."""
-        if self.bytes is None:
-            rest = usable_bytes(self._world.device) - phases.working_bytes(graph_bytes)
-            self.bytes = -self._world.all_reduce_max(-max(0, rest))[0]  # the least of all ranks
+        rest = usable_bytes(self._world.device) - phases.working_bytes(graph_bytes)
+        self.bytes = -self._world.all_reduce_max(-max(0, rest))[0]  # the least of all ranks
 
 
 def usable_bytes(device: torch.device) -> int:

@@ -26,7 +26,7 @@ from clipscale.common.units import counted, format_bytes
 from clipscale.data.decode import Picture, text_of
 from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError
 from clipscale.data.shards import index
-from clipscale.data.shards.addresses import digest
+from clipscale.data.shards.addresses import digest, utf8
 from clipscale.tools.data.pairs import Pair, pairs_of, tables_of
 from clipscale.tools.data.places import read, resolved
 from clipscale.tools.data.settings import PackSettings
@@ -196,7 +196,7 @@ def sample_of(number: int, pair: Pair, side: int | None) -> Record:
 
 def is_text(text: str) -> bool:
     """False for zeros, and for lone surrogates, which stand for bytes that are not UTF-8."""
-    return "\0" not in text and text.encode("utf-8", "ignore").decode() == text
+    return "\0" not in text and utf8(text) == text
 
 
 def write_shards(folder: Path, name: str, samples: Iterator[Record]) -> dict[str, int]:
