@@ -20,6 +20,7 @@ import pickle
 import tempfile
 import time
 from collections import Counter
+from operator import call
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -45,7 +46,6 @@ from clipscale.data.loader.shard_reader import OrderedShards
 from clipscale.data.loader.stream import ordered_shards, start_positions
 from clipscale.data.order import BatchShare
 from clipscale.data.shards import index
-from clipscale.data.shards.counts import in_process
 from clipscale.distributed.world import World
 from clipscale.train import start_run
 
@@ -98,7 +98,7 @@ def start(base: str, shards: int, ranks: int, repeats: int) -> Row:
     for _ in range(repeats):
         meter = Meter(torch.device("cpu"))
         begun = time.process_time()
-        known = list(resumed(config, share, in_process).order.counts)
+        known = list(resumed(config, share, call).order.counts)
         processor.append(time.process_time() - begun)
         meter("first")
         from_rank_0 = iter(([], known))  # the shards that are missing, and the counts

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import call
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from clipscale.data.loader.shard_stream import WorkerSpec
 from clipscale.data.loader.workers import InProcess, Workers
 from clipscale.data.order import BatchShare
 from clipscale.data.shards.addresses import CHANGED, EVENT
-from clipscale.data.shards.counts import OnMain, build_order, in_process
+from clipscale.data.shards.counts import OnMain, build_order
 from clipscale.data.shards.listing import list_shards
 from clipscale.data.shards.subset import subset_of
 
@@ -221,7 +222,7 @@ def ordered_shards(
     share: BatchShare,
     seed: int,
     position: Record | None = None,
-    on_main: OnMain = in_process,
+    on_main: OnMain = call,
     largest_divisor: Callable[[int], int] = lambda num_streams: num_streams,
 ) -> OrderedShards:
     """The training data, listed, counted and ordered; with as many shard streams as `position` has, if they fit.

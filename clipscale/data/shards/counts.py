@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from operator import call
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,6 @@ SCAN_AT_MOST = 256
 """At most this many shards without an index are scanned for their counts: more would delay the start of a run."""
 MAX_COUNTED_BYTES = 2**26
 """Most bytes that are read to count samples before a run is planned."""
-
-
-def in_process(work: Callable[[], Any]) -> Any:
-    """The result of `work`, called in this process."""
-    return work()
 
 
 def count_samples(urls: Sequence[str], subset: Subset | None = None, *, scan: bool = True) -> Counts:
@@ -87,7 +83,7 @@ def build_order(
     share: BatchShare,
     seed: int,
     num_streams: int | None = None,
-    on_main: OnMain = in_process,
+    on_main: OnMain = call,
 ) -> Order:
     """The order of all samples. `num_streams`: the checkpoint's number of shard streams, used if it fits.
 
