@@ -76,11 +76,7 @@ def gathered_type(tower: nn.Module, dtype: torch.dtype) -> Callable[[nn.Paramete
     layers = [module for module in tower.modules() if isinstance(module, CAST)]
     cast = {id(p) for layer in layers if PER_PARAMETER for p in layer.parameters(recurse=False)}
     cast -= {id(module.weight) for module in tower.modules() if isinstance(module, nn.Embedding)}  # tied weights
-
-    def of_parameter(p: nn.Parameter) -> torch.dtype:
-        return dtype if id(p) in cast else p.dtype
-
-    return of_parameter
+    return lambda p: dtype if id(p) in cast else p.dtype
 
 
 def pin_cast_dtype(tower: nn.Module) -> None:

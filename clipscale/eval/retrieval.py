@@ -59,16 +59,16 @@ class PairSet(RetrievalSet):
         if encoder.loss is None:
             return recalls
         first_N = torch.searchsorted(owner_M, torch.arange(len(images_ND), device=owner_M.device))
-        pairs = images_ND, captions_MD[first_N]
         size = min(LOSS_BATCH, len(images_ND))
         whole = len(images_ND) // size * size
+        images, texts = (rows[:whole].split(size) for rows in (images_ND, captions_MD[first_N]))
         model = encoder.model
         bias = 0.0 if model.logit_bias is None else model.logit_bias
         losses = [
             dense_contrastive_loss(
                 images_nD, texts_nD, model.logit_scale.exp(), logit_bias=bias, objective=encoder.loss.objective
             )
-            for images_nD, texts_nD in zip(pairs[0][:whole].split(size), pairs[1][:whole].split(size))
+            for images_nD, texts_nD in zip(images, texts)
         ]
         return {"loss": float(torch.stack(losses).mean())} | recalls
 
