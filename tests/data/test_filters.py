@@ -47,11 +47,20 @@ def test_what_costs_least_is_looked_at_first() -> None:
     assert [chosen(condition).members() for condition in ("side>=6", "similarity>=0.3")] == [{"txt"}, {"txt", "json"}]
 
 
-def test_sources_are_drawn_by_weight() -> None:
-    selected, sample = chosen(captions=["txt=1", "json:alt=3"]), raw(text="t", alt="j")
-    drawn = Counter(selected.draw(sample.members, CounterRNG(5, i))[0] for i in range(4000))
-    assert drawn["j"] / 4000 == pytest.approx(0.75, abs=0.03)
-    assert selected.draw(sample.members, CounterRNG(5, 7)) == selected.draw(sample.members, CounterRNG(5, 7))
+@pytest.mark.parametrize(
+    ("captions", "fields", "shares"),
+    [
+        (["txt=1", "json:alt=3"], {"alt": "j"}, {"t": 1 / 4, "j": 3 / 4}),
+        (["txt=2", "json:alts=1"], {"alts": ["a", "b", " ", 3]}, {"t": 2 / 3, "a": 1 / 6, "b": 1 / 6}),
+    ],
+)
+def test_sources_are_drawn_by_weight_and_a_list_shares_it(
+    captions: list[str], fields: dict, shares: dict[str, float]
+) -> None:
+    selected, sample = chosen(captions=captions), raw(text="t", **fields)
+    drawn = [Counter(selected.draw(sample.members, CounterRNG(5, i))[0] for i in range(4000)) for _ in range(2)]
+    assert drawn[0] == drawn[1]
+    assert {text: count / 4000 for text, count in drawn[0].items()} == pytest.approx(shares, abs=0.03)
 
 
 def test_a_source_without_text_gives_way_to_the_others() -> None:
@@ -59,12 +68,6 @@ def test_a_source_without_text_gives_way_to_the_others() -> None:
     assert {selected.draw(raw(text="t").members, CounterRNG(i))[0] for i in range(50)} == {"t"}
     with pytest.raises(BrokenSampleError, match="no_caption"):
         selected.draw(raw(text=" ").members, CounterRNG(0))
-
-
-def test_a_list_shares_its_sources_weight() -> None:
-    selected, sample = chosen(captions=["txt=2", "json:alts=1"]), raw(text="t", alts=["a", "b", " ", 3])
-    drawn = Counter(selected.draw(sample.members, CounterRNG(i))[0] for i in range(4000))
-    assert drawn["t"] / 4000 == pytest.approx(2 / 3, abs=0.03) and set(drawn) == {"a", "b", "t"}
 
 
 @pytest.mark.parametrize(("same", "one", "other", "equal"), SAMPLES["keys"])
