@@ -53,10 +53,9 @@ def lean_encoder(encoder: nn.Module) -> nn.Module:
         return encoder
     for i, block in enumerate(blocks):
         blocks[i] = LeanBlock(block)
-    for module in list(encoder.modules()):
-        for name, child in module.named_children():
-            if type(child) is LayerNorm:
-                setattr(module, name, LeanNorm(child))
+    for name, module in list(encoder.named_modules()):
+        if type(module) is LayerNorm:
+            encoder.set_submodule(name, LeanNorm(module))
     return kind(encoder)
 
 
@@ -138,20 +137,15 @@ class LeanPatches(Replacement, nn.Conv2d):
 
 def embed_patches_by_product(encoder: nn.Module) -> None:
     """Replace an encoder's convolution by `LeanPatches`, where it is the only one and its windows do not overlap."""
-    found = [
-        (module, name, child)
-        for module in encoder.modules()
-        for name, child in module.named_children()
-        if isinstance(child, nn.Conv2d)
-    ]
+    found = [(name, module) for name, module in encoder.named_modules() if isinstance(module, nn.Conv2d)]
     if len(found) == 1:
-        parent, name, patches = found[0]
+        name, patches = found[0]
         if (
             type(patches) is nn.Conv2d
             and patches.stride == patches.kernel_size
             and patches.padding in ((0, 0), "valid")
         ):
-            setattr(parent, name, LeanPatches(patches))
+            encoder.set_submodule(name, LeanPatches(patches))
 
 
 class LeanVision(Replacement, VisionTransformer):
