@@ -7,29 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from clipscale.common import files
 from clipscale.common import hardware as machine
 from clipscale.common.errors import UserError
 from clipscale.common.hardware import hardware, hardware_of
 
+GPUS = files.read_yaml(Path(__file__).with_name("gpus.yaml"))
 
-@pytest.mark.parametrize(
-    ("device", "name"),
-    [
-        ("NVIDIA A100-SXM4-80GB", "a100-80g"),
-        ("NVIDIA A100-SXM4-40GB", "a100-40g"),
-        ("NVIDIA H100 80GB HBM3", "h100-80g"),
-        ("NVIDIA H200", "h200-141g"),
-        ("NVIDIA GeForce RTX 4090", "rtx4090-24g"),
-        ("Tesla V100-SXM2-16GB", "v100-16g"),
-        ("NVIDIA GH200 480GB", "gh200-96g"),
-        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000-96g"),
-        ("NVIDIA RTX 6000 Ada Generation", None),
-        ("NVIDIA L4", "l4-24g"),
-        ("NVIDIA B300 SXM6 AC", "b300-288g"),
-        ("AMD Instinct MI300X OAM", "mi300x-192g"),
-        ("NVIDIA A10", None),
-    ],
-)
+
+@pytest.mark.parametrize(("device", "name"), GPUS.items())
 def test_a_gpu_is_found_by_the_drivers_name(device: str, name: str | None) -> None:
     assert hardware_of(device) == name
 

@@ -6,20 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clipscale.common import files
 from clipscale.common.units import format_bytes, format_count, nearest, parse_count, run_folder, split, unused
 
+TABLES = files.read_yaml(Path(__file__).with_name("units.yaml"))
 
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [("32k", 32_768), ("1M", 1_048_576), ("12M", 12_582_912), ("100000", 100_000)]
-    + [
-        ("1.5M", 1_500_000),
-        ("12.8M", 12_800_000),
-        ("12.8G", 12_800_000_000),
-        ("13B", 13_000_000_000),
-        ("0.5b", 500_000_000),
-    ],
-)
+
+@pytest.mark.parametrize(("text", "count"), TABLES["counts"].items())
 def test_counts_are_binary_and_with_decimals_or_in_b_what_papers_mean(text: str, count: int) -> None:
     assert parse_count(text) == count
 
@@ -44,15 +37,7 @@ def test_the_nearest_names_go_by_the_whole_by_the_last_part_and_by_the_beginning
     assert nearest("zzz", names) == ""
 
 
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        ("a, b,", ["a", "b"]),
-        ("/d/{0,{1,2}}.tar,[a,[b],c]", ["/d/{0,{1,2}}.tar", "[a,[b],c]"]),
-        ("'[,',(a,b)", ["'[,'", "(a,b)"]),
-        ("it's,[b", ["it's", "[b"]),
-    ],
-)
+@pytest.mark.parametrize(("text", "parts"), TABLES["parts"].items())
 def test_commas_inside_of_brackets_and_quotes_split_nothing(text: str, parts: list[str]) -> None:
     assert split(text) == parts
 
@@ -71,9 +56,6 @@ def test_a_taken_folder_gets_a_number(tmp_path: Path) -> None:
     assert unused(folder) == tmp_path / "run-3"
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (19.5 * 2**20, "19.5 MiB"), (2**30, "1.00 GiB"), (3 * 2**50, "3072.00 TiB")],
-)
+@pytest.mark.parametrize(("count", "text"), TABLES["bytes"].items())
 def test_bytes_are_shown_in_the_largest_fitting_unit(count: float, text: str) -> None:
     assert format_bytes(count) == text
