@@ -21,6 +21,8 @@ from hypothesis import settings
 
 from tests.support.forks import share_one_server, start_the_server
 
+gc.disable()  # until all modules are there
+sys.modules["wandb"] = None  # type: ignore[assignment]  # timm imports it, a second in each of pytest's workers
 share_one_server()
 settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
@@ -48,8 +50,10 @@ TINY = (
 
 def pytest_collection_finish() -> None:
     """All modules are there, and stay: the garbage collector need not look at them again."""
+    del sys.modules["wandb"]
     gc.freeze()
     gc.set_threshold(10_000)
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:
