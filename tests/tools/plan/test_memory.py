@@ -89,7 +89,7 @@ DEEP = {
 @pytest.mark.parametrize("name", ["many ranks", *(pytest.param(n, marks=pytest.mark.slow) for n in list(DEEP)[1:])])
 def test_a_dry_run_of_few_blocks_tells_what_all_take(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """As a dry run of all of them does, in every stage."""
-    layers = {"model__architecture__vision_cfg__layers": 7, "model__architecture__text_cfg__layers": 6}
+    layers = {"model__architecture__vision_cfg__layers": 5, "model__architecture__text_cfg__layers": 4}
     config = settings(batch=192, chunk=16, **DEEP[name] | layers)
     ranks = 1 if name == "some blocks train" else 4
     few = predicted(config, ranks, 90)
