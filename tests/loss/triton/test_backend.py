@@ -61,8 +61,8 @@ def extreme(n: int, m: int, width: int) -> tuple[Tensor, Tensor]:
 def test_float32_is_exact(objective: str) -> None:
     for n, m, width, scale, kind in (
         (1, 1, 1, 100.0, "random"),
-        (33, 36, 40, 14.3, "random"),
-        (20, 70, 24, 100.0, "aligned"),
+        (17, 36, 40, 14.3, "random"),
+        (5, 70, 24, 100.0, "aligned"),
     ):
         u, v = features(n, m, width, kind)
         actual = triton(u.float(), v.float(), scale, objective=objective)
@@ -75,7 +75,7 @@ def test_scores_that_span_more_than_float32_are_exact(kind: str) -> None:
     if kind == "far row":
         u = -u
         u[7].neg_()
-    for objective in SOFTMAXES:
+    for objective in SOFTMAXES if kind == "extreme" else SOFTMAXES[:1]:
         actual = triton(u.float(), v.float(), 100.0, objective=objective)
         assert_exact(actual, oracle(u, v, 100.0, objective=objective), 100.0, 1e-5, (kind, objective))
 
@@ -117,7 +117,7 @@ def test_every_shape_of_tiles_is_exact(shape: tuple[int, int, int, bool]) -> Non
 def test_panels_stripes_and_descriptors_change_nothing_but_rounding(
     objective: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    u, v = (x.float() for x in features(40, 75, 41))
+    u, v = (x.float() for x in features(20, 40, 41))
     plain, again = (triton(u, v, 14.3, objective=objective) for _ in range(2))
     assert all(map(torch.equal, plain, again)), "the same inputs give the same bits"
     tiles = Machine().tile_shape(torch.device(DEVICE), torch.float32)
@@ -132,7 +132,7 @@ def test_panels_stripes_and_descriptors_change_nothing_but_rounding(
 
 
 def test_a_frozen_side_changes_nothing_for_the_other() -> None:
-    u, v = (x.float().to(DEVICE) for x in features(19, 35, 16))
+    u, v = (x.float().to(DEVICE) for x in features(17, 20, 16))
     for objective in ("softmax", "sigmoid"):
         full = triton(u, v, 14.3, objective=objective)
         for trained in itertools.product((False, True), repeat=2):
@@ -208,7 +208,7 @@ def unit(*numbers: float) -> Tensor:
 
 
 @pytest.mark.parametrize("c", [-0.46, -0.30, -0.9, 0.5])
-@pytest.mark.parametrize("gap", [0.0, 0.3])
+@pytest.mark.parametrize("gap", [0.0, pytest.param(0.3, marks=LONG)])
 def test_columns_far_below_the_largest_row_keep_their_terms(c: float, gap: float) -> None:
     """Two rows with a perfect positive, and a third whose column lies tens of nats below them."""
     u, v = torch.zeros(3, 8, dtype=torch.float64), torch.zeros(3, 8, dtype=torch.float64)
