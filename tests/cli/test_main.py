@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from unittest.mock import Mock
@@ -11,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from clipscale import __version__
+from clipscale.cli.main import main
 from clipscale.cli.verbs import VERBS
 from clipscale.common import files
 from clipscale.common.errors import StoppedError
@@ -21,6 +21,7 @@ from clipscale.config.train import TrainConfig
 from tests.cli.conftest import Cli, tiny
 from tests.conftest import TINY
 from tests.eval.sets import classification_set
+from tests.support.forks import forks
 from tests.support.interpreter import interpreted
 from tests.support.terminals import on_terminal, screen
 
@@ -193,15 +194,25 @@ def test_a_stopped_run_says_how_it_goes_on(
     assert status == 130 and err.startswith("stopped after step 3 and saved; ") and way in err
 
 
-def test_no_output_ends_a_run(shards: str, tmp_path: Path, environment: dict) -> None:
+def without_output(words: list[str]) -> None:
     """On a full disk, with a reader that has gone, in an encoding that lacks a letter."""
     read, gone = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "clipscale", *tiny(f"data.train={shards}", f"run={tmp_path}/ü")]
-    with Path("/dev/full").open("w") as full:
-        done = subprocess.run(command, stdout=full, stderr=gone, env=environment | {"PYTHONIOENCODING": "ascii"})
-    os.close(gone)
-    assert done.returncode == 0 and (tmp_path / "ü/result.json").is_file()
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+    os.dup2(gone, 2)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream = os.fdopen(number, "w", encoding="ascii")
+        vars(sys).update({name: stream, f"__{name}__": stream})
+    status = main(words)
+    sys.stdout.flush()  # as at the end of a program
+    sys.exit(status)
+
+
+def test_no_output_ends_a_run(shards: str, tmp_path: Path) -> None:
+    process = forks().Process(target=without_output, args=(tiny(f"data.train={shards}", f"run={tmp_path}/ü"),))
+    process.start()
+    process.join()
+    assert process.exitcode == 0 and (tmp_path / "ü/result.json").is_file()
 
 
 # ---- before and beside the verbs ----
