@@ -100,7 +100,7 @@ def test_stages_are_one_curve_and_one_order_of_samples(shards: str, undisturbed:
     assert ours == reference, "60 samples of the same order"
 
 
-@pytest.mark.parametrize("step", [1, 3, 5])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 3, 5])
 def test_a_run_goes_on_inside_and_between_stages_bit_for_bit(
     shards: str, undisturbed: Path, tmp_path: Path, step: int
 ) -> None:
