@@ -34,10 +34,10 @@ class Model(nn.Module):
 
 
 def stepped(model: nn.Module, name: str, *, sharded: bool) -> list[Tensor]:
-    """The parameters after four steps with given gradients, the second of which are small."""
+    """The parameters after three steps with given gradients, the second of which are small."""
     config = OptimConfig(name=name, lr=1e-2, weight_decay=0.1, eps=None)
     optimizer = build_optimizer(model, config, sharded=sharded)
-    for number in range(4):
+    for number in range(3):
         g = torch.Generator().manual_seed(number)
         for p in model.parameters():
             gradient = torch.randn(p.shape, generator=g) * (1e-3 if number == 1 else 1)

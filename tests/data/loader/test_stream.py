@@ -141,8 +141,10 @@ def test_broken_samples_are_counted_by_reason_and_passed_over(
     assert set(stream.broken) == {reason} and 3 <= stream.broken[reason] <= 6, stream.broken
 
 
-@pytest.mark.parametrize(("order", "workers"), [("epochs", 0), ("epochs", 2), ("resampled", 0)])
-@pytest.mark.parametrize("reason", ["no_caption", "unreadable_image"])
+@pytest.mark.parametrize(
+    ("reason", "order", "workers"),
+    [("no_caption", "epochs", 0), ("unreadable_image", "epochs", 2), ("unreadable_image", "resampled", 0)],
+)
 def test_data_without_a_usable_sample_ends_with_the_reason(
     tmp_path: Path, reason: str, order: str, workers: int
 ) -> None:
