@@ -20,8 +20,10 @@ export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 40000)) WORLD_SIZE=$SLU
 # Each task gets its rank from Slurm's variables. Slurm signals the tasks directly, so no launcher ends them before they have saved.
 # When one task ends, for any reason, the others have two minutes: usually all end together, but after a failure they wait
 # for the failed one.
+# Neighbouring tasks get cores of one socket, as neighbouring GPUs usually share one (`nvidia-smi topo -m` shows it); by default they take
+# turns. With the cores of a node divided by its GPUs as --cpus-per-task, no task lies on two sockets.
 # Since Slurm 22.05 srun does not take over --cpus-per-task: without it, a task and all its loaders share one core.
-srun ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} --kill-on-bad-exit=0 --wait=120 bash -c '
+srun ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} --distribution=block:block --kill-on-bad-exit=0 --wait=120 bash -c '
     export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE
     exec python -m clipscale train "$@"' clipscale "$@"
 status=$?
