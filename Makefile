@@ -17,7 +17,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
-GPU := gpu-first gpu-second gpu-right gpu-loss gpu-train gpu-compiled gpu-step gpu-memory gpu-data gpu-largest
+GPU := gpu-first gpu-second gpu-changes gpu-third gpu-right gpu-loss gpu-train gpu-compiled gpu-step gpu-memory gpu-data gpu-largest
 MORE := gpu-loss-widths gpu-step-large gpu-memory-1m
 .PHONY: demo test oldest newest lint docs clean install wheels gpu gpu-more gpu-eight $(GPU) $(MORE)
 
@@ -52,7 +52,7 @@ docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
 
 # ---- what only a CUDA device can show: one target a question, each within ten minutes on one H100 or H200 (docs/benchmarks/README.md has the
-# arithmetic, and an order). RESULTS=FOLDER is where a target leaves its records, at most six files in folders of their own; each is whole
+# arithmetic, and an order). RESULTS=FOLDER is where a target leaves its records, at most eight files in folders of their own; each is whole
 # after every measurement. A line that starts with - may fail without those after it being left out.
 
 RESULTS ?= docs/benchmarks/gpu
@@ -65,8 +65,11 @@ SMALLER_DATA ?=
 SMALLER_TRAIN ?=
 SMALLER_RUN ?=
 SMALLER_RANKS ?=
-# An interrupt, so that the processes that measure end too.
-WITHIN := timeout --signal=INT --kill-after=20
+SMALLER_CHANGES ?=
+# An interrupt, so that the processes that measure end too. WITHIN= for a slow machine: no command has a limit.
+WITHIN ?= timeout --signal=INT --kill-after=20
+# $(1): seconds.
+within = $(if $(WITHIN),$(WITHIN) $(1))
 CORES ?= $(shell nproc)
 
 gpu: $(GPU)
@@ -82,11 +85,11 @@ $(RESULTS):
 JOBS := 8
 GPU_TESTS := tests/test_gpu.py tests/loss/test_gpu.py tests/loss/triton/test_backend.py
 gpu-right:
-	-$(CLIPSCALE) doctor > $(RESULTS)/right.txt
-	$(WITHIN) 540 $(RUN) -m pytest -n $(JOBS) -rA --durations=20 $(GPU_TESTS) 2>&1 | tee -a $(RESULTS)/right.txt
+	-$(call within,30) $(CLIPSCALE) doctor > $(RESULTS)/right.txt
+	$(call within,540) $(RUN) -m pytest -n $(JOBS) -rA --durations=20 $(GPU_TESTS) 2>&1 | tee -a $(RESULTS)/right.txt
 
 # Is the loss fast, beside others: $(1): folder, $(2): seconds it may take.
-loss = -$(WITHIN) $(2) $(RUN) benchmarks/loss.py device=cuda dtype=bf16 out=$(RESULTS)/$(1)
+loss = -$(call within,$(2)) $(RUN) benchmarks/loss.py device=cuda dtype=bf16 out=$(RESULTS)/$(1)
 PEERS := infcl,open_clip,inf_cl,memeff,compile,siglip,siglip_kernel
 gpu-loss:
 	$(call loss,loss-64k,150) n=64k d=768 methods=$(PEERS) $(SMALLER_LOSS)
@@ -99,15 +102,15 @@ gpu-loss-widths:
 # Is training fast: whole runs from JPEGs of 256 pixels, and what plan predicts of them.
 TRAINED := model=vit-b16 precision=bf16 batch=8k side=256 steps=12 repeats=1 methods=clipscale,clipscale-twice
 gpu-train:
-	$(WITHIN) 560 $(RUN) benchmarks/train.py device=cuda $(TRAINED) workers=$(CORES) out=$(RESULTS)/train $(SMALLER_TRAIN)
+	$(call within,560) $(RUN) benchmarks/train.py device=cuda $(TRAINED) workers=$(CORES) out=$(RESULTS)/train $(SMALLER_TRAIN)
 
 # Is the step fast: two models, plain and cached, with kept graphs, beside open_clip's (ViT-L/14: gpu-first). $(1): folder, $(2): seconds it may take.
-step = -$(WITHIN) $(2) $(RUN) benchmarks/step.py device=cuda precision=bf16 out=$(RESULTS)/$(1)
+step = -$(call within,$(2)) $(RUN) benchmarks/step.py device=cuda precision=bf16 out=$(RESULTS)/$(1)
 # Whole batches of $(1), which fit 80 GB by calculation, and cached steps.
 WAYS = plain@$(1),open_clip-plain@$(1),cache,keep-50G,open_clip
 gpu-step:
-	$(call step,vit-b16,190) model=vit-b16 chunk=256 batch=8k repeats=2 methods=$(call WAYS,768) $(SMALLER_STEP)
-	$(call step,vit-b32,190) model=vit-b32 chunk=512 batch=32k repeats=2 methods=$(call WAYS,2k) $(SMALLER_STEP)
+	$(call step,vit-b16,240) model=vit-b16 chunk=256 batch=8k repeats=2 methods=$(call WAYS,768) $(SMALLER_STEP)
+	$(call step,vit-b32,240) model=vit-b32 chunk=512 batch=32k repeats=2 methods=$(call WAYS,2k) $(SMALLER_STEP)
 
 # Compiled towers. Each row compiles anew.
 COMPILED = compiled,plain@$(1),compiled-plain@$(1),compiled-open_clip
@@ -115,36 +118,51 @@ gpu-compiled:
 	$(call step,compiled-b16,290) model=vit-b16 chunk=256 batch=8k repeats=2 methods=$(call COMPILED,768) $(SMALLER_STEP)
 	$(call step,compiled-b32,290) model=vit-b32 chunk=512 batch=16k repeats=2 methods=$(call COMPILED,2k) $(SMALLER_STEP)
 
-# The first minutes of a GPU, and the next ones: where a step's time goes, kernel by kernel; what compiling and kept graphs gain.
+# The first minutes of a GPU, and the next ones: where a step's time goes, kernel by kernel; what compiling and kept graphs gain. What was asked
+# for comes first. docs/benchmarks/README.md has the arithmetic.
+PAIRS_1K := model=vit-b16 batch=1k samples=12k
 gpu-first:
 	$(call step,first-b16,160) model=vit-b16 chunk=768 batch=768 repeats=3 profile=40 methods=plain,compiled-plain,open_clip-plain,keep $(SMALLER_STEP)
-	$(call step,first-l14,130) model=vit-l14 chunk=256 batch=256 repeats=3 profile=40 methods=plain,compiled-plain,keep $(SMALLER_STEP)
-	$(call step,first-l14-cached,150) model=vit-l14 chunk=128 batch=4k repeats=2 methods=cache,keep-40G,open_clip $(SMALLER_STEP)
+	$(call step,first-l14,90) model=vit-l14 chunk=256 batch=256 repeats=3 profile=40 methods=plain,compiled-plain $(SMALLER_STEP)
+	$(call step,first-l14-cached,125) model=vit-l14 chunk=128 batch=4k repeats=2 methods=open_clip,cache $(SMALLER_STEP)
+	$(call demo,15)
+	$(call run,b16-1k,60,$(PAIRS_1K))
+	$(call run,b16-1k-keep,60,$(PAIRS_1K) cache.keep=64G)
 
 gpu-second:
-	$(call step,first-h14,110) model=vit-h14 chunk=64 batch=128 repeats=2 profile=40 methods=plain,compiled-plain $(SMALLER_STEP)
-	$(CLIPSCALE) data demo
-	$(call predicted,b16-1k,60,model=vit-b16 batch=1k samples=12k)
-	$(call predicted,b16-1k-keep,60,model=vit-b16 batch=1k samples=12k cache.keep=64G)
-	$(call predicted,b16-1k-compiled,80,model=vit-b16 batch=1k samples=12k model.compile=true)
+	$(call step,first-compiled,95) model=vit-b16 chunk=256 batch=2k repeats=3 methods=compiled,cache $(SMALLER_STEP)
+	$(call step,first-flat,105) model=vit-b32 chunk=512 repeats=1 methods=cache@32k,cache@128k $(SMALLER_STEP)
+
+# What each change to the towers gains, and the loss's kernels apart.
+gpu-changes:
+	-$(call within,60) $(RUN) benchmarks/changes.py device=cuda precision=bf16 model=vit-b16 batch=768 out=$(RESULTS)/changes $(SMALLER_CHANGES)
+	$(call loss,loss-kernels,45) n=64k d=768 repeats=3 profile=12 methods=infcl,siglip $(SMALLER_LOSS)
+
+gpu-third:
+	$(call step,first-h14,120) model=vit-h14 chunk=64 batch=128 repeats=2 profile=40 methods=plain,compiled-plain $(SMALLER_STEP)
+	$(call demo,15)
+	$(call run,b16-1k-compiled,90,$(PAIRS_1K) model.compile=true)
 
 # A machine with several GPUs: do they compute what one does, after a kill too, and how much faster.
 PROCS ?= 8
 gpu-eight: $(INSTALLED) | $(RESULTS)
-	$(CLIPSCALE) data demo
-	$(WITHIN) 560 $(RUN) benchmarks/ranks.py gpus=$(PROCS) out=$(RESULTS)/ranks $(SMALLER_RANKS)
+	$(call demo,20)
+	$(call within,560) $(RUN) benchmarks/ranks.py gpus=$(PROCS) out=$(RESULTS)/ranks $(SMALLER_RANKS)
 
 gpu-step-large:
 	$(call step,vit-b32-large,590) model=vit-b32 chunk=512 batch=256k repeats=1 methods=plain@2k,cache,keep-50G,frozen,compiled $(SMALLER_STEP)
 
 # Is memory flat in the batch, and is it as predicted: steps with few chunks of distinct pixels, then short runs beside what plan says.
 SETTINGS := device=cuda precision=bf16 data=demo data.workers=$(CORES) eval.sets=[] eval.every=0
-# $(1): name of the run, $(2): seconds it may take, $(3): its settings.
-predicted = -{ rm -rf $(RUNS)/gpu-$(1) && $(WITHIN) $(2) $(CLIPSCALE) train run=$(RUNS)/gpu-$(1) $(or $(SMALLER_RUN),$(SETTINGS) $(3)) && \
-	    $(CLIPSCALE) plan $(if $(SMALLER_RUN),$(SMALLER_RUN) hardware=cpu,$(SETTINGS) $(3)); } 2>&1 | tee -a $(RESULTS)/memory-$(1).txt
+demo = $(call within,$(1)) $(CLIPSCALE) data demo
+# $(1): name of the run, $(2): seconds it may take, $(3): its settings. `predicted`: and then, in 35 seconds, what plan says.
+run = -{ rm -rf $(RUNS)/gpu-$(1) && $(call within,$(2)) $(CLIPSCALE) train run=$(RUNS)/gpu-$(1) $(or $(SMALLER_RUN),$(SETTINGS) $(3)); } \
+    2>&1 | tee -a $(RESULTS)/memory-$(1).txt
+predicted = $(call run,$(1),$(2),$(3)) && $(call within,35) \
+    $(CLIPSCALE) plan $(if $(SMALLER_RUN),$(SMALLER_RUN) hardware=cpu,$(SETTINGS) $(3)) 2>&1 | tee -a $(RESULTS)/memory-$(1).txt
 gpu-memory:
-	$(call step,flat,300) model=vit-b32 chunk=512 repeats=1 methods=plain@2k,cache@32k,cache@128k $(SMALLER_STEP)
-	$(CLIPSCALE) data demo
+	$(call step,flat,150) model=vit-b32 chunk=512 repeats=1 methods=plain@2k,cache@32k,cache@128k $(SMALLER_STEP)
+	$(call demo,20)
 	$(call predicted,b32,70,model=vit-b32 batch=16k samples=48k cache.chunk=512)
 	$(call predicted,b32-keep,70,model=vit-b32 batch=16k samples=48k cache.chunk=512 cache.keep=40G)
 	$(call predicted,b32-device,70,model=vit-b32 batch=16k samples=48k cache.chunk=1k offload=none)
@@ -155,12 +173,12 @@ gpu-memory-1m:
 
 # One whole step of the largest batch that plan predicts for an H200 with 128 GiB of host memory.
 gpu-largest:
-	$(CLIPSCALE) data demo
-	$(call predicted,largest,560,model=vit-b32 cache.chunk=512 data.buffers=1 batch=704k samples=704k offload=host)
+	$(call demo,20)
+	$(call predicted,largest,540,model=vit-b32 cache.chunk=512 data.buffers=1 batch=704k samples=704k offload=host)
 
 # Do the cores feed the model.
 gpu-data:
-	$(WITHIN) 560 $(RUN) benchmarks/data.py workers=$(CORES) batch=4k repeats=3 out=$(RESULTS)/data $(SMALLER_DATA)
+	$(call within,560) $(RUN) benchmarks/data.py workers=$(CORES) batch=4k repeats=3 out=$(RESULTS)/data $(SMALLER_DATA)
 
 # make wheels HAVE=FILE: what a machine with the packages of FILE (one name a line) lacks, as wheels, for one that reaches no registry. There:
 # python3 -m pip install --no-index --no-deps --target SITE build/wheels/*.whl; PYTHONPATH=SITE make gpu-right INSTALLED= RUN=python3

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import yaml
-from measure import Meter, Row, counts, is_out_of_memory, main, ms, spread
+from measure import Meter, Row, counts, is_out_of_memory, kernels, main, ms, spread
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -38,6 +38,7 @@ DEFAULTS = {
     "repeats": 5,
     "scale": 100.0,  # CLIP's logit scale at the end of training; the sigmoid loss has its own
     "reference": 4096,  # largest N whose error against float64 is measured
+    "profile": 0,  # the slowest kernels to record of one more step
     "out": "runs/bench",
 }
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -134,7 +135,7 @@ def plan(settings: SimpleNamespace) -> tuple[str, list[Row]]:
     for word, known in (*((name, [*METHODS]) for name in methods), *((dtype, [*DTYPES]) for dtype in dtypes)):
         if word not in known:
             raise UserError(f"{word}: unknown{nearest(word, known)}; there are {', '.join(known)}")
-    common = {"device": settings.device, "repeats": settings.repeats, "reference": settings.reference}
+    common = {key: getattr(settings, key) for key in ("device", "repeats", "reference", "profile")}
     cases = sorted(product(counts(settings.n), counts(settings.d), dtypes), key=lambda case: case[0] ** 2 * case[1])
     jobs = []
     for (n, d, dtype), name in product(cases, methods):
@@ -174,6 +175,9 @@ def measure(**job: Any) -> list[Row]:
     row["counted_flops"] = COUNTED_UNITS * 2.0 * job["n"] ** 2 * job["d"]
     row["flops_per_s"] = row["counted_flops"] / row["total_s"]["median"]
     row["gemm_fraction"] = row["flops_per_s"] / (products * 2.0 * side**3 / median(bursts))
+    if job["profile"]:
+        inputs = inputs_of(job, job["n"])
+        row["kernels"] = kernels(lambda: step(loss, inputs), device)[: job["profile"]]
     return [row]
 
 

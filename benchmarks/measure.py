@@ -160,6 +160,20 @@ class Meter:
         return max(self.peak.values()) - next(iter(self.before.values()))
 
 
+def kernels(work: Callable[[], Any], device: torch.device) -> list[tuple[str, int, float]]:
+    """What `work` runs on the device, the slowest first: name, calls, milliseconds of all calls."""
+    on_gpu = device.type == "cuda"
+    activities = [torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        work()
+        if on_gpu:
+            torch.cuda.synchronize()
+    of = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    spent = [(row.key[:120], row.count, round(getattr(row, of) / 1e3, 3)) for row in profile.key_averages()]
+    # Named ranges repeat what the kernels inside them take.
+    return sorted((row for row in spent if row[2] and ":" not in row[0].split("::")[0]), key=lambda row: -row[2])
+
+
 def resident(name: str) -> int:
     """A size of this process from proc(5), in bytes."""
     return 1024 * int(re.findall(rf"^{name}:\s*(\d+)", Path("/proc/self/status").read_text(), re.MULTILINE)[0])

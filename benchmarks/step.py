@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from measure import Meter, Row, main, ms, spread
+from measure import Meter, Row, kernels, main, ms, spread
 from torch import Tensor
 
 from clipscale import GradCache, contrastive_loss
@@ -260,19 +260,10 @@ KERNELS = {
 
 
 def profiled(step: Step, batch: int, most: int) -> Row:
-    """Milliseconds of one step by kind of kernel, and of the `most` slowest: [name, calls, ms]."""
-    on_gpu = step.device.type == "cuda"
+    """Milliseconds of one step by kind of kernel, and of the `most` slowest."""
     step.clear()
     inputs = step.inputs(batch)
-    activities = [torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
-        step.run(inputs, lambda part: None)
-        if on_gpu:
-            torch.cuda.synchronize()
-    of = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    spent = [[row.key[:120], row.count, round(getattr(row, of) / 1e3, 3)] for row in profile.key_averages()]
-    # Named ranges repeat what the kernels inside them take.
-    spent = sorted((row for row in spent if row[2] and ":" not in row[0].split("::")[0]), key=lambda row: -row[2])
+    spent = kernels(lambda: step.run(inputs, lambda part: None), step.device)
     kinds = dict.fromkeys(KERNELS, 0.0)
     for name, _, took in spent:
         kinds[next(kind for kind, pattern in KERNELS.items() if re.search(pattern, name))] += took

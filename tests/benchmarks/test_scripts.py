@@ -2,9 +2,6 @@
 
 import importlib
 import json
-import re
-import shlex
-import subprocess
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -102,19 +99,6 @@ def test_a_job_that_fails_is_a_row_with_its_reason(script: Any) -> None:
     assert measure.one_job(broken, {"n": 1}) == [
         {"n": 1, "status": "out of memory", "reason": "RuntimeError: DefaultCPUAllocator: can't allocate memory"}
     ]
-
-
-def test_every_command_of_the_gpu_targets_is_one_that_its_script_takes(script: Any) -> None:
-    made = ["make", "-n", "INSTALLED=", "gpu", "gpu-more"]
-    printed = subprocess.run(made, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    commands = re.findall(r"benchmarks/(\w+)\.py (.*)", printed)
-    assert {name for name, _ in commands} == {"loss", "step", "data", "train"}
-    for name, words in commands:
-        module = script(name)
-        _, jobs = module.plan(settings(module, *(word for word in shlex.split(words) if word != "device=cuda")))
-        assert jobs
-    for path in re.findall(r"tests/\S+\.py", printed):
-        assert (ROOT / path).is_file(), path
 
 
 def test_wheels_are_what_the_other_machine_lacks(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
