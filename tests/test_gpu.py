@@ -170,7 +170,6 @@ def plain(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
         ({"precision": "bf16"}, 0.1),
         ({"precision": "fp16"}, 0.1),
     ],
-    ids=str,
 )
 def test_where_pixels_wait_kept_graphs_found_chunks_and_half_precision_leave_the_curve(
     demo: Path, plain: list[float], tmp_path: Path, changes: dict[str, Any], most: float
