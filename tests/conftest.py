@@ -1,4 +1,4 @@
-"""Shared by all tests: one thread per process, small shards, and the command line as a subprocess."""
+"""Shared by all tests: one thread per process, small shards, and the environment of a command."""
 
 import os
 
@@ -10,7 +10,6 @@ os.environ.setdefault("WANDB_MODE", "offline")
 import fcntl
 import gc
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -71,7 +70,6 @@ def server() -> None:
         start_the_server()
 
 
-Command = Callable[..., subprocess.CompletedProcess[str]]
 Cap = pytest.CaptureFixture[str]
 
 
@@ -155,21 +153,3 @@ def environment() -> dict:
     env = {key: value for key, value in os.environ.items() if key not in rank and not key.startswith("TORCHELASTIC")}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     return env
-
-
-@pytest.fixture
-def command(tmp_path: Path, environment: dict) -> Command:
-    """`command("train", ...)`: run `clipscale train ...` in an empty folder and return its result."""
-
-    def run(*words: str, timeout: float = 240, **variables: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "clipscale", *words],
-            cwd=tmp_path,
-            env=environment | variables,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            stdin=subprocess.DEVNULL,
-        )
-
-    return run

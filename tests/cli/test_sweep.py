@@ -9,7 +9,8 @@ from clipscale.cli.main import main
 from clipscale.cli.sweep import folder_name
 from clipscale.common.errors import StoppedError, UserError
 from clipscale.config.train import TrainConfig
-from tests.conftest import TINY, Cap, Command
+from tests.cli.conftest import Cli
+from tests.conftest import TINY, Cap
 
 
 @pytest.fixture
@@ -92,12 +93,10 @@ def test_a_runs_folder_is_named_after_its_values_and_safe() -> None:
     assert folder_name(long) != folder_name([*long, "x=1"])
 
 
-@pytest.mark.slow  # three processes that import torch
-def test_a_repeated_sweep_trains_only_what_is_left(command: Command, shards: str, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_repeated_sweep_trains_only_what_is_left(cli: Cli, shards: str, tmp_path: Path) -> None:
     words = ("train", "-m", *TINY, f"data.train={shards}", "seed=0,1", "run=s")
-    first = command(*words)
-    assert first.returncode == 0, first.stderr[-2000:]
-    again = command(*words)
-    assert again.returncode == 0, again.stderr[-2000:]
-    assert again.stdout.count("is complete at step 2: nothing is left to train") == 2, again.stdout
+    assert cli(*words)[0] == 0
+    status, out, err = cli(*words)
+    assert (status, out.count("is complete at step 2: nothing is left to train")) == (0, 2), out + err
     assert len((tmp_path / "runs/s/seed=1/metrics.jsonl").read_text().splitlines()) == 2

@@ -31,9 +31,9 @@ def test_auto_compiles_a_long_run_on_a_gpu(setting: str, seconds: float, peak: f
     assert worth_compiling(setting, seconds * 0.4e15, peak) is required
 
 
-@pytest.mark.parametrize("fails_at", [0, pytest.param(3, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("fails_at", [0, 2])
 def test_a_compiler_that_fails_leaves_the_towers_as_they_were(fails_at: int) -> None:
-    """Also at the shorter last chunk, of two samples. In a process of its own: once torch has been forced to run
+    """At the shorter last chunk, of two samples. In a process of its own: once torch has been forced to run
     eagerly, it holds a function's arguments until its end, and tests that follow and measure memory fail."""
     run_ranks(compiled, 1, fails_at)
 
