@@ -64,10 +64,10 @@ def test_a_longer_run_says_that_its_learning_rate_jumps(shards: str, tmp_path: P
     assert f"learning rate of this step {last:.1e} -> " in capsys.readouterr().out
 
 
-def started(rank: int, world: int, config: TrainConfig) -> tuple[int, list[bool]]:
-    """A start of which rank 1 alone knows that it is another attempt: its first step, and which of the towers whose
+def started(rank: int, world: int, *configs: TrainConfig) -> tuple[list[int], list[bool]]:
+    """Starts of which rank 1 alone knows that they are other attempts: their first steps, and which of the towers whose
     chunk sizes are looked for are sharded."""
-    is_sharded: list[bool] = []
+    steps, is_sharded = list[int](), list[bool]()
 
     def rate(tower: nn.Module, inputs: torch.Tensor) -> float:
         is_sharded.append(bool(sharded(tower)))
@@ -78,9 +78,11 @@ def started(rank: int, world: int, config: TrainConfig) -> tuple[int, list[bool]
         mock.patch("clipscale.step.chunk_sizes.find_chunk", lambda rate, *_, **__: int(rate(4))),
         mock.patch("clipscale.step.chunk_sizes.samples_per_second", rate),
     ):
-        run = start_run(config, World(rank, world, torch.device("cpu")))
-    run.stream.close()
-    return run.step, is_sharded
+        for config in configs:
+            run = start_run(config, World(rank, world, torch.device("cpu")))
+            run.stream.close()
+            steps.append(run.step)
+    return steps, is_sharded
 
 
 def test_ranks_start_alike_whatever_each_knows_and_measures(shards: str, tmp_path: Path) -> None:
@@ -88,8 +90,8 @@ def test_ranks_start_alike_whatever_each_knows_and_measures(shards: str, tmp_pat
     config = small(shards, tmp_path / "run", launch=LaunchConfig(parallel="zero3"), checkpoint=CheckpointConfig("2"))
     run_ranks(on_a_rank, 2, replace(config, samples=24))
     other = replace(config, run=str(tmp_path / "other"), cache=CacheConfig())
-    assert run_ranks(started, 2, other) == [(0, [False, False])] * 2
-    assert run_ranks(started, 2, replace(other, resume=str(tmp_path / "run"))) == [(2, [])] * 2
+    resumed = replace(other, run=str(tmp_path / "resumed"), resume=str(tmp_path / "run"))
+    assert run_ranks(started, 2, other, resumed) == [([0, 2], [False, False])] * 2
 
 
 @pytest.mark.parametrize(("batch", "times"), [(48, ""), (120, "2.5 times")])

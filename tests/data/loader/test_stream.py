@@ -62,7 +62,7 @@ def test_keys_follow_the_field(tmp_path: Path) -> None:
 # -- exact epochs ------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
     st.lists(st.integers(0, 25), max_size=6),
     st.tuples(st.sampled_from([1, 2, 4]), st.integers(1, 9)),
