@@ -271,9 +271,10 @@ def random_box(
         w, h = round(math.sqrt(target * aspect)), round(math.sqrt(target / aspect))
         if 0 < w <= width and 0 < h <= height:
             left, top = rng.integer(width - w + 1), rng.integer(height - h + 1)
-            return left, top, left + w, top + h
-    w, h = min(width, round(height * ratio[1])), min(height, round(width / ratio[0]))
-    left, top = (width - w) // 2, (height - h) // 2
+            break
+    else:
+        w, h = min(width, round(height * ratio[1])), min(height, round(width / ratio[0]))
+        left, top = (width - w) // 2, (height - h) // 2
     return left, top, left + w, top + h
 
 
