@@ -79,6 +79,14 @@ def gathered_type(tower: nn.Module, dtype: torch.dtype) -> Callable[[nn.Paramete
     return lambda p: dtype if id(p) in cast else p.dtype
 
 
+def cast_gathered_(tower: nn.Module, dtype: torch.dtype) -> None:
+    """Cast a tower's weights in place to the types in which they are gathered."""
+    pin_cast_dtype(tower)
+    type_of = gathered_type(tower, dtype)
+    for p in tower.parameters():
+        p.data = p.data.to(type_of(p))
+
+
 def pin_cast_dtype(tower: nn.Module) -> None:
     """Fix the type that open_clip's transformers cast their inputs to: they read it from a weight of the first block.
 

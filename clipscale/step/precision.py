@@ -40,7 +40,4 @@ class Precision:
         """Cast a frozen tower's weights of matrix products in place. Its features stay the same: autocast rounds those
         anyway, and no others."""
         if not trains(tower):
-            fsdp.pin_cast_dtype(tower)
-            type_of = fsdp.gathered_type(tower, self.dtype)
-            for p in tower.parameters():
-                p.data = p.data.to(type_of(p))
+            fsdp.cast_gathered_(tower, self.dtype)

@@ -198,10 +198,7 @@ class DryRun:
                 undivided += sum(p.nbytes for p in tower.parameters())
                 continue
             self.whole[i] = GatheredWeights.of(tower, parallel, dtype)
-            fsdp.pin_cast_dtype(tower)
-            type_of = fsdp.gathered_type(tower, dtype)
-            for p in tower.parameters():
-                p.data = p.data.to(type_of(p))
+            fsdp.cast_gathered_(tower, dtype)
         self.state = undivided + (self.state - undivided) // ranks
         self.update //= ranks
         self.gradients = self.summed = self.at_once = [size // ranks for size in self.gradients]
