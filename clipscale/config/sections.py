@@ -288,6 +288,11 @@ class ModelConfig:
         return typed(ModelConfig, {name: value for name, value in values.items() if (name, value) != ("lora", 0)})
 
     @property
+    def description(self) -> Record:
+        """`architecture`, or open_clip's for `name`; empty for a name that it does not know."""
+        return self.architecture or model_description(self.name)
+
+    @property
     def pixels(self) -> Preprocess:
         """`preprocess` with its defaults. Raises UserError for other words and values."""
         return typed(Preprocess, self.preprocess, "model.preprocess.")
@@ -295,7 +300,7 @@ class ModelConfig:
     def check(self) -> None:
         """Raises UserError for another `preprocess`, and for a name that open_clip does not know."""
         _ = self.pixels
-        if self.name and not self.architecture and not self.weights and not model_description(self.name):
+        if self.name and not self.weights and not self.description:
             known = architectures()
             if self.name not in known:
                 raise UserError(f"model.name={self.name!r} is not an open_clip architecture{nearest(self.name, known)}")

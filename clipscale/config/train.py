@@ -16,7 +16,6 @@ from clipscale.common.record import Record
 from clipscale.common.units import format_count, nearest, parse_count, run_folder, unused
 from clipscale.config import sections
 from clipscale.config.data import DataConfig
-from clipscale.config.libraries import model_description
 from clipscale.config.parse import MEANT
 from clipscale.config.secrets import hidden
 from clipscale.config.setting import differing, setting
@@ -139,7 +138,7 @@ def check(config: TrainConfig) -> None:
     if config.resume not in RESUMES and not Path(config.resume).expanduser().exists():
         meant = MEANT.get(f"resume={config.resume}", config.resume)
         raise UserError(f"resume={config.resume}: there is no such file or run folder{nearest(meant, RESUMES)}")
-    width = (config.model.architecture or model_description(config.model.name)).get("embed_dim", math.inf)
+    width = config.model.description.get("embed_dim", math.inf)
     if any(size >= width for size in config.loss.sizes):
         raise UserError(f"loss.sizes={config.loss.sizes}: the features of this model have {width} numbers; give fewer")
     total_samples(config.stages, config.samples, config.epochs)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from clipscale.common.errors import UserError
-from clipscale.config.libraries import model_description
 from clipscale.config.sections import ModelConfig
 from clipscale.models.sources import HUB, local_source
 
@@ -48,7 +47,7 @@ def repositories(model: ModelConfig) -> Iterator[str]:
 
             tag = open_clip.get_pretrained_cfg(model.name.replace("/", "-"), value)
             yield tag.get("hf_hub", "").rpartition("/")[0]
-    text = (model.architecture or model_description(model.name)).get("text_cfg", {})
+    text = model.description.get("text_cfg", {})
     tokenizer = text.get("hf_tokenizer_name", "")
     if tokenizer and not Path(tokenizer).is_dir():
         yield tokenizer

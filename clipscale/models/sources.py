@@ -156,7 +156,7 @@ def with_hub_architecture(config: ModelConfig) -> ModelConfig:
 
 def _difference(ours: ModelConfig, theirs: ModelConfig) -> str:
     """How two models differ; empty: they are the same one, perhaps of another resolution, or not known."""
-    known = [model.architecture or model_description(model.name) for model in (ours, theirs)]
+    known = [model.description for model in (ours, theirs)]
     if not all(known):
         return ""
     values, others = map(_compared, known)
@@ -166,7 +166,7 @@ def _difference(ours: ModelConfig, theirs: ModelConfig) -> str:
 
 def _check_fit(config: ModelConfig, source: Source, *sections: str) -> None:
     """Raise UserError for files of weights that are damaged, or of other towers than these of the model."""
-    description = config.architecture or model_description(config.name)
+    description = config.description
     with source.reading():
         shapes = shapes_of(source.shards)
     known = {"embed_dim", *COMPARED} <= description.keys()
