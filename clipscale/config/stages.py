@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from clipscale.common.errors import UserError
-from clipscale.common.record import Record
 
 T = TypeVar("T")
 SETTINGS = {
@@ -33,12 +32,15 @@ def changed(config: Any, name: str, value: Any) -> Any:
     return replace(config, **{head: changed(getattr(config, head), rest, value) if rest else value})
 
 
-def total_samples(stages: list[Record], samples: int | None, epochs: float | None) -> int | None:
-    """The samples of all stages; without stages, `samples`. Raises UserError if the lengths contradict each other."""
-    lengths: list[Any] = [stage.get("samples") for stage in stages]
-    if stages and (None in lengths or epochs is not None or samples not in (None, sum(lengths))):
+def total_samples(config: Any) -> int | None:
+    """The samples of all stages of a run (TrainConfig); without stages, `samples`. Raises UserError if the lengths
+    contradict each other."""
+    lengths = [stage.get("samples") for stage in config.stages]
+    if not lengths:
+        return config.samples
+    if None in lengths or config.epochs is not None or config.samples not in (None, sum(lengths)):
         raise UserError(
-            f"stages: their samples are {lengths}, and the run has samples={samples} epochs={epochs}; give every stage "
-            "its own, and leave out the run's"
+            f"stages: their samples are {lengths}, and the run has samples={config.samples} epochs={config.epochs}; "
+            "give every stage its own, and leave out the run's"
         )
-    return sum(lengths) if stages else samples
+    return sum(lengths)

@@ -141,7 +141,7 @@ def check(config: TrainConfig) -> None:
     width = config.model.description.get("embed_dim", math.inf)
     if any(size >= width for size in config.loss.sizes):
         raise UserError(f"loss.sizes={config.loss.sizes}: the features of this model have {width} numbers; give fewer")
-    total_samples(config.stages, config.samples, config.epochs)
+    total_samples(config)
     procs = config.launch.procs
     for stage in stages_of(config):
         check_divisible(stage.batch, procs or 1, f"launch.procs={procs} processes")
@@ -181,7 +181,7 @@ def at_most(config: TrainConfig) -> TrainConfig:
 def settled(config: TrainConfig) -> TrainConfig:
     """The configuration with the run's folder and length filled in, where the settings give none."""
     config = at_most(config)
-    samples = total_samples(config.stages, config.samples, config.epochs)
+    samples = total_samples(config)
     epochs = EPOCHS if samples is None and config.epochs is None else config.epochs
     folder = run_folder(config.run)
     if not config.run:

@@ -76,9 +76,8 @@ class ImageTower(Tower):
     def prepared(self, inputs: Tensor) -> Tensor:
         if not inputs.is_cuda:
             return ((inputs - self.mean) / self.std).contiguous(memory_format=self.layout)
-        if torch.is_autocast_enabled("cuda"):
-            return self.normalised(inputs, torch.get_autocast_dtype("cuda"))
-        return self.normalised(inputs, self.mean.dtype)
+        is_cast = torch.is_autocast_enabled("cuda")
+        return self.normalised(inputs, torch.get_autocast_dtype("cuda") if is_cast else self.mean.dtype)
 
     def normalised(self, pixels: Tensor, dtype: torch.dtype) -> Tensor:
         """`(pixels - mean) / std` in one kernel, in the type that the patch embedding computes in."""
