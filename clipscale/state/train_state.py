@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
 from clipscale.checkpoint import Saved
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
+from clipscale.common.units import parse_memory
 from clipscale.config.train import TrainConfig
 from clipscale.distributed.fsdp import replicate_state, sharded_as
 from clipscale.distributed.world import World
@@ -23,7 +24,6 @@ from clipscale.step.batch_loss import BatchLoss
 from clipscale.step.chunk_sizes import ChunkSizes, agreed_chunk_sizes
 from clipscale.step.ema import WeightAverage
 from clipscale.step.grad_cache import GradCache
-from clipscale.step.keep_budget import KeepBudget
 from clipscale.step.optim import MOMENTS, build_optimizer
 from clipscale.step.train_step import TrainStep
 
@@ -121,13 +121,13 @@ def build_step(
             encoders,
             loss,
             chunks=[found.image, found.text],
+            keep_bytes=parse_memory("cache.keep", config.cache.keep),
             autocast=precision.autocast,
             scaler=precision.scaler,
         ),
         precision=precision,
         optimizer=build_optimizer(model, config.optim, sharded=parallel != "ddp", scales=scales),
         average=WeightAverage(config.ema, model) if config.ema else None,
-        keep_budget=KeepBudget(config.cache.keep, world),
         sort_captions=sort_captions,
         chunks=found,
     )

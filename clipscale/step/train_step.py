@@ -22,7 +22,7 @@ from clipscale.step.chunk_sizes import ChunkSizes
 from clipscale.step.ema import WeightAverage
 from clipscale.step.feature_statistics import EVERY, feature_statistics
 from clipscale.step.grad_cache import GradCache
-from clipscale.step.keep_budget import KeepBudget
+from clipscale.step.keep_budget import measured_budget
 from clipscale.step.precision import Precision
 
 
@@ -71,7 +71,6 @@ class TrainStep:
     precision: Precision
     optimizer: torch.optim.Optimizer
     average: WeightAverage | None
-    keep_budget: KeepBudget
     sort_captions: bool
     """Whether captions are sorted by length and lose their padding: for text towers whose features do not depend on it.
     """
@@ -95,7 +94,6 @@ class TrainStep:
         """
         phases = StepTimer(self.world.device)
         self.optimizer.zero_grad()
-        self.cache.keep_bytes = self.keep_budget.bytes
         images = ChunkLoader(batch.pixels, len(batch), self.world.device, resident=self.config.offload == "none")
         with self.phase(phases, "encode", number):
             features = [self.cache.encode_tower(0, images, before_chunk)]
@@ -120,9 +118,9 @@ class TrainStep:
 
     def set_keep_budget(self, phases: StepTimer) -> None:
         """After the first step, from the memory that it leaves free. A collective."""
-        if self.keep_budget.bytes is None:
+        if self.cache.keep_bytes is None:
             self.optimizer.zero_grad()  # the phases' peaks have them already
-            self.keep_budget.after_step(phases, self.cache.graph_bytes)
+            self.cache.keep_bytes = measured_budget(self.world, phases, self.cache.graph_bytes)
 
     def texts(self, batch: HostBatch) -> tuple[ChunkLoader, int]:
         """The text tower's input, and into how many chunks it is sorted; 0 if it is not. Waits for all captions."""

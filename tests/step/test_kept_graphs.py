@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from clipscale.common.phases import StepTimer
 from clipscale.common.rng import RandomState
+from clipscale.common.units import parse_memory
 from clipscale.distributed.world import World
 from clipscale.loss.api import contrastive_loss
 from clipscale.models.towers import ClipModel
 from clipscale.step import keep_budget
 from clipscale.step.grad_cache import GradCache
-from clipscale.step.keep_budget import KeepBudget
+from clipscale.step.keep_budget import measured_budget
 from clipscale.step.kept_graphs import measured_graph
 from tests.support.checkpoints import ALONE
 from tests.support.towers import samples, small_model
@@ -109,29 +110,25 @@ def test_auto_measures_in_the_first_step_and_then_keeps_what_it_has_left(
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 60 + 90)
     monkeypatch.setattr(keep_budget, "usable_bytes", lambda device: 900)
     monkeypatch.setattr(World, "all_reduce_max", lambda self, *values: [max(-other_rank, *values)])
-    budget, phases = KeepBudget("auto", World(0, 1, torch.device("cuda"))), StepTimer(torch.device("cuda"))
+    gpu = torch.device("cuda")
+    phases = StepTimer(gpu)
     phases.before, phases.peak = {"encode": 60}, {"encode": 150, "loss": loss, "replay": 160, "optim": 185}
-    assert budget.bytes is None
-    budget.after_step(phases, graph_bytes=30)
-    assert budget.bytes == required
-    for setting, bytes in (("none", 0), ("2k", 2048)):
-        assert KeepBudget(setting, World(0, 1, torch.device("cuda"))).bytes == bytes
+    assert measured_budget(World(0, 1, gpu), phases, graph_bytes=30) == required
+    assert [parse_memory("cache.keep", setting) for setting in ("auto", "none", "2k")] == [None, 0, 2048]
 
 
 def test_on_a_cpu_auto_keeps_the_graphs_of_a_batch_that_fits_from_the_second_step_on() -> None:
     """As a run does by default: a batch of one chunk has no second pass then."""
     model, calls = small_model(), []
     model.image.register_forward_hook(lambda *_: calls.append("image"))
-    world = ALONE
-    budget = KeepBudget("auto", world)
     cache = cached(model, chunk=N)
+    cache.keep_bytes = None
     for expected in (2, 1):
-        cache.keep_bytes = budget.bytes
         calls.clear()
         cache.step(*samples(N))
-        budget.after_step(StepTimer(world.device), cache.graph_bytes)
+        cache.keep_bytes = measured_budget(ALONE, StepTimer(ALONE.device), cache.graph_bytes)
         assert len(calls) == expected
-    assert 2**20 < budget.bytes < psutil.virtual_memory().total // 2
+    assert 2**20 < cache.keep_bytes < psutil.virtual_memory().total // 2
 
 
 @pytest.mark.parametrize(("free", "usable"), [(20, 10), (6, 2), (3, 0)])
