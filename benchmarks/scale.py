@@ -31,7 +31,7 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
-from measure import Meter, Row, counts, main, resident
+from measure import Columns, Meter, Row, counts, main, resident
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.multiprocessing import start_processes
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -245,7 +245,7 @@ def figures_of(row: Row) -> str:
     return ", ".join(f"{name} {value:,.3g}" for name, value in row["figures"].items())
 
 
-COLUMNS = {
+COLUMNS: Columns = {
     "what": lambda row: row["kind"],
     "shards": lambda row: f"{row['shards']:,}",
     "ranks": lambda row: f"{row['ranks']:,}",
