@@ -82,7 +82,7 @@ def start_run(
     if config.eval.has_sets:
         doing("reading the evaluation sets")
     check_sets(config.eval, world)
-    resolved = resolve(config, world)
+    resolved = resolve(config, world, fetches=copies is None)
     with ExitStack() as undo:
         trainer, stream = build(resolved, world)
         undo.callback(stream.close)

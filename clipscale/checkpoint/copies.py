@@ -4,69 +4,93 @@ A copy is laid out as the run's folder: records and checkpoints. meta.json is co
 is whole. An empty file run=NAME names the run.
 """
 
+import re
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.local import LocalFileSystem
 
-from clipscale.checkpoint.folder import TEMPORARY, outdated
+from clipscale.checkpoint.folder import TEMPORARY, discard, outdated, set_records_aside
 from clipscale.checkpoint.loading import read_meta, stream_size_and_crc32, verify
-from clipscale.common.checkpoints import META, checkpoints_of, path_of, step_of
+from clipscale.common.checkpoints import META, checkpoints_of, step_of
 from clipscale.common.errors import UserError, library, one_line
 from clipscale.common.terminal import tell
 from clipscale.config.sections import CheckpointConfig
 
-COPIED_RECORDS = ("config.yaml", "env.json", "metrics.jsonl", "eval/step_*.json", "result.json")
+COPIED_RECORDS = re.compile(r"config\.yaml|env\.json|metrics\.jsonl|result\.json|eval/step_[^/]*\.json")
+
+
+LOCAL = LocalFileSystem(auto_mkdir=True)
 
 
 def open_store(address: str) -> DirFileSystem:
-    local = {} if "://" in address else {"auto_mkdir": True}
-    system, root = url_to_fs(address, use_listings_cache=False, **local)
+    """Raises UserError for an address whose files end with this process, or that fsspec takes for a pattern."""
+    system, root = url_to_fs(address, use_listings_cache=False)
+    if isinstance(system, LocalFileSystem):
+        system = LOCAL
+    elif re.search(r"^memory:|[*?[]", address):
+        raise UserError(f"checkpoint.copy={address}: give a folder, or an address in a bucket without * ? [")
     return DirFileSystem(root, system)
+
+
+def copies_in(store: DirFileSystem, end: str = "") -> list[Path]:
+    """The store's checkpoints by step, whole or not. `end`: those alone that have this file."""
+    names = store.find("checkpoints", withdirs=True)  # and no glob: the address may hold its special characters
+    copies = [Path(name.removesuffix(end)) for name in names if re.fullmatch(rf"checkpoints/step_\d+{end}", name)]
+    return sorted(copies, key=step_of)
 
 
 def complete_checkpoints(store: DirFileSystem, run: Path) -> list[Path]:
     """The whole checkpoints of the store, by step. Raises UserError if it holds another run's copy or other files."""
-    names = store.glob("*")
+    names = store.find("", maxdepth=1, withdirs=True)[1:]  # the first is the store itself
     if names and f"run={run.name}" not in names:
         raise UserError(f"checkpoint.copy: it holds {names[-1]}, and not run={run.name}; choose another address")
-    return sorted((Path(name).parent for name in store.glob(f"checkpoints/step_*/{META}")), key=step_of)
+    return copies_in(store, f"/{META}")
 
 
-def restore_from_copy(run: Path, address: str, resume: str | None = None) -> None:
-    """If the run has no checkpoint, fetch the newest whole one and the records.
+def restore_from_copy(run: Path, address: str, resume: str = "", whole: Path | None = None) -> bool:
+    """Fetch the newest whole checkpoint and the records, if it is newer than the run's newest whole one, `whole`.
 
-    `resume`: the setting; only `auto` fetches. None: only check the store. Raises UserError.
+    `resume`: the setting; only `auto` fetches. Empty: only check the store. Returns whether it has. Raises UserError.
     """
-    own = checkpoints_of(run)
-    with library(f"checkpoint.copy={address} cannot be read"):
+    with library(f"checkpoint.copy={address} cannot be read", "; checkpoint.copy= goes on without it"):
         store = open_store(address)
-        found = [] if own else complete_checkpoints(store, run)
-        if found and resume not in ("auto", None):
-            raise UserError("checkpoint.copy: it holds checkpoints; take resume=auto, or another address")
-        while found and resume:
-            path = found.pop()
-            target = path_of(run, step_of(path))
+        found = complete_checkpoints(store, run)
+        newer = [path for path in found if not whole or step_of(path) > step_of(whole)]
+        while newer and resume:
+            path = newer.pop()
+            if resume != "auto":
+                raise UserError(
+                    f"resume={resume}: checkpoint.copy holds {path.name}, which is later; take resume=auto, or another "
+                    "address"
+                )
+            target = run / path
             temporary = target.with_suffix(TEMPORARY)
-            store.get(str(path), str(temporary), recursive=True)  # to a folder that is new
+            names = store.ls(str(path), detail=False)
+            store.get(names, [str(temporary / Path(name).name) for name in names])
             try:
                 verify(temporary)
             except UserError as error:
-                if not found:
+                if not newer and not whole:
                     raise
                 tell(f"warning: checkpoint.copy: {error}")
+                store.rm_file(f"{path}/{META}")
                 continue
-            copy_records(store, open_store(str(run)))
+            tell(f"{path.name} is taken from checkpoint.copy: the run's folder has no whole one as new")
+            set_records_aside(run, "goes on from its copy")
+            copy_records(store, DirFileSystem(str(run), LOCAL))
+            discard(target)
             temporary.replace(target)
-            tell(f"{path.name} is taken from checkpoint.copy")
-            break
+            return True
+    return False
 
 
 def copy_records(source: DirFileSystem, target: DirFileSystem) -> None:
-    for pattern in COPIED_RECORDS:
-        for name in source.glob(pattern):
+    for name in source.find("", maxdepth=2):
+        if COPIED_RECORDS.fullmatch(name):
             target.pipe_file(TEMPORARY, source.cat_file(name))
             target.mv(TEMPORARY, name)
 
@@ -77,62 +101,67 @@ class Copies:
 
     It completes a copy before it starts the next, of the checkpoint that is newest then. A checkpoint's files are read
     back and compared. An error prints a line, once per type until a copy succeeds; the next checkpoint is the retry.
+    Later checkpoints in the store stay.
     """
 
     def __init__(self, run: Path, config: CheckpointConfig) -> None:
         self.run, self.config = run, config
         self.copying: list[Path] = []
         """The checkpoint that must stay on the disk."""
+        self.problem = ""
+        """Why the store does not have the run's newest state."""
         self.due: SimpleQueue[bool] = SimpleQueue()
         self.due.put(True)
         self.thread = Thread(target=self._work, daemon=True)
 
-    def start(self) -> None:
-        """Start the thread, if the settings ask for copies and no earlier stage has started it."""
-        if self.config.copy and self.thread.ident is None:
-            self.thread.start()
-
     def close(self, limit: float) -> None:
-        """Copy the present state and end. Waits for that at most `limit` seconds."""
+        """Copy the present state and end. Waits for that at most `limit` seconds, and says where the store lacks it."""
         self.due.put(True)
         self.due.put(False)
-        if self.thread.is_alive():
+        if self.thread.ident:
             self.thread.join(limit)
-            if self.thread.is_alive():
-                tell(f"warning: checkpoint.copy: not complete after {limit:.0f} s")
+        if self.problem:
+            tell(
+                f"warning: checkpoint.copy: the run's last state has no whole copy ({self.problem}); repair the store "
+                "or choose another address, remove the run's result.json if it is there, and give the command again"
+            )
 
     def _work(self) -> None:
-        problem: type | None = None
+        reported: type | None = None
         while self.due.get():
+            self.problem = "it is not complete"
             try:
                 self._copy(open_store(self.config.copy))
-                problem = None
+                self.problem = ""
+                reported = None
             except Exception as error:  # each library behind fsspec has its own
-                if type(error) is not problem:
-                    tell(f"warning: checkpoint.copy: {one_line(error)}; the run goes on")
-                problem = type(error)
+                self.problem = one_line(error)
+                if type(error) is not reported:
+                    tell(f"warning: checkpoint.copy: {self.problem}; the run goes on")
+                reported = type(error)
             self.copying = []
 
     def _copy(self, store: DirFileSystem) -> None:
         complete_checkpoints(store, self.run)
         self.copying = checkpoints_of(self.run)[-1:]  # the records that follow are no older
         store.pipe_file(f"run={self.run.name}", b"")
-        copy_records(open_store(str(self.run)), store)
+        copy_records(DirFileSystem(str(self.run), LOCAL), store)
         for path in self.copying:
             copy_checkpoint(store, path)
-            found = [each for each in complete_checkpoints(store, self.run) if each.name <= path.name]
-            for name in {*store.glob("checkpoints/step_*")} - {*map(str, {*found} - {*outdated(found, self.config)})}:
-                store.rm(name, recursive=True)
+            kept = complete_checkpoints(store, self.run)
+            for each in {*copies_in(store)} - ({*kept} - {*outdated(kept, path.name, self.config)}):
+                store.rm(str(each), recursive=True)
 
 
 def copy_checkpoint(store: DirFileSystem, path: Path) -> None:
     """Copy a checkpoint that the store does not have. Raises OSError if a file that is read back differs."""
     prefix = f"checkpoints/{path.name}/"
-    if (path / META).read_bytes() in store.cat([prefix + META], on_error="omit").values():
+    meta = prefix + META
+    if store.isfile(meta) and store.cat_file(meta) == (path / META).read_bytes():
         return
     for name, expected in read_meta(path)["files"].items():
         store.put_file(str(path / name), prefix + name)
         with store.open(prefix + name) as stream:
             if [*stream_size_and_crc32(stream)] != expected:
                 raise OSError(f"{path.name}/{name} differs when it is read back")
-    store.put_file(str(path / META), prefix + META)
+    store.put_file(str(path / META), meta)

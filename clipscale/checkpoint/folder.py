@@ -57,23 +57,22 @@ def remove_temporary(run_dir: Path) -> None:
                 discard(path)
 
 
-def set_records_aside(run_dir: Path) -> None:
-    """Move the records of an earlier run, whose checkpoints are gone, into a folder of their own, and say so."""
+def set_records_aside(run_dir: Path, why: str = "begins anew, without a checkpoint") -> None:
+    """Move the records of an earlier run, whose checkpoints are gone, into a folder of their own, and say `why`."""
     records = [run_dir / name for name in RUN_RECORDS if (run_dir / name).exists()]
     if any(path.name in RUN_RECORDS[:3] and path.stat().st_size for path in records):
         aside = unused(run_dir / "earlier")
         aside.mkdir()
         for path in records:
             path.rename(aside / path.name)
-        log.warning("run=%s begins anew, without a checkpoint; its earlier records are now in %s", run_dir, aside)
+        log.warning("run=%s %s; its earlier records are now in %s", run_dir, why, aside)
 
 
-def outdated(checkpoints: list[Path], config: CheckpointConfig) -> list[Path]:
-    """The checkpoints to delete, of those given by step: all but the newest `keep` (0: none) and the multiples of
-    `keep_every`."""
-    if not config.keep:
-        return []
-    return [path for path in checkpoints if not config.keep_every or step_of(path) % config.keep_every][: -config.keep]
+def outdated(checkpoints: list[Path], newest: str, config: CheckpointConfig) -> list[Path]:
+    """The checkpoints to delete, of those given by step, up to the one named `newest`: all but the last `keep`
+    (0: all) and the multiples of `keep_every`."""
+    earlier = [path for path in checkpoints if path.name <= newest]
+    return [path for path in earlier if not config.keep_every or step_of(path) % config.keep_every][: -config.keep]
 
 
 def remove(checkpoint: Path) -> None:

@@ -195,8 +195,6 @@ def load(
 
     Raises UserError for a missing or damaged checkpoint, and for an unknown format.
     """
-    if not path.exists():
-        raise UserError(f"checkpoint {path} does not exist")
     if not verified:
         verify(path)
     reader = Reader(path)

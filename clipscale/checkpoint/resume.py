@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from clipscale.checkpoint import folder
+from clipscale.checkpoint.copies import restore_from_copy
 from clipscale.checkpoint.loading import verify
 from clipscale.checkpoint.saved import Saved
 from clipscale.common.checkpoints import checkpoints_of
@@ -16,11 +17,11 @@ from clipscale.distributed.world import World
 log = logging.getLogger(__name__)
 
 
-def to_resume(run_dir: Path, resume: str, world: World) -> Path | None:
+def to_resume(run_dir: Path, resume: str, world: World, copy: str = "") -> Path | None:
     """The checkpoint from which a run continues, verified; None: it starts anew.
 
     `resume`: `auto` (the run's newest whole one, if there is any), `none`, or the path of a checkpoint or of a run
-    folder, whose newest whole one counts.
+    folder, whose newest whole one counts. `copy`: the address of the run's copy, from which `auto` fetches a newer one.
 
     With `auto`, damaged checkpoints that are newer are renamed: the run saves the same steps again. A collective:
     every rank verifies its share.
@@ -33,17 +34,22 @@ def to_resume(run_dir: Path, resume: str, world: World) -> Path | None:
             f"run={run_dir}: the processes see different checkpoints; put the folder on storage that all share"
         )
     damaged: dict[Path, str] = {}
+    whole = None
     for candidate in candidates:
         try:
             world.on_all(partial(verify, candidate, world.rank, world.size))
         except UserError as error:
             damaged[candidate] = str(error)
         else:
-            world.on_main(partial(set_damaged_aside, damaged, candidate, rename=resume == "auto"))
-            return candidate
-    if damaged:
+            whole = candidate
+            break
+    if copy and world.on_main(partial(restore_from_copy, run_dir, copy, resume, whole)):
+        return to_resume(run_dir, resume, world)
+    if whole:
+        world.on_main(partial(set_damaged_aside, damaged, whole, rename=resume == "auto"))
+    elif damaged:
         raise UserError(f"resume={resume}: {damaged[candidates[0]]}; no other can be read, begin another run=NAME")
-    return None
+    return whole
 
 
 def candidates_of(run_dir: Path, resume: str) -> list[Path]:
@@ -53,8 +59,6 @@ def candidates_of(run_dir: Path, resume: str) -> list[Path]:
     if resume == "auto":
         return checkpoints_of(run_dir)[::-1]
     path = Path(resume).expanduser()
-    if not path.exists():
-        raise UserError(f"resume={resume}: there is no such checkpoint or run folder")
     if path in checkpoints_of(path.parent.parent):
         return [path]
     candidates = checkpoints_of(path)[::-1]

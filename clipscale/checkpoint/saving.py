@@ -49,8 +49,8 @@ class Saver:
         """The step of the checkpoint that is being written, and its result."""
         self._stager = self._new_stager()
         self.copies = copies or Copies(run_dir, config)
-        if world.is_rank0:
-            self.copies.start()
+        if config.copy and world.is_rank0 and not copies:
+            self.copies.thread.start()
 
     def _new_stager(self) -> DefaultStager:
         pinned = self.world.device.type == "cuda"
@@ -130,8 +130,7 @@ class Saver:
                 tell(f"warning: {error}; training goes on without it")
 
     def _temporary(self, step: int) -> Path:
-        path = path_of(self.run_dir, step)
-        return path.with_name(path.name + folder.TEMPORARY)
+        return path_of(self.run_dir, step).with_suffix(folder.TEMPORARY)
 
     def _complete(self, step: int) -> None:
         """On rank 0, in the background, when everything is on the disk."""
@@ -141,8 +140,7 @@ class Saver:
         self._temporary(step).replace(path)
         sync(path.parent)
         self.copies.due.put(True)
-        earlier = [each for each in checkpoints_of(self.run_dir) if each.name <= path.name]
-        for old in folder.outdated(earlier, self.config):
+        for old in folder.outdated(checkpoints_of(self.run_dir), path.name, self.config):
             if old not in self.copies.copying:
                 folder.remove(old)
 

@@ -49,7 +49,7 @@ class CheckpointConfig:
     keep_every: int = setting(0, "Checkpoints at multiples of this many steps are never removed; 0: none.", least=0)
     copy: str = setting(
         "",
-        "Address of a copy of the run: s3://bucket/path, a folder, ...; a start without checkpoints resumes from it.",
+        "Address of a copy of the run: s3://bucket/path, a folder, ...; a start resumes from it if it is newer.",
     )
 
     @property

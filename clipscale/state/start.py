@@ -83,8 +83,10 @@ class Resolved:
         return Path(self.config.run)
 
 
-def resolve(config: TrainConfig, world: World) -> Resolved:
+def resolve(config: TrainConfig, world: World, *, fetches: bool) -> Resolved:
     """Find the run's checkpoint and its current stage, and complete its settings. Raises UserError.
+
+    `fetches`: take the checkpoint of `checkpoint.copy` if it is newer than those of the run's folder.
 
     The weights come from the first of these that exists:
 
@@ -93,7 +95,7 @@ def resolve(config: TrainConfig, world: World) -> Resolved:
     3. The initial weights `model.weights` and those of the towers.
     4. Random weights, by `seed`.
     """
-    path = checkpoint_of(config, world)
+    path = checkpoint_of(config, world, config.checkpoint.copy if fetches else "")
     saved = checkpoint.read_values(path) if path else None
     if not config.model.name:
         config = replace(config, model=world.on_main(lambda: completed_by_weights(config.model, saved)))
@@ -113,16 +115,17 @@ def resolve(config: TrainConfig, world: World) -> Resolved:
     return Resolved(settings, tuple(stages), stage, path, saved, begins, config_to_save)
 
 
-def checkpoint_of(config: TrainConfig, world: World) -> Path | None:
-    """The checkpoint to resume; after a restart by torchrun or Slurm, the run's own newest one if there is any."""
+def checkpoint_of(config: TrainConfig, world: World, copy: str) -> Path | None:
+    """The checkpoint to resume; after a restart by torchrun or Slurm, the run's own newest one if there is any.
+
+    `copy`: the address of the run's copy; empty: none is looked at.
+    """
     folder = Path(config.run)
-    if config.checkpoint.copy:
-        world.on_main(lambda: checkpoint.restore_from_copy(folder, config.checkpoint.copy, config.resume))
     restarts = [ranks.number(f"{launcher}_RESTART_COUNT", 0) for launcher in ("TORCHELASTIC", "SLURM")]
     # Of all ranks: an agent does not count the restarts that another node's fault causes.
     restarted = any(world.all_gather_object(any(restarts)))
-    newest = checkpoint.to_resume(folder, "auto", world) if restarted else None
-    return newest or checkpoint.to_resume(folder, config.resume, world)
+    newest = checkpoint.to_resume(folder, "auto", world, copy) if restarted else None
+    return newest or checkpoint.to_resume(folder, config.resume, world, copy)
 
 
 def build(resolved: Resolved, world: World) -> tuple[TrainStep, TrainStream]:
