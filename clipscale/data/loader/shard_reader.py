@@ -151,6 +151,8 @@ class ShardReader:
         # The items of the window that is being given out, with their epochs. The next one is last.
         self._ready: list[tuple[int, Segment, RawSample]] = []
         self._ready_bytes = 0
+        self.left: Segment | None = None
+        """Is read no further: its other samples are lost (`fruitless_shard`)."""
         self.items = self._items()
         """All items from the position on, with their segments."""
 
@@ -180,7 +182,7 @@ class ShardReader:
                     raws.append(raw)
                     window_bytes += raw.num_bytes
                     yield from self._drain_ready(window_bytes)
-                    if window_bytes > WINDOW_BYTES:
+                    if window_bytes > WINDOW_BYTES or segment is self.left:
                         break
                 closed = window_bytes > WINDOW_BYTES and len(raws) < windows.size
                 if closed and windows.is_part:  # a smaller window needs other samples: read it again
@@ -218,6 +220,8 @@ class ShardReader:
         if epoch != self.epoch:
             self.epoch, self.index = epoch, 0
         self.index += 1
+        if segment is self.left:
+            item = RawSample.lost(item.url, "fruitless_shard", item.url)
         return segment, item
 
     def _open(self, url: str, problem: ReadProblem, windows: WindowCursor) -> Generator[RawSample, None, None]:

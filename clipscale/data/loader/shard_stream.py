@@ -26,10 +26,12 @@ from clipscale.data.shards.subset import subset_of
 
 SetStatus = Callable[[str], None]
 """Takes a phrase that names the shard or the sample that is read now."""
-MOST_BROKEN = 20_000
+MOST_IN_SHARD = 20_000
+"""A stream leaves a shard after this many broken samples in a row."""
+MOST_BROKEN = 200_000
 MOST_FRUITLESS = 200
-"""A stream gives up after this many broken samples, or visits to shards, in a row. Generous: one bad shard of ten
-thousand must not end a run, and a stream of a small set may hold a single sample an epoch."""
+"""A stream gives up after this many broken samples, or visits to shards, in a row. Generous: one bad shard of a few must
+not end a run, and a stream of a small set may hold a single sample an epoch."""
 MOST_UNREACHABLE = 3
 """A stream gives up after this many unreachable shards in a row: the storage is gone, not a shard."""
 
@@ -122,7 +124,8 @@ class ShardStream:
                 spec.transform(image_bytes(item.members), CounterRNG(order.seed, AUGMENT, *sample), row)
             except BrokenSampleError as error:
                 self._counts[error.reason] += 1
-                self._skipped(error, segment, item)
+                if self._skipped(error, segment, item) > MOST_IN_SHARD:
+                    reader.left = segment
             else:
                 self._used += 1
                 self._forget_skipped()
@@ -134,17 +137,16 @@ class ShardStream:
 
     def _forget_skipped(self) -> None:
         self._reasons: Counter[str] = Counter()
-        self._visits: set[tuple[int, int]] = set()  # to shards
+        self._visits: Counter[tuple[int, int]] = Counter()  # to shards, with the samples that were read
         self._unreachable: set[tuple[int, int]] = set()
-        self._read = 0
 
-    def _skipped(self, error: BrokenSampleError, segment: Segment, item: RawSample) -> None:
-        """Count a broken sample. Raises UserError if the stream gives up."""
+    def _skipped(self, error: BrokenSampleError, segment: Segment, item: RawSample) -> int:
+        """Count a broken sample; returns how many came from its shard in a row. Raises UserError if the stream gives
+        up."""
         visit = segment.epoch, segment.shard
         self._reasons[error.reason] += 1
-        self._visits.add(visit)
+        self._visits[visit] += not item.is_lost
         if not item.is_lost:
-            self._read += 1
             self._unreachable.clear()
         elif error.reason == "unreachable_shard":
             self._unreachable.add(visit)
@@ -153,7 +155,7 @@ class ShardStream:
                 f"data.train: {MOST_UNREACHABLE} shards in a row cannot be reached, each asked {RETRIES} times more "
                 f"(the last: {error}); go on with resume=auto when the storage is back"
             )
-        if len(self._visits) > MOST_FRUITLESS or self._read > MOST_BROKEN:
+        if len(self._visits) > MOST_FRUITLESS or self._visits.total() > MOST_BROKEN:
             reasons = ", ".join(f"{reason} {n}" for reason, n in self._reasons.most_common())
             holds = unusable(item.url, [source.name for source in self._spec.selection.captions], self._store)
             raise DataError(
@@ -161,6 +163,7 @@ class ShardStream:
                 f"the last: {item.url} {item.key}: {error}); "
                 + (holds or "look at the shards, and at data.captions and data.filter")
             )
+        return self._visits[visit]
 
 
 def lengths(tokens: np.ndarray, pad: int) -> np.ndarray:
