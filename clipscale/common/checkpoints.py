@@ -15,7 +15,9 @@ LOGS = (".log", ".out", ".err", ".txt")
 
 def check_own(run: Path) -> None:
     """Raise UserError for a folder that holds other files, but no run's lock and no checkpoint."""
-    if not run.is_dir() or (run / LOCK).is_file() or any((path / META).is_file() for path in checkpoints_of(run)):
+    lock = run / LOCK
+    ours = lock.is_file() and lock.read_bytes()[:8] in b"process "  # which RunLock writes, and empties at its end
+    if not run.is_dir() or ours or any((path / META).is_file() for path in checkpoints_of(run)):
         return
     others = [path.name for path in visible(run) if path.suffix not in LOGS and path != run / "checkpoints"]
     if others:

@@ -18,7 +18,7 @@ from clipscale.common.record import Record
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, yaml.YAMLError)
+DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError, yaml.YAMLError)
 """What reading a truncated, overwritten or foreign file may raise."""
 LEFT_BY_SYSTEMS = {"__MACOSX", "@eaDir", "Thumbs.db", "desktop.ini", "lost+found"}
 """Names that operating systems put into folders. Ignored, as hidden files are."""
@@ -69,7 +69,7 @@ def folders(folder: Path) -> list[Path]:
 
 
 def read_yaml(path: Path) -> Any:
-    return yaml.safe_load(path.read_text(encoding="utf-8"))
+    return yaml.load(path.read_bytes(), yaml.CSafeLoader)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -99,12 +99,15 @@ def read_record(path: Path) -> Record:
     if not path.exists():
         return {}
     check_inside(path, path.parent)
-    if path.suffix == ".json":
-        content = read_json(path)
-    else:
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(path.read_text(encoding="utf-8"))):
-            raise ValueError("aliases, which a run writes none of, and which may stand for any number of values")
-        content = read_yaml(path)
+    if not path.is_file() or path.stat().st_size > 1 << 18:  # opening a pipe would wait
+        raise ValueError("no regular file of at most 256 KiB")
+    if path.suffix != ".json":
+        depth = 0
+        for event in yaml.parse(path.read_bytes(), yaml.CSafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > 100 or isinstance(event, yaml.AliasEvent):
+                raise ValueError("aliases or lists of 100 levels, of which a run writes none, and which take minutes")
+    content = read_json(path) if path.suffix == ".json" else read_yaml(path)
     if not isinstance(content, dict):
         raise ValueError("it holds no values with names")
     return content

@@ -5,8 +5,8 @@ from functools import partial
 from pathlib import Path
 
 from clipscale.common import files
-from clipscale.common.record import Record, Results
-from clipscale.common.terminal import Progress, doing
+from clipscale.common.record import Results
+from clipscale.common.terminal import Progress, doing, tell
 from clipscale.config.eval import EvalRunConfig, check_eval, completed
 from clipscale.config.sections import LossConfig, SinkConfig
 from clipscale.distributed.world import destroy_world, init_world
@@ -22,7 +22,10 @@ from clipscale.step.precision import Precision
 def main(config: EvalRunConfig) -> Results:
     """Evaluate, on `launch.procs` processes or as one of torchrun's. Raises UserError."""
     check_eval(config)
-    return local.run(completed(config), f"{__name__}:work")
+    whole = completed(config)
+    if not config.eval.has_sets:
+        tell(f"eval.sets: {whole.eval.sets or whole.eval.root}, named by the run's config.yaml")
+    return local.run(whole, f"{__name__}:work")
 
 
 def loss_of(run: Path) -> LossConfig:
@@ -46,18 +49,15 @@ def work(config: EvalRunConfig) -> Results:
             model, settings, step = world.on_all(
                 partial(load_any, run, config.checkpoint, config.eval.weights, config.model, world.on_main)
             )
-            facts: Record = {"precision": config.precision}
-            if run:
-                facts["checkpoint"] = Path(config.checkpoint).name
-            else:
-                facts |= {"model": settings.name, "source": config.model.weights}
+            source = {"model": settings.name, "source": config.model.weights}
+            facts = {"checkpoint": Path(config.checkpoint).name} if run else source
             results = evaluate(
                 model.to(world.device),
                 config.eval,
                 world,
                 precision.autocast,
                 loss=loss_of(folder) if run else None,
-                file=ResultsFile(folder, step, facts),
+                file=ResultsFile(folder, step, facts | {"precision": config.precision}),
                 progress=Progress(),
             )
             if world.is_rank0:

@@ -35,5 +35,5 @@ def read_evaluations(run_dir: Path) -> list[Record]:
     for file in (run_dir / "eval").glob("step_*.json"):
         with files.reported("results", file, "evaluate again"):
             files.check_inside(file, run_dir)
-            records.append(files.read_json(file) | {"step": int(file.stem.removeprefix("step_"))})
+            records.append(files.read_record(file) | {"step": int(file.stem.removeprefix("step_"))})
     return sorted(records, key=lambda record: int(record["step"]))

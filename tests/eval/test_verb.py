@@ -60,6 +60,7 @@ def test_checkpoints_are_evaluated_and_sent_as_curves(tmp_path: Path, sets: list
     assert points == [(step, pytest.approx(results["classes"]["top5"])) for step, results in records.items()]
     (run / "config.yaml").write_text(f"eval:\n  sets: ['{sets[0]}']\n")
     assert list(evaluated(run)) == ["classes"], "the sets of the run's own settings"
+    assert sets[0] in capsys.readouterr().out
 
 
 def test_a_suite_has_its_table_and_takes_the_root_of_the_run(tmp_path: Path, model: ClipModel, capsys: Cap) -> None:

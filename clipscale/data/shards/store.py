@@ -11,6 +11,7 @@ import math
 import os
 import random
 import re
+import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -89,7 +90,8 @@ class Store:
         Raises OSError for a local file, SourceError (`unreachable_shard`, `missing_shard`, ...) for a remote one.
         """
         if is_local(url):
-            return Path(url).open("rb", BUFFER), self.state(url)
+            state = self.state(url)  # first: opening a pipe would wait
+            return Path(url).open("rb", BUFFER), state
         self.begin_sample()
         remote = RemoteFile(url, self)
         return io.BufferedReader(remote, BUFFER), remote.state
@@ -107,6 +109,8 @@ class Store:
 def local_state(path: str) -> ObjectState:
     """The state of a file. Raises OSError."""
     status = os.stat(path)  # noqa: PTH116 (for each of very many)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError("no regular file")
     return status.st_size, str(status.st_mtime_ns)
 
 

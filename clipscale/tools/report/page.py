@@ -44,11 +44,15 @@ def write_report(names: Sequence[str | Path], out: str | None = None) -> Path:
     runs = read_runs(names)
     above = os.path.commonpath([run.folder.resolve().parent for run in runs]) if runs[1:] else runs[0].folder
     path = Path(out).expanduser() if out else Path(above, "report.html")
+    html = page(runs)
     with files.reported("report", path, "give a place that can be written, out=FILE"):
-        files.write_text(path, page(runs))
+        if path.is_file() and b'<script id="data"' not in path.read_bytes():
+            raise ValueError("somebody else's page")
+        files.write_text(path, html)
     return path
 
 
+@files.reported("the runs' records", "metrics.jsonl, eval/", "restore them, or move them away")
 def page(runs: Sequence[Run]) -> str:
     """The page, with plotly inside, so that it can be sent. Everything that comes from files is escaped."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -148,7 +152,7 @@ def points(run: Run, chart: Record) -> np.ndarray:
     rows = [[row[name] for name in (*AXES[:3], key)] for row in shown]
     table = np.array(rows, float).reshape(-1, 4) / [1, 1, 1, chart.get("per", 1)]
     if key == "loss" and "ln" in chart["title"]:
-        table[:, 3] -= np.log([row["batch"] for row in shown])
+        table[:, 3] -= np.log([row["batch"] or 1 for row in shown])
     table[~np.isfinite(table[:, 3]), 3] = np.nan
     return table
 

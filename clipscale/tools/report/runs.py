@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import inf
 from pathlib import Path
 
 from clipscale.common import files
@@ -35,7 +36,7 @@ def read_runs(names: Sequence[str | Path]) -> list[Run]:
     """The runs of these names, or folders; a sweep's folder means all of its runs."""
     folders = []
     for source in names:
-        name = str(source.resolve()) if isinstance(source, Path) else source
+        name = str(source)
         inside = sorted(path.parent for path in run_folder(name).glob("*/config.yaml"))
         is_sweep = inside and not (run_folder(name) / "config.yaml").exists()
         folders += inside if is_sweep else [existing_run(name)]
@@ -49,13 +50,11 @@ def read_runs(names: Sequence[str | Path]) -> list[Run]:
 
 
 def _read(folder: Path) -> Run:
-    with files.reported("the run's records", folder, "ask for a folder without links"):
-        files.check_inside(folder / "metrics.jsonl", folder)
-    records = read_metrics(folder / "metrics.jsonl")
     config = files.settings_of_run(folder)
     with files.reported("the run's records", folder, "restore them, or move them away"):
-        rates = [(record["batch"], record.get("samples_per_s_wall")) for record in records]
-        seconds = accumulate(batch / rate if rate else 0 for batch, rate in rates)
+        files.check_inside(folder / "metrics.jsonl", folder)
+        records = read_metrics(folder / "metrics.jsonl")
+        seconds = accumulate(record["batch"] / (record.get("samples_per_s_wall") or inf) for record in records)
         rows = [record | {"hours": passed / 3600} for record, passed in zip(records, seconds)]
         at = {row["step"]: {name: row[name] for name in ("step", "samples", "hours")} for row in rows}
         at[0] = {"step": 0, "samples": 0, "hours": 0.0}

@@ -33,13 +33,15 @@ def harmed(data: bytes, kind: str) -> bytes:
     return {**kinds, "empty": b"", "other": b"not a tar" * 1000}[kind]
 
 
-@pytest.mark.parametrize("kind", ["cut", "cut between", "packed", "empty", "other", "none"])
+@pytest.mark.parametrize("kind", ["cut", "cut between", "packed", "empty", "other", "none", "pipe"])
 def test_a_damaged_shard_gives_what_comes_before_the_damage(tmp_path: Path, kind: str) -> None:
     path = write_shards(tmp_path, [10])[0]
     whole, problem = read(path)
     assert len(whole) == 10 and problem.reason is None
-    if kind == "none":
+    if kind in ("none", "pipe"):
         path.unlink()
+        if kind == "pipe":
+            os.mkfifo(path)
     else:
         path.write_bytes(harmed(path.read_bytes(), kind))
         assert scan_shard(str(path)).reason == read(path)[1].reason

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 from base64 import b64encode
 from collections.abc import Iterator
@@ -179,7 +180,7 @@ def test_any_length_of_run_and_odd_values(
     tmp_path: Path, losses: list[float | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run = make_run(Path("$a_b$"), losses, mem_peak_bytes=None, grad_norm=math.inf)
+    run = make_run(tmp_path / "$a_b$", losses, mem_peak_bytes=None, grad_norm=math.inf)
     data = data_of(write_report([run], "out.html").read_text())
     assert data["charts"][0]["runs"][0]["points"]["y"] == losses
 
@@ -193,25 +194,36 @@ def test_a_missing_an_empty_and_a_damaged_run_are_refused(tmp_path: Path, capsys
         assert main(["report", *words]) == 2
         error = capsys.readouterr().err
         assert answer in error and error.count("\n") == 1, error
+    (tmp_path / "runs/report.html").write_text("a thesis")
+    with refused("somebody else's page.*out=FILE"):
+        write_report([run, run])
     (tmp_path / "empty").mkdir()
     with refused("holds no step"):
         write_report([tmp_path / "empty"])
+    (run / "metrics.jsonl").write_text(f'{{"step": 1, "samples": 1, "batch": 1, "loss": 1{"0" * 400}}}\n')
+    with refused("restore them"):
+        write_report([run])
     (run / "eval").mkdir()
     (run / "eval/step_00000001.json").write_text("{")
     with refused(r"step_00000001\.json .*; evaluate again"):
         write_report([run])
 
 
-@pytest.mark.parametrize("kind", ["aliases", "config.yaml", "env.json", "metrics.jsonl", "eval/step_1.json"])
+@pytest.mark.parametrize(
+    "kind", ["aliases", "lists", "pipe", "config.yaml", "env.json", "metrics.jsonl", "eval/step_1.json"]
+)
 def test_a_run_that_somebody_sent_names_no_other_file_and_takes_no_time(tmp_path: Path, kind: str) -> None:
     whole_run(run := tmp_path / "run")
     if kind == "aliases":
         lists = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9)]
         (run / "config.yaml").write_text("\n".join(["a0: &a0 x", *lists]))
+    elif kind == "lists":
+        (run / "config.yaml").write_text("[" * 100_000)
+    elif kind == "pipe":
+        os.mkfifo(run / "env.json")
     else:
         (run / kind).unlink(missing_ok=True)
         (tmp_path / "secret").write_text('{"step": 1, "loss": 1}\n')
-        (run / kind).parent.mkdir(exist_ok=True)
         (run / kind).symlink_to(tmp_path / "secret")
-    with refused("aliases" if kind == "aliases" else "leads out of its folder"):
+    with refused("lists of 100 levels|no regular file|leads out of its folder"):
         write_report([run])
