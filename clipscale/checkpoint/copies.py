@@ -54,11 +54,19 @@ def complete_checkpoints(store: DirFileSystem, run: Path) -> list[Path]:
 def restore_from_copy(run: Path, address: str, resume: str = "", whole: Path | None = None) -> bool:
     """Fetch the newest whole checkpoint and the records, if it is newer than the run's newest whole one, `whole`.
 
-    `resume`: the setting; only `auto` fetches. Empty: only check the store. Returns whether it has. Raises UserError.
+    `resume`: the setting; only `auto` fetches. Empty: only check the store. Returns whether it has. A store that cannot
+    be read costs a run that has a whole checkpoint one line. Raises UserError.
     """
-    with library(f"checkpoint.copy={address} cannot be read", "; checkpoint.copy= goes on without it"):
+    unreadable = f"checkpoint.copy={address} cannot be read"
+    with library(unreadable, "; checkpoint.copy= goes on without it"):
         store = open_store(address)
-        found = complete_checkpoints(store, run)
+        try:
+            found = complete_checkpoints(store, run)
+        except Exception as error:
+            if not whole or isinstance(error, UserError):
+                raise
+            tell(f"warning: {unreadable} ({one_line(error)}); the run goes on from {whole.name}")
+            return False
         newer = [path for path in found if not whole or step_of(path) > step_of(whole)]
         while newer and resume:
             path = newer.pop()

@@ -159,8 +159,13 @@ def test_a_store_that_fails_costs_one_line_and_one_at_the_end(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(LocalFileSystem, "put_file", put)
-    train(copied(shards, tmp_path / "run", tmp_path / "store", LaunchConfig(timeout_s=2)))
+    config = copied(shards, tmp_path / "run", tmp_path / "store", LaunchConfig(timeout_s=2))
+    train(config)
     assert len(curve(tmp_path / "run")) == 4
     lines = [line for line in capsys.readouterr().out.splitlines() if "checkpoint.copy" in line]
     assert len(lines) == 2 - hangs
     assert ("not complete" if hangs else "No space left") in lines[-1]
+    if not hangs:
+        monkeypatch.setattr(LocalFileSystem, "find", put)
+        train(replace(config, samples=72))
+        assert len(curve(tmp_path / "run")) == 6 and "cannot be read" in capsys.readouterr().out
