@@ -99,8 +99,8 @@ def read_record(path: Path) -> Record:
     if not path.exists():
         return {}
     check_inside(path, path.parent)
-    if not path.is_file() or path.stat().st_size > 1 << 18:  # opening a pipe would wait
-        raise ValueError("no regular file of at most 256 KiB")
+    if not path.is_file() or path.stat().st_size > 1 << 20:  # opening a pipe would wait
+        raise ValueError("no regular file of at most 1 MiB")
     if path.suffix != ".json":
         depth = 0
         for event in yaml.parse(path.read_bytes(), yaml.CSafeLoader):
