@@ -40,8 +40,8 @@ from clipscale.step.optim import Schedule
 from clipscale.step.pass_contexts import snapshot_batch_norm
 from clipscale.step.train_step import Agreement, TrainStep
 
+# Seconds to wait for a copy after a signal: well below `launch.local.SHUTDOWN_S`, which also covers the save.
 AFTER_SIGNAL_S = 60.0
-"""Seconds to wait for a copy after a signal: well below `launch.local.SHUTDOWN_S`, which also covers the save."""
 
 
 def train(config: TrainConfig) -> Record:

@@ -33,6 +33,7 @@ TINIEST = (
     "model.architecture.text_cfg.width=64",
     "model.architecture.text_cfg.heads=2",
 )
+# A training run of two steps, two chunks each.
 TINY = (
     *TINIEST,
     "precision=fp32",
@@ -44,7 +45,6 @@ TINY = (
     "device=cpu",
     "plan=false",
 )
-"""A training run of two steps, two chunks each."""
 
 
 def pytest_collection_finish() -> None:

@@ -36,8 +36,8 @@ from tests.support.laid import SHELLS, lay, programs, within
 ROOT = PACKAGE.parent
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in FILES}
+# Of help's examples, which have no titles, those that need a GPU, the network or a browser.
 LARGE = re.compile(r"torchrun|laion|(train|eval|embed) .*(vit|weights=)|explore")
-"""Of help's examples, which have no titles, those that need a GPU, the network or a browser."""
 LARGE_TITLE = ' title="needs GPUs and the network"'
 PAGES["--help"] = "".join(
     f"```{'text' if 'fish' in line else 'sh'}{LARGE_TITLE if LARGE.search(line) else ''}\n{line}\n```\n"
@@ -46,10 +46,10 @@ PAGES["--help"] = "".join(
 )
 FENCE = re.compile(r"^```(\w*)(?: title=\"([^\"\n]*)\")?\n(.*?)^```$", re.M | re.S)
 TARGETS = re.findall(r"[\w-]+", "".join(re.findall(r"^(?:GPU|MORE|\.PHONY).*", (ROOT / "Makefile").read_text(), re.M)))
+# Commands between the words, which may leave something out: shells read them, and nothing checks them.
 INLINE, IN_TEXT = re.compile(r"`(clipscale [^`]*)`"), "in the text"
-"""Commands between the words, which may leave something out: shells read them, and nothing checks them."""
+# Programs that a shell only notes; `block` says where one begins.
 PROGRAMS = "apt-get aws clip_benchmark img2dataset kubectl make npm pip pytest python sbatch torchrun clipscale block"
-"""Programs that a shell only notes; `block` says where one begins."""
 
 
 class Block(NamedTuple):
@@ -60,8 +60,8 @@ class Block(NamedTuple):
 
 
 BLOCKS = [Block(page, *found) for page, text in PAGES.items() for found in FENCE.findall(text)]
+# Those that the slow test runs.
 RUN = [block for block in BLOCKS if (block.language, block.needs) in (("sh", ""), ("python", "needs the export"))]
-"""Those that the slow test runs."""
 
 
 def beside(folder: Path) -> None:

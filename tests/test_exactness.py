@@ -26,6 +26,8 @@ from tests.support.ranks import run_ranks
 from tests.support.towers import PIXELS, TOKENS, small_model
 
 BATCH = 12
+# Chunks of images and texts: small; ragged, for 12, 6 and 3 images and 24, 12 and 6 texts; one chunk. 60 kB hold some
+# graphs.
 DIMENSIONS = {
     "ranks": (1, 2, 4),
     "parallel": ("none", "ddp", "zero2", "zero3"),
@@ -37,8 +39,6 @@ DIMENSIONS = {
     "checkpointing": ("none", "all"),
     "captions": ("as they come", "sorted"),
 }
-"""Chunks of images and texts: small; ragged, for 12, 6 and 3 images and 24, 12 and 6 texts; one chunk. 60 kB hold some
-graphs."""
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,8 @@ def one_graph(case: Case) -> tuple[dict[str, Tensor], float]:
     return gradients(model), value.item()
 
 
+# Gradients, value, gradients' norm, and the share of graphs that were kept.
 Answer = tuple[dict[str, Tensor], float, float, float]
-"""Gradients, value, gradients' norm, and the share of graphs that were kept."""
 
 
 def cut_up(case: Case, rank: int) -> Answer:

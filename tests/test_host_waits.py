@@ -16,14 +16,14 @@ from clipscale.train import Run, train
 from tests.support.runs import ARCHITECTURE, small
 
 PACKAGE = str(Path(clipscale.__file__).parent)
+# Operations for whose result the host would wait on a GPU.
 WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero", "aten::masked_select"}
-"""Operations for whose result the host would wait on a GPU."""
+# What a GPU does otherwise.
 ON_A_CPU = {
     "train_step.py:update",  # torch's AdamW counts its steps in tensors, which the fused one leaves on the GPU
     "similarity.py:bound",  # torch's tiles of the loss; on a GPU they are Triton's
     "tile.py:<genexpr>",
 }
-"""What a GPU does otherwise."""
 READ = {
     "phases.py:read": 2,  # the loss and the norm; and the record of the step before, once it is there
     "world.py:values": 2,  # what the ranks agreed on, and agree on: in host memory

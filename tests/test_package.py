@@ -23,8 +23,8 @@ from tests.support.ranks import run_ranks
 CHECKOUT = PACKAGE.parent
 ARCHITECTURE = CHECKOUT / "docs/contributing/architecture.md"
 PRIVATE = CHECKOUT / "docs/contributing/private-parts.md"
+# Nothing but the environment's own packages.
 ALONE = {"PYTHONPATH": ""}
-"""Nothing but the environment's own packages."""
 
 
 @pytest.fixture(scope="module")

@@ -13,17 +13,17 @@ from clipscale.config.sections import CheckpointConfig
 
 log = logging.getLogger(__name__)
 
+# Suffix of the names of files and folders that are being written or deleted.
 TEMPORARY = ".tmp"
-"""Suffix of the names of files and folders that are being written or deleted."""
+# Names of unfinished files that a killed run may leave.
 TEMPORARY_NAMES = re.compile(
     r"\.(config\.yaml|env\.json|metrics\.jsonl|result\.json|step_\d+\.json|final\.json)-[0-9a-f]{16}\.tmp"
     r"|step_\d+(\.old)?\.tmp"
 )
-"""Names of unfinished files that a killed run may leave."""
+# Files and folders of a run beside its checkpoints. The first three hold its measurements.
 RUN_RECORDS = (
     "metrics.jsonl", "eval", "result.json", "config.yaml", "env.json", "report.html", "tensorboard", "wandb"
 )  # fmt: skip
-"""Files and folders of a run beside its checkpoints. The first three hold its measurements."""
 
 
 def make_folder(run_dir: Path) -> None:

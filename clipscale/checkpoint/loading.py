@@ -27,8 +27,8 @@ from clipscale.common.record import Record
 
 FORMAT = 1
 SEPARATOR = "/"
+# Bytes that are read at a time for a checksum.
 READ_BYTES = 2**24
-"""Bytes that are read at a time for a checksum."""
 
 
 # ---- a state and its parts ----

@@ -188,8 +188,8 @@ def demo_folder() -> str:
     return str(user_folder())
 
 
+# Around a value: a second equals sign, and the quotes of a word processor.
 MISPLACED = "= \u201c\u201d\u2018\u2019"
-"""Around a value: a second equals sign, and the quotes of a word processor."""
 
 
 with warnings.catch_warnings(action="ignore"):  # of what Hydra 1.5 and the OmegaConf after 2.4 will change

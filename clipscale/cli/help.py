@@ -12,8 +12,8 @@ from clipscale.config.parse import as_typed
 from clipscale.config.presets import default_choices, group_options, header
 from clipscale.config.setting import Setting, nested, settings_of, summary
 
+# Most columns of a help text; longer lines are hard to read.
 WIDTH = 120
-"""Most columns of a help text; longer lines are hard to read."""
 COUNTS = "Counts are binary: 32k = 32,768, 1M = 1,048,576; with decimals, and in B, decimal: 12.8M, 13B."
 
 

@@ -16,8 +16,8 @@ from clipscale.common.terminal import clear, doing, main_rank, outlive_output, p
 from clipscale.config.train import to_yaml
 from clipscale.launch import local
 
+# The verbs that fetch weights, if they are not on this machine.
 FETCH = ("train", "eval", "embed", "explore")
-"""The verbs that fetch weights, if they are not on this machine."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

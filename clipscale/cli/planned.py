@@ -20,10 +20,10 @@ from clipscale.common.signals import blocked
 from clipscale.common.terminal import tell
 from clipscale.config.train import TrainConfig
 
+# Longest time for a plan. Usual are 3 to 20 s, but far more where the loader takes all cores.
 LIMIT_S = 300.0
-"""Longest time for a plan. Usual are 3 to 20 s, but far more where the loader takes all cores."""
+# Niceness of the planner's process, so that it does not slow the start of the run.
 NICENESS = 10
-"""Niceness of the planner's process, so that it does not slow the start of the run."""
 
 
 def answer(connection: Connection, config: TrainConfig) -> None:

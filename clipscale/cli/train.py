@@ -17,8 +17,8 @@ from clipscale.config.train import MAX_SAMPLES, RESULT, TrainConfig, changes_sin
 from clipscale.data.loader.fork_server import warm_up
 from clipscale.launch import local
 
+# Settings that affect neither the weights nor the results.
 NOT_TRAINED = ("log.", "checkpoint.", "launch.", "cache.", "plan ", "offload ", "data.workers ", "data.timeout_s ")
-"""Settings that affect neither the weights nor the results."""
 
 
 def check(config: TrainConfig) -> None:

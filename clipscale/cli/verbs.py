@@ -52,6 +52,7 @@ class CompletionSettings:
     """`clipscale completion SHELL`: print what lets a shell complete verbs, settings, presets and paths."""
 
 
+# Every verb; a name may be two words.
 VERBS = {
     "train": Verb(
         TrainConfig,
@@ -173,7 +174,6 @@ clipscale completion fish | source""",
         notes="Add the line to ~/.bashrc, ~/.zshrc or ~/.config/fish/config.fish.",
     ),
 }
-"""Every verb; a name may be two words."""
 
 
 def split_verb(words: Sequence[str]) -> tuple[str, list[str]]:

@@ -6,11 +6,11 @@ from pathlib import Path
 from clipscale.common.errors import UserError
 from clipscale.common.files import visible
 
+# The file of a checkpoint that holds everything but its tensors.
 META = "meta.json"
-"""The file of a checkpoint that holds everything but its tensors."""
 LOCK = "run.lock"
+# Suffixes of files that a shell or a scheduler may write into a run's folder before the run.
 LOGS = (".log", ".out", ".err", ".txt")
-"""Suffixes of files that a shell or a scheduler may write into a run's folder before the run."""
 
 
 def check_own(run: Path) -> None:

@@ -18,10 +18,10 @@ from clipscale.common.record import Record
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+# What reading a truncated, overwritten or foreign file may raise.
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError, yaml.YAMLError)
-"""What reading a truncated, overwritten or foreign file may raise."""
+# Names that operating systems put into folders. Ignored, as hidden files are.
 LEFT_BY_SYSTEMS = {"__MACOSX", "@eaDir", "Thumbs.db", "desktop.ini", "lost+found"}
-"""Names that operating systems put into folders. Ignored, as hidden files are."""
 
 
 @contextmanager

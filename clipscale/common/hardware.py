@@ -11,8 +11,8 @@ from clipscale.common import files, ranks
 from clipscale.common.errors import UserError
 from clipscale.common.units import nearest
 
+# The CPU quota of the control group (container): microseconds or `max`, and the period.
 CPU_SHARE = Path("/sys/fs/cgroup/cpu.max")
-"""The CPU quota of the control group (container): microseconds or `max`, and the period."""
 
 
 def prepare_torch() -> None:
@@ -65,8 +65,8 @@ class Hardware:
 
 
 TABLE = files.read_yaml(Path(__file__).with_name("hardware.yaml"))
+# By the name that `hardware=` accepts.
 HARDWARE = {name: Hardware(**values) for name, values in TABLE.items()}
-"""By the name that `hardware=` accepts."""
 
 
 def gpu_here() -> str | None:

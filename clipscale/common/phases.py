@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+# The least time that counts as passed: a virtual machine's clock may show the same time twice.
 CLOCK_STEP_S = 1e-6
-"""The least time that counts as passed: a virtual machine's clock may show the same time twice."""
 
 
 class Readback:

@@ -2,9 +2,9 @@
 
 from typing import Any
 
+# Values by name, as JSON and YAML hold them.
 Record = dict[str, Any]
-"""Values by name, as JSON and YAML hold them."""
+# Metrics of an evaluation set: shares in [0, 1], counts and losses; `main` is the set's main metric in its suite.
 Metrics = dict[str, float]
-"""Metrics of an evaluation set: shares in [0, 1], counts and losses; `main` is the set's main metric in its suite."""
+# Metrics by the name of the set.
 Results = dict[str, Metrics]
-"""Metrics by the name of the set."""

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 
+# Ctrl-C, a terminal that is closed, and what schedulers send to all processes of a job: the processes of the ranks
+# handle them.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""Ctrl-C, a terminal that is closed, and what schedulers send to all processes of a job: the processes of the ranks
-handle them."""
 
 
 @contextmanager

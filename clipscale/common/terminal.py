@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+# Characters of a printed error or warning; the rest of it is left out.
 LONGEST = 4000
-"""Characters of a printed error or warning; the rest of it is left out."""
+# Empties a terminal's last line.
 CLEAR = "\r\x1b[K"
-"""Empties a terminal's last line."""
+# Lines of a log on a terminal.
 FOLD = textwrap.TextWrapper(100, subsequent_indent=" " * 9, break_long_words=False, break_on_hyphens=False)
-"""Lines of a log on a terminal."""
+# Seconds between lines about the progress of long work, where there is no terminal.
 LINE_S = 60.0
-"""Seconds between lines about the progress of long work, where there is no terminal."""
+# Seconds until a bar appears, seconds between its updates, and its width in characters.
 BAR_AFTER_S, BAR_EVERY_S, BAR_WIDTH = 2.0, 0.2, 20
-"""Seconds until a bar appears, seconds between its updates, and its width in characters."""
 
 
 def printable(text: object) -> str:

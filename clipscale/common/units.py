@@ -10,8 +10,8 @@ from pathlib import Path
 from clipscale.common.errors import UserError
 
 BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "b": 10**9}
+# Units of a number with decimals.
 DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
-"""Units of a number with decimals."""
 
 
 def run_folder(name: str) -> Path:

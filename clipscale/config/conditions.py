@@ -12,19 +12,19 @@ from clipscale.common.errors import UserError
 
 _COMPARE: dict[str, Callable[[float, float], bool]] = {">=": ge, "<=": le, ">": gt, "<": lt}
 _CONDITION = re.compile(r"^\s*([\w .:-]+?)\s*(>=|<=|!=|==|=|>|<)\s*(.*?)\s*$")
+# The name of a condition on the caption's length in characters.
 CAPTION = "caption"
-"""The name of a condition on the caption's length in characters."""
+# The name of a condition on `SHARD/KEY`, for example to leave out a sample that kills a loader.
 SAMPLE = "sample"
-"""The name of a condition on `SHARD/KEY`, for example to leave out a sample that kills a loader."""
+# Parts of a caption that can be used; data/sentences.py defines them.
 PARTS = ("", "sentence", "span", "later")
-"""Parts of a caption that can be used; data/sentences.py defines them."""
+# Conditions on a picture: each is a function of its width and height in pixels.
 SIZES: dict[str, Callable[[int, int], float]] = {
     "width": lambda width, height: width,
     "height": lambda width, height: height,
     "side": min,
     "aspect": lambda width, height: max(width, height) / min(width, height),
 }
-"""Conditions on a picture: each is a function of its width and height in pixels."""
 
 
 @dataclass(frozen=True)

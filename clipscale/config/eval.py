@@ -12,8 +12,8 @@ from clipscale.common.units import run_folder
 from clipscale.config import sections
 from clipscale.config.setting import differing, setting
 
+# The settings that a model has outside of training.
 MODEL = "name architecture weights image.weights text.weights image_size context_length preprocess"
-"""The settings that a model has outside of training."""
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from clipscale.config.setting import Setting, nested, settings_of
 from clipscale.config.stages import SETTINGS
 
 T = TypeVar("T")
+# Words of open_clip and of other programs -> our setting or preset.
 MEANT: dict[str, str] = files.read_yaml(Path(__file__).parent / "meant.yaml")
-"""Words of open_clip and of other programs -> our setting or preset."""
 BOUNDS = {"least": (ge, "at least"), "above": (gt, "more than"), "below": (lt, "less than"), "most": (le, "at most")}
 
 

@@ -7,10 +7,10 @@ from typing import Any
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import without_password
 
+# Environment variable that lists the variables which the configuration reads, for all processes of a run.
 READ = "CLIPSCALE_ENV_READ"
-"""Environment variable that lists the variables which the configuration reads, for all processes of a run."""
+# Shorter values are words and numbers, not secrets.
 LEAST = 8
-"""Shorter values are words and numbers, not secrets."""
 
 
 def from_environment(name: str, *default: str | None) -> str | None:

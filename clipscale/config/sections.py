@@ -21,14 +21,14 @@ PRECISION_HELP = (
 )
 WEIGHTS = ("trained", "ema")
 WEIGHTS_HELP = "The weights as they are (`trained`), or their moving average (`ema`), which a run with `ema` keeps."
+# The logit scale is clamped to this after each step, as in CLIP.
 MAX_LOGIT_SCALE = 100.0
-"""The logit scale is clamped to this after each step, as in CLIP."""
+# Optimizers that update a sharded matrix exactly as a whole one: a test compares them.
 SHARDABLE_OPTIMIZERS = (
     "adamw", "lion", "adam", "nadamw", "sgd", "adafactorbv", "muon", "lars", "adopt", "laprop", "radam", "rmsprop"
 )  # fmt: skip
-"""Optimizers that update a sharded matrix exactly as a whole one: a test compares them."""
+# Seconds of the units of time.
 UNITS = {"m": 60, "h": 3600}
-"""Seconds of the units of time."""
 SUITES = ("none", *files.read_yaml(PACKAGE / "eval/sets/known.yaml")["suites"])
 
 

@@ -6,12 +6,12 @@ from typing import Any, TypeVar
 from clipscale.common.errors import UserError
 
 T = TypeVar("T")
+# A key of a stage -> the setting that it changes. Another key is `optimizer`: `continue` or `restart`.
 SETTINGS = {
     "samples": "samples", "batch": "batch", "image_size": "model.image_size", "context_length": "model.context_length",
     "patch_dropout": "model.patch_dropout", "lr": "optim.lr", "warmup": "schedule.warmup",
     "final": "schedule.final", "loss": "loss.objective",
 }  # fmt: skip
-"""A key of a stage -> the setting that it changes. Another key is `optimizer`: `continue` or `restart`."""
 
 
 def stages_of(config: T) -> list[T]:

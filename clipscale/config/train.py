@@ -22,12 +22,12 @@ from clipscale.config.setting import differing, setting
 from clipscale.config.stages import stages_of, total_samples
 from clipscale.loss.objective import OBJECTIVES
 
+# Epochs of a run whose settings give no length.
 EPOCHS = 32.0
-"""Epochs of a run whose settings give no length."""
+# Values of `resume` that are not paths.
 RESUMES = ("auto", "none")
-"""Values of `resume` that are not paths."""
+# The file of a run's folder with what the run returned. It exists only when the run is complete.
 RESULT = "result.json"
-"""The file of a run's folder with what the run returned. It exists only when the run is complete."""
 
 
 @dataclass(frozen=True)
@@ -160,8 +160,8 @@ def check_pairs(config: TrainConfig) -> None:
         raise UserError(f"loss.backend=triton: its kernels do not take data.same={data.same}; take loss.backend=auto")
 
 
+# Environment variable: the most samples of a run.
 MAX_SAMPLES = "CLIPSCALE_MAX_SAMPLES"
-"""Environment variable: the most samples of a run."""
 
 
 def at_most(config: TrainConfig) -> TrainConfig:
@@ -190,8 +190,8 @@ def settled(config: TrainConfig) -> TrainConfig:
     return replace(config, samples=samples, epochs=epochs, run=str(folder))
 
 
+# At this learning rate or more, AdamW makes pretrained weights forget what they learnt.
 PRETRAINING_LR = 5e-4
-"""At this learning rate or more, AdamW makes pretrained weights forget what they learnt."""
 
 
 def warnings(config: TrainConfig) -> list[str]:

@@ -22,41 +22,41 @@ from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError
 from clipscale.data.shards.addresses import utf8
 
+# Extensions of pictures in lower case, of members in a shard and of files. The writer, training and evaluation all use
+# this list. Of a sample with several pictures, the first in this order is used.
 IMAGE_TYPES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "jpe", "jfif", "mpo", "apng")
-"""Extensions of pictures in lower case, of members in a shard and of files. The writer, training and evaluation all use
-this list. Of a sample with several pictures, the first in this order is used."""
+# Pillow's name of a format -> the extension of a written picture. An MPO is a JPEG followed by more pictures.
 NAME_OF = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp", "GIF": "gif", "BMP": "bmp"}
-"""Pillow's name of a format -> the extension of a written picture. An MPO is a JPEG followed by more pictures."""
 Image.init()
 warnings.filterwarnings("ignore", module=r"PIL\.")
 """Pillow's warnings do not say which picture. Damaged pictures are counted, and MOST_PIXELS limits sizes."""
+# The decoders that Pillow may use. EPS would run a program. A TIFF may claim tiles larger than its picture.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-"""The decoders that Pillow may use. EPS would run a program. A TIFF may claim tiles larger than its picture."""
+# Most pixels of a picture: a quarter of a gigabyte of RGB. Pillow warns of more.
 MOST_PIXELS = 89_478_485
-"""Most pixels of a picture: a quarter of a gigabyte of RGB. Pillow warns of more."""
+# Canvases that Pillow holds while it decodes a WebP, which may be animated.
 WEBP_CANVASES = 3
-"""Canvases that Pillow holds while it decodes a WebP, which may be animated."""
+# A PNG of 16 bits or a CMYK JPEG takes at least twice the time to decode, so it may have half as many pixels: 44
+# million. An interlaced PNG may have a quarter.
 SLOW = 2
-"""A PNG of 16 bits or a CMYK JPEG takes at least twice the time to decode, so it may have half as many pixels: 44
-million. An interlaced PNG may have a quarter."""
+# A run-length encoded BMP may have a sixteenth as many, 5.6 million: Pillow decodes it in Python.
 RUN_LENGTHS = 16
-"""A run-length encoded BMP may have a sixteenth as many, 5.6 million: Pillow decodes it in Python."""
+# The frame of a JPEG in an arithmetic or lossless code, with its length and depth: no compressed data has such bytes.
+# An arithmetic code takes four times as long, and no browser shows it.
 OTHER_CODES = re.compile(rb"\xff[\xc3\xc5-\xc7\xc9-\xcb\xcd-\xcf]\x00[\x0b\x11\x14]\x08")
-"""The frame of a JPEG in an arithmetic or lossless code, with its length and depth: no compressed data has such bytes.
-An arithmetic code takes four times as long, and no browser shows it."""
+# Most scans of a progressive JPEG. A scan of a few bytes takes as long to decode as a whole picture. Usual are 10.
 MOST_SCANS = 100
-"""Most scans of a progressive JPEG. A scan of a few bytes takes as long to decode as a whole picture. Usual are 10."""
+# Most pixels of all scans of a JPEG together. Encoders write 10 scans, so this admits the largest picture.
 MOST_SCANNED = 10 * MOST_PIXELS
-"""Most pixels of all scans of a JPEG together. Encoders write 10 scans, so this admits the largest picture."""
+# Most EXIF segments of a JPEG, which Pillow joins in quadratic time, or colour profiles of a PNG. Usual is one.
 MOST_PROFILES = 100
-"""Most EXIF segments of a JPEG, which Pillow joins in quadratic time, or colour profiles of a PNG. Usual is one."""
+# Most reads by Pillow of a picture's header, and of its pixels: about three for each segment of a JPEG, chunk of a PNG
+# or block of a GIF. A PNG of 64 MiB in chunks of 8 kB takes 32,768.
 MOST_HEADER_READS, MOST_READS = 1 << 14, 1 << 18
-"""Most reads by Pillow of a picture's header, and of its pixels: about three for each segment of a JPEG, chunk of a PNG
-or block of a GIF. A PNG of 64 MiB in chunks of 8 kB takes 32,768."""
 SCAN = b"\xff\xda"
 _ORIENTATION = 0x0112
+# Pixels converted or turned at a time: this bounds temporary memory and time.
 STRIP = 1 << 18
-"""Pixels converted or turned at a time: this bounds temporary memory and time."""
 
 
 def encoding_of(start: bytes) -> str:

@@ -30,8 +30,8 @@ CAPTION = 5
 SOURCE_KEY = 6
 WEIGHT = 8
 
+# Sources get their exact shares in every block of this many samples of a stream. It is small: every batch is mixed.
 SOURCE_BLOCK = 64
-"""Sources get their exact shares in every block of this many samples of a stream. It is small: every batch is mixed."""
 
 
 def _splitmix(z: int) -> int:

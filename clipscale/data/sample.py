@@ -4,15 +4,15 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+# Members that webdataset reserves for itself.
 _META = re.compile(r"__[^/]*__($|/)")
-"""Members that webdataset reserves for itself."""
+# Bytes of a member's name; a longer one belongs to no sample, as on file systems.
 LONGEST_NAME = 4096
-"""Bytes of a member's name; a longer one belongs to no sample, as on file systems."""
 
+# Size limit of an encoded picture.
 MAX_IMAGE_BYTES = 64 << 20
-"""Size limit of an encoded picture."""
+# Size limit of a caption or json member; a parser may need thirty times as much memory.
 MAX_TEXT_BYTES = 1 << 20
-"""Size limit of a caption or json member; a parser may need thirty times as much memory."""
 
 
 def limits(pictures: Iterable[str], texts: Iterable[str] = ()) -> dict[str, int]:

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from clipscale.common.record import Record
 
+# Whether this torch (2.15 or later) gathers each parameter in a type of its own.
 PER_PARAMETER = "param_dtype_override_fn" in signature(MixedPrecisionPolicy).parameters
-"""Whether this torch (2.15 or later) gathers each parameter in a type of its own."""
+# Layers whose weights autocast rounds.
 CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
-"""Layers whose weights autocast rounds."""
 
 
 class ShardedTower(nn.Module):

@@ -27,10 +27,10 @@ from clipscale.distributed.fsdp import ShardedTower
 
 T = TypeVar("T")
 
+# How long a rank waits for the others, which may be loading models.
 TIMEOUT = timedelta(minutes=30)
-"""How long a rank waits for the others, which may be loading models."""
+# Seconds between rank 0's checks of which ranks have joined.
 ASK_S = 0.05
-"""Seconds between rank 0's checks of which ranks have joined."""
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from clipscale.eval import zero_shot
 from clipscale.loss.exchange import Communicator
 from clipscale.models.towers import ClipModel
 
+# Rank of a query without an answer, a miss at every k; and of an image that is left out.
 MISSED = torch.iinfo(torch.int64).max
-"""Rank of a query without an answer, a miss at every k; and of an image that is left out."""
 
 
 def spans(count: int, batch: int, world: World) -> list[range]:

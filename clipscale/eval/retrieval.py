@@ -14,10 +14,10 @@ from clipscale.eval.encode import MISSED, Encoder, gather_batches
 from clipscale.eval.sets.item import EvalSet
 from clipscale.loss.reference import dense_contrastive_loss
 
+# Pairs of a batch of the loss on held-out pairs.
 LOSS_BATCH = 1024
-"""Pairs of a batch of the loss on held-out pairs."""
+# Queries ranked at a time; a block's similarities to all candidates are in memory.
 BLOCK = 1024
-"""Queries ranked at a time; a block's similarities to all candidates are in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,22 +45,22 @@ class Launched(Protocol):
     def launch(self) -> LaunchConfig: ...
 
 
+# Phrases in errors of gloo and NCCL when another rank has ended or does not answer.
 LOST = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "timed out",
     "Application timeout", "Socket Timeout", "DistBackendError", "DistNetworkError",
 )  # fmt: skip
-"""Phrases in errors of gloo and NCCL when another rank has ended or does not answer."""
+# What the workers of a training run call.
 TRAIN = "clipscale.train:train"
-"""What the workers of a training run call."""
+# Seconds after a signal in which workers may save before the launcher kills them. torch 2.11 always gives 30.
 SHUTDOWN_S = 150
-"""Seconds after a signal in which workers may save before the launcher kills them. torch 2.11 always gives 30."""
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+# Device files of the NVIDIA, WSL and AMD drivers. Without any of them there is no GPU.
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
-"""Device files of the NVIDIA, WSL and AMD drivers. Without any of them there is no GPU."""
+# Folders of the GPUs. In each, `numa_node` is the number of the nearest cores and memory; -1: unknown.
 GPUS = Path("/sys/bus/pci/drivers/nvidia")
-"""Folders of the GPUs. In each, `numa_node` is the number of the nearest cores and memory; -1: unknown."""
+# prctl's option number on Linux.
 PR_SET_PDEATHSIG = 1
-"""prctl's option number on Linux."""
 
 
 class WorkerError(Exception):

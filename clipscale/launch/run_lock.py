@@ -16,9 +16,9 @@ from clipscale.common.errors import UserError
 
 log = logging.getLogger(__name__)
 
+# Seconds to wait for a run that is ending. Its lock ends with its process, so a longer wait would be for a run that
+# continues.
 WAIT_S = 10.0
-"""Seconds to wait for a run that is ending. Its lock ends with its process, so a longer wait would be for a run that
-continues."""
 
 
 def check_free(folder: Path) -> None:

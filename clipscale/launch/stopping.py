@@ -10,15 +10,14 @@ from typing import Any
 
 from clipscale.distributed.world import AsyncReduction, World
 
+# A second Ctrl-C within this time is the same one: the terminal sends it to the launcher and the workers, and the
+# launcher forwards it.
 AGAIN_S = 1.0
-"""A second Ctrl-C within this time is the same one: the terminal sends it to the launcher and the workers, and the
-launcher forwards it.
-"""
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+# Ranks tell each other of signals about so often. A message takes 25 to 50 ms over 512 ranks.
 VOTE_S = 0.25
-"""Ranks tell each other of signals about so often. A message takes 25 to 50 ms over 512 ranks."""
+# Calls of `check` between two votes, at most.
 MOST_CALLS = 256
-"""Calls of `check` between two votes, at most."""
 
 
 @dataclass

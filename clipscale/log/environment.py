@@ -19,8 +19,8 @@ from clipscale.config.secrets import hidden
 PACKAGES = (
     "torch", "triton", "torchvision", "open_clip_torch", "timm", "webdataset", "numpy", "pillow", "hydra-core", "wandb",
 )  # fmt: skip
+# Beginnings of the environment variables that affect a run.
 VARIABLES = ("NCCL_", "OMP_", "GOMP_", "CUDA_VISIBLE", "SLURM_JOB_ID")
-"""Beginnings of the environment variables that affect a run."""
 
 
 def environment(world: int = 1) -> Record:

@@ -21,8 +21,8 @@ from clipscale.log.sinks import Sinks
 from clipscale.log.table import FIGURES
 from clipscale.log.warnings import FIRST, WINDOW, warnings_of
 
+# Seconds between console lines, at least.
 PAUSE_S = 10.0
-"""Seconds between console lines, at least."""
 
 
 class MetricLog:

@@ -15,8 +15,8 @@ from clipscale.common.record import Record, Results
 from clipscale.common.terminal import tell
 from clipscale.config.sections import SinkConfig
 
+# Two functions: one writes the numbers of a step, one closes the sink.
 Sink = tuple[Callable[[int, Record], None], Callable[[], None]]
-"""Two functions: one writes the numbers of a step, one closes the sink."""
 
 
 class Sinks:

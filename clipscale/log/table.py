@@ -12,11 +12,11 @@ from clipscale.common import files
 from clipscale.common.record import Results
 from clipscale.common.terminal import clear, printable
 
+# The names of a run's figures, and how they are shown.
 FIGURES = files.read_yaml(Path(__file__).with_name("figures.yaml"))
-"""The names of a run's figures, and how they are shown."""
 TITLES = FIGURES["heads"]
+# The first column is not wrapped up to this width: half of an 80-column terminal.
 NAME_WIDTH = 40
-"""The first column is not wrapped up to this width: half of an 80-column terminal."""
 
 
 class TextTable(NamedTuple):

@@ -6,11 +6,11 @@ from statistics import mean, median
 
 from clipscale.common.record import Record
 
+# Steps that are compared; and first steps that do not count, since kernels, compilers and workers start in them.
 WINDOW, FIRST = 50, 10
-"""Steps that are compared; and first steps that do not count, since kernels, compilers and workers start in them."""
 
+# Uniformity above which features are taken for collapsed: two of them have a cosine of 0.99.
 ALIKE = -0.05
-"""Uniformity above which features are taken for collapsed: two of them have a cosine of 0.99."""
 
 
 def warnings_of(records: Sequence[Record]) -> dict[str, str]:

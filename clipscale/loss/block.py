@@ -10,8 +10,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+# The fields that another rank needs to use a FeatureBlock as columns. Sums and gradients stay.
 SENT = ("features", "keys", "lse")
-"""The fields that another rank needs to use a FeatureBlock as columns. Sums and gradients stay."""
 
 
 @dataclass

@@ -104,10 +104,10 @@ class Sigmoid(Objective):
 
 
 EXCHANGES = ("auto", "replicated", "local", "gather", "ring", "nodes")
+# Most memory for the texts of all ranks and their gradients where `auto` gathers across nodes.
 GATHER_BYTES = 5 << 30
-"""Most memory for the texts of all ranks and their gradients where `auto` gathers across nodes."""
+# The same within a node of GPUs: 64 MiB of texts in half precision, and twice that of gradients.
 SMALL_GATHER_BYTES = 192 << 20
-"""The same within a node of GPUs: 64 MiB of texts in half precision, and twice that of gradients."""
 BACKENDS = ("auto", "dense", "tiled", "triton")
 OBJECTIVES: dict[str, Objective] = {
     "softmax": Softmax((0.5, 0.5)),

@@ -14,6 +14,8 @@ from torch import nn
 from clipscale.common.record import Record
 from clipscale.models.lean import LeanText
 
+# Patterns of parameters' names by layer group, in timm's form: 99999 joins the group before. What none matches is a
+# head. Towers of timm have patterns of their own.
 GROUPS: Record = {
     "stem": r"conv|bn|(?:class|positional|token)_embedding|cls_emb|ln_pre|transformer\.(?:embed|shared|layernorm_emb)",
     "blocks": [
@@ -23,8 +25,6 @@ GROUPS: Record = {
         (r"ln_post|ln_final|transformer\.(?:encoder\.)?(?:final_)?layer_?norm", (99999,)),
     ],
 }
-"""Patterns of parameters' names by layer group, in timm's form: 99999 joins the group before. What none matches is a
-head. Towers of timm have patterns of their own."""
 
 
 @dataclass(frozen=True)

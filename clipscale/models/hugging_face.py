@@ -10,15 +10,15 @@ from pathlib import Path
 from clipscale.common import files
 from clipscale.common.record import Record
 
+# By `model_type`.
 TABLES: Record = files.read_yaml(Path(__file__).with_suffix(".yaml"))
-"""By `model_type`."""
+# One of these is in a folder with a tokenizer.
 VOCABULARIES = ("tokenizer.json", "vocab.json", "spiece.model")
-"""One of these is in a folder with a tokenizer."""
+# SHA-256 of CLIP's own vocabulary, as JSON with sorted keys: open_clip's tokenizer has it, without any file.
 CLIPS = "51b8a58f8c87bc7af902c70cbcdd0287f5baffaa34044e30b8ff8e22c54ec1a0"
-"""SHA-256 of CLIP's own vocabulary, as JSON with sorted keys: open_clip's tokenizer has it, without any file."""
 TANH = "gelu_pytorch_tanh"
+# Pillow's numbers.
 INTERPOLATIONS = {2: "bilinear", 3: "bicubic"}
-"""Pillow's numbers."""
 
 
 def description(config: Record) -> Record:

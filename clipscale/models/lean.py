@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+# Attention over captions, the first that can. On an H100 (torch 2.11) 77 tokens take 0.45 ms by flash attention and
+# 0.55 by cuDNN's, which also prepares itself for every new shape; 197 and 257 tokens are faster by cuDNN's.
 CAPTION_SDPA_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Attention over captions, the first that can. On an H100 (torch 2.11) 77 tokens take 0.45 ms by flash attention and
-0.55 by cuDNN's, which also prepares itself for every new shape; 197 and 257 tokens are faster by cuDNN's."""
+# A token: one position for all samples, or one for each (N,).
 TokenIndex = int | Tensor
-"""A token: one position for all samples, or one for each (N,)."""
 
 
 def lean_encoder(encoder: nn.Module) -> nn.Module:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from clipscale.models.hugging_face import TABLES
 
+# By name.
 Weights = dict[str, Tensor]
-"""By name."""
 
 
 def of_transformers(state: Weights) -> Weights:

@@ -12,13 +12,13 @@ from safetensors import safe_open
 from clipscale.common import files
 from clipscale.common.record import Record
 
+# By the weights' names.
 Shapes = dict[str, tuple[int, ...]]
-"""By the weights' names."""
 T = TypeVar("T")
 TABLE: Record = files.read_yaml(Path(__file__).with_suffix(".yaml"))
 WRAPPERS = ("state_dict", "model_state_dict", "model")
+# Where trainers put the weights in a checkpoint, and what wrappers of torch put before their names.
 PREFIXES = ("module.", "_orig_mod.", "model.")
-"""Where trainers put the weights in a checkpoint, and what wrappers of torch put before their names."""
 
 
 def shapes_of(paths: Iterable[Path]) -> Shapes:

@@ -26,18 +26,18 @@ from clipscale.models import hugging_face
 from clipscale.models.shapes import misfit, shapes_of
 
 HUB = "hf-hub:"
+# May begin the name or path of a run; needed where a folder has weights of its own, too.
 RUN = "run:"
-"""May begin the name or path of a run; needed where a folder has weights of its own, too."""
 OPEN_CLIP, CONFIG, INDEX = "open_clip_config.json", "config.json", ".index.json"
+# In a folder, the first that there is.
 WEIGHTS = ("open_clip_model.safetensors", "model.safetensors", "model.safetensors.index.json",
            "open_clip_pytorch_model.bin", "pytorch_model.bin", "pytorch_model.bin.index.json")  # fmt: skip
-"""In a folder, the first that there is."""
 LONGEST_JSON = 2**26
 ELSEWHERE = "; download it elsewhere, give it"
 UNKNOWN = ModelConfig("")
 COMPARED: Record = files.read_yaml(Path(__file__).with_name("open_clip.yaml"))
+# What a text in a stranger's description may be: one of open_clip's words, or a repository. No path and no address.
 NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-"""What a text in a stranger's description may be: one of open_clip's words, or a repository. No path and no address."""
 
 
 @dataclass(frozen=True)

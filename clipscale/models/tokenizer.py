@@ -17,21 +17,21 @@ from clipscale.common import files
 from clipscale.common.errors import UserError, one_line
 from clipscale.common.record import Record
 
+# Files in which a folder describes its tokenizer; later files override earlier ones.
 CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")
-"""Files in which a folder describes its tokenizer; later files override earlier ones."""
+# The vocabulary: those that are there.
 FILES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "spiece.model")
-"""The vocabulary: those that are there."""
+# What is read of a tokenizer's configuration, beside its special tokens. Other values may be paths.
 OPTIONS = {
     "tokenizer_class", "model_max_length", "padding_side", "truncation_side", "do_lower_case", "add_prefix_space",
     "add_bos_token", "add_eos_token", "clean_up_tokenization_spaces",
 }  # fmt: skip
-"""What is read of a tokenizer's configuration, beside its special tokens. Other values may be paths."""
+# Characters that are kept for each token of the context. No token of CLIP's vocabulary stands for more.
 CHARS_PER_TOKEN = 32
-"""Characters that are kept for each token of the context. No token of CLIP's vocabulary stands for more."""
 
 
+# Words whose tokens are remembered: open_clip's tokenizer would remember all, for ever.
 WORDS = 2**14
-"""Words whose tokens are remembered: open_clip's tokenizer would remember all, for ever."""
 
 
 class Tokenizer:

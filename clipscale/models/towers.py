@@ -33,8 +33,8 @@ from clipscale.models.weights import completed_by_weights, without_weights
 from clipscale.models.weights import load as load_weights
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+# In pixels, where open_clip's description names none.
 IMAGE_SIZE = 224
-"""In pixels, where open_clip's description names none."""
 
 
 class Tower(nn.Module):

@@ -25,8 +25,8 @@ from clipscale.models.sources import Source, find, with_architecture_of
 
 log = logging.getLogger(__name__)
 POSITIONS = ("positional_embedding", "pos_embed")
+# Weights that may be missing from or left over in a tower of another task: its classifier, our projection.
 _BARE = re.compile(r"(^|\.)(head|proj|pooler|cls|lm_head|fc|classifier|embeddings\.position_ids)(\.|$)")
-"""Weights that may be missing from or left over in a tower of another task: its classifier, our projection."""
 
 
 def completed_by_weights(config: ModelConfig, saved: checkpoint.Saved | None = None) -> ModelConfig:

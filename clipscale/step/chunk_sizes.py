@@ -14,13 +14,12 @@ from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel
 from clipscale.step.pass_contexts import batch_norms, trains
 
+# Samples per chunk on a CPU. Larger chunks fit there too, but are no faster.
 CPU_CHUNK = 256
-"""Samples per chunk on a CPU. Larger chunks fit there too, but are no faster."""
+# Chunk sizes that are tried on a GPU. Beyond the largest, attention kernels exceed the largest grid.
 SMALLEST, LARGEST = 16, 2**15
-"""Chunk sizes that are tried on a GPU. Beyond the largest, attention kernels exceed the largest grid."""
+# Share of the best speed. Where graphs are kept, but not all, the smallest chunk that reaches it keeps most of them.
 GOOD_ENOUGH = 0.95
-"""Share of the best speed. Where graphs are kept, but not all, the smallest chunk that reaches it keeps most of them.
-"""
 
 
 @dataclass(frozen=True)

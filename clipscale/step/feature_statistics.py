@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
+# They are computed in the first step and in every step that is a multiple of this.
 EVERY = 100
-"""They are computed in the first step and in every step that is a multiple of this."""
+# They use at most this many pairs.
 SAMPLE = 4096
-"""They use at most this many pairs."""
 
 
 @torch.no_grad()

@@ -8,10 +8,10 @@ from clipscale.data.loader.memory import free_memory
 from clipscale.distributed.world import World
 from clipscale.step.kept_graphs import free_gpu_memory
 
+# Share of the free memory that a step may use. The rest is for fragmentation and, on a host, for other programs.
 MARGIN = {"cuda": 0.9, "cpu": 0.5}
-"""Share of the free memory that a step may use. The rest is for fragmentation and, on a host, for other programs."""
+# Bytes of a host that always stay free.
 HOST_LEFT = 4 << 30
-"""Bytes of a host that always stay free."""
 
 
 def measured_budget(world: World, phases: StepTimer, graph_bytes: int) -> int:

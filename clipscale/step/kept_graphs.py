@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+# Free memory that a graph needs, in graphs. A budget leaves a tenth of the memory free, so it never asks for more.
 ROOM = 1.1
-"""Free memory that a graph needs, in graphs. A budget leaves a tenth of the memory free, so it never asks for more."""
 
 
 @dataclass

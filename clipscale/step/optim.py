@@ -12,8 +12,8 @@ from clipscale.common.errors import UserError, library
 from clipscale.common.record import Record
 from clipscale.config.sections import SHARDABLE_OPTIMIZERS, OptimConfig, ScheduleConfig, steps_of
 
+# State values that an optimizer keeps per weight.
 MOMENTS = {"adamw": 2, "adam": 2, "nadamw": 2, "lamb": 2, "lion": 1}
-"""State values that an optimizer keeps per weight."""
 
 
 def build_optimizer(

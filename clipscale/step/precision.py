@@ -9,10 +9,10 @@ from torch import nn
 from clipscale.distributed import fsdp
 from clipscale.step.pass_contexts import trains
 
+# Type of autocast.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Type of autocast."""
+# If fp16 gradients overflow even below this loss scale, training has diverged.
 LEAST_LOSS_SCALE = 1.0
-"""If fp16 gradients overflow even below this loss scale, training has diverged."""
 
 
 class Precision:

@@ -15,8 +15,8 @@ from clipscale.models.weights import completed_by_weights
 from clipscale.tools.data.check import check_shard
 from clipscale.tools.data.demo import is_missing
 
+# Of the first shard of each source.
 SAMPLES = 64
-"""Of the first shard of each source."""
 
 
 def main(config: TrainConfig) -> None:

@@ -26,8 +26,8 @@ SMALLER = {
     "SMALLER_CHANGES": "device=cpu precision=fp32 model=tiny batch=8 repeats=1",
     "WITHIN": "",
 }
+# A call on a borrowed machine lasts so long.
 CALL_S = 600
-"""A call on a borrowed machine lasts so long."""
 MOST_FILES = 8
 
 

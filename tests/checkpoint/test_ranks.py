@@ -16,8 +16,8 @@ from tests.support.checkpoints import save
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
+# Seven rows: no number of ranks shares them evenly.
 WHOLE = {name: torch.arange(7.0 * 5000).view(7, 5000) + i for i, name in enumerate("abcdefgh")}
-"""Seven rows: no number of ranks shares them evenly."""
 
 
 def sharded(world: int) -> dict[str, Tensor]:

@@ -17,8 +17,8 @@ from tests.data.files import write_tar
 MISTAKES = files.read_yaml(Path(__file__).with_name("mistakes.yaml"))
 
 
+# The mistakes that need torch; the last three: open_clip, whose tags they name.
 HEAVY = ("report", "train data=x.tar optim.name=", "train data=demo model.", "eval model=", "embed model=")
-"""The mistakes that need torch; the last three: open_clip, whose tags they name."""
 ANSWER = """\
 import json, sys
 from contextlib import redirect_stderr, redirect_stdout

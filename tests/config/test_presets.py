@@ -31,8 +31,8 @@ def composed(*overrides: str) -> TrainConfig:
 
 
 RECIPES = yaml.safe_load(Path(__file__).with_name("recipes.yaml").read_text(encoding="utf-8"))
+# They have no source, and name no score.
 OWN = {"demo", "finetune", "finetune-head"}
-"""They have no source, and name no score."""
 
 
 @pytest.mark.parametrize("name", OPTIONS["experiment"])

@@ -36,8 +36,8 @@ def _huge() -> bytes:
     return out.getvalue()
 
 
+# More pixels than are decoded, in 12 kilobytes.
 HUGE = _huge()
-"""More pixels than are decoded, in 12 kilobytes."""
 
 
 def photograph(side: int, seed: int) -> bytes:

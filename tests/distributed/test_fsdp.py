@@ -25,8 +25,8 @@ from tests.support.towers import samples, small_model
 CPU = torch.device("cpu")
 GATHER, SUM = "all-gathers", "reduce-scatters"
 CHUNKS, LAYERS = 3, 2
+# Both towers' blocks, and what is outside of them.
 GROUPS = 2 * (LAYERS + 1)
-"""Both towers' blocks, and what is outside of them."""
 CASES = [
     *({"stage": stage} for stage in (0, 2, 3)),
     {"stage": 2, "half": True, "steps": 2},
@@ -153,8 +153,8 @@ def test_repeated_blocks_inside_repeated_blocks_are_sharded() -> None:
     assert max(run_ranks(nested, 2)) < 1e-6
 
 
+# Of the bytes for kept graphs, in three steps: one reduction for each tower, and one when its graphs are measured.
 REDUCED = {keep: [2 + 2 * (keep > 0), 2, 2] for keep in (0, 3000)}
-"""Of the bytes for kept graphs, in three steps: one reduction for each tower, and one when its graphs are measured."""
 
 
 def reductions(rank: int, ranks: int) -> tuple[list[list[int]], int]:

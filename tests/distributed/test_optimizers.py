@@ -17,8 +17,8 @@ from tests.support import runs
 from tests.support.ranks import run_ranks
 from tests.support.runs import records, small
 
+# Muon's iteration computes in bf16.
 TOLERANCES = {"muon": 5e-3}
-"""Muon's iteration computes in bf16."""
 
 
 class Model(nn.Module):

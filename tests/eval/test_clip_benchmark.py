@@ -20,8 +20,8 @@ from tests.eval.test_verb import TINY
 from tests.support.checkpoints import save_model
 
 NAMES = ["missile", "owl", "red fox", "projectile", "tench", "sunglasses", "lens", "a very long name of a class"]
+# Whatever is predicted, two classes have its score.
 TWINS = ["missile", "owl", "tench"] * 2
-"""Whatever is predicted, two classes have its score."""
 TEMPLATES = ["a photo of a {c}.", "a drawing of the {c}", "{c}"]
 
 

@@ -21,8 +21,8 @@ from tests.conftest import TINY
 STEPS = 40
 SAMPLES = f"samples={16 * STEPS}"
 RUN = [*(word for word in TINY if not word.startswith("samples")), SAMPLES, "checkpoint.every=4", "loss.exchange=ring"]
+# From the loss of a process to a step beyond the last.
 RESTART_S = 60
-"""From the loss of a process to a step beyond the last."""
 
 
 def free_port() -> int:

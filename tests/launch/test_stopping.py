@@ -24,8 +24,8 @@ from tests.support.checkpoints import ALONE, steps
 from tests.support.ranks import run_ranks
 from tests.support.runs import ARCHITECTURE, curve, settings
 
+# Of a step, in both passes: six of images and four of texts.
 CHUNKS = 20
-"""Of a step, in both passes: six of images and four of texts."""
 
 
 def short(demo: Path, run: Path, **changes: Any) -> TrainConfig:

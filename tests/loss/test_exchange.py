@@ -15,8 +15,8 @@ from tests.loss.workers import Workers, check, local_results, stacked, whole
 from tests.support.ranks import workers
 
 EXCHANGES = ["replicated", "local", "gather", "ring"]
+# The number of ranks and the backend, which knows nothing of it.
 WORLDS = [(1, "tiled"), (3, "tiled"), (3, "dense"), (4, "tiled")]
-"""The number of ranks and the backend, which knows nothing of it."""
 
 
 @pytest.mark.parametrize(("world", "backend"), WORLDS)

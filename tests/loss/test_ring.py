@@ -35,8 +35,8 @@ def test_a_step_sends_at_most_nine_bytes_a_number(ranks: Workers, objective: str
             assert expected <= sent < 1.02 * expected + 0.05 and sent <= 9.0, f"{sent} bytes of {expected}"
 
 
+# Name, first and last microsecond.
 Span = tuple[str, float, float]
-"""Name, first and last microsecond."""
 
 
 def timeline(group: dist.ProcessGroup, rank: int) -> list[Span]:

@@ -18,9 +18,9 @@ SMALL = architecture(SIDE, 6, WORDS, VOCABULARY)
 SIZES = ("size", "layers", "width", "length", "heads", "ratio")
 NAMES = ("timm_", "hf_", "tokenizer_")
 IMAGE_OPTIONS = {"final_ln_after_pool", "ls_init_value", "no_ln_pre", "pool_type", "pos_embed_type"}
+# Towers with these have the shorter forward pass; with others that newer versions of open_clip have, perhaps.
 TEXT_OPTIONS = {"act_kwargs", "eos_id", "ls_init_value", "no_causal_mask", "norm_kwargs", "pool_type", "proj_bias",
                 "proj_type"}  # fmt: skip
-"""Towers with these have the shorter forward pass; with others that newer versions of open_clip have, perhaps."""
 
 
 def described(image: dict[str, Any], text: dict[str, Any], **top: Any) -> dict[str, Any]:

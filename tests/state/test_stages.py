@@ -28,12 +28,12 @@ from tests.support.ranks import run_ranks
 from tests.support.refused import refused
 from tests.support.runs import curve, records, small
 
+# Three steps and four: the first does not use the last two of its samples.
 STAGES = [
     {"samples": 38, "batch": 12, "image_size": 20, "context_length": 5,
      "patch_dropout": 0.3, "lr": 2e-3},
     {"samples": 24, "batch": 6, "lr": 1e-4, "warmup": "2", "loss": "softmax_image"},
 ]  # fmt: skip
-"""Three steps and four: the first does not use the last two of its samples."""
 
 
 def staged(shards: str, run: Path, stages: list[dict] = STAGES, **changes: Any) -> TrainConfig:

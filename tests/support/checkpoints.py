@@ -11,8 +11,8 @@ from clipscale.config.sections import CheckpointConfig, ModelConfig
 from clipscale.distributed.world import World
 from clipscale.models.towers import ClipModel
 
+# A run of one process.
 ALONE = World(0, 1, torch.device("cpu"))
-"""A run of one process."""
 
 
 def steps(run: Path) -> list[int]:

@@ -13,13 +13,13 @@ import torch
 DEVICE = os.environ.get("CLIPSCALE_TEST_DEVICE", "cuda")
 CUDA = DEVICE == "cuda"
 VERSIONS = [tuple(map(int, importlib.metadata.version(name).split(".")[:2])) for name in ("triton", "numpy")]
+# Triton 3.6 and older make scalars of arrays of one element, which numpy 2.5 refuses.
 NO_INTERPRETER = VERSIONS[0] <= (3, 6) and VERSIONS[1] >= (2, 5)
-"""Triton 3.6 and older make scalars of arrays of one element, which numpy 2.5 refuses."""
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and not NO_INTERPRETER
+# Whether the Triton kernels can run.
 KERNELS = CUDA or INTERPRETED
-"""Whether the Triton kernels can run."""
+# Divisor of all problem sizes.
 SMALLER = 1 if CUDA else 16
-"""Divisor of all problem sizes."""
 
 on_device = [
     pytest.mark.gpu,

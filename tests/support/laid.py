@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 ENTER = Path(__file__).parent / "root.sh"
+# They read lines on stdin, as typed: an interactive zsh knows no remarks.
 SHELLS = {"bash": ["bash", "-e"], "zsh": ["zsh", "-f", "-e", "-i", "-o", "no_prompt_sp"]}
-"""They read lines on stdin, as typed: an interactive zsh knows no remarks."""
 UNSHARE = ["unshare", "--mount", "--map-root-user"]
+# Folders in /data, which have the same shards as /data/mine.
 ALIKE = ("packed", "pairs", "laion", "laion2b", "laion400m", "cc12m", "datacomp")
-"""Folders in /data, which have the same shards as /data/mine."""
 
 
 def lay(folder: Path) -> None:

@@ -11,8 +11,8 @@ import termios
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+# Longer than any wait of a command that works, and shorter than a test may take.
 TIMEOUT_S = 100.0
-"""Longer than any wait of a command that works, and shorter than a test may take."""
 
 
 def on_terminal(

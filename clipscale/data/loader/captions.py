@@ -12,12 +12,12 @@ from torch import Tensor
 
 from clipscale.data.loader.to_device import ChunkLoader
 
+# Chunks are a multiple of this wide: fast on tensor cores, and few shapes.
 GRAIN = 8
-"""Chunks are a multiple of this wide: fast on tensor cores, and few shapes."""
+# Most captions in a chunk: with more, attention kernels exceed the largest grid.
 MAX_CAPTIONS = 2**15
-"""Most captions in a chunk: with more, attention kernels exceed the largest grid."""
+# Assumed cost of one more chunk, as a share of a full one. A chunk ends early where that saves more padding.
 CHUNK_COST = 1 / 16
-"""Assumed cost of one more chunk, as a share of a full one. A chunk ends early where that saves more padding."""
 
 
 def widths_of(lengths: np.ndarray, context: int) -> np.ndarray:

@@ -6,10 +6,10 @@ from multiprocessing import forkserver
 
 from clipscale.common.signals import blocked
 
+# The server imports these once for all workers: torch for resizing, and open_clip's tokenizers.
 PRELOADED = ["__main__", "clipscale.data.loader.workers", "clipscale.models.tokenizer"]
-"""The server imports these once for all workers: torch for resizing, and open_clip's tokenizers."""
+# Most characters of TMPDIR: a socket's path has at most 107, and multiprocessing's names take 32.
 LONGEST = 74
-"""Most characters of TMPDIR: a socket's path has at most 107, and multiprocessing's names take 32."""
 
 
 def warm_up() -> None:

@@ -22,8 +22,8 @@ from clipscale.common.units import format_bytes
 log = logging.getLogger(__name__)
 
 PAGE = 4096
+# The memory of one local batch: its arrays by name (see Layout.slot_arrays).
 Slot = dict[str, np.ndarray]
-"""The memory of one local batch: its arrays by name (see Layout.slot_arrays)."""
 
 
 class ArraySpec(NamedTuple):

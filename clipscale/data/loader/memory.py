@@ -11,10 +11,10 @@ from clipscale.common.units import format_bytes
 from clipscale.data.loader.host_batch import Layout
 
 GROUPS = Path("/sys/fs/cgroup")
+# Lines `number:controllers:path`; without controllers in version 2 of control groups.
 OWN_GROUPS = Path("/proc/self/cgroup")
-"""Lines `number:controllers:path`; without controllers in version 2 of control groups."""
+# The limit's file in versions 2 and 1, and the fields of `memory.stat` that count as used: the page cache does not.
 LIMITS = {"memory.max": ("anon", "shmem"), "memory.limit_in_bytes": ("total_rss", "total_shmem")}
-"""The limit's file in versions 2 and 1, and the fields of `memory.stat` that count as used: the page cache does not."""
 
 
 def free_memory() -> int:

@@ -14,9 +14,9 @@ from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
 from clipscale.data.shards.subset import Subset
 
+# A shuffle window ends early at this many bytes. Ordinary data stays below: a window of 256 samples would need half a
+# megabyte a sample. A stream's two windows, one given out and one being read, together hold at most about this much.
 WINDOW_BYTES = 128 << 20
-"""A shuffle window ends early at this many bytes. Ordinary data stays below: a window of 256 samples would need half a
-megabyte a sample. A stream's two windows, one given out and one being read, together hold at most about this much."""
 
 
 @dataclass(frozen=True)

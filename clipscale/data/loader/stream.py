@@ -35,9 +35,9 @@ from clipscale.data.shards.subset import subset_of
 
 log = logging.getLogger(__name__)
 
+# A worker delivers PIECE samples at once: enough to tokenise together, few enough for the first chunk to start early.
+# A large batch comes in PIECES larger pieces: more reports could fill the pipe while nobody reads it.
 PIECE, PIECES = 64, 64
-"""A worker delivers PIECE samples at once: enough to tokenise together, few enough for the first chunk to start early.
-A large batch comes in PIECES larger pieces: more reports could fill the pipe while nobody reads it."""
 
 
 @dataclass

@@ -7,8 +7,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+# Chunks on the device at once: one that computes and one that is copied.
 AHEAD = 2
-"""Chunks on the device at once: one that computes and one that is copied."""
 
 
 @cache

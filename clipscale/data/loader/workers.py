@@ -23,8 +23,8 @@ from clipscale.data.loader.host_batch import Arena
 from clipscale.data.loader.shard_stream import BatchFiller, Report, WorkerSpec
 from clipscale.data.shards.addresses import utf8
 
+# A worker without anything to deliver reports that it is alive after this time.
 ALIVE_S = 2.0
-"""A worker without anything to deliver reports that it is alive after this time."""
 STATUS_BYTES = 1024
 
 

@@ -6,10 +6,10 @@ Imports nothing of this folder, so every module of it may import this one.
 import hashlib
 import re
 
+# Prefix of the counters of events that cost no sample, such as repeated requests.
 EVENT = "event:"
-"""Prefix of the counters of events that cost no sample, such as repeated requests."""
+# The event of a shard that has changed since it was indexed, and is read without its index.
 CHANGED = "changed_shard"
-"""The event of a shard that has changed since it was indexed, and is read without its index."""
 _SCHEME = re.compile(r"^[a-z][a-z0-9+.-]+:", re.IGNORECASE)
 
 

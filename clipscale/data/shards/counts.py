@@ -16,13 +16,13 @@ from clipscale.data.shards.subset import Subset, subset_of
 
 log = logging.getLogger(__name__)
 Counts = list[int | None]
+# Calls a function in one process and returns its result in all, as `World.on_main` does.
 OnMain = Callable[[Callable[[], Any]], Any]
-"""Calls a function in one process and returns its result in all, as `World.on_main` does."""
 
+# At most this many shards without an index are scanned for their counts: more would delay the start of a run.
 SCAN_AT_MOST = 256
-"""At most this many shards without an index are scanned for their counts: more would delay the start of a run."""
+# Most bytes that are read to count samples before a run is planned.
 MAX_COUNTED_BYTES = 2**26
-"""Most bytes that are read to count samples before a run is planned."""
 
 
 def count_samples(urls: Sequence[str], subset: Subset | None = None, *, scan: bool = True) -> Counts:

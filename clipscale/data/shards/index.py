@@ -35,12 +35,12 @@ FILE = "clipscale-index.sqlite"
 _COLUMNS = "name, size, version, samples, reason, detail"
 _SCHEMA = """CREATE TABLE IF NOT EXISTS shards (name TEXT PRIMARY KEY, size INT, version TEXT, samples INT,
              reason TEXT, detail TEXT, offsets BLOB)"""
+# A copy of the short columns: without it SQLite reads a page per shard, among gigabytes of offsets.
 _LOOKUP = f"CREATE INDEX IF NOT EXISTS states ON shards ({_COLUMNS})"
-"""A copy of the short columns: without it SQLite reads a page per shard, among gigabytes of offsets."""
 THREADS = 16
 
+# Fewer shards than this are scanned in one process: starting others takes longer.
 MIN_PARALLEL_SHARDS = 16
-"""Fewer shards than this are scanned in one process: starting others takes longer."""
 
 
 class Entry(NamedTuple):
@@ -196,8 +196,8 @@ def scan_shard(url: str, subset: Subset | None = None) -> Entry:
     return Entry(name_in_index(url), *state, samples, problem.reason, utf8(problem.detail), packed)
 
 
+# A shard's new entry, the reason why it could not be opened, or None if its old entry is still valid.
 Outcome = Entry | str | None
-"""A shard's new entry, the reason why it could not be opened, or None if its old entry is still valid."""
 
 
 def update_indexes(

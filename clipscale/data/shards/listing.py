@@ -23,20 +23,20 @@ from clipscale.data.shards.store import UNKNOWN_HOST, look_up
 
 log = logging.getLogger(__name__)
 
+# Is called with a line for the user.
 Note = Callable[[str], object]
-"""Is called with a line for the user."""
 
 TABLES = (".csv", ".tsv", ".parquet")
+# Endings of shards' names.
 SHARDS = (".tar", ".tar.gz", ".tgz")
-"""Endings of shards' names."""
+# Ending of a file beside an unfinished download, which may have its full size already.
 DOWNLOADING = ".aria2"
-"""Ending of a file beside an unfinished download, which may have its full size already."""
+# A run checks whether about this many addresses exist; other missing ones are found when they are read.
 MAX_CHECKED_URLS = 256
-"""A run checks whether about this many addresses exist; other missing ones are found when they are read."""
+# Schemes of addresses that are read. fsspec knows others, some of which read this machine's files.
 SCHEMES = ("http", "https", "s3", "gs", "hf")
-"""Schemes of addresses that are read. fsspec knows others, some of which read this machine's files."""
+# Matches an address in a brace list that names several objects: a pattern or a folder.
 PATTERN = re.compile(r"[*?\[]|/(?:$|[,}])")
-"""Matches an address in a brace list that names several objects: a pattern or a folder."""
 NOTHING = "matches no shard; give a tar file, a brace list, a glob, a folder of .tar, .tar.gz or .tgz, or @FILE"
 
 

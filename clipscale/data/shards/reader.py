@@ -32,12 +32,12 @@ from clipscale.data.shards.tar import (
     unpacked,
 )
 
+# `unusable` looks at this many samples, and at this many members of each.
 MAX_LOOKED_AT = 1000
-"""`unusable` looks at this many samples, and at this many members of each."""
+# Characters of an error's text: it may hold a member's name or a server's answer.
 LONGEST_DETAIL = 400
-"""Characters of an error's text: it may hold a member's name or a server's answer."""
+# `unusable` names this many kinds of samples, and this many members of each.
 KINDS = 3
-"""`unusable` names this many kinds of samples, and this many members of each."""
 RULE = (
     f"a sample is a picture (KEY.{', .'.join(IMAGE_TYPES)}) and what data.captions names (KEY.txt), one after "
     "the other in the tar; KEY ends at the first dot of the name"

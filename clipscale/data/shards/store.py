@@ -25,46 +25,46 @@ from urllib.parse import quote
 from clipscale.common.errors import UserError
 from clipscale.data.shards.addresses import EVENT, SourceError, is_local, scheme_of
 
+# A shard is given up after this many failed retries in a row: about a minute.
 RETRIES = 8
-"""A shard is given up after this many failed retries in a row: about a minute."""
+# Seconds of a server's silence after which a request is repeated.
 WAIT_S = 30.0
-"""Seconds of a server's silence after which a request is repeated."""
+# Bytes of a request.
 REQUEST_BYTES = 4 << 20
-"""Bytes of a request."""
+# Bytes of a cut-off answer that count as progress: a server that sends one byte a request must not hold a reader.
 LEAST = 1 << 14
-"""Bytes of a cut-off answer that count as progress: a server that sends one byte a request must not hold a reader."""
+# Bytes a second by which the time limit of a request grows.
 SLOWEST = 1 << 16
-"""Bytes a second by which the time limit of a request grows."""
+# Bound on the random wait between two attempts, and on what a server adds to it by Retry-After.
 LONGEST_WAIT_S = 30.0
-"""Bound on the random wait between two attempts, and on what a server adds to it by Retry-After."""
+# Interval at which a reader that waits for a request calls `tick`.
 TICK_S = 0.1
-"""Interval at which a reader that waits for a request calls `tick`."""
+# Counter of requests that timed out.
 NO_ANSWER = "no_answer"
-"""Counter of requests that timed out."""
+# Counter of requests to a server that cannot be found.
 UNKNOWN_HOST = "unknown_host"
-"""Counter of requests to a server that cannot be found."""
+# What aiohttp and botocore raise for such a server.
 _NO_HOST = ("ClientConnectorDNSError", "EndpointConnectionError")
-"""What aiohttp and botocore raise for such a server."""
+# HTTP statuses that may pass.
 _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
-"""HTTP statuses that may pass."""
+# HTTP statuses of a redirect.
 _MOVED = {301, 302, 303, 307, 308}
-"""HTTP statuses of a redirect."""
+# Most redirects that are followed.
 REDIRECTS = 10
-"""Most redirects that are followed."""
+# Settings of fsspec's http that only the server in the user's address gets.
 _SECRETS = ("headers", "auth", "cookies")
-"""Settings of fsspec's http that only the server in the user's address gets."""
+# What botocore and google-auth raise without credentials.
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")
-"""What botocore and google-auth raise without credentials."""
 _RANGE = re.compile(r"bytes ([0-9]{1,18})-[0-9]{1,18}/([0-9]{1,18})$")
+# Characters of an address that are sent as they are, since it may be signed; others, such as spaces, are quoted.
 _IN_ADDRESSES = "!#$%&'()*+,/:;=?@[]~"
-"""Characters of an address that are sent as they are, since it may be signed; others, such as spaces, are quoted."""
+# Size and version (ETag, generation, time of change) of an object: they identify its content.
 ObjectState = tuple[int, str]
-"""Size and version (ETag, generation, time of change) of an object: they identify its content."""
 Request = futures.Future[tuple[bytes, ObjectState]]
 
 
+# Bytes that are read of a shard at once.
 BUFFER = 1 << 17
-"""Bytes that are read of a shard at once."""
 
 
 class Store:

@@ -17,17 +17,17 @@ from clipscale.data.decode import json_fields
 from clipscale.data.sample import BrokenSampleError
 from clipscale.data.shards.addresses import digest
 
+# A row of a table of weights: the halves of a uid or of a key's digest, and the weight.
 ROW = np.dtype([("f0", "u8"), ("f1", "u8"), ("weight", "f4")])
-"""A row of a table of weights: the halves of a uid or of a key's digest, and the weight."""
 PAIR = np.dtype("u8,u8")
+# Rows of a Parquet file that are read at a time. A few bytes may stand for many equal cells of a megabyte.
 ROWS = 2**10
-"""Rows of a Parquet file that are read at a time. A few bytes may stand for many equal cells of a megabyte."""
+# Bytes of a column of a Parquet file that are read at a time.
 BUFFER = 1 << 20
-"""Bytes of a column of a Parquet file that are read at a time."""
+# Bound on a Parquet file: each row has a key or a picture of its own; keys that count up take a tenth of a byte.
 ROWS_PER_BYTE = 32
-"""Bound on a Parquet file: each row has a key or a picture of its own; keys that count up take a tenth of a byte."""
+# Bound on a weight: a reader counts a sample's repeats one by one.
 MOST_TIMES = 10_000
-"""Bound on a weight: a reader counts a sample's repeats one by one."""
 
 
 class Table(NamedTuple):

@@ -11,22 +11,22 @@ import zlib
 from typing import Any
 
 BLOCK_BYTES = 512
+# What reading a damaged archive may raise.
 DAMAGE = (tarfile.TarError, OSError, EOFError, ValueError, ArithmeticError, zlib.error)
-"""What reading a damaged archive may raise."""
+# Most bytes of a member: no picture is larger, so a header that claims more is damaged.
 LARGEST_MEMBER = 1 << 28
-"""Most bytes of a member: no picture is larger, so a header that claims more is damaged."""
+# Most bytes of a member's extended headers, which are held in memory.
 LARGEST_HEADER = 1 << 20
-"""Most bytes of a member's extended headers, which are held in memory."""
+# Most bytes from the start of one sample to the start of the next: a hostile server may send folders without end.
 MAX_SAMPLE_SPAN = 1 << 30
-"""Most bytes from the start of one sample to the start of the next: a hostile server may send folders without end."""
+# Bytes after the end of an archive that are checked: GNU tar pads an archive with zeros, usually to 10,240 bytes.
 LARGEST_END = 1 << 16
-"""Bytes after the end of an archive that are checked: GNU tar pads an archive with zeros, usually to 10,240 bytes."""
+# An archive may unpack to this many times its gzipped size, plus UNPACK_ALLOWANCE. Pictures hardly shrink; a gzip bomb
+# reaches 1000.
 MOST_UNPACKED = 100
-"""An archive may unpack to this many times its gzipped size, plus UNPACK_ALLOWANCE. Pictures hardly shrink; a gzip
-bomb reaches 1000."""
 UNPACK_ALLOWANCE = 1 << 24
+# Fewer bytes are skipped by reading: they are in the stream's buffer, and a seek is a system call.
 LEAST_SEEK = 1 << 14
-"""Fewer bytes are skipped by reading: they are in the stream's buffer, and a seek is a system call."""
 
 
 def unpacked(source: Any) -> tuple[Any, bool]:

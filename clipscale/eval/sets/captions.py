@@ -14,8 +14,8 @@ from clipscale.eval.retrieval import RetrievalSet
 from clipscale.eval.sets.item import ImageRef
 from clipscale.eval.sets.prompts import stripped
 
+# The captions of each image, by its name.
 Captions = Mapping[str, Sequence[str]]
-"""The captions of each image, by its name."""
 
 
 def load(file: Path) -> RetrievalSet:

@@ -16,10 +16,10 @@ from clipscale.data.shards.listing import SHARDS
 from clipscale.eval.sets import captions, folders, shards
 from clipscale.eval.sets.item import EvalSet, by_reason
 
+# Names of the part of a set on which one evaluates.
 HELD_OUT = ("val", "valid", "validation", "test")
-"""Names of the part of a set on which one evaluates."""
+# Folders that say nothing of their set: imagenet/val and places/val, evaluated one after the other, are two sets.
 NO_NAMES = {"data", "dev", "eval", "images", "train", *HELD_OUT}
-"""Folders that say nothing of their set: imagenet/val and places/val, evaluated one after the other, are two sets."""
 
 
 def load_sets(paths: Sequence[str]) -> list[EvalSet]:

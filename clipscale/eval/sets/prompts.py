@@ -12,12 +12,12 @@ from clipscale.data.sample import BrokenSampleError
 
 CLASSNAMES, TEMPLATES = "classnames.txt", "zeroshot_classification_templates.txt"
 SINGLE = "a photo of a {c}."
+# Lines of a text of a set. The text tower encodes every class with every template; ImageNet-21k has 21,841 classes.
 MOST_LINES = 1 << 17
-"""Lines of a text of a set. The text tower encodes every class with every template; ImageNet-21k has 21,841 classes."""
+# Names of folders whose labels are ImageNet-1k's: ImageNet itself, its second version, and ImageNet-Sketch.
 _IMAGENET_1K = re.compile(
     r"(wds_)?(imagenet|ilsvrc)[-_]?(1k|2012)?([-_]?(val|validation|test))?|(wds_)?imagenet[-_]?(v2.*|sketch)"
 )
-"""Names of folders whose labels are ImageNet-1k's: ImageNet itself, its second version, and ImageNet-Sketch."""
 
 
 def classnames(root: Path, *, numbers: bool = True) -> list[str]:

@@ -19,8 +19,8 @@ from clipscale.eval.retrieval import PairSet, RetrievalSet
 from clipscale.eval.sets import prompts
 from clipscale.eval.sets.item import EvalSet, ImageRef
 
+# The text members of a sample, by extension.
 Texts = dict[str, bytes]
-"""The text members of a sample, by extension."""
 
 
 def load(root: Path) -> EvalSet:

@@ -25,17 +25,17 @@ class TileShape:
     panel_bytes: int = 512 << 20  # of score gradients; 16k x 16k in half precision keep the library's products large
 
 
+# Features are padded to a multiple of this many numbers, which every `depth` divides.
 WIDTH_STEP = 64
-"""Features are padded to a multiple of this many numbers, which every `depth` divides."""
 AMPERE = TileShape(128, 128, 32, warps=8, stages=3)
 HOPPER = TileShape(128, 128, 64, warps=8, stages=3, registers=128)
 BLACKWELL = TileShape(128, 128, 64, warps=8, stages=3)
 FLOAT32 = TileShape(64, 64, 32, warps=4, stages=3)
+# Small, so that small shapes have many tiles.
 INTERPRETER = TileShape(16, 32, 32, warps=1, stages=1)
-"""Small, so that small shapes have many tiles."""
 
+# By the first digits of the compute capability.
 SHAPES = {8: AMPERE, 9: HOPPER, 10: BLACKWELL, 12: AMPERE}
-"""By the first digits of the compute capability."""
 
 
 def tiles_for(capability: int, dtype: torch.dtype) -> TileShape:

@@ -15,11 +15,11 @@ from clipscale.common import files
 from clipscale.common.terminal import say, tracked
 from clipscale.tools.data import scenes
 
+# A sample as webdataset's writer takes it: `__key__`, and bytes by extension.
 Sample = dict[str, str | bytes]
-"""A sample as webdataset's writer takes it: `__key__`, and bytes by extension."""
 
+# Goes up with every change of pictures, captions or layout.
 RECIPE_VERSION = 3
-"""Goes up with every change of pictures, captions or layout."""
 TRAIN_SHARDS = 16
 TRAIN_MIX = {"one": 0.6, "across": 0.15, "down": 0.15, "row": 0.1}
 OBJECTS_PER_CLASS = 20

@@ -13,14 +13,14 @@ from torch.nn.functional import normalize
 from clipscale.common.terminal import tracked
 
 Load = Callable[[Tensor], Tensor]
+# Most cosines that are computed at once.
 CELLS = 1 << 24
-"""Most cosines that are computed at once."""
+# Most samples from which the clusters are found.
 TRAINED = 1 << 17
-"""Most samples from which the clusters are found."""
+# Of k-means.
 ROUNDS = 10
-"""Of k-means."""
+# Clusters of a sample in which its near-duplicates are looked for: some lie across a border.
 PROBES = 2
-"""Clusters of a sample in which its near-duplicates are looked for: some lie across a border."""
 
 
 def nearest_clusters(load: Load, samples: Tensor, count: int) -> Tensor:

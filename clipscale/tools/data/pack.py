@@ -34,12 +34,13 @@ from clipscale.tools.data.tables import TABLES
 
 SHARD_SAMPLES = 10_000
 SHARD_BYTES = 10**9
+# The folders of the shards in DIR, by what is in them.
 PARTS = {"pairs": "", "held-out pairs": "holdout"}
-"""The folders of the shards in DIR, by what is in them."""
+# Folders of sets that are kept apart.
 SPLITS = {"train", "val", "valid", "validation", "test"}
-"""Folders of sets that are kept apart."""
+# Of JPEGs that are resized.
 QUALITY = 95
-"""Of JPEGs that are resized."""
+# What helps, by the reason.
 REMEDIES = {
     "unreadable_file": "; paths are relative to the table, or else to root=DIR",
     "bad_json": "; a line is one object of JSON, {...}",
@@ -50,9 +51,8 @@ REMEDIES = {
     ".tar": "; shards are trained on as they are, data.train=FOLDER",
     **dict.fromkeys(TABLES, "; a table is a source of its own, clipscale data pack TABLE"),
 }
-"""What helps, by the reason."""
+# Of a part: for each folder its shards and their samples; `left_out`: for each reason the pictures.
 Note = dict[str, Record]
-"""Of a part: for each folder its shards and their samples; `left_out`: for each reason the pictures."""
 
 
 def main(words: Sequence[str], settings: PackSettings) -> int:

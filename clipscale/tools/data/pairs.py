@@ -12,8 +12,8 @@ from clipscale.data.decode import IMAGE_TYPES
 from clipscale.tools.data.places import Cell, Place
 from clipscale.tools.data.tables import TABLES, Table, json_rows, open_table
 
+# Hugging Face's imagefolder.
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
-"""Hugging Face's imagefolder."""
 
 
 class Pair(NamedTuple):

@@ -18,8 +18,8 @@ from clipscale.data.shards.subset import parquet_file
 
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 WEB = ("http://", "https://")
+# Rows of a Parquet file that are in memory at once.
 BATCH = 64
-"""Rows of a Parquet file that are in memory at once."""
 
 
 class Place(NamedTuple):
@@ -122,5 +122,5 @@ class Column:
         return self.cells[row - self.first]
 
 
+# Rows come in their order.
 column_of = lru_cache(maxsize=1)(Column)
-"""Rows come in their order."""

@@ -17,13 +17,13 @@ from clipscale.common import files
 
 TABLES = files.read_yaml(Path(__file__).with_name("scenes.yaml"))
 TEMPLATES: list[str] = TABLES["templates"]
+# Side of a picture in pixels.
 SIDE = 30
-"""Side of a picture in pixels."""
+# The class of an object: colour and shape.
 Kind = tuple[str, str]
-"""The class of an object: colour and shape."""
 CLASSES = tuple((colour, shape) for colour in TABLES["colours"] for shape in TABLES["shapes"])
+# Combinations that no training scene shows.
 UNSEEN = tuple(TABLES["unseen"].items())
-"""Combinations that no training scene shows."""
 SEEN = tuple(pair for pair in CLASSES if pair not in UNSEEN)
 
 

@@ -28,10 +28,10 @@ from clipscale.tools.embed.arrays import EmbeddedSet
 from clipscale.tools.embed.pictures import stored_picture, thumbnail
 from clipscale.tools.embed.settings import IMAGE, TEXT
 
+# On each side of a threshold.
 EXAMPLES = 16
-"""On each side of a threshold."""
+# Pixels of the longer side of a picture on the page.
 SIDE = 128
-"""Pixels of the longer side of a picture on the page."""
 
 
 def main(words: Sequence[str], settings: SelectSettings) -> None:

@@ -20,19 +20,19 @@ from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError
 from clipscale.data.shards.subset import parquet_file
 from clipscale.tools.data.places import BATCH, Cell
 
+# Names of the column of pictures and of that of captions.
 USUAL: dict[str, list[str]] = files.read_yaml(Path(__file__).with_name("columns.yaml"))
-"""Names of the column of pictures and of that of captions."""
 SEPARATED = (".csv", ".tsv", ".tab", ".txt", ".token")
 TABLES = (*SEPARATED, ".jsonl", ".ndjson", ".json", ".parquet")
 SEPARATORS = "\t,;|"
+# A value that names a picture, and which of its captions follows (Flickr30k). No column has such a name.
 PICTURE = re.compile(rf"(https?://\S+|.*\.({'|'.join(IMAGE_TYPES)}))(#\d+)?", re.I)
-"""A value that names a picture, and which of its captions follows (Flickr30k). No column has such a name."""
+# Bytes in which a table shows its encoding.
 START = 1 << 20
-"""Bytes in which a table shows its encoding."""
+# Rows whose keys are the columns of JSON.
 FIRST_ROWS = 100
-"""Rows whose keys are the columns of JSON."""
+# Characters of a line; what follows is another one.
 LONGEST_LINE = 4 * MAX_TEXT_BYTES
-"""Characters of a line; what follows is another one."""
 Rows = Iterator[tuple[int, Record | None]]
 
 

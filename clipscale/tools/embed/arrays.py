@@ -17,10 +17,10 @@ from clipscale.common.errors import library
 from clipscale.common.record import Record
 from clipscale.tools.embed.settings import KINDS
 
+# The file of a folder that says what its features are.
 NOTE = "features.json"
-"""The file of a folder that says what its features are."""
+# The file of a folder that says where the samples of each of its files come from.
 SHARDS = "shards.json"
-"""The file of a folder that says where the samples of each of its files come from."""
 
 
 def array_path(path: Path, kind: str) -> Path:

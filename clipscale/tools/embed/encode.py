@@ -21,10 +21,10 @@ from clipscale.data.sample import BrokenSampleError, RawSample
 from clipscale.models.towers import ClipModel
 from clipscale.step.precision import Precision
 
+# That decode the pictures of a process.
 THREADS = 4
-"""That decode the pictures of a process."""
+# Bytes of a group's samples, of which two are in memory at once: 128 pictures of a megabyte.
 GROUP_BYTES = 128 << 20
-"""Bytes of a group's samples, of which two are in memory at once: 128 pictures of a megabyte."""
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ from clipscale.tools.embed.settings import KINDS, EmbedConfig, check_embed
 
 log = logging.getLogger(__name__)
 
+# Reasons that lie in the shard itself, and stay. The others lie in the network or the server.
 DAMAGED = ("truncated_shard", "unreadable_shard")
-"""Reasons that lie in the shard itself, and stay. The others lie in the network or the server."""
 
 
 def main(config: EmbedConfig) -> Record:

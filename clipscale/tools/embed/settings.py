@@ -10,8 +10,8 @@ from clipscale.config.data import DataConfig
 from clipscale.config.eval import MODEL, AnyModel, model_run
 from clipscale.config.setting import setting
 
+# The features of a sample, in the order of a row.
 IMAGE, TEXT = KINDS = ("image", "text")
-"""The features of a sample, in the order of a row."""
 
 
 @dataclass(frozen=True)

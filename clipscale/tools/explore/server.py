@@ -19,10 +19,10 @@ from clipscale.data.sample import BrokenSampleError
 from clipscale.tools.embed.settings import IMAGE, TEXT
 from clipscale.tools.explore.search import Explorer
 
+# Of a question. The page shows as many of them as its reader has chosen.
 RESULTS = 96
-"""Of a question. The page shows as many of them as its reader has chosen."""
+# Sec-Fetch-Site of this page's requests; older browsers send none.
 OWN = ("same-origin", "none", None)
-"""Sec-Fetch-Site of this page's requests; older browsers send none."""
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",

@@ -18,8 +18,8 @@ from clipscale.models.towers import ClipModel, encoders_of, unit_rows
 from clipscale.tools.export.open_clip import weights
 
 START, END = "<|startoftext|>", "<|endoftext|>"
+# How the names of transformers' classes begin.
 CLASSES = {"clip": "CLIP", "siglip": "Siglip"}
-"""How the names of transformers' classes begin."""
 
 
 def write(model: ClipModel, config: ModelConfig, out: Path, note: dict[str, str]) -> str:

@@ -18,11 +18,11 @@ from clipscale.models.towers import ClipModel, load_model
 from clipscale.tools.export import hugging_face, open_clip
 from clipscale.tools.export.settings import ExportSettings
 
+# Settings of the run in the card, as far as they are set.
 SHOWN = ("batch", "samples", "epochs", "loss.objective", "loss.sizes", "optim.name", "optim.lr", "schedule.name",
          "schedule.warmup", "precision", "seed")  # fmt: skip
-"""Settings of the run in the card, as far as they are set."""
+# In every card: the folder is ours to write again.
 MADE = "exported with clipscale"
-"""In every card: the folder is ours to write again."""
 STARTS = ("model.weights", "model.image.weights", "model.text.weights")
 
 

@@ -8,8 +8,8 @@ from typing import cast
 from clipscale.common import files
 from clipscale.config.sections import ModelConfig
 
+# The figures of assumed.yaml.
 ASSUMED = SimpleNamespace(**files.read_yaml(Path(__file__).with_name("assumed.yaml")))
-"""The figures of assumed.yaml."""
 
 
 def without_unused(model: ModelConfig) -> None:

@@ -33,10 +33,10 @@ from clipscale.tools.plan import ASSUMED
 from clipscale.tools.plan.memory_tracker import DryMachine, MemoryTracker, cuda_autocast, without_memory
 
 CPU = torch.device("cpu")
+# How many of the identical blocks are run.
 BLOCKS = 2
-"""How many of the identical blocks are run."""
+# Most ranks in the ring of the loss: more hops take no more memory.
 LAPS = 4
-"""Most ranks in the ring of the loss: more hops take no more memory."""
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from clipscale.tools.plan.settings import PlanConfig
 
 TOWERS = ("image", "text")
 PHASES = ("encode", "loss", "replay", "optim")
+# Bytes of a number of a feature row.
 FEATURE = 4
-"""Bytes of a number of a feature row."""
+# One number for the image and one for the text tower: rows, chunk sizes, or kept graphs.
 PerTower = tuple[int, int]
-"""One number for the image and one for the text tower: rows, chunk sizes, or kept graphs."""
 
 
 @dataclass(frozen=True)

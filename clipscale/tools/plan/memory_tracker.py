@@ -19,8 +19,8 @@ from clipscale.loss.machine import Machine, T
 from clipscale.loss.triton.tuning import INTERPRETER, TileShape, tiles_for
 from clipscale.tools.plan import ASSUMED
 
+# torch's CUDA allocator hands out multiples of this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
 ROUND = 512
-"""torch's CUDA allocator hands out multiples of this (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize)."""
 
 
 class MemoryTracker(TorchDispatchMode):

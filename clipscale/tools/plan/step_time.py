@@ -14,11 +14,11 @@ from clipscale.tools.plan.dry_run import DryRun
 from clipscale.tools.plan.settings import PlanConfig
 
 PLAIN_STEPS = files.read_yaml(Path(__file__).with_name("plain_steps.yaml"))
+# Models of about the same size: the logarithm of their operations' ratio.
 SAME_SIZE = math.log(1.6)
-"""Models of about the same size: the logarithm of their operations' ratio."""
 
+# Operations of a sample's forward pass, a tenth of the smallest known model's. Launches bound smaller models.
 SMALLEST = min(row["gflop"] for row in PLAIN_STEPS["images_per_s"]) * 1e8
-"""Operations of a sample's forward pass, a tenth of the smallest known model's. Launches bound smaller models."""
 
 
 def step_time(

@@ -20,12 +20,12 @@ from clipscale.log.table import FIGURES, result_tables, with_start
 from clipscale.tools.report.runs import Run, read_runs
 from clipscale.tools.report.settings import ReportSettings
 
+# The columns of a curve.
 AXES = ("step", "samples", "hours", "y")
-"""The columns of a curve."""
+# Of all curves in one chart, about.
 POINTS = 3000
-"""Of all curves in one chart, about."""
+# Charts of evaluations that stand next to the loss.
 FIRST = 4
-"""Charts of evaluations that stand next to the loss."""
 
 
 def main(words: list[str], settings: ReportSettings) -> None:

@@ -17,8 +17,8 @@ from tests.data.streams import contents, flat, ids, inline_workers, open_stream,
 pytestmark = pytest.mark.timeout(60)
 
 
+# Ranks, and workers of each. Of the ranks, 3, 6, 12 and 24 cannot share the 8 shard streams evenly.
 SPREADS = [(1, 0), (1, 3), (2, 2), (2, 3), (3, 0), (3, 2), (4, 1), (6, 1), (8, 1), (12, 2), (24, 1)]
-"""Ranks, and workers of each. Of the ranks, 3, 6, 12 and 24 cannot share the 8 shard streams evenly."""
 
 
 @pytest.fixture(scope="module")

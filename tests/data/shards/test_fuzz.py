@@ -29,8 +29,8 @@ from tests.data.files import picture, write_tar
 from tests.support.audit import heard
 
 KINDS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+# Bytes that Python and numpy may allocate for a shard of 30 KB.
 BOUND = 64 << 20
-"""Bytes that Python and numpy may allocate for a shard of 30 KB."""
 REASONS = {"usable", "no_image", "empty_image", "huge_image", "unreadable_image"}
 REASONS |= {"truncated_shard", "unreadable_shard"}
 HARMLESS = ("os.listdir", "os.scandir", "os.walk", "os.fwalk", "os.getxattr", "os.listxattr")

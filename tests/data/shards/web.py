@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import unquote
 
+# Faults of an answer: refused, ended halfway or before it begins, too short, another range. Others: `stall` sends
+# nothing for two seconds, `slow` PIECE bytes every hundredth of a second, `drip` a byte, `429` asks for a day.
 FAULTS = ("503", "drop", "cut", "short", "wrong_range")
-"""Faults of an answer: refused, ended halfway or before it begins, too short, another range. Others: `stall` sends
-nothing for two seconds, `slow` PIECE bytes every hundredth of a second, `drip` a byte, `429` asks for a day."""
 PIECE = 128
 
 

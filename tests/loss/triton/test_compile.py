@@ -17,10 +17,10 @@ from clipscale.loss.triton.tuning import TileShape, tiles_for
 
 KERNELS = [lse_kernel, join_kernel, softmax_gradient_kernel, sigmoid_kernel]
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# KiB of shared memory that a program may have; for sm_80 as much as sm_86 and sm_89.
 SHARED = {80: 99, 90: 227, 100: 227}
-"""KiB of shared memory that a program may have; for sm_80 as much as sm_86 and sm_89."""
+# Bytes of stack of a thread: the most.
 SPILLED = {"fp32": 256, "fp16": 64, "bf16": 64}
-"""Bytes of stack of a thread: the most."""
 
 
 def compiled(kernel: Any, capability: int, types: dict, constants: dict, **options: Any) -> Any:

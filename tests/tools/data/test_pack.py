@@ -68,6 +68,8 @@ def as_csv(folder: Path) -> Path:
     return folder / "table.csv"
 
 
+# Of a table: its name, its header, a row and the encoding. In a row are a path, that with Windows' separators, and its
+# last part.
 TEXTS = {
     "tabs": ("table.tsv", "filepath\ttitle\n", "{0}\tall, of {0}\n", "utf-8"),
     "excel": ("table.CSV", "Image Path ; Text\r\n", "{1};all, of {0}\r\n", "utf-16"),
@@ -79,8 +81,6 @@ TEXTS = {
     "lines": ("metadata.jsonl", "", '{{"file_name": "{0}", "text": "all, of {0}"}}\n', "utf-8"),
     "split": ("deep/metadata.csv", "file_name,prompt\n", '{2},"all, of {0}"\n', "utf-8"),
 }
-"""Of a table: its name, its header, a row and the encoding. In a row are a path, that with Windows' separators, and its
-last part."""
 
 
 def as_text(form: str, folder: Path) -> Path:

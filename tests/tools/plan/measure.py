@@ -22,12 +22,12 @@ from clipscale.step.train_step import TrainStep
 from clipscale.tools.plan.dry_run import CPU
 from clipscale.tools.plan.memory import PHASES, StepMemory
 
+# A small vocabulary, so that activations and not the embedding make the peaks.
 ARCHITECTURE = {
     "embed_dim": 64,
     "vision_cfg": {"image_size": 24, "layers": 3, "width": 64, "head_width": 32, "patch_size": 6},
     "text_cfg": {"context_length": 16, "vocab_size": 1000, "width": 64, "heads": 2, "layers": 2},
 }
-"""A small vocabulary, so that activations and not the embedding make the peaks."""
 
 
 def measured_step(config: TrainConfig, world: World) -> TrainStep:

@@ -11,10 +11,10 @@ from clipscale.tools.plan.memory import PHASES, StepMemory, StepModel
 from tests.support.ranks import run_ranks
 from tests.tools.plan.measure import measured, measured_on_a_rank, settings
 
+# Relative error allowed; usual errors are below one per cent.
 BAR = 0.10
-"""Relative error allowed; usual errors are below one per cent."""
+# Error in bytes that is always allowed: CPU kernels take memory themselves, for packed operands of a product, say.
 SMALL = 256 * 1024
-"""Error in bytes that is always allowed: CPU kernels take memory themselves, for packed operands of a product, say."""
 
 
 def predicted(config: TrainConfig, ranks: int = 1, capability: int | None = None) -> StepMemory:
