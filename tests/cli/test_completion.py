@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from clipscale.cli.verbs import VERBS
+from clipscale.common import files
 from clipscale.config.presets import group_options
 from tests.cli.conftest import Cli
 from tests.support.terminals import on_terminal, plain
@@ -29,19 +30,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("line", "found"),
     [
         ("", [*dict.fromkeys(name.split()[0] for name in VERBS)]),
-        ("data ", ["demo", "pack", "index", "check", "select"]),
-        ("data pa", ["pack"]),
         ("train experiment=", [f"experiment={name}" for name in group_options()["experiment"]]),
-        ("train -m offload=host,n", ["offload=host,none"]),
-        ("train sched", ["schedule=", "schedule."]),
-        ("train --help optim.cl", ["optim.clip_norm"]),
-        ("train --cf", ["--cfg"]),
-        ("data check ", []),
-        ("eval run=de", ["run=demo"]),
-        ("train model.weights=", ["model.weights=demo"]),
-        ("report ", ["demo"]),
-        ("train batch=", []),
-        ("nothing b", []),
+        *files.read_yaml(Path(__file__).with_name("completion.yaml")).items(),
     ],
 )
 def test_the_completions_of_a_line(folder: Path, cli: Cli, line: str, found: list[str]) -> None:

@@ -3,16 +3,20 @@
 import json
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from clipscale.common import files
 from clipscale.config.data import DataConfig
 from clipscale.data.filters import Selection, selection
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError, RawSample
 from tests.data.files import picture
 from tests.data.test_decode import SAMPLES
+
+TABLES = files.read_yaml(Path(__file__).with_name("filters.yaml"))
 
 
 def chosen(*conditions: str, captions: Sequence[str] = ("txt",)) -> Selection:
@@ -49,10 +53,7 @@ def test_what_costs_least_is_looked_at_first() -> None:
 
 @pytest.mark.parametrize(
     ("captions", "fields", "shares"),
-    [
-        (["txt=1", "json:alt=3"], {"alt": "j"}, {"t": 1 / 4, "j": 3 / 4}),
-        (["txt=2", "json:alts=1"], {"alts": ["a", "b", " ", 3]}, {"t": 2 / 3, "a": 1 / 6, "b": 1 / 6}),
-    ],
+    TABLES["shares"],
 )
 def test_sources_are_drawn_by_weight_and_a_list_shares_it(
     captions: list[str], fields: dict, shares: dict[str, float]

@@ -1,5 +1,6 @@
 """Captions are cut for text towers whose features do not depend on padding, and for no others."""
 
+from pathlib import Path
 from typing import Any
 
 import open_clip
@@ -7,24 +8,20 @@ import pytest
 import torch
 from open_clip.hf_model import HFTextEncoder
 
+from clipscale.common import files
 from clipscale.config.sections import ModelConfig
 from clipscale.models.families import family_of
 from clipscale.models.towers import build_model
 from tests.models.test_towers import SMALL
+
+TABLES = files.read_yaml(Path(__file__).with_name("families.yaml"))
 
 CONTEXT, WORDS = 40, (0, 1, 4, 12, 30)
 
 
 @pytest.mark.parametrize(
     ("text", "cut"),
-    [
-        ({}, True),
-        ({"pool_type": "first"}, True),
-        ({"pool_type": "eos", "eos_id": 49407}, True),
-        ({"no_causal_mask": True}, False),
-        ({"no_causal_mask": True, "pool_type": "last"}, False),
-        ({"pool_type": "last"}, False),
-    ],
+    TABLES["cut"],
     ids=str,
 )
 def test_captions_are_cut_where_features_do_not_depend_on_padding(text: dict[str, Any], cut: bool) -> None:
@@ -41,7 +38,7 @@ def test_captions_are_cut_where_features_do_not_depend_on_padding(text: dict[str
 
 @pytest.mark.parametrize(
     ("kind", "pooler"),
-    [("roberta", "mean_pooler"), ("roberta", "cls_pooler"), ("bert", "mean_pooler"), ("mt5", "mean_pooler")],
+    TABLES["poolers"],
 )
 def test_towers_of_transformers_do_not_see_the_padding(kind: str, pooler: str) -> None:
     transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")

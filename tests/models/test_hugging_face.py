@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.config.sections import ModelConfig, Preprocess, TowerConfig
 from clipscale.models.sources import local_source
@@ -23,6 +24,8 @@ from clipscale.tools.export.settings import ExportSettings
 from clipscale.tools.export.verb import main, started
 from tests.support.checkpoints import save_model
 from tests.tools.export.test_open_clip import ARCHITECTURE, saved
+
+TABLES = files.read_yaml(Path(__file__).with_name("hugging_face.yaml"))
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (clipscale[hf])")
 TEXTS = ["a red ring", "two cats on a chair, and a dog"]
@@ -80,12 +83,7 @@ def model_of(folder: Path) -> tuple[ClipModel, ModelConfig]:
 
 @pytest.mark.parametrize(
     ("kind", "act", "eos", "form"),
-    [
-        ("clip", "quick_gelu", 2, "whole"),
-        ("clip", "gelu", 49407, "sharded"),
-        ("clip", "gelu_pytorch_tanh", 49000, "bin"),
-        ("siglip", "gelu_pytorch_tanh", 49407, "sharded"),
-    ],
+    TABLES["folders"],
 )
 def test_a_folder_has_the_features_of_transformers_and_is_exported_as_it_came(
     tmp_path: Path, kind: str, act: str, eos: int, form: str

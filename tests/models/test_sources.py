@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from clipscale.cli.compose import settings
 from clipscale.cli.main import main
 from clipscale.cli.train import check_weights
+from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.config.libraries import model_description
 from clipscale.config.sections import ModelConfig, TowerConfig
@@ -24,6 +25,8 @@ from clipscale.models.towers import ClipModel, build_model
 from tests.models.test_weights import SMALL, config, custom, open_clip_folder, plain, random_model, state_of
 from tests.support.checkpoints import save_model
 from tests.support.interpreter import interpreted
+
+TABLES = files.read_yaml(Path(__file__).with_name("sources.yaml"))
 
 
 @pytest.fixture
@@ -62,14 +65,7 @@ def test_a_folder_brings_its_model_and_weights_without_a_description_keep_the_de
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [
-        (
-            ["model=vit-b32", "model.weights=start"],
-            "model.name=ViT-B-32: .*'start' is small, whose .* leave",
-        ),
-        (["model.name=ViT-B-16", "model.weights=theirs"], "model.name=ViT-B-16: .*'theirs' is theirs, whose embed_dim"),
-        (["model=vit-b32", "model.image.weights=theirs", "model.weights=theirs"], "model.name=ViT-B-32"),
-    ],
+    TABLES["others"],
 )
 def test_another_model_that_was_chosen_is_refused(place: Path, words: list[str], message: str) -> None:
     for verb in ("train", "eval"):
@@ -79,15 +75,7 @@ def test_another_model_that_was_chosen_is_refused(place: Path, words: list[str],
 
 @pytest.mark.parametrize(
     ("change", "fits"),
-    [
-        ({}, True),
-        ({"vision_cfg": {"image_size": 384}}, True),
-        ({"text_cfg": {"context_length": 32}}, True),
-        ({"vision_cfg": {"mlp_ratio": 4.0}}, True),
-        ({"quick_gelu": True}, False),
-        ({"vision_cfg": {"layers": 13}}, False),
-        ({"text_cfg": {"heads": 16}}, False),
-    ],
+    TABLES["chosen"],
 )
 def test_the_same_model_may_be_chosen_of_another_resolution(change: dict[str, Any], fits: bool) -> None:
     described = model_description("ViT-B-32")

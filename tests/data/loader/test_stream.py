@@ -12,10 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from clipscale.common import files
 from clipscale.config.data import AugmentConfig
 from tests.data.files import HUGE, Letters, picture, sample, write_shards, write_tar
 from tests.data.streams import all_ids, contents, flat, ids, inline_workers, open_stream, sample_id
 from tests.support.refused import refused
+
+TABLES = files.read_yaml(Path(__file__).with_name("stream.yaml"))
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -161,15 +164,7 @@ def test_data_without_a_usable_sample_ends_with_the_reason(
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        ({"shard_streams": 16}, r"data\.shard_streams=16: too many for the batch of 8"),
-        ({"batch": 100, "shard_streams": 60}, r"data\.shard_streams=60: too many for the 50 samples"),
-        ({"weights": [1.0], "order": "epochs"}, r"data\.weights and data\.order=epochs"),
-        (
-            {"train": ["http://127.0.0.1:9/{0..9}.tar"], "order": "epochs"},
-            r"data\.order=epochs: .* of 10 of 10 .*data index",
-        ),
-    ],
+    TABLES["refused"],
 )
 def test_settings_that_cannot_work_are_refused_in_one_line(tmp_path: Path, options: dict, message: str) -> None:
     write_shards(tmp_path, [25, 25])

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.data.filters import Selection
@@ -21,6 +22,8 @@ from clipscale.tools.data.make_index import main as make_index
 from clipscale.tools.data.settings import IndexSettings
 from tests.data.files import picture, write_tar
 from tests.data.streams import contents, flat, ids, open_stream, positions, sample_id
+
+TABLES = files.read_yaml(Path(__file__).with_name("subset.yaml"))
 
 
 def uid(shard: int, i: int) -> str:
@@ -172,15 +175,7 @@ def test_repeats_have_one_key_and_others_have_their_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("weights", "column", "message"),
-    [
-        ([1.0, -1.0], "key", "1 weights are no numbers from 0"),
-        ([None, 1.0], "key", "1 weights are no numbers"),
-        ([1.0, 1e9], "key", "1 weights are no numbers from 0 to 10,000"),
-        (["a", "b"], "key", "cannot be read"),
-        ([[1.0], [2.0]], "key", "cannot be read"),
-        ([0.0, 0.0], "key", "all weights are 0"),
-        ([1.0, 1.0], "name", "not key or uid, and weight"),
-    ],
+    TABLES["unusable"],
 )
 def test_weights_that_cannot_be_used_are_named(tmp_path: Path, weights: list, column: str, message: str) -> None:
     write(tmp_path / "full", FULL)

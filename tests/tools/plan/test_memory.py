@@ -1,9 +1,11 @@
 """Predicted memory equals measured memory, in every phase of real steps on the CPU."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from clipscale.common import files
 from clipscale.common.units import parse_memory
 from clipscale.config.train import TrainConfig
 from clipscale.tools.plan.dry_run import dry_run
@@ -44,20 +46,7 @@ def assert_agree(
     assert predicted == pytest.approx(actual, rel=BAR, abs=small)
 
 
-CHECKPOINTING = {"model__grad_checkpointing": True}
-CASES = {
-    "float32": {},
-    "frozen": {"model__image__train": "none", "optim__name": "lion"},
-    "sigmoid": {"loss__objective": "sigmoid", "model__init_bias": -10, "optim__name": "muon"},
-    "bf16": {"precision": "bf16", "chunk": 32},
-    "checkpointing": CHECKPOINTING | {"batch": 192},
-    "resident": {"offload": "none", "model__patch_dropout": 0.5, "optim__name": "adafactorbv"},
-    "many chunks": {"batch": 320, "chunk": 32, "optim__name": "lamb", "optim__clip_norm": 1.0},
-    "fp16": {"precision": "fp16", "loss__backend": "dense"},
-    "bf16, dense, checkpointing": {"precision": "bf16", "loss__backend": "dense", "batch": 128} | CHECKPOINTING,
-    "large chunk": {"batch": 2048, "chunk": 512},
-    "ViT-B/32": {"model__name": "ViT-B-32", "model__architecture": {}, "chunk": 32},
-}
+CASES, DEEP = files.read_yaml(Path(__file__).with_name("memory.yaml")).values()
 
 
 @pytest.mark.timeout(1200)  # ViT-B/32 on two busy cores
@@ -77,13 +66,6 @@ def test_the_memory_of_kept_graphs_is_predicted(share: float, kept: int) -> None
     step = predicted(config)
     assert_agree(step, measured(config), growth=False)
     assert sum(step.kept) >= kept
-
-
-DEEP = {
-    "many ranks": {"launch__parallel": "ddp"},
-    "sharded": {"launch__parallel": "zero3"},
-    "some blocks train": {"model__image__train": "2", "model__grad_checkpointing": True},
-}
 
 
 @pytest.mark.parametrize("name", ["many ranks", *(pytest.param(n, marks=pytest.mark.slow) for n in list(DEEP)[1:])])
