@@ -202,14 +202,7 @@ def test_exports_are_as_readable_as_other_files_and_replace_none_of_others(tmp_p
 
 @pytest.mark.parametrize(
     ("part", "values", "message"),
-    [
-        ("text_config", {"hidden_act": "relu"}, "its activations are"),
-        ("vision_config", {"num_hidden_layers": 10**9}, "describes a larger model than these weights"),
-        ("vision_config", {"image_size": 10**6}, "describes a larger model than these weights"),
-        ("vision_config", {"patch_size": -1}, "patch_size=-1 is no size"),
-        ("text_config", {"num_hidden_layers": 3}, r"does not fit this architecture.*missing"),
-        ("text_config", {"hidden_size": 36}, r"does not fit this architecture"),
-    ],
+    TABLES["descriptions"],
 )
 def test_a_configuration_that_is_not_of_these_weights_is_refused(
     tmp_path: Path, part: str, values: Any, message: str

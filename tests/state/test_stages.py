@@ -11,6 +11,7 @@ from open_clip.model import resize_pos_embed, resize_text_pos_embed
 
 from clipscale import checkpoint
 from clipscale.cli import compose
+from clipscale.common import files
 from clipscale.config.sections import (
     CacheConfig,
     CheckpointConfig,
@@ -152,14 +153,7 @@ def test_the_next_stage_begins_with_the_same_weights_and_resized_positions(
 
 @pytest.mark.parametrize(
     ("second", "changes", "message"),
-    [
-        ({}, {"samples": 60}, r"stages: their samples are \[38, 20\], and the run has samples=60"),
-        ({"samples": None}, {}, r"stages: their samples are \[38, None\]"),
-        ({"image_size": 25}, {}, r"model\.image_size=25: the patches are 10 pixels wide"),
-        ({"batch": 9}, {}, r"batches of \[9, 12\] are not all multiples .* data\.shard_streams=1"),
-        ({"batch": 9}, {"launch": LaunchConfig(procs=2)}, r"batch=9 cannot be shared evenly"),
-        ({"samples": 5}, {}, r"samples=5 is less than one batch=12"),
-    ],
+    files.read_yaml(Path(__file__).with_name("stages.yaml")),
 )
 def test_stages_that_cannot_be_are_refused_at_the_start(
     shards: str, tmp_path: Path, second: dict, changes: dict, message: str
