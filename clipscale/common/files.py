@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -69,7 +70,7 @@ def folders(folder: Path) -> list[Path]:
 
 
 def read_yaml(path: Path) -> Any:
-    return yaml.load(path.read_bytes(), yaml.CSafeLoader)
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
 def write_text(path: Path, text: str) -> None:
@@ -103,7 +104,8 @@ def read_record(path: Path) -> Record:
         raise ValueError("no regular file of at most 1 MiB")
     if path.suffix != ".json":
         depth = 0
-        for event in yaml.parse(path.read_bytes(), yaml.CSafeLoader):
+        # libyaml is fast, and refuses the surrogates that stand for bytes of names that are no UTF-8.
+        for event in yaml.parse(re.sub(rb"(?i)\\ud", rb"\\u0", path.read_bytes()), yaml.CSafeLoader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > 100 or isinstance(event, yaml.AliasEvent):
                 raise ValueError("aliases or lists of 100 levels, of which a run writes none, and which take minutes")

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
+from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.config.parse import typed
@@ -73,11 +73,11 @@ def test_the_environment_shortens_runs_and_lengthens_none(monkeypatch: pytest.Mo
         settled(config())
 
 
-def test_the_written_configuration_reads_back_as_itself() -> None:
-    original = settled(config(run="mine", optim=OptimConfig(options={"foreach": True})))
-    values = yaml.safe_load(to_yaml(original))
-    back = typed(TrainConfig, values)
-    assert to_yaml(back) == to_yaml(original)
+def test_the_written_configuration_reads_back_as_itself(tmp_path: Path) -> None:
+    """Also a folder whose name is no UTF-8."""
+    original = settled(config(run="m\udcff", optim=OptimConfig(options={"foreach": True})))
+    files.write_text(tmp_path / "config.yaml", to_yaml(original))
+    back = typed(TrainConfig, files.read_record(tmp_path / "config.yaml"))
     assert back == original
 
 
