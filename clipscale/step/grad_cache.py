@@ -75,7 +75,7 @@ class GradCache:
         keep_bytes: memory for graphs that are kept from the first pass, so that their chunks need no replay; the same
             on all ranks. 0: keep none; math.inf: keep all; a number: measure a graph in the first step, then keep as
             many as fit; None: measure, and keep none yet. May be changed between steps, as `chunks` may. A rank that
-            has no memory for a kept graph keeps none from then on; under FSDP2 no rank does.
+            has no memory for a kept graph keeps none from then on; under FSDP2 or with batch normalisation none does.
         autocast: makes the context in which encoders run, a new one for each chunk.
         scaler: a gradient scaler for fp16. It scales the loss before the backward pass.
 
@@ -158,9 +158,10 @@ class GradCache:
             tower.representations, tower.inputs = torch.empty(0), None  # frozen ones, too
 
     def _agree_on_kept(self) -> None:
-        """If a graph did not fit, keep none from now on. Under FSDP2 on all ranks: a second pass gathers weights."""
+        """If a graph did not fit, keep none from now on. On all ranks if a second pass is a collective: under FSDP2,
+        which gathers weights, and with synchronised batch normalisation."""
         full = any(tower.graphs.full for tower in self._towers)
-        if self.keep_bytes and not self._keeps_none and any(gathers(tower.encoder) for tower in self._towers):
+        if self.keep_bytes and not (self._keeps_none or all(repeatable(tower.encoder) for tower in self._towers)):
             full = bool(largest_of_ranks(full, self._towers[0].representations.device))
         if full:
             log.warning("cache.keep: out of memory for a kept graph; this process keeps none from now on")
@@ -242,13 +243,13 @@ class _Tower:
         """Encode chunk i without a graph, or with one that is kept. If that runs out of memory, drops all kept graphs
         and encodes again."""
         try:
-            return self.graphs.first_pass(i, encode)
+            return self.graphs.first_pass(i, encode, gathers(self.encoder))
         except torch.OutOfMemoryError:
             if i >= self.graphs.count or not repeatable(self.encoder):
                 raise
         self.graphs.give_up()
         self.random_states[i].restore()
-        return self.graphs.first_pass(i, encode)
+        return self.graphs.first_pass(i, encode, False)
 
     def replay(self, before_chunk: Callable[[], None]) -> None:
         """Backpropagate through the kept graphs, then replay the other chunks.

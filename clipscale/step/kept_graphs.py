@@ -53,10 +53,15 @@ class KeptGraphs:
         self.count = min(chunks, fits)
         self.full = False
 
-    def first_pass(self, i: int, encode: Callable[[], Tensor]) -> Tensor:
-        """The output of chunk i, detached. Its graph is kept, measured and dropped, or not built."""
-        if self._on_gpu and i < self.count and free_gpu_memory() < ROOM * self.bytes_each:
-            self.count, self.full = i, True
+    def first_pass(self, i: int, encode: Callable[[], Tensor], asks: bool) -> Tensor:
+        """The output of chunk i, detached. Its graph is kept, measured and dropped, or not built.
+
+        `asks`: keep it only if the GPU has room, for a pass that cannot be repeated alone. DDP's can, and must be
+        tried: the first with a graph is a collective, which renews its buckets.
+        """
+        if asks and self._on_gpu and i < self.count and free_gpu_memory() < ROOM * self.bytes_each:
+            self.count = i
+            self.full = True
         if i < self.count:
             out = encode()
             self.outputs.append(out)
@@ -93,8 +98,7 @@ def largest_of_ranks(value: int, device: torch.device) -> int:
 
 def free_gpu_memory() -> int:
     """Bytes that the current GPU has for new tensors, those that torch's allocator holds unused included."""
-    free, _ = torch.cuda.mem_get_info()
-    return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 
 @contextmanager
