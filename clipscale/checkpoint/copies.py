@@ -72,8 +72,8 @@ def restore_from_copy(run: Path, address: str, resume: str = "", whole: Path | N
             path = newer.pop()
             if resume != "auto":
                 raise UserError(
-                    f"resume={resume}: checkpoint.copy holds {path.name}, which is later; take resume=auto, or another "
-                    "address"
+                    f"resume={resume}: checkpoint.copy holds {path.name}, which is later; give another address, or "
+                    "resume=auto to go on from it"
                 )
             target = run / path
             temporary = target.with_suffix(TEMPORARY)
@@ -85,7 +85,6 @@ def restore_from_copy(run: Path, address: str, resume: str = "", whole: Path | N
                 if not newer and not whole:
                     raise
                 tell(f"warning: checkpoint.copy: {error}")
-                store.rm_file(f"{path}/{META}")
                 continue
             tell(f"{path.name} is taken from checkpoint.copy: the run's folder has no whole one as new")
             set_records_aside(run, "goes on from its copy")

@@ -50,8 +50,8 @@ class LoaderError(DataError):
 # Words of torch, the system, Python and the loader of libraries where a limit on memory or threads is reached.
 NO_MEMORY = ("can't allocate memory", "Cannot allocate memory", "can't start new thread", "failed to map segment")
 E = TypeVar("E", bound=BaseException)
-SEMAPHORES = "/dev/shm"
 # Linux's folder for shared memory, and the free bytes that suffice there.
+SEMAPHORES = "/dev/shm"
 LEAST_SHARED = 2**16
 
 

@@ -100,16 +100,18 @@ def read_record(path: Path) -> Record:
     if not path.exists():
         return {}
     check_inside(path, path.parent)
-    if not path.is_file() or path.stat().st_size > 1 << 20:  # opening a pipe would wait
-        raise ValueError("no regular file of at most 1 MiB")
-    if path.suffix != ".json":
+    if not path.is_file() or path.stat().st_size > 1 << 22:  # opening a pipe would wait
+        raise ValueError("no regular file of at most 4 MiB")
+    if path.suffix == ".json":
+        content = read_json(path)
+    else:
         depth = 0
         # libyaml is fast, and refuses the surrogates that stand for bytes of names that are no UTF-8.
         for event in yaml.parse(re.sub(rb"(?i)\\ud", rb"\\u0", path.read_bytes()), yaml.CSafeLoader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > 100 or isinstance(event, yaml.AliasEvent):
                 raise ValueError("aliases or lists of 100 levels, of which a run writes none, and which take minutes")
-    content = read_json(path) if path.suffix == ".json" else read_yaml(path)
+        content = read_yaml(path)
     if not isinstance(content, dict):
         raise ValueError("it holds no values with names")
     return content

@@ -16,8 +16,8 @@ from clipscale.common.record import Record
 Shapes = dict[str, tuple[int, ...]]
 T = TypeVar("T")
 TABLE: Record = files.read_yaml(Path(__file__).with_suffix(".yaml"))
-WRAPPERS = ("state_dict", "model_state_dict", "model")
 # Where trainers put the weights in a checkpoint, and what wrappers of torch put before their names.
+WRAPPERS = ("state_dict", "model_state_dict", "model")
 PREFIXES = ("module.", "_orig_mod.", "model.")
 
 

@@ -1,8 +1,6 @@
 """What a shell completes, by the same tables as help and checks; and that the shells do."""
 
-import shlex
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -53,14 +51,6 @@ def test_a_shell_completes_what_is_typed(folder: Path, environment: dict[str, st
         shell.split(), folder, environment, ("", script), ("ready", f"{TYPED}\t"), paths, ("ata/", "\x15exit\r")
     )
     assert not status and "vit-b32-quickgelu" in plain(output), output
-
-
-@pytest.mark.skipif(not shutil.which("fish"), reason="fish is not installed")
-def test_fish_completes_what_is_typed(folder: Path, environment: dict[str, str]) -> None:
-    for line, found in ((TYPED, "model=vit-b32-quickgelu"), ("clipscale data check my", "my data/\nmy.tar")):
-        code = f"clipscale completion fish | source; complete -C {shlex.quote(line)}"
-        done = subprocess.run(["fish", "--no-config", "-c", code], env=environment, capture_output=True, text=True)
-        assert done.stdout.strip() == found, done
 
 
 def test_an_unknown_shell_is_a_mistake(cli: Cli) -> None:

@@ -28,9 +28,9 @@ from clipscale.data.shards.subset import subset_of
 SetStatus = Callable[[str], None]
 # A stream leaves a shard after this many broken samples in a row.
 MOST_IN_SHARD = 20_000
-MOST_BROKEN = 200_000
 # A stream gives up after this many broken samples, or visits to shards, in a row. Generous: one bad shard of a few
 # must not end a run, and a stream of a small set may hold a single sample an epoch.
+MOST_BROKEN = 200_000
 MOST_FRUITLESS = 200
 # A stream gives up after this many unreachable shards in a row: the storage is gone, not a shard.
 MOST_UNREACHABLE = 3

@@ -40,7 +40,8 @@ class EmbeddedSet:
             self.paths = [folder / name for name in shards]
             self.firsts = [0, *itertools.accumulate(entry["samples"] for entry in shards.values())]
             for kind in KINDS:
-                list(self.features(kind))
+                for _ in self.features(kind):  # each mapped file takes a descriptor: one at a time
+                    pass
 
     def __len__(self) -> int:
         return self.firsts[-1]

@@ -46,8 +46,8 @@ def write_report(names: Sequence[str | Path], out: str | None = None) -> Path:
     path = Path(out).expanduser() if out else Path(above, "report.html")
     html = page(runs)
     with files.reported("report", path, "give a place that can be written, out=FILE"):
-        if path.is_file() and b'<script id="data"' not in path.read_bytes():
-            raise ValueError("somebody else's page")
+        if path.parent != runs[0].folder and path.is_file() and b'<script id="data"' not in path.read_bytes():
+            raise ValueError("somebody else's file, or an old page: remove it")
         files.write_text(path, html)
     return path
 

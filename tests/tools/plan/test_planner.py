@@ -9,6 +9,7 @@ import pytest
 
 from clipscale.cli import compose
 from clipscale.cli.main import main
+from clipscale.common import files
 from clipscale.common.units import format_count
 from clipscale.tools.plan import step_time
 from clipscale.tools.plan.planner import plan, predicted
@@ -96,15 +97,7 @@ def test_the_exchange_is_the_one_that_the_run_takes() -> None:
 # Images/s per GPU, by three quarters for the fourth pass: what users of open_clip see, and since B/16 what we measured
 # in plain steps on an H100 (2,950 to 3,271 of B/16, 800 to 856 of L/14), which is 1.65 to 3.2 times as fast as an
 # A100. SigLIP's B/16 has 1.13 times the operations of CLIP's.
-CACHED = {
-    "model=vit-b32 batch=32k hardware=a100-80g gpus=8 nodes=8": (900, 1130),
-    "model=vit-b32 batch=32k hardware=rtx4090": (500, 600),
-    "model=vit-h14 batch=64k hardware=a100-80g gpus=8 nodes=8": (68, 75),
-    "model=vit-b16 batch=8k hardware=h100-80g gpus=1": (2212, 2453),
-    "model=vit-b16 batch=8k hardware=a100-80g gpus=1": (691, 1487),
-    "model=vit-l14 batch=1M hardware=a100-80g gpus=8": (187, 389),
-    "model=siglip-b16 loss=siglip batch=32k hardware=a100-80g gpus=8": (612, 1317),
-}
+CACHED = files.read_yaml(Path(__file__).with_name("cached.yaml"))
 
 
 def test_a_model_that_is_smaller_than_all_that_are_known_has_no_speed() -> None:

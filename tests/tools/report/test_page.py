@@ -195,7 +195,7 @@ def test_a_missing_an_empty_and_a_damaged_run_are_refused(tmp_path: Path, capsys
         error = capsys.readouterr().err
         assert answer in error and error.count("\n") == 1, error
     (tmp_path / "runs/report.html").write_text("a thesis")
-    with refused("somebody else's page.*out=FILE"):
+    with refused("somebody else's file.*out=FILE"):
         write_report([run, run])
     (tmp_path / "empty").mkdir()
     with refused("holds no step"):
