@@ -6,7 +6,7 @@ from pathlib import Path
 
 from clipscale.common import files
 from clipscale.common.record import Results
-from clipscale.common.terminal import Progress, doing, tell
+from clipscale.common.terminal import Progress, doing, main_rank, tell
 from clipscale.config.eval import EvalRunConfig, check_eval, completed
 from clipscale.config.sections import LossConfig, SinkConfig
 from clipscale.distributed.world import destroy_world, init_world
@@ -23,7 +23,7 @@ def main(config: EvalRunConfig) -> Results:
     """Evaluate, on `launch.procs` processes or as one of torchrun's. Raises UserError."""
     check_eval(config)
     whole = completed(config)
-    if not config.eval.has_sets:
+    if main_rank() and not config.eval.has_sets:
         tell(f"eval.sets: {whole.eval.sets or whole.eval.root}, named by the run's config.yaml")
     return local.run(whole, f"{__name__}:work")
 
