@@ -227,7 +227,8 @@ class Run:
 
     def train_step(self) -> Agreement:
         """One exact optimizer step over the global batch; see `TrainStep.run`. Returns what the ranks agreed on."""
-        number, step = self.step + 1, self.trainer
+        number = self.step + 1
+        step = self.trainer
         lr = self.schedule.apply(step.optimizer, self.step)
         with rollback_on_error(step.model, self.stream, self.world):
             batch = self.stream.next_batch()  # its samples may still be arriving
@@ -258,7 +259,8 @@ class Run:
     def before_chunk(self) -> Callable[[], None]:
         """The callback of a step before each chunk: ends the step at a signal, shows progress, and logs the previous
         step as soon as the device has finished it. Never waits for the device."""
-        chunks, cache = count(), self.trainer.cache
+        chunks = count()
+        cache = self.trainer.cache
         rows = self.config.batch // self.world.size
 
         def call() -> None:
@@ -271,7 +273,8 @@ class Run:
 
     def evaluate(self) -> Record:
         """Evaluate the current model, and write the results to RUN/eval/step_N.json."""
-        step, config = self.trainer, self.config
+        step = self.trainer
+        config = self.config
         self.records.finish()
         self.stop.restart()
         averaged = step.average.swapped_in() if step.average and config.eval.weights == "ema" else nullcontext()

@@ -298,7 +298,8 @@ class TrainTransform:
         """
         import torch  # here: `data check` decodes pictures without torch
 
-        picture, augment = Picture(data), self.augment
+        picture = Picture(data)
+        augment = self.augment
         left, top, right, bottom = random_box(picture.width, picture.height, augment.scale, augment.ratio, rng)
         flipped = augment.flip > 0 and rng.uniform() < augment.flip
         crop = picture.decode()[top:bottom, left:right]

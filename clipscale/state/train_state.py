@@ -50,7 +50,9 @@ def load(step: TrainStep, saved: Saved, stage: str = "") -> None:
     The optimizer's settings (learning rate, decay) stay as they are. `stage`: empty within a stage; at the start of
     one, `continue` drops the optimizer's state of resized position embeddings, `restart` drops all of it.
     """
-    model, optimizer, scaler = step.model, step.optimizer, step.precision.scaler
+    model = step.model
+    optimizer = step.optimizer
+    scaler = step.precision.scaler
     name_of = {id(p): name for name, p in model.named_parameters()}
     names = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     if [group["params"] for group in saved.optimizer["param_groups"]] != names:

@@ -146,7 +146,8 @@ def parquet_file(file: str | Path) -> Any:
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise UserError("Parquet needs pyarrow: pip install 'clipscale[parquet]'") from error
-    table, size = ParquetFile(file, buffer_size=BUFFER, pre_buffer=False), Path(file).stat().st_size
+    table = ParquetFile(file, buffer_size=BUFFER, pre_buffer=False)
+    size = Path(file).stat().st_size
     if table.metadata.num_rows > ROWS_PER_BYTE * size:
         raise UserError(
             f"{file}: {table.metadata.num_rows:,} rows in {size:,} bytes; give each sample a row of its own"
