@@ -91,7 +91,7 @@ def without_noise(actual: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("noise", ["dropout", "patch dropout"])
 def test_open_clips_towers_from_pinned_memory_have_the_gradient_of_one_graph(noise: str, compiled: bool) -> None:
     """Chunks of 5 images and 3 texts, copied to the device while others are computed, half of their graphs kept."""
-    case = Case(1, "none", (5, 3), noise, "host", 60e3, "softmax", "none", "as they come", 3, dtype="float32")
+    case = Case(1, "none", (5, 3), noise, "host", 60e3, "softmax", "none", "as they come", True, dtype="float32")
     pixels, tokens = inputs_of(case, 0)
     actual = []
     for cached in (False, True):
@@ -197,7 +197,7 @@ def test_an_overflow_leaves_the_step_out_and_lowers_the_loss_scale(
     assert losses[-1] < losses[0], f"nothing learnt after {len(skipped)} of {len(lines)} steps were left out"
 
 
-def test_a_resumed_run_goes_on_as_the_uninterrupted_one(demo: Path, plain: list[float], tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_as_the_uninterrupted_one(demo: Path, tmp_path: Path) -> None:
     total = ScheduleConfig(name="constant", warmup="2")
     whole = run(demo, tmp_path / "whole", schedule=total)
     run(demo, tmp_path / "parts", schedule=total, samples=320)
