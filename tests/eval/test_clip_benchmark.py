@@ -1,13 +1,11 @@
 """clip-benchmark, given the exported run and the same data, reports the same figures."""
 
-import io
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from clipscale.config.eval import EvalRunConfig
 from clipscale.config.sections import EvalConfig
@@ -15,6 +13,7 @@ from clipscale.eval.verb import main
 from clipscale.models.towers import build_model
 from clipscale.tools.export.settings import ExportSettings
 from clipscale.tools.export.verb import main as export
+from tests.data.files import picture
 from tests.eval.sets import members, write_shards
 from tests.eval.test_verb import TINY
 from tests.support.checkpoints import save_model
@@ -26,10 +25,7 @@ TEMPLATES = ["a photo of a {c}.", "a drawing of the {c}", "{c}"]
 
 
 def noise(seed: int) -> bytes:
-    out = io.BytesIO()
-    pixels = np.random.default_rng(seed).integers(0, 256, (3 + seed % 3, 5, 3), dtype=np.uint8)
-    Image.fromarray(pixels).resize((24 + seed % 7, 20), Image.Resampling.BILINEAR).save(out, "PNG")
-    return out.getvalue()
+    return picture(seed, (24 + seed % 7, 20))
 
 
 def sets(root: Path) -> dict[str, Path]:

@@ -30,7 +30,6 @@ TABLES = files.read_yaml(Path(__file__).with_name("hugging_face.yaml"))
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (clipscale[hf])")
 TEXTS = ["a red ring", "two cats on a chair, and a dog"]
 SIDE, TOKENS = 32, 12
-TEXT = ARCHITECTURE["text_cfg"]
 
 
 def reference(kind: str, act: str, eos: int = 49407) -> Any:
@@ -161,23 +160,11 @@ def test_an_export_prepares_pictures_and_texts_as_the_run(tmp_path: Path) -> Non
     assert model_of(out)[1].pixels == model.pixels
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"init_bias": -10.0}, "CLIP has no logit bias"),
-        (
-            {"architecture": ARCHITECTURE | {"vision_cfg": {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8}}},
-            "Resnet",
-        ),
-        (
-            {"architecture": ARCHITECTURE | {"text_cfg": TEXT | {"no_causal_mask": True}}},
-            "text tower",
-        ),
-        ({"preprocess": {"resize_mode": "longest"}}, "resize_mode=longest"),
-    ],
-)
-def test_a_model_that_transformers_does_not_have_is_refused(tmp_path: Path, changes: Any, message: str) -> None:
-    saved(tmp_path / "run", ModelConfig(**{"name": "own", "architecture": ARCHITECTURE} | changes))
+@pytest.mark.parametrize(("changes", "towers", "message"), TABLES["refused"])
+def test_a_model_that_transformers_does_not_have_is_refused(
+    tmp_path: Path, changes: dict, towers: dict, message: str
+) -> None:
+    saved(tmp_path / "run", ModelConfig("own", ARCHITECTURE | towers, **changes))
     with pytest.raises(UserError, match=rf"format=hf.*(?i:{message}).*format=open_clip"):
         main(ExportSettings(run=str(tmp_path / "run"), format="hf"))
 
@@ -225,11 +212,6 @@ def test_an_index_names_files_of_its_folder(tmp_path: Path, name: Any) -> None:
         local_source(str(folder))
 
 
-def test_the_card_names_the_weights_that_a_run_began_from_and_no_path() -> None:
-    for weights, name in (
-        ("laion2b_s34b_b79k", "laion2b_s34b_b79k"),
-        ("hf-hub:org/clip", "hf-hub:org/clip"),
-        ("run:/home/me/runs/start", "start"),
-        ("/home/me/runs/start/checkpoints/step_00000003", "start, step_00000003"),
-    ):
-        assert started(weights) == name
+@pytest.mark.parametrize(("weights", "name"), TABLES["cards"].items())
+def test_the_card_names_the_weights_that_a_run_began_from_and_no_path(weights: str, name: str) -> None:
+    assert started(weights) == name

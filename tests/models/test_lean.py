@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
 from clipscale.models.lean import LeanPatches, LeanText, LeanVision, embed_patches_by_product, lean_encoder
+from tests.support.gradients import gradients
 from tests.support.towers import architecture
 
 SIDE, WORDS, VOCABULARY = 12, 9, 60
@@ -80,17 +81,18 @@ def both(description: dict[str, Any], dtype: torch.dtype = torch.float64) -> tup
     return reference, ours
 
 
-def gradients(tower: nn.Module, rows: Tensor, seed: int = 1) -> tuple[Tensor, dict[str, Tensor]]:
-    torch.manual_seed(seed)
+def both_passes(tower: nn.Module, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Features and gradients."""
+    torch.manual_seed(1)
     features = tower(rows)
     features.backward(torch.randn_like(features))
-    return features.detach(), {name: p.grad for name, p in tower.named_parameters() if p.grad is not None}
+    return features.detach(), gradients(tower)
 
 
 def assert_same(reference: CustomTextCLIP, ours: CustomTextCLIP) -> None:
     for tower, rows in zip(("visual", "text"), inputs()):
         (expected, wanted_gradients), (features, by_name) = (
-            gradients(getattr(m, tower), rows) for m in (reference, ours)
+            both_passes(getattr(m, tower), rows) for m in (reference, ours)
         )
         error = ((features - expected).norm() / expected.norm()).item()
         assert error <= 1e-12, f"features differ by {error:.1e}"
