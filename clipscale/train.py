@@ -179,10 +179,10 @@ class Run:
     records: StepRecords
     saver: checkpoint.Saver
     is_compiled: bool
+    # Completed steps.
     step: int
-    """Completed steps."""
+    # The last completed step's loss.
     loss: float
-    """The last completed step's loss."""
 
     def __post_init__(self) -> None:
         self.config = self.resolved.config

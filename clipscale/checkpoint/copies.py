@@ -113,10 +113,10 @@ class Copies:
 
     def __init__(self, run: Path, config: CheckpointConfig) -> None:
         self.run, self.config = run, config
+        # The checkpoint that must stay on the disk.
         self.copying: list[Path] = []
-        """The checkpoint that must stay on the disk."""
+        # Why the store does not have the run's newest state.
         self.problem = ""
-        """Why the store does not have the run's newest state."""
         self.due: SimpleQueue[bool] = SimpleQueue()
         self.due.put(True)
         self.thread = Thread(target=self._work, daemon=True)

@@ -17,34 +17,34 @@ class Saved:
     `Run.save` and `saved_values` make it; everything that reads a checkpoint reads these fields.
     """
 
+    # Steps that have been trained.
     step: int = 0
-    """Steps that have been trained."""
+    # Samples that have been trained on.
     samples: int = 0
-    """Samples that have been trained on."""
+    # Samples of a step.
     batch: int = 0
-    """Samples of a step."""
+    # The last step's loss.
     loss: float = math.nan
-    """The last step's loss."""
+    # Weights by name.
     model: Record = field(default_factory=dict)
-    """Weights by name."""
+    # The settings of the model.
     model_config: Record = field(default_factory=dict)
-    """The settings of the model."""
+    # Its `state` and its `param_groups`, by the parameters' names.
     optimizer: Record = field(default_factory=dict)
-    """Its `state` and its `param_groups`, by the parameters' names."""
+    # The setting optim.name.
     optimizer_name: str = ""
-    """The setting optim.name."""
+    # The loss scale of fp16.
     scaler: Record | None = None
-    """The loss scale of fp16."""
+    # The moving average: its `weights` and the number of `updates`.
     ema: Record | None = None
-    """The moving average: its `weights` and the number of `updates`."""
+    # Samples per chunk by tower, and the device that they are for.
     chunks: Record = field(default_factory=dict)
-    """Samples per chunk by tower, and the device that they are for."""
+    # The random states of each rank.
     random: list[Record] = field(default_factory=list)
-    """The random states of each rank."""
+    # Where each shard stream stands in the data.
     position: Record = field(default_factory=dict)
-    """Where each shard stream stands in the data."""
+    # The clipscale version that wrote it; empty: unknown.
     version: str = __version__
-    """The clipscale version that wrote it; empty: unknown."""
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> "Saved":

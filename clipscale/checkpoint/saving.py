@@ -43,10 +43,10 @@ class Saver:
     def __init__(self, run_dir: Path, world: World, config: CheckpointConfig, copies: Copies | None = None) -> None:
         """`copies`: those of the run's earlier stages."""
         self.run_dir, self.world, self.config = run_dir, world, config
+        # The step of the newest checkpoint begun.
         self.last_step: int | None = None
-        """The step of the newest checkpoint begun."""
+        # The step of the checkpoint that is being written, and its result.
         self._pending: tuple[int, Future[Metadata]] | None = None
-        """The step of the checkpoint that is being written, and its result."""
         self._stager = self._new_stager()
         self.copies = copies or Copies(run_dir, config)
         if config.copy and world.is_rank0 and not copies:

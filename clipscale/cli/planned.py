@@ -51,8 +51,8 @@ class Planner:
         with blocked():
             self.process.start()
         sends.close()
+        # Why the run cannot fit.
         self.refusal = ""
-        """Why the run cannot fit."""
         self._closed = Event()
         self._thread = Thread(target=self._report, daemon=True)
         self._thread.start()

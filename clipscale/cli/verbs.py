@@ -23,23 +23,23 @@ FLAGS = ("--multirun", "--cfg", "--check", "--config-dir")
 class Verb:
     """What one command does."""
 
+    # The dataclass of its settings, whose docstring says what it does.
     settings: type[Any]
-    """The dataclass of its settings, whose docstring says what it does."""
+    # MODULE:FUNCTION, imported when it is called: takes the settings; returns an exit status, or anything else.
     main: str
-    """MODULE:FUNCTION, imported when it is called: takes the settings; returns an exit status, or anything else."""
     examples: str
+    # The plain words before the settings, as the usage line shows them; `main` then takes the list of them first.
     words: str = ""
-    """The plain words before the settings, as the usage line shows them; `main` then takes the list of them first."""
+    # Keys inside sections that help lists with the top-level ones, because most people set them.
     often: str = ""
-    """Keys inside sections that help lists with the top-level ones, because most people set them."""
+    # The last lines of the help.
     notes: str = ""
-    """The last lines of the help."""
+    # Raises UserError for wrong settings, before `main` is imported. Writes nothing.
     check: Callable[[Any], object] = lambda settings: None
-    """Raises UserError for wrong settings, before `main` is imported. Writes nothing."""
+    # MODULE:FUNCTION of `--check`, which reads what `main` would begin with; empty: `check` alone.
     trial: str = ""
-    """MODULE:FUNCTION of `--check`, which reads what `main` would begin with; empty: `check` alone."""
+    # The file of conf/ with the verb's presets, NAME.yaml; empty: none.
     conf: str = ""
-    """The file of conf/ with the verb's presets, NAME.yaml; empty: none."""
 
 
 @dataclass(frozen=True)

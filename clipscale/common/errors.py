@@ -18,9 +18,9 @@ class UserError(Exception):
     a traceback and exits with status 2. Control characters, such as newlines in the value, are escaped.
     """
 
+    # Whether a run that it ends saves. True: yes, all ranks raise it. False: no, the weights may be half updated. None:
+    # yes in a run of one process.
     saves: bool | None = None
-    """Whether a run that it ends saves. True: yes, all ranks raise it. False: no, the weights may be half updated.
-    None: yes in a run of one process."""
 
     def __init__(self, message: object, *, saves: bool | None = None) -> None:
         super().__init__(printable(message))

@@ -13,10 +13,10 @@ class RandomState:
     """The default generators of the CPU and of one GPU. Dropout and torch.compile's seeds draw from them."""
 
     cpu: Tensor
+    # None if no GPU is in use.
     cuda: Tensor | None
-    """None if no GPU is in use."""
+    # The GPU; None: the current one.
     device: torch.device | None = None
-    """The GPU; None: the current one."""
 
     @staticmethod
     def now(device: torch.device | None = None) -> "RandomState":

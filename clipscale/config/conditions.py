@@ -33,8 +33,8 @@ class Condition:
 
     name: str
     sign: str
+    # Alternatives for `=` and `!=`; otherwise one value.
     values: tuple[str, ...]
-    """Alternatives for `=` and `!=`; otherwise one value."""
 
     @property
     def of_field(self) -> bool:

@@ -27,10 +27,10 @@ def setting(default: Any, help: str, *, choices: tuple[str, ...] = (), **bounds:
 class Setting:
     """A declared setting. `help`, `choices` and `bounds`: see `setting`."""
 
+    # Dotted from the top: `optim.lr`.
     name: str
-    """Dotted from the top: `optim.lr`."""
+    # The annotation: `int | None`, `list[str]`, ...
     type: Any
-    """The annotation: `int | None`, `list[str]`, ..."""
     default: Any
     help: str
     choices: tuple[str, ...] = ()

@@ -202,8 +202,8 @@ class Picture:
         with broken_pictures():
             self._data = data
             self._image = open_picture(data, most)
+            # Its extension in IMAGE_TYPES, by its content and not by its name.
             self.type = NAME_OF[str(self._image.format)]
-            """Its extension in IMAGE_TYPES, by its content and not by its name."""
             self.width, self.height = self._image.size
             orientation = self._image.getexif().get(_ORIENTATION, 1) if "exif" in self._image.info else 1
             self._orientation: int = orientation if orientation in range(1, 9) else 1

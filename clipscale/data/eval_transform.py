@@ -28,9 +28,9 @@ class EvalTransform:
     """
 
     side: int
+    # `shortest`: the shorter side becomes S, the centre is cut out; `squash`: both sides become S; `longest`: the
+    # longer side becomes S, black fills the rest.
     mode: str = "shortest"
-    """`shortest`: the shorter side becomes S, the centre is cut out; `squash`: both sides become S; `longest`: the
-    longer side becomes S, black fills the rest."""
     interpolation: str = "bicubic"
 
     def __call__(self, data: bytes) -> np.ndarray:

@@ -23,8 +23,8 @@ class Selection:
 
     captions: tuple[CaptionSource, ...]
     conditions: tuple[Condition, ...]
+    # What samples of equal keys share: the `caption`, or a field of the json.
     same: str | None = None
-    """What samples of equal keys share: the `caption`, or a field of the json."""
 
     def members(self) -> set[str]:
         """The extensions to read, apart from the picture's."""

@@ -129,14 +129,14 @@ class Segment:
     """Consecutive samples of one shard's shuffled order, which a stream reads."""
 
     shard: int
+    # Part of the shuffle's key: in each epoch a shard has another order.
     epoch: int
-    """Part of the shuffle's key: in each epoch a shard has another order."""
+    # The first sample, counted in the shuffled order.
     start: int
-    """The first sample, counted in the shuffled order."""
+    # One past the last sample; None: the segment ends with the shard.
     stop: int | None
-    """One past the last sample; None: the segment ends with the shard."""
+    # Samples in the shard, where known.
     count: int | None
-    """Samples in the shard, where known."""
 
 
 @dataclass(frozen=True)
@@ -186,8 +186,8 @@ def _shard_order(counts: tuple[int, ...], seed: int, epoch: int) -> tuple[np.nda
 class Resampled:
     """Shards drawn with replacement. "Epoch" k of a stream is its k-th draw, of one shard."""
 
+    # The shards to draw from, all equally likely. Each is read to its end, so every sample is equally likely.
     shards: tuple[int, ...]
-    """The shards to draw from, all equally likely. Each is read to its end, so every sample is equally likely."""
     counts: tuple[int | None, ...]
     num_streams: int
     seed: int
@@ -206,10 +206,10 @@ class Resampled:
 class WeightedSources:
     """Several sources. Each contributes its share of the samples and draws its own shards with replacement."""
 
+    # Each source's weight. Not all are zero.
     weights: tuple[float, ...]
-    """Each source's weight. Not all are zero."""
+    # Each shard's source.
     source_of: tuple[int, ...]
-    """Each shard's source."""
     counts: tuple[int | None, ...]
     num_streams: int
     seed: int

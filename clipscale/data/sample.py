@@ -28,17 +28,17 @@ class RawSample:
     key: str
     index: int
     members: dict[str, bytes] = field(repr=False)
+    # Reason why this sample is unusable although the rest of its shard can be read.
     damage: str = ""
-    """Reason why this sample is unusable although the rest of its shard can be read."""
     detail: str = ""
+    # Bytes from this sample's first header to the next sample's. The value does not depend on whether the sample is
+    # wanted or the shard has an index.
     num_bytes: int = 0
-    """Bytes from this sample's first header to the next sample's. The value does not
-    depend on whether the sample is wanted or the shard has an index."""
 
+    # With sample weights: the number of earlier copies of this sample in the shard.
     repeat: int = 0
-    """With sample weights: the number of earlier copies of this sample in the shard."""
+    # Probability that the sample appears in an epoch; 1 or more: always.
     keep_probability: float = 1.0
-    """Probability that the sample appears in an epoch; 1 or more: always."""
 
     @classmethod
     def lost(cls, url: str, reason: str, detail: str) -> "RawSample":

@@ -38,8 +38,8 @@ class AsyncReduction:
     """A reduction that runs in the background."""
 
     tensor: Tensor
+    # None: it has ended, and `tensor` is the result.
     work: dist.Work | None = None
-    """None: it has ended, and `tensor` is the result."""
 
     def values(self) -> list[int]:
         """Wait for the result."""
@@ -55,8 +55,8 @@ class World:
     rank: int
     size: int
     device: torch.device
+    # How long a rank waits for the others in a collective.
     timeout: timedelta = TIMEOUT
-    """How long a rank waits for the others in a collective."""
 
     @property
     def is_rank0(self) -> bool:

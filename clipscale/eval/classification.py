@@ -22,8 +22,8 @@ class ClassificationSet(EvalSet):
 
     answers: Sequence[int]
     classnames: Sequence[str]
+    # The prompts, with {c} for the class name.
     templates: Sequence[str] = ()
-    """The prompts, with {c} for the class name."""
 
     def class_of(self, index: int) -> int:
         return self.answers[index]

@@ -59,10 +59,10 @@ class Encoder:
     threads: int
     before_batch: Callable[[], None] = lambda: None
     progress: Callable[[str, int, int], None] = lambda *_: None
+    # That of the training; None: not known.
     loss: LossConfig | None = None
-    """That of the training; None: not known."""
+    # Images of the last set that were left out, by reason.
     broken: Counter[str] = field(default_factory=Counter)
-    """Images of the last set that were left out, by reason."""
 
     def at_sizes(self, rows: Tensor) -> list[Tensor]:
         """The features (n, D), and their first numbers of each of the loss's `sizes`, as unit rows."""

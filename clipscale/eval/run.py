@@ -33,8 +33,8 @@ class ResultsFile:
 
     run_dir: Path
     step: int | None = None
+    # What the caller knows of the results, such as the precision.
     facts: Record = field(default_factory=dict)
-    """What the caller knows of the results, such as the precision."""
 
     @property
     def path(self) -> Path:

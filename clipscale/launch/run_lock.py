@@ -36,8 +36,8 @@ class RunLock:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.file: IO[str] | None = None
+        # Whether this lock has made the folder.
         self.made = False
-        """Whether this lock has made the folder."""
 
     def acquire(self) -> None:
         """Make the run's folder, take the lock, if need be after a short wait for its holder, and remove half-written

@@ -37,15 +37,15 @@ class Stop:
 
     def __init__(self, world: World) -> None:
         """Rank 0 prints what a first Ctrl-C does."""
+        # The signal that came; 0: none.
         self.number = 0
-        """The signal that came; 0: none."""
         self._world, self._first = world, 0.0
         self._before: dict[int, Any] = {}
         self._votes: AsyncReduction | None = None
+        # From the last vote to the next, as all ranks agree.
         self._calls = 1
-        """From the last vote to the next, as all ranks agree."""
+        # Calls to the next vote.
         self._left = 1
-        """Calls to the next vote."""
         self._voted = time.monotonic()
 
     def __enter__(self) -> None:

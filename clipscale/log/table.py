@@ -22,10 +22,10 @@ NAME_WIDTH = 40
 class TextTable(NamedTuple):
     """A table whose cells are text."""
 
+    # Empty strings: no header line, and all columns are flush left. Else figures are flush right after the first.
     heads: Sequence[str]
-    """Empty strings: no header line, and all columns are flush left. Else figures are flush right after the first."""
+    # A row may end early.
     rows: Sequence[Sequence[str]]
-    """A row may end early."""
     title: str = ""
 
 

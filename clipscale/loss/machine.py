@@ -21,8 +21,8 @@ T = TypeVar("T")
 class Machine:
     """The machine of this process."""
 
+    # Most bytes of partial sums: those of a 32k x 32k panel of 128 x 128 tiles.
     max_partial_bytes = 128 << 20
-    """Most bytes of partial sums: those of a 32k x 32k panel of 128 x 128 tiles."""
 
     def __init__(self, ranks_of_node: int | None = None) -> None:
         """`ranks_of_node`: ranks on each node; None: as torchrun or Slurm say."""

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 class Objective:
     """The facts of an objective."""
 
+    # N times the weight of the softmax over each row and over each column; None: there is none.
     weights: tuple[float | None, float | None] = (None, None)
-    """N times the weight of the softmax over each row and over each column; None: there is none."""
+    # The loss is a sum over pairs: one sweep, in the forward pass, computes value and gradients. Otherwise a first
+    # sweep collects the log-sum-exps of rows and columns with a weight.
     pairwise: bool = True
-    """The loss is a sum over pairs: one sweep, in the forward pass, computes value and gradients. Otherwise a first
-    sweep collects the log-sum-exps of rows and columns with a weight."""
+    # Takes a logit bias, which is trained.
     needs_bias: bool = False
-    """Takes a logit bias, which is trained."""
+    # There are Triton kernels for the dot product.
     has_kernels: bool = False
-    """There are Triton kernels for the dot product."""
 
     @property
     def sweeps(self) -> int:

@@ -29,11 +29,11 @@ GROUPS: Record = {
 
 @dataclass(frozen=True)
 class Family:
+    # open_clip's class of the encoders.
     encoder: type[nn.Module] = nn.Module
-    """open_clip's class of the encoders."""
+    # Whether a caption's feature stays the same without its padding, so that a run may order captions by length and cut
+    # them.
     ignores_padding: Callable[[Any], bool] = lambda encoder: False
-    """Whether a caption's feature stays the same without its padding, so that a run may order captions by length and
-    cut them."""
     groups: Record = field(default_factory=lambda: GROUPS)
 
 

@@ -44,14 +44,14 @@ NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 class Source:
     """Where weights are, and what lies beside them says of the model."""
 
+    # The setting that asked for them, and its value: the beginning of messages.
     setting: str
-    """The setting that asked for them, and its value: the beginning of messages."""
+    # A file, a run's checkpoint, or a folder.
     path: Path
-    """A file, a run's checkpoint, or a folder."""
+    # The files; none of a checkpoint.
     shards: tuple[Path, ...] = ()
-    """The files; none of a checkpoint."""
+    # What is known of it: with a name, its architecture, too; `preprocess`.
     model: ModelConfig = UNKNOWN
-    """What is known of it: with a name, its architecture, too; `preprocess`."""
 
     def reading(self) -> AbstractContextManager[None]:
         """Around what reads the files. Raises UserError for damaged ones."""

@@ -70,8 +70,8 @@ class ImageTower(Tower):
         self.register_buffer("mean", 255 * torch.tensor(mean).view(3, 1, 1), persistent=False)
         self.register_buffer("std", 255 * torch.tensor(std).view(3, 1, 1), persistent=False)
         convolutions = sum(isinstance(module, nn.Conv2d) for module in encoder.modules())
+        # Of the pixels: convolutional networks pass it on from layer to layer, and compute faster channels last.
         self.layout = torch.channels_last if convolutions > 1 else torch.contiguous_format
-        """Of the pixels: convolutional networks pass it on from layer to layer, and compute faster channels last."""
 
     def prepared(self, inputs: Tensor) -> Tensor:
         if not inputs.is_cuda:

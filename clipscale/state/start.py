@@ -38,13 +38,13 @@ class Stage:
     """One stage of a run; a run without stages is one."""
 
     config: TrainConfig
+    # Its first step, counted from 0 in the run.
     first: int
-    """Its first step, counted from 0 in the run."""
+    # Samples of the stages before it.
     first_sample: int
-    """Samples of the stages before it."""
     last: bool
+    # Whether its first step continues the optimizer's state (`continue`) or drops it (`restart`).
     optimizer: str
-    """Whether its first step continues the optimizer's state (`continue`) or drops it (`restart`)."""
 
     def samples_before(self, step: int) -> int:
         """Samples that the run has trained on when it has completed `step` steps."""
@@ -55,18 +55,18 @@ class Stage:
 class Resolved:
     """A start of a run with all settings final, before anything is built."""
 
+    # The settings of this stage, completed by what the weights say of architecture and pictures.
     config: TrainConfig
-    """The settings of this stage, completed by what the weights say of architecture and pictures."""
     stages: tuple[Stage, ...]
     stage: Stage
+    # The checkpoint to resume; None: the run is new.
     checkpoint: Path | None
-    """The checkpoint to resume; None: the run is new."""
+    # The checkpoint's values, without tensors.
     saved: Saved | None
-    """The checkpoint's values, without tensors."""
+    # Whether the checkpoint is the end of the previous stage.
     is_stage_start: bool
-    """Whether the checkpoint is the end of the previous stage."""
+    # The settings of all stages, for config.yaml.
     config_to_save: TrainConfig
-    """The settings of all stages, for config.yaml."""
 
     @property
     def step(self) -> int:

@@ -22,13 +22,13 @@ class BatchLoss:
     """
 
     config: TrainConfig
+    # Has the logit scale and bias.
     model: ClipModel
-    """Has the logit scale and bias."""
     precision: Precision
+    # Where the loss runs; None: this machine.
     machine: Machine | None = None
-    """Where the loss runs; None: this machine."""
+    # Whether sample weights may put a sample into a batch twice. The copies are no negatives of each other.
     repeats: bool = False
-    """Whether sample weights may put a sample into a batch twice. The copies are no negatives of each other."""
 
     def __call__(self, image_features: Tensor, text_features: Tensor, *, keys: Tensor | None = None) -> Tensor:
         """`keys`: (N,) int64; samples with equal keys are no negatives of each other."""

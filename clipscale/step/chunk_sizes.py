@@ -28,8 +28,8 @@ class ChunkSizes:
 
     image: int
     text: int
+    # The kind of device that they were found on.
     device: str
-    """The kind of device that they were found on."""
 
 
 def check_sizes(config: CacheConfig, local_batch: int) -> None:

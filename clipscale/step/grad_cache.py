@@ -197,14 +197,14 @@ class _Tower:
 
     encoder: Callable[..., Tensor]
     autocast: Callable[[], AbstractContextManager[Any]]
+    # Whether this is the last tower with this encoder: only that one synchronises the gradients.
     last: bool
-    """Whether this is the last tower with this encoder: only that one synchronises the gradients."""
     graphs: KeptGraphs = field(default_factory=KeptGraphs)
     representations: Tensor = field(default_factory=lambda: torch.empty(0))
     inputs: Any = None
     spans: list[tuple[int, int]] = field(default_factory=list)
+    # Row of the batch at each position of a `ReorderedInput`.
     order: Tensor | None = None
-    """Row of the batch at each position of a `ReorderedInput`."""
     random_states: list[RandomState] = field(default_factory=list)
 
     @property

@@ -21,14 +21,14 @@ class KeptGraphs:
     A finite budget needs the bytes of a graph: the first step at a batch size measures them and keeps none.
     """
 
+    # The outputs of the kept chunks, in order; they hold the graphs.
     outputs: list[Tensor] = field(default_factory=list)
-    """The outputs of the kept chunks, in order; they hold the graphs."""
+    # Number of chunks to keep in this step.
     count: int = 0
-    """Number of chunks to keep in this step."""
+    # Bytes of a full chunk's graph, the largest of all ranks; 0: not measured.
     bytes_each: int = 0
-    """Bytes of a full chunk's graph, the largest of all ranks; 0: not measured."""
+    # A graph did not fit in this step.
     full: bool = False
-    """A graph did not fit in this step."""
     _rows: int = 0
     _on_gpu: bool = False
     _measured: list[int] | None = None

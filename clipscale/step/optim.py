@@ -96,8 +96,8 @@ class Schedule:
     cooldown: int
     final: float
     cosine: bool
+    # The step of the run at which it begins.
     first: int
-    """The step of the run at which it begins."""
 
     @staticmethod
     def build(

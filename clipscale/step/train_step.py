@@ -49,14 +49,14 @@ class StepResult:
     """What a step returns to the run's loop."""
 
     loss: float
+    # None: the loss or the norm is not finite, and the weights are unchanged.
     grad_norm: float | None
-    """None: the loss or the norm is not finite, and the weights are unchanged."""
     agreement: Agreement
     phases: StepTimer
+    # Width in tokens -> captions that the text tower computed at it.
     widths: dict[int, int]
-    """Width in tokens -> captions that the text tower computed at it."""
+    # Statistics of the features; empty on other ranks than 0 and in most steps.
     statistics: dict[str, Tensor]
-    """Statistics of the features; empty on other ranks than 0 and in most steps."""
 
 
 @dataclass
@@ -66,17 +66,16 @@ class TrainStep:
     config: TrainConfig
     world: World
     model: ClipModel
+    # Its loss is the BatchLoss.
     cache: GradCache
-    """Its loss is the BatchLoss."""
     precision: Precision
     optimizer: torch.optim.Optimizer
     average: WeightAverage | None
+    # Whether captions are sorted by length and lose their padding: for text towers whose features do not depend on it.
     sort_captions: bool
-    """Whether captions are sorted by length and lose their padding: for text towers whose features do not depend on it.
-    """
     chunks: ChunkSizes
+    # The last step's.
     agreement: Agreement | None = None
-    """The last step's."""
 
     def run(
         self, batch: HostBatch, stream: TrainStream, number: int, *, save: bool, before_chunk: Callable[[], None]

@@ -77,8 +77,8 @@ class Arena:
         self._end = 0
         specs = layout.slot_arrays()
         self.slots: list[Slot] = [{name: self._view(spec) for name, spec in specs.items()} for _ in range(layout.slots)]
+        # Whether the memory is page-locked.
         self.pinned = False
-        """Whether the memory is page-locked."""
 
     def _view(self, spec: ArraySpec) -> np.ndarray:
         """The next array in the memory."""

@@ -26,11 +26,11 @@ class OrderedShards:
     urls: tuple[str, ...]
     order: Order
     window: int  # samples in a shuffle window
+    # Samples of an average epoch, divided by all samples in `order.counts`: below 1 if sample weights skip some in some
+    # epochs.
     epoch_fraction: float = 1.0
-    """Samples of an average epoch, divided by all samples in `order.counts`: below 1 if sample weights skip some in
-    some epochs."""
+    # A digest of the samples and weights that a file lists, if one does.
     subset_digests: Sequence[str] = ()
-    """A digest of the samples and weights that a file lists, if one does."""
 
     @property
     def samples(self) -> int | None:
@@ -57,10 +57,10 @@ class StreamPosition(NamedTuple):
     """How far a shard stream has been read."""
 
     epoch: int
+    # Samples read in that epoch, broken ones included. With data.weights: usable samples given out; the epoch is 0.
     samples: int
-    """Samples read in that epoch, broken ones included. With data.weights: usable samples given out; the epoch is 0."""
+    # With data.weights: the epoch and the samples read of each source.
     sources: Sequence[tuple[int, int]] = ()
-    """With data.weights: the epoch and the samples read of each source."""
 
     def record(self) -> list[Any]:
         """The position in a checkpoint."""
@@ -90,8 +90,8 @@ class WindowCursor:
         order = permutation(size, self._seed, WINDOW, segment.epoch, segment.shard, self.number)
         last = size if segment.stop is None else min(segment.stop - self.start, size)
         self.size = size
+        # The window's samples that belong to the segment, in shuffled order, counted from the window's first.
         self.order = order[max(segment.start - self.start, 0) : last].tolist()
-        """The window's samples that belong to the segment, in shuffled order, counted from the window's first."""
         self._needed = set(self.order)
 
     def needs(self, sample: int) -> bool:
@@ -145,16 +145,16 @@ class ShardReader:
         self._store = store
         self._subset = subset
         self._on_open = on_open
+        # The shard that is read now.
         self.url = ""
-        """The shard that is read now."""
         self.epoch, self.index = start
         # The items of the window that is being given out, with their epochs. The next one is last.
         self._ready: list[tuple[int, Segment, RawSample]] = []
         self._ready_bytes = 0
+        # Is read no further: its other samples are lost (`fruitless_shard`).
         self.left: Segment | None = None
-        """Is read no further: its other samples are lost (`fruitless_shard`)."""
+        # All items from the position on, with their segments.
         self.items = self._items()
-        """All items from the position on, with their segments."""
 
     def _items(self) -> Generator[tuple[Segment, RawSample], None, None]:
         skip = self.index

@@ -180,8 +180,8 @@ class Report:
     step: int
     done: int
     counts: Counter[str]  # skipped samples by reason, and events (EVENT), since the last report
+    # The positions of its streams after the batch; only in a batch's last report.
     positions: dict[int, StreamPosition] | None = None
-    """The positions of its streams after the batch; only in a batch's last report."""
 
 
 class BatchFiller:

@@ -74,10 +74,10 @@ class TrainStream:
         self._counts: Counter[str] = Counter()  # what the workers have counted so far
         self._waited_s = 0.0
         self._defers = False
+        # The workers' error. After it reads return at once, with garbage: discard the batch with `give_back`.
         self.failure: UserError | None = None
-        """The workers' error. After it reads return at once, with garbage: discard the batch with `give_back`."""
+        # Over all ranks; None if shards are drawn with replacement.
         self.samples_per_epoch = self._shards.samples
-        """Over all ranks; None if shards are drawn with replacement."""
         for step in range(len(arena.slots)):
             self._request(step)
 

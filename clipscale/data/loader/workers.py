@@ -109,14 +109,14 @@ class Workers:
         self.timeout_s = timeout_s
         warm_up()
         self._connections: list[Connection] = []
+        # The shard or sample that each worker reads, in shared memory.
         self._statuses: list[Any] = []
-        """The shard or sample that each worker reads, in shared memory."""
         self._failure: Exception | None = None
         self.processes: list[Any] = []
         # This also runs if the program ends without `close`, before multiprocessing's own end, which would wait for
         # ever: it sends children a signal that is blocked in them.
+        # End the processes.
         self.close = Finalize(self, _end, (self._connections, self.processes), exitpriority=10)
-        """End the processes."""
         context = multiprocessing.get_context("forkserver")
         for number, spec in enumerate(specs):
             connection, of_worker = context.Pipe()

@@ -46,18 +46,18 @@ MIN_PARALLEL_SHARDS = 16
 class Entry(NamedTuple):
     """An index's entry for one shard."""
 
+    # The last part of its path, by `utf8`.
     name: str
-    """The last part of its path, by `utf8`."""
+    # Bytes of the file.
     size: int
-    """Bytes of the file."""
+    # Time of change in nanoseconds, or the remote object's version.
     version: str
-    """Time of change in nanoseconds, or the remote object's version."""
     samples: int
+    # Why the shard could not be read to its end; `samples` counts what could be read.
     reason: str | None
-    """Why the shard could not be read to its end; `samples` counts what could be read."""
     detail: str = ""
+    # Its samples' offsets, by `pack`; None for subsets, and in the entries of `current`.
     offsets: bytes | None = None
-    """Its samples' offsets, by `pack`; None for subsets, and in the entries of `current`."""
 
 
 def name_in_index(url: str) -> str:
@@ -89,10 +89,10 @@ def query(path: Path, question: str, values: Sequence[Any] = ()) -> Iterator[tup
 class Known(NamedTuple):
     """What the indexes know of shards."""
 
+    # Valid entries, by the shards' addresses.
     entries: dict[str, Entry]
-    """Valid entries, by the shards' addresses."""
+    # Shards that have changed since they were indexed.
     stale: list[str]
-    """Shards that have changed since they were indexed."""
 
 
 def lookup(urls: Sequence[str], subset: Subset | None = None) -> Known:

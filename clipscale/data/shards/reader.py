@@ -59,10 +59,10 @@ class Archive:
     def __init__(self, stream: Any, can_seek: bool) -> None:
         """`can_seek`: skip by seeking."""
         self.stream = stream
+        # Offset of the current member's first header; at the end, of the zeros that end the archive.
         self.at = 0
-        """Offset of the current member's first header; at the end, of the zeros that end the archive."""
+        # Whether a sample has begun, damaged or not.
         self.begun = False
-        """Whether a sample has begun, damaged or not."""
         self._can_seek = can_seek
         self._unread = 0  # unread bytes of the current member, with its padding
 

@@ -117,8 +117,8 @@ def local_state(path: str) -> ObjectState:
 class TransientError(SourceError):
     """A request failed in a way that may pass. `reason` names its counter."""
 
+    # The header of that name.
     retry_after = ""
-    """The header of that name."""
 
 
 def start_request(url: str, start: int, stop: int) -> Request:
@@ -174,8 +174,8 @@ class RemoteFile(io.RawIOBase):
         self._url = url
         self._store = store
         self._at = self._start = 0
+        # The request for the next block.
         self._ahead: Request | None = None
-        """The request for the next block."""
         self._block, self.state = fetch(store, url, 0, REQUEST_BYTES)
         self.size = self.state[0]
 

@@ -34,12 +34,12 @@ class Table(NamedTuple):
     """The samples that a file lists, sorted by their halves. Large tables stay on the disk."""
 
     rows: np.ndarray
+    # Whether a sample is found by the `uid` in its json; otherwise by its key.
     by_uid: bool
-    """Whether a sample is found by the `uid` in its json; otherwise by its key."""
+    # Most times that a sample may come in an epoch.
     max_copies: int = 1
-    """Most times that a sample may come in an epoch."""
+    # sum(w) / sum(ceil(w)): the expected samples of an epoch, as a share of the copies in the order.
     epoch_fraction: float = 1.0
-    """sum(w) / sum(ceil(w)): the expected samples of an epoch, as a share of the copies in the order."""
 
     def digest(self) -> str:
         """Of the rows: the same for every file that lists the same. 10^7 rows take half a second."""
@@ -56,8 +56,8 @@ class Subset:
         self.file = Path(path).expanduser().absolute()
         with library(f"{self.setting}: cannot be read"):
             state = self.file.stat()
+        # A digest of the file's path, size and time of change.
         self.name = digest(f"{self.file} {state.st_size} {state.st_mtime_ns}")
-        """A digest of the file's path, size and time of change."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Subset, self.given

@@ -36,8 +36,8 @@ class ImageRef(NamedTuple):
     path: Path
     offset: int = 0
     size: int = MAX_IMAGE_BYTES + 1
+    # Why the image, or its answer, is known to be unusable.
     fault: str = ""
-    """Why the image, or its answer, is known to be unusable."""
 
     def read(self) -> bytes:
         """The image's bytes. Raises BrokenSampleError: its `fault`, `too_large`; OSError; and ValueError for a name
@@ -57,18 +57,18 @@ class EvalSet(ABC):
     """Images in reading order, each with its answer."""
 
     kind: ClassVar[str]
+    # The kind's main metric in a suite: the mean of these.
     main: ClassVar[tuple[str, ...]]
-    """The kind's main metric in a suite: the mean of these."""
 
     name: str
     path: Path
     images: Sequence[ImageRef]
+    # Of each image: its class, or its captions, one or more.
     answers: Sequence[Any]
-    """Of each image: its class, or its captions, one or more."""
+    # The set's main metric: the mean of these. Empty: the set is of no suite.
     metric: tuple[str, ...] = ()
-    """The set's main metric: the mean of these. Empty: the set is of no suite."""
+    # What sets its results apart from those of the whole set with trained weights, such as `ema`.
     marks: tuple[str, ...] = ()
-    """What sets its results apart from those of the whole set with trained weights, such as `ema`."""
 
     def __len__(self) -> int:
         return len(self.images)

@@ -13,13 +13,13 @@ from clipscale.common.record import Record
 class KnownSet:
     """One entry."""
 
+    # CLIP_benchmark's, such as `vtab/caltech101`.
     name: str
-    """CLIP_benchmark's, such as `vtab/caltech101`."""
     source: str
+    # Names of its folder, or of its caption file, in addition to those of the webdataset layouts.
     folders: Sequence[str] = ()
-    """Names of its folder, or of its caption file, in addition to those of the webdataset layouts."""
+    # The main metric. Empty: that of its kind.
     metric: str = ""
-    """The main metric. Empty: that of its kind."""
 
     @property
     def candidates(self) -> list[str]:

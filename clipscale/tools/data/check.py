@@ -29,15 +29,15 @@ class Findings:
     """What is wrong with a shard."""
 
     samples: int = 0
+    # Of its samples, by `data.sample_weights`.
     weight: float = 0.0
-    """Of its samples, by `data.sample_weights`."""
     bytes: int = 0
+    # Reason -> samples.
     broken: Counter[str] = field(default_factory=Counter)
-    """Reason -> samples."""
+    # Reason -> the first such sample, and what is wrong with it.
     examples: dict[str, str] = field(default_factory=dict)
-    """Reason -> the first such sample, and what is wrong with it."""
+    # Why it could not be read to its end.
     damage: str = ""
-    """Why it could not be read to its end."""
 
 
 def main(sources: Sequence[str], settings: CheckSettings) -> int:

@@ -19,16 +19,16 @@ METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 class Pair(NamedTuple):
     """A picture that is not read yet, and its captions."""
 
+    # What the source calls the picture. Pairs of one name are of one picture.
     name: str
-    """What the source calls the picture. Pairs of one name are of one picture."""
     place: Place | Cell
     captions: list[str]
+    # The other columns: texts, numbers and lists, such as hard negatives.
     fields: Record
-    """The other columns: texts, numbers and lists, such as hard negatives."""
+    # The file of its caption.
     text: Place | None = None
-    """The file of its caption."""
+    # Why it cannot be used, where that is known.
     broken: str = ""
-    """Why it cannot be used, where that is known."""
 
 
 def tables_of(path: Path, columns: list[str] | None) -> list[Table]:

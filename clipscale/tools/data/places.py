@@ -26,20 +26,20 @@ class Place(NamedTuple):
     """A path or an address, as a source names it."""
 
     name: str
+    # What a path is relative to, or else to the root.
     folder: str
-    """What a path is relative to, or else to the root."""
+    # A folder without links, or the beginning of addresses.
     root: str
-    """A folder without links, or the beginning of addresses."""
 
 
 class Cell(NamedTuple):
     """A picture inside a Parquet file."""
 
     file: str
+    # The row group.
     group: int
-    """The row group."""
+    # The row in it.
     row: int
-    """The row in it."""
     column: str
 
 
@@ -111,8 +111,8 @@ class Column:
         batches = parquet_file(file).iter_batches(BATCH, row_groups=[group], columns=[name], use_threads=False)
         self.batches = (batch[name] for batch in batches)
         self.cells: Sequence[Any] = ()
+        # The row of the first cell in memory.
         self.first = 0
-        """The row of the first cell in memory."""
 
     def cell(self, row: int) -> Any:
         """The cell of a row, which is not before the first in memory."""

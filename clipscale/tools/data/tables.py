@@ -38,8 +38,8 @@ Rows = Iterator[tuple[int, Record | None]]
 
 class Table(NamedTuple):
     file: Path
+    # The picture's, and those of captions.
     columns: list[str]
-    """The picture's, and those of captions."""
     rows: Callable[[], Rows]
 
 

@@ -35,8 +35,8 @@ class EmbeddedSet:
         with library(f"data: {folder} is damaged, or not of `clipscale embed`", "; embed its shards again"):
             self.note = files.read_json(folder / NOTE)["features"]
             shards = files.read_json(folder / SHARDS)
+            # The shard that has the pictures of each part.
             self.sources = {Path(name).stem: entry["source"] for name, entry in shards.items()}
-            """The shard that has the pictures of each part."""
             self.paths = [folder / name for name in shards]
             self.firsts = [0, *itertools.accumulate(entry["samples"] for entry in shards.values())]
             for kind in KINDS:

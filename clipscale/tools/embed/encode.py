@@ -33,8 +33,8 @@ class Group:
 
     raws: Sequence[RawSample]
     captions: Sequence[str | None]
+    # (n, K, D). A feature of a sample without a usable picture or text is NaN.
     rows: np.ndarray
-    """(n, K, D). A feature of a sample without a usable picture or text is NaN."""
 
 
 class FeatureEncoder:

@@ -43,24 +43,24 @@ LAPS = 4
 class ChunkMemory:
     """Memory of one chunk of a tower, beyond what is live before it."""
 
+    # Peak of the first pass, without a graph.
     encode: float
-    """Peak of the first pass, without a graph."""
+    # Bytes of the graph; 0 for a frozen tower.
     graph: float = 0
-    """Bytes of the graph; 0 for a frozen tower."""
+    # Peak of the second pass.
     replay: float = 0
-    """Peak of the second pass."""
 
 
 @dataclass(frozen=True)
 class GatheredWeights:
     """Weights of a tower that FSDP2 has gathered, in the type in which it gathers them."""
 
+    # Held from the first chunk to the last.
     held: int = 0
-    """Held from the first chunk to the last."""
+    # More in the first pass.
     encode: int = 0
-    """More in the first pass."""
+    # More in the second pass, with gradients that are not yet summed.
     replay: int = 0
-    """More in the second pass, with gradients that are not yet summed."""
 
     @classmethod
     def of(cls, tower: nn.Module, parallel: str, dtype: torch.dtype) -> "GatheredWeights":
@@ -141,10 +141,10 @@ class DryRun:
         """`model`: on the meta device. `flops`: of a picture and of a caption as long as the context."""
         self.config, self.tracker, self.flops, self.model = config, tracker, flops, model
         self.caption_share = caption_share(model)
+        # Shape and type of a row of each tower.
         self.inputs = ((3, model.image_size, model.image_size), torch.uint8), ((model.context_length,), torch.int32)
-        """Shape and type of a row of each tower."""
+        # Its bytes.
         self.row = [math.prod(shape) * dtype.itemsize for shape, dtype in self.inputs]
-        """Its bytes."""
         self.towers = model.image, model.text
         self.passes, self.loss = cache(self._passes), cache(self._loss)
         before = tracker.live
@@ -152,8 +152,8 @@ class DryRun:
         loss = BatchLoss(config, model, Precision(config.precision, CPU), machine=machine)
         self.step = build_step(config, World(0, 1, CPU), model, loss, sort_captions=False, chunks=ChunkSizes(1, 1, ""))
         self.step.precision.scaler = None  # it takes a few bytes, and its test of every gradient needs values
+        # Whether each tower has a second pass.
         self.trained = self.step.cache.trained
-        """Whether each tower has a second pass."""
         # The largest group last: then its update finds the state of all, as in each later step.
         groups = self.step.optimizer.param_groups
         groups.sort(key=lambda group: sum(p.nbytes for p in group["params"]))
@@ -167,17 +167,17 @@ class DryRun:
             for p in self.step.trainable_parameters:
                 p.grad = torch.empty_like(p)
             self.step.update(self.step.gradient_norm())
+        # Peak of an update beyond what is live before it.
         self.update = tracker.take_peak() - tracker.live
-        """Peak of an update beyond what is live before it."""
         self.step.optimizer.zero_grad()
+        # Bytes between steps.
         self.state = tracker.live - before
-        """Bytes between steps."""
+        # Gradient bytes of each tower, while its chunks add to them.
         self.gradients = [sum(p.nbytes for p in tower.parameters() if p.requires_grad) for tower in self.towers]
-        """Gradient bytes of each tower, while its chunks add to them."""
+        # Gradient bytes of each tower after its last chunk. DDP: 0, as they are views of the buckets.
         self.summed = self.gradients
-        """Gradient bytes of each tower after its last chunk. DDP: 0, as they are views of the buckets."""
+        # Gradient bytes to add to the replay of each tower if it has only one chunk.
         self.at_once = [0, 0]
-        """Gradient bytes to add to the replay of each tower if it has only one chunk."""
         self.whole = [GatheredWeights(), GatheredWeights()]
         self.is_alone = ranks == 1
         if ranks > 1:

@@ -45,13 +45,13 @@ class StepModel:
     def __init__(self, dry_run: DryRun, batch: int, chunks: PerTower, resident: bool = False) -> None:
         """`resident`: pixels and tokens stay on the device (offload=none)."""
         self.dry_run, self.batch, self.resident = dry_run, batch, resident
+        # Rows of a chunk.
         self.sizes = min(chunks[0], batch), min(chunks[1], batch)
-        """Rows of a chunk."""
         self.is_one = [size == batch for size in self.sizes]
         self.passes = [dry_run.passes(i, self.sizes[i], dry_run.is_alone and self.is_one[i]) for i in (0, 1)]
         shares = 1, dry_run.caption_share
+        # Chunks.
         self.counts = [math.ceil(batch * share / size) for share, size in zip(shares, self.sizes)]
-        """Chunks."""
 
     def memory(self, kept: PerTower = (0, 0)) -> StepMemory:
         """`kept`: chunks whose graphs stay until their tower's second pass."""

@@ -32,12 +32,12 @@ class Prediction:
         self.ranks = config.gpus * config.nodes
         self.local = config.batch // self.ranks
         self.resident = config.offload == "none"
+        # Memory of cuBLAS, which torch's allocator counts, and memory that it does not count.
         self.workspace = self.outside = 0
-        """Memory of cuBLAS, which torch's allocator counts, and memory that it does not count."""
+        # Memory of a GPU.
         self.usable: int | None = None
-        """Memory of a GPU."""
+        # Memory that a step may take.
         self.free = math.inf
-        """Memory that a step may take."""
         if gpu:
             self.workspace = ASSUMED.workspace_hopper if gpu.capability >= 90 else ASSUMED.workspace
             self.outside = outside_torch(self.ranks)

@@ -27,8 +27,8 @@ class Run:
     records: list[Record]
     evaluations: list[Record]
     rows: list[Record]
+    # As one types them.
     settings: dict[str, str]
-    """As one types them."""
     environment: Record
 
 

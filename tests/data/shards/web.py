@@ -23,10 +23,10 @@ class Web:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.faults: Callable[[int, str], str | None] = lambda number, path: None
+        # Path and range of each.
         self.requests: list[tuple[str, str]] = []
-        """Path and range of each."""
+        # The faults so far.
         self.done: Counter[str] = Counter()
-        """The faults so far."""
         self.url = ""
 
     def answer(self, path: str, asked: str, sent: Mapping[str, str]) -> tuple[int, dict, bytes]:
