@@ -68,31 +68,34 @@ def restore_from_copy(run: Path, address: str, resume: str = "", whole: Path | N
             tell(f"warning: {unreadable} ({one_line(error)}); the run goes on from {whole.name}")
             return False
         newer = [path for path in found if not whole or step_of(path) > step_of(whole)]
-        while newer and resume:
-            path = newer.pop()
-            if resume != "auto":
-                raise UserError(
-                    f"resume={resume}: checkpoint.copy holds {path.name}, which is later; give another address, or "
-                    "resume=auto to go on from it"
-                )
-            target = run / path
-            temporary = target.with_suffix(TEMPORARY)
-            names = store.ls(str(path), detail=False)
-            store.get(names, [str(temporary / Path(name).name) for name in names])
+        if newer and resume not in ("", "auto"):
+            raise UserError(
+                f"resume={resume}: checkpoint.copy holds {newer[-1].name}, which is later; give another address, or "
+                "resume=auto to go on from it"
+            )
+        for path in reversed(newer) if resume else ():
             try:
-                verify(temporary)
+                restore(store, path, run)
+                return True
             except UserError as error:
-                if not newer and not whole:
+                if path is newer[0] and not whole:
                     raise
                 tell(f"warning: checkpoint.copy: {error}")
-                continue
-            tell(f"{path.name} is taken from checkpoint.copy: the run's folder has no whole one as new")
-            set_records_aside(run, "goes on from its copy")
-            copy_records(store, DirFileSystem(str(run), LOCAL))
-            discard(target)
-            temporary.replace(target)
-            return True
     return False
+
+
+def restore(store: DirFileSystem, path: Path, run: Path) -> None:
+    """Fetch a checkpoint and the records. Raises UserError, and changes nothing, if it is damaged."""
+    target = run / path
+    temporary = target.with_suffix(TEMPORARY)
+    names = store.ls(str(path), detail=False)
+    store.get(names, [str(temporary / Path(name).name) for name in names])
+    verify(temporary)
+    tell(f"{path.name} is taken from checkpoint.copy: the run's folder has no whole one as new")
+    set_records_aside(run, "goes on from its copy")
+    copy_records(store, DirFileSystem(str(run), LOCAL))
+    discard(target)
+    temporary.replace(target)
 
 
 def copy_records(source: DirFileSystem, target: DirFileSystem) -> None:
