@@ -57,6 +57,9 @@ class MetricLog:
         self._unwritten = bytearray()
         path = run_dir / "metrics.jsonl"
         run_dir.mkdir(parents=True, exist_ok=True)
+        for name in ("metrics.jsonl", "env.json", "config.yaml"):
+            if (run_dir / name).is_dir():
+                files.set_file_aside(run_dir / name, "a folder")
         records, damaged = whole_lines(path) if resume_step else ([], 0)
         records = [record for record in records if record["step"] <= resume_step]
         if damaged:

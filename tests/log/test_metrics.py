@@ -73,6 +73,13 @@ def test_one_line_a_step_and_the_files_beside_it(tmp_path: Path) -> None:
     assert env["versions"]["torch"] and env["hostname"] and env["command"] and "commit" in env
 
 
+def test_a_folder_in_the_place_of_a_record_is_set_aside(tmp_path: Path) -> None:
+    for name in ("metrics.jsonl", "env.json", "config.yaml"):
+        (tmp_path / name / "mine").mkdir(parents=True)
+    logged(tmp_path, [1])
+    assert steps(tmp_path) == [1] and len([*tmp_path.glob("*.damaged/mine")]) == 3
+
+
 def test_resuming_cuts_off_what_lies_beyond_and_a_torn_last_line(tmp_path: Path) -> None:
     with closing(open_log(tmp_path)) as log:
         for step in range(1, 8):
