@@ -6,9 +6,9 @@ from clipscale.common.errors import UserError
 
 
 def number(name: str, default: int) -> int:
-    """The whole number, at least 0, in an environment variable. Raises UserError for any other text."""
+    """The whole number, of at most nine digits, in an environment variable. Raises UserError for any other text."""
     text = os.environ.get(name, str(default))
-    if not (text.isascii() and text.isdecimal()):
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
         raise UserError(f"{name}={text!r} of the environment is no number; unset it, or start with torchrun")
     return int(text)
 
