@@ -18,6 +18,8 @@ from clipscale.launch import local
 
 # The verbs that fetch weights, if they are not on this machine.
 FETCH = ("train", "eval", "embed", "explore")
+# The verbs of which nothing stays but what they print.
+PRINT = ("plan", "data check", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         known = explained(failure)
         if not isinstance(known, UserError | OSError):  # OSError: a folder without permission, a full disk
             raise
-        # The pipe of the output was closed (`| head`). Training never gets here: it has replaced stdout.
+        # The pipe of the output was closed (`| head`). What writes files never gets here: it has replaced stdout.
         if isinstance(known, BrokenPipeError) and sys.stdout is sys.__stdout__ and sys.stdout:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
@@ -74,7 +76,7 @@ def run(argv: list[str]) -> int:
 
     verb = VERBS[name]
     line = compose.parse(words)
-    if name == "train" and not (line.cfg or line.check):
+    if not (line.cfg or line.check or name in PRINT):
         outlive_output()
     if line.multirun:
         from clipscale.cli import sweep

@@ -208,11 +208,14 @@ def without_output(words: list[str]) -> None:
     sys.exit(status)
 
 
-def test_no_output_ends_a_run(shards: str, tmp_path: Path) -> None:
-    process = forks().Process(target=without_output, args=(tiny(f"data.train={shards}", f"run={tmp_path}/ü"),))
-    process.start()
-    process.join()
-    assert process.exitcode == 0 and (tmp_path / "ü/result.json").is_file()
+def test_no_output_ends_what_writes_files(shards: str, tmp_path: Path) -> None:
+    run = f"run={tmp_path}/ü"
+    for words in (tiny(f"data.train={shards}", run), ["export", run]):
+        process = forks().Process(target=without_output, args=(words,))
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+    assert (tmp_path / "ü/result.json").is_file() and [*tmp_path.rglob("open_clip_config.json")]
 
 
 # ---- before and beside the verbs ----

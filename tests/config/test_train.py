@@ -35,25 +35,21 @@ def test_a_locked_tower_of_random_weights_gives_a_warning() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "optim", "rate"),
+    ("model", "lr", "rate"),
     [
-        (ModelConfig(weights="openai"), OptimConfig(lr=5e-4), "1e-6 to 1e-5"),
-        (
-            ModelConfig(weights="openai", image=LAST, text=LAST),
-            OptimConfig(lr=1e-3),
-            "1e-4",
-        ),
-        (ModelConfig(weights="openai"), OptimConfig(lr=1e-5), ""),
-        (ModelConfig(), OptimConfig(lr=1e-3), ""),
-        (ModelConfig(image=TowerConfig("vit.pt", train="none")), OptimConfig(lr=1e-3), ""),
+        ({"weights": "openai"}, 5e-4, "1e-6 to 1e-5"),
+        ({"weights": "openai", "image": LAST, "text": LAST}, 1e-3, "1e-4"),
+        ({"weights": "openai"}, 1e-5, ""),
+        ({}, 1e-3, ""),
+        ({"image": TowerConfig("vit.pt", train="none")}, 1e-3, ""),
     ],
 )
 def test_a_rate_of_pretraining_is_warned_of_where_a_run_begins_with_weights(
-    model: ModelConfig, optim: OptimConfig, rate: str
+    model: dict[str, Any], lr: float, rate: str
 ) -> None:
-    lines = warnings(config(model=model, optim=optim))
+    lines = warnings(config(model=ModelConfig(**model), optim=OptimConfig(lr=lr)))
     assert len(lines) == bool(rate)
-    assert not lines or (f"optim.lr={optim.lr:g}" in lines[0] and rate in lines[0])
+    assert not lines or (f"optim.lr={lr:g}" in lines[0] and rate in lines[0])
 
 
 def test_a_run_is_named_after_the_time_the_model_and_the_batch() -> None:

@@ -95,7 +95,7 @@ def prepared(config: EmbedConfig, out: Path, note: Record) -> dict[str, str]:
     Raises UserError where two shards have one name, or where `out` has features of another kind or from elsewhere.
     """
     shards = {}
-    sources = {name: entry["source"] for name, entry in read(out / SHARDS).items()}
+    sources = {name: entry.get("source") for name, entry in read(out / SHARDS).items()}
     for url in list_shards(config.data)[0]:
         name = basename(url).partition(".tar")[0] + ".jsonl"
         other = sources.setdefault(name, address(url))
@@ -115,7 +115,10 @@ def prepared(config: EmbedConfig, out: Path, note: Record) -> dict[str, str]:
 
 
 def read(path: Path) -> Record:
-    return files.read_json(path) if path.is_file() else {}
+    """The entries of a file in `out`, by name; none if it is not there. Raises UserError."""
+    with files.reported("out", path, "remove this file and start again; the arrays stay"):
+        content = files.read_json(path) if path.is_file() else {}
+        return {name: dict(entry) for name, entry in content.items()}
 
 
 def address(url: str) -> str:

@@ -115,7 +115,7 @@ def test_processes_share_the_shards_and_write_the_same_files(run: str, tmp_path:
     assert contents(tmp_path / "2") == alone
 
 
-def test_features_of_another_kind_or_from_elsewhere_are_refused(run: str, tmp_path: Path) -> None:
+def test_features_of_another_kind_from_elsewhere_or_with_damaged_records_are_refused(run: str, tmp_path: Path) -> None:
     write_shards(tmp_path / "in", [2])
     write_shards(tmp_path / "b", [3])
     embed(run, tmp_path / "in", tmp_path / "out")
@@ -123,6 +123,12 @@ def test_features_of_another_kind_or_from_elsewhere_are_refused(run: str, tmp_pa
         embed(run, tmp_path / "in", tmp_path / "out", dtype="float16")
     with refused(r"00000\.jsonl is of .*/in/00000\.tar and of .*/b/00000\.tar; choose"):
         embed(run, tmp_path / "b", tmp_path / "out")
+    for name, damage in ("features.json", "\0"), ("shards.json", "[]"), ("shards.json", '{"a": 1}'):
+        (tmp_path / "out" / name).write_text(damage)
+        with refused(f"{name}.*; remove this file"):
+            embed(run, tmp_path / "in", tmp_path / "out")
+        (tmp_path / "out" / name).unlink()
+    embed(run, tmp_path / "in", tmp_path / "out")
 
 
 def test_the_verb_takes_a_source_as_data(run: str, tmp_path: Path, capsys: Cap) -> None:
