@@ -14,9 +14,9 @@ import re
 import stat
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent import futures
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -279,14 +279,13 @@ async def _from_file_system(url: str, start: int, stop: int) -> tuple[bytes, Obj
     return data[: stop - start], (int(info["size"]), version)
 
 
-async def _from_web(
-    url: str, start: int, stop: int, limit: float, headers: Mapping[str, str] | None = {}, left: int = REDIRECTS
-) -> tuple[bytes, ObjectState]:
-    """By fsspec's http session, with its settings. Returns what arrives within `limit` seconds. Follows at most `left`
-    redirects. After a redirect to another server `headers` is None, and no header, auth or cookie of the user is sent.
-
-    fsspec's own `_cat_file` reads an answer whole, however long a hostile server makes it, and returns neither the
-    version of the bytes nor those that came before a fault.
+@asynccontextmanager
+async def _answer(
+    url: str, limit: float, headers: Mapping[str, str] | None, span: Mapping[str, str], left: int = REDIRECTS
+) -> AsyncIterator[Any]:
+    """The answer to a request by fsspec's http session, with its settings, of `limit` seconds. Follows at most `left`
+    redirects. `span`: a header. If `headers` is None, as it is after a redirect to another server, no header, auth or
+    cookie of the user is sent.
     """
     import aiohttp
     from fsspec import filesystem
@@ -297,17 +296,53 @@ async def _from_web(
         configured = {name: value for name, value in configured.items() if name not in _SECRETS}
     system = filesystem("http", client_kwargs={"trust_env": True, **configured}, encoded=True)  # True: HTTPS_PROXY
     session = await system.set_session()
-    ranged = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
     options = {name: value for name, value in system.kwargs.items() if name not in _SECRETS or headers is not None}
-    options["headers"] = {**options.get("headers", {}), **(headers or {}), **ranged}
+    options["headers"] = {**options.get("headers", {}), **(headers or {}), **span, "Accept-Encoding": "identity"}
     options["allow_redirects"] = False
     timeout = aiohttp.ClientTimeout(limit, sock_connect=WAIT_S, sock_read=WAIT_S)
     address = system.encode_url(quote(url, safe=_IN_ADDRESSES))
     async with session.get(address, timeout=timeout, auto_decompress=False, **options) as answer:
-        if answer.status in _MOVED and left and "Location" in answer.headers:
-            target = answer.url.join(system.encode_url(answer.headers["Location"]))
-            own = headers if target.origin() == answer.url.origin() else None
-            return await _from_web(str(target), start, stop, limit, own, left - 1)
+        if not (answer.status in _MOVED and left and "Location" in answer.headers):
+            yield answer
+            return
+        target = answer.url.join(system.encode_url(answer.headers["Location"]))
+        own = headers if target.origin() == answer.url.origin() else None
+    async with _answer(str(target), limit, own, span, left - 1) as answer:
+        yield answer
+
+
+async def _receive(answer: Any, data: bytearray, size: int) -> None:
+    """Add what comes to `data`, until it has `size` bytes. Raises what aiohttp raises."""
+    while len(data) < size and not answer.content.at_eof():
+        data += await answer.content.read(size - len(data))
+
+
+def first_bytes(url: str, most: int, *, secrets: bool) -> bytes:
+    """The first bytes of an object of the web, in one request that any server answers. `secrets`: send the headers that
+    the user has set for fsspec's http, but to no other server. Raises what aiohttp raises."""
+    from fsspec.asyn import get_loop
+
+    async def request() -> bytes:
+        data = bytearray()
+        async with _answer(url, WAIT_S + most / SLOWEST, {} if secrets else None, {}) as answer:
+            answer.raise_for_status()
+            await _receive(answer, data, most)
+        return bytes(data)
+
+    return asyncio.run_coroutine_threadsafe(request(), get_loop()).result()
+
+
+async def _from_web(
+    url: str, start: int, stop: int, limit: float, headers: Mapping[str, str] = {}
+) -> tuple[bytes, ObjectState]:
+    """What arrives within `limit` seconds.
+
+    fsspec's own `_cat_file` reads an answer whole, however long a hostile server makes it, and returns neither the
+    version of the bytes nor those that came before a fault.
+    """
+    from aiohttp import ClientError
+
+    async with _answer(url, limit, headers, {"Range": f"bytes={start}-{stop - 1}"}) as answer:
         if answer.status in _TRANSIENT:
             busy = TransientError(f"http_{answer.status}")
             busy.retry_after = answer.headers.get("Retry-After", "")
@@ -324,9 +359,8 @@ async def _from_web(
         state = int(span[2]), answer.headers.get("ETag") or answer.headers.get("Last-Modified") or ""
         data = bytearray()
         size = min(stop, state[0]) - start
-        with suppress(aiohttp.ClientError, TimeoutError):  # the next request goes on behind what came
-            while len(data) < size and not answer.content.at_eof():
-                data += await answer.content.read(size - len(data))
+        with suppress(ClientError, TimeoutError):  # the next request goes on behind what came
+            await _receive(answer, data, size)
     return bytes(data), state
 
 

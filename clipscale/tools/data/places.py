@@ -14,6 +14,7 @@ import fsspec
 
 from clipscale.common.errors import UserError
 from clipscale.data.sample import MAX_IMAGE_BYTES, BrokenSampleError
+from clipscale.data.shards.store import first_bytes
 from clipscale.data.shards.subset import parquet_file
 
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
@@ -47,7 +48,7 @@ def read(place: Place | Cell, most: int = MAX_IMAGE_BYTES) -> bytes:
     """The bytes at a place. Raises BrokenSampleError `unreadable_file`, `windows_path`, `outside_root`, `no_image`,
     `too_large`."""
     try:
-        data = cell_bytes(place) if isinstance(place, Cell) else first_bytes(place, most + 1)
+        data = cell_bytes(place) if isinstance(place, Cell) else bytes_at(place, most + 1)
     except BrokenSampleError:
         raise
     except Exception as error:  # of many kinds, by the scheme
@@ -59,7 +60,7 @@ def read(place: Place | Cell, most: int = MAX_IMAGE_BYTES) -> bytes:
     return data
 
 
-def first_bytes(place: Place, most: int) -> bytes:
+def bytes_at(place: Place, most: int) -> bytes:
     name = place.name.removeprefix("file://")
     if not ADDRESS.match(name):
         with local_file(place._replace(name=name)).open("rb") as file:
@@ -67,9 +68,9 @@ def first_bytes(place: Place, most: int) -> bytes:
     # `a::b` is an address inside of another one to fsspec
     if not name.startswith((*WEB, place.root)) or "::" in name or "/../" in name:
         raise BrokenSampleError("outside_root", name)
-    # Whole: not all servers of pictures answer ranges of bytes.
-    options = {"block_size": 0} if name.startswith(WEB) else {}
-    with fsspec.open(name, "rb", **options) as source:
+    if name.startswith(WEB):
+        return first_bytes(name, most, secrets=name.startswith(place.root))
+    with fsspec.open(name, "rb") as source:
         return bytes(source.read(most))
 
 

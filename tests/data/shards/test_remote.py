@@ -15,7 +15,7 @@ from clipscale.data.sample import RawSample
 from clipscale.data.shards import index, store
 from clipscale.data.shards.listing import expand
 from clipscale.data.shards.reader import ReadProblem, read_shard
-from clipscale.data.shards.store import Store
+from clipscale.data.shards.store import Store, first_bytes
 from tests.data.files import write_shards
 from tests.data.shards.web import Web, serving
 from tests.data.streams import contents, ids, open_stream
@@ -183,6 +183,8 @@ def test_a_server_elsewhere_gets_no_header_of_the_user(
     monkeypatch.setattr(Hub, "secret", "x-key")
     with serving(Hub(tmp_path)) as web:
         assert_reads(f"{web.url}/{path.name}", path)
+        for place, secrets in (path.name, True), (f"store/{path.name}", False):
+            assert first_bytes(f"{web.url}/{place}", 10**6, secrets=secrets) == path.read_bytes()
 
 
 def test_the_hub_gets_the_token_and_its_store_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,10 +4,8 @@ import csv
 import json
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import fsspec
@@ -23,6 +21,7 @@ from clipscale.tools.data import pack
 from clipscale.tools.data.places import Cell, Place, read, resolved
 from clipscale.tools.data.settings import PackSettings
 from tests.conftest import Cap
+from tests.data.shards.web import Web, serving
 from tests.eval.sets import COLOURS, NAMES, picture
 from tests.support.refused import refused
 
@@ -346,13 +345,11 @@ def test_without_pyarrow_one_line_names_the_extra(
 
 
 def test_pictures_at_http_addresses_are_fetched(pictures: Path, tmp_path: Path, capsys: Cap) -> None:
-    handler = partial(SimpleHTTPRequestHandler, directory=str(pictures))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{server.server_port}"
-        (pictures / "table.csv").write_text(f"image,caption\n{address}/deep/red.png,red\n{address}/gone.png,gone\n")
+    """Whole, from a server that sends them in pieces."""
+    with serving(Web(pictures)) as web:
+        web.faults = lambda number, path: "drip"
+        (pictures / "table.csv").write_text(f"image,caption\n{web.url}/deep/red.png,red\n{web.url}/gone.png,gone\n")
         assert pack_to(tmp_path / "out", pictures / "table.csv") == 0
-        server.shutdown()
     (members,) = samples(tmp_path / "out")
     assert members["png"] == (pictures / "deep/red.png").read_bytes()
     said = capsys.readouterr()
