@@ -24,6 +24,7 @@ from clipscale.data.shards.subset import Subset
 from clipscale.data.shards.tar import (
     DAMAGE,
     MAX_SAMPLE_SPAN,
+    MOST_HEADERS,
     check_end,
     next_member,
     padded,
@@ -76,6 +77,7 @@ class Archive:
     def _members(self) -> Iterator[Member]:
         key = ""
         start = self.at
+        headers = 0
         while (header := next_member(self.stream)) is not None:
             name, size, taken = header
             self._unread = padded(size)
@@ -84,8 +86,10 @@ class Archive:
             if named is not None and named[0] != key:
                 key = named[0]
                 start = self.at
-            if following - start > MAX_SAMPLE_SPAN:
-                raise tarfile.ReadError(f"{following - start} bytes from one sample to the next")
+                headers = -taken
+            headers += taken
+            if following - start > MAX_SAMPLE_SPAN or headers > MOST_HEADERS:
+                raise tarfile.ReadError(f"{following - start} bytes from one sample to the next, {headers} of headers")
             if named is not None:
                 self.begun = True
                 yield Member(*named, name, size)

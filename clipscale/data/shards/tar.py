@@ -15,8 +15,10 @@ BLOCK_BYTES = 512
 DAMAGE = (tarfile.TarError, OSError, EOFError, ValueError, ArithmeticError, zlib.error)
 # Most bytes of a member: no picture is larger, so a header that claims more is damaged.
 LARGEST_MEMBER = 1 << 28
-# Most bytes of a member's extended headers, which are held in memory.
+# Most bytes of extended headers up to a file, which are held in memory.
 LARGEST_HEADER = 1 << 20
+# Most bytes of headers up to a file, and in a sample behind its first file: a million of them take seconds.
+MOST_HEADERS = 1 << 23
 # Most bytes from the start of one sample to the start of the next: a hostile server may send folders without end.
 MAX_SAMPLE_SPAN = 1 << 30
 # Bytes after the end of an archive that are checked: GNU tar pads an archive with zeros, usually to 10,240 bytes.
@@ -53,17 +55,19 @@ def next_member(stream: Any) -> tuple[str, int, int] | None:
     """The next plain file's name, its size, and the bytes up to its content, with members skipped before it. None at
     the archive's end. Leaves the stream at the content.
 
-    Raises tarfile.TarError for damage, for a member of more than LARGEST_MEMBER bytes, and after MAX_SAMPLE_SPAN bytes
-    without a file.
+    Raises tarfile.TarError for damage, for a member of more than LARGEST_MEMBER bytes, and after MAX_SAMPLE_SPAN bytes,
+    or MOST_HEADERS of headers, without a file.
     """
     extended: dict[str, str] = {}  # fields for the next plain header
     left = LARGEST_HEADER
+    headers = 0
     taken = 0
     while (block := _header(stream)) is not None:
         size = _number(block[124:136])
         kind = block[156:157]
+        headers += BLOCK_BYTES
         taken += BLOCK_BYTES
-        if taken > MAX_SAMPLE_SPAN:
+        if taken > MAX_SAMPLE_SPAN or headers > MOST_HEADERS:
             raise tarfile.ReadError(f"{taken} bytes without a file")
         if kind in b"LxK":
             extended |= _extended(kind, read_exactly(stream, size, left))
@@ -82,7 +86,6 @@ def next_member(stream: Any) -> tuple[str, int, int] | None:
                 return name, size, taken
             skip(stream, padded(size), False)
         extended = {}
-        left = LARGEST_HEADER
         taken += padded(size)
     return None
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from clipscale.data.shards import reader, tar
 from clipscale.data.shards.index import scan_shard
-from clipscale.data.shards.tar import LARGEST_HEADER, next_member, padded
+from clipscale.data.shards.tar import next_member, padded
 
 names = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=300).filter(
     lambda n: not n.endswith("/")
@@ -89,6 +89,8 @@ ENDLESS = {
     "folders": member(b"5"),
     "empty headers": member(b"x"),
     "headers": member(b"x", PAX),
+    "headers of folders": member(b"x", PAX) + member(b"5"),
+    "empty members of one sample": member(b"0"),
     "members of no sample": member(b"0", bytes(9000), "readme"),
     "one sample": member(b"0", bytes(9000)),
 }
@@ -96,9 +98,10 @@ ENDLESS = {
 
 @pytest.mark.parametrize("members", ENDLESS.values(), ids=ENDLESS)
 def test_members_without_end_are_damage(members: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    most = 2 * LARGEST_HEADER if PAX in members else 1 << 23
-    monkeypatch.setattr(tar, "MAX_SAMPLE_SPAN", 1 << 22)
-    monkeypatch.setattr(reader, "MAX_SAMPLE_SPAN", 1 << 22)
+    most = 1 << (23 if bytes(9000) in members else 21)
+    for module in tar, reader:
+        monkeypatch.setattr(module, "MAX_SAMPLE_SPAN", 1 << 22)
+        monkeypatch.setattr(module, "MOST_HEADERS", 1 << 20)
     stream = Endless(members)
     with pytest.raises(tarfile.ReadError):
         for _, taken in reader.Archive(stream, False).samples():
