@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
@@ -105,9 +105,7 @@ def of_table(table: Table, root: str) -> Iterator[Pair]:
             cells = [values.get(key) for key in texts]
             items = chain.from_iterable(cell if isinstance(cell, list) else [cell] for cell in cells)
             captions = [item for item in items if isinstance(item, str)]
-            fields = {
-                k: v for k, v in values.items() if k not in table.columns and isinstance(v, str | int | float | list)
-            }
+            fields = {k: v for k, v in values.items() if k not in table.columns and is_plain(v)}
             place = values.get(image)
             pair = Pair(f"{table.file.name}:{number}", base, captions, fields)
             if isinstance(place, Cell):
@@ -117,6 +115,12 @@ def of_table(table: Table, root: str) -> Iterator[Pair]:
             else:
                 bad = "bad_json" if "json" in table.file.suffix else "bad_row"
                 yield pair._replace(broken=bad if row is None else "no_image")
+
+
+def is_plain(value: Any, levels: int = 3) -> bool:
+    """Whether it is a text, a number, or a list of them with at most that many levels: deep ones cannot be pickled."""
+    inner = isinstance(value, list) and levels > 0
+    return isinstance(value, str | int | float) or (inner and all(is_plain(each, levels - 1) for each in value))
 
 
 def visible(folder: Path) -> list[Path]:

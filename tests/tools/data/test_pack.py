@@ -150,6 +150,7 @@ def test_what_can_be_used_is_packed_and_the_rest_is_counted(pictures: Path, tmp_
     contents = {"JPEG": picture("red", "JPEG", (64, 64)), "TORN": picture("red", "JPEG", (64, 64))[:200]}
     for name, text in case["files"].items():
         whole = text.replace("LONG", "a" * 2_000_000).replace("NESTED", "[" * 9999)
+        whole = whole.replace("DEEP", "[" * 700 + "]" * 700)
         (pictures / name).parent.mkdir(parents=True, exist_ok=True)
         (pictures / name).write_bytes(contents.get(text, whole.encode("utf-8", "surrogateescape")))
     for name, target in case.get("links", {}).items():
