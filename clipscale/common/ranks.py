@@ -17,6 +17,7 @@ def check() -> None:
     """Raise UserError where the variables of a launcher are no numbers, or do not go together."""
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
         number(name, 0)
+    number("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 0)
     problem = ""
     if not under_launcher():
         problem = "comes without WORLD_SIZE" if "RANK" in os.environ else ""
@@ -49,4 +50,4 @@ def local_rank() -> int:
 
 def local_world_size(unknown: int = 1) -> int:
     """The number of ranks on this machine, which share its cores and memory; `unknown` if no variable says it."""
-    return number("LOCAL_WORLD_SIZE", unknown)
+    return max(1, number("LOCAL_WORLD_SIZE", unknown))
