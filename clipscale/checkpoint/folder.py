@@ -4,6 +4,7 @@ import logging
 import re
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from clipscale.common.checkpoints import check_own, checkpoints_of, step_of
@@ -88,12 +89,24 @@ def discard(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def set_later_checkpoints_aside(run_dir: Path, step: int) -> None:
-    """Rename the checkpoints after `step`, from which a run continues, so that none of them is taken for the newest."""
-    for path in checkpoints_of(run_dir):
-        if step_of(path) > step:
-            aside = renamed(path, ".aside")
-            log.warning("%s is beyond step %d, from which the run goes on; it is now %s", path.name, step, aside.name)
+def set_later_aside(run_dir: Path, step: int) -> None:
+    """Rename the checkpoints after `step`, from which a run continues, so that none of them is taken for the newest.
+    The curve so far, and the results after `step`, go to a folder of their own."""
+    later = [path for path in checkpoints_of(run_dir) if step_of(path) > step]
+    for path in later:
+        renamed(path, ".aside")
+    if later:
+        aside = unused(run_dir / "earlier")
+        aside.mkdir()
+        with suppress(FileNotFoundError):
+            shutil.copy(run_dir / RUN_RECORDS[0], aside)
+        for path in run_dir.glob("eval/step_*.json"):
+            if step_of(path.with_suffix("")) > step:
+                path.rename(aside / path.name)
+        log.warning(
+            "%s and what is later is beyond step %d, from which the run goes on; it is now %s.aside, and its records "
+            "are in %s", later[0].name, step, later[0].name, aside
+        )  # fmt: skip
 
 
 def renamed(checkpoint: Path, end: str) -> Path:

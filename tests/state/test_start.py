@@ -108,7 +108,11 @@ def test_a_run_taken_back_goes_on_from_there(shards: str, tmp_path: Path) -> Non
     config = small(shards, tmp_path / "run", checkpoint=CheckpointConfig(every="1", keep=0))
     train(config)
     folder = tmp_path / "run/checkpoints"
+    before = curve(tmp_path / "run")
+    ResultsFile(tmp_path / "run", 4).add("set", {"top1": 0.0}, {})
     train(replace(config, samples=36, resume=str(folder / "step_00000002")))
+    assert curve(tmp_path / "run/earlier") == before
+    assert (tmp_path / "run/earlier/step_00000004.json").is_file() and not [*tmp_path.glob("run/eval/*")]
     assert sorted(path.name for path in folder.iterdir()) == [
         "step_00000001",
         "step_00000002",
