@@ -61,8 +61,7 @@ def train(config: TrainConfig) -> Record:
             copies = run.saver.copies
             if run.resolved.stage.last:
                 if world.is_rank0:
-                    files.write_json(run.resolved.folder / RESULT, results)
-                    copies.close(config.launch.timeout_s)
+                    copies.close(config.launch.timeout_s, results)
                 return results
             del run  # frees its model before the next stage's is built
             config = replace(config, resume="auto")
@@ -137,7 +136,7 @@ def open_log(resolved: Resolved, schedule: Schedule, world: World) -> MetricLog:
     files.read_or_set_aside(folder / RESULT, files.read_record)
     (folder / RESULT).unlink(missing_ok=True)
     if step:
-        checkpoint.set_later_checkpoints_aside(folder, step)
+        checkpoint.set_later_aside(folder, step)
         changes = files.read_or_set_aside(folder / "config.yaml", partial(changes_since, config=config)) or []
         records, _ = whole_lines(folder / "metrics.jsonl")
         rates = [r["lr"] for r in records if r["step"] == step and isinstance(r.get("lr"), float)]

@@ -4,6 +4,7 @@ A copy is laid out as the run's folder: records and checkpoints. meta.json is co
 is whole. An empty file run=NAME names the run.
 """
 
+import json
 import re
 from pathlib import Path
 from queue import SimpleQueue
@@ -15,14 +16,17 @@ from fsspec.implementations.local import LocalFileSystem
 
 from clipscale.checkpoint.folder import TEMPORARY, discard, outdated, set_records_aside
 from clipscale.checkpoint.loading import read_meta, stream_size_and_crc32, verify
+from clipscale.common import files
 from clipscale.common.checkpoints import META, checkpoints_of, step_of
 from clipscale.common.errors import UserError, library, one_line
+from clipscale.common.record import Record
 from clipscale.common.terminal import tell
 from clipscale.config.sections import CheckpointConfig
+from clipscale.config.train import RESULT
 
 COPIED_RECORDS = re.compile(r"config\.yaml|env\.json|metrics\.jsonl|result\.json|eval/step_[^/]*\.json")
-
-
+# Seconds of a copy before a run that waits for it says so.
+SILENT_S = 1.0
 LOCAL = LocalFileSystem(auto_mkdir=True)
 
 
@@ -79,8 +83,12 @@ def restore_from_copy(run: Path, address: str, resume: str = "", whole: Path | N
                 return True
             except UserError as error:
                 if path is newer[0] and not whole:
-                    raise
+                    raise UserError(
+                        f"checkpoint.copy={address} holds no whole checkpoint ({error}); give another address"
+                    ) from error
                 tell(f"warning: checkpoint.copy: {error}")
+        if resume == "auto" and not (run / "metrics.jsonl").exists():  # the start cuts them, or sets them aside
+            copy_records(store, DirFileSystem(str(run), LOCAL))
     return False
 
 
@@ -89,13 +97,16 @@ def restore(store: DirFileSystem, path: Path, run: Path) -> None:
     target = run / path
     temporary = target.with_suffix(TEMPORARY)
     names = store.ls(str(path), detail=False)
-    store.get(names, [str(temporary / Path(name).name) for name in names])
-    verify(temporary)
-    tell(f"{path.name} is taken from checkpoint.copy: the run's folder has no whole one as new")
-    set_records_aside(run, "goes on from its copy")
-    copy_records(store, DirFileSystem(str(run), LOCAL))
-    discard(target)
-    temporary.replace(target)
+    try:
+        store.get(names, [str(temporary / Path(name).name) for name in names])
+        verify(temporary)
+        tell(f"{path.name} is taken from checkpoint.copy: the run's folder has no whole one as new")
+        set_records_aside(run, "goes on from its copy")
+        copy_records(store, DirFileSystem(str(run), LOCAL))
+        discard(target)
+        temporary.replace(target)
+    finally:
+        discard(temporary)
 
 
 def copy_records(source: DirFileSystem, target: DirFileSystem) -> None:
@@ -120,21 +131,32 @@ class Copies:
         self.copying: list[Path] = []
         # Why the store does not have the run's newest state.
         self.problem = ""
+        # What a complete run returns.
+        self.results: Record | None = None
         self.due: SimpleQueue[bool] = SimpleQueue()
         self.due.put(True)
         self.thread = Thread(target=self._work, daemon=True)
 
-    def close(self, limit: float) -> None:
-        """Copy the present state and end. Waits for that at most `limit` seconds, and says where the store lacks it."""
+    def close(self, limit: float, results: Record | None = None) -> None:
+        """Copy the present state and end. Waits for that at most `limit` seconds, and says where the store lacks it.
+
+        `results`: what a complete run returns. They are written last: without them the same command copies again.
+        """
+        self.results = results
         self.due.put(True)
         self.due.put(False)
         if self.thread.ident:
-            self.thread.join(limit)
+            self.thread.join(SILENT_S)
+            if self.thread.is_alive():
+                tell("the last checkpoint is being copied; if that is stopped, the run's next start goes on with it")
+                self.thread.join(limit)
         if self.problem:
             tell(
                 f"warning: checkpoint.copy: the run's last state has no whole copy ({self.problem}); repair the store "
-                "or choose another address, remove the run's result.json if it is there, and give the command again"
+                "or choose another address, and give the command again"
             )
+        elif results:
+            files.write_json(self.run / RESULT, results)
 
     def _work(self) -> None:
         reported: type | None = None
@@ -161,6 +183,8 @@ class Copies:
             kept = complete_checkpoints(store, self.run)
             for each in {*copies_in(store)} - ({*kept} - {*outdated(kept, path.name, self.config)}):
                 store.rm(str(each), recursive=True)
+        if self.results:
+            store.pipe_file(RESULT, json.dumps(self.results).encode())
 
 
 def copy_checkpoint(store: DirFileSystem, path: Path) -> None:

@@ -14,6 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 from clipscale import checkpoint
 from clipscale.checkpoint.copies import copy_checkpoint
 from clipscale.checkpoint.folder import discard
+from clipscale.cli.train import finished
 from clipscale.config.sections import CheckpointConfig, LaunchConfig, ScheduleConfig
 from clipscale.config.train import TrainConfig
 from clipscale.train import train
@@ -107,8 +108,19 @@ def test_of_a_half_and_of_a_damaged_copy_the_one_before_is_taken(tmp_path: Path,
     (checkpoint.path_of(store, 3) / "meta.json").unlink()
     (checkpoint.path_of(store, 2) / ".metadata").write_bytes(b"")
     checkpoint.restore_from_copy(run, str(store), "auto")
-    assert steps(run) == [1]
+    assert steps(run) == [1] and not [*run.rglob("*.tmp")]
     assert "step_00000002.tmp is damaged" in capsys.readouterr().out
+    shutil.rmtree(run)
+    (checkpoint.path_of(store, 1) / ".metadata").unlink()
+    with refused("holds no whole checkpoint .*; give another address"):
+        checkpoint.restore_from_copy(run, str(store), "auto")
+
+
+def test_records_of_a_run_that_only_the_store_has_come_back(tmp_path: Path) -> None:
+    save(tmp_path, [1])
+    (tmp_path / "store/metrics.jsonl").write_text("a line")
+    checkpoint.to_resume(tmp_path / "run", "auto", ALONE, str(tmp_path / "store"))
+    assert (tmp_path / "run/metrics.jsonl").read_text() == "a line"
 
 
 @pytest.mark.parametrize(
@@ -163,8 +175,9 @@ def test_a_store_that_fails_costs_one_line_and_one_at_the_end(
     train(config)
     assert len(curve(tmp_path / "run")) == 4
     lines = [line for line in capsys.readouterr().out.splitlines() if "checkpoint.copy" in line]
-    assert len(lines) == 2 - hangs
+    assert len(lines) == 2 - hangs, "and one that waits"
     assert ("not complete" if hangs else "No space left") in lines[-1]
+    assert finished(config) is None, "the same command copies again"
     if not hangs:
         monkeypatch.setattr(LocalFileSystem, "find", put)
         train(replace(config, samples=72))
