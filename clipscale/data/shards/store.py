@@ -318,13 +318,13 @@ async def _receive(answer: Any, data: bytearray, size: int) -> None:
 
 
 def first_bytes(url: str, most: int, *, secrets: bool) -> bytes:
-    """The first bytes of an object of the web, in one request that any server answers. `secrets`: send the headers that
-    the user has set for fsspec's http, but to no other server. Raises what aiohttp raises."""
+    """The first bytes of an object of the web, in one request that any server answers, of two minutes. `secrets`: send
+    the headers that the user has set for fsspec's http, but to no other server. Raises what aiohttp raises."""
     from fsspec.asyn import get_loop
 
     async def request() -> bytes:
         data = bytearray()
-        async with _answer(url, WAIT_S + most / SLOWEST, {} if secrets else None, {}) as answer:
+        async with _answer(url, 4 * WAIT_S, {} if secrets else None, {}) as answer:
             answer.raise_for_status()
             await _receive(answer, data, most)
         return bytes(data)
