@@ -99,7 +99,8 @@ class StepTimer:
 
     def record(self) -> dict[str, float | int | None]:
         """By the names in `metrics.jsonl`: seconds, the highest allocation, and each part's peak beyond its start."""
-        peak, before = self.peak, self.before
+        peak = self.peak
+        before = self.before
         return {
             "step_s": self.total,
             **{f"{name}_s": seconds for name, seconds in self.seconds.items()},

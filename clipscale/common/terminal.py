@@ -27,7 +27,9 @@ FOLD = textwrap.TextWrapper(100, subsequent_indent=" " * 9, break_long_words=Fal
 # Seconds between lines about the progress of long work, where there is no terminal.
 LINE_S = 60.0
 # Seconds until a bar appears, seconds between its updates, and its width in characters.
-BAR_AFTER_S, BAR_EVERY_S, BAR_WIDTH = 2.0, 0.2, 20
+BAR_AFTER_S = 2.0
+BAR_EVERY_S = 0.2
+BAR_WIDTH = 20
 
 
 def printable(text: object) -> str:

@@ -66,8 +66,8 @@ def condition(text: str) -> Condition:
     match = _CONDITION.match(text)
     if not match:
         raise UserError(f"data.filter={text!r}: write a name, one of >= <= != > < =, and a value: similarity>=0.3")
-    name, value = match[1], match[3]
-    sign = match[2].replace("==", "=")
+    name, sign, value = match.groups()
+    sign = sign.replace("==", "=")
     if sign in ("=", "!="):
         return Condition(name, sign, tuple(part.strip() for part in value.split("|")))
     try:
@@ -103,7 +103,8 @@ def caption_sources(texts: Sequence[str]) -> tuple[CaptionSource, ...]:
             raise UserError(f"data.captions={text}: write sources with weights from 0 on, as in [txt=1,json:alt=3]")
         source, at, part = name.strip().rpartition("@")
         if not at or (part not in PARTS and ":" in source):  # a json field may have @ in its name
-            source, part = name.strip(), ""
+            source = name.strip()
+            part = ""
         if part not in PARTS:
             raise UserError(f"data.captions={text}: @{part} is none of {', '.join(f'@{each}' for each in PARTS[1:])}")
         sources.append(CaptionSource(source, share, part))

@@ -91,7 +91,8 @@ class DataConfig:
         """Raises UserError for other weights than sources, and for negative ones."""
         if self.weights is None or self.train is None:
             return
-        weights, sources = list(self.weights), len(self.train)
+        weights = list(self.weights)
+        sources = len(self.train)
         if len(weights) != sources:
             raise UserError(f"data.weights={weights}: {len(weights)} weights for {sources} sources in data.train")
         if min(weights) < 0 or sum(weights) <= 0:

@@ -101,7 +101,8 @@ def completed(config: EvalRunConfig) -> EvalRunConfig:
     """The settings; `sets`, `suite`, `root` and `precision` that are not given are those of the run. Raises UserError
     without any set."""
     saved = files.settings_of_run(run_folder(config.run)) if config.run else {}
-    own, chosen = saved.get("eval", {}), config.eval
+    own = saved.get("eval", {})
+    chosen = config.eval
     if not chosen.has_sets:
         chosen = replace(chosen, sets=own.get("sets", []), suite=own.get("suite", "none"))
     if not chosen.has_sets:

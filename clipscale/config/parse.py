@@ -60,7 +60,8 @@ def accepted(setting: Setting, value: Any) -> Any:
     """A value as the setting's type, if it is one of its choices and within its bounds. Raises UserError."""
     if value is None and setting.optional:
         return None
-    key, result = setting.name, converted(setting, value)
+    key = setting.name
+    result = converted(setting, value)
     if setting.choices and result not in setting.choices:
         meant = MEANT.get(f"{key}={result}", str(result))
         raise UserError(f"{key}={result}: choose {one_of(setting.choices)}{nearest(meant, setting.choices)}")
@@ -75,7 +76,8 @@ def accepted(setting: Setting, value: Any) -> Any:
 
 def converted(setting: Setting, value: Any) -> Any:
     """A value as the setting's type. A count may be `1M`; a single value may stand for a list. Raises UserError."""
-    key, kinds = setting.name, get_args(setting.required)
+    key = setting.name
+    kinds = get_args(setting.required)
     if setting.kind is dict:
         if not isinstance(value, dict):
             raise UserError(f"{key}: give names and values, {key}.NAME=VALUE")

@@ -58,7 +58,8 @@ class CheckpointConfig:
         match = re.fullmatch(r"(\d+)([mh]?)", self.every)
         if not match:
             raise UserError(f"checkpoint.every={self.every}: give minutes (30m), hours (2h) or steps (500)")
-        count, unit = int(match[1]), match[2]
+        count = int(match[1])
+        unit = match[2]
         return (0, float(UNITS[unit] * count)) if unit else (count, 0.0)
 
     def check(self) -> None:

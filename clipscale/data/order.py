@@ -155,7 +155,8 @@ class Epochs:
     def segments(self, stream: int, epoch: int, skip: int = 0) -> Iterator[Segment]:
         """The segments that a stream reads in an epoch, after its first `skip` samples."""
         shards, ends = _shard_order(self.counts, self.seed, epoch)
-        first, last = self._ends[stream] + skip, self._ends[stream + 1]
+        first = self._ends[stream] + skip
+        last = self._ends[stream + 1]
         at = int(np.searchsorted(ends, first, side="right"))
         while first < last:
             shard = int(shards[at])
@@ -163,7 +164,8 @@ class Epochs:
             stop = min(last, int(ends[at]))
             if stop > first:
                 yield Segment(shard, epoch, first - shard_start, stop - shard_start, self.counts[shard])
-            first, at = stop, at + 1
+            first = stop
+            at += 1
 
     @cached_property
     def _ends(self) -> list[int]:

@@ -59,7 +59,9 @@ class RawSample:
         most = MAX_IMAGE_BYTES if size_limits is None else size_limits[extension]
         if size <= most and sum(map(len, self.members.values())) + size <= MAX_IMAGE_BYTES:
             return True
-        self.members, self.damage, self.detail = {}, "too_large", f"{name}: {size} bytes"
+        self.members = {}
+        self.damage = "too_large"
+        self.detail = f"{name}: {size} bytes"
         return False
 
 

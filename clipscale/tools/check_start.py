@@ -26,7 +26,8 @@ def main(config: TrainConfig) -> None:
     """
     for stage in stages_of(config):
         architecture(stage.model)
-    model, sources = completed_by_weights(config.model), config.data.train or []
+    model = completed_by_weights(config.model)
+    sources = config.data.train or []
     side, tokenizer = inputs_of(model)
     tokenizer([""])
     if model.weights or model.image.weights or model.text.weights:

@@ -100,7 +100,8 @@ class SortedCaptions(ChunkLoader):
 
 def chunk_spans(widths: np.ndarray, budget: int, most: int) -> list[tuple[int, int]]:
     """Chunks of captions of falling width: at most `budget` tokens and `most` captions each, at least one caption."""
-    spans, start = [], 0
+    spans = []
+    start = 0
     while start < len(widths):
         max_captions = max(1, min(budget // int(widths[start]), most))
         stop = start + captions_of_chunk(widths[start : start + max_captions].astype(np.int64), CHUNK_COST * budget)

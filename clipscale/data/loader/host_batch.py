@@ -82,7 +82,8 @@ class Arena:
 
     def _view(self, spec: ArraySpec) -> np.ndarray:
         """The next array in the memory."""
-        at, self._end = self._end, self._end + spec.size
+        at = self._end
+        self._end += spec.size
         return np.ndarray(spec.shape, spec.dtype, self._memory, at)
 
     def slot(self, step: int) -> Slot:

@@ -45,7 +45,8 @@ def stated_memory(layout: Layout, free: int | None = None) -> str:
     `free`: `free_memory` before any process of this machine allocated its batches; None: now.
     """
     processes = ranks.local_world_size()
-    share, need = (free_memory() if free is None else free) / processes, layout.memory_bytes()
+    share = (free_memory() if free is None else free) / processes
+    need = layout.memory_bytes()
     batches = f"{layout.slots} x {layout.samples} samples"
     if need > share:
         raise UserError(

@@ -218,7 +218,8 @@ class ShardReader:
         epoch, segment, item = self._ready.pop()
         self._ready_bytes -= item.num_bytes
         if epoch != self.epoch:
-            self.epoch, self.index = epoch, 0
+            self.epoch = epoch
+            self.index = 0
         self.index += 1
         if segment is self.left:
             item = RawSample.lost(item.url, "fruitless_shard", item.url)

@@ -37,7 +37,8 @@ log = logging.getLogger(__name__)
 
 # A worker delivers PIECE samples at once: enough to tokenise together, few enough for the first chunk to start early.
 # A large batch comes in PIECES larger pieces: more reports could fill the pipe while nobody reads it.
-PIECE, PIECES = 64, 64
+PIECE = 64
+PIECES = 64
 
 
 @dataclass
@@ -94,7 +95,8 @@ class TrainStream:
 
     def record(self) -> Record:
         """This rank's counts since the start, and `waited_s`, by the names in `metrics.jsonl`."""
-        broken, faults = self.broken, self.faults
+        broken = self.broken
+        faults = self.faults
         counts = {"broken": broken.total(), "faults": faults.total(), "waited_s": self.waited_s()}
         return counts | {"host_pinned": self._arena.pinned, "broken_by": dict(broken), "faults_by": dict(faults)}
 

@@ -26,7 +26,9 @@ class ChunkLoader:
     """
 
     def __init__(self, read: Callable[[int, int], Tensor], count: int, device: torch.device, *, resident: bool) -> None:
-        self.read, self.count, self.device = read, count, device
+        self.read = read
+        self.count = count
+        self.device = device
         self.held: dict[tuple[int, int], Tensor] | None = {} if resident else None
         self.copies = copy_stream(device) if device.type == "cuda" else None
         self.computed: deque[torch.cuda.Event] = deque()

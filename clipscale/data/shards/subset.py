@@ -161,5 +161,7 @@ def _rows_of(table: Any, column: str) -> Iterator[np.ndarray]:
     for batch in table.iter_batches(ROWS, columns=[column, "weight"]):
         rows = np.empty(len(batch), ROW)
         halves = np.frombuffer(b"".join(map(whole, batch[column].to_pylist())), ">u8").reshape(-1, 2)
-        rows["f0"], rows["f1"], rows["weight"] = halves[:, 0], halves[:, 1], batch["weight"].cast("float32")
+        rows["f0"] = halves[:, 0]
+        rows["f1"] = halves[:, 1]
+        rows["weight"] = batch["weight"].cast("float32")
         yield rows

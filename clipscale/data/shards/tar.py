@@ -142,7 +142,8 @@ def _text(field: bytes) -> str:
 
 def _pax(content: bytes) -> dict[str, str]:
     """Records of the form `LENGTH KEY=VALUE\\n`."""
-    fields, at = {}, 0
+    fields = {}
+    at = 0
     while at < len(content):
         space = content.find(b" ", at, at + 20)
         length = int(content[at:space]) if space >= 0 else 0

@@ -25,9 +25,9 @@ def main(sources: Sequence[str], settings: IndexSettings) -> int:
     urls = expanded(sources)
     subset = subset_of(DataConfig(only_keys=settings.only_keys, sample_weights=settings.sample_weights))
     outcomes = dict(tracked(index.update_indexes(urls, subset, workers=cores()), "indexing shards", len(urls)))
-    known = index.lookup(urls, subset)
-    entries = known.entries.values()
-    samples, size = sum(entry.samples for entry in entries), sum(entry.size for entry in entries)
+    entries = index.lookup(urls, subset).entries.values()
+    samples = sum(entry.samples for entry in entries)
+    size = sum(entry.size for entry in entries)
     say(f"{counted(samples, 'sample')} in {counted(len(entries), 'shard')}, {format_bytes(size)}")
     damage = [f"not indexed: {url}: {outcome}" for url, outcome in outcomes.items() if isinstance(outcome, str)]
     damage += [f"{e.reason} after {e.samples} samples: {e.detail}" for e in entries if e.reason]

@@ -179,14 +179,17 @@ def sample_of(number: int, pair: Pair, side: int | None) -> Record:
         raise BrokenSampleError("caption_not_utf8")
     data = read(pair.place)
     picture = Picture(data, math.inf)
-    pixels, kind = picture.decode(), picture.type
+    pixels = picture.decode()
+    kind = picture.type
     height, width = pixels.shape[:2]
     if side and min(width, height) > side:
         scale = side / min(width, height)
-        width, height = round(width * scale), round(height * scale)
+        width = round(width * scale)
+        height = round(height * scale)
         encoded = io.BytesIO()
         Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC).save(encoded, "JPEG", quality=QUALITY)
-        data, kind = encoded.getvalue(), "jpg"
+        data = encoded.getvalue()
+        kind = "jpg"
     fields: Record = pair.fields | {"source": pair.name, "width": width, "height": height}
     if len(captions) > 1:
         fields["captions"] = captions

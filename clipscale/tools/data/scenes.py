@@ -68,7 +68,8 @@ def render(scene: Scene, rng: Random) -> Image.Image:
         x, y = (unit * (v + rng.uniform(-0.06, 0.06)) for v in spot)
         radius = unit * rng.uniform(*layout["radii"])
         turn = cmath.rect(radius, math.radians(rng.uniform(-12, 12)))
-        fill, outline = _near(rng, TABLES["colours"][colour]), TABLES["shapes"][shape]
+        fill = _near(rng, TABLES["colours"][colour])
+        outline = TABLES["shapes"][shape]
         if isinstance(outline, float):
             draw.circle((x, y), radius, outline=fill, width=math.ceil(outline * radius))
         else:

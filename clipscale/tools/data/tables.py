@@ -47,7 +47,8 @@ def open_table(file: Path, columns: list[str] | None) -> Table:
     """Find a table's form and columns; `columns` None: by their usual names. Raises UserError, OSError, ValueError."""
     suffix = file.suffix.lower()
     if suffix == ".parquet":
-        names, rows = parquet_file(file).schema_arrow.names, partial(parquet_rows, file)
+        names = parquet_file(file).schema_arrow.names
+        rows = partial(parquet_rows, file)
     elif suffix in SEPARATED:
         separator, first = header(file, columns)
         names = named_columns(first)

@@ -94,7 +94,9 @@ class Meter:
             del blocks[i]
 
     def start(self) -> None:
-        self.base, self.peak, self.added = self.tracker.live, 0.0, 0.0
+        self.base = self.tracker.live
+        self.peak = 0.0
+        self.added = 0.0
         self.entered: int | None = None
         self.is_backward = False
         self.tracker.take_peak()
@@ -146,7 +148,8 @@ class DryRun:
         # Its bytes.
         self.row = [math.prod(shape) * dtype.itemsize for shape, dtype in self.inputs]
         self.towers = model.image, model.text
-        self.passes, self.loss = cache(self._passes), cache(self._loss)
+        self.passes = cache(self._passes)
+        self.loss = cache(self._loss)
         before = tracker.live
         model.to_empty(device=CPU)
         loss = BatchLoss(config, model, Precision(config.precision, CPU), machine=machine)
@@ -187,7 +190,8 @@ class DryRun:
     def _divide(self, ranks: int) -> None:
         """Divide state and gradients among ranks. DDP's buckets are as large as all gradients; the summed ones are
         views of them."""
-        parallel, dtype = self.config.launch.parallel, self.step.precision.dtype
+        parallel = self.config.launch.parallel
+        dtype = self.step.precision.dtype
         if parallel == "ddp":
             self.state += sum(self.gradients)
             self.summed = [0, 0]
@@ -205,7 +209,9 @@ class DryRun:
 
     def _passes(self, tower: int, size: int, fresh: bool) -> ChunkMemory:
         """Measure a chunk of `size` rows of the image (0) or the text tower (1). `fresh`: no gradients exist yet."""
-        meter, encoder, (shape, dtype) = self.meters[tower], self.step.cache.encoders[tower], self.inputs[tower]
+        meter = self.meters[tower]
+        encoder = self.step.cache.encoders[tower]
+        shape, dtype = self.inputs[tower]
 
         def encoded() -> Tensor:
             meter.start()
@@ -231,7 +237,8 @@ class DryRun:
         """Bytes that the loss of `batch` samples of this rank and its gradients take, beyond the features."""
         size = ASSUMED.linear_from
         if batch > 2 * size:
-            low, high = self.loss(size), self.loss(2 * size)
+            low = self.loss(size)
+            high = self.loss(2 * size)
             return round(high + (batch / size - 2) * (high - low))
         features = [torch.empty(batch, self.model.width).requires_grad_(trained) for trained in self.trained]
         self.tracker.take_peak()
@@ -272,7 +279,8 @@ def dry_run(config: TrainConfig, ranks: int, capability: int | None, nodes: int 
     UserError."""
     with torch.device("meta"):
         model = build_model(without_weights(config.model))
-    exchange, ranks_of_node = config.loss.exchange, ranks // nodes
+    exchange = config.loss.exchange
+    ranks_of_node = ranks // nodes
     if exchange == "auto":  # as for the whole batch, not for the parts of it that are run
         itemsize = 4 if config.precision == "fp32" else 2
         exchange = exchange_of(nodes, config.batch * model.width, itemsize, capability is not None)

@@ -44,7 +44,9 @@ class StepModel:
 
     def __init__(self, dry_run: DryRun, batch: int, chunks: PerTower, resident: bool = False) -> None:
         """`resident`: pixels and tokens stay on the device (offload=none)."""
-        self.dry_run, self.batch, self.resident = dry_run, batch, resident
+        self.dry_run = dry_run
+        self.batch = batch
+        self.resident = resident
         # Rows of a chunk.
         self.sizes = min(chunks[0], batch), min(chunks[1], batch)
         self.is_one = [size == batch for size in self.sizes]
@@ -66,7 +68,8 @@ class StepModel:
             for i in (0, 1)
         ]
         live = float(dry_run.state)
-        before, peak = {"encode": live}, {}
+        before = {"encode": live}
+        peak = {}
         for i, name in enumerate(TOWERS):
             live += stays[i]
             peak[f"encode {name}"] = live + self.passes[i].encode + dry_run.whole[i].encode

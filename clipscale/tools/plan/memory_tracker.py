@@ -41,7 +41,8 @@ class MemoryTracker(TorchDispatchMode):
             dtype = args[0].dtype
             return dtype != torch.bool and float(dtype.is_floating_point)
         if func.is_view and type(args[0]) is FakeTensor:  # FakeTensorMode itself takes long over each view
-            mode, device = args[0].fake_mode, args[0].fake_device
+            mode = args[0].fake_mode
+            device = args[0].fake_device
             with in_kernel_invocation_manager(mode):
                 views = func(*args, **(kwargs or {}))
             return tree_map_only(Tensor, lambda view: FakeTensor(mode, view, device), views)
@@ -64,7 +65,8 @@ class MemoryTracker(TorchDispatchMode):
 
     def take_peak(self) -> int:
         """The peak since the last call, or since the start."""
-        peak, self.peak = self.peak, self.live
+        peak = self.peak
+        self.peak = self.live
         return peak
 
 
@@ -82,7 +84,8 @@ class DryMachine(Machine):
 
     def __init__(self, capability: int | None, ranks: int = 1, ranks_of_node: int | None = None) -> None:
         super().__init__(ranks_of_node=ranks_of_node)
-        self.capability, self.ranks = capability, ranks
+        self.capability = capability
+        self.ranks = ranks
 
     def communicator(self, group: Any) -> Communicator | None:
         return DryCommunicator(self.ranks) if self.ranks > 1 else None
@@ -107,7 +110,8 @@ class DryCommunicator(Communicator):
     """One of `size` ranks, of which the others do not exist: the tensors that it receives have shapes only."""
 
     def __init__(self, size: int) -> None:
-        self.rank, self.size = 0, size
+        self.rank = 0
+        self.size = size
 
     def post(self, tensors: list[Tensor], peers: tuple[int, int], tag: int = 0) -> Wait:
         received = [x.clone() for x in tensors]

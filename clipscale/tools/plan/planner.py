@@ -28,7 +28,9 @@ class Prediction:
 
     def __init__(self, config: PlanConfig, gpu: Hardware | None, dry_run: DryRun) -> None:
         """`gpu`: None: a CPU."""
-        self.config, self.gpu, self.dry_run = config, gpu, dry_run
+        self.config = config
+        self.gpu = gpu
+        self.dry_run = dry_run
         self.ranks = config.gpus * config.nodes
         self.local = config.batch // self.ranks
         self.resident = config.offload == "none"
@@ -64,9 +66,12 @@ class Prediction:
         step = StepModel(self.dry_run, batch, self.chunks, self.resident)
         keep: float | None = parse_memory("cache.keep", self.config.cache.keep)
         if keep is None:  # a share of what is free before the step
-            share, free = MARGIN["cuda"], self.free
-            if self.gpu is None:
-                share, free = MARGIN["cpu"], (self.config.host_memory or free_memory()) / self.config.gpus
+            if self.gpu:
+                share = MARGIN["cuda"]
+                free = self.free
+            else:
+                share = MARGIN["cpu"]
+                free = (self.config.host_memory or free_memory()) / self.config.gpus
             keep = step.budget(self.dry_run.state + share * (free - self.dry_run.state))
         return step.memory(step.kept(keep))
 
@@ -85,17 +90,18 @@ class Prediction:
 
     def result(self) -> Record:
         """The object of docs/plan.md, without a largest batch."""
-        config, dry_run, memory = self.config, self.dry_run, self.memory(self.local)
-        step, host = (
-            StepModel(dry_run, self.local, self.chunks, self.resident),
-            host_memory(config, dry_run, self.local, memory.highest),
-        )
+        config = self.config
+        dry_run = self.dry_run
+        memory = self.memory(self.local)
+        step = StepModel(dry_run, self.local, self.chunks, self.resident)
+        host = host_memory(config, dry_run, self.local, memory.highest)
         counts = zip(dry_run.trained, memory.kept, step.counts)
         replayed_share = [1 - graphs / count if trained else 0.0 for trained, graphs, count in counts]
         min_seconds, time = step_time(config, self.gpu, dry_run, replayed_share, in_chunks=not all(step.is_one))
         phases = {}
         for name in PHASES:
-            before, peak = memory.before[name] + self.workspace, memory.phase(name) + self.workspace
+            before = memory.before[name] + self.workspace
+            peak = memory.phase(name) + self.workspace
             phases[name] = {"before_bytes": before, "extra_bytes": peak - before, "peak_bytes": peak}
         peak = memory.highest + self.workspace
         return {
@@ -135,7 +141,8 @@ def plan(config: PlanConfig, *, search: bool = True) -> Record:
 
 def predicted(config: PlanConfig, *, search: bool = True) -> Record:
     """`plan` without remedies."""
-    gpu, ranks = target_gpu(config), config.gpus * config.nodes
+    gpu = target_gpu(config)
+    ranks = config.gpus * config.nodes
     check_sizes(config.cache, config.batch // ranks)
     doing(f"planning: a dry run of {config.model.name} on {ranks} x {config.hardware}")
     with dry_run(config, ranks, gpu.capability if gpu else None, config.nodes) as dry:

@@ -32,7 +32,8 @@ def step_time(
     """
     image, text = dry_run.flops
     forward = image.forward + text.forward
-    plain, second = forward, 0.0
+    plain = forward
+    second = 0.0
     for trained, passes, share in zip(dry_run.trained, dry_run.flops, replayed_share):
         if trained:
             plain += passes.backward + passes.forward * config.model.grad_checkpointing
