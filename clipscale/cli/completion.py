@@ -38,17 +38,18 @@ def candidates(before: Sequence[str], word: str) -> Iterable[str]:
     if longer:
         return longer
     name, _ = split_verb(before)
-    declared = settings_of(VERBS[name].settings)
-    presets = {group: group_options()[group] for group in default_choices(VERBS[name].conf)}
+    verb = VERBS[name]
+    declared = settings_of(verb.settings)
+    presets = {group: group_options()[group] for group in default_choices(verb.conf)}
     runs = [file.parent.name for file in sorted(Path("runs").glob("*/config.yaml"))]
     key, equals, _ = word.partition("=")
     if equals:
         typed = word[: max(map(word.rfind, "=,[")) + 1]  # several values are completed one by one
         values = runs if key in ("run", "model.weights") else presets.get(key, [])
         return [typed + value for value in (*values, *(declared[key].choices if key in declared else ()))]
-    if "RUN" in VERBS[name].words and runs:
+    if "RUN" in verb.words and runs:
         return runs
-    if VERBS[name].words and not word:
+    if verb.words and not word:
         return []
     end = "" if "--help" in before else "="
     keys = (re.match(rf"{re.escape(word)}[^.]*\.?", key + end) for key in (*presets, *declared))

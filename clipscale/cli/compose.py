@@ -58,13 +58,14 @@ def overrides(name: str, words: Iterable[str], *, sweep: bool = False) -> tuple[
 
     Texts such as paths are quoted, and of `samples` and `epochs` the one that is not typed becomes null.
     """
-    declared = settings_of(VERBS[name].settings)
+    verb = VERBS[name]
+    declared = settings_of(verb.settings)
     texts = {key for key, setting in declared.items() if setting.kind in (str, list)} - {"stages"}
     plain = []
     values = {}
     for word in words:
         key, equals, value = word.lstrip("+").partition("=")
-        if VERBS[name].words and not (equals and re.fullmatch(r"[a-z_.]+", key)):
+        if verb.words and not (equals and re.fullmatch(r"[a-z_.]+", key)):
             plain.append(word)
             continue
         if not (key and equals):
@@ -77,8 +78,8 @@ def overrides(name: str, words: Iterable[str], *, sweep: bool = False) -> tuple[
                 f"{word}: Hydra's launchers and sweepers are not used; -m trains one run after another, and with --cfg "
                 "job prints them, to be started by your scheduler, each as a command of its own"
             )
-        if key in ("data", "data.train") and VERBS[name].words:
-            raise UserError(f"{word}: {name} takes {VERBS[name].words} as plain words: clipscale {name} {value}")
+        if key in ("data", "data.train") and verb.words:
+            raise UserError(f"{word}: {name} takes {verb.words} as plain words: clipscale {name} {value}")
         is_preset = value in group_options()["data"]
         if key == "data" and not is_preset and (re.search(r"[/*{@.[]", value) or Path(value).exists()):
             key = "data.train"

@@ -65,12 +65,13 @@ def show_verb(name: str) -> None:
 
 def show_section(name: str, section: str) -> None:
     """One setting; or all keys of a section, and the presets of the group of that name."""
-    sections = nested(VERBS[name].settings)
-    groups = default_choices(VERBS[name].conf)
+    verb = VERBS[name]
+    sections = nested(verb.settings)
+    groups = default_choices(verb.conf)
     meaning = dict.fromkeys(groups, "whole sets of settings") | {
         key: summary(config) for key, config in sections.items()
     }
-    declared = settings_of(VERBS[name].settings)
+    declared = settings_of(verb.settings)
     described = [setting for key, setting in declared.items() if f"{key}.".startswith(f"{section}.")]
     if not described and section not in meaning:
         known = [*meaning, *declared]

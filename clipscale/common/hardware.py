@@ -39,8 +39,7 @@ def cores_of_rank() -> int:
     """Cores that one rank may use. Slurm gives each task its own; otherwise the ranks of a machine share those of their
     launcher, which are more where each rank is bound to the cores near its GPU."""
     local_ranks = ranks.local_world_size()
-    bound = "SLURM_PROCID" in os.environ and cores() * local_ranks <= (os.cpu_count() or 1)
-    if bound:
+    if "SLURM_PROCID" in os.environ and cores() * local_ranks <= (os.cpu_count() or 1):
         return cores()
     return min(cores(), max(1, cores(os.getppid()) // local_ranks))
 
@@ -83,10 +82,11 @@ def hardware(name: str) -> Hardware:
     """The entry of that name; `h100` alone suffices if only one memory size of it is listed. Raises UserError with the
     nearest names.
     """
-    alike = [known for known in HARDWARE if known.startswith(f"{name.lower()}-")]
-    if name.lower() not in HARDWARE and len(alike) != 1:
-        raise UserError(f"hardware={name}: unknown{nearest(name.lower(), HARDWARE)}; there is {', '.join(HARDWARE)}")
-    return HARDWARE.get(name.lower()) or HARDWARE[alike[0]]
+    word = name.lower()
+    alike = [known for known in HARDWARE if known.startswith(f"{word}-")]
+    if word not in HARDWARE and len(alike) != 1:
+        raise UserError(f"hardware={name}: unknown{nearest(word, HARDWARE)}; there is {', '.join(HARDWARE)}")
+    return HARDWARE.get(word) or HARDWARE[alike[0]]
 
 
 def hardware_of(device_name: str) -> str | None:

@@ -47,25 +47,25 @@ class StepTimer:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._cuda = device.type == "cuda"
         self.before: dict[str, int] = {}
         self.peak: dict[str, int] = {}
         self._spans: dict[str, tuple[Any, Any]] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        cuda = self.device.type == "cuda"
-        if cuda:
+        if self._cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
             self.before[name] = torch.cuda.memory_allocated(self.device)
         started = self._now()
         with record_function(name):  # its name in a profiler's timeline
             yield
         self._spans[name] = (started, self._now())
-        if cuda:
+        if self._cuda:
             self.peak[name] = torch.cuda.max_memory_allocated(self.device)
 
     def _now(self) -> Any:
-        if self.device.type != "cuda":
+        if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
@@ -74,7 +74,7 @@ class StepTimer:
     @cached_property
     def seconds(self) -> dict[str, float]:
         """Each part's seconds, once the last has begun. On a GPU this waits for its end, not for work queued later."""
-        if self.device.type != "cuda":
+        if not self._cuda:
             return {name: ended - started for name, (started, ended) in self._spans.items()}
         for _, ended in self._spans.values():
             ended.synchronize()
@@ -90,7 +90,7 @@ class StepTimer:
 
         `graph_bytes`: bytes of a chunk's graph; on a GPU they are subtracted from the peaks of `encode` and `replay`.
         """
-        if self.device.type == "cuda":
+        if self._cuda:
             before = self.before["encode"]
             start = {"loss": before, "optim": torch.cuda.memory_allocated(self.device)}
             return max(size - start.get(name, before + graph_bytes) for name, size in self.peak.items())

@@ -56,6 +56,13 @@ class EvalRunConfig(AnyModel):
     launch: sections.LaunchConfig = field(default_factory=sections.LaunchConfig)
 
 
+def runs_of_sweep(folder: Path) -> list[Path]:
+    """The folders of a sweep's runs; none of a run, and of no folder."""
+    if (folder / "config.yaml").exists():
+        return []
+    return sorted(path.parent for path in folder.glob("*/config.yaml"))
+
+
 def existing_run(run: str) -> Path:
     """The folder of a run. Raises UserError if none is given, or there is none, or if it is a sweep."""
     if not run:
@@ -63,8 +70,8 @@ def existing_run(run: str) -> Path:
     folder = run_folder(run)
     if not folder.is_dir():
         raise UserError(f"run={run}: there is no folder {folder}")
-    runs = sorted(path.parent for path in folder.glob("*/config.yaml"))
-    if runs and not (folder / "config.yaml").exists():
+    runs = runs_of_sweep(folder)
+    if runs:
         raise UserError(f"run={run}: a sweep of {len(runs)} runs; give one of them, as in run={runs[0]}")
     return folder
 

@@ -302,9 +302,8 @@ class ModelConfig:
         """Raises UserError for another `preprocess`, and for a name that open_clip does not know."""
         _ = self.pixels
         if self.name and not self.weights and not self.description:
-            known = architectures()
-            if self.name not in known:
-                raise UserError(f"model.name={self.name!r} is not an open_clip architecture{nearest(self.name, known)}")
+            meant = nearest(self.name, architectures())
+            raise UserError(f"model.name={self.name!r} is not an open_clip architecture{meant}")
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,10 @@ class Selection:
 
     def members(self) -> set[str]:
         """The extensions to read, apart from the picture's."""
-        fields = self.same not in (None, "caption")
-        fields = fields or any(each.of_field for each in self.conditions)
-        return {source.name.partition(":")[0] for source in self.captions} | ({"json"} if fields else set())
+        members = {source.name.partition(":")[0] for source in self.captions}
+        if self.same not in (None, "caption") or any(each.of_field for each in self.conditions):
+            members.add("json")
+        return members
 
     def draw(self, members: dict[str, bytes], rng: CounterRNG) -> tuple[str, str]:
         """The sample's caption, drawn by weight, and the part of it that is to be taken. The captions of a source share

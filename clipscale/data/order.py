@@ -13,11 +13,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import TypeVar
 
 import numpy as np
 
 from clipscale.data.shards.addresses import digest
 
+N = TypeVar("N", int, np.ndarray)
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
@@ -34,8 +36,8 @@ WEIGHT = 8
 SOURCE_BLOCK = 64
 
 
-def _splitmix(z: int) -> int:
-    """The output function of SplitMix64 (Steele, Lea, Flood 2014)."""
+def _splitmix(z: N) -> N:
+    """The output function of SplitMix64 (Steele, Lea, Flood 2014) of a number below 2**64, or of an array (uint64)."""
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)
@@ -51,10 +53,8 @@ def key(*numbers: int) -> int:
 
 def permutation(n: int, *numbers: int) -> np.ndarray:
     """A random order of 0..n-1 (int64), a pure function of the key `numbers`."""
-    z = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(key(*numbers))
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)  # `_splitmix` of all at once
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.argsort(z ^ (z >> np.uint64(31)), kind="stable")
+    states = np.arange(1, n + 1, dtype=np.uint64) * _GOLDEN + key(*numbers)
+    return np.argsort(_splitmix(states), kind="stable")
 
 
 class CounterRNG:

@@ -5,6 +5,7 @@ Long generated captions begin with a summary. A model that trains on later sente
 """
 
 import re
+from bisect import bisect
 from collections.abc import Callable
 
 from clipscale.data.order import CounterRNG
@@ -32,11 +33,7 @@ def part_of(text: str, part: str, rng: CounterRNG, fits: Callable[[str], bool]) 
     start = rng.integer(len(found))
     if part == "sentence":
         return found[start]
-    fitting, most = start + 1, len(found)
-    while fitting < most:  # bisection: each test tokenises a text
-        middle = (fitting + most + 1) // 2
-        if fits(" ".join(found[start:middle])):
-            fitting = middle
-        else:
-            most = middle - 1
-    return " ".join(found[start:fitting])
+    stops = range(len(found) + 1)
+    # bisection: each test tokenises a text
+    too_long = bisect(stops, False, lo=start + 2, key=lambda stop: not fits(" ".join(found[start:stop])))
+    return " ".join(found[start : too_long - 1])

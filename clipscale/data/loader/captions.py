@@ -22,8 +22,8 @@ CHUNK_COST = 1 / 16
 
 def widths_of(lengths: np.ndarray, context: int) -> np.ndarray:
     """Each caption's length rounded up to a multiple of GRAIN, (N,): at least GRAIN, at most the context."""
-    steps = (np.maximum(lengths.astype(np.int16), 1) + GRAIN - 1) // GRAIN
-    widths: np.ndarray = np.minimum(steps * GRAIN, context).astype(np.int16)
+    rounded = -(-np.maximum(lengths, 1) // GRAIN) * GRAIN
+    widths: np.ndarray = np.minimum(rounded, context).astype(np.int16)
     return widths
 
 

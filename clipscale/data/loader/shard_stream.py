@@ -70,7 +70,6 @@ class ShardStream:
         self._set_status = set_status
         self._stream = stream
         self._store = store
-        self._counts = store.counts
         size_limits = limits(IMAGE_TYPES, spec.selection.members())
         sources = spec.shards.sources
         self._weighted = isinstance(spec.shards.order, WeightedSources)
@@ -123,7 +122,7 @@ class ShardStream:
                 caption = part_of(caption, part, rng, spec.fits) if part else caption
                 spec.transform(image_bytes(item.members), CounterRNG(order.seed, AUGMENT, *sample), row)
             except BrokenSampleError as error:
-                self._counts[error.reason] += 1
+                self._store.counts[error.reason] += 1
                 if self._skipped(error, segment, item) > MOST_IN_SHARD:
                     reader.left = segment
             else:

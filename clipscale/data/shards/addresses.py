@@ -28,17 +28,17 @@ def is_local(url: str) -> bool:
 
 def scheme_of(url: str) -> str:
     """The scheme in lower case, empty for a path."""
-    return "" if is_local(url) else url.split(":", 1)[0].lower()
+    return "" if is_local(url) else url.partition(":")[0].lower()
 
 
 def unsigned(url: str) -> str:
     """The address without its query, which may be a signature: with another signature it names the same shard."""
-    return url if is_local(url) else url.split("?", 1)[0]
+    return url if is_local(url) else url.partition("?")[0]
 
 
 def basename(url: str) -> str:
     """The last part of a path or address."""
-    return (unsigned(url) if "?" in url else url).rpartition("/")[2]
+    return unsigned(url).rpartition("/")[2]
 
 
 def dirname(url: str) -> str:

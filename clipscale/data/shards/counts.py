@@ -92,7 +92,7 @@ def build_order(
     """
     if config.order == "epochs" and source_of is not None:
         raise UserError("data.weights and data.order=epochs exclude each other; weights need data.order=resampled")
-    epochs = config.order == "epochs" or (config.order == "auto" and source_of is None)
+    epochs = config.order != "resampled" and source_of is None
     scan = config.order == "epochs" or (epochs and len(urls) <= SCAN_AT_MOST)
     subset = subset_of(config)
     counts = on_main(lambda: count_samples(urls, subset, scan=scan))

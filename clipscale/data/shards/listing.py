@@ -146,7 +146,7 @@ def _local(source: str, setting: str, note: Note) -> list[str]:
 def _existing(names: Sequence[str]) -> list[str]:
     """The addresses, and the paths that exist. Lists folders: asking for each file is slow on network file systems."""
     heads = {dirname(name) for name in names if is_local(name)}
-    leaves = {head: _leaves(head if head.endswith("/") else ".") for head in heads}
+    leaves = {head: _leaves(head or ".") for head in heads}
     return [name for name in names if not is_local(name) or name.rpartition("/")[2] in leaves[dirname(name)]]
 
 

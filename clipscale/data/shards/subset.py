@@ -70,7 +70,8 @@ class Subset:
         """How often the sample with this key and json comes in an epoch, on average; 0: it is not listed."""
         rows, by_uid, *_ = self.table
         try:
-            halves = _halves(json_fields(json_bytes)["uid"] if by_uid else _digest(key).hex())
+            uid = json_fields(json_bytes)["uid"] if by_uid else _digest(key).hex()
+            halves = int(uid[:16], 16), int(uid[16:], 16)
         except (KeyError, TypeError, ValueError, BrokenSampleError):
             return 0.0
         at = bisect_left(rows, halves, key=lambda row: row.item()[:2])
@@ -84,10 +85,6 @@ def subset_of(config: DataConfig) -> Subset | None:
     if config.sample_weights is not None:
         return Subset("sample_weights", config.sample_weights)
     return Subset("only_keys", config.only_keys) if config.only_keys is not None else None
-
-
-def _halves(uid: str) -> tuple[int, int]:
-    return int(uid[:16], 16), int(uid[16:], 16)
 
 
 def _digest(key: str) -> bytes:
@@ -115,15 +112,17 @@ def _read(setting: str, file: Path, name: str) -> Table:
 def _weights(setting: str, file: Path, name: str) -> Table:
     """A table of weights; its sorted rows are kept in the user's cache. Raises UserError, and what pyarrow raises."""
     table = parquet_file(file)
-    column = next((each for each in ("uid", "key") if each in table.schema_arrow.names), None)
-    if column is None or "weight" not in table.schema_arrow.names:
-        raise UserError(f"{setting}: has the columns {', '.join(table.schema_arrow.names)}, not key or uid, and weight")
+    names = table.schema_arrow.names
+    column = next((each for each in ("uid", "key") if each in names), None)
+    if column is None or "weight" not in names:
+        raise UserError(f"{setting}: has the columns {', '.join(names)}, not key or uid, and weight")
     cached = files.user_cache() / "weights" / f"{name}.npy"
     if not cached.exists():
         rows = np.concatenate([np.zeros(0, ROW), *_rows_of(table, column)])
         rows = rows[np.lexsort((rows["f1"], rows["f0"]))]
         bad = ~((rows["weight"] >= 0) & (rows["weight"] <= MOST_TIMES))  # NaN too
-        twice = (rows["f0"][1:] == rows["f0"][:-1]) & (rows["f1"][1:] == rows["f1"][:-1])
+        halves = rows[["f0", "f1"]]
+        twice = halves[1:] == halves[:-1]
         if bad.any() or twice.any():
             wrong = f"{bad.sum()} weights are no numbers from 0 to {MOST_TIMES:,}"
             what = wrong if bad.any() else f"{twice.sum()} samples come twice"

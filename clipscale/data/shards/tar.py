@@ -137,7 +137,7 @@ def _number(field: bytes) -> int:
 
 
 def _text(field: bytes) -> str:
-    return field.split(b"\0", 1)[0].decode("utf-8", "surrogateescape")
+    return field.partition(b"\0")[0].decode("utf-8", "surrogateescape")
 
 
 def _pax(content: bytes) -> dict[str, str]:

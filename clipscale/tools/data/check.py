@@ -50,8 +50,10 @@ def main(sources: Sequence[str], settings: CheckSettings) -> int:
     broken = sum((shard.broken for shard in shards), Counter[str]())
     examples = {reason: text for shard in reversed(shards) for reason, text in shard.examples.items()}
     damaged = [("damaged shard", url, shard.damage) for url, shard in zip(urls, shards) if shard.damage]
-    rows = [("samples", str(samples), format_bytes(sum(shard.bytes for shard in shards)))]
-    rows.append(("usable", str(samples - broken.total()), ""))
+    rows = [
+        ("samples", str(samples), format_bytes(sum(shard.bytes for shard in shards))),
+        ("usable", str(samples - broken.total()), ""),
+    ]
     if settings.data.sample_weights:
         rows.append(("samples in an epoch", f"{sum(shard.weight for shard in shards):.1f}", "by data.sample_weights"))
     if not samples:

@@ -102,7 +102,7 @@ class StepModel:
         return first, min(self.counts[1], int(rest // text)) if text else 0
 
 
-def host_memory(config: PlanConfig, dry_run: DryRun, batch: int, step: float = 0) -> Record:
+def host_memory(config: PlanConfig, dry_run: DryRun, batch: int, step: float) -> Record:
     """Host memory of a node: `process_bytes`, of one process with its loader workers, by what holds them; `processes`
     and `node_bytes`.
 

@@ -10,7 +10,7 @@ from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.terminal import printable
 from clipscale.common.units import run_folder
-from clipscale.config.eval import existing_run
+from clipscale.config.eval import existing_run, runs_of_sweep
 from clipscale.config.parse import as_typed
 from clipscale.config.setting import flat
 from clipscale.log.records import Record, read_evaluations, read_metrics
@@ -37,9 +37,7 @@ def read_runs(names: Sequence[str | Path]) -> list[Run]:
     folders = []
     for source in names:
         name = str(source)
-        inside = sorted(path.parent for path in run_folder(name).glob("*/config.yaml"))
-        is_sweep = inside and not (run_folder(name) / "config.yaml").exists()
-        folders += inside if is_sweep else [existing_run(name)]
+        folders += runs_of_sweep(run_folder(name)) or [existing_run(name)]
     runs = [run for run in map(_read, folders) if run.records]
     if not runs:
         raise UserError(f"run={','.join(map(str, names))}: metrics.jsonl holds no step to report on")
