@@ -63,9 +63,10 @@ class Hardware:
         return 1e12 * (self.tf32 if precision == "fp32" else self.half)
 
 
-TABLE = files.read_yaml(Path(__file__).with_name("hardware.yaml"))
 # By the name that `hardware=` accepts.
-HARDWARE = {name: Hardware(**values) for name, values in TABLE.items()}
+HARDWARE = {
+    name: Hardware(**values) for name, values in files.read_yaml(Path(__file__).with_name("hardware.yaml")).items()
+}
 
 
 def gpu_here() -> str | None:

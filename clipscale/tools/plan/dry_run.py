@@ -141,7 +141,10 @@ class DryRun:
         flops: tuple[PassFlops, PassFlops],
     ) -> None:
         """`model`: on the meta device. `flops`: of a picture and of a caption as long as the context."""
-        self.config, self.tracker, self.flops, self.model = config, tracker, flops, model
+        self.config = config
+        self.tracker = tracker
+        self.flops = flops
+        self.model = model
         self.caption_share = caption_share(model)
         # Shape and type of a row of each tower.
         self.inputs = ((3, model.image_size, model.image_size), torch.uint8), ((model.context_length,), torch.int32)

@@ -139,7 +139,7 @@ def plan(config: PlanConfig, *, search: bool = True) -> Record:
     return result | {"conclusion": render("conclusion", **result)}
 
 
-def predicted(config: PlanConfig, *, search: bool) -> Record:
+def predicted(config: PlanConfig, *, search: bool = True) -> Record:
     """`plan` without remedies."""
     gpu = target_gpu(config)
     ranks = config.gpus * config.nodes
