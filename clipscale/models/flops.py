@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from timm.layers import to_2tuple
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -32,11 +33,9 @@ def image_flops(config: ModelConfig, trained: Set[str] = frozenset()) -> PassFlo
     """FLOPs of one image. `config`: the model's settings. A backward pass computes what the parameters `trained` need,
     layer by layer."""
     encoder = unbuilt_encoders(config).visual
-    size = encoder.image_size
-    height, width = size if isinstance(size, tuple) else (size, size)
     # In a tower that trains whole, the pixels' gradient counts too: three forward passes in all, as usual.
     is_whole = all(name in trained for name, _ in encoder.named_parameters())
-    pixels = torch.empty(1, 3, height, width, device="meta", requires_grad=is_whole)
+    pixels = torch.empty(1, 3, *to_2tuple(encoder.image_size), device="meta", requires_grad=is_whole)
     return _count(encoder, pixels, trained)
 
 

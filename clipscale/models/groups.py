@@ -38,9 +38,8 @@ def rate_factors(encoder: nn.Module, tower: str, config: TowerConfig) -> dict[st
     """Factors of the learning rate by an encoder's parameter: lr_factor * layer_decay^(n - 1 - g) in group g of n."""
     if config.layer_decay == 1:
         return {name: config.lr_factor for name, _ in encoder.named_parameters()}
-    groups = layer_groups(encoder, tower)
-    rates = [config.lr_factor * config.layer_decay ** (len(groups) - 1 - g) for g in range(len(groups))]
-    return {name: rate for rate, names in zip(rates, groups) for name in names}
+    from_last = enumerate(reversed(layer_groups(encoder, tower)))
+    return {name: config.lr_factor * config.layer_decay**depth for depth, names in from_last for name in names}
 
 
 def lock(encoder: nn.Module, tower: str, unlocked: int) -> None:

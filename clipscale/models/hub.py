@@ -47,7 +47,6 @@ def repositories(model: ModelConfig) -> Iterator[str]:
 
             tag = open_clip.get_pretrained_cfg(model.name.replace("/", "-"), value)
             yield tag.get("hf_hub", "").rpartition("/")[0]
-    text = model.description.get("text_cfg", {})
-    tokenizer = text.get("hf_tokenizer_name", "")
+    tokenizer = model.description.get("text_cfg", {}).get("hf_tokenizer_name", "")
     if tokenizer and not Path(tokenizer).is_dir():
         yield tokenizer

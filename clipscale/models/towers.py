@@ -17,6 +17,7 @@ import open_clip
 import torch
 import torch.nn.functional as F
 from open_clip.model import CustomTextCLIP
+from timm.layers import to_2tuple
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
@@ -111,8 +112,7 @@ class ClipModel(nn.Module):
         self.text = TextTower(encoders.text)
         self.logit_scale = encoders.logit_scale
         self.logit_bias = encoders.logit_bias
-        size = encoders.visual.image_size
-        self.image_size = size[0] if isinstance(size, tuple) else size
+        self.image_size = to_2tuple(encoders.visual.image_size)[0]
         self.pixels = config.pixels
         self.context_length = encoders.context_length
         self.tokenizer = tokenizer
@@ -239,7 +239,7 @@ def inputs_of(config: ModelConfig) -> tuple[int, Tokenizer]:
     """
     description = architecture(config)
     size = description["vision_cfg"].get("image_size", IMAGE_SIZE)
-    return size if isinstance(size, int) else size[0], tokenizer_of(config.name, description["text_cfg"])
+    return to_2tuple(size)[0], tokenizer_of(config.name, description["text_cfg"])
 
 
 def build_model(config: ModelConfig, *, lean: bool = True, tokenizer: Tokenizer | None = None) -> ClipModel:
@@ -281,8 +281,7 @@ def load_model(run: Path, which: str = "latest", weights: str = "trained") -> tu
     state = checkpoint.load(path, entries=("model", "ema"))
     if weights == "ema" and not state.ema:
         raise UserError(f"weights=ema: {path} holds no average; take weights=trained, or train with ema=0.9999")
-    config = ModelConfig.of(state.model_config)
-    config = without_weights(config)
+    config = without_weights(ModelConfig.of(state.model_config))
     model = build_model(config)
     model.load_state_dict(state.model | (state.ema["weights"] if state.ema and weights == "ema" else {}))
     return model.eval(), config, state.step

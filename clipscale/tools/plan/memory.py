@@ -42,11 +42,11 @@ class StepModel:
     """The memory of a step of `batch` samples on a rank, by pass, loss and update, each beyond what is live when it
     begins."""
 
-    def __init__(self, dry_run: DryRun, batch: int, chunks: PerTower, resident: bool = False) -> None:
-        """`resident`: pixels and tokens stay on the device (offload=none)."""
+    def __init__(self, dry_run: DryRun, batch: int, chunks: PerTower) -> None:
         self.dry_run = dry_run
         self.batch = batch
-        self.resident = resident
+        # Whether pixels and tokens stay on the device.
+        self.resident = dry_run.config.offload == "none"
         # Rows of a chunk.
         self.sizes = min(chunks[0], batch), min(chunks[1], batch)
         self.is_one = [size == batch for size in self.sizes]
@@ -109,10 +109,9 @@ def host_memory(config: PlanConfig, dry_run: DryRun, batch: int, step: float) ->
     `batch`: samples of one rank; `step`: bytes of a step on a CPU, which are in the same memory.
     """
     data = config.data
-    ranks = config.gpus * config.nodes
     cpu = config.hardware == "cpu"
-    num_streams = data.shard_streams or default_streams(config.batch, ranks, None)
-    streams_of_rank = len(BatchShare(batch * ranks, 0, ranks).stream_ids(num_streams))
+    num_streams = data.shard_streams or default_streams(config.batch, config.ranks, None)
+    streams_of_rank = len(BatchShare(batch * config.ranks, 0, config.ranks).stream_ids(num_streams))
     workers = worker_count(data, streams_of_rank)
     layout = layout_of(data, batch, dry_run.model.image_size, dry_run.model.context_length, workers)
     pictures = 3 * config.eval.batch if config.eval.has_sets else 0  # being decoded, waiting, and in a batch

@@ -31,9 +31,7 @@ class Prediction:
         self.config = config
         self.gpu = gpu
         self.dry_run = dry_run
-        self.ranks = config.gpus * config.nodes
-        self.local = config.batch // self.ranks
-        self.resident = config.offload == "none"
+        self.local = config.batch // config.ranks
         # Memory of cuBLAS, which torch's allocator counts, and memory that it does not count.
         self.workspace = self.outside = 0
         # Memory of a GPU.
@@ -42,28 +40,28 @@ class Prediction:
         self.free = math.inf
         if gpu:
             self.workspace = ASSUMED.workspace_hopper if gpu.capability >= 90 else ASSUMED.workspace
-            self.outside = outside_torch(self.ranks)
+            self.outside = outside_torch(config.ranks)
             self.usable = int(gpu.memory_bytes * (1 - ASSUMED.reserve))
             self.free = self.usable - self.workspace - self.outside
         self.chunks = self.chunk_sizes()
 
     def chunk_sizes(self) -> PerTower:
         """As set, or assumed: `auto_chunk`, halved until the passes fit."""
-        given = []
-        for name, tower, size in zip(TOWERS, self.dry_run.towers, self.config.cache.sizes):
-            whole = batch_norm_chunk(tower, name, size, self.local)
-            given.append(ASSUMED.largest_batch if whole else size)
+        given = [
+            ASSUMED.largest_batch if batch_norm_chunk(tower, name, size, self.local) else size
+            for name, tower, size in zip(TOWERS, self.dry_run.towers, self.config.cache.sizes)
+        ]
         size = ASSUMED.auto_chunk if self.gpu else CPU_CHUNK
         while True:
             chunks = given[0] or size, given[1] or size
-            memory = StepModel(self.dry_run, self.local, chunks, self.resident).memory()
+            memory = StepModel(self.dry_run, self.local, chunks).memory()
             if all(given) or size == 1 or max(memory.phase("encode"), memory.phase("replay")) <= self.free:
                 return chunks
             size //= 2
 
     def memory(self, batch: int) -> StepMemory:
         """Memory of a step of `batch` samples on a rank, with the graphs that `cache.keep` keeps."""
-        step = StepModel(self.dry_run, batch, self.chunks, self.resident)
+        step = StepModel(self.dry_run, batch, self.chunks)
         keep: float | None = parse_memory("cache.keep", self.config.cache.keep)
         if keep is None:  # a share of what is free before the step
             if self.gpu:
@@ -83,17 +81,17 @@ class Prediction:
 
     def largest_batch(self) -> int:
         """The largest batch that fits with these chunks: the set one, or a power of two on each rank; 0: none."""
-        powers = (ASSUMED.largest_batch // self.ranks).bit_length()
+        powers = (ASSUMED.largest_batch // self.config.ranks).bit_length()
         sizes = sorted({self.local, *(1 << i for i in range(powers))})
         found = bisect(sizes, False, key=lambda size: not self.fits(size))
-        return sizes[found - 1] * self.ranks if found else 0
+        return sizes[found - 1] * self.config.ranks if found else 0
 
     def result(self) -> Record:
         """The object of docs/plan.md, without a largest batch."""
         config = self.config
         dry_run = self.dry_run
         memory = self.memory(self.local)
-        step = StepModel(dry_run, self.local, self.chunks, self.resident)
+        step = StepModel(dry_run, self.local, self.chunks)
         host = host_memory(config, dry_run, self.local, memory.highest)
         counts = zip(dry_run.trained, memory.kept, step.counts)
         replayed_share = [1 - graphs / count if trained else 0.0 for trained, graphs, count in counts]
@@ -142,10 +140,9 @@ def plan(config: PlanConfig, *, search: bool = True) -> Record:
 def predicted(config: PlanConfig, *, search: bool = True) -> Record:
     """`plan` without remedies."""
     gpu = target_gpu(config)
-    ranks = config.gpus * config.nodes
-    check_sizes(config.cache, config.batch // ranks)
-    doing(f"planning: a dry run of {config.model.name} on {ranks} x {config.hardware}")
-    with dry_run(config, ranks, gpu.capability if gpu else None, config.nodes) as dry:
+    check_sizes(config.cache, config.batch // config.ranks)
+    doing(f"planning: a dry run of {config.model.name} on {config.ranks} x {config.hardware}")
+    with dry_run(config, config.ranks, gpu.capability if gpu else None, config.nodes) as dry:
         prediction = Prediction(config, gpu, dry)
         result = prediction.result()
         if search and (gpu or config.host_memory):

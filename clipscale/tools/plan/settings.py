@@ -20,6 +20,10 @@ class PlanConfig(TrainConfig):
     host_memory: int | None = setting(None, "Host memory of a node in bytes (`1024G`); null: not compared.")
     json: bool = setting(False, "Print one JSON object instead of tables.")
 
+    @property
+    def ranks(self) -> int:
+        return self.gpus * self.nodes
+
 
 def on_machine(config: PlanConfig) -> PlanConfig:
     """The settings with the machine to plan for: this one's GPUs, where they name none.
@@ -50,5 +54,5 @@ def target_gpu(config: PlanConfig) -> Hardware | None:
     """The GPU to plan for; None for a CPU. Raises UserError."""
     gpu = None if config.hardware == "cpu" else hardware(config.hardware)
     check_sigmoid(config)
-    check_divisible(config.batch, config.gpus * config.nodes, f"gpus={config.gpus} x nodes={config.nodes}")
+    check_divisible(config.batch, config.ranks, f"gpus={config.gpus} x nodes={config.nodes}")
     return gpu

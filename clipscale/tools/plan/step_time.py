@@ -40,8 +40,7 @@ def step_time(
             second += passes.forward * share
     sweeps = OBJECTIVES[config.loss.objective].sweeps if any(dry_run.trained) else 1
     plain += (sweeps + sum(dry_run.trained)) * 2 * config.batch * (dry_run.model.width + sum(config.loss.sizes))
-    ranks = config.gpus * config.nodes
-    operations = config.batch / ranks * (plain + second)
+    operations = config.batch / config.ranks * (plain + second)
     min_seconds = operations / (gpu.peak(config.precision) if gpu else 1)
     if gpu is None or forward < SMALLEST:
         return min_seconds, None

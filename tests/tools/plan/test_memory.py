@@ -23,7 +23,7 @@ def predicted(config: TrainConfig, ranks: int = 1, capability: int | None = None
     """A step with the kept graphs that `cache.keep` bytes hold."""
     chunk = int(config.cache.chunk[0])
     with dry_run(config, ranks, capability) as run:
-        step = StepModel(run, config.batch // ranks, (chunk, chunk), config.offload == "none")
+        step = StepModel(run, config.batch // ranks, (chunk, chunk))
         return step.memory(step.kept(parse_memory("cache.keep", config.cache.keep) or 0))
 
 
