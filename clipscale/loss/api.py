@@ -157,7 +157,6 @@ def _chosen_backend(name: str, objective: Objective, module: nn.Module | None, i
     """The backend's name, with "auto" resolved. Raises ValueError where Triton is impossible."""
     device = inputs.scale.device
     obstacle = None
-    on_gpu = machine.is_gpu(device)
     if not objective.has_kernels:
         obstacle = "the objective has no kernels"
     elif module is not None:
@@ -166,7 +165,7 @@ def _chosen_backend(name: str, objective: Objective, module: nn.Module | None, i
         obstacle = "the features are float64"
     elif inputs.rows.keys is not None:
         obstacle = "the kernels take no keys"
-    elif not on_gpu and (name == "auto" or os.environ.get("TRITON_INTERPRET") != "1"):
+    elif not machine.is_gpu(device) and (name == "auto" or os.environ.get("TRITON_INTERPRET") != "1"):
         obstacle = f"the features are on {device.type}"
     if name == "triton" and obstacle:
         raise ValueError(f"backend=triton cannot be had, since {obstacle}; use backend=tiled")

@@ -176,7 +176,7 @@ class GroupExchange(Exchange):
 
     def __init__(self, communicator: Communicator) -> None:
         self.comm = communicator
-        self.size, self.rank = communicator.size, communicator.rank
+        self.size = communicator.size
 
     def total(self, x: Tensor) -> Tensor:
         return self.comm.all_reduce_(x.clone())
@@ -192,8 +192,7 @@ class Gather(GroupExchange):
     """A rank's rows against all columns: all-gather, reduce-scatter of their sums (DisCo-CLIP, arXiv 2304.08480)."""
 
     def sweep(self, cols: FeatureBlock, sums: Sequence[ColumnReduction], visit: Visit) -> list[Tensor]:
-        positive = self.rank * len(cols)
-        partials = visit_block(self.gathered(cols), sums, visit, positive)
+        partials = visit_block(self.gathered(cols), sums, visit, positive=self.comm.rank * len(cols))
         return [s.reduce_scatter(self.comm, partial) for s, partial in zip(sums, partials)]
 
 

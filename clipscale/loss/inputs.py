@@ -73,10 +73,10 @@ def checked_inputs(
     text_features: Tensor,
     logit_scale: Tensor | float,
     logit_bias: Tensor | float | None,
-    keys: Tensor | None = None,
+    keys: Tensor | None,
     *,
-    has_module: bool = False,
-    check: bool = True,
+    has_module: bool,
+    check: bool,
 ) -> Inputs:
     """The inputs, ready for use.
 

@@ -57,19 +57,17 @@ class SoftmaxTile(TorchObjective):
 def directions(block: Block) -> list[tuple[Tensor, Tensor, int]]:
     """Of image to text and text to image, each if its side has weights: the weights, the log-sum-exps, and the
     dimension of the scores to sum over."""
-    sides = []
-    for side, dim in ((block.rows, 1), (block.cols, 0)):
-        if side.weight is not None and side.lse is not None:
-            sides.append((side.weight, side.lse, dim))
-    return sides
+    return [
+        (side.weight, side.lse, dim)
+        for side, dim in ((block.rows, 1), (block.cols, 0))
+        if side.weight is not None and side.lse is not None
+    ]
 
 
 def positive_weights(block: Block, rows: Tensor | slice, cols: Tensor | slice) -> Tensor:
     """The weights of the positives at these rows and columns, pair by pair, summed over both directions, float64."""
-    weights = []
-    for side, index in ((block.rows, rows), (block.cols, cols)):
-        if side.weight is not None:
-            weights.append(side.weight[index].double())
+    sides = ((block.rows, rows), (block.cols, cols))
+    weights = [side.weight[index].double() for side, index in sides if side.weight is not None]
     return sum(weights[1:], weights[0])
 
 
