@@ -79,12 +79,12 @@ def check_train(config: TrainConfig) -> None:
     check(config)
     if config.device == "cuda" and not any(map(os.path.exists, GPU_DRIVERS)):
         raise UserError("device=cuda: this machine has no GPU with a driver; use device=cpu or fix the driver")
-    online = config.log.wandb == "online" and terminal.main_rank()
-    if online and not wandb_module().login(prompt=False, verify=False):
+    if not terminal.main_rank():
+        return
+    if config.log.wandb == "online" and not wandb_module().login(prompt=False, verify=False):
         raise UserError("log=wandb: there is no key; run `wandb login`, export WANDB_API_KEY, or log=wandb-offline")
-    if terminal.main_rank():
-        for warning in warnings(config):
-            terminal.say(f"warning: {warning}", error=True)
+    for warning in warnings(config):
+        terminal.say(f"warning: {warning}", error=True)
 
 
 def run(config: Launched, main: str = TRAIN, *, isolated: bool = False) -> Record:

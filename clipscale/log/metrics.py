@@ -50,7 +50,7 @@ class MetricLog:
         self.total = total
         self.progress = Progress()
         self._unprinted = ""
-        self._printed_at = -math.inf
+        self._printed_at = 0.0
         self._recent: deque[Record] = deque(maxlen=WINDOW)
         self._times: deque[float] = deque(maxlen=WINDOW)
         self._warned: set[str] = set()
@@ -92,7 +92,7 @@ class MetricLog:
             self._printed_at = now
         if record["step"] > FIRST:
             self._recent.append(record)
-            warnings = warnings_of([*self._recent])
+            warnings = warnings_of(self._recent)
             for kind in warnings.keys() - self._warned:
                 tell(f"warning: step {record['step']}: {warnings[kind]}")
             self._warned |= warnings.keys()

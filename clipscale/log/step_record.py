@@ -36,7 +36,7 @@ class StepRecords:
             "caption_tokens": sum(width * count for width, count in widths.items()) / sum(widths.values()),
         }
         self._measured_at = now
-        self._unfinished = record | measured, phases, [*scalars], Readback(*scalars.values()), dict(widths)
+        self._unfinished = record | measured, phases, [*scalars], Readback(*scalars.values()), widths
 
     def poll(self) -> None:
         """Log the last step's record if the device has done the step."""

@@ -78,7 +78,7 @@ def result_tables(results: Results, title: str = "") -> list[TextTable]:
     return tables
 
 
-def print_results(results: Results, title: str = "") -> None:
+def print_results(results: Results, title: str) -> None:
     """Print evaluation results as tables."""
     show(*result_tables(results, title))
 

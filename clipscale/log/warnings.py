@@ -15,11 +15,10 @@ ALIKE = -0.05
 
 def warnings_of(records: Sequence[Record]) -> dict[str, str]:
     """Kind -> warning: what the newest record suggests, compared with the others: at most WINDOW, all after FIRST."""
-    warnings = {}
-    last = records[-1]
-    full = len(records) == WINDOW
     if len(records) <= FIRST:
         return {}
+    warnings = {}
+    last = records[-1]
     losses = [r["loss"] for r in records if math.isfinite(r["loss"])] or [last["loss"]]
     middle = median(losses)
     if last["loss"] > middle + max(0.1 * abs(middle), 10 * median(abs(loss - middle) for loss in losses)):
@@ -27,7 +26,7 @@ def warnings_of(records: Sequence[Record]) -> dict[str, str]:
             f"the loss jumped from {middle:.3f} to {last['loss']:.3f}; likely causes: odd samples, too high an "
             "optim.lr, or with AdamW too high a beta2 (optim.betas)"
         )
-    share = mean(r["data_wait_frac"] for r in records) if full else 0
+    share = mean(r["data_wait_frac"] for r in records) if len(records) == WINDOW else 0
     if share > 0.2:
         warnings["starved"] = f"{share:.0%} of the time went by waiting for data: more data.workers, or a faster disk"
     uniformity = max(last.get("uniformity_image", -4), last.get("uniformity_text", -4))

@@ -8,6 +8,9 @@ from pathlib import Path
 from clipscale.common import files
 from clipscale.common.record import Record
 
+# Where most sets come from.
+WEBDATASETS = "https://huggingface.co/datasets/clip-benchmark"
+
 
 @dataclass(frozen=True)
 class KnownSet:
@@ -43,8 +46,7 @@ def table() -> Record:
 
 @cache
 def known_sets() -> dict[str, KnownSet]:
-    sets = {}
-    for name, entry in table()["sets"].items():
-        source = f"https://huggingface.co/datasets/clip-benchmark/wds_{name.replace('/', '-')}"
-        sets[name] = KnownSet(name, **{"source": source} | entry)
-    return sets
+    return {
+        name: KnownSet(name, **{"source": f"{WEBDATASETS}/wds_{name.replace('/', '-')}"} | entry)
+        for name, entry in table()["sets"].items()
+    }
