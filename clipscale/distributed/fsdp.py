@@ -27,7 +27,7 @@ class ShardedTower(nn.Module):
     after each chunk. In stage 2 weights stay gathered from the first chunk to the last.
     """
 
-    def __init__(self, tower: nn.Module, mesh: DeviceMesh, stage: int = 3, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, tower: nn.Module, mesh: DeviceMesh, stage: int, dtype: torch.dtype) -> None:
         """`dtype`: autocast's. Weights that autocast casts are gathered in it."""
         super().__init__()
         pin_cast_dtype(tower)

@@ -31,11 +31,10 @@ from clipscale.step.train_step import TrainStep
 def saved_values(step: TrainStep) -> Record:
     """The fields of `Saved` that a step provides. The tensors are views, sharded as the weights are: the next step
     changes them."""
-    optimizer = get_optimizer_state_dict(step.model, step.optimizer)
     return {
         "model": get_model_state_dict(step.model),
         "model_config": asdict(step.config.model),
-        "optimizer": {"state": optimizer["state"], "param_groups": optimizer["param_groups"]},
+        "optimizer": get_optimizer_state_dict(step.model, step.optimizer),
         "optimizer_name": step.config.optim.name,
         "chunks": asdict(step.chunks),
         "scaler": step.precision.scaler.state_dict() if step.precision.scaler else None,

@@ -76,8 +76,7 @@ def agreed_chunk_sizes(
             fastest = find_chunk(rate, local_batch, world.device, keep=config.keep != "none")
             size = min(world.all_gather_object(fastest))
         sizes.append(size)
-    image, text = sizes
-    return ChunkSizes(image, text, device)
+    return ChunkSizes(*sizes, device=device)
 
 
 def random_pixels(model: ClipModel, count: int, device: torch.device) -> Tensor:

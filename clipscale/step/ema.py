@@ -29,7 +29,7 @@ class WeightAverage:
         """Average in the weights of this step."""
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        values = [local_shard(self.values[name]) for name in self.weights]
+        values = [local_shard(value) for value in self.values.values()]
         weights = [local_shard(w.detach()) for w in self.weights.values()]
         get_ema_multi_avg_fn(decay)(values, weights, self.updates)
 

@@ -187,8 +187,10 @@ class GradCache:
     def num_chunks(self, samples: int) -> int:
         """The chunks of both passes of a step, each of which calls `before_chunk`. An estimate until a
         `ReorderedInput` has chunks."""
-        counts = [len(tower.spans) or len(_spans(samples, size)) for tower, size in zip(self._towers, self.chunks)]
-        return sum(count * (1 + trained) for count, trained in zip(counts, self.trained))
+        return sum(
+            (1 + tower.trained) * (len(tower.spans) or len(_spans(samples, size)))
+            for tower, size in zip(self._towers, self.chunks)
+        )
 
 
 @dataclass
