@@ -33,9 +33,9 @@ MISSED = torch.iinfo(torch.int64).max
 
 def spans(count: int, batch: int, world: World) -> list[range]:
     """This rank's batches of 0..count-1, equally many on each rank; the last ones may be empty."""
-    rounds = -(-count // (batch * world.size))
-    starts = [min(count, (r * world.size + world.rank) * batch) for r in range(rounds)]
-    return [range(start, min(count, start + batch)) for start in starts]
+    step = batch * world.size
+    rounds = -(-count // step)
+    return [range(count)[start : start + batch] for start in range(world.rank * batch, rounds * step, step)]
 
 
 def gather_batches(batches: Sequence[Tensor], count: int, batch: int, world: World) -> Tensor:
@@ -74,8 +74,9 @@ class Encoder:
             yield span
         self.progress(f"evaluation of {what}", len(spans), len(spans))
 
-    def text(self, tokens_nT: Tensor) -> Tensor:
+    def text(self, texts: list[str]) -> Tensor:
         self.before_batch()
+        tokens_nT = self.model.tokenizer(texts)
         with self.autocast():
             return self.model.text(tokens_nT.to(self.world.device))
 
@@ -83,7 +84,7 @@ class Encoder:
         """Features (N, D) of all texts, on every rank."""
 
         def features(span: range) -> Tensor:
-            return F.normalize(self.text(self.model.tokenizer([texts[i] for i in span])).float(), dim=-1)
+            return F.normalize(self.text([texts[i] for i in span]).float(), dim=-1)
 
         return self.joined(len(texts), self.batch, "captions", features)
 
@@ -102,9 +103,7 @@ class Encoder:
         names = list(row)
 
         def embeddings(span: range) -> Tensor:
-            return zero_shot.class_embeddings(
-                self.text, self.model.tokenizer, [names[i] for i in span], templates, batch=self.batch
-            )
+            return zero_shot.class_embeddings(self.text, [names[i] for i in span], templates, batch=self.batch)
 
         classes_UD = self.joined(
             len(names), max(1, self.batch // len(templates)), f"the classes of {label}", embeddings

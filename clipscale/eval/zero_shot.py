@@ -1,6 +1,6 @@
 """Computes zero-shot classification: class embeddings from prompts, and accuracies from similarities.
 
-n: images, C: classes, P: prompt templates, T: tokens, D: feature width.
+n: images or texts, C: classes, P: prompt templates, D: feature width.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,8 +13,7 @@ from clipscale.common.record import Metrics
 
 
 def class_embeddings(
-    encode_text: Callable[[Tensor], Tensor],
-    tokenizer: Callable[[list[str]], Tensor],
+    encode_texts: Callable[[list[str]], Tensor],
     classnames: Sequence[str],
     templates: Sequence[str],
     *,
@@ -22,13 +21,13 @@ def class_embeddings(
 ) -> Tensor:
     """Class embeddings: the normalised mean over templates of normalised prompt features (CLIP, section 3.1.4).
 
-    encode_text: (n, T) integer tokens -> (n, D), called with exactly `batch` rows except at the end. templates: with
-    {c} for the class. Returns (C, D) float32 on the device of the encoder's output, rows of length 1.
+    encode_texts: n texts -> (n, D), called with exactly `batch` texts except at the end. templates: with {c} for the
+    class. Returns (C, D) float32 on the device of the encoder's output, rows of length 1.
     """
     # Not by str.format, because templates may contain other braces.
     prompts = [template.replace("{c}", name) for name in classnames for template in templates]
     batches = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
-    features = F.normalize(torch.cat([encode_text(tokenizer(texts)) for texts in batches]).double(), dim=-1)
+    features = F.normalize(torch.cat([encode_texts(texts) for texts in batches]).double(), dim=-1)
     # A product with the 0/1 membership matrix adds in a fixed order on every device; index_add does not.
     membership = torch.eye(len(classnames)).repeat_interleave(len(templates), dim=1)
     return F.normalize(membership.to(features) @ features, dim=-1).float()
