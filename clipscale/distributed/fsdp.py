@@ -104,7 +104,7 @@ def blocks(tower: nn.Module) -> list[nn.Module]:
     ones come first: fully_shard takes the parameters of a module that no earlier call has taken."""
     modules = reversed(list(tower.modules()))
     lists = [m for m in modules if isinstance(m, nn.ModuleList | nn.Sequential) and len({type(c) for c in m}) == 1]
-    return [block for items in lists if len(items) > 1 for block in items if any(True for _ in block.parameters())]
+    return [block for items in lists if len(items) > 1 for block in items if list(block.parameters())]
 
 
 def sharded(model: nn.Module) -> list[FSDPModule]:

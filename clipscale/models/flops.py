@@ -43,12 +43,13 @@ def text_flops(config: ModelConfig, trained: Set[str] = frozenset(), length: int
     """As `image_flops`, for one caption of `length` tokens; None: the whole context."""
     encoders = unbuilt_encoders(config)
     tokens = torch.zeros(1, length or encoders.context_length, dtype=torch.long, device="meta")
-    mask = getattr(encoders.text, "attn_mask", None)
+    encoder = encoders.text
+    mask = getattr(encoder, "attn_mask", None)
     if mask is None:
-        return _count(encoders.text, tokens, trained)
-    encoders.text.attn_mask = mask[:length, :length]
-    flops = _count(encoders.text, tokens, trained)
-    encoders.text.attn_mask = mask
+        return _count(encoder, tokens, trained)
+    encoder.attn_mask = mask[:length, :length]
+    flops = _count(encoder, tokens, trained)
+    encoder.attn_mask = mask
     return flops
 
 

@@ -44,11 +44,14 @@ def rate_factors(encoder: nn.Module, tower: str, config: TowerConfig) -> dict[st
 
 def lock(encoder: nn.Module, tower: str, unlocked: int) -> None:
     """Freeze all but the last `unlocked` groups. Raises UserError where there are fewer groups."""
-    groups = layer_groups(encoder, tower) if unlocked else [[name for name, _ in encoder.named_parameters()]]
+    if not unlocked:
+        encoder.requires_grad_(False)
+        return
+    groups = layer_groups(encoder, tower)
     if unlocked > len(groups):
         raise UserError(
             f"model.{tower}.train={unlocked}: the tower has {len(groups)} groups; choose 1 to that, all or none"
         )
-    for group in groups[: len(groups) - unlocked]:
+    for group in groups[:-unlocked]:
         for name in group:
             encoder.get_parameter(name).requires_grad_(False)

@@ -92,10 +92,11 @@ class LeanBlock(Replacement, ResidualAttentionBlock):
         samples, length, width = y.shape
         weights, biases = (p.split([width, 2 * width]) for p in (self.attn.in_proj_weight, self.attn.in_proj_bias))
         mask = None
-        if causal and isinstance(position, int):
-            y = y[:, : position % length + 1]
-        elif causal and isinstance(position, Tensor):
-            mask = (torch.arange(length, device=y.device) <= position[:, None])[:, None, None]
+        if causal:
+            if isinstance(position, int):
+                y = y[:, : position % length + 1]
+            else:
+                mask = (torch.arange(length, device=y.device) <= position[:, None])[:, None, None]
         (q,) = self.heads(F.linear(select_token(y, position)[:, None], weights[0], biases[0]), 1)
         k, v = self.heads(F.linear(y, weights[1], biases[1]), 2)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).reshape(samples, width)

@@ -258,7 +258,7 @@ def build_model(config: ModelConfig, *, lean: bool = True, tokenizer: Tokenizer 
     encoders = encoders_of(description, config.image_size)
     load_weights(encoders, config)
     if config.grad_checkpointing:
-        encoders.set_grad_checkpointing(True)
+        encoders.set_grad_checkpointing()
     if lean:
         encoders.visual = lean_encoder(encoders.visual)
         embed_patches_by_product(encoders.visual)
