@@ -134,12 +134,11 @@ def console_line(record: Record) -> str:
     """`step=120 loss=2.1034 ...`, for grep and awk: the console fields of figures.yaml, without counters of faults that
     are 0.
     """
-    fields = [
+    return " ".join(
         f"{field['name']}={field['form'].format(record[key])}"
         for key, field in FIGURES["console"].items()
         if record.get(key) is not None and ("from" not in field or record[key] >= field["from"])
-    ]
-    return " ".join(fields)
+    )
 
 
 def duration(seconds: float) -> str:

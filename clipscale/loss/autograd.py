@@ -52,9 +52,9 @@ class LossCall:
         given = (image_features, inputs.rows), (text_features, inputs.cols)
         for (x, side), weight in zip(given, self.objective.weights):
             side = replace(side, features=x.detach().to(inputs.dtype).contiguous())
-            weights = side.features.new_full((len(side),), weight or 0, dtype=sum_dtype(inputs.dtype))
-            weights[len(image_features) :] = 0  # a hard negative is the positive of no image
-            side.weight = None if weight is None else weights
+            if weight is not None:
+                side.weight = side.features.new_full((len(side),), weight, dtype=sum_dtype(inputs.dtype))
+                side.weight[len(image_features) :] = 0  # a hard negative is the positive of no image
             sides.append(side)
         return sides[0], sides[1]
 

@@ -65,7 +65,7 @@ def agreed_chunk_sizes(
     """
     own = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     device = " and ".join(sorted(set(world.all_gather_object(own))))
-    sizes = []
+    sizes = {}
     towers = ("image", model.image, random_pixels), ("text", model.text, random_captions)
     for setting, (name, tower, draw) in zip(config.sizes, towers):
         size = batch_norm_chunk(tower, name, setting, local_batch) or setting
@@ -75,8 +75,8 @@ def agreed_chunk_sizes(
             rate = lambda n, t=tower, d=draw: samples_per_second(t, d(model, n, world.device))  # noqa: E731
             fastest = find_chunk(rate, local_batch, world.device, keep=config.keep != "none")
             size = min(world.all_gather_object(fastest))
-        sizes.append(size)
-    return ChunkSizes(*sizes, device=device)
+        sizes[name] = size
+    return ChunkSizes(**sizes, device=device)
 
 
 def random_pixels(model: ClipModel, count: int, device: torch.device) -> Tensor:
@@ -127,7 +127,7 @@ def samples_per_second(tower: nn.Module, inputs: Tensor) -> float:
             torch.cuda.synchronize()
             seconds = time.perf_counter() - started
     finally:
-        tower.zero_grad(set_to_none=True)
+        tower.zero_grad()
     return len(inputs) / seconds
 
 

@@ -76,7 +76,7 @@ def try_compiled(
     problem = next(filter(None, world.all_gather_object(problem)), "")
     if problem:
         torch.compiler.set_stance("force_eager")
-    model.zero_grad(set_to_none=True)
+    model.zero_grad()
     return problem
 
 

@@ -228,8 +228,7 @@ class _Tower:
         if trained:
             refuse_batch_norm(self.encoder, len(self.spans))
         on_gpu = isinstance(self.encoder, nn.Module) and any(p.is_cuda for p in self.encoder.parameters())
-        chunks = trained * len(self.spans)
-        self.graphs.start_step(rows, chunks, keep_bytes, measure_graph=measure_graph, on_gpu=on_gpu)
+        self.graphs.start_step(rows, trained * len(self.spans), keep_bytes, measure_graph=measure_graph, on_gpu=on_gpu)
         for i, (start, stop) in enumerate(self.spans):
             before_chunk()
             self.random_states.append(RandomState.now())

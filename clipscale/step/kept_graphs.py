@@ -91,7 +91,7 @@ class KeptGraphs:
 def largest_of_ranks(value: int, device: torch.device) -> int:
     """The largest value of all ranks; this process's own without a process group. A collective."""
     largest = torch.tensor(int(value), device=device)
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if dist.is_initialized():
         dist.all_reduce(largest, dist.ReduceOp.MAX)
     return int(largest)
 

@@ -63,8 +63,10 @@ def parameter_groups(model: nn.Module, config: OptimConfig, scales: Mapping[str,
             continue
         kind = {0: 3, 1: 2}.get(p.ndim, 1 if id(p) in embeddings else 0)
         scale = scales.get(name, 1.0)
-        group = split.setdefault((kind, scale), {"params": [], "lr_scale": scale})
-        group["weight_decay"] = 0.0 if kind >= 2 else config.weight_decay
+        group = split.setdefault(
+            (kind, scale),
+            {"params": [], "lr_scale": scale, "weight_decay": 0.0 if kind >= 2 else config.weight_decay},
+        )
         if kind == 1:
             group["use_fallback"] = True
         group["params"].append(p)

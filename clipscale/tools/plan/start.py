@@ -25,7 +25,7 @@ def before(config: TrainConfig) -> Record:
     from clipscale.tools.plan.planner import plan
     from clipscale.tools.plan.text import render
 
-    machine = {"hardware": hardware, "gpus": workers(config), "host_memory": free_memory()}
-    plans = [plan(stage, search=False) for stage in stages_of(PlanConfig(**vars(config) | machine | {"model": model}))]
+    known = {"model": model, "hardware": hardware, "gpus": workers(config), "host_memory": free_memory()}
+    plans = [plan(stage, search=False) for stage in stages_of(PlanConfig(**vars(config) | known))]
     result = max(plans, key=lambda result: (not result["fits"], result["peak_bytes"]))
     return {"fits": result["fits"], "lines": render("start", **result).splitlines()}
