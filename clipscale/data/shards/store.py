@@ -52,7 +52,7 @@ _MOVED = {301, 302, 303, 307, 308}
 # Most redirects that are followed.
 REDIRECTS = 10
 # Settings of fsspec's http that only the server in the user's address gets.
-_SECRETS = ("headers", "auth", "cookies")
+_SECRETS = ("headers", "auth", "cookies", "params")
 # What botocore and google-auth raise without credentials.
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")
 _RANGE = re.compile(r"bytes ([0-9]{1,18})-[0-9]{1,18}/([0-9]{1,18})$")
@@ -284,8 +284,8 @@ async def _answer(
     url: str, limit: float, headers: Mapping[str, str] | None, span: Mapping[str, str], left: int = REDIRECTS
 ) -> AsyncIterator[Any]:
     """The answer to a request by fsspec's http session, with its settings, of `limit` seconds. Follows at most `left`
-    redirects. `span`: a header. If `headers` is None, as it is after a redirect to another server, no header, auth or
-    cookie of the user is sent.
+    redirects. `span`: a header. If `headers` is None, as it is after a redirect to another server, none of the user's
+    _SECRETS is sent.
     """
     import aiohttp
     from fsspec import filesystem

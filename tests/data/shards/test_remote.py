@@ -161,21 +161,24 @@ def test_what_was_not_asked_for_is_not_read(tmp_path: Path, name: str) -> None:
 
 
 class Hub(Web):
-    """Redirects to another host, `/store/`, which gets no secret: a header that the first one gets."""
+    """Redirects to another host, `/store/`, which gets no secret: a header or word of the query for the first one."""
 
     secret = "authorization"
 
     def answer(self, path: str, asked: str, sent: Mapping[str, str]) -> tuple[int, dict, bytes]:
+        assert (self.secret in f"{sent}{path}") == (not path.startswith("/store/"))
         path = urlsplit(path).path
-        assert (self.secret in sent) == (not path.startswith("/store/"))
         if path.startswith("/store/"):
             return super().answer(path.removeprefix("/store"), asked, sent)
         location = f"{self.url.replace('127.0.0.1', 'localhost')}/store/{path.rsplit('/', 1)[-1]}?signed=yes"
         return 302, {"Location": location, "Content-Length": "0"}, b""
 
 
-@pytest.mark.parametrize("settings", [{"client_kwargs": {"headers": {"X-Key": "k"}}}, {"headers": {"X-Key": "k"}}])
-def test_a_server_elsewhere_gets_no_header_of_the_user(
+@pytest.mark.parametrize(
+    "settings",
+    [{"client_kwargs": {"headers": {"X-Key": "k"}}}, {"headers": {"X-Key": "k"}}, {"params": {"x-key": "k"}}],
+)
+def test_a_server_elsewhere_gets_no_secret_of_the_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict
 ) -> None:
     (path,) = write_shards(tmp_path, [30])
