@@ -12,6 +12,7 @@ from clipscale.common.terminal import say
 from clipscale.config.eval import existing_run
 from clipscale.config.sections import ModelConfig
 from clipscale.config.setting import flat
+from clipscale.data.shards.addresses import utf8
 from clipscale.log.records import read_evaluations
 from clipscale.log.table import result_tables, with_start
 from clipscale.models.towers import ClipModel, load_model
@@ -39,7 +40,7 @@ def main(settings: ExportSettings) -> Path:
     ours = readme.is_file() and MADE in readme.read_text(encoding="utf-8", errors="replace")
     if out.is_dir() and any(out.iterdir()) and not ours:
         raise UserError(f"out={out}: the folder has files of other origin; choose another out=FOLDER, or remove it")
-    note = {"run": run.name, "step": str(step), "weights": settings.weights}
+    note = {"run": utf8(run.name), "step": str(step), "weights": settings.weights}
     out.mkdir(parents=True, exist_ok=True)
     write = hugging_face.write if settings.format == "hf" else open_clip.write
     call = write(model, config, out, note)

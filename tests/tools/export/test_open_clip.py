@@ -78,7 +78,7 @@ def test_a_tower_of_timm_that_open_clip_builds_otherwise_is_refused() -> None:
 
 
 def test_the_card_names_settings_and_scores_of_the_step_and_no_path(tmp_path: Path) -> None:
-    run = tmp_path / "run"
+    run = tmp_path / "caf\udce9"
     saved(run, ModelConfig("own", ARCHITECTURE))
     (run / "config.yaml").write_text(
         "batch: 64\nsamples: null\ndata:\n  train: [/data/a.tar]\nschedule:\n  name: cosine\n"
