@@ -55,7 +55,7 @@ class Source:
 
     def reading(self) -> AbstractContextManager[None]:
         """Around what reads the files. Raises UserError for damaged ones."""
-        return library(f"{self.setting} is damaged or no file of weights")
+        return library(f"{self.setting} cannot be read as weights")
 
 
 def find(value: str, name: str, setting: str = "model.weights") -> Source:
