@@ -34,6 +34,8 @@ warnings.filterwarnings("ignore", module=r"PIL\.")
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 # Most pixels of a picture: a quarter of a gigabyte of RGB. Pillow warns of more.
 MOST_PIXELS = 89_478_485
+# Most rows of a picture: each costs time and memory, even of one pixel. JPEG, WebP and GIF have at most 65,535.
+MOST_ROWS = 1 << 20
 # Canvases that Pillow holds while it decodes a WebP, which may be animated.
 WEBP_CANVASES = 3
 # A PNG of 16 bits or a CMYK JPEG takes at least twice the time to decode, so it may have half as many pixels: 44
@@ -48,7 +50,8 @@ OTHER_CODES = re.compile(rb"\xff[\xc3\xc5-\xc7\xc9-\xcb\xcd-\xcf]\x00[\x0b\x11\x
 MOST_SCANS = 100
 # Most pixels of all scans of a JPEG together. Encoders write 10 scans, so this admits the largest picture.
 MOST_SCANNED = 10 * MOST_PIXELS
-# Most EXIF segments of a JPEG, which Pillow joins in quadratic time, or colour profiles of a PNG. Usual is one.
+# Most EXIF or Photoshop segments of a JPEG, or colour profiles of a PNG: Pillow joins the first in quadratic time, and
+# reads thousands of records in each of the second. Usual is one.
 MOST_PROFILES = 100
 # Most reads by Pillow of a picture's header, and of its pixels: about three for each segment of a JPEG, chunk of a PNG
 # or block of a GIF. A PNG of 64 MiB in chunks of 8 kB takes 32,768.
@@ -143,7 +146,7 @@ def broken_pictures() -> Iterator[None]:
 def open_picture(data: bytes, most: float = MOST_PIXELS) -> Image.Image:
     """A picture whose header has been read. Raises BrokenSampleError: `huge_image`, `too_many_scans`; and
     Pillow's many errors."""
-    if data.count(b"Exif\0\0") + data.count(b"iCCP") > MOST_PROFILES:
+    if sum(map(data.count, (b"Exif\0\0", b"Photoshop 3.0\0", b"iCCP"))) > MOST_PROFILES:
         raise BrokenSampleError("unreadable_image", f"over {MOST_PROFILES} profiles")
     source = Pieces(data)
     image: Image.Image = Image.open(source, formats=FORMATS)
@@ -183,8 +186,8 @@ def decoding_cost(image: Image.Image, data: bytes) -> int:
 
 
 def check_pixels(width: int, height: int, most: float = MOST_PIXELS) -> None:
-    """Raise BrokenSampleError `huge_image` for a width and height of more than `most` pixels."""
-    if width * height > most:
+    """Raise BrokenSampleError `huge_image` for a width and height of more than `most` pixels, or too many rows."""
+    if width * height > most or height > MOST_ROWS:
         raise BrokenSampleError("huge_image", f"{width} x {height} pixels")
 
 

@@ -126,6 +126,7 @@ UNREADABLE += [picture(0, (32, 32), kind) for kind in ("TIFF", "AVIF", "ICO")]  
 UNREADABLE += [photograph(64, 1)[:-900] + b"\xff\xd9"]  # ends early, by its end marker
 _SMALL = {kind: picture(0, (8, 8), kind) for kind in ("JPEG", "PNG")}
 _STARTS = [b"\xff\xe1\0\x08Exif\0\0" * 900, b"\xff" * 100_000, b"\xff\xe3\0\x02" * 10_000]
+_STARTS += [b"\xff\xed\0\x10Photoshop 3.0\0" * 900]
 UNREADABLE += [_SMALL["JPEG"][:2] + start + _SMALL["JPEG"][2:] for start in _STARTS]
 UNREADABLE += [_SMALL["JPEG"].replace(b"\xff\xc0", b"\xff\xc9")]  # an arithmetic code
 UNREADABLE += [b"GIF89a\1\0\1\0\0\0\0!\xfe" + b"\1a" * 20_000 + b"\0,\0\0\0\0\1\0\1\0\0\2\2D\1\0;"]
@@ -192,7 +193,8 @@ def test_slow_kinds_of_pictures_have_fewer_pixels() -> None:
     runs = bytearray(encode(Image.new("P", (60, 60)), "BMP"))
     runs[30] = 1
     inks = encode(Image.new("CMYK", (60, 60)), "JPEG")
-    slow = [(bytes(each), 60 * 60) for each in (deep, inks, runs)]
+    rows = encode(Image.new("1", (1, 2**20 + 1)))
+    slow = [(rows, 2**21), *((bytes(each), 60 * 60) for each in (deep, inks, runs))]
     for refused, most in ((data, 2 * 60 * 60), *slow):
         with pytest.raises(BrokenSampleError, match="huge_image"):
             Picture(refused, most)
