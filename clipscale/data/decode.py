@@ -35,7 +35,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 # Most pixels of a picture: a quarter of a gigabyte of RGB. Pillow warns of more.
 MOST_PIXELS = 89_478_485
 # Most rows of a picture: each costs time and memory, even of one pixel. JPEG, WebP and GIF have at most 65,535.
-MOST_ROWS = 1 << 20
+MOST_ROWS = 1_048_576
 # Canvases that Pillow holds while it decodes a WebP, which may be animated.
 WEBP_CANVASES = 3
 # A PNG of 16 bits or a CMYK JPEG takes at least twice the time to decode, so it may have half as many pixels: 44
@@ -56,7 +56,6 @@ MOST_PROFILES = 100
 # Most reads by Pillow of a picture's header, and of its pixels: about three for each segment of a JPEG, chunk of a PNG
 # or block of a GIF. A PNG of 64 MiB in chunks of 8 kB takes 32,768.
 MOST_HEADER_READS, MOST_READS = 1 << 14, 1 << 18
-SCAN = b"\xff\xda"
 _ORIENTATION = 0x0112
 # Pixels converted or turned at a time: this bounds temporary memory and time.
 STRIP = 1 << 18
@@ -177,7 +176,7 @@ def decoding_cost(image: Image.Image, data: bytes) -> int:
     if image.format == "PNG":
         return 2 * SLOW if data[28] else SLOW if data[24] == 16 else 1  # its header's interlacing, and its depth
     if image.format in ("JPEG", "MPO"):
-        scans = data.count(SCAN)
+        scans = data.count(b"\xff\xda")  # its marker
         if scans > MOST_SCANS or scans * image.width * image.height > MOST_SCANNED:
             raise BrokenSampleError("too_many_scans", f"{scans} of {image.width} x {image.height} pixels")
         if OTHER_CODES.search(data):
