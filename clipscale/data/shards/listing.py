@@ -164,16 +164,16 @@ def _braces(source: str, what: str) -> list[str]:
         raise UserError(f"{what} cannot be expanded: {error}") from error
 
 
-def _check_address(url: str, setting: str) -> None:
-    """Raise UserError for an address whose scheme is not in SCHEMES."""
-    if scheme_of(url) not in SCHEMES or "::" in url:
+def check_address(url: str, setting: str) -> None:
+    """Raise UserError for what is neither a path nor an address whose scheme is in SCHEMES."""
+    if not is_local(url) and (scheme_of(url) not in SCHEMES or "::" in url):
         raise UserError(f"{setting}={url[:200]!r} is neither a path nor one of {', '.join(SCHEMES)}:")
 
 
 def _remote(source: str, setting: str, note: Note) -> list[str]:
     """The addresses of a brace list. A pattern (`s3://bucket/*.tar`) or a folder (`s3://bucket/set/`) in it is replaced
     by the objects that it names."""
-    _check_address(source, setting)
+    check_address(source, setting)
     scheme = scheme_of(source)
     urls = _braces(source, f"{setting}={source!r}")
     if scheme in ("http", "https"):
@@ -200,6 +200,5 @@ def _from_list(path: Path, setting: str) -> list[str]:
         text = path.read_text(encoding="utf-8", errors="surrogateescape")  # as paths are
     names = [line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")]
     for name in names:
-        if not is_local(name):
-            _check_address(name, f"{setting}=@{path}")
+        check_address(name, f"{setting}=@{path}")
     return names

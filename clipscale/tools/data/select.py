@@ -104,13 +104,15 @@ def loader(embedded: EmbeddedSet, folder: Path, device: torch.device) -> Load:
 
 
 def write_weights(out: Path, embedded: EmbeddedSet, weights: Tensor) -> None:
-    """A Parquet file of the samples' keys and weights, 0 for those left out."""
+    """A Parquet file of the samples' keys and weights, 0 for those left out. Raises UserError for damaged keys."""
     import pyarrow
     from pyarrow.parquet import write_table
 
-    keys = [utf8(json.loads(line)["key"]) for path in embedded.paths for line in path.open()]
+    with embedded.reading():
+        keys = [utf8(json.loads(line)["key"]) for path in embedded.paths for line in path.open()]
+        table = pyarrow.table({"key": keys, "weight": weights.numpy()})
     with files.replacing(out) as file:
-        write_table(pyarrow.table({"key": keys, "weight": weights.numpy()}), file)
+        write_table(table, file)
 
 
 def page(embedded: EmbeddedSet, **shown: Tensor) -> str:

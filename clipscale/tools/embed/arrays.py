@@ -8,6 +8,7 @@ import json
 import linecache
 from bisect import bisect_right
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from clipscale.common import files
 from clipscale.common.errors import library
 from clipscale.common.record import Record
+from clipscale.data.shards.listing import check_address
 from clipscale.tools.embed.settings import KINDS
 
 # The file of a folder that says what its features are.
@@ -28,17 +30,23 @@ def array_path(path: Path, kind: str) -> Path:
 
 
 class EmbeddedSet:
-    """A folder of arrays by `clipscale embed`. Raises UserError for another folder."""
+    """A folder of arrays by `clipscale embed`, which somebody may have sent. Raises UserError for another folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        with library(f"data: {folder} is damaged, or not of `clipscale embed`", "; embed its shards again"):
+        # Around what reads the files: raises UserError for damaged ones.
+        self.reading = partial(
+            library, f"data: {folder} is damaged, or not of `clipscale embed`", "; embed its shards again"
+        )
+        with self.reading():
             self.note = files.read_json(folder / NOTE)["features"]
             shards = files.read_json(folder / SHARDS)
             # The shard that has the pictures of each part.
             self.sources = {Path(name).stem: entry["source"] for name, entry in shards.items()}
+            for source in self.sources.values():
+                check_address(source, f"data: {folder}: source")
             self.paths = [folder / name for name in shards]
-            self.firsts = [0, *itertools.accumulate(entry["samples"] for entry in shards.values())]
+            self.firsts = [0, *itertools.accumulate(int(entry["samples"]) for entry in shards.values())]
             for kind in KINDS:
                 for _ in self.features(kind):  # each mapped file takes a descriptor: one at a time
                     pass
@@ -51,8 +59,9 @@ class EmbeddedSet:
         for path, (first, last) in zip(self.paths, itertools.pairwise(self.firsts)):
             array = np.lib.format.open_memmap(array_path(path, kind), mode="r")
             form = f"{self.note['dtype']} {(last - first, self.note['width'])}"
-            if last > first and (array.dtype.kind != "f" or f"{array.dtype} {array.shape}" != form):
-                raise ValueError(f"{array_path(path, kind).name}: {array.dtype} {array.shape}, not {form}")
+            found = f"{array.dtype} {array.shape}"
+            if (last - first or len(array)) and (array.dtype.kind != "f" or found != form):
+                raise ValueError(f"{array_path(path, kind).name}: {found}, not {form}")
             yield array
 
     def sample(self, number: int) -> Record:
@@ -61,4 +70,4 @@ class EmbeddedSet:
         path = self.paths[part]
         row = number - self.firsts[part]
         entry = json.loads(linecache.getline(str(path), row + 1))
-        return {"part": path.stem, "row": row, "key": entry["key"], "caption": entry["caption"] or ""}
+        return {"part": path.stem, "row": row, "key": entry["key"], "caption": entry.get("caption") or ""}

@@ -18,9 +18,8 @@ def stored_picture(embedded: EmbeddedSet, sample: Record) -> bytes:
     url = embedded.sources[sample["part"]]
     make_index(url)
     problem = ReadProblem()
-    members = limits(IMAGE_TYPES)
     row = sample["row"]
-    for raw in read_shard(url, problem, lambda n: n == row, members, offsets=sample_offsets):
+    for raw in read_shard(url, problem, lambda n: n == row, limits(IMAGE_TYPES), offsets=sample_offsets):
         if raw.index == row:
             if raw.damage:
                 raise BrokenSampleError(raw.damage, raw.detail)

@@ -9,7 +9,9 @@ import torch
 from torch.nn.functional import normalize
 
 from clipscale.cli.main import main
+from clipscale.common import files
 from clipscale.tools.data import near
+from clipscale.tools.data.select import write_weights
 from clipscale.tools.embed.arrays import EmbeddedSet
 from tests.conftest import Cap
 from tests.data.files import picture, write_tar
@@ -100,30 +102,16 @@ def test_the_page_shows_the_pictures_and_runs_nothing_of_the_set(tmp_path: Path)
     assert len(page) < 200_000
 
 
-@pytest.mark.parametrize(
-    "file",
-    [
-        b"\x93NUMPY",
-        "f2 2 8",
-        "f2 4 4",
-        "f2 32",
-        ">f2 4 8",
-        "f8 4 8",
-        "f2,f2 4 8",
-        b"\x93NUMPY\1\0\x50\0{'descr': '<f2', 'fortran_order': False, 'shape': (99999999999999999999, 8)}".ljust(90),
-    ],
-)
-def test_a_damaged_file_of_features_is_one_line(tmp_path: Path, file: str | bytes) -> None:
-    """`file`: its bytes, or the type and shape of an array."""
+@pytest.mark.parametrize(("name", "content"), files.read_yaml(Path(__file__).with_name("damaged.yaml")))
+def test_a_damaged_file_of_an_embedded_set_is_one_line(tmp_path: Path, name: str, content: str | list) -> None:
     folder = embedded(tmp_path / "of", features(8, width=8), features(8, width=8))
-    broken = folder / "1.text.npy"
-    if isinstance(file, bytes):
-        broken.write_bytes(file)
+    if isinstance(content, str):
+        (folder / name).write_text(content, "latin-1")
     else:
-        kind, *shape = file.split()
-        np.save(broken, np.ones([*map(int, shape)], kind))
-    with refused("embed its shards again"):
-        EmbeddedSet(folder)
+        kind, *shape = content
+        np.save(folder / name, np.ones(shape, kind))
+    with refused("embed its shards again|neither a path nor"):
+        write_weights(tmp_path / "weights", EmbeddedSet(folder), torch.ones(8))
 
 
 def test_what_lies_there_is_not_replaced(tmp_path: Path, capsys: Cap) -> None:
