@@ -45,7 +45,7 @@ class EmbeddedSet:
             self.sources = {Path(name).stem: entry["source"] for name, entry in shards.items()}
             for source in self.sources.values():
                 check_address(source, f"data: {folder}: source")
-            self.paths = [folder / name for name in shards]
+            self.paths = [folder / Path(name).name for name in shards]  # nothing elsewhere
             self.firsts = [0, *itertools.accumulate(int(entry["samples"]) for entry in shards.values())]
             for kind in KINDS:
                 for _ in self.features(kind):  # each mapped file takes a descriptor: one at a time
