@@ -14,14 +14,18 @@ LOGS = (".log", ".out", ".err", ".txt")
 
 
 def check_own(run: Path) -> None:
-    """Raise UserError for a folder that holds other files, but no run's lock and no checkpoint."""
+    """Raise UserError for a folder that holds other files, also below checkpoints/, but no run's lock and no
+    checkpoint."""
     lock = run / LOCK
     ours = lock.is_file() and lock.read_bytes()[:8] in b"process "  # which RunLock writes, and empties at its end
     if not run.is_dir() or ours or any((path / META).is_file() for path in checkpoints_of(run)):
         return
-    others = [path.name for path in visible(run) if path.suffix not in LOGS and path != run / "checkpoints"]
-    if others:
-        raise UserError(f"run={run} is no folder of a run: it holds {others[0]}; choose another run=NAME")
+    inside = run / "checkpoints"
+    for path in (*visible(run), *inside.glob("*")):
+        if path.suffix not in LOGS and path != inside:
+            raise UserError(
+                f"run={run} is no folder of a run: it holds {path.relative_to(run)}; choose another run=NAME"
+            )
 
 
 def is_run(folder: Path) -> bool:
