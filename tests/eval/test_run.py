@@ -34,9 +34,9 @@ from tests.eval.sets import (
     retrieval_set,
 )
 from tests.eval.test_verb import TINY
-from tests.support.checkpoints import ALONE
+from tests.support.checkpoints import ALONE, steps
 from tests.support.ranks import run_ranks
-from tests.support.runs import curve, small
+from tests.support.runs import curve, on_a_rank, small
 
 CPU = torch.device("cpu")
 
@@ -214,6 +214,13 @@ def test_features_and_results_are_the_same_on_one_two_and_four_ranks(tmp_path: P
             assert all(torch.equal(ours, alone) for ours, alone in zip(features, expected)), f"{size} ranks"
             assert reference == results
         assert json.loads((tmp_path / str(size) / "eval/step_00000001.json").read_text())["results"] == results
+
+
+def test_ranks_save_before_an_evaluation_that_cannot_be_done_ends_their_run(shards: str, tmp_path: Path) -> None:
+    sets = [str(classification_set(tmp_path / "set", ["red"], broken=0))]
+    with pytest.raises(AssertionError, match="fetch the set again"):
+        run_ranks(on_a_rank, 2, small(shards, tmp_path / "run", eval=EvalConfig(every=1, sets=sets)))
+    assert steps(tmp_path / "run") == [1]
 
 
 # -- during training ---------------------------------------------------------------------------------------------------
