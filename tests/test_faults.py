@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import zlib
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +17,7 @@ import torch
 
 from clipscale import checkpoint
 from clipscale.common.errors import UserError
+from clipscale.common.files import read_yaml
 from clipscale.config.sections import CheckpointConfig
 from clipscale.data.loader.stream import DataConfig
 from clipscale.data.shards import index, store
@@ -173,3 +175,13 @@ def test_a_server_with_faults_does_not_change_the_curve(tmp_path: Path, monkeypa
     last = records(tmp_path / "remote")[-1]
     assert 5 < last["faults"] <= web.done.total() and not last["broken"], last
     assert set(last["faults_by"]) <= {"http_503", "failed_request", "short_answer", "wrong_range", "no_answer"}
+
+
+@pytest.mark.parametrize("form", read_yaml(Path(__file__).with_name("meta.yaml")).values())
+def test_a_checkpoint_of_wrong_content_is_one_line(shards: str, tmp_path: Path, form: list[str]) -> None:
+    train(small(shards, tmp_path, samples=12))
+    meta = tmp_path / "checkpoints/step_00000001/meta.json"
+    text = re.sub(*form, meta.read_text().partition('"meta": ')[2][:-2], count=1)
+    meta.write_text(f'{{"crc32": {zlib.crc32(text.encode())}, "meta": {text}}}\n')
+    with refused("^(resume.*)?checkpoint"):
+        train(small(shards, tmp_path))

@@ -5,8 +5,9 @@ import json
 import pickle
 import warnings
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from io import RawIOBase
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from clipscale.checkpoint.saved import Saved
 from clipscale.common.checkpoints import META
-from clipscale.common.errors import UserError, one_line
+from clipscale.common.errors import UserError, explained, library, one_line
+from clipscale.common.files import DAMAGED, check_inside
 from clipscale.common.hardware import cores
 from clipscale.common.record import Record
 
@@ -90,21 +92,21 @@ def read_meta(path: Path) -> Record:
             return torch.from_numpy(np.frombuffer(base64.b64decode(node["base64"]), np.uint8).copy())
         return getattr(torch, node["dtype"]) if node.keys() == {"dtype"} else node
 
-    try:
+    with reading(path):
+        check_inside(path / META, path)
         start, _, text = (path / META).read_text().removesuffix("}\n").partition(', "meta": ')
         if start != f'{{"crc32": {zlib.crc32(text.encode())}':
             raise ValueError(f"checksum of {META} differs")
         meta = json.loads(text, object_hook=decoded)
-    except (OSError, ValueError) as error:
-        raise damaged(path, error) from error
-    if meta["format"] != FORMAT:
-        raise UserError(f"checkpoint {path} has the format {meta['format']}, this version reads {FORMAT}")
-    return meta
+        if meta["format"] != FORMAT:
+            raise UserError(f"checkpoint {path} has the format {meta['format']}, this version reads {FORMAT}")
+        return meta
 
 
 def read_values(path: Path) -> Saved:
     """A checkpoint without its tensors. Raises UserError."""
-    return Saved.of(read_meta(path)["values"])
+    with reading(path):
+        return Saved.of(read_meta(path)["values"])
 
 
 # ---- checksums ----
@@ -127,16 +129,16 @@ def stream_size_and_crc32(stream: RawIOBase) -> tuple[int, int]:
 
 def verify(path: Path, rank: int = 0, world: int = 1) -> None:
     """Compare a rank's share of a checkpoint's files with their checksums. Raises UserError for a damaged one."""
-    sums = read_meta(path)["files"]
-    names = list(sums)[rank::world]
-    try:
-        with ThreadPoolExecutor(cores()) as threads:
-            present = list(threads.map(lambda name: size_and_crc32(path / name), names))
-    except OSError as error:
-        raise damaged(path, error) from error
-    for name, present_sum in zip(names, present):
-        if list(present_sum) != sums[name]:
-            raise damaged(path, ValueError(f"size or checksum of {name} differs"))
+    meta = read_meta(path)
+
+    def check(name: str) -> None:
+        file, (size, checksum) = path / name, meta["files"][name]
+        check_inside(file, path)
+        if file.stat().st_size != size or size_and_crc32(file) != (size, checksum):
+            raise ValueError(f"size or checksum of {name} differs")
+
+    with reading(path), ThreadPoolExecutor(cores()) as threads:
+        list(threads.map(check, list(meta["files"])[rank::world]))
 
 
 # ---- loading ----
@@ -147,13 +149,11 @@ class Reader(dcp.FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Raises UserError."""
-        try:
-            with (Path(self.path) / ".metadata").open("rb") as file:
-                metadata = MetadataUnpickler(file).load()
-            if not isinstance(metadata, Metadata):
-                raise TypeError(".metadata holds something else")
-        except Exception as error:  # pickle raises whatever its bytes lead to
-            raise damaged(Path(self.path), error) from error
+        path = Path(self.path)
+        with library(f"checkpoint {path} is damaged or not a checkpoint"), (path / ".metadata").open("rb") as file:
+            metadata = MetadataUnpickler(file).load()  # which raises whatever its bytes lead to
+            for stored in metadata.storage_data.values():
+                check_inside(path / stored.relative_path, path)
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 
@@ -215,5 +215,12 @@ def load(
     return Saved.of(merge_tensors(read_meta(path)["values"], tensors))
 
 
-def damaged(path: Path, error: BaseException) -> UserError:
-    return UserError(f"checkpoint {path} is damaged or not a checkpoint ({one_line(error)})")
+@contextmanager
+def reading(path: Path | None) -> Iterator[None]:
+    """Around what uses a checkpoint's content: raise UserError where that is something else. None: there is none."""
+    try:
+        yield
+    except DAMAGED as error:
+        if path is None or explained(error) is not error:
+            raise
+        raise UserError(f"checkpoint {path} is damaged or not a checkpoint ({one_line(error)})") from error

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # What reading a truncated, overwritten or foreign file may raise.
-DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError, yaml.YAMLError)
+DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, yaml.YAMLError)
 # Names that operating systems put into folders. Ignored, as hidden files are.
 LEFT_BY_SYSTEMS = {"__MACOSX", "@eaDir", "Thumbs.db", "desktop.ini", "lost+found"}
 
@@ -100,8 +100,8 @@ def read_record(path: Path) -> Record:
     if not path.exists():
         return {}
     check_inside(path, path.parent)
-    if not path.is_file() or path.stat().st_size > 1 << 22:  # opening a pipe would wait
-        raise ValueError("no regular file of at most 4 MiB")
+    if path.stat().st_size > 1 << 22:
+        raise ValueError("no file of at most 4 MiB")
     if path.suffix == ".json":
         content = read_json(path)
     else:
@@ -118,9 +118,10 @@ def read_record(path: Path) -> Record:
 
 
 def check_inside(path: Path, folder: Path) -> None:
-    """Raise ValueError for a link that leads out of the folder, which somebody may have sent."""
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise ValueError("a link that leads out of its folder")
+    """Raise ValueError for a path that leads out of the folder, which somebody may have sent, and for a pipe or a
+    device, whose reading would wait."""
+    if not path.resolve().is_relative_to(folder.resolve()) or (path.exists() and not path.is_file()):
+        raise ValueError("no regular file, or one that leads out of its folder")
 
 
 def settings_of_run(folder: Path) -> Record:

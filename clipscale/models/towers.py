@@ -278,13 +278,14 @@ def load_model(run: Path, which: str = "latest", weights: str = "trained") -> tu
     UserError where there is no such checkpoint or average.
     """
     path = checkpoint.locate(run, which)
-    state = checkpoint.load(path, entries=("model", "ema"))
-    if weights == "ema" and not state.ema:
-        raise UserError(f"weights=ema: {path} holds no average; take weights=trained, or train with ema=0.9999")
-    config = without_weights(ModelConfig.of(state.model_config))
-    model = build_model(config)
-    model.load_state_dict(state.model | (state.ema["weights"] if state.ema and weights == "ema" else {}))
-    return model.eval(), config, state.step
+    with library(f"checkpoint {path} holds no model"):
+        state = checkpoint.load(path, entries=("model", "ema"))
+        if weights == "ema" and not state.ema:
+            raise UserError(f"weights=ema: {path} holds no average; take weights=trained, or train with ema=0.9999")
+        config = without_weights(ModelConfig.of(state.model_config))
+        model = build_model(config)
+        model.load_state_dict(state.model | (state.ema["weights"] if state.ema and weights == "ema" else {}))
+        return model.eval(), config, int(state.step)
 
 
 def load_any(
