@@ -1,5 +1,6 @@
 """What goes wrong around a run while it trains: its disk, its folder, its shards and its storage."""
 
+import os
 import re
 import shutil
 import zlib
@@ -85,16 +86,10 @@ def test_a_removed_folder_ends_the_run_with_a_checkpoint_in_a_new_one(
         assert [record["loss"] for record in records(run)] == curve(tmp_path / "whole")[2:]
 
 
-def unlinked(path: Path) -> None:
-    path.unlink()
-
-
-def cut(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.truncate(20_000)
-
-
-@pytest.mark.parametrize(("harm", "reason"), [(unlinked, "unreadable_shard"), (cut, "truncated_shard")])
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [(Path.unlink, "unreadable_shard"), (lambda path: os.truncate(path, 20_000), "truncated_shard")],
+)
 def test_a_shard_that_goes_while_it_is_read_is_left_out(
     tmp_path: Path, harm: Callable[[Path], None], reason: str
 ) -> None:
