@@ -23,6 +23,7 @@ from clipscale.config.sections import CheckpointConfig
 from clipscale.data.loader.stream import DataConfig
 from clipscale.data.shards import index, store
 from clipscale.launch.run_lock import RunLock
+from clipscale.models.towers import load_model
 from clipscale.step.train_step import Agreement
 from clipscale.train import Run, train
 from tests.data.files import write_shards
@@ -172,11 +173,12 @@ def test_a_server_with_faults_does_not_change_the_curve(tmp_path: Path, monkeypa
     assert set(last["faults_by"]) <= {"http_503", "failed_request", "short_answer", "wrong_range", "no_answer"}
 
 
-@pytest.mark.parametrize("form", read_yaml(Path(__file__).with_name("meta.yaml")).values())
-def test_a_checkpoint_of_wrong_content_is_one_line(shards: str, tmp_path: Path, form: list[str]) -> None:
+def test_a_checkpoint_of_wrong_content_is_one_line(shards: str, tmp_path: Path) -> None:
     train(small(shards, tmp_path, samples=12))
     meta = tmp_path / "checkpoints/step_00000001/meta.json"
-    text = re.sub(*form, meta.read_text().partition('"meta": ')[2][:-2], count=1)
-    meta.write_text(f'{{"crc32": {zlib.crc32(text.encode())}, "meta": {text}}}\n')
-    with refused("^(resume.*)?checkpoint"):
-        train(small(shards, tmp_path))
+    whole = meta.read_text().partition('"meta": ')[2][:-2]
+    for form in read_yaml(Path(__file__).with_name("meta.yaml")).values():
+        text = re.sub(*form, whole, count=1)
+        meta.write_text(f'{{"crc32": {zlib.crc32(text.encode())}, "meta": {text}}}\n')
+        with refused("^checkpoint"):
+            load_model(tmp_path)

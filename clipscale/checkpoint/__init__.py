@@ -18,7 +18,7 @@ from clipscale.checkpoint.folder import (
     set_later_aside,
     set_records_aside,
 )
-from clipscale.checkpoint.loading import load, read_values, reading, verify
+from clipscale.checkpoint.loading import load, read_values, verify
 from clipscale.checkpoint.resume import check_fits, to_resume
 from clipscale.checkpoint.saved import Saved
 from clipscale.checkpoint.saving import Saver, UnwritableError
@@ -26,6 +26,6 @@ from clipscale.common.checkpoints import checkpoints_of, locate, path_of, step_o
 
 __all__ = [
     "Copies", "Saved", "Saver", "UnwritableError", "check_fits", "check_room", "checkpoints_of", "load", "locate",
-    "make_folder", "path_of", "read_values", "reading", "remove_temporary", "restore_from_copy", "set_later_aside",
+    "make_folder", "path_of", "read_values", "remove_temporary", "restore_from_copy", "set_later_aside",
     "set_records_aside", "step_of", "to_resume", "verify",
 ]  # fmt: skip

@@ -132,7 +132,8 @@ def verify(path: Path, rank: int = 0, world: int = 1) -> None:
     meta = read_meta(path)
 
     def check(name: str) -> None:
-        file, (size, checksum) = path / name, meta["files"][name]
+        file = path / name
+        size, checksum = meta["files"][name]
         check_inside(file, path)
         if file.stat().st_size != size or size_and_crc32(file) != (size, checksum):
             raise ValueError(f"size or checksum of {name} differs")
@@ -216,11 +217,11 @@ def load(
 
 
 @contextmanager
-def reading(path: Path | None) -> Iterator[None]:
-    """Around what uses a checkpoint's content: raise UserError where that is something else. None: there is none."""
+def reading(path: Path) -> Iterator[None]:
+    """Around what reads a checkpoint's files: raise UserError where they are something else."""
     try:
         yield
     except DAMAGED as error:
-        if path is None or explained(error) is not error:
+        if explained(error) is not error:
             raise
         raise UserError(f"checkpoint {path} is damaged or not a checkpoint ({one_line(error)})") from error

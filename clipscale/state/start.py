@@ -97,23 +97,22 @@ def resolve(config: TrainConfig, world: World, *, fetches: bool) -> Resolved:
     """
     path = checkpoint_of(config, world, config.checkpoint.copy if fetches else "")
     saved = checkpoint.read_values(path) if path else None
-    with checkpoint.reading(path):
-        if not config.model.name:
-            config = replace(config, model=world.on_main(lambda: completed_by_weights(config.model, saved)))
-        stages = resolved_stages(config, world)
-        step = saved.step if saved else 0
-        number = max(i for i, stage in enumerate(stages) if stage.first <= step)
-        stage = stages[number]
-        begins = number > 0 and step == stage.first
-        trained = stages[number - 1] if begins else stage
-        checkpoint.check_fits(saved, Path(config.run), trained.config, trained.samples_before)
-        model = world.on_main(lambda: completed_by_weights(stage.config.model, saved))
-        if begins:
-            sizes = stage.config.model
-            model = replace(model, image_size=sizes.image_size, context_length=sizes.context_length)
-        settings = replace(stage.config, model=model)
-        config_to_save = config if config.stages else settings
-        return Resolved(settings, tuple(stages), stage, path, saved, begins, config_to_save)
+    if not config.model.name:
+        config = replace(config, model=world.on_main(lambda: completed_by_weights(config.model, saved)))
+    stages = resolved_stages(config, world)
+    step = saved.step if saved else 0
+    number = max(i for i, stage in enumerate(stages) if stage.first <= step)
+    stage = stages[number]
+    begins = number > 0 and step == stage.first
+    trained = stages[number - 1] if begins else stage
+    checkpoint.check_fits(saved, Path(config.run), trained.config, trained.samples_before)
+    model = world.on_main(lambda: completed_by_weights(stage.config.model, saved))
+    if begins:
+        sizes = stage.config.model
+        model = replace(model, image_size=sizes.image_size, context_length=sizes.context_length)
+    settings = replace(stage.config, model=model)
+    config_to_save = config if config.stages else settings
+    return Resolved(settings, tuple(stages), stage, path, saved, begins, config_to_save)
 
 
 def checkpoint_of(config: TrainConfig, world: World, copy: str) -> Path | None:
@@ -137,7 +136,6 @@ def build(resolved: Resolved, world: World) -> tuple[TrainStep, TrainStream]:
     config = resolved.config
     side, tokenizer = inputs_of(config.model)
     with ExitStack() as undo:
-        undo.enter_context(checkpoint.reading(resolved.checkpoint))
         doing("opening the shards")
         stream = undo.enter_context(data_stream(resolved, side, tokenizer, world))
         if not resolved.checkpoint:
