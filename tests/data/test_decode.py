@@ -36,11 +36,6 @@ def opened(data: bytes) -> Image.Image:
     return Image.open(io.BytesIO(data))
 
 
-def scene(width: int, height: int) -> Image.Image:
-    """A part of a photograph."""
-    return opened(photograph(max(width, height), 1)).crop((0, 0, width, height))
-
-
 def encode(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
     out = io.BytesIO()
     image.save(out, kind, **options)
@@ -215,7 +210,8 @@ def test_a_palette_with_transparency_prints_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP"])
 def test_the_name_of_a_pictures_content_is_one_that_readers_take(kind: str) -> None:
     """Phones write MPO: two JPEGs in one file. Its first picture is decoded as a JPEG is."""
-    first, second = scene(64, 48), Image.new("RGB", (64, 48), "red")
+    first = opened(photograph(64, 1)).crop((0, 0, 64, 48))
+    second = Image.new("RGB", (64, 48), "red")
     data = encode(first, kind, **({"save_all": True, "append_images": [second]} if kind == "MPO" else {}))
     picture = Picture(data)
     assert image_bytes({picture.type: data}) == data
