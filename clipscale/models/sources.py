@@ -193,6 +193,7 @@ def _in_run(folder: Path, origin: str) -> Source:
     if (folder / "checkpoints").is_dir():
         folder = locate(folder, "latest")
     with files.reported(f"{origin}: damaged checkpoint", folder, "give another one of the run"):
+        files.check_inside(folder / META, folder)
         trained = ModelConfig.of(files.read_json(folder / META)["meta"]["values"]["model_config"])
     return Source(origin, folder, model=trained)
 
