@@ -151,10 +151,12 @@ class Reader(dcp.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Raises UserError."""
         path = Path(self.path)
-        with library(f"checkpoint {path} is damaged or not a checkpoint"), (path / ".metadata").open("rb") as file:
-            metadata = MetadataUnpickler(file).load()  # which raises whatever its bytes lead to
-            for stored in metadata.storage_data.values():
-                check_inside(path / stored.relative_path, path)
+        with library(f"checkpoint {path} is damaged or not a checkpoint"):
+            check_inside(path / ".metadata", path)
+            with (path / ".metadata").open("rb") as file:
+                metadata = MetadataUnpickler(file).load()  # which raises whatever its bytes lead to
+            for name in {stored.relative_path for stored in metadata.storage_data.values()}:
+                check_inside(path / name, path)
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 
