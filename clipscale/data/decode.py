@@ -34,8 +34,9 @@ warnings.filterwarnings("ignore", module=r"PIL\.")
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 # Most pixels of a picture: a quarter of a gigabyte of RGB. Pillow warns of more.
 MOST_PIXELS = 89_478_485
-# Most rows of a picture: each costs time and memory, even of one pixel. JPEG, WebP and GIF have at most 65,535.
-MOST_ROWS = 1_048_576
+# Most rows or columns of a picture: each row costs time and memory, even of one pixel, and a picture may be turned.
+# JPEG, WebP and GIF have at most 65,535.
+LONGEST_SIDE = 1_048_576
 # Canvases that Pillow holds while it decodes a WebP, which may be animated.
 WEBP_CANVASES = 3
 # A PNG of 16 bits or a CMYK JPEG takes at least twice the time to decode, so it may have half as many pixels: 44
@@ -185,8 +186,8 @@ def decoding_cost(image: Image.Image, data: bytes) -> int:
 
 
 def check_pixels(width: int, height: int, most: float = MOST_PIXELS) -> None:
-    """Raise BrokenSampleError `huge_image` for a width and height of more than `most` pixels, or too many rows."""
-    if width * height > most or height > MOST_ROWS:
+    """Raise BrokenSampleError `huge_image` for a width and height of more than `most` pixels, or too long a side."""
+    if width * height > most or max(width, height) > LONGEST_SIDE:
         raise BrokenSampleError("huge_image", f"{width} x {height} pixels")
 
 
