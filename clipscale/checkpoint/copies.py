@@ -140,7 +140,8 @@ class Copies:
     def close(self, limit: float, results: Record | None = None) -> None:
         """Copy the present state and end. Waits for that at most `limit` seconds, and says where the store lacks it.
 
-        `results`: what a complete run returns. They are written last: without them the same command copies again.
+        `results`: what a complete run returns. The run's folder has them last: without them the same command copies
+        again.
         """
         self.results = results
         self.due.put(True)

@@ -318,18 +318,21 @@ async def _receive(answer: Any, data: bytearray, size: int) -> None:
 
 
 def first_bytes(url: str, most: int, *, secrets: bool) -> bytes:
-    """The first bytes of an object of the web, in one request that any server answers, of two minutes. `secrets`: send
-    the headers that the user has set for fsspec's http, but to no other server. Raises what aiohttp raises."""
+    """The first bytes of an object of the web, by a request that any server answers, within two minutes. `secrets`:
+    send the headers that the user has set for fsspec's http, but to no other server. Raises TimeoutError, OSError for
+    another status than 200, and what aiohttp raises."""
     from fsspec.asyn import get_loop
 
     async def request() -> bytes:
         data = bytearray()
         async with _answer(url, 4 * WAIT_S, {} if secrets else None, {}) as answer:
-            answer.raise_for_status()
+            if answer.status != 200:
+                raise OSError(f"HTTP status {answer.status}")
             await _receive(answer, data, most)
         return bytes(data)
 
-    return asyncio.run_coroutine_threadsafe(request(), get_loop()).result()
+    limited = asyncio.wait_for(request(), 4 * WAIT_S)
+    return asyncio.run_coroutine_threadsafe(limited, get_loop()).result()
 
 
 async def _from_web(
