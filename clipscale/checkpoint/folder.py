@@ -101,7 +101,7 @@ def set_later_aside(run_dir: Path, step: int) -> None:
         with suppress(FileNotFoundError):
             shutil.copy(run_dir / RUN_RECORDS[0], aside)
         for path in run_dir.glob("eval/step_*.json"):
-            if step_of(path.with_suffix("")) > step:
+            if re.fullmatch(r"step_\d+", path.stem) and step_of(path.with_suffix("")) > step:
                 path.rename(aside / path.name)
         log.warning(
             "%s and what is later is beyond step %d, from which the run goes on; it is now %s.aside, and its records "

@@ -21,7 +21,7 @@ def check_own(run: Path) -> None:
     if not run.is_dir() or ours or any((path / META).is_file() for path in checkpoints_of(run)):
         return
     inside = run / "checkpoints"
-    for path in (*visible(run), *inside.glob("*")):
+    for path in (*visible(run), *(visible(inside) if inside.is_dir() else ())):
         if path.suffix not in LOGS and path != inside:
             raise UserError(
                 f"run={run} is no folder of a run: it holds {path.relative_to(run)}; choose another run=NAME"

@@ -112,7 +112,9 @@ def read_record(path: Path) -> Record:
             if depth > 100 or isinstance(event, yaml.AliasEvent):
                 raise ValueError("aliases or lists of 100 levels, of which a run writes none, and which take minutes")
         content = read_yaml(path)
-    if not isinstance(content, dict) or not isinstance(content.get("results", {}), dict):
+    if not isinstance(content, dict) or not all(
+        isinstance(content.get(key, {}), dict) for key in ("results", "measured")
+    ):
         raise ValueError("it holds no values with names")
     return content
 

@@ -175,7 +175,7 @@ def test_results_are_saved_with_what_they_belong_to(tmp_path: Path) -> None:
 def test_later_results_join_earlier_ones(tmp_path: Path) -> None:
     file = ResultsFile(tmp_path, 5)
     file.path.parent.mkdir()
-    file.path.write_text('{"results": []}')  # damaged
+    file.path.write_text('{"results": {}, "measured": []}')  # damaged
     for name, accuracy in (("a", 0.1), ("b", 0.2), ("b", 0.3)):
         file.add(name, {"top1": accuracy}, {})
     assert json.loads(file.path.read_text())["results"] == {"a": {"top1": 0.1}, "b": {"top1": 0.3}}

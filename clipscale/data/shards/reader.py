@@ -77,17 +77,17 @@ class Archive:
     def _members(self) -> Iterator[Member]:
         key = ""
         start = self.at
-        headers = 0
+        headers = 0  # of the sample, in bytes
         while (header := next_member(self.stream)) is not None:
-            name, size, taken = header
+            name, size, taken, more = header
             self._unread = padded(size)
             following = self.at + taken + self._unread
             named = key_and_extension(name)
             if named is not None and named[0] != key:
                 key = named[0]
                 start = self.at
-                headers = -taken
-            headers += taken
+                headers = -more
+            headers += more
             if following - start > MAX_SAMPLE_SPAN or headers > MOST_HEADERS:
                 raise tarfile.ReadError(f"{following - start} bytes from one sample to the next, {headers} of headers")
             if named is not None:

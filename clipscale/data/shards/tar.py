@@ -51,9 +51,9 @@ class Unpacked(gzip.GzipFile):
         return data
 
 
-def next_member(stream: Any) -> tuple[str, int, int] | None:
-    """The next plain file's name, its size, and the bytes up to its content, with members skipped before it. None at
-    the archive's end. Leaves the stream at the content.
+def next_member(stream: Any) -> tuple[str, int, int, int] | None:
+    """The next plain file's name, its size, the bytes up to its content, with members skipped before it, and how many
+    of these are headers. None at the archive's end. Leaves the stream at the content.
 
     Raises tarfile.TarError for damage, for a member of more than LARGEST_MEMBER bytes, and after MAX_SAMPLE_SPAN bytes,
     or MOST_HEADERS of headers, without a file.
@@ -73,6 +73,7 @@ def next_member(stream: Any) -> tuple[str, int, int] | None:
             extended |= _extended(kind, read_exactly(stream, size, left))
             read_exactly(stream, -size % BLOCK_BYTES)
             left -= size
+            headers += padded(size)
             taken += padded(size)
             continue
         name = extended.get("path", _name(block))
@@ -83,7 +84,7 @@ def next_member(stream: Any) -> tuple[str, int, int] | None:
             if not 0 <= size <= LARGEST_MEMBER:
                 raise tarfile.ReadError(f"member {name!r} claims {size} bytes")
             if kind in b"0\x007" and not name.endswith("/"):
-                return name, size, taken
+                return name, size, taken, headers
             skip(stream, padded(size), False)
         extended = {}
         taken += padded(size)

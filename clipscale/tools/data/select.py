@@ -42,8 +42,10 @@ def main(words: Sequence[str], settings: SelectSettings) -> None:
         raise UserError(f"out={out}: it, or {look}, exists; remove both, or choose another file")
     embedded = EmbeddedSet(Path(*words).expanduser())
     weights, shown = choose(embedded, settings, out.parent)
+    with embedded.reading():
+        text = page(embedded, **shown)
     write_weights(out, embedded, weights)
-    files.write_text(look, page(embedded, **shown))
+    files.write_text(look, text)
     say(f"{out}: look at {look}, then train with data.sample_weights={out}")
 
 

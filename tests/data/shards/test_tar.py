@@ -37,7 +37,7 @@ def test_members_are_what_tarfile_wrote(members: list[tuple[str, bytes]], form: 
     out.seek(0)
     read, at = [], 0
     while (header := next_member(out)) is not None:
-        name, size, taken = header
+        name, size, taken, _ = header
         assert out.tell() == at + taken
         read.append((name, out.read(padded(size))[:size]))
         at += taken + padded(size)
