@@ -73,15 +73,13 @@ def explained(error: E) -> "E | UserError":
 def library(problem: str, remedy: str = "") -> Iterator[None]:
     """Around work of a library, which raises errors of many kinds: a UserError for each, `PROBLEM (why)REMEDY`.
 
-    It names the kinds that a mistake in this program has, too; those that it alone has pass, and those of `explained`.
+    It names the kinds that a mistake in this program has, too; those that it alone has pass.
     """
     try:
         yield
     except (UserError, NameError, AssertionError):
         raise
     except Exception as error:
-        if explained(error) is not error:
-            raise
         kind = f"{type(error).__name__}: " if isinstance(error, AttributeError | TypeError | LookupError) else ""
         raise UserError(f"{problem} ({kind}{one_line(error)}){remedy}") from error
 
