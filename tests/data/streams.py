@@ -26,6 +26,7 @@ from clipscale.data.sample import RawSample
 from clipscale.data.shards.addresses import basename, hash64
 from clipscale.data.shards.reader import ReadProblem, read_shard
 from clipscale.data.shards.store import Store
+from clipscale.data.shards.subset import Subset
 from tests.data.files import SIDE, Letters
 
 
@@ -115,11 +116,12 @@ def items_of(
     window: int = 256,
     seed: int = 0,
     size_limits: Any = None,
+    subset: Subset | None = None,
     use: Callable[[Any], Any] = lambda item: item,
 ) -> list[Any]:
     """Every item of a shard's segment in its order, or what `use` makes of it."""
     shards, items = OrderedShards((url,), Once(segment, seed), window), []  # type: ignore[arg-type]
-    reader = ShardReader(shards, 0, [0, 0], size_limits, Store())
+    reader = ShardReader(shards, 0, (0, 0), size_limits, Store(), subset)
     for _, item in reader.items:
         if reader.epoch:
             reader.items.close()

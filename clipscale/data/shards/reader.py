@@ -139,7 +139,8 @@ def read_shard(
     Repeated members are ignored. Members' names are never used as paths. Content is read for samples whose index `want`
     accepts, and of these for members in `size_limits` (see `sample.limits`; None: all). A sample with such a member
     over its size limit has the damage `too_large` and no members. With a `subset` the shard has only the samples that
-    it lists, one of weight 2.5 three times. `offsets` returns the samples' offsets (see `index.sample_offsets`):
+    it lists, one of weight 2.5 three times; one that comes more than once is always read, since its later copies may be
+    those of another window. `offsets` returns the samples' offsets (see `index.sample_offsets`):
     unwanted samples are then skipped, and have no key.
     """
     archive: Archive | None = None
@@ -168,9 +169,7 @@ def read_shard(
                 if members is None:
                     break
                 sample = RawSample(url, key, number, {})
-                wanted = want(number) or (
-                    subset and any(map(want, range(number + 1, number + subset.table.max_copies)))
-                )
+                wanted = want(number) or (subset is not None and subset.may_repeat(key))
                 json_bytes = _read(
                     sample, archive, members, size_limits if wanted else {}, subset is not None and subset.table.by_uid
                 )

@@ -66,6 +66,11 @@ class Subset:
     def table(self) -> Table:
         return _read(self.setting, self.file, self.name)
 
+    def may_repeat(self, key: str) -> bool:
+        """Whether the sample with this key, and any json, may come more than once in an epoch."""
+        table = self.table
+        return table.max_copies > 1 and (table.by_uid or self.weight(key, b"") > 1)
+
     def weight(self, key: str, json_bytes: bytes) -> float:
         """How often the sample with this key and json comes in an epoch, on average; 0: it is not listed."""
         rows, by_uid, *_ = self.table

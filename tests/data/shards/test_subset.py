@@ -5,6 +5,7 @@ weigh.
 import json
 import random
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,15 @@ from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.data.filters import Selection
+from clipscale.data.loader import shard_reader
 from clipscale.data.loader.stream import TrainStream
+from clipscale.data.order import Segment
 from clipscale.data.shards import index
 from clipscale.data.shards.subset import parquet_file, subset_of
 from clipscale.tools.data.make_index import main as make_index
 from clipscale.tools.data.settings import IndexSettings
 from tests.data.files import picture, write_tar
-from tests.data.streams import contents, flat, ids, open_stream, positions, sample_id
+from tests.data.streams import contents, flat, ids, inline_workers, items_of, open_stream, positions, sample_id
 
 TABLES = files.read_yaml(Path(__file__).with_name("subset.yaml"))
 
@@ -146,11 +149,12 @@ def test_samples_come_as_often_as_they_weigh(tmp_path: Path) -> None:
     """
     file = weighed(tmp_path / "w.parquet", WEIGHTS)
     write(tmp_path / "shards", {0: [i for _, i in WEIGHTS]})
-    options: dict = {"batch": 8, "shard_streams": 4, "sample_weights": str(file), "shuffle": 100}
+    options: dict = {"batch": 8, "shard_streams": 4, "sample_weights": str(file), "shuffle": 10}
     stream = open_stream(tmp_path / "shards", **options)
     assert stream.samples_per_epoch == EPOCH
     epochs = 40
     batches = contents(stream, epochs * EPOCH // 8)
+    assert not stream.broken
     counts = Counter(key for keys, *_ in batches for key in keys)
     for (shard, i), weight in WEIGHTS.items():
         share = weight % 1
@@ -161,6 +165,61 @@ def test_samples_come_as_often_as_they_weigh(tmp_path: Path) -> None:
     assert [sorted(flat(parts)) for parts in several] == [sorted(keys) for keys, *_ in batches[:12]]
     resumed = open_stream(tmp_path / "shards", position=positions(ranks), **options)
     assert contents(resumed, 8) == batches[12:20]
+
+
+MANY = {(0, i): (1.0, 2.0, 0.0, 2.5, 7.3)[i % 5] for i in range(1, 20) if i % 7}
+
+
+@pytest.mark.parametrize("column", ["key", "uid"])
+@pytest.mark.parametrize("order", ["epochs", "resampled"])
+def test_a_resume_at_every_place_goes_on_with_every_copy(tmp_path: Path, order: str, column: str) -> None:
+    """Windows are smaller than the shard, so a sample's copies lie in two of them, and streams begin inside one. With
+    two ranks or two workers, too. No sample is broken.
+    """
+    file = weighed(tmp_path / "w.parquet", MANY, column)
+    write(tmp_path / "shards", {0: [i for _, i in MANY]})
+    options: dict = {"batch": 4, "shard_streams": 4, "shuffle": 5, "sample_weights": str(file), "order": order}
+    opened = partial(open_stream, tmp_path / "shards", **options)
+    stream = opened()
+    places, whole = [positions([stream])], []
+    for _ in range(16):  # over an epoch
+        whole += contents(stream, 1)
+        places.append(positions([stream]))
+    for place in range(14):
+        resumed = opened(position=places[place])
+        assert contents(resumed, 3) == whole[place : place + 3], place
+        assert not resumed.broken, (place, resumed.broken)
+    assert not stream.broken
+    for place in (3, 8):
+        ranks = [opened(rank=rank, world=2, position=places[place]) for rank in range(2)]
+        parts = zip(*(ids(each, 4) for each in ranks))
+        assert [sorted(flat(p)) for p in parts] == [sorted(keys) for keys, *_ in whole[place : place + 4]]
+        with inline_workers(place):
+            assert contents(opened(workers=2, position=places[place]), 4) == whole[place : place + 4]
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_copies_behind_a_window_that_bytes_close_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counted: bool
+) -> None:
+    """A window closes at a sample's first copy, so that the others begin the next one."""
+    monkeypatch.setattr(shard_reader, "WINDOW_BYTES", 20_000)
+    numbers = range(30)
+    file = weighed(tmp_path / "w.parquet", {(0, i): 3.0 for i in numbers})
+    path = write_tar(tmp_path / "0.tar", [(f"0-{i:02d}.png", bytes(10 if i % 7 else 30_000)) for i in numbers])
+    subset = subset_of(DataConfig(sample_weights=str(file)))
+    total = 3 * len(numbers)
+
+    def keys(start: int) -> list[str]:
+        segment = Segment(0, 0, start, total if counted else None, total if counted else None)
+        items = items_of(segment, str(path), window=16, subset=subset)
+        assert all(item.members for item in items), start
+        return [item.key for item in items]
+
+    whole = keys(0)
+    assert len(whole) == total
+    for start in range(total):
+        assert keys(start) == whole[start:], start
 
 
 def test_repeats_have_one_key_and_others_have_their_own(tmp_path: Path) -> None:
