@@ -123,9 +123,6 @@ def forward_sweep(call: LossCall, rows: FeatureBlock, cols: FeatureBlock, parame
     sums = [] if cols.weight is None else [LOG_SUM_EXP]
     for lse in call.exchange.sweep(cols, sums, visit):
         cols.lse = lse
-    for side in (rows, cols):
-        if side.lse is not None:
-            side.lse.masked_fill_(side.lse == -torch.inf, 0)  # a hard negative whose pairs are all left out
 
 
 def local_value(rows: FeatureBlock, cols: FeatureBlock) -> Tensor:

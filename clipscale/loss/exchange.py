@@ -73,8 +73,11 @@ class Communicator:
         return mine
 
     def reduce_scatter_lse(self, x: Tensor) -> Tensor:
-        """Log-sum-exps (P n,) of each rank, joined over ranks, to this rank's (n,): the maximum, then the sums."""
-        largest = self.all_reduce_(x.clone(), dist.ReduceOp.MAX).clamp_min(torch.finfo(x.dtype).min)
+        """Log-sum-exps (P n,) of each rank, joined over ranks, to this rank's (n,): the maximum, then the sums.
+
+        The maximum is finite: every column has pairs that count, if not on this rank.
+        """
+        largest = self.all_reduce_(x.clone(), dist.ReduceOp.MAX)
         mine = self.reduce_scatter((x - largest).exp_())
         return mine.log_().add_(largest[self.rank * len(mine) :][: len(mine)])
 

@@ -29,7 +29,7 @@ BACKENDS = [
 ]
 SMALL_BACKENDS = [{"backend": "dense"}, {"backend": "tiled", "tile": 4}]
 PROBLEMS = [(1, 1, 3, "random"), (2, 2, 64, "random"), (63, 64, 33, "random"), (152, 307, 123, "random")]
-PROBLEMS += [(70, 80, 40, kind) for kind in ("aligned", "equal", "orthogonal", "low", "duplicates")]
+PROBLEMS += [(70, 80, 40, kind) for kind in ("aligned", "equal", "orthogonal", "low", "obtuse", "duplicates")]
 U, V = features(90, 95, 32)
 
 
@@ -167,6 +167,20 @@ def test_gradients_of_a_sum_over_pairs_keep_their_precision_under_any_factor(fac
         tiny = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
         off = (x.double() - true).abs() - tiny
         assert bool((off <= 2**-7 * true.abs().amax(1, keepdim=True)).all()), f"{name} off by {float(off.max()):.1e}"
+
+
+@pytest.mark.parametrize("stripe", [2**16, 5])
+def test_gradients_of_1e_6_of_a_sum_over_pairs_wait_in_float32_for_the_loss_scalers_factor(
+    stripe: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Late in training; float16 has few such numbers before the factor."""
+    monkeypatch.setattr("clipscale.loss.autograd.STRIPE", stripe)
+    u, v = (x.half() for x in features(24, 26, 256, "aligned"))
+    scaled = lambda *a, **k: 2.0**16 * contrastive_loss(*a, **k)  # noqa: E731
+    actual = results(scaled, u, v, 40.0, -20.0, objective="sigmoid", tile=16)
+    for name, x, true in zip(("images", "texts"), actual[1:], oracle(u, v, 40.0, -20.0, objective="sigmoid")[1:]):
+        off = (x.double() / 2**16 - true).norm(dim=1) / true.norm(dim=1)
+        assert float(off.max()) <= 2**-9, f"{name}: off by {float(off.max()):.1e} of {float(true.abs().max()):.1e}"
 
 
 def test_a_change_in_place_before_the_backward_pass_is_noticed() -> None:

@@ -38,7 +38,7 @@ def test_dot_product_is_exact_on_any_number_of_ranks(ranks: Workers, world: int,
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("kind", ["aligned", "low"])
+@pytest.mark.parametrize("kind", ["aligned", "low", "obtuse"])
 def test_hard_distributions_are_exact_on_ranks(ranks: Workers, exchange: str, kind: str) -> None:
     for scale in (1.0, 100.0):
         u, v = stacked(3, 10, 10 if exchange in ("replicated", "local") else 12, 16, kind)

@@ -87,6 +87,15 @@ def test_mixed_types_meet_in_the_narrower_and_gradients_keep_their_own(types: st
         assert error(f, t, 1e-3) < bar, f"{name}: {error(f, t, 1e-3):.1e}"
 
 
+def test_float16_and_bfloat16_meet_in_the_type_that_holds_both() -> None:
+    """Texts beyond float16's largest number, and images of more digits than bfloat16 has."""
+    u, v = (2**-10 * U).half(), 2.0**20 * V.bfloat16()
+    actual, true = results(contrastive_loss, u, v, 0.01), oracle(u.float(), v.float(), 0.01)
+    for name, x, t in zip(("value", "images", "texts", "scale"), actual, true):
+        bar = 2.0 ** {torch.float16: -11, torch.bfloat16: -8}.get(x.dtype, -16)
+        assert error(x, t, 1e-30) < bar, f"{name}: {error(x, t, 1e-30):.1e}"
+
+
 def test_autocast_casts_float32_operands_as_matmul_would_and_nothing_else() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         actual = results(contrastive_loss, U, V, 10.0)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -29,6 +29,7 @@ from clipscale import contrastive_loss  # noqa: E402
 from clipscale.loss.block import Block, FeatureBlock, Parameters  # noqa: E402
 from clipscale.loss.machine import Machine  # noqa: E402
 from clipscale.loss.objective import OBJECTIVES  # noqa: E402
+from clipscale.loss.reference import dense_contrastive_loss  # noqa: E402
 from clipscale.loss.softmax.kernel import TritonSoftmax  # noqa: E402
 from clipscale.loss.triton import tuning  # noqa: E402
 from clipscale.loss.triton.tuning import FLOAT32, TileShape  # noqa: E402
@@ -88,6 +89,18 @@ def test_half_precision_is_no_further_from_the_truth_than_twice_plain_torch(obje
         u, v = (x.to(dtype) for x in features(35, 70, 40, kind))
         actual = triton(u, v, scale, objective=objective)
         assert_near_plain_torch(actual, u, v, scale, objective=objective)
+
+
+@pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
+def test_probabilities_of_1e_8_have_their_gradients_in_float16(objective: str) -> None:
+    """Those of hard negatives: far below float16's smallest number before the loss scaler's factor."""
+    u, v = (x.half() for x in features(17, 40, 64, "aligned"))
+    scaled = lambda *a, **k: 2.0**18 * contrastive_loss(*a, **k)  # noqa: E731
+    true = results(dense_contrastive_loss, u.double(), v.double(), 20.0, -16.0, objective=objective)[2][17:]
+    given = {"objective": objective, "backend": "triton"}
+    actual = results(scaled, u.to(DEVICE), v.to(DEVICE), 20.0, -16.0, **given)[2][17:].cpu().double() / 2**18
+    off = (actual - true).norm(dim=1) / true.norm(dim=1)
+    assert float(off.max()) <= 5e-3, f"{objective}: off by {off.tolist()}"
 
 
 def test_tiny_sigmoid_terms_keep_their_precision() -> None:
@@ -232,6 +245,22 @@ def test_no_pairs_lose_anything(angles: list[tuple[float, ...]], scale: float) -
 
     u, v = (torch.stack([row(*x[i : i + 2]) for x in angles]) for i in (0, 2))
     assert_nothing_is_lost(u, v, scale, ["softmax"])
+
+
+@settings(max_examples=8, derandomize=True, deadline=None)
+@example(below=122, spread=6, seed=0)
+@given(below=st.integers(60, 150), spread=st.integers(0, 12), seed=st.integers(0, 99))
+def test_full_tiles_lose_nothing_of_lines_far_below_their_largest_score(below: int, spread: int, seed: int) -> None:
+    """Only a tile without a ragged edge takes one reference for all its rows and columns.
+
+    Each tile has one perfect pair. All other scores lie `below` to `below + spread` powers of two under its score.
+    """
+    tiles = Machine().tile_shape(torch.device(DEVICE), torch.float32)
+    n, powers = math.lcm(tiles.rows, tiles.cols), 100 * math.log2(math.e)
+    under = below + spread * torch.rand(n, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    perfect = torch.arange(0, n, tiles.rows)
+    under[perfect, perfect] = 0
+    assert_nothing_is_lost(torch.eye(n, dtype=torch.float64), 1 - under / powers, objectives=["softmax"])
 
 
 @LONG
