@@ -151,6 +151,13 @@ class Epochs:
     batch: int
     num_streams: int
     seed: int
+    # Samples of an average epoch, where sample weights skip some of `counts` in some epochs.
+    expected: float | None = None
+
+    @property
+    def samples(self) -> int:
+        """Samples of an average epoch, of all streams."""
+        return sum(self.counts) if self.expected is None else round(self.expected)
 
     def segments(self, stream: int, epoch: int, skip: int = 0) -> Iterator[Segment]:
         """The segments that a stream reads in an epoch, after its first `skip` samples."""

@@ -26,16 +26,13 @@ class OrderedShards:
     urls: tuple[str, ...]
     order: Order
     window: int  # samples in a shuffle window
-    # Samples of an average epoch, divided by all samples in `order.counts`: below 1 if sample weights skip some in some
-    # epochs.
-    epoch_fraction: float = 1.0
     # A digest of the samples and weights that a file lists, if one does.
     subset_digests: Sequence[str] = ()
 
     @property
     def samples(self) -> int | None:
         """Samples of an average epoch, of all streams; None if shards are drawn with replacement."""
-        return round(sum(self.order.counts) * self.epoch_fraction) if isinstance(self.order, Epochs) else None
+        return self.order.samples if isinstance(self.order, Epochs) else None
 
     @cached_property
     def fingerprint(self) -> str:

@@ -237,8 +237,8 @@ def ordered_shards(
     if config.shard_streams is None and (num_streams := largest_divisor(order.num_streams)) < order.num_streams:
         order = build_order(config, urls, source_of, share, seed, num_streams, on_main)
     subset = subset_of(config)
-    listed = (subset.table.epoch_fraction, (subset.table.digest(),)) if subset else ()
-    return OrderedShards(tuple(urls), order, max(config.shuffle, 1), *listed)
+    digests = (subset.table.digest(),) if subset else ()
+    return OrderedShards(tuple(urls), order, max(config.shuffle, 1), digests)
 
 
 def open_stream(

@@ -26,7 +26,12 @@ MAX_COUNTED_BYTES = 2**26
 
 
 def count_samples(urls: Sequence[str], subset: Subset | None = None, *, scan: bool = True) -> Counts:
-    """Samples of each shard, or those of them in a subset, from the indexes; None: unknown.
+    """Samples of each shard, or those of them in a subset, as `known_shards` knows them; None: unknown."""
+    return [entry and entry.samples for entry in known_shards(urls, subset, scan=scan)]
+
+
+def known_shards(urls: Sequence[str], subset: Subset | None = None, *, scan: bool = True) -> list[index.Entry | None]:
+    """The entry of each shard, or of its samples in a subset, from the indexes; None: unknown.
 
     `scan`: read the shards that no index has, if all of these are local; the counts go into an index in the user's
     cache. Of a damaged shard, the samples before the damage are counted.
@@ -35,20 +40,20 @@ def count_samples(urls: Sequence[str], subset: Subset | None = None, *, scan: bo
     if known.stale:
         what = f"the index of {len(known.stale)} of {len(urls)} shards is out of date (first: {min(known.stale)})"
         log.warning(f"{what}: they have changed; run `clipscale data index` again")
-    samples = {url: entry.samples for url, entry in known.entries.items()}
-    unknown = [url for url in urls if url not in samples]
+    entries = known.entries
+    unknown = [url for url in urls if url not in entries]
     if scan and all(map(is_local, unknown)):
         for url, outcome in _scanned(unknown, subset):
-            samples[url] = 0  # if it cannot be opened
-            if isinstance(outcome, index.Entry):
-                samples[url] = outcome.samples
-                known.entries[url] = outcome
-    damaged = [url for url in urls if url in known.entries and known.entries[url].reason]
+            if isinstance(outcome, str):  # it cannot be opened
+                outcome = index.Entry(index.name_in_index(url), 0, "", 0, "unreadable_shard", f"{url}: {outcome}", 0.0)
+            if outcome is not None:
+                entries[url] = outcome._replace(offsets=None)
+    damaged = [url for url in urls if url in entries and entries[url].reason]
     if damaged:
-        first = f"{damaged[0]}, {known.entries[damaged[0]].reason}"
+        first = f"{damaged[0]}, {entries[damaged[0]].reason}"
         what = f"{len(damaged)} of {len(urls)} shards are damaged (first: {first})"
         log.warning(f"{what}: what lies behind the damage is left out; `clipscale data check` shows it all")
-    return [samples.get(url) for url in urls]
+    return [entries.get(url) for url in urls]
 
 
 def counted_at_once(config: DataConfig, urls: Sequence[str] | None) -> int | None:
@@ -64,8 +69,12 @@ def counted_at_once(config: DataConfig, urls: Sequence[str] | None) -> int | Non
     unknown = [url for url in urls if url not in entries]
     if sum(Path(url).stat().st_size for url in unknown) > MAX_COUNTED_BYTES:
         return None
-    counts = [entries[url].samples if url in entries else index.scan_shard(url, subset).samples for url in urls]
-    return round(sum(counts) * subset.table.epoch_fraction) if subset else sum(counts)
+    return round(sum((entries.get(url) or index.scan_shard(url, subset)).expected for url in urls))
+
+
+def _counted(entries: Sequence[index.Entry | None]) -> tuple[Counts, float]:
+    """Each shard's samples, and the samples of an average epoch of those that are known."""
+    return [entry and entry.samples for entry in entries], sum(entry.expected for entry in entries if entry)
 
 
 def _scanned(urls: Sequence[str], subset: Subset | None) -> Iterator[tuple[str, index.Outcome]]:
@@ -95,7 +104,7 @@ def build_order(
     epochs = config.order != "resampled" and source_of is None
     scan = config.order == "epochs" or (epochs and len(urls) <= SCAN_AT_MOST)
     subset = subset_of(config)
-    counts = on_main(lambda: count_samples(urls, subset, scan=scan))
+    counts, expected = on_main(lambda: _counted(known_shards(urls, subset, scan=scan)))
     known = [count for count in counts if count is not None]
     unknown = len(urls) - len(known)
     if not unknown and not sum(known):
@@ -103,7 +112,7 @@ def build_order(
         what = f"the {len(urls)} shards hold no sample{listed}; {RULE}"
         raise UserError(f"data.train={config.train}: {what}; `clipscale data check` shows what they hold")
     if epochs and not unknown:
-        return Epochs(tuple(known), share.batch, _streams(config, share, sum(known), num_streams), seed)
+        return Epochs(tuple(known), share.batch, _streams(config, share, sum(known), num_streams), seed, expected)
     if epochs:
         listed = f" {subset.setting.removeprefix('data.')}" if subset else ""
         what = (

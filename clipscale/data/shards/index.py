@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
-from itertools import accumulate
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -34,7 +33,10 @@ T = TypeVar("T")
 FILE = "clipscale-index.sqlite"
 _COLUMNS = "name, size, version, samples, reason, detail"
 _SCHEMA = """CREATE TABLE IF NOT EXISTS shards (name TEXT PRIMARY KEY, size INT, version TEXT, samples INT,
-             reason TEXT, detail TEXT, offsets BLOB)"""
+             reason TEXT, detail TEXT, {last})"""
+# The last column of a folder's index, and of a subset's.
+_OFFSETS = "offsets BLOB"
+_WEIGHT = "weight REAL"
 # A copy of the short columns: without it SQLite reads a page per shard, among gigabytes of offsets.
 _LOOKUP = f"CREATE INDEX IF NOT EXISTS states ON shards ({_COLUMNS})"
 THREADS = 16
@@ -56,8 +58,15 @@ class Entry(NamedTuple):
     # Why the shard could not be read to its end; `samples` counts what could be read.
     reason: str | None
     detail: str = ""
-    # Its samples' offsets, by `pack`; None for subsets, and in the entries of `current`.
+    # Of a subset: the sum of the samples' weights, which is their number in an average epoch.
+    weight: float | None = None
+    # Its samples' offsets, by `pack`; None for subsets, and in the entries of `lookup`.
     offsets: bytes | None = None
+
+    @property
+    def expected(self) -> float:
+        """Its samples in an average epoch."""
+        return self.samples if self.weight is None else self.weight
 
 
 def name_in_index(url: str) -> str:
@@ -104,12 +113,13 @@ def lookup(urls: Sequence[str], subset: Subset | None = None) -> Known:
     entries: dict[str, Entry] = {}
     changed: dict[str, None] = {}
     folders: dict[str, dict[str, str]] = defaultdict(dict)
+    columns = f"{_COLUMNS}, weight" if subset else _COLUMNS
     for url in urls:
         folders[dirname(url)][name_in_index(url)] = url
     for shards in folders.values():
         first = next(iter(shards.values()))
         for path in index_paths(folder_of(first), subset):
-            rows = [row for row in query(path, f"SELECT {_COLUMNS} FROM shards") if row[0] in shards]
+            rows = [row for row in query(path, f"SELECT {columns} FROM shards") if row[0] in shards]
             found = [shards[row[0]] for row in rows]
             states = _states(found) if is_local(first) else [row[1:3] for row in rows]
             for url, row, state in zip(found, rows, states, strict=True):
@@ -166,12 +176,13 @@ def unpack(packed: bytes) -> np.ndarray:
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[sqlite3.Connection]:
-    """Opens or creates an index; each statement is its own transaction. Raises UserError if it cannot be written."""
+def _writing(path: Path, last: str = _OFFSETS) -> Iterator[sqlite3.Connection]:
+    """Opens or creates an index with this last column; each statement is its own transaction. Raises UserError if it
+    cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with closing(sqlite3.connect(path, timeout=60, isolation_level=None)) as base:
-            base.execute(_SCHEMA)
+            base.execute(_SCHEMA.format(last=last))
             base.execute(_LOOKUP)
             yield base
     except (OSError, sqlite3.Error) as error:
@@ -186,14 +197,17 @@ def scan_shard(url: str, subset: Subset | None = None) -> Entry:
     `reason`. Raises OSError or SourceError if the shard cannot be reached."""
     state = Store().state(url)
     problem = ReadProblem()
-    raws = read_shard(url, problem, lambda _: False, {}, subset=subset)
-    offsets = [0, *accumulate(raw.num_bytes for raw in raws)]
+    offsets = [0]
+    weight = 0.0
+    for raw in read_shard(url, problem, lambda _: False, {}, subset=subset):
+        offsets.append(offsets[-1] + raw.num_bytes)
+        weight += 0 if raw.repeat else raw.keep_probability  # of a first copy: the sample's weight
     error = problem.error
     if isinstance(error, SourceError) or (isinstance(error, OSError) and error.errno):
         raise error  # a failure of the storage, which may pass
     samples = len(offsets) - 1
-    packed = pack(offsets) if samples and not subset else None
-    return Entry(name_in_index(url), *state, samples, problem.reason, utf8(problem.detail), packed)
+    last = {"weight": weight} if subset else {"offsets": pack(offsets) if samples else None}
+    return Entry(name_in_index(url), *state, samples, problem.reason, utf8(problem.detail), **last)
 
 
 # A shard's new entry, the reason why it could not be opened, or None if its old entry is still valid.
@@ -216,10 +230,11 @@ def update_indexes(
         path = index_paths(folder, subset)[0 if in_folder and os.access(folder, os.W_OK) else -1]
         states = {name: state for name, *state in query(path, "SELECT name, size, version FROM shards")}
         old = [states.get(name_in_index(url)) for url in shards]
-        with _writing(path) as base:
+        with _writing(path, _WEIGHT if subset else _OFFSETS) as base:
             for url, outcome in zip(shards, map_shards(partial(_scan_changed, subset), workers, shards, old)):
                 if isinstance(outcome, Entry):
-                    base.execute("INSERT OR REPLACE INTO shards VALUES (?, ?, ?, ?, ?, ?, ?)", outcome)
+                    last = outcome.weight if subset else outcome.offsets
+                    base.execute("INSERT OR REPLACE INTO shards VALUES (?, ?, ?, ?, ?, ?, ?)", (*outcome[:6], last))
                 yield url, outcome
 
 

@@ -38,8 +38,6 @@ class Table(NamedTuple):
     by_uid: bool
     # Most times that a sample may come in an epoch.
     max_copies: int = 1
-    # sum(w) / sum(ceil(w)): the expected samples of an epoch, as a share of the copies in the order.
-    epoch_fraction: float = 1.0
 
     def digest(self) -> str:
         """Of the rows: the same for every file that lists the same. 10^7 rows take half a second."""
@@ -56,8 +54,8 @@ class Subset:
         self.file = Path(path).expanduser().absolute()
         with library(f"{self.setting}: cannot be read"):
             state = self.file.stat()
-        # A digest of the file's path, size and time of change.
-        self.name = digest(f"{self.file} {state.st_size} {state.st_mtime_ns}")
+        # A digest of the file's path, size and time of change, and of what its index holds.
+        self.name = digest(f"{self.file} {state.st_size} {state.st_mtime_ns} weights")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Subset, self.given
@@ -136,11 +134,9 @@ def _weights(setting: str, file: Path, name: str) -> Table:
         with files.replacing(cached) as new:  # several processes may write: the last one wins
             np.save(new, rows)
     rows = np.load(cached, mmap_mode="r")
-    times = float(np.ceil(rows["weight"]).sum(dtype=np.float64))
-    if not times:
+    if not rows["weight"].any():
         raise UserError(f"{setting}: all weights are 0; nothing is left to train on")
-    epoch_fraction = float(rows["weight"].sum(dtype=np.float64)) / times
-    return Table(rows, column == "uid", math.ceil(rows["weight"].max()), epoch_fraction)
+    return Table(rows, column == "uid", math.ceil(rows["weight"].max()))
 
 
 def parquet_file(file: str | Path) -> Any:

@@ -1,5 +1,6 @@
 """The index: its content, its updates, its use by the reader; an entry never applies to a changed file."""
 
+import os
 import tracemalloc
 from functools import partial
 from operator import le
@@ -120,9 +121,11 @@ def test_damage_found_by_counting_is_reported_at_every_start(
     paths = write_shards(tmp_path, [5, 8, 5])
     paths[1].write_bytes(paths[1].read_bytes()[: 3072 + cut])
     paths[2].write_bytes(b"noise" * 999)
-    urls = [str(path) for path in paths]
+    pipe = tmp_path / "pipe.tar"
+    os.mkfifo(pipe)  # it cannot be opened as a shard
+    urls = [str(path) for path in (*paths, pipe)]
     for start in range(2):  # the second finds it in the index
         caplog.clear()
         build_order(DataConfig(train=urls), urls, None, BatchShare(1), 0)
         (message,) = [r.getMessage() for r in caplog.records if "damaged" in r.getMessage()]
-        assert message.startswith(f"2 of 3 shards are damaged (first: {urls[1]}, truncated_shard)"), (start, message)
+        assert message.startswith(f"3 of 4 shards are damaged (first: {urls[1]}, truncated_shard)"), (start, message)

@@ -20,6 +20,7 @@ from clipscale.data.loader import shard_reader
 from clipscale.data.loader.stream import TrainStream
 from clipscale.data.order import Segment
 from clipscale.data.shards import index
+from clipscale.data.shards.counts import counted_at_once
 from clipscale.data.shards.subset import parquet_file, subset_of
 from clipscale.tools.data.make_index import main as make_index
 from clipscale.tools.data.settings import IndexSettings
@@ -220,6 +221,22 @@ def test_copies_behind_a_window_that_bytes_close_are_read(
     assert len(whole) == total
     for start in range(total):
         assert keys(start) == whole[start:], start
+
+
+def test_an_epoch_is_as_long_as_the_weights_of_the_samples_that_are_there(tmp_path: Path) -> None:
+    """A table for all of a large set has another mix of weights. The planner and the index agree with the run."""
+    there = {(0, i): 2.0 for i in range(8)} | {(1, i): 0.75 for i in range(8)}
+    elsewhere = {(9, i): 0.5 for i in range(100)}
+    full = write(tmp_path / "full", {0: [*range(9)], 1: [*range(8)]})
+    file = str(weighed(tmp_path / "w.parquet", there | elsewhere))
+    config = DataConfig(train=[str(full)], sample_weights=file)
+    urls = [str(full / f"{number}.tar") for number in range(2)]
+    assert counted_at_once(config, urls) == 22
+    assert open_stream(full, batch=4, sample_weights=file).samples_per_epoch == 22
+    make_index([str(full)], IndexSettings(sample_weights=file))
+    assert [entry.expected for entry in index.lookup(urls, subset_of(config)).entries.values()] == [16, 6]
+    assert open_stream(full, batch=4, sample_weights=file).samples_per_epoch == 22
+    assert counted_at_once(config, urls) == 22
 
 
 def test_repeats_have_one_key_and_others_have_their_own(tmp_path: Path) -> None:
