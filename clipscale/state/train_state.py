@@ -59,7 +59,9 @@ def load(step: TrainStep, saved: Saved, stage: str = "") -> None:
             "resume: the checkpoint's optimizer does not fit this model's parameters; freeze the same towers, or "
             "choose another run=NAME"
         )
-    groups = [dict(group) for group in optimizer.param_groups]
+    # These settings, which may have changed. What is in the place of a fused optimizer's state depends on them.
+    for group, settings in zip(saved.optimizer["param_groups"], optimizer.param_groups):
+        group.update({key: value for key, value in settings.items() if key != "params"})
     if stage:
         for weights in (saved.model, (saved.ema or {}).get("weights", {})):
             for name in fit_positions(weights, model):
@@ -71,8 +73,6 @@ def load(step: TrainStep, saved: Saved, stage: str = "") -> None:
     if stage != "restart":
         set_optimizer_state_dict(model, optimizer, saved.optimizer, options=options)
         replicate_state(optimizer)
-    for group, settings in zip(optimizer.param_groups, groups):  # these settings, which may have changed
-        group.update({key: value for key, value in settings.items() if key != "params"})
     set_model_state_dict(model, saved.model)
     if scaler and saved.scaler:
         scaler.load_state_dict(saved.scaler)

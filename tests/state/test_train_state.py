@@ -54,6 +54,25 @@ def test_a_resumed_run_ends_with_the_same_weights_average_and_optimizer(shards: 
     assert any(not torch.equal(value, whole.model[name]) for name, value in whole.ema["weights"].items())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_an_optimizer_that_was_not_fused_goes_on_as_one_that_is(
+    shards: str, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As checkpoints of earlier versions have it."""
+    fused = OptimConfig(name=name, lr=1e-3, eps=None)
+    with monkeypatch.context() as patched:
+        patched.setattr("clipscale.step.optim.FUSED", ())
+        patched.setattr("clipscale.step.optim.FastMuon", lambda muon: muon)
+        config = small(shards, tmp_path / "whole", checkpoint=CheckpointConfig(every="2", keep=0), optim=fused)
+        train(config)
+    train(small(shards, tmp_path / "parts", optim=fused, resume=str(checkpoint.path_of(tmp_path / "whole", 2))))
+    whole, parts = (checkpoint.load(checkpoint.path_of(tmp_path / run, 4)) for run in ("whole", "parts"))
+    assert any(group.get("fused") for group in parts.optimizer["param_groups"])
+    tolerance = 1e-3 if name == "muon" else 1e-6  # Muon's matrices were rounded to bfloat16
+    torch.testing.assert_close(parts.model, whole.model, rtol=0, atol=tolerance)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_an_update_clips_the_unscaled_gradient_and_bounds_the_logit_scale(
     shards: str, tmp_path: Path, precision: str, monkeypatch: pytest.MonkeyPatch

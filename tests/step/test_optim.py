@@ -1,13 +1,16 @@
 """Optimizers come from timm, only matrices decay, and the learning rate is a pure function of the step."""
 
 import math
+from typing import Any
 
 import pytest
+import timm.optim
 import torch
-from torch import nn
+from timm.optim.muon import get_lr_scale, zeropower_via_newtonschulz
+from torch import Tensor, nn
 
 from clipscale.config.sections import OptimConfig, ScheduleConfig
-from clipscale.step.optim import Schedule, build_optimizer, parse_steps
+from clipscale.step.optim import Schedule, build_optimizer, parameter_groups, parse_steps
 from tests.support.refused import refused
 
 
@@ -47,6 +50,72 @@ def test_adafactors_update_is_clipped_at_its_root_mean_square(clip: float | None
         optimizer.step()
     update = (p.detach() - before).square().mean().sqrt().item()
     assert update == pytest.approx(1.0) if clip == 1 else update > 1.2
+
+
+class Kinds(nn.Module):
+    """Matrices, and everything that Muon leaves to AdamW."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 16, 3)
+        self.depthwise = nn.Conv2d(16, 16, 3, groups=16)
+        self.wide = nn.Linear(32, 96)
+        self.thin = nn.Linear(96, 3)
+        self.norm = nn.LayerNorm(16)
+        self.words = nn.Embedding(40, 16)
+        self.probe = nn.Parameter(torch.randn(1, 4, 16))
+        self.logit_scale = nn.Parameter(torch.tensor(2.0))
+
+
+MATRICES = {"conv.weight", "wide.weight"}
+
+
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 4, first: int = 0) -> dict[str, Tensor]:
+    """The parameters after steps with given gradients."""
+    for number in range(first, first + count):
+        g = torch.Generator().manual_seed(number)
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=g)
+        optimizer.step()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("options", [{}, {"fallback_lr_scale": 0.3}, {"nesterov": True}, {"algo": "adamuon"}])
+def test_muon_takes_the_steps_of_timms(options: dict[str, Any]) -> None:
+    model, other = Kinds(), Kinds()
+    config = OptimConfig(name="muon", lr=1e-2, weight_decay=0.1, eps=None, options=options)
+    actual = stepped(model, build_optimizer(model, config))
+    groups = parameter_groups(other, config, {})
+    timms = timm.optim.create_optimizer_v2(groups, opt="muon", lr=1e-2, momentum=0.9, betas=(0.9, 0.98), **options)
+    for name, expected in stepped(other, timms).items():
+        # timm's iteration rounds to bfloat16
+        torch.testing.assert_close(actual[name], expected, rtol=0, atol=1e-2 if name in MATRICES else 1e-6, msg=name)
+
+
+def test_muon_iterates_in_float32_on_a_cpu() -> None:
+    model = Kinds()
+    optimizer = build_optimizer(model, OptimConfig(name="muon", lr=1.0, weight_decay=0.0, eps=None))
+    before = model.wide.weight.detach().clone()
+    after = stepped(model, optimizer, 1)["wide.weight"]
+    quintic = [(4.0848, -6.8946, 2.927), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037)]
+    quintic += [(2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012)]
+    exact = zeropower_via_newtonschulz(model.wide.weight.grad, 5, quintic, dtype=torch.float64)
+    update = (before - after) / get_lr_scale(before.shape)
+    assert (update - exact).abs().max().item() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam"])
+def test_adam_is_fused_unless_another_form_is_asked_for(name: str) -> None:
+    def after(**options: Any) -> dict[str, Tensor]:
+        model = Kinds()
+        optimizer = build_optimizer(model, OptimConfig(name=name, lr=1e-2, options=options))
+        assert {bool(group["fused"]) for group in optimizer.param_groups} == {not options}
+        return stepped(model, optimizer)
+
+    plain = after(fused=False)
+    for options in ({}, {"foreach": True}):
+        torch.testing.assert_close(after(**options), plain, rtol=0, atol=1e-7)
 
 
 def test_betas_reach_adafactor_as_momentum_and_cap() -> None:

@@ -165,7 +165,7 @@ class DryRun:
         groups.sort(key=lambda group: sum(p.nbytes for p in group["params"]))
         if machine.capability and type(self.step.optimizer).__module__.startswith("torch.optim"):
             for group in groups:  # torch's own choice on CUDA
-                if group.get("foreach", False) is None:
+                if group.get("foreach", False) is None and not group.get("fused"):
                     group["foreach"] = True
         # The first update makes the optimizer's state: with `foreach` that of a group before its arithmetic.
         for _ in range(1 if groups[0].get("foreach") else 2):
