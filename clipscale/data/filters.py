@@ -75,12 +75,22 @@ class Selection:
         """
         value = None
         if self.same == "caption":
-            value = " ".join(caption.casefold().split())
+            value = compared(caption)
         elif "json" in sample.members and self.same:
             with suppress(BrokenSampleError):
                 value = json_fields(sample.members["json"]).get(self.same)
-        shared = isinstance(value, str | int | float) and str(value).strip() not in ("", "nan")
-        return hash64(f"same {str(value).strip()}" if shared else f"alone {own}") - (1 << 63)
+        return same_key(value, own)
+
+
+def compared(caption: str) -> str:
+    """What is compared of a caption: neither case nor white space."""
+    return " ".join(caption.casefold().split())
+
+
+def same_key(value: Any, own: str) -> int:
+    """A signed 64-bit hash of a text or number without white space around it; of `own`, where there is none."""
+    shared = isinstance(value, str | int | float) and str(value).strip() not in ("", "nan")
+    return hash64(f"same {str(value).strip()}" if shared else f"alone {own}") - (1 << 63)
 
 
 def _require(condition: Condition, value: Any) -> None:

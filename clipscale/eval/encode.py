@@ -110,12 +110,12 @@ class Encoder:
         )
         return classes_UD, torch.tensor([row[name] for name in classnames], device=self.world.device)
 
-    def images(self, images: Sequence[Callable[[], bytes]], label: str) -> Iterator[tuple[range, Tensor, Tensor]]:
+    def images(self, count: int, read: Callable[[int], bytes], label: str) -> Iterator[tuple[range, Tensor, Tensor]]:
         """For each of this rank's batches: indices, features (n, D), and whether each image is usable (n,). Threads
         decode the next batch while the device encodes this one.
 
-        images: reads an image's bytes, and raises BrokenSampleError, OSError or ValueError. label: of the set, for the
-        progress. `broken` counts those that are not usable at the end.
+        read: the bytes of image 0..count-1; it raises BrokenSampleError, OSError or ValueError. label: of the set, for
+        the progress. `broken` counts those that are not usable at the end.
         """
         transform = self.model.eval_transform()
 
@@ -123,14 +123,14 @@ class Encoder:
 
         def pixels_of(index: int) -> tuple[np.ndarray, str]:
             try:
-                return transform(images[index]()), ""
+                return transform(read(index)), ""
             except BrokenSampleError as error:
                 return blank, error.reason
             except (OSError, ValueError):
                 return blank, "unreadable_file"
 
         reasons: Counter[str] = Counter()
-        batches = spans(len(images), self.batch, self.world)
+        batches = spans(count, self.batch, self.world)
         with ThreadPoolExecutor(self.threads) as pool:
             counted = self.counted(batches, f"{label}'s pictures")
             for span, (_, decoded) in zip(counted, ahead(pool, pixels_of, batches)):

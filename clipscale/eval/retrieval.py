@@ -1,17 +1,21 @@
 """Retrieval sets, and recall at k in both directions.
 
-N: images, M: captions (several an image), Q: queries, C: candidates, D: feature width, q: queries of one block.
+N: images, M: captions (several an image), Q: queries, C: candidates, D: feature width, q: queries of one block,
+K: different pairs, G: groups of equal candidates.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from clipscale.common.record import Metrics
+from clipscale.data.filters import compared, same_key
+from clipscale.data.shards.addresses import hash64
 from clipscale.eval.encode import MISSED, Encoder, gather_batches
-from clipscale.eval.sets.item import EvalSet
+from clipscale.eval.sets.item import EvalSet, warn_once
 from clipscale.loss.reference import dense_contrastive_loss
 
 # Pairs of a batch of the loss on held-out pairs.
@@ -20,45 +24,102 @@ LOSS_BATCH = 1024
 BLOCK = 1024
 
 
+@dataclass(frozen=True)
+class Belonging:
+    """Which captions belong to which images. Where captions or images repeat, a caption is right for an image if an
+    equal caption belongs to an equal image."""
+
+    # (M,) int64: the image of each caption. Every image has at least one.
+    owner: Tensor
+    # (N,) and (M,) int64 from 0: equal numbers for equal ones.
+    image: Tensor
+    caption: Tensor
+
+    @classmethod
+    def of_distinct(cls, owner_M: Tensor) -> "Belonging":
+        """Every image and every caption is equal to itself alone."""
+        image_N = torch.arange(distinct(owner_M), device=owner_M.device)
+        return cls(owner_M, image_N, torch.arange(len(owner_M), device=owner_M.device))
+
+    @property
+    def pairs(self) -> Tensor:
+        """(K, 2) int64: the numbers of an image and of a caption that belong together."""
+        return torch.stack([self.image[self.owner], self.caption], 1).unique(dim=0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RetrievalSet(EvalSet):
+    """Published captions. As in clip-benchmark, each caption is right for its own image alone, equal ones or not."""
+
     kind = "retrieval"
     main = ("image_to_text_r1", "text_to_image_r1")  # DataComp's mean recall@1
+    equal_ones: ClassVar[str] = "an equal caption of another picture is wrong, as in clip-benchmark"
 
     answers: Sequence[Sequence[str]]
 
     def measure(self, encoder: Encoder) -> list[Metrics]:
         """Recalls. Every rank ranks the whole set."""
-        batches = list(self.pictures(encoder))
-        images_ND = gather_batches([features for _, features, _ in batches], len(self), encoder.batch, encoder.world)
-        usable = [usable.byte() for _, _, usable in batches]
-        usable_N = gather_batches(usable, len(self), encoder.batch, encoder.world).nonzero()[:, 0]
-        images_ND = images_ND[usable_N]
+        hashes: dict[int, int] = {}
+
+        def read(index: int) -> bytes:
+            data = self.read(index)
+            hashes[index] = hash64(data) - (1 << 63)
+            return data
+
+        def gathered(batches: list[Tensor]) -> Tensor:
+            return gather_batches(batches, len(self), encoder.batch, encoder.world)
+
+        device = encoder.world.device
+        batches = list(self.pictures(encoder, read))
+        numbers = [[hashes.get(index, 0) for index in span] for span, *_ in batches]
+        hash_N = gathered([torch.tensor(rows, dtype=torch.int64, device=device) for rows in numbers])
+        usable_N = gathered([usable.byte() for _, _, usable in batches]).nonzero()[:, 0]
+        images_ND = gathered([features for _, features, _ in batches])[usable_N]
         captions = [(text, image) for image, index in enumerate(usable_N.tolist()) for text in self.answers[index]]
         captions_MD = encoder.texts([text for text, _ in captions])
-        owner_M = torch.tensor([image for _, image in captions], device=encoder.world.device)
+        owner_M = torch.tensor([image for _, image in captions], device=device)
+        keys = [same_key(compared(text), str(number)) for number, (text, _) in enumerate(captions)]
+        image_N, caption_M = (rows.unique(return_inverse=True)[1] for rows in (hash_N[usable_N], torch.tensor(keys)))
+        belonging = Belonging(owner_M, image_N, caption_M.to(device))
         counts: Metrics = {"images": len(images_ND), "captions": len(captions)}
+        if encoder.world.is_rank0:
+            self.tell_equal(belonging)
         pairs = zip(encoder.at_sizes(images_ND), encoder.at_sizes(captions_MD))
-        return [self.metrics(encoder, images, texts, owner_M) | counts for images, texts in pairs]
+        return [self.metrics(encoder, images, texts, belonging) | counts for images, texts in pairs]
 
-    def metrics(self, encoder: Encoder, images_ND: Tensor, captions_MD: Tensor, owner_M: Tensor) -> Metrics:
-        """What `retrieval_metrics` gives for these features; a kind of set adds to it."""
-        return retrieval_metrics(images_ND, captions_MD, owner_M)
+    def tell_equal(self, belonging: Belonging) -> None:
+        """Say how many are distinct, where some are not."""
+        counts = [
+            f"{len(numbers):,} {name}, {distinct(numbers):,} distinct"
+            for name, numbers in (("captions", belonging.caption), ("pictures", belonging.image))
+            if distinct(numbers) < len(numbers)
+        ]
+        if counts:
+            warn_once(f"eval.sets: {self.path}: {'; '.join(counts)}; {self.equal_ones}")
+
+    def metrics(self, encoder: Encoder, images_ND: Tensor, captions_MD: Tensor, belonging: Belonging) -> Metrics:
+        """What `retrieval_metrics` gives for these features."""
+        return retrieval_metrics(images_ND, captions_MD, Belonging.of_distinct(belonging.owner))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairSet(RetrievalSet):
-    """Held-out pairs in plain shards. The training loss shows on them whether training works."""
+    """Held-out pairs in plain shards, where equal captions and equal pictures are right answers. The training loss
+    shows on them whether training works."""
 
     kind = "pairs"
+    equal_ones = "equal ones are right answers"
 
-    def metrics(self, encoder: Encoder, images_ND: Tensor, captions_MD: Tensor, owner_M: Tensor) -> Metrics:
-        """Recalls, and where the objective is known the mean `loss` of all whole batches of images, each with its first
-        caption, in the set's order. It depends on LOSS_BATCH, and not on how many are encoded at a time."""
-        recalls = retrieval_metrics(images_ND, captions_MD, owner_M)
+    def metrics(self, encoder: Encoder, images_ND: Tensor, captions_MD: Tensor, belonging: Belonging) -> Metrics:
+        """Recalls, how many captions are `distinct` where some repeat, and where the objective is known the mean `loss`
+        of all whole batches of images, each with its first caption, in the set's order. It depends on LOSS_BATCH, and
+        not on how many are encoded at a time."""
+        recalls = retrieval_metrics(images_ND, captions_MD, belonging)
+        if distinct(belonging.caption) < len(captions_MD):
+            recalls["distinct"] = distinct(belonging.caption)
         if encoder.loss is None:
             return recalls
-        first_N = torch.searchsorted(owner_M, torch.arange(len(images_ND), device=owner_M.device))
+        first_N = torch.searchsorted(belonging.owner, torch.arange(len(images_ND), device=images_ND.device))
         size = min(LOSS_BATCH, len(images_ND))
         whole = len(images_ND) // size * size
         images, texts = (rows[:whole].split(size) for rows in (images_ND, captions_MD[first_N]))
@@ -73,34 +134,40 @@ class PairSet(RetrievalSet):
         return {"loss": float(torch.stack(losses).mean())} | recalls
 
 
+def distinct(numbers: Tensor) -> int:
+    """How many are distinct, by their numbers from 0."""
+    return int(numbers.max()) + 1
+
+
 def first_right_ranks(
-    queries_QD: Tensor, candidates_CD: Tensor, query_image_Q: Tensor, candidate_image_C: Tensor
+    queries_QD: Tensor, candidates_CD: Tensor, number_Q: Tensor, number_C: Tensor, pairs_K2: Tensor
 ) -> Tensor:
     """Rank of each query's first right candidate, from 0: the number of wrong candidates not below the best right one.
 
-    A candidate is right if it belongs to the query's image (int64). Every query has a right candidate. Ties count
-    against the model: a wrong answer ranks before an equally similar right one. A NaN never finds its answer.
+    A candidate is right if the query's number and its own (int64, from 0) are among the pairs. Every query has a right
+    candidate. Ties count against the model: a wrong answer ranks before an equally similar right one. A NaN never finds
+    its answer.
 
     Returns (Q,) int64.
     """
     ranks = []
-    for queries_qD, image_q in zip(queries_QD.split(BLOCK), query_image_Q.split(BLOCK)):
+    for queries_qD, number_q in zip(queries_QD.split(BLOCK), number_Q.split(BLOCK)):
         scores_qC = queries_qD @ candidates_CD.T
-        right_qC = image_q[:, None] == candidate_image_C
+        row, pair = (number_q[:, None] == pairs_K2[:, 0]).nonzero(as_tuple=True)
+        right_qG = torch.zeros(len(number_q), distinct(number_C), dtype=torch.bool, device=number_q.device)
+        right_qG[row, pairs_K2[pair, 1]] = True
+        right_qC = right_qG.gather(1, number_C.expand(len(number_q), -1))
         best_q = scores_qC.masked_fill(~right_qC, -torch.inf).amax(1)  # keeps a NaN among the right ones
         before_q = (~(scores_qC < best_q[:, None]) & ~right_qC).sum(1)
         ranks.append(before_q.masked_fill(best_q.isnan(), MISSED))
     return torch.cat(ranks)
 
 
-def retrieval_metrics(images_ND: Tensor, captions_MD: Tensor, owner_M: Tensor) -> Metrics:
-    """`image_to_text_r{1,5,10}`: one of the image's captions is in the top k. `text_to_image_...`: its image is.
-
-    owner_M: (M,) int64, the image of each caption; every image has at least one.
-    """
-    image_N = torch.arange(len(images_ND), device=owner_M.device)
+def retrieval_metrics(images_ND: Tensor, captions_MD: Tensor, belonging: Belonging) -> Metrics:
+    """`image_to_text_r{1,5,10}`: one of the image's captions is in the top k. `text_to_image_...`: its image is."""
+    image_N, caption_M, pairs_K2 = belonging.image, belonging.caption, belonging.pairs
     ranks = {
-        "image_to_text": first_right_ranks(images_ND, captions_MD, image_N, owner_M),
-        "text_to_image": first_right_ranks(captions_MD, images_ND, owner_M, image_N),
+        "image_to_text": first_right_ranks(images_ND, captions_MD, image_N, caption_M, pairs_K2),
+        "text_to_image": first_right_ranks(captions_MD, images_ND, caption_M, image_N, pairs_K2.flip(1)),
     }
     return {f"{name}_r{k}": int((values < k).sum()) / len(values) for name, values in ranks.items() for k in (1, 5, 10)}

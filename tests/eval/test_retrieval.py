@@ -2,19 +2,22 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from clipscale.eval import retrieval
 from clipscale.eval.encode import MISSED
-from clipscale.eval.retrieval import first_right_ranks
+from clipscale.eval.retrieval import Belonging, first_right_ranks, retrieval_metrics
 
 
 def ranks_of(images: torch.Tensor, captions: torch.Tensor, owner: torch.Tensor) -> tuple[list[int], list[int]]:
-    numbers = torch.arange(len(images))
-    by_image = first_right_ranks(images, captions, numbers, owner)
-    return by_image.tolist(), first_right_ranks(captions, images, owner, numbers).tolist()
+    of = Belonging.of_distinct(owner)
+    by_image = first_right_ranks(images, captions, of.image, of.caption, of.pairs)
+    return by_image.tolist(), first_right_ranks(captions, images, of.caption, of.image, of.pairs.flip(1)).tolist()
 
 
 def test_ties_count_against_the_model() -> None:
@@ -40,3 +43,50 @@ def test_ranks_are_those_of_sorting_whatever_the_block(block: int, monkeypatch: 
     owners = owner[scores.argsort(dim=1, descending=True)]
     assert image_ranks == (owners == torch.arange(N)[:, None]).int().argmax(1).tolist()
     assert caption_ranks == (scores.argsort(dim=0, descending=True) == owner).int().argmax(0).tolist()
+
+
+# -- captions and pictures that repeat ---------------------------------------------------------------------------------
+
+
+def test_where_captions_repeat_a_perfect_model_is_perfect_and_another_is_not() -> None:
+    """A shop's photographs: 1,936 of 64 titles."""
+    title = torch.randint(0, 64, (1936,), generator=torch.Generator().manual_seed(0))
+    of = Belonging(torch.arange(1936), torch.arange(1936), title.unique(return_inverse=True)[1])
+    perfect = torch.eye(64)[title]
+    assert set(retrieval_metrics(perfect, perfect, of).values()) == {1.0}
+    untrained = [F.normalize(torch.randn(1936, 64, generator=torch.Generator().manual_seed(n)), dim=-1) for n in (1, 2)]
+    assert retrieval_metrics(untrained[0], untrained[1], of)["image_to_text_r1"] < 0.05
+    assert set(retrieval_metrics(perfect, perfect.roll(1, 1), of).values()) == {0.0}, "each finds the next title"
+
+
+def recall(scores: np.ndarray, right: np.ndarray, k: int) -> float:
+    """By sorting: of equally similar answers the wrong ones come first."""
+    hits = 0
+    for row, answers in zip(scores, right):
+        order = sorted(range(len(row)), key=lambda i: (-row[i], answers[i]))
+        hits += bool(answers[order[:k]].any())
+    return hits / len(scores)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_equal_captions_and_pictures_are_right_by_a_direct_definition(data: st.DataObject) -> None:
+    """In float64, over every pair of an image and a caption, with ties."""
+    owner = sorted(data.draw(st.lists(st.integers(0, 7), min_size=1, max_size=14)))
+    owner = [sorted(set(owner)).index(image) for image in owner]
+    N, M = owner[-1] + 1, len(owner)
+    picture = data.draw(st.lists(st.integers(0, 3), min_size=N, max_size=N))
+    caption = data.draw(st.lists(st.integers(0, 4), min_size=M, max_size=M))
+    seed, levels = data.draw(st.integers(0, 99)), data.draw(st.sampled_from([2, 1000]))
+    rng = np.random.default_rng(seed)
+    images, captions = (rng.integers(-levels, levels, (n, 3)).astype(float) for n in (N, M))
+    right = np.zeros((N, M), bool)
+    for i in range(N):
+        for c in range(M):
+            right[i, c] = any(caption[d] == caption[c] and picture[owner[d]] == picture[i] for d in range(M))
+    numbers = [torch.tensor(rows).unique(return_inverse=True)[1] for rows in (picture, caption)]
+    got = retrieval_metrics(torch.tensor(images), torch.tensor(captions), Belonging(torch.tensor(owner), *numbers))
+    scores = images @ captions.T
+    for k in (1, 5, 10):
+        assert got[f"image_to_text_r{k}"] == recall(scores, right, k)
+        assert got[f"text_to_image_r{k}"] == recall(scores.T, right.T, k)

@@ -29,9 +29,11 @@ from tests.eval.sets import (
     ColourModel,
     classification_set,
     folders,
+    members,
     pair_set,
     picture,
     retrieval_set,
+    write_shards,
 )
 from tests.eval.test_verb import TINY
 from tests.support.checkpoints import ALONE, steps
@@ -131,6 +133,39 @@ def test_held_out_pairs_have_the_loss_of_the_runs_objective(
     assert not losses or results["loss"] == pytest.approx(float(sum(losses)) / 2, rel=1e-5)
     assert (results["images"], results["captions"], results["broken"]) == (5, 10, 1)
     assert {value for metric, value in results.items() if "_r" in metric} == {1}
+
+
+class Untrained(ColourModel):
+    """Its pictures' features say nothing of their colour."""
+
+    def image(self, pixels: torch.Tensor) -> torch.Tensor:
+        return -super().image(pixels)
+
+
+def test_equal_captions_and_pictures_of_held_out_pairs_are_right_answers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And of published captions they are not, as in clip-benchmark; a line says how many differ."""
+    titles = ["{} Shirt", "{}  shirt", " {} SHIRT", "{}\tshirt"]  # of four pictures each; two more come twice
+    samples = [(titles[i // 4].format(NAMES[i % 4]), picture(NAMES[i % 4], size=(8, 8 + i))) for i in range(16)]
+    samples += [(title.format(name), picture(name)) for name in NAMES[4:] for title in ("{}", "all {}")]
+    (tmp_path / "pairs").mkdir()
+    captioned = members("txt", *zip(*samples))
+    write_tar(tmp_path / "pairs/0.tar", captioned)
+    sets = EvalConfig(sets=[str(tmp_path / "pairs")])
+    shares = [f"{way}_r{k}" for way in ("image_to_text", "text_to_image") for k in (1, 5, 10)]
+    (perfect,) = evaluate(ColourModel(), sets, ALONE).values()
+    assert [perfect[name] for name in shares] == [1] * 6, perfect
+    (untrained,) = evaluate(Untrained(), sets, ALONE).values()
+    assert untrained["image_to_text_r1"] == untrained["text_to_image_r1"] == 0
+    assert (perfect["captions"], perfect["distinct"]) == (20, 8)
+    line = "20 captions, 8 distinct; 20 pictures, 18 distinct; equal ones are right answers"
+    assert caplog.messages == [f"eval.sets: {tmp_path}/pairs: {line}"], "once"
+
+    published = write_shards(tmp_path / "published", [captioned], {"dataset_type.txt": "retrieval"})
+    (strict,) = evaluate(ColourModel(), EvalConfig(sets=[str(published)]), ALONE).values()
+    assert strict["image_to_text_r1"] == 0 and "distinct" not in strict
+    assert "an equal caption of another picture is wrong, as in clip-benchmark" in caplog.messages[-1]
 
 
 class ShortModel(ColourModel):

@@ -3,7 +3,7 @@
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -82,9 +82,16 @@ class EvalSet(ABC):
     def measure(self, encoder: Encoder) -> list[Metrics]:
         """The metrics over the usable images, at each of `Encoder.at_sizes`, the same on every rank. A collective."""
 
-    def pictures(self, encoder: Encoder) -> Iterator[tuple[range, Tensor, Tensor]]:
-        """As `Encoder.images`. A line counts what is not usable. Raises UserError, on every rank, if nothing is."""
-        yield from encoder.images([image.read for image in self.images], self.label)
+    def read(self, index: int) -> bytes:
+        """An image's bytes, as `ImageRef.read`."""
+        return self.images[index].read()
+
+    def pictures(
+        self, encoder: Encoder, read: Callable[[int], bytes] | None = None
+    ) -> Iterator[tuple[range, Tensor, Tensor]]:
+        """As `Encoder.images`; `read`: in the place of the set's own. A line counts what is not usable. Raises
+        UserError, on every rank, if nothing is."""
+        yield from encoder.images(len(self), read or self.read, self.label)
         total = encoder.broken.total()
         counts = f"eval.sets: {self.path}: {total} of {len(self)} left out: {by_reason(encoder.broken)}"
         if total == len(self):
