@@ -7,16 +7,20 @@ Long generated captions begin with a summary. A model that trains on later sente
 import re
 from bisect import bisect
 from collections.abc import Callable
+from itertools import pairwise
 
 from clipscale.data.order import CounterRNG
 
-END = re.compile(r"(?<=[.!?])[\"')\]]*\s+|(?<=[。!?])|\n")
+# The end of a sentence, with the quotes and brackets that close behind it.
+END = re.compile("[.!?][\"')\\]\u2019\u201d\u00bb]*(?=\\s)|[\u3002\uff01\uff1f][\u300d\u300f\uff09\u2019\u201d]*|\n")
 
 
 def sentences(text: str) -> list[str]:
     """A text's sentences without white space around them: each ends at a line's end, after one of `. ! ?` before white
-    space, or after one of `。!?`. Abbreviations are not recognised."""
-    return [stripped for sentence in END.split(text) if (stripped := sentence.strip())]
+    space, or after one of their full-width forms; quotes and brackets that close there belong to it. Abbreviations are
+    not recognised."""
+    ends = [0, *(match.end() for match in END.finditer(text)), len(text)]
+    return [stripped for start, end in pairwise(ends) if (stripped := text[start:end].strip())]
 
 
 def part_of(text: str, part: str, rng: CounterRNG, fits: Callable[[str], bool]) -> str:

@@ -20,6 +20,15 @@ SENTENCES = ["A cat.", "Is it on 3.5 mats?", "It is!", "一只猫。", "两只�
 
 def test_sentences_end_where_readers_see_an_end() -> None:
     assert sentences(TEXT) == SENTENCES
+    quoted = [
+        'A sign says "Stop."',
+        "A dog (brown.)",
+        "Is it [so?!]",
+        "\u201cYes.\u201d",
+        "\u201c\u4e00\u3002\u201d",
+        "b.c?d",
+    ]
+    assert sentences(" ".join(quoted)) == quoted, "a closing quote or bracket belongs to the sentence before it"
     assert sentences(" no end ") == ["no end"] and sentences(" \n ") == []
 
 
