@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import simplejpeg
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from clipscale.common.record import Record
 from clipscale.config.data import AugmentConfig
+from clipscale.data.content import content_of
 from clipscale.data.order import CounterRNG
 from clipscale.data.sample import BrokenSampleError
 from clipscale.data.shards.addresses import utf8
@@ -58,6 +59,14 @@ MOST_PROFILES = 100
 # or block of a GIF. A PNG of 64 MiB in chunks of 8 kB takes 32,768.
 MOST_HEADER_READS, MOST_READS = 1 << 14, 1 << 18
 _ORIENTATION = 0x0112
+# Chunks of a PNG without pixels that Pillow unpacks, and refuses above a megabyte: texts and a colour profile. Of texts
+# XMP may hold the orientation.
+_PNG_TEXTS = (b"zTXt", b"iTXt", b"iCCP")
+_XMP = b"XML:com.adobe.xmp"
+# What shows of a text: anything but white space, control characters, and letters without width or ink.
+_VISIBLE = re.compile(
+    "[^\\s\0-\x1f\x7f\xad\u115f\u1160\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f\u2800\u3164\ufe00-\ufe0f\ufeff]"
+)
 # Pixels converted or turned at a time: this bounds temporary memory and time.
 STRIP = 1 << 18
 
@@ -104,7 +113,8 @@ def captions_of(members: dict[str, bytes], key: str) -> list[str]:
             raise BrokenSampleError("no_caption", f"no text in field {field!r}")
         if any(not item.isascii() and utf8(item) != item for item in texts):
             raise BrokenSampleError("caption_not_utf8", "lone surrogates")
-    if not (texts := [stripped for text in texts if (stripped := text.strip("\ufeff\x00 \t\r\n"))]):
+    texts = [text.strip("\ufeff\x00 \t\r\n") for text in texts if _VISIBLE.search(text)]
+    if not texts:
         raise BrokenSampleError("empty_caption")
     return texts
 
@@ -148,11 +158,30 @@ def open_picture(data: bytes, most: float = MOST_PIXELS) -> Image.Image:
     Pillow's many errors."""
     if sum(map(data.count, (b"Exif\0\0", b"Photoshop 3.0\0", b"iCCP"))) > MOST_PROFILES:
         raise BrokenSampleError("unreadable_image", f"over {MOST_PROFILES} profiles")
+    if data.startswith(b"\x89PNG") and any(kind in data for kind in _PNG_TEXTS):
+        data = without_texts(data)
     source = Pieces(data)
-    image: Image.Image = Image.open(source, formats=FORMATS)
+    try:
+        image: Image.Image = Image.open(source, formats=FORMATS)
+    except UnidentifiedImageError:
+        what = content_of(data) or f"begins with {data[:8]!r}"
+        what = what if "damaged" in what else f"{what}, no picture of {', '.join(FORMATS)}"
+        raise BrokenSampleError("unreadable_image", what) from None
     source.left = MOST_READS
     check_pixels(*image.size, most / decoding_cost(image, data))
     return image
+
+
+def without_texts(data: bytes) -> bytes:
+    """A PNG without its chunks of _PNG_TEXTS, apart from XMP."""
+    parts = [data[:8]]
+    at = 8
+    while at < len(data) and len(parts) < MOST_READS:
+        end = at + 12 + int.from_bytes(data[at : at + 4], "big")
+        if data[at + 4 : at + 8] not in _PNG_TEXTS or data.startswith(_XMP, at + 8):
+            parts.append(data[at:end])
+        at = end
+    return b"".join([*parts, data[at:]])
 
 
 class Pieces(io.BytesIO):
@@ -248,14 +277,20 @@ def strips(length: int, width: int) -> Iterator[slice]:
     return (slice(top, min(top + rows, length)) for top in range(0, length, rows))
 
 
+def rgb(image: Image.Image) -> Image.Image:
+    """The picture in RGB, 16 bits of grey scaled to 8 as in `decode_by_pillow`. Pillow's own conversion clips them to
+    white."""
+    return Image.fromarray(decode_by_pillow(image)) if image.mode.startswith("I") else image.convert("RGB")
+
+
 def decode_by_pillow(image: Image.Image) -> np.ndarray:
-    """Decode to (H, W, C) uint8 RGB."""
+    """Decode to (H, W, C) uint8 RGB. Of a picture of one channel above 8 bits (mode I or I;16), 65,535 is white."""
     image.load()
     pixels = np.empty((image.height, image.width, 3), np.uint8)
     for rows in strips(image.height, image.width):
         part = image.crop((0, rows.start, image.width, rows.stop))
-        if image.mode.startswith("I;16"):
-            part = Image.fromarray((np.asarray(part) / 257).round().astype(np.uint8))
+        if image.mode.startswith("I"):
+            part = Image.fromarray((np.asarray(part).clip(0, 65535) / 257).round().astype(np.uint8))
         pixels[rows] = np.asarray(part.convert("RGB"))
     return pixels
 

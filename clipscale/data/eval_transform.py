@@ -14,7 +14,7 @@ import numpy as np
 from open_clip import image_transform
 from torchvision.transforms import Compose, Normalize, ToTensor
 
-from clipscale.data.decode import broken_pictures, check_pixels, open_picture
+from clipscale.data.decode import broken_pictures, check_pixels, open_picture, rgb
 
 B = TypeVar("B", bound=Iterable[Any])
 R = TypeVar("R")
@@ -24,7 +24,8 @@ R = TypeVar("R")
 class EvalTransform:
     """Picture bytes to the pixels of open_clip's evaluation transform, on which published results were measured.
 
-    As there, Pillow decodes, converts to RGB and resizes; the EXIF orientation is ignored.
+    As there, Pillow decodes, converts to RGB and resizes; the EXIF orientation is ignored. Unlike there, 16-bit greys
+    are scaled to 8 bits, as in training: open_clip's are white.
     """
 
     side: int
@@ -36,7 +37,7 @@ class EvalTransform:
     def __call__(self, data: bytes) -> np.ndarray:
         """(C, S, S) uint8. Raises BrokenSampleError."""
         with broken_pictures():
-            image = open_picture(data).convert("RGB")
+            image = rgb(open_picture(data))
             if self.mode == "shortest":  # a picture one pixel wide grows by the square of its shorter side
                 check_pixels(self.side, self.side * max(image.size) // min(image.size))
             return np.ascontiguousarray(np.asarray(self.resized(image)).transpose(2, 0, 1))

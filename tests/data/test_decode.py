@@ -27,6 +27,7 @@ from clipscale.data.decode import (
 )
 from clipscale.data.eval_transform import EvalTransform
 from clipscale.data.order import CounterRNG
+from clipscale.tools.embed.pictures import thumbnail
 from tests.data.files import photograph, picture
 
 SAMPLES = files.read_yaml(Path(__file__).with_name("samples.yaml"))
@@ -93,6 +94,51 @@ def test_sixteen_bits_are_scaled_not_clipped() -> None:
     assert np.array_equal(grey[:, :, 0], grey[:, :, 2])
 
 
+def png(values: np.ndarray, colour: int) -> bytes:
+    """A PNG of 16 bits a channel, (H, W, channels)."""
+    height, width, _ = values.shape
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
+    header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes([16, colour, 0, 0, 0])
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(kind, content) for kind, content in chunks)
+
+
+def chunk(kind: bytes, content: bytes) -> bytes:
+    check = zlib.crc32(kind + content)
+    return len(content).to_bytes(4, "big") + kind + content + check.to_bytes(4, "big")
+
+
+@pytest.mark.parametrize("most", [65535, 4095])
+@pytest.mark.parametrize("colour", [0, 2, 4])
+def test_sixteen_bits_are_the_same_picture_wherever_it_is_decoded(colour: int, most: int) -> None:
+    """Grey, RGB, and grey with alpha; in all of 16 bits, or in the lower 12 of them."""
+    channels = {0: 1, 2: 3, 4: 2}[colour]
+    values = np.random.default_rng(0).integers(0, most + 1, (64, 64, channels))
+    data = png(values, colour)
+    trained = Picture(data).decode()
+    evaluated = EvalTransform(64)(data).transpose(1, 2, 0)
+    assert np.array_equal(evaluated, trained) and len(np.unique(trained)) > 10
+    assert np.abs(trained[..., 0] - values[..., 0] / 257).max() < 1
+    shown = np.asarray(opened(thumbnail(data, 64)))
+    assert shown.shape == trained.shape and np.abs(shown.mean() - trained.mean()) < 5
+
+
+def test_the_embeddings_inputs_of_different_greys_differ() -> None:
+    """Twelve white ones made `data select` keep one of twelve."""
+    pixels = [EvalTransform(8)(png(np.full((9, 9, 1), level), 0)) for level in range(2000, 60_000, 5000)]
+    assert len({each.tobytes() for each in pixels}) == 12 and all(len(np.unique(each)) == 1 for each in pixels)
+
+
+@pytest.mark.parametrize("kind", [b"zTXt", b"iTXt", b"iCCP"])
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_pngs_large_texts_and_profiles_do_not_matter(kind: bytes, behind: bool) -> None:
+    whole = picture(0, (30, 20))
+    packed = zlib.compress(bytes(3 << 20))
+    text = chunk(kind, b"about\0\1\0\0\0" + packed if kind == b"iTXt" else b"about\0\0" + packed)
+    at = len(whole) - 12 if behind else 33
+    assert np.array_equal(Picture(whole[:at] + text + whole[at:]).decode(), Picture(whole).decode())
+
+
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_the_camera_orientation_is_undone(orientation: int, kind: str) -> None:
@@ -134,6 +180,25 @@ def test_unreadable_pictures_have_their_reason(data: bytes) -> None:
     with pytest.raises(BrokenSampleError) as error:
         Picture(data).decode()
     assert error.value.reason == "unreadable_image"
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"\xef\xbb\xbf\n<!DOCTYPE html><html>", "a web page (HTML), no picture"),
+        (b'{"error": "gone"}', "JSON, no picture"),
+        (b"not found", "text, no picture"),
+        (bytes(999), "zeros, no picture"),
+        (b"\xff\xd8\xff", "a damaged JPEG"),
+        (picture(0, (32, 32), "TIFF"), "a TIFF, no picture"),
+        (picture(0, (32, 32), "AVIF"), "an AVIF, no picture"),
+        (b"\xfe\xfe", r"begins with b'\xfe\xfe', no picture"),
+    ],
+)
+def test_the_line_about_an_unreadable_picture_says_what_it_is(data: bytes, words: str) -> None:
+    with pytest.raises(BrokenSampleError) as error:
+        Picture(data)
+    assert str(error.value).startswith(f"unreadable_image: {words}")
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")

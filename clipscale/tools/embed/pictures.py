@@ -4,7 +4,7 @@ import io
 from functools import cache
 
 from clipscale.common.record import Record
-from clipscale.data.decode import IMAGE_TYPES, broken_pictures, image_bytes, open_picture
+from clipscale.data.decode import IMAGE_TYPES, broken_pictures, image_bytes, open_picture, rgb
 from clipscale.data.sample import BrokenSampleError, limits
 from clipscale.data.shards.addresses import is_local
 from clipscale.data.shards.counts import count_samples
@@ -38,7 +38,7 @@ def thumbnail(data: bytes, side: int) -> bytes:
     """A picture as a JPEG of at most side x side pixels. Raises BrokenSampleError."""
     out = io.BytesIO()
     with broken_pictures():
-        image = open_picture(data).convert("RGB")
+        image = rgb(open_picture(data))
         image.thumbnail((side, side))
         image.save(out, "JPEG")
     return out.getvalue()
