@@ -38,6 +38,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.setting import flat
 from clipscale.tools.data.pack import held_out
 from clipscale.tools.data.pairs import pairs_of, tables_of
+from clipscale.tools.data.places import read
 
 DEFAULTS = {
     "fashion": "",  # the folder of its files; empty: not measured
@@ -143,7 +144,8 @@ def measure(set: str, method: str, seed: int, epochs: int, batch: int, work: str
     place = Path(work, set)
     factor = METHODS[method]
     table = place / "pairs.csv"
-    pairs = [pair for pair in pairs_of(table, tables_of(table, None), "") if not held_out(pair, HOLDOUT / 100)]
+    every = pairs_of(table, tables_of(table, None), "")
+    pairs = [pair for pair in every if not held_out(pair, read(pair.place), HOLDOUT / 100)]
     steps = epochs * (len(pairs) // batch)
     side, patch = SIDES[set]
     vision = {"image_size": side, "patch_size": patch, "layers": 4, "width": 128, "head_width": 32}

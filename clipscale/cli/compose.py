@@ -32,6 +32,9 @@ from clipscale.config.setting import flat, settings_of
 from clipscale.config.train import TrainConfig
 from clipscale.models.sources import resolve_architecture
 
+# Sections that are typed as their first setting, too.
+SHORT = {"holdout": "holdout.share"}
+
 
 class Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -83,6 +86,7 @@ def overrides(name: str, words: Iterable[str], *, sweep: bool = False) -> tuple[
         is_preset = value in group_options()["data"]
         if key == "data" and not is_preset and (re.search(r"[/*{@.[]", value) or Path(value).exists()):
             key = "data.train"
+        key = SHORT.get(key, key)
         if key in values:
             raise UserError(f"{key} is given twice; quote a value with braces, which the shell splits: {key}='...'")
         values[key] = quoted_values(value, sweep=sweep) if key in texts else value

@@ -125,6 +125,7 @@ clipscale plan experiment=infcl-vit-l14 batch=1M hardware=h100-80g gpus=8 nodes=
 clipscale data pack captions.csv out=/data/mine holdout=1%
 clipscale data pack /data/pictures out=/data/small resize=512
 clipscale data pack shop.csv 'columns=[photo,title]' root=/data/photos out=/data/shop""",
+        often="holdout.share holdout.by",
         words="SOURCE",
     ),
     "data index": Verb(

@@ -8,10 +8,11 @@ import io
 import json
 import math
 import multiprocessing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import asdict
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from clipscale.common.units import counted, format_bytes
 from clipscale.data.decode import Picture, text_of
 from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError
 from clipscale.data.shards import index
-from clipscale.data.shards.addresses import digest, utf8
+from clipscale.data.shards.addresses import hash64, utf8
 from clipscale.tools.data.pairs import Pair, pairs_of, tables_of
 from clipscale.tools.data.places import read, resolved
 from clipscale.tools.data.settings import PackSettings
@@ -51,8 +52,8 @@ REMEDIES = {
     ".tar": "; shards are trained on as they are, data.train=FOLDER",
     **dict.fromkeys(TABLES, "; a table is a source of its own, clipscale data pack TABLE"),
 }
-# Of a part: for each folder its shards and their samples; `left_out`: for each reason the pictures.
-Note = dict[str, Record]
+# Of a part: `read`: its pairs; for each folder its shards and their samples; `left_out`: for each reason the pictures.
+Note = dict[str, Any]
 
 
 def main(words: Sequence[str], settings: PackSettings) -> int:
@@ -65,7 +66,7 @@ def main(words: Sequence[str], settings: PackSettings) -> int:
     if not path.exists():
         raise UserError(f"{words[0]}: there is no such file or folder")
     with files.reported("table", path, "repair it, or fetch it again"):
-        tables = tables_of(path, settings.columns)
+        tables = tables_of(path, settings.columns, settings.holdout.by)
     splits = [folder.name for folder in files.folders(path) if folder.name in SPLITS] if path.is_dir() else []
     if len(splits) > 1:
         say(f"{', '.join(splits)} become one set; pack each of them by itself to keep them apart")
@@ -75,27 +76,36 @@ def main(words: Sequence[str], settings: PackSettings) -> int:
     columns = [table.columns for table in tables]
     out = prepared(path, settings.out, asdict(settings) | {"root": root, "columns": columns})
     notes = packed(pairs_of(path, tables, root), settings, out)
+    report(words[0], out, notes, "rows" if tables else "files")
+    return 0
+
+
+def report(source: str, out: Path, notes: Sequence[Note], what: str) -> None:
+    """Index the shards, and print what was read, packed and left out. `what`: was read. Raises UserError if there is no
+    pair to train on."""
     left_out: dict[str, list[str]] = {}
     for note in notes:
         for reason, names in note["left_out"].items():
             left_out.setdefault(reason, []).extend(names)
-    reasons = [
-        f"{len(names)} {reason} (such as {names[0][:80]}{REMEDIES.get(reason, '')})"
+    reasons = "; ".join(
+        f"{len(names):,} {reason} (such as {names[0][:80]}{REMEDIES.get(reason, '')})"
         for reason, names in left_out.items()
-    ]
-    for what, part in PARTS.items():
-        sizes = {name: samples for note in notes for name, samples in note[what].items()}
+    )
+    counts = [f"read {sum(note['read'] for note in notes):,} {what}: "]
+    for side, part in PARTS.items():
+        sizes = {name: samples for note in notes for name, samples in note[side].items()}
         if not sizes and not part:
-            raise UserError(f"{words[0]}: no pair could be packed: {'; '.join(reasons) or 'it is empty'}")
+            raise UserError(f"{source}: no pair could be packed: {reasons or 'it is empty'}")
         if sizes:
             files.write_json(out / part / "sizes.json", sizes)
             shards = [str(out / part / name) for name in sizes]
             list(index.update_indexes(shards, workers=cores()))
             size = format_bytes(sum(Path(shard).stat().st_size for shard in shards))
-            say(f"{sum(sizes.values()):,} {what} in {counted(len(shards), 'shard')} of {out / part}, {size}")
+            say(f"{sum(sizes.values()):,} {side} in {counted(len(shards), 'shard')} of {out / part}, {size}")
+            counts.append(f"{sum(sizes.values()):,} {'held out' if part else 'packed'}, ")
     if reasons:
-        say(f"left out: {'; '.join(reasons)}")
-    return 0
+        say(f"left out: {reasons}; {out}/parts/*.json lists them")
+    say(f"{''.join(counts)}{sum(map(len, left_out.values())):,} left out")
 
 
 def prepared(source: Path, folder: str, settings: Record) -> Path:
@@ -106,10 +116,10 @@ def prepared(source: Path, folder: str, settings: Record) -> Path:
         out.mkdir(parents=True, exist_ok=True)  # first: it may lie in the source
         begun = settings | {"out": "", "source": str(source), "changed": source.stat().st_mtime}
         if note.is_file():
-            other = files.read_json(note) != begun
-            if other and any(out.rglob("*.tar")):
+            empty = not any(out.rglob("*.tar"))
+            if not empty and files.read_json(note) != begun:
                 raise UserError(f"out={out}: was packed of another source, or with other settings; choose a new folder")
-            for part in out.glob("parts/*.json") if other else ():  # of a command that could pack nothing
+            for part in out.glob("parts/*.json") if empty else ():  # the files of the source may be others now
                 part.unlink()
         elif any(out.iterdir()):
             raise UserError(f"out={out}: exists and was not written by this command; choose a new folder")
@@ -145,30 +155,31 @@ def pack_part(first: int, pairs: Sequence[Pair], settings: PackSettings, file: P
     """Write a part's shards, and then its note, unless it is there. `first`: the number of its first pair."""
     if file.is_file():
         return
-    note: Note = {"left_out": {}}
-    for what, part in PARTS.items():
-        chosen = [(n, pair) for n, pair in enumerate(pairs, first) if held_out(pair, settings.share) == bool(part)]
-        folder = file.parent.parent / part
-        note[what] = write_shards(folder, file.stem, usable(chosen, settings.resize, note["left_out"]))
-    files.write_json(file, note)
+    left_out: dict[str, list[str]] = {}
+    out = file.parent.parent
+    with ExitStack() as stack:
+        kept, held = (stack.enter_context(Shards(out / part, file.stem)) for part in PARTS.values())
+        for number, pair in enumerate(pairs, first):
+            try:
+                captions = captions_of(pair)
+                data = read(pair.place)
+                sample = sample_of(number, pair, captions, data, settings.resize)
+            except BrokenSampleError as error:
+                left_out.setdefault(error.reason, []).append(pair.name)
+                continue
+            (held if held_out(pair, data, settings.holdout.fraction) else kept).write(sample)
+    sizes = dict(zip(PARTS, (kept.sizes, held.sizes)))
+    files.write_json(file, {"read": len(pairs), "left_out": left_out} | sizes)
 
 
-def held_out(pair: Pair, share: float) -> bool:
-    """By a hash of the picture's name: all pairs of a picture are on one side, whatever else the source holds."""
-    return int(digest(pair.name), 16) < share * 2**64
+def held_out(pair: Pair, data: bytes, fraction: float) -> bool:
+    """By a hash of the pair's group, or else of the picture's bytes: equal ones are on one side, whatever else the
+    source holds."""
+    return hash64(pair.group or data) < fraction * 2**64
 
 
-def usable(pairs: Iterable[tuple[int, Pair]], side: int | None, left_out: dict[str, list[str]]) -> Iterator[Any]:
-    """The samples of pairs that training can use. The names of the others go to their reason in `left_out`."""
-    for number, pair in pairs:
-        try:
-            yield sample_of(number, pair, side)
-        except BrokenSampleError as error:
-            left_out.setdefault(error.reason, []).append(pair.name)
-
-
-def sample_of(number: int, pair: Pair, side: int | None) -> Record:
-    """A sample as webdataset's writer takes it. Its picture has been decoded once. Raises BrokenSampleError."""
+def captions_of(pair: Pair) -> list[str]:
+    """Raises BrokenSampleError for a pair of which no picture need be read."""
     if pair.broken or not is_text(pair.name):
         raise BrokenSampleError(pair.broken or "name_not_utf8")
     texts = [text_of(read(pair.text, MAX_TEXT_BYTES))] if pair.text else pair.captions
@@ -177,7 +188,11 @@ def sample_of(number: int, pair: Pair, side: int | None) -> Record:
         raise BrokenSampleError("no_caption")
     if not all(map(is_text, captions)):
         raise BrokenSampleError("caption_not_utf8")
-    data = read(pair.place)
+    return captions
+
+
+def sample_of(number: int, pair: Pair, captions: list[str], data: bytes, side: int | None) -> Record:
+    """A sample as webdataset's writer takes it. Its picture has been decoded once. Raises BrokenSampleError."""
     picture = Picture(data, math.inf)
     pixels = picture.decode()
     kind = picture.type
@@ -202,19 +217,35 @@ def is_text(text: str) -> bool:
     return "\0" not in text and utf8(text) == text
 
 
-def write_shards(folder: Path, name: str, samples: Iterator[Record]) -> dict[str, int]:
-    """Write shards of at most about SHARD_BYTES. Returns the samples of each."""
-    from clipscale.data.shards.writer import shard_writer  # here: webdataset loads torch
+class Shards:
+    """Shards of one folder, NAME.tar, NAME_1.tar ..., each of at most about SHARD_BYTES."""
 
-    sizes: dict[str, int] = {}
-    while first := next(samples, None):
-        shard = f"{name}_{len(sizes)}.tar" if sizes else f"{name}.tar"
-        size = sizes[shard] = 0
-        with shard_writer(folder / shard) as writer:
-            for sample in chain([first], samples):
-                writer.write(sample)
-                sizes[shard] += 1
-                size += sum(map(len, sample.values()))
-                if size >= SHARD_BYTES:
-                    break
-    return sizes
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder = folder
+        self._name = name
+        self._open = ExitStack()
+        self._bytes = 0
+        # The samples of each.
+        self.sizes: dict[str, int] = {}
+
+    def __enter__(self) -> "Shards":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)
+
+    def write(self, sample: Record) -> None:
+        if not self.sizes or self._bytes >= SHARD_BYTES:
+            self._begin()
+        self._writer.write(sample)
+        self.sizes[self._shard] += 1
+        self._bytes += sum(map(len, sample.values()))
+
+    def _begin(self) -> None:
+        """End the shard that is being written, and begin another one."""
+        from clipscale.data.shards.writer import shard_writer  # here: webdataset loads torch
+
+        self._open.close()
+        self._shard = f"{self._name}_{len(self.sizes)}.tar" if self.sizes else f"{self._name}.tar"
+        self._writer = self._open.enter_context(shard_writer(self._folder / self._shard))
+        self.sizes[self._shard] = self._bytes = 0

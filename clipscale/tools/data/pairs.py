@@ -19,7 +19,7 @@ METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 class Pair(NamedTuple):
     """A picture that is not read yet, and its captions."""
 
-    # What the source calls the picture. Pairs of one name are of one picture.
+    # What the source calls the picture.
     name: str
     place: Place | Cell
     captions: list[str]
@@ -29,12 +29,15 @@ class Pair(NamedTuple):
     text: Place | None = None
     # Why it cannot be used, where that is known.
     broken: str = ""
+    # What its side of the holdout is chosen by; empty: the picture's bytes.
+    group: str = ""
 
 
-def tables_of(path: Path, columns: list[str] | None) -> list[Table]:
+def tables_of(path: Path, columns: list[str] | None, by: str | None = None) -> list[Table]:
     """The tables of a source: itself, or those of a folder; none of COCO's captions and of a folder of texts.
 
-    `columns`: the picture's, then those of captions; None: the usual names. Raises UserError, OSError, ValueError.
+    `columns`: the picture's, then those of captions; None: the usual names. `by`: the column that `holdout.by` names.
+    Raises UserError, OSError, ValueError.
     """
     if path.is_dir():
         listed = visible(path)
@@ -46,7 +49,11 @@ def tables_of(path: Path, columns: list[str] | None) -> list[Table]:
     else:
         shard = "; shards are trained on as they are, data.train=FOLDER" if ".tar" in path.name else ""
         raise UserError(f"{path}: give a folder, a table ({', '.join(TABLES)}) or COCO's captions (.json){shard}")
-    return [open_table(file, columns) for file in found]
+    if by and not found:
+        raise UserError(
+            f"holdout.by={by}: {path} has no columns; leave it out, and pictures of the same bytes stay together"
+        )
+    return [open_table(file, columns, by) for file in found]
 
 
 def is_coco(file: Path) -> bool:
@@ -107,7 +114,8 @@ def of_table(table: Table, root: str) -> Iterator[Pair]:
             captions = [item for item in items if isinstance(item, str)]
             fields = {k: v for k, v in values.items() if k not in table.columns and is_plain(v)}
             place = values.get(image)
-            pair = Pair(f"{table.file.name}:{number}", base, captions, fields)
+            group = str(values.get(table.by) or "")
+            pair = Pair(f"{table.file.name}:{number}", base, captions, fields, group=group)
             if isinstance(place, Cell):
                 yield pair._replace(place=place)
             elif isinstance(place, str) and place.strip():

@@ -24,6 +24,29 @@ class IndexSettings:
 
 
 @dataclass(frozen=True)
+class HoldoutSettings:
+    """What goes to DIR/holdout, to be evaluated; `holdout=1%` is short for `holdout.share=1%`."""
+
+    share: str = setting("0%", "Share of the pictures that is held out: `1%`.")
+    by: str | None = setting(
+        None,
+        "A table's column, such as an article's number: rows of the same value are on one side; null: pictures of the "
+        "same bytes are.",
+    )
+
+    def check(self) -> None:
+        """Raises UserError."""
+        if not re.fullmatch(r"\d{1,2}(\.\d+)?%", self.share):
+            raise UserError(f"holdout={self.share}: give a share below 100%, as in holdout=1%")
+        if self.by and not self.fraction:
+            raise UserError(f"holdout.by={self.by}: nothing is held out; give a share too, holdout=1%")
+
+    @property
+    def fraction(self) -> float:
+        return float(self.share.removesuffix("%")) / 100
+
+
+@dataclass(frozen=True)
 class PackSettings:
     """`clipscale data pack SOURCE out=DIR`: make shards of pictures and captions that lie in files or tables."""
 
@@ -36,22 +59,12 @@ class PackSettings:
         "Folder below which a table and links name files, or the beginning of addresses, `s3://bucket/set`; null: the "
         "table's folder, and http(s) addresses.",
     )
-    holdout: str = setting("0%", "Share of the pictures that goes to DIR/holdout, to be evaluated: `1%`.")
     resize: int | None = setting(
         None,
         "Most pixels of a picture's shorter side; larger ones become JPEGs of this size; null: bytes are copied.",
         least=1,
     )
-
-    def check(self) -> None:
-        """Raises UserError."""
-        if not re.fullmatch(r"\d{1,2}(\.\d+)?%", self.holdout):
-            raise UserError(f"holdout={self.holdout}: give a share below 100%, as in holdout=1%")
-
-    @property
-    def share(self) -> float:
-        """Of the pictures that are held out."""
-        return float(self.holdout.removesuffix("%")) / 100
+    holdout: HoldoutSettings = field(default_factory=HoldoutSettings)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 A row is its number and its values by column, or None where it cannot be used: one bad row is one pair.
 """
 
-import csv
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -15,22 +14,23 @@ from typing import NamedTuple
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
-from clipscale.data.decode import IMAGE_TYPES, encoding_of, json_fields
+from clipscale.data.decode import encoding_of, json_fields
 from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError
 from clipscale.data.shards.subset import parquet_file
 from clipscale.tools.data.places import BATCH, Cell
+from clipscale.tools.data.separated import PICTURE, Separated, header_values
 
 # Names of the column of pictures and of that of captions.
 USUAL: dict[str, list[str]] = files.read_yaml(Path(__file__).with_name("columns.yaml"))
 SEPARATED = (".csv", ".tsv", ".tab", ".txt", ".token")
 TABLES = (*SEPARATED, ".jsonl", ".ndjson", ".json", ".parquet")
 SEPARATORS = "\t,;|"
-# A value that names a picture, and which of its captions follows (Flickr30k). No column has such a name.
-PICTURE = re.compile(rf"(https?://\S+|.*\.({'|'.join(IMAGE_TYPES)}))(#\d+)?", re.I)
 # Bytes in which a table shows its encoding.
 START = 1 << 20
 # Rows whose keys are the columns of JSON.
 FIRST_ROWS = 100
+# Columns that a message names.
+MOST_NAMES = 20
 # Characters of a line; what follows is another one.
 LONGEST_LINE = 4 * MAX_TEXT_BYTES
 Rows = Iterator[tuple[int, Record | None]]
@@ -41,27 +41,34 @@ class Table(NamedTuple):
     # The picture's, and those of captions.
     columns: list[str]
     rows: Callable[[], Rows]
+    # The column whose values stay on one side of the holdout; empty: none.
+    by: str = ""
 
 
-def open_table(file: Path, columns: list[str] | None) -> Table:
-    """Find a table's form and columns; `columns` None: by their usual names. Raises UserError, OSError, ValueError."""
+def open_table(file: Path, columns: list[str] | None, by: str | None = None) -> Table:
+    """Find a table's form and columns; `columns` None: by their usual names. `by`: of the holdout. Raises UserError,
+    OSError, ValueError."""
     suffix = file.suffix.lower()
+    separator, first = header(file, columns) if suffix in SEPARATED else ("", [])
     if suffix == ".parquet":
         names = parquet_file(file).schema_arrow.names
+    elif suffix in SEPARATED:
+        names = named_columns(first)
+    else:
+        names = list(dict.fromkeys(name for _, row in islice(json_rows(file), FIRST_ROWS) for name in row or ()))
+    chosen = chosen_columns(names, columns)
+    for name in [*chosen, by or chosen[0]]:
+        if name not in names:
+            given = ", ".join(names[:MOST_NAMES]) + ", ..." * (len(names) > MOST_NAMES) or "none"
+            remedy = "give one of them, holdout.by=COLUMN" if name == by else "give 'columns=[IMAGE,CAPTION]'"
+            raise UserError(f"{file.name} has no column {name!r}; it has {given}: {remedy}")
+    if suffix == ".parquet":
         rows = partial(parquet_rows, file)
     elif suffix in SEPARATED:
-        separator, first = header(file, columns)
-        names = named_columns(first)
-        rows = partial(separated_rows, file, separator, names, headed=names == first)
+        rows = partial(separated_rows, file, Separated(separator, names, chosen[0]), headed=names == first)
     else:
         rows = partial(json_rows, file)
-        names = list(dict.fromkeys(name for _, row in islice(rows(), FIRST_ROWS) for name in row or ()))
-    chosen = chosen_columns(names, columns)
-    for name in chosen:
-        if name not in names:
-            given = ", ".join(names) or "none"
-            raise UserError(f"{file.name} has no column {name!r}; it has {given}: give 'columns=[IMAGE,CAPTION]'")
-    return Table(file, chosen, rows)
+    return Table(file, chosen, rows, by or "")
 
 
 def chosen_columns(names: Sequence[str], columns: list[str] | None) -> list[str]:
@@ -97,8 +104,7 @@ def header(file: Path, columns: list[str] | None) -> tuple[str, list[str]]:
     """The separator and the first line's values: those by which the most columns are known, or a picture is named, and
     then the most values."""
     line = next(lines_of(file), "")
-    csv.field_size_limit(LONGEST_LINE)
-    split = [(mark, [name.strip() for name in next(csv.reader([line], delimiter=mark), [])]) for mark in SEPARATORS]
+    split = [(mark, header_values(line, mark)) for mark in SEPARATORS]
 
     def known(values: list[str]) -> tuple[int, bool, int]:
         names = named_columns(values)
@@ -117,26 +123,14 @@ def named_columns(first: list[str]) -> list[str]:
     return [*others[:image], "image", *others[image:]]
 
 
-def separated_rows(file: Path, separator: str, names: list[str], *, headed: bool) -> Rows:
-    csv.field_size_limit(MAX_TEXT_BYTES)
+def separated_rows(file: Path, form: Separated, *, headed: bool) -> Rows:
     lines = lines_of(file)
     if headed:
         next(lines)
-    reader = csv.reader(lines, delimiter=separator)
-    while True:
-        try:
-            values = [value.strip() for value in next(reader)]
-        except StopIteration:
-            return
-        except csv.Error:  # a quote that is not closed
-            yield reader.line_num + headed, None
-            continue
-        if any(values):
-            good = len(values) >= len(names) and not any(values[len(names) :]) and "\0" not in "".join(values)
-            row = dict(zip(names, values)) if good else None
-            if row and not headed:
-                row["image"] = re.sub(r"#\d+$", "", row["image"])
-            yield reader.line_num + headed, row
+    for number, row in form.rows(lines):
+        if row and not headed:
+            row["image"] = re.sub(r"#\d+$", "", row["image"])
+        yield number + headed, row
 
 
 def json_rows(file: Path) -> Rows:

@@ -4,7 +4,7 @@ import csv
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -48,12 +48,17 @@ def paths(folder: Path) -> list[str]:
     return [str(path.relative_to(folder)) for path in sorted((folder / "deep").iterdir())]
 
 
-def samples(folder: Path) -> list[dict[str, bytes]]:
-    """The members of all samples, in the order of shards."""
+def read_all(shard: Path) -> list[dict[str, bytes]]:
+    """The members of all samples."""
     problem = ReadProblem()
-    read = [s.members for shard in sorted(folder.glob("*.tar")) for s in read_shard(str(shard), problem)]
+    read = [sample.members for sample in read_shard(str(shard), problem)]
     assert problem.reason is None
     return read
+
+
+def samples(folder: Path) -> list[dict[str, bytes]]:
+    """The members of all samples, in the order of shards."""
+    return [members for shard in sorted(folder.glob("*.tar")) for members in read_all(shard)]
 
 
 def pack_to(out: Path, source: Path, *words: str) -> int:
@@ -210,6 +215,12 @@ def test_a_remedy_helps_where_the_mistake_was_made(pictures: Path, tmp_path: Pat
     assert packed(shop, tmp_path / "out", columns) == ({}, {"outside_root": 1})
     assert "root=DIR" in capsys.readouterr().err
     assert packed(shop, tmp_path / "out", columns, f"root={pictures}")[0]
+    (tmp_path / "files/deep").mkdir(parents=True)
+    (tmp_path / "files/deep/red.png").write_bytes(picture("red"))
+    assert packed(tmp_path / "files", tmp_path / "third") == ({}, {"no_caption": 1})
+    (tmp_path / "files/deep/red.txt").write_text("red")
+    repaired = packed(tmp_path / "files", tmp_path / "third")
+    assert repaired == ({"deep/red.png": "red"}, {}), "the source's folder is as old as it was"
 
 
 def test_several_captions_and_other_columns_are_kept(pictures: Path, tmp_path: Path) -> None:
@@ -233,21 +244,58 @@ def test_several_captions_and_other_columns_are_kept(pictures: Path, tmp_path: P
     assert fields["score"] == 0.5 and fields["source"] == "deep/red.png" and "x" not in fields
 
 
-def test_a_part_is_held_out_by_the_pictures_name(pictures: Path, tmp_path: Path) -> None:
-    """Both captions of a picture are on one side, also where the source's order is another."""
-    sides = []
-    for order in (1, -1):
-        rows = [{"image": path, "caption": f"{n} {path}"} for path in paths(pictures) for n in ("one", "two")][::order]
-        (pictures / "table.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        out = tmp_path / f"out{order}"
-        assert pack_to(out, pictures / "table.jsonl", "holdout=40%") == 0
-        held = {json.loads(members["json"])["source"] for members in samples(out / "holdout")}
-        kept = {json.loads(members["json"])["source"] for members in samples(out)}
-        assert held and kept and not held & kept
-        assert len(samples(out / "holdout")) == 2 * len(held)
+def sides(out: Path) -> tuple[list[dict], list[dict]]:
+    """The held-out pairs, and those to train on: the fields of their JSON and the picture's bytes."""
+    return tuple(
+        [
+            json.loads(members["json"]) | {"data": next(members[k] for k in members if k not in ("txt", "json"))}
+            for members in samples(folder)
+        ]
+        for folder in (out / "holdout", out)
+    )
+
+
+def test_a_picture_is_held_out_by_its_bytes(tmp_path: Path) -> None:
+    """Under any name, with any caption, in any order, at any size, and with more pictures beside it."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for number in range(24):
+        data = picture("red", "PNG", (20 + number, 20))
+        for name in ("a", "b"):
+            (folder / f"{number}{name}.png").write_bytes(data)
+    held: dict[int, set[int]] = {}
+    for count in (20, 24):
+        rows = [{"image": f"{n}{name}.png", "caption": f"{n} {name}"} for name in ("b", "a") for n in range(count)]
+        (tmp_path / "in/table.jsonl").write_text("\n".join(map(json.dumps, rows[::-1] if count == 24 else rows)))
+        out = tmp_path / f"out{count}"
+        resize = ["resize=10"] if count == 24 else []
+        assert pack_to(out, folder / "table.jsonl", "holdout=40%", *resize) == 0
+        test, train = ({int(pair["source"][:-5]) for pair in side} for side in sides(out))
+        assert test and train and not test & train, "copies of a picture are on both sides"
+        assert len(samples(out / "holdout")) == 2 * len(test)
         assert load_set(out / "holdout").kind == "pairs"
-        sides.append(held)
-    assert sides[0] == sides[1]
+        held[count] = test
+    assert held[20] == {number for number in held[24] if number < 20}
+
+
+def test_a_part_is_held_out_by_a_column(pictures: Path, tmp_path: Path, capsys: Cap) -> None:
+    """Rows of one article are on one side, whatever their pictures are. Those of none go by their pictures."""
+    rows = [(path, path, f"{sku}") for sku in range(12) for path in paths(pictures)[:3]]
+    rows += [(path, path, "") for path in paths(pictures)] * 2
+    with (pictures / "table.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("image", "caption", "sku"), *rows])
+    words = ["holdout=40%", "holdout.by=sku"]
+    assert pack_to(tmp_path / "out", pictures / "table.csv", *words) == 0
+    said = capsys.readouterr().out.splitlines()
+    test, train = sides(tmp_path / "out")
+    for key in (lambda pair: pair["sku"], lambda pair: not pair["sku"] and pair["data"]):
+        both = {key(pair) for pair in test} & {key(pair) for pair in train}
+        assert both <= {"", False}, "on both sides"
+    assert {pair["sku"] for pair in test} - {""} and {pair["data"] for pair in test} & {pair["data"] for pair in train}
+    assert said[-1] == f"read 48 rows: {len(train)} packed, {len(test)} held out, 0 left out"
+    assert pack_to(tmp_path / "more", pictures / "table.csv", *words, "columns=[sku,caption]") == 2
+    assert pack_to(tmp_path / "more", pictures / "table.csv", words[0], "holdout.by=article") == 2
+    assert "no column 'article'; it has image, caption, sku" in capsys.readouterr().err
 
 
 def test_a_few_bytes_of_parquet_do_not_fill_the_memory(tmp_path: Path) -> None:
@@ -316,12 +364,11 @@ def test_shards_may_lie_in_the_source(pictures: Path) -> None:
 
 def test_shards_have_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pack, "SHARD_BYTES", 250)
-
-    def made() -> Iterator[dict[str, object]]:
+    with pack.Shards(tmp_path, "00000") as shards:
         for number in range(5):
-            yield {"__key__": f"{number}", "txt": b"x" * 100}
-
-    assert pack.write_shards(tmp_path, "00000", made()) == {"00000.tar": 3, "00000_1.tar": 2}
+            shards.write({"__key__": f"{number}", "txt": b"x" * 100})
+    assert shards.sizes == {"00000.tar": 3, "00000_1.tar": 2}
+    assert [len(read_all(tmp_path / name)) for name in shards.sizes] == [3, 2]
 
 
 @pytest.mark.parametrize(("words", "message"), MISTAKES.items())
