@@ -10,7 +10,7 @@ from clipscale.common.errors import UserError
 from clipscale.config.data import DataConfig
 from clipscale.data.order import BatchShare, Epochs, Order, Resampled, WeightedSources, default_streams, streams_fit
 from clipscale.data.shards import index
-from clipscale.data.shards.addresses import is_local
+from clipscale.data.shards.addresses import is_local, utf8
 from clipscale.data.shards.reader import RULE
 from clipscale.data.shards.subset import Subset, subset_of
 
@@ -50,7 +50,7 @@ def known_shards(urls: Sequence[str], subset: Subset | None = None, *, scan: boo
                 entries[url] = outcome._replace(offsets=None)
     damaged = [url for url in urls if url in entries and entries[url].reason]
     if damaged:
-        first = f"{damaged[0]}, {entries[damaged[0]].reason}"
+        first = f"{damaged[0]}, {why_damaged(damaged[0], entries[damaged[0]])}"
         what = f"{len(damaged)} of {len(urls)} shards are damaged (first: {first})"
         log.warning(f"{what}: what lies behind the damage is left out; `clipscale data check` shows it all")
     return [entries.get(url) for url in urls]
@@ -72,9 +72,16 @@ def counted_at_once(config: DataConfig, urls: Sequence[str] | None) -> int | Non
     return round(sum((entries.get(url) or index.scan_shard(url, subset)).expected for url in urls))
 
 
-def _counted(entries: Sequence[index.Entry | None]) -> tuple[Counts, float]:
-    """Each shard's samples, and the samples of an average epoch of those that are known."""
-    return [entry and entry.samples for entry in entries], sum(entry.expected for entry in entries if entry)
+def why_damaged(url: str, entry: index.Entry) -> str:
+    return f"{entry.reason}: {entry.detail.removeprefix(f'{utf8(url)}: ')}"
+
+
+def _counted(urls: Sequence[str], entries: Sequence[index.Entry | None]) -> tuple[Counts, float, str]:
+    """Each shard's samples, the samples of an average epoch of those that are known, and why the first damaged shard
+    is so."""
+    expected = sum(entry.expected for entry in entries if entry)
+    damage = (f"{url}: {why_damaged(url, entry)}" for url, entry in zip(urls, entries) if entry and entry.reason)
+    return [entry and entry.samples for entry in entries], expected, next(damage, "")
 
 
 def _scanned(urls: Sequence[str], subset: Subset | None) -> Iterator[tuple[str, index.Outcome]]:
@@ -104,12 +111,12 @@ def build_order(
     epochs = config.order != "resampled" and source_of is None
     scan = config.order == "epochs" or (epochs and len(urls) <= SCAN_AT_MOST)
     subset = subset_of(config)
-    counts, expected = on_main(lambda: _counted(known_shards(urls, subset, scan=scan)))
+    counts, expected, damage = on_main(lambda: _counted(urls, known_shards(urls, subset, scan=scan)))
     known = [count for count in counts if count is not None]
     unknown = len(urls) - len(known)
     if not unknown and not sum(known):
         listed = f" that {subset.setting} lists" if subset else ""
-        what = f"the {len(urls)} shards hold no sample{listed}; {RULE}"
+        what = f"the {len(urls)} shards hold no sample{listed}; {damage or RULE}"
         raise UserError(f"data.train={config.train}: {what}; `clipscale data check` shows what they hold")
     if epochs and not unknown:
         return Epochs(tuple(known), share.batch, _streams(config, share, sum(known), num_streams), seed, expected)

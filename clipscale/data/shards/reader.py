@@ -148,7 +148,7 @@ def read_shard(
     try:
         source, state = store.open(url)
         with closing(source):
-            stream, can_seek = unpacked(source)
+            stream, can_seek = unpacked(source, basename(url))
             archive = Archive(stream, can_seek)
             known = offsets(url, state) if can_seek and subset is None else None
             starts = [] if known is None else known.tolist()

@@ -6,9 +6,14 @@ as long as decoding a 256-pixel JPEG.
 
 import gzip
 import os
+import shlex
 import tarfile
 import zlib
+from contextlib import suppress
 from typing import Any
+
+from clipscale.data.content import content_of
+from clipscale.data.shards.addresses import utf8
 
 BLOCK_BYTES = 512
 # What reading a damaged archive may raise.
@@ -29,15 +34,51 @@ MOST_UNPACKED = 100
 UNPACK_ALLOWANCE = 1 << 24
 # Fewer bytes are skipped by reading: they are in the stream's buffer, and a seek is a system call.
 LEAST_SEEK = 1 << 14
+# What `content_of` says of compressed files -> the program that unpacks one to its output.
+UNPACKERS = {"Zstandard": "zstd -dc", "bzip2": "bzip2 -dc", "xz": "xz -dc", "LZ4": "lz4 -dc", "gzip": "gzip -dc"}
+# What it says of others -> how shards are made of one.
+_PACK = "and `clipscale data pack FOLDER out=SHARDS` if that holds pictures with their texts"
+REMEDIES = {
+    "a zip archive": f"`unzip {{file}} -d FOLDER`, {_PACK}",
+    "a 7z archive": f"`7z x -oFOLDER {{file}}`, {_PACK}",
+    "a RAR archive": f"`unrar x {{file}} FOLDER/`, {_PACK}",
+    "a Parquet table": "`clipscale data pack {file} out=SHARDS` makes shards of it",
+    "a pointer of Git LFS": "`git lfs pull` fetches the file itself",
+}
 
 
-def unpacked(source: Any) -> tuple[Any, bool]:
-    """A stream of the archive, and whether it can seek. Raises tarfile.ReadError for an empty source."""
-    first = source.peek(2)[:2]
+def unpacked(source: Any, name: str = "FILE") -> tuple[Any, bool]:
+    """A stream of the archive, and whether it can seek.
+
+    Raises tarfile.ReadError for an empty source, and for one that is no tar, with what it is and the line that makes
+    one of a file with this `name`.
+    """
+    first = source.peek(BLOCK_BYTES)
     if not first:
         raise tarfile.ReadError("empty")
-    packed = first == b"\x1f\x8b"
-    return Unpacked(fileobj=source) if packed else source, not packed
+    if first[:2] != b"\x1f\x8b":
+        check_kind(first, name)
+        return source, True
+    stream = Unpacked(fileobj=source)
+    check_kind(stream.peek(BLOCK_BYTES), name, "a gzip of ")
+    return stream, False
+
+
+def check_kind(first: bytes, name: str, wrapped: str = "") -> None:
+    """Raise tarfile.ReadError for bytes that begin no tar, if their kind is known. `wrapped`: what they were in."""
+    with suppress(tarfile.ReadError):
+        _check_header(first[:BLOCK_BYTES])
+        return
+    kind = "" if wrapped and len(first) < BLOCK_BYTES else content_of(first)  # a peek into a gzip may be short
+    if not kind or not any(first):
+        return
+    file = shlex.quote(utf8(name))
+    new = shlex.quote(f"{name.partition('.tar')[0]}-plain.tar")
+    if kind in UNPACKERS:
+        packed = f"{UNPACKERS['gzip']} {file} | {UNPACKERS[kind]}" if wrapped else f"{UNPACKERS[kind]} {file}"
+        raise tarfile.ReadError(f"{wrapped}{kind}, which is not read: `{packed} > {new}` makes a tar of it")
+    remedy = REMEDIES.get(kind, "").format(file=file)
+    raise tarfile.ReadError(f"{wrapped}{kind}, no tar{remedy and f'; {remedy}'}")
 
 
 class Unpacked(gzip.GzipFile):
@@ -102,11 +143,15 @@ def _header(stream: Any) -> bytes | None:
     block: bytes = stream.read(BLOCK_BYTES)
     if not block or block.count(0) == BLOCK_BYTES:
         return None
+    _check_header(block)
+    return block
+
+
+def _check_header(block: bytes) -> None:
     if len(block) < BLOCK_BYTES:
         raise tarfile.ReadError("ends within a header")
     if _number(block[148:156]) != sum(block) - sum(block[148:156]) + 256:
         raise tarfile.ReadError("bad checksum in a header")
-    return block
 
 
 def _extended(kind: bytes, content: bytes) -> dict[str, str]:

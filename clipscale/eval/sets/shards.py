@@ -100,7 +100,7 @@ def _samples(shard: Path) -> Iterator[tuple[str, ImageRef, Texts]]:
     another. Raises UserError for a damaged shard."""
     try:
         with shard.open("rb") as tar:
-            if not unpacked(tar)[1]:
+            if not unpacked(tar, shard.name)[1]:
                 raise UserError(f"eval.sets: {shard} is gzipped, and pictures are read where they lie; gunzip it first")
             archive = Archive(tar, can_seek=True)
             for key, members in archive.samples():

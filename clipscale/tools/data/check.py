@@ -56,7 +56,7 @@ def main(sources: Sequence[str], settings: CheckSettings) -> int:
     ]
     if settings.data.sample_weights:
         rows.append(("samples in an epoch", f"{sum(shard.weight for shard in shards):.1f}", "by data.sample_weights"))
-    if not samples:
+    if not samples and not damaged:
         rows.append(("no sample", "", RULE))
     rows += [(reason, str(count), examples[reason]) for reason, count in broken.most_common()]
     show(TextTable(("", "", ""), rows + damaged))

@@ -128,4 +128,4 @@ def test_damage_found_by_counting_is_reported_at_every_start(
         caplog.clear()
         build_order(DataConfig(train=urls), urls, None, BatchShare(1), 0)
         (message,) = [r.getMessage() for r in caplog.records if "damaged" in r.getMessage()]
-        assert message.startswith(f"3 of 4 shards are damaged (first: {urls[1]}, truncated_shard)"), (start, message)
+        assert message.startswith(f"3 of 4 shards are damaged (first: {urls[1]}, truncated_shard: "), (start, message)

@@ -1,7 +1,10 @@
 """The tar format: archives of the standard library are read, invalid headers are refused."""
 
+import bz2
 import gzip
 import io
+import lzma
+import os
 import tarfile
 from contextlib import suppress
 from pathlib import Path
@@ -10,9 +13,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from clipscale.cli.main import main
+from clipscale.common.errors import UserError
 from clipscale.data.shards import reader, tar
 from clipscale.data.shards.index import scan_shard
 from clipscale.data.shards.tar import next_member, padded
+from tests.conftest import Cap
+from tests.data.streams import open_stream
 
 names = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=300).filter(
     lambda n: not n.endswith("/")
@@ -119,6 +126,53 @@ def test_what_follows_the_end_of_an_archive_has_a_reason(tmp_path: Path, more: b
         path.write_bytes(data)
         entry = scan_shard(str(path))
         assert (entry.samples, entry.reason) == (1, reason), entry.detail
+
+
+TAR = member(b"0") + bytes(1024)
+OTHERS = {  # files that are no tars: their names and bytes, and words of the line about them
+    "bzip2": ("0.tar.bz2", bz2.compress(TAR), ["bzip2", "`bzip2 -dc 0.tar.bz2 > 0-plain.tar`"]),
+    "xz": ("a b.tar", lzma.compress(TAR), ["xz", "`xz -dc 'a b.tar' > 'a b-plain.tar'`"]),
+    "Zstandard": ("0.tar", b"\x28\xb5\x2f\xfd" + bytes(99), ["Zstandard", "`zstd -dc 0.tar > 0-plain.tar`"]),
+    "packed twice": (
+        "0.tgz",
+        gzip.compress(gzip.compress(os.urandom(999))),
+        ["a gzip of gzip", "gzip -dc 0.tgz | gzip"],
+    ),
+    "zip": ("0.tar", b"PK\3\4" + bytes(99), ["a zip archive, no tar", "unzip 0.tar", "clipscale data pack"]),
+    "web page": ("0.tar", b"<!DOCTYPE html><html>404", ["a web page (HTML), no tar"]),
+    "pointer": ("0.tar", b"version https://git-lfs.github.com/spec/v1\n", ["Git LFS", "git lfs pull"]),
+    "table": ("0.tar", b"PAR1" + bytes(999), ["a Parquet table", "clipscale data pack 0.tar out=SHARDS"]),
+    "gzip of text": ("0.tar.gz", gzip.compress(b"words, " * 999), ["a gzip of text, no tar"]),
+}
+
+
+@pytest.mark.parametrize(("name", "data", "said"), OTHERS.values(), ids=OTHERS)
+def test_the_line_about_a_file_that_is_no_tar_says_what_it_is(
+    tmp_path: Path, capsys: Cap, name: str, data: bytes, said: list[str]
+) -> None:
+    """By its first bytes, whatever its name: in the check, the index, and where a run refuses it."""
+    path = tmp_path / name
+    path.write_bytes(data)
+    with pytest.raises(UserError) as error:
+        open_stream(path, batch=1)
+    entry = scan_shard(str(path))
+    main(["data", "check", str(path)])
+    table = capsys.readouterr().out
+    assert entry.reason == "unreadable_shard"
+    assert [words for words in said if words not in entry.detail or words not in str(error.value)] == []
+    assert said[0].split()[0] in table and "KEY.jpg" not in table + str(error.value)
+
+
+@pytest.mark.parametrize("name", ["BM.txt", "[a].txt", "{a.txt", "BZh.txt", "%PDF.txt"])
+def test_a_tar_is_one_whatever_its_first_name_is(tmp_path: Path, name: str) -> None:
+    old = bytearray(member(b"0", name=name) + bytes(1024))
+    old[257:265] = bytes(8)  # as before POSIX
+    old[148:156] = b"%06o\0 " % (sum(old[:148]) + 256 + sum(old[156:512]))
+    for number, data in enumerate((bytes(old), gzip.compress(bytes(old)))):
+        path = tmp_path / f"{number}.tar"
+        path.write_bytes(data)
+        entry = scan_shard(str(path))
+        assert (entry.samples, entry.reason) == (1, None), entry.detail
 
 
 def test_a_name_of_a_megabyte_makes_no_long_line(tmp_path: Path) -> None:
