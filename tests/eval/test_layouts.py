@@ -116,10 +116,51 @@ def test_the_folders_of_imagenet_v2_are_the_labels(tmp_path: Path) -> None:
     assert len(eval_set.classnames) == 1000 and len(eval_set.templates) == 80
 
 
-@pytest.mark.parametrize("names", [["0", "1"], ["c0", "c1"], ["001.Albatross", "002.Auklet"]])
-def test_folders_whose_names_are_codes_need_class_names(tmp_path: Path, names: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("folder_names", "expected"),
+    [
+        (["Acura RL Sedan 2012", "BMW X5 SUV 2007"], ["Acura RL Sedan 2012", "BMW X5 SUV 2007"]),
+        (["707-320", "A320", "C-130", "Cessna 172"], ["707-320", "A320", "C-130", "Cessna 172"]),
+        (["001.Black_footed_Albatross", "002.Laysan_Albatross"], ["Black footed Albatross", "Laysan Albatross"]),
+        (["00 - cat", "01 - dog", "02 - t-shirt"], ["cat", "dog", "t-shirt"]),
+        (["n02085620-Chihuahua", "n02085782-Japanese_spaniel"], ["Chihuahua", "Japanese spaniel"]),
+        (["0_cat", "red"], ["0 cat", "red"]),
+        (["2_door_car", "4_door_car", "6_pack"], ["2 door car", "4 door car", "6 pack"]),
+        (["100% cotton", "7up", "red"], ["100% cotton", "7up", "red"]),
+        (["4x4 truck", "C130", "iphone 14"], ["4x4 truck", "C130", "iphone 14"]),
+        (["rock 'n' roll (50s)", "{curly}"], ["rock 'n' roll (50s)", "{curly}"]),
+        (["c#", "c++"], ["c#", "c++"]),
+    ],
+    ids=lambda names: names[0],
+)
+def test_class_folders_as_usual_sets_have_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, folder_names: list[str], expected: list[str]
+) -> None:
+    """A number before each name goes, and a line says so. Equal names would remain of the cars: theirs stays."""
+    root = folders(tmp_path / "set", folder_names)
+    numbered = expected != [name.replace("_", " ") for name in folder_names]
+    assert load_set(root).classnames == expected
+    lines = [line for line in caplog.messages if "without the numbers" in line]
+    assert len(lines) == numbered and all(folder_names[0] in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        (["0", "1"], "'0', which say no class"),
+        (["c0", "c1"], "'c0', which say no class"),
+        (["A320", "A330"], "'A320', which say no class"),
+        (["17", "red"], "'17', which say no class"),
+        (["001.1a", "002.2a"], "'001.1a', which say no class"),
+        (["d41d8cd98f00b204e9800998ecf8427e", "red"], "'d41d8.*', which say no class"),
+        (["class_01", "class_02"], "'class_01', which differ in their numbers alone and say no class"),
+        (["1_class_1", "2_class_2"], "'class_1', which differ in their numbers alone"),
+    ],
+    ids=str,
+)
+def test_folders_whose_names_are_codes_need_class_names(tmp_path: Path, names: list[str], reason: str) -> None:
     root = folders(tmp_path / "set", names)
-    with refused(r"say no class; write one class name a line into .*classnames\.txt"):
+    with refused(rf"{reason}.*; write one class name a line into .*classnames\.txt"):
         load_set(root)
     for encoding in ("utf-8", "utf-8-sig", "utf-16"):  # editors of Windows begin a text with a byte order mark
         (root / "classnames.txt").write_text("a\nsecond\n", encoding)

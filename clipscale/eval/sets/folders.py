@@ -1,4 +1,4 @@
-"""Reads class folders. A folder's name is a class name only where it reads as one; codes need a file of names."""
+"""Reads class folders. Their names are class names only where they have words; codes need a file of names."""
 
 import re
 from collections import Counter
@@ -17,6 +17,12 @@ from clipscale.eval.sets.item import ImageRef, by_reason, warn_once
 from clipscale.eval.sets.prompts import CLASSNAMES
 
 _WNID = re.compile(r"n\d{8}")
+# A number or WordNet id before a name, as in `001.Black_footed_Albatross`, `0_cat` and `n02085620-Chihuahua`.
+_NUMBER = re.compile(r"(\d+|n\d{8})\s*[._-]+\s*(?=\D)")
+# A name that says no class, whatever the others are: a number, a WordNet id, a hash.
+_CODE = re.compile(r"\d+|n\d{8}|(?=\D*\d)[\da-f-]{16,}")
+# What makes a name readable: two letters in a row, or no digit at all.
+_WORD = re.compile(r"[^\W\d_]{2}|^\D*[^\W\d_]\D*$")
 
 
 def has_class_folders(root: Path) -> bool:
@@ -70,14 +76,39 @@ def _classnames(root: Path, folders: Sequence[str], *, numbers: bool) -> list[st
             f"eval.sets: {root} has one folder of pictures, {', '.join(folders)}, which is no set of classes; give the "
             f"folder with the classes, or make shards of pictures with texts: clipscale data pack {root} out=DIR"
         )
-    codes = [name for name in folders if not re.fullmatch(r"[^\W\d]\D*", name)]
-    if codes:
+    names = _without_numbers(root, folders)
+    if reason := _no_names(names):
         order = "line N + 1 names folder N" if numbers else "in the alphabetical order of the folders"
         raise UserError(
-            f"eval.sets: {root} has class folders such as {codes[0]!r}, which say no class; write one class name a "
-            f"line into {root / CLASSNAMES} ({order}), or name ImageNet-v2's folder imagenetv2"
+            f"eval.sets: {root} has class folders such as {reason}; write one class name a line into "
+            f"{root / CLASSNAMES} ({order}), or name ImageNet-v2's folder imagenetv2"
         )
-    return [name.replace("_", " ") for name in folders]
+    return [name.replace("_", " ") for name in names]
+
+
+def _without_numbers(root: Path, folders: Sequence[str]) -> list[str]:
+    """The names without the numbers before them, where each has its own; a line says so."""
+    numbers = [match[0] for match in map(_NUMBER.match, folders) if match]
+    names = [_NUMBER.sub("", folder, count=1) for folder in folders]
+    if not len(set(numbers)) == len(set(names)) == len(folders):
+        return list(folders)
+    warn_once(f"eval.sets: {root}: class names without the numbers before them, as {names[0]!r} of {folders[0]!r}")
+    return names
+
+
+def _no_names(names: Sequence[str]) -> str:
+    """An example of names that are codes, and why; empty for class names.
+
+    Some of them may have no word, such as `A320` beside `Cessna 172`. Names that differ in their numbers alone, such as
+    `class_01`, are codes.
+    """
+    codes = [name for name in names if _CODE.fullmatch(name)]
+    wordless = [name for name in names if not _WORD.search(name)]
+    if codes or len(wordless) == len(names):
+        return f"{(codes or wordless)[0]!r}, which say no class"
+    if len({re.sub(r"\d+", "", name) for name in names}) == 1:
+        return f"{names[0]!r}, which differ in their numbers alone and say no class"
+    return ""
 
 
 def _names_of_wnids(root: Path, wnids: Sequence[str]) -> list[str]:
