@@ -175,6 +175,31 @@ def test_folders_whose_names_are_codes_need_class_names(tmp_path: Path, names: l
         load_set(root)
 
 
+@pytest.mark.parametrize("file", ["classnames.txt", "zeroshot_classification_templates.txt"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "lambda c: f'a photo of a {c}.',",
+        "'a photo of a {}.',",
+        '    "{c}",',
+        'f"the {c}"',
+        "templates = [",
+        "]",
+        "['{c}', 'a {c}']",
+        "0: '{c}',",
+        '"0": ["n01440764", "{c}"],',
+    ],
+)
+def test_lines_of_a_program_are_no_names_and_no_prompts(tmp_path: Path, file: str, line: str) -> None:
+    root = classification_set(tmp_path / "set")
+    (root / file).write_text("\n".join(["{c} 's day", "{c} (rock 'n' roll)", "{c} = red: 'n' all", *["{c}"] * 3]))
+    assert len(load_set(root).classnames) == len(NAMES)
+    (root / file).write_text(f"a {{c}}\n{line}\n")
+    load_set.cache_clear()
+    with refused(rf"{file} has lines of a program, such as .*; write the texts alone, one a line"):
+        load_set(root)
+
+
 def test_what_systems_and_notebooks_leave_is_of_no_set(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """And what else lies in class folders is said once, with counts; pictures are those that training takes."""
     root = folders(tmp_path / "set", ["red", "green"])

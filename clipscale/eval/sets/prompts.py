@@ -14,6 +14,10 @@ CLASSNAMES, TEMPLATES = "classnames.txt", "zeroshot_classification_templates.txt
 SINGLE = "a photo of a {c}."
 # Lines of a text of a set. The text tower encodes every class with every template; ImageNet-21k has 21,841 classes.
 MOST_LINES = 1 << 17
+# A line of a program in the place of a text: a function, a string in quotes, a list's beginning or end, an assignment.
+_PROGRAM = re.compile(
+    r"lambda\b.*:.*|[fbru]{0,2}['\"].*['\"\]}]\s*,?|[\[({]+(\s*['\"].*)?|[\])}]+\s*,?|\w+\s*[=:]\s*[\[({'\"].*"
+)
 # Names of folders whose labels are ImageNet-1k's: ImageNet itself, its second version, and ImageNet-Sketch.
 _IMAGENET_1K = re.compile(
     r"(wds_)?(imagenet|ilsvrc)[-_]?(1k|2012)?([-_]?(val|validation|test))?|(wds_)?imagenet[-_]?(v2.*|sketch)"
@@ -56,6 +60,10 @@ def lines(file: Path) -> list[str]:
     texts = stripped(read(file).splitlines())
     if len(texts) > MOST_LINES:
         raise UserError(f"eval.sets: {file} has {len(texts)} lines, more than {MOST_LINES}; fetch the set again")
+    if program := [text for text in texts if _PROGRAM.fullmatch(text)]:
+        raise UserError(
+            f"eval.sets: {file} has lines of a program, such as {program[0][:80]!r}; write the texts alone, one a line"
+        )
     return texts
 
 
