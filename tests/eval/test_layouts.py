@@ -1,12 +1,15 @@
 """Every layout of evaluation sets is read, and unusable sets are refused with the reason."""
 
 import gzip
+import io
 import json
 import random
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from clipscale.config.sections import EvalConfig
 from clipscale.eval.classification import ClassificationSet
@@ -19,6 +22,7 @@ from tests.eval.sets import (
     classification_set,
     folders,
     karpathy_json,
+    members,
     pair_set,
     picture,
     retrieval_set,
@@ -215,6 +219,23 @@ def test_what_systems_and_notebooks_leave_is_of_no_set(tmp_path: Path, caplog: p
     ], caplog.messages
     pair_set(tmp_path / "pairs").joinpath("._00000.tar").write_bytes(b"Mac OS X")
     assert len(load_set(tmp_path / "pairs")) == len(NAMES)
+
+
+@pytest.mark.parametrize("name", ["objectnet", "wds_objectnet", "objectnet-1.0/images", "others"])
+def test_the_red_frame_of_objectnets_pictures_is_cut_off(tmp_path: Path, name: str) -> None:
+    """Two pixels, as its authors do. A picture without one, and other sets, stay as they are."""
+    noise = np.random.default_rng(0).integers(0, 256, (9, 12, 3), dtype=np.uint8)
+    framed = np.full((13, 16, 3), (255, 0, 0), np.uint8)
+    framed[2:-2, 2:-2] = noise
+    files = [io.BytesIO(), io.BytesIO()]
+    for pixels, file in zip((framed, noise), files):
+        Image.fromarray(pixels).save(file, "PNG")
+    samples = members("cls", ["0", "1"], [file.getvalue() for file in files])
+    root = write_shards(tmp_path / name, [samples], {"classnames.txt": "red\nblue\n"})
+    read = [image.read() for image in load_set(root).images]
+    expected = framed if name == "others" else noise
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(read[0]))), expected)
+    assert read[1] == files[1].getvalue()
 
 
 def test_of_a_folder_with_parts_the_held_out_one_is_evaluated(tmp_path: Path) -> None:

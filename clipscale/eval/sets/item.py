@@ -1,5 +1,6 @@
 """What an evaluation set holds, whatever layout it was read from. Each kind of set measures a model by itself."""
 
+import io
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from clipscale.common.errors import UserError
 from clipscale.common.record import Metrics, Record
+from clipscale.data.decode import broken_pictures, open_picture
 from clipscale.data.sample import MAX_IMAGE_BYTES, BrokenSampleError
 from clipscale.eval.encode import Encoder
 
@@ -38,10 +40,12 @@ class ImageRef(NamedTuple):
     size: int = MAX_IMAGE_BYTES + 1
     # Why the image, or its answer, is known to be unusable.
     fault: str = ""
+    # Width of a red frame that is no part of the picture, in pixels.
+    frame: int = 0
 
     def read(self) -> bytes:
-        """The image's bytes. Raises BrokenSampleError: its `fault`, `too_large`; OSError; and ValueError for a name
-        that no file can have."""
+        """The image's bytes, without its frame. Raises BrokenSampleError: its `fault`, `too_large`, with a frame
+        also as a decoder; OSError; and ValueError for a name that no file can have."""
         if self.fault:
             raise BrokenSampleError(self.fault)
         with self.path.open("rb") as file:
@@ -49,7 +53,20 @@ class ImageRef(NamedTuple):
             data = file.read(min(self.size, MAX_IMAGE_BYTES + 1))
         if len(data) > MAX_IMAGE_BYTES:
             raise BrokenSampleError("too_large")
-        return data
+        return without_frame(data, self.frame) if self.frame else data
+
+
+def without_frame(data: bytes, width: int) -> bytes:
+    """The picture without a red frame of so many pixels, uncompressed; where its corners are not red, as it is. Raises
+    BrokenSampleError."""
+    with broken_pictures():
+        image = open_picture(data).convert("RGB")
+        corners = [image.getpixel((x, y)) for x in (0, image.width - 1) for y in (0, image.height - 1)]
+        if any(red < 200 or green > 60 or blue > 60 for red, green, blue in corners):
+            return data
+        inside = io.BytesIO()
+        image.crop((width, width, image.width - width, image.height - width)).save(inside, "BMP")
+        return inside.getvalue()
 
 
 @dataclass(frozen=True, kw_only=True)

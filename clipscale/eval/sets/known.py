@@ -23,6 +23,8 @@ class KnownSet:
     folders: Sequence[str] = ()
     # The main metric. Empty: that of its kind.
     metric: str = ""
+    # Width of a red frame around its pictures, in pixels.
+    frame: int = 0
 
     @property
     def candidates(self) -> list[str]:
@@ -34,8 +36,19 @@ class KnownSet:
         names = dict.fromkeys([plain, self.name, *self.folders])
         return [f"wds_{plain}_test", f"wds_{plain}", *sorted(names, key=lambda name: -name.count("/"))]
 
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """How a path to it ends."""
+        return tuple(f"/{name}" for name in self.candidates)
+
     def find(self, root: Path) -> Path | None:
         return next((root / name for name in self.candidates if (root / name).exists()), None)
+
+
+def frame_of(path: Path) -> int:
+    """Width of the frame around the pictures of a folder, by the name of a published set; 0 for none."""
+    framed = [known for known in known_sets().values() if known.frame]
+    return max((known.frame for known in framed if path.as_posix().lower().endswith(known.ends)), default=0)
 
 
 @cache

@@ -15,6 +15,7 @@ from clipscale.data.decode import IMAGE_TYPES
 from clipscale.data.shards.listing import SHARDS
 from clipscale.eval.sets import captions, folders, shards
 from clipscale.eval.sets.item import EvalSet, by_reason
+from clipscale.eval.sets.known import frame_of
 
 # Names of the part of a set on which one evaluates.
 HELD_OUT = ("val", "valid", "validation", "test")
@@ -51,6 +52,8 @@ def load_set(path: Path) -> EvalSet:
         if path.is_file() and path.suffix != ".json":
             raise UserError(f"eval.sets: {path} is no caption file (.json); give the set's folder, unpacked")
         loaded = captions.load(path) if path.is_file() else _load_folder(path)
+    if frame := frame_of(path):
+        loaded = replace(loaded, images=[image._replace(frame=frame) for image in loaded.images])
     faults = Counter(image.fault for image in loaded.images)
     if faults.total() and not faults[""]:
         raise UserError(f"eval.sets: {path} has nothing to evaluate: {by_reason(faults)}; fetch it again")
