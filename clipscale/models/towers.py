@@ -93,11 +93,15 @@ class TextTower(Tower):
         return inputs.long()
 
 
-def unit_rows(features: Tensor) -> Tensor:
-    """Rows scaled to Euclidean length 1, in at least float32: half precision would cost two digits of every cosine."""
+def unit_rows(features: Tensor, shortest: float = 1e-6) -> Tensor:
+    """Rows scaled to Euclidean length 1, in at least float32: half precision would cost two digits of every cosine.
+
+    A row shorter than `shortest` is divided by that: a gradient is divided by the same number as its row, and that of a
+    row of zeros would have no bound.
+    """
     if features.dtype in (torch.bfloat16, torch.float16):
         features = features.float()
-    return F.normalize(features, dim=-1)
+    return F.normalize(features, dim=-1, eps=shortest)
 
 
 class ClipModel(nn.Module):

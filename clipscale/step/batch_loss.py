@@ -12,13 +12,17 @@ from clipscale.loss.objective import OBJECTIVES
 from clipscale.models.towers import ClipModel, unit_rows
 from clipscale.step.precision import Precision
 
+# A part of a unit row that is shorter is divided by this: its gradient is at most 1,000 times as long.
+SHORTEST = 1e-3
+
 
 @dataclass(frozen=True)
 class BatchLoss:
     """The global mean of the loss, on every rank. Each rank's gradient is a share: the shares sum to the gradient.
 
     With `loss.sizes` (Matryoshka, Kusupati et al. 2022, arXiv 2205.13147, equation 1) it is a sum of losses: one of the
-    whole features, and for each size one of their first `size` numbers, normalised to unit length.
+    whole features, and for each size one of their first `size` numbers, normalised to unit length. Where
+    these are shorter than SHORTEST, they are divided by that.
     """
 
     config: TrainConfig
@@ -45,6 +49,6 @@ class BatchLoss:
         with self.precision.autocast():
             value = contrastive_loss(image_features, text_features, scale, **options)
             for size in config.sizes:
-                shorter = unit_rows(image_features[:, :size]), unit_rows(text_features[:, :size])
+                shorter = [unit_rows(rows[:, :size], SHORTEST) for rows in (image_features, text_features)]
                 value = value + contrastive_loss(*shorter, scale, **options)
             return value
