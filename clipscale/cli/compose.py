@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.overrides_parser import OverridesParser, create_functions
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -24,7 +24,8 @@ from clipscale.cli.verbs import FLAGS, VERBS
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
-from clipscale.common.units import nearest, one_of, split
+from clipscale.common.terminal import main_rank, say
+from clipscale.common.units import nearest, one_of
 from clipscale.config.parse import MEANT, as_typed, misnamed, typed, within
 from clipscale.config.presets import conf_dir, default_choices, group_options
 from clipscale.config.secrets import from_environment
@@ -34,6 +35,15 @@ from clipscale.models.sources import resolve_architecture
 
 # Sections that are typed as their first setting, too.
 SHORT = {"holdout": "holdout.share"}
+# A text in a value that Hydra reads: quoted; or up to a comma or a bracket outside of braces, quotes, and of brackets
+# inside a word (`/data/[0-9].tar`). What is around it, lists and sweeps, is Hydra's.
+TEXT = re.compile(
+    r"""(["'])(?:\\.|(?!\1).)*\1
+    | (?:\{(?:[^{}]|\{[^{}]*\})*\} | \[[^][]*\](?=[^],\s]) | [^][,\s])
+      (?:\{(?:[^{}]|\{[^{}]*\})*\} | \[[^][]*\] | "[^"]*" | '[^']*' | [^][,])*""",
+    re.VERBOSE,
+)
+FUNCTION = re.compile(rf"({'|'.join(create_functions().functions)})\(.*\)")
 
 
 class Parser(ArgumentParser):
@@ -63,44 +73,86 @@ def overrides(name: str, words: Iterable[str], *, sweep: bool = False) -> tuple[
     """
     verb = VERBS[name]
     declared = settings_of(verb.settings)
-    texts = {key for key, setting in declared.items() if setting.kind in (str, list)} - {"stages"}
+    lists = {key for key, setting in declared.items() if setting.kind is list}
+    texts = lists - {"stages"} | {key for key, setting in declared.items() if setting.kind is str}
+    groups = default_choices(verb.conf)
     plain = []
-    values = {}
+    values: dict[str, str] = {}
+    before = ""
     for word in words:
         key, equals, value = word.lstrip("+").partition("=")
         if verb.words and not (equals and re.fullmatch(r"[a-z_.]+", key)):
             plain.append(word)
             continue
-        if not (key and equals):
-            raise UserError(
-                f"{word}: give settings as KEY=VALUE, as in {word}=... or run={word}; a file of them: --config-dir DIR "
-                "experiment=NAME"
-            )
-        if re.match("hydra[./]", key):
-            raise UserError(
-                f"{word}: Hydra's launchers and sweepers are not used; -m trains one run after another, and with --cfg "
-                "job prints them, to be started by your scheduler, each as a command of its own"
-            )
-        if key in ("data", "data.train") and verb.words:
-            raise UserError(f"{word}: {name} takes {verb.words} as plain words: clipscale {name} {value}")
+        check_word(name, word)
         is_preset = value in group_options()["data"]
         if key == "data" and not is_preset and (re.search(r"[/*{@.[]", value) or Path(value).exists()):
             key = "data.train"
         key = SHORT.get(key, key)
-        if key in values:
-            raise UserError(f"{key} is given twice; quote a value with braces, which the shell splits: {key}='...'")
-        values[key] = quoted_values(value, sweep=sweep) if key in texts else value
+        if values.get(key, value) != value:
+            check_repeated(key, values[key], value, braces=before == key and (sweep or key in lists), sweep=sweep)
+        values[key] = value
+        before = key
     if values.keys() & {"samples", "epochs", "stages"} and "epochs" in declared:  # an experiment's own count less
         values.setdefault("samples", "null")
         values.setdefault("epochs", "null")
+    for key, value in values.items():
+        if key in texts or (key in groups and (sweep or "," not in value)):
+            values[key] = quoted_values(key, value, sweep=sweep)
     return plain, [f"{key}={value}" for key, value in values.items()]
 
 
-def quoted_values(text: str, *, sweep: bool) -> str:
-    """A text in quotes, since braces and colons mean something to Hydra; each part of a list `[a,b]` or sweep `a,b`."""
-    if text.startswith("[") and text.endswith("]"):
-        return f"[{','.join(map(quoted, split(text[1:-1])))}]"
-    return ",".join(map(quoted, split(text) if sweep else [text]))
+def check_word(name: str, word: str) -> None:
+    """Raise UserError for a word that is no setting of this verb's."""
+    key, equals, value = word.lstrip("+").partition("=")
+    words = VERBS[name].words
+    if not (key and equals):
+        raise UserError(
+            f"{word}: give settings as KEY=VALUE, as in {word}=... or run={word}; a file of them: --config-dir DIR "
+            "experiment=NAME"
+        )
+    if re.match("hydra[./]", key):
+        raise UserError(
+            f"{word}: Hydra's launchers and sweepers are not used; -m trains one run after another, and with --cfg "
+            "job prints them, to be started by your scheduler, each as a command of its own"
+        )
+    if key in ("data", "data.train") and words:
+        raise UserError(f"{word}: {name} takes {words} as plain words: clipscale {name} {value}")
+
+
+def check_repeated(key: str, value: str, following: str, *, braces: bool, sweep: bool) -> None:
+    """Say that of two values of a key the last one counts.
+
+    `braces`: they may be a shell's from a value with braces. Raises UserError where they look so, too: they begin or
+    end alike, and have no comma. A script's words and what is typed after them are rarely like that.
+    """
+    one, other = value.strip("[]"), following.strip("[]")
+    alike = one[:1] == other[:1] or one[-1:] == other[-1:]
+    if braces and alike and "," not in one + other:
+        several = f"; values of a sweep are {key}={value},{following}" if sweep else ""
+        raise UserError(
+            f"{key} is given twice in a row, {value} and {following}, as a shell makes it of braces; quote them, "
+            f"{key}='...'{several}"
+        )
+    if main_rank():
+        say(f"{key}={following} counts, the last one, and not {key}={value} before it", error=True)
+
+
+def quoted_values(key: str, text: str, *, sweep: bool) -> str:
+    """The texts of a value in quotes, since braces, colons and numbers mean something to Hydra.
+
+    Hydra finds the lists in it, and in a `sweep` its values. What it cannot read as such is one text.
+    """
+    if sweep and FUNCTION.fullmatch(text):
+        return text
+    if not (sweep or text.startswith("[")):
+        return quoted(text)
+    values = TEXT.sub(lambda match: quoted(match[0].strip()), text)
+    try:
+        OverridesParser.create().parse_override(f"{key}={values}")
+    except HydraException:
+        return quoted(text)
+    return values
 
 
 def quoted(text: str) -> str:
@@ -214,7 +266,9 @@ def explained(error: Exception) -> UserError:
             text += "; shards are given by data.train=PATH"
     elif isinstance(error, OverrideParseException):
         key, _, value = str(error.override).partition("=")
-        text = f"{error.override}: cannot be read; write {key}={value.strip(MISPLACED)}, in plain quotes if need be"
+        better = value.strip(MISPLACED)
+        remedy = f"write {key}={better}" if better != value else "close its brackets, or put its texts"
+        text = f"{error.override}: cannot be read; {remedy}, in plain quotes if need be"
     elif several := re.search(r"Ambiguous value for argument '((.*?)=(.*?))' 1\.", text):
         word, key, value = several.groups()
         text = f"{word}: several values; add -m for a sweep, or write '{key}=[{value}]' for a list"

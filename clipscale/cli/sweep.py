@@ -6,7 +6,6 @@ no further.
 
 import os
 import re
-import zlib
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +17,7 @@ from clipscale.cli import train as cli_train
 from clipscale.common import ranks
 from clipscale.common.errors import StoppedError, UserError
 from clipscale.common.terminal import report, say
-from clipscale.common.units import run_folder, unused
+from clipscale.common.units import file_name, run_folder, unused
 from clipscale.config.train import TrainConfig, to_yaml
 from clipscale.launch import local
 
@@ -32,11 +31,7 @@ def main(name: str, line: Namespace) -> int:
         raise UserError(f"{name} takes no -m; give one value for each setting")
     if ranks.under_launcher():
         raise UserError("-m under torchrun would start the whole sweep in every rank; leave torchrun out")
-    runs = {to_yaml(config): (words, config) for words, config in compose.combinations(line.words, line.config_dir)}
-    combinations = [*runs.values()]  # combinations with equal settings run once
-    run = combinations[0][1].run
-    folder = run_folder(run) if run else unused(Path("runs") / f"{datetime.now():sweep-%Y%m%d-%H%M%S}")
-    configs = [of_sweep(config, folder, folder_name(words)) for words, config in combinations]
+    folder, configs = runs_of(line)
     for config in configs:
         if line.cfg:
             print(f"# {config.run}\n{to_yaml(config)}", flush=True)
@@ -67,6 +62,20 @@ def main(name: str, line: Namespace) -> int:
     return int(bool(failed))
 
 
+def runs_of(line: Namespace) -> tuple[Path, list[TrainConfig]]:
+    """The sweep's folder and its runs, each with a folder and an address of its copy that are its own. Raises UserError
+    where two runs would share them."""
+    runs = {repr(config): (words, config) for words, config in compose.combinations(line.words, line.config_dir)}
+    combinations = [*runs.values()]  # combinations with equal settings run once
+    run = combinations[0][1].run
+    folder = run_folder(run) if run else unused(Path("runs") / f"{datetime.now():sweep-%Y%m%d-%H%M%S}")
+    names = [folder_name(words) for words, _ in combinations]
+    configs = [of_sweep(config, folder, name) for name, (_, config) in zip(names, combinations)]
+    if shared := {name for name in names if names.count(name) > 1}:
+        raise UserError(f"-m: several runs would share the folder {folder / min(shared)}; give them one by one")
+    return folder, configs
+
+
 def of_sweep(config: TrainConfig, folder: Path, name: str) -> TrainConfig:
     """The run, with a folder and an address of its copy that are its own."""
     copy = config.checkpoint.copy and f"{config.checkpoint.copy.rstrip('/')}/{name}"
@@ -74,6 +83,5 @@ def of_sweep(config: TrainConfig, folder: Path, name: str) -> TrainConfig:
 
 
 def folder_name(combination: Sequence[str]) -> str:
-    varying = ",".join(combination)
-    name = re.sub(r"[^A-Za-z0-9_.,=+-]+", "-", re.sub(r"['\"]", "", varying)).strip("-") or "0"
-    return name if len(name) <= 100 else f"{name[:90]}-{zlib.crc32(varying.encode()):08x}"
+    """The name of a run's folder, from the words in which it differs from the other runs."""
+    return file_name(re.sub(r"['\"\\]", "", ",".join(combination))) if combination else "0"

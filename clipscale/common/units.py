@@ -1,6 +1,7 @@
 """Counts, bytes and run folders as text, and suggestions for mistyped words."""
 
 import re
+import zlib
 from collections.abc import Iterable
 from difflib import get_close_matches
 from fractions import Fraction
@@ -23,6 +24,13 @@ def unused(folder: Path) -> Path:
     """The folder, or if it exists, the first free one with a number appended."""
     numbered = (folder.with_name(f"{folder.name}-{i}") for i in range(2, 10_000))
     return next(path for path in chain([folder], numbered) if not path.exists())
+
+
+def file_name(text: str, most: int = 100) -> str:
+    """A name of letters, digits and `_.,=+-`, of at most `most` characters. Where it cannot be the text itself, it ends
+    in the text's CRC-32, so that different texts have different names."""
+    name = re.sub(r"[^A-Za-z0-9_.,=+-]+", "-", text).strip("-.")
+    return name if name == text and len(name) <= most else f"{name[: most - 9]}-{zlib.crc32(text.encode()):08x}"
 
 
 def parse_count(text: str) -> int:
@@ -78,25 +86,6 @@ def format_bytes(count: float) -> str:
 def counted(count: int, noun: str) -> str:
     """`1 shard`, `2,000 shards`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-BRACKETS = {"{": "}", "[": "]", "(": ")", "'": "'", '"': '"'}
-
-
-def split(text: str) -> list[str]:
-    """Split at commas outside braces, brackets and quotes, which may stand inside each other."""
-    words = [""]
-    closing: list[str] = []
-    for at, character in enumerate(text, 1):
-        if closing and character == closing[-1]:
-            closing.pop()
-        elif character in BRACKETS and closing[-1:] not in (["'"], ['"']) and BRACKETS[character] in text[at:]:
-            closing.append(BRACKETS[character])
-        if character == "," and not closing:
-            words.append("")
-        else:
-            words[-1] += character
-    return [part.strip() for part in words if part.strip()]
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

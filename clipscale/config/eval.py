@@ -1,6 +1,5 @@
 """The settings of `clipscale eval`, and what all verbs share that take a run or any weights."""
 
-import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import ClassVar
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
-from clipscale.common.units import run_folder
+from clipscale.common.units import file_name, run_folder
 from clipscale.config import sections
 from clipscale.config.setting import differing, setting
 
@@ -129,5 +128,5 @@ def check_eval(config: EvalRunConfig) -> Path:
     if folder:
         return folder
     given = "" if config.model.architecture else config.model.name
-    name = re.sub(r"[^\w.-]+", "-", f"{given}-{config.model.weights}").strip("-.")
-    return Path(config.out).expanduser() if config.out else run_folder(f"eval-{name}")
+    name = file_name("-".join(filter(None, ("eval", given, config.model.weights))))
+    return Path(config.out).expanduser() if config.out else run_folder(name)

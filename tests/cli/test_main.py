@@ -100,6 +100,22 @@ def test_a_word_composes_as_typed(cli: Cli, tmp_path: Path, typed: str, composed
     assert list(tmp_path.iterdir()) == [], "nothing is written by composing"
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("samples=1k", "samples=768"), ("data.captions=[txt]", "data.captions=[json:a]"),
+        ("model=vit-b32", "model=tiny"), ("data.train=/a", "data.train=b.tar"), ("run=one", "run=other"),
+        ("data=a.tar batch=2", "data=b.tar"),
+    ],
+)  # fmt: skip
+def test_of_a_value_given_twice_the_last_counts_with_a_line(cli: Cli, before: str, after: str) -> None:
+    """As in Hydra: a script's words, and what is typed after them."""
+    _, out, err = cli("train", *before.split(), after, "--cfg", "job")
+    _, alone, silent = cli("train", *(word for word in before.split() if word[:3] == "bat"), after, "--cfg", "job")
+    assert out == alone
+    assert after.partition("=")[2] in err and err.count("\n") == silent.count("\n") + 1
+
+
 def test_a_folder_is_data_by_its_bare_name_unless_a_preset_has_it(cli: Cli, tmp_path: Path) -> None:
     for name in ("mine", "demo"):
         (tmp_path / name).mkdir()

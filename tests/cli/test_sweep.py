@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from clipscale.cli import compose
 from clipscale.cli.main import main
 from clipscale.cli.sweep import folder_name
+from clipscale.common import files
 from clipscale.common.errors import StoppedError, UserError
 from clipscale.config.train import TrainConfig
 from tests.cli.conftest import Cli
@@ -61,6 +63,38 @@ def test_values_of_texts_and_hydras_ranges_are_swept(trained: list[TrainConfig],
     assert Path(trained[0].run).parent.name.startswith("sweep-")
 
 
+@pytest.mark.parametrize(("word", "values"), files.read_yaml(Path(__file__).with_name("swept.yaml")).items())
+def test_a_word_of_a_sweep_has_the_values_that_hydra_reads(word: str, values: list) -> None:
+    """And each run a folder of its own."""
+    runs = compose.combinations(["data.train=x.tar", word], None)
+    section, _, name = word.partition("=")[0].rpartition(".")
+    swept = [getattr(getattr(config, section) if section else config, name) for _, config in runs]
+    assert [[*value] if isinstance(value, tuple) else value for value in swept] == values
+    assert len({folder_name(words) for words, _ in runs}) == len(values)
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["data.filter=similarity>=0.5,similarity<=0.5", "data.train={0}/a/b.tar,{0}/a-b.tar", "data.same=a-,a"],
+)
+def test_no_two_runs_share_a_folder_or_a_copy(
+    trained: list[TrainConfig], shards: str, tmp_path: Path, word: str
+) -> None:
+    for path in ("a/b.tar", "a-b.tar"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).symlink_to(shards.replace("{0..1}", "0"))
+    train = () if "data.train" in word else (f"data.train={shards}",)
+    assert main(("train", "-m", *TINY, *train, "run=s", "checkpoint.copy=s3://b/c", word.format(tmp_path))) == 0
+    assert len({config.run for config in trained}) == len({config.checkpoint.copy for config in trained}) == 2
+
+
+def test_runs_that_would_share_a_folder_are_refused(trained: list[TrainConfig], shards: str, capsys: Cap) -> None:
+    """A field of that name, and no field."""
+    assert main(("train", "-m", *TINY, f"data.train={shards}", "run=s", "data.same='null',null")) == 2
+    assert trained == []
+    assert "runs/s/data.same=null" in capsys.readouterr().err
+
+
 def test_a_wrong_combination_ends_the_sweep_before_it_begins(trained: list[TrainConfig], shards: str) -> None:
     assert main(("train", "-m", *TINY, f"data.train={shards}", "batch=16,0")) == 2
     assert trained == []
@@ -86,7 +120,7 @@ def test_a_signal_ends_the_sweep(trained: list[TrainConfig], shards: str) -> Non
 
 def test_a_runs_folder_is_named_after_its_values_and_safe() -> None:
     assert folder_name(["model=vit-b32", "batch=64k"]) == "model=vit-b32,batch=64k"
-    assert folder_name(["data.train='/a/{0..9}.tar'"]) == "data.train=-a-0..9-.tar"
+    assert folder_name(["data.train='/a/{0..9}.tar'"]).startswith("data.train=-a-0..9-.tar-")
     assert folder_name([]) == "0"
     long = [f"key{i}=value" for i in range(50)]
     assert len(folder_name(long)) <= 100

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clipscale.common import files
-from clipscale.common.units import format_bytes, format_count, nearest, parse_count, run_folder, split, unused
+from clipscale.common.units import file_name, format_bytes, format_count, nearest, parse_count, run_folder, unused
 
 TABLES = files.read_yaml(Path(__file__).with_name("units.yaml"))
 
@@ -37,11 +37,6 @@ def test_the_nearest_names_go_by_the_whole_by_the_last_part_and_by_the_beginning
     assert nearest("zzz", names) == ""
 
 
-@pytest.mark.parametrize(("text", "parts"), TABLES["parts"].items())
-def test_commas_inside_of_brackets_and_quotes_split_nothing(text: str, parts: list[str]) -> None:
-    assert split(text) == parts
-
-
 def test_a_plain_name_lies_under_runs_and_a_path_is_itself() -> None:
     assert run_folder("b32") == Path("runs/b32")
     assert run_folder("/scratch/b32") == Path("/scratch/b32")
@@ -54,6 +49,13 @@ def test_a_taken_folder_gets_a_number(tmp_path: Path) -> None:
     folder.mkdir()
     (tmp_path / "run-2").mkdir()
     assert unused(folder) == tmp_path / "run-3"
+
+
+@pytest.mark.parametrize("other", ["a/c", "a-b", "a:b", "a/b/", "a//b", "a" * 200, "a" * 201, ".", "-"])
+def test_a_files_name_is_safe_and_of_one_text_alone(other: str) -> None:
+    name = file_name(other)
+    assert len(name) <= 100 and Path(name).name == name and name != file_name("a/b")
+    assert file_name("seed=1,optim.lr=1e-4") == "seed=1,optim.lr=1e-4"
 
 
 @pytest.mark.parametrize(("count", "text"), TABLES["bytes"].items())
