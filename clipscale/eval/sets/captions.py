@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from operator import itemgetter
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
@@ -18,17 +18,31 @@ from clipscale.eval.sets.prompts import stripped
 Captions = Mapping[str, Sequence[str]]
 
 
+class Entry(NamedTuple):
+    """What a caption file says of an image."""
+
+    name: str
+    captions: Sequence[str]
+    # Of Karpathy's; empty: the file has no splits.
+    split: str = ""
+
+
 def load(file: Path) -> RetrievalSet:
     """COCO's caption annotations, or Karpathy's split (images marked `test`). Raises UserError."""
     return with_images(file, read(file))
 
 
 def read(file: Path) -> Captions:
-    """What a caption file says. Raises UserError for another JSON."""
+    """What a caption file says of the images to evaluate on. Raises UserError for another JSON."""
+    return {entry.name: entry.captions for entry in entries(file) if entry.split in ("", "test")}
+
+
+def entries(file: Path) -> list[Entry]:
+    """What a caption file says of every image. Raises UserError for another JSON."""
     try:
         record = files.read_json(file)
-        pairs = _karpathy(record) if "sentences" in record["images"][0] else _coco(record)
-        return {name: stripped(texts) for name, texts in pairs}
+        found = _karpathy(record) if "sentences" in record["images"][0] else _coco(record)
+        return [entry._replace(captions=stripped(entry.captions)) for entry in found]
     except (AttributeError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise UserError(f"eval.sets: {file} is neither COCO's caption JSON nor Karpathy's ({error!r})") from error
 
@@ -58,19 +72,18 @@ def with_images(file: Path, captions: Captions, folder: Path | None = None) -> R
     )
 
 
-def _karpathy(record: Record) -> Iterator[tuple[str, list[str]]]:
+def _karpathy(record: Record) -> Iterator[Entry]:
     for image in record["images"]:
-        if image["split"] == "test":
-            name = PurePosixPath(image.get("filepath", "")) / image["filename"]
-            yield str(name), [sentence["raw"] for sentence in image["sentences"]]
+        name = PurePosixPath(image.get("filepath", "")) / image["filename"]
+        yield Entry(str(name), [sentence["raw"] for sentence in image["sentences"]], str(image["split"]))
 
 
-def _coco(record: Record) -> Iterator[tuple[str, list[str]]]:
+def _coco(record: Record) -> Iterator[Entry]:
     texts: dict[Any, list[str]] = {image["id"]: [] for image in record["images"]}
     for annotation in record["annotations"]:
         texts[annotation["image_id"]].append(annotation["caption"])
     for image in record["images"]:
-        yield image["file_name"], texts[image["id"]]
+        yield Entry(image["file_name"], texts[image["id"]])
 
 
 def _images_of(file: Path, names: Sequence[str], folder: Path | None) -> list[Path]:

@@ -28,7 +28,7 @@ from clipscale.data.decode import Picture, text_of
 from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError
 from clipscale.data.shards import index
 from clipscale.data.shards.addresses import hash64, utf8
-from clipscale.tools.data.pairs import Pair, pairs_of, tables_of
+from clipscale.tools.data.pairs import SPLIT, Pair, pairs_of, tables_of
 from clipscale.tools.data.places import read, resolved
 from clipscale.tools.data.settings import PackSettings
 from clipscale.tools.data.tables import TABLES
@@ -75,8 +75,8 @@ def main(words: Sequence[str], settings: PackSettings) -> int:
     root = resolved(settings.root) if settings.root else ""
     columns = [table.columns for table in tables]
     out = prepared(path, settings.out, asdict(settings) | {"root": root, "columns": columns})
-    notes = packed(pairs_of(path, tables, root), settings, out)
-    report(words[0], out, notes, "rows" if tables else "files")
+    notes = packed(pairs_of(path, tables, root, settings.splits), settings, out)
+    report(words[0], out, notes, "rows" if tables else "files" if path.is_dir() else "images")
     return 0
 
 
@@ -88,8 +88,7 @@ def report(source: str, out: Path, notes: Sequence[Note], what: str) -> None:
         for reason, names in note["left_out"].items():
             left_out.setdefault(reason, []).extend(names)
     reasons = "; ".join(
-        f"{len(names):,} {reason} (such as {names[0][:80]}{REMEDIES.get(reason, '')})"
-        for reason, names in left_out.items()
+        f"{len(names):,} {reason} (such as {names[0][:80]}{remedy(reason)})" for reason, names in left_out.items()
     )
     counts = [f"read {sum(note['read'] for note in notes):,} {what}: "]
     for side, part in PARTS.items():
@@ -106,6 +105,12 @@ def report(source: str, out: Path, notes: Sequence[Note], what: str) -> None:
     if reasons:
         say(f"left out: {reasons}; {out}/parts/*.json lists them")
     say(f"{''.join(counts)}{sum(map(len, left_out.values())):,} left out")
+
+
+def remedy(reason: str) -> str:
+    if reason.startswith(SPLIT):
+        return f"; 'splits=[{reason.removeprefix(SPLIT)}]' packs them"
+    return REMEDIES.get(reason, "")
 
 
 def prepared(source: Path, folder: str, settings: Record) -> Path:

@@ -14,6 +14,8 @@ from clipscale.tools.data.tables import TABLES, Table, json_rows, open_table
 
 # Hugging Face's imagefolder.
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+# Begins the reason why an image of another split is left out.
+SPLIT = "split_"
 
 
 class Pair(NamedTuple):
@@ -62,12 +64,12 @@ def is_coco(file: Path) -> bool:
     return first is None or ("images" in first and not {"annotations", "dataset"}.isdisjoint(first))
 
 
-def pairs_of(path: Path, tables: Sequence[Table], root: str) -> Iterator[Pair]:
+def pairs_of(path: Path, tables: Sequence[Table], root: str, splits: Sequence[str] = ("train",)) -> Iterator[Pair]:
     """The pairs of a source with these tables. `root`: below which links and tables may name files; empty: the folder
-    of each. Raises UserError for a file that cannot be read to its end."""
+    of each. `splits`: of Karpathy's. Raises UserError for a file that cannot be read to its end."""
     if tables:
         return (pair for table in tables for pair in of_table(table, root))
-    return of_folder(path, root) if path.is_dir() else of_coco(path, root)
+    return of_folder(path, root) if path.is_dir() else of_coco(path, root, splits)
 
 
 def of_folder(folder: Path, root: str) -> Iterator[Pair]:
@@ -88,17 +90,29 @@ def of_folder(folder: Path, root: str) -> Iterator[Pair]:
             yield Pair(str(path.relative_to(folder)), named, [], {}, broken=reason)
 
 
-def of_coco(file: Path, root: str) -> Iterator[Pair]:
-    """COCO's caption annotations, or Karpathy's test split, with the pictures in a folder beside the file."""
+def of_coco(file: Path, root: str, splits: Sequence[str]) -> Iterator[Pair]:
+    """COCO's caption annotations, or these of Karpathy's splits, with the pictures in a folder beside the file. Then
+    the images of his other splits, with the split as the reason why they are left out."""
     from clipscale.eval.sets import captions  # here: it loads torch
 
     try:
-        loaded = captions.load(file)
+        entries = captions.entries(file)
+        chosen: dict[str, list[str]] = {}
+        for entry in entries:
+            if entry.split in ("", *splits):
+                chosen.setdefault(entry.name, []).extend(entry.captions)
+        if not chosen:
+            there = ",".join(dict.fromkeys(entry.split for entry in entries))
+            raise UserError(f"{file} has no image of the splits {', '.join(splits)}; choose among 'splits=[{there}]'")
+        loaded = captions.with_images(file, chosen)
     except UserError as error:
         raise UserError(str(error).removeprefix("eval.sets: ")) from error
     root = root or str(file.parent.parent.resolve())
     for image, texts in zip(loaded.images, loaded.answers):
         yield Pair(image.path.name, Place(str(image.path), "", root), [*texts], {})
+    for entry in entries:
+        if entry.split not in ("", *splits):
+            yield Pair(entry.name, Place("", "", root), [], {}, broken=f"{SPLIT}{entry.split}")
 
 
 def of_table(table: Table, root: str) -> Iterator[Pair]:

@@ -64,6 +64,9 @@ class PackSettings:
         "Most pixels of a picture's shorter side; larger ones become JPEGs of this size; null: bytes are copied.",
         least=1,
     )
+    splits: list[str] = setting(
+        ["train", "restval"], "Of Karpathy's `dataset_coco.json` and `dataset_flickr30k.json` what is packed."
+    )
     holdout: HoldoutSettings = field(default_factory=HoldoutSettings)
 
 

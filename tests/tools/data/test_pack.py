@@ -244,6 +244,31 @@ def test_several_captions_and_other_columns_are_kept(pictures: Path, tmp_path: P
     assert fields["score"] == 0.5 and fields["source"] == "deep/red.png" and "x" not in fields
 
 
+@pytest.mark.parametrize(
+    ("words", "chosen", "left_out"),
+    [
+        ([], "train restval", {"split_val": 1, "split_test": 2}),
+        (["splits=[test,val]"], "test val", {"split_train": 1, "split_restval": 1}),
+    ],
+)
+def test_of_karpathys_splits_those_of_training_are_packed(
+    pictures: Path, tmp_path: Path, capsys: Cap, words: list[str], chosen: str, left_out: dict[str, int]
+) -> None:
+    of = dict(zip(paths(pictures), ["test", "train", "restval", "val", "test"]))
+    images = [
+        {"filepath": "deep", "filename": path[5:], "split": split, "sentences": [{"raw": split}, {"raw": "again"}]}
+        for path, split in of.items()
+    ]
+    (pictures / "dataset_flickr30k.json").write_text(json.dumps({"images": images, "dataset": "flickr30k"}))
+    pairs, reasons = packed(pictures / "dataset_flickr30k.json", tmp_path / "out", *words)
+    assert pairs == {path[5:]: split for path, split in of.items() if split in chosen.split()}
+    assert reasons == left_out
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1] == f"read 5 images: {len(pairs)} packed, {5 - len(pairs)} left out"
+    assert pack_to(tmp_path / "more", pictures / "dataset_flickr30k.json", "splits=[dev]") == 2
+    assert "choose among 'splits=[test,train,restval,val]'" in capsys.readouterr().err
+
+
 def sides(out: Path) -> tuple[list[dict], list[dict]]:
     """The held-out pairs, and those to train on: the fields of their JSON and the picture's bytes."""
     return tuple(
