@@ -72,6 +72,8 @@ def main(words: Sequence[str], settings: PackSettings) -> int:
         say(f"{', '.join(splits)} become one set; pack each of them by itself to keep them apart")
     if tables:
         say(f"columns: {', '.join(tables[0].columns)}")
+    for remark in dict.fromkeys(remark for table in tables for remark in table.remarks):
+        say(remark)
     root = resolved(settings.root) if settings.root else ""
     columns = [table.columns for table in tables]
     out = prepared(path, settings.out, asdict(settings) | {"root": root, "columns": columns})

@@ -131,7 +131,7 @@ def of_table(table: Table, root: str) -> Iterator[Pair]:
             group = str(values.get(table.by) or "")
             pair = Pair(f"{table.file.name}:{number}", base, captions, fields, group=group)
             if isinstance(place, Cell):
-                yield pair._replace(place=place)
+                yield pair._replace(place=place._replace(base=base))
             elif isinstance(place, str) and place.strip():
                 yield pair._replace(name=place.strip(), place=base._replace(name=place.strip()))
             else:

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import fsspec
 
 from clipscale.common.errors import UserError
-from clipscale.data.sample import MAX_IMAGE_BYTES, BrokenSampleError
+from clipscale.data.sample import LONGEST_NAME, MAX_IMAGE_BYTES, BrokenSampleError
 from clipscale.data.shards.store import first_bytes
 from clipscale.data.shards.subset import parquet_file
+from clipscale.tools.data.separated import PICTURE
 
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 WEB = ("http://", "https://")
@@ -42,13 +43,15 @@ class Cell(NamedTuple):
     # The row in it.
     row: int
     column: str
+    # Where a path that stands there leads from.
+    base: Place | None = None
 
 
 def read(place: Place | Cell, most: int = MAX_IMAGE_BYTES) -> bytes:
     """The bytes at a place. Raises BrokenSampleError `unreadable_file`, `windows_path`, `outside_root`, `no_image`,
     `too_large`."""
     try:
-        data = cell_bytes(place) if isinstance(place, Cell) else bytes_at(place, most + 1)
+        data = cell_bytes(place, most + 1) if isinstance(place, Cell) else bytes_at(place, most + 1)
     except BrokenSampleError:
         raise
     except Exception as error:  # of many kinds, by the scheme
@@ -96,13 +99,19 @@ def resolved(root: str) -> str:
     return str(folder)
 
 
-def cell_bytes(cell: Cell) -> Any:
+def cell_bytes(cell: Cell, most: int) -> Any:
+    """A picture in a cell, or the one whose path it holds."""
     column = column_of(cell.file, cell.group, cell.column)
     if cell.row < column.first:
         column_of.cache_clear()
         column = column_of(cell.file, cell.group, cell.column)
     value = column.cell(cell.row).as_py()
-    return value.get("bytes") if isinstance(value, dict) else value  # Hugging Face's struct of bytes and path
+    if isinstance(value, dict):  # Hugging Face's
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, bytes) and len(value) <= LONGEST_NAME:  # a path, written by what knows no type of texts
+        text = value.decode("utf-8", "replace").strip()
+        value = text if PICTURE.fullmatch(text) else value
+    return bytes_at(cell.base._replace(name=value), most) if cell.base and isinstance(value, str) else value
 
 
 class Column:
@@ -110,7 +119,7 @@ class Column:
 
     def __init__(self, file: str, group: int, name: str) -> None:
         batches = parquet_file(file).iter_batches(BATCH, row_groups=[group], columns=[name], use_threads=False)
-        self.batches = (batch[name] for batch in batches)
+        self.batches = (batch.columns[-1] for batch in batches)  # the last of this name
         self.cells: Sequence[Any] = ()
         # The row of the first cell in memory.
         self.first = 0

@@ -5,6 +5,7 @@ A row is its number and its values by column, or None where it cannot be used: o
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
@@ -17,7 +18,7 @@ from clipscale.common.record import Record
 from clipscale.data.decode import encoding_of, json_fields
 from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError
 from clipscale.data.shards.subset import parquet_file
-from clipscale.tools.data.places import BATCH, Cell
+from clipscale.tools.data.parquet import parquet_rows, unread_columns
 from clipscale.tools.data.separated import PICTURE, Separated, header_values
 
 # Names of the column of pictures and of that of captions.
@@ -43,6 +44,8 @@ class Table(NamedTuple):
     rows: Callable[[], Rows]
     # The column whose values stay on one side of the holdout; empty: none.
     by: str = ""
+    # What is to be said of its columns.
+    remarks: Sequence[str] = ()
 
 
 def open_table(file: Path, columns: list[str] | None, by: str | None = None) -> Table:
@@ -62,13 +65,20 @@ def open_table(file: Path, columns: list[str] | None, by: str | None = None) -> 
             given = ", ".join(names[:MOST_NAMES]) + ", ..." * (len(names) > MOST_NAMES) or "none"
             remedy = "give one of them, holdout.by=COLUMN" if name == by else "give 'columns=[IMAGE,CAPTION]'"
             raise UserError(f"{file.name} has no column {name!r}; it has {given}: {remedy}")
+    remarks = [f"column {name!r} is given twice; the last one counts" for name in repeated(names)]
     if suffix == ".parquet":
-        rows = partial(parquet_rows, file)
+        wanted = [*chosen, *([by] if by else [])]
+        remarks += [f"not read: {each}" for each in unread_columns(file, wanted)]
+        rows: Callable[[], Rows] = partial(parquet_rows, file, wanted)
     elif suffix in SEPARATED:
         rows = partial(separated_rows, file, Separated(separator, names, chosen[0]), headed=names == first)
     else:
         rows = partial(json_rows, file)
-    return Table(file, chosen, rows, by or "")
+    return Table(file, chosen, rows, by or "", remarks)
+
+
+def repeated(names: Sequence[str]) -> list[str]:
+    return [name for name, count in Counter(names).items() if name and count > 1]
 
 
 def chosen_columns(names: Sequence[str], columns: list[str] | None) -> list[str]:
@@ -148,17 +158,3 @@ def json_rows(file: Path) -> Rows:
                 yield number, json_fields(line)
         except BrokenSampleError:
             yield number, None
-
-
-def parquet_rows(file: Path) -> Rows:
-    """Binary columns and structs are not read: a row has their cell."""
-    table = parquet_file(file)
-    schema = table.schema_arrow
-    inside = [f.name for f in schema if str(f.type).startswith(("struct", "binary", "large_binary"))]
-    number = 0
-    names = [name for name in schema.names if name not in inside]
-    for group in range(table.num_row_groups):
-        batches = table.iter_batches(BATCH, row_groups=[group], columns=names)
-        for row, values in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches)):
-            yield number, values | {name: Cell(str(file), group, row, name) for name in inside}
-            number += 1

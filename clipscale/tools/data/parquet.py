@@ -1,0 +1,96 @@
+"""The rows of Parquet tables: texts, numbers and lists of them. Pictures inside are left for later, by their cells.
+
+A text is read as bytes and decoded here: pyarrow would end the table at the first one that is no UTF-8.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from clipscale.common.errors import UserError
+from clipscale.common.record import Record
+from clipscale.data.shards.subset import parquet_file
+from clipscale.tools.data.places import BATCH, Cell
+
+
+def unread_columns(file: Path, chosen: Sequence[str]) -> list[str]:
+    """The columns that are not read, with their types. Raises UserError if one of the chosen, of which the first is the
+    picture's, is among them."""
+    unread = []
+    for field in parquet_file(file).schema_arrow:
+        wanted = field.name in chosen
+        if not (bytes_type(field.type, wanted) or (field.name == chosen[0] and is_picture(field.type))):
+            if wanted:
+                raise UserError(
+                    f"{file}: column {field.name!r} holds {str(field.type)[:80]}, which is neither texts nor pictures; "
+                    "write them to a column of their own"
+                )
+            unread.append(f"{field.name} ({str(field.type)[:80]})")
+    return unread
+
+
+def bytes_type(kind: Any, wanted: bool = False) -> Any:
+    """The type as which a column is read, with bytes in the place of texts; None if it is not. `wanted`: its bytes are
+    texts."""
+    from pyarrow import binary, binary_view, large_binary, large_list, list_, types
+
+    if types.is_dictionary(kind):
+        return bytes_type(kind.value_type, wanted)
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        inner = bytes_type(kind.value_type, wanted)
+        return inner and (large_list if types.is_large_list(kind) else list_)(inner)
+    if wanted and is_bytes(kind):
+        return kind
+    texts = {types.is_string: binary, types.is_large_string: large_binary, types.is_string_view: binary_view}
+    for is_text, as_bytes in texts.items():
+        if is_text(kind):
+            return as_bytes()
+    return kind if types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) else None
+
+
+def is_bytes(kind: Any) -> bool:
+    from pyarrow import types
+
+    forms = (types.is_binary, types.is_large_binary, types.is_fixed_size_binary, types.is_binary_view)
+    return any(is_form(kind) for is_form in forms)
+
+
+def is_picture(kind: Any) -> bool:
+    """Whether cells of this type hold pictures: as bytes, or as Hugging Face's struct of bytes and path."""
+    from pyarrow import types
+
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    return is_bytes(kind) or bool(types.is_struct(kind))
+
+
+def parquet_rows(file: Path, chosen: Sequence[str]) -> Iterator[tuple[int, Record]]:
+    """The rows, with a Cell for a picture that lies inside. `chosen`: the columns that are wanted, of which the first
+    is the picture's."""
+    table = parquet_file(file)
+    types = {field.name: field.type for field in table.schema_arrow}
+    image = chosen[0]
+    inside = is_picture(types[image])
+    kinds = {name: bytes_type(kind, name in chosen) for name, kind in types.items() if not (inside and name == image)}
+    names = [name for name, kind in kinds.items() if kind is not None]
+    number = 0
+    for group in range(table.num_row_groups):
+        batches = table.iter_batches(BATCH, row_groups=[group], columns=names)
+        for row, values in enumerate(chain.from_iterable(records(batch, kinds) for batch in batches)):
+            yield number, values | ({image: Cell(str(file), group, row, image)} if inside else {})
+            number += 1
+
+
+def records(batch: Any, kinds: Record) -> list[Record]:
+    """A batch of rows."""
+    columns = [column.cast(kinds[name]).to_pylist() for name, column in zip(batch.schema.names, batch.columns)]
+    if not columns:
+        return [{}] * batch.num_rows
+    return [dict(zip(batch.schema.names, map(decoded, row))) for row in zip(*columns)]
+
+
+def decoded(value: Any) -> Any:
+    """Texts in the place of bytes; those that are no UTF-8 become lone surrogates, as in other tables."""
+    if isinstance(value, list):
+        return [decoded(each) for each in value]
+    return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else value
