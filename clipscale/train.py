@@ -4,6 +4,7 @@ This is one process's part; the command line starts the processes.
 """
 
 import math
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -221,7 +222,7 @@ class Run:
             folder = self.resolved.folder
             print_results(with_start(results, at_start(folder)), f"{folder.name}, step {self.step}, {config.precision}")
             tell(f"done: {folder} (step {self.step}, loss {self.loss:.4f})")
-            tell(f"clipscale report {config.run} shows it")
+            tell(f"clipscale report {shlex.quote(config.run)} shows it")
         return {"run": str(self.resolved.folder), "step": self.step, "loss": self.loss, "eval": results}
 
     def train_step(self) -> Agreement:

@@ -42,6 +42,13 @@ FIELDS = {
 }  # fmt: skip
 
 
+def test_the_last_line_names_a_run_so_that_it_can_be_pasted(
+    shards: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(small(shards, tmp_path / "my run", samples=12))
+    assert f"clipscale report '{tmp_path}/my run' shows it" in capsys.readouterr().out
+
+
 def test_a_run_learns_and_leaves_its_record(finished: Path) -> None:
     losses = curve(finished)
     assert len(losses) == 10

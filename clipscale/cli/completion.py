@@ -1,16 +1,24 @@
 """`clipscale completion SHELL` prints a script for a shell; with the beginning of a line, the words that may end it."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from clipscale.cli.verbs import FLAGS, VERBS, split_verb
 from clipscale.common import files
 from clipscale.common.errors import UserError
+from clipscale.common.hardware import HARDWARE
 from clipscale.common.units import one_of
+from clipscale.config.libraries import architectures, optimizers_to_complete
 from clipscale.config.presets import default_choices, group_options
 from clipscale.config.setting import settings_of
 
+# The names that a setting takes, where it has no list of choices.
+NAMES: dict[str, Callable[[], Iterable[str]]] = {
+    "hardware": lambda: [*HARDWARE, "cpu"],
+    "model.name": architectures,
+    "optim.name": optimizers_to_complete,
+}
 SCRIPTS: dict[str, str] = files.read_yaml(Path(__file__).with_suffix(".yaml"))
 
 
@@ -24,11 +32,18 @@ def main(words: Sequence[str]) -> int:
     if not line:
         print(SCRIPTS[shell], end="")
         return 0
-    *before, word = re.split(r"(?<!\\) +", line[0])[1:] or [""]  # a blank of a file's name has a backslash
+    *before, typed = re.split(r"(?<!\\) +", line[0])[1:] or [""]  # a blank of a name has a backslash
+    word = re.sub(r"\\(.)", r"\1", typed)
     for found in dict.fromkeys(candidates(before, word)):
         if found.startswith(word):
-            print(found)
+            # zsh and fish quote what they insert
+            print(typed + quoted(found[len(word) :]) if shell == "bash" else found)
     return 0
+
+
+def quoted(text: str) -> str:
+    """The text with a backslash before each character that a shell reads."""
+    return re.sub(r"([^\w@%+=:,./-])", r"\\\1", text)
 
 
 def candidates(before: Sequence[str], word: str) -> Iterable[str]:
@@ -45,8 +60,11 @@ def candidates(before: Sequence[str], word: str) -> Iterable[str]:
     key, equals, _ = word.partition("=")
     if equals:
         typed = word[: max(map(word.rfind, "=,[")) + 1]  # several values are completed one by one
-        values = runs if key in ("run", "model.weights") else presets.get(key, [])
-        return [typed + value for value in (*values, *(declared[key].choices if key in declared else ()))]
+        values = presets.get(key, [])
+        if key in declared:
+            values = [*NAMES[key]()] if key in NAMES else runs if key in ("run", "model.weights") else values
+            values = [*values, *declared[key].choices]
+        return [typed + value for value in values]
     if "RUN" in verb.words and runs:
         return runs
     if verb.words and not word:

@@ -6,6 +6,7 @@ no further.
 
 import os
 import re
+import shlex
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
@@ -56,7 +57,7 @@ def main(name: str, line: Namespace) -> int:
         except (UserError, local.WorkerError) as error:  # which does not end the sweep
             report(error, getattr(error, "details", ""))
             failed.append(name)
-    say(f"done: {folder}; clipscale report {folder} compares its runs")
+    say(f"done: {folder}; clipscale report {shlex.quote(str(folder))} compares its runs")
     for name in failed:
         say(f"error: failed: {name}", error=True)
     return int(bool(failed))

@@ -1,5 +1,6 @@
 """The names that open_clip and timm know. Importing these libraries takes seconds, so their files are read instead."""
 
+import re
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +26,13 @@ def model_description(name: str) -> Record:
     """open_clip's description of a model; empty for a name that it does not know."""
     file = _file("open_clip", f"model_configs/{name.replace('/', '-')}.json")
     return files.read_json(file) if file.is_file() else {}
+
+
+def optimizers_to_complete() -> list[str]:
+    """Names of timm's optimizers by the text of its factory, since a shell asks for them while one types. None where
+    timm has it elsewhere."""
+    file = _file("timm", "optim/_optim_factory.py")
+    return re.findall(r"\bname='(\w+)'", file.read_text(encoding="utf-8")) if file.is_file() else []
 
 
 @cache

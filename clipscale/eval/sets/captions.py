@@ -1,6 +1,7 @@
 """Reads caption files beside their images: COCO's annotations, and Karpathy's splits of COCO and Flickr."""
 
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from operator import itemgetter
@@ -107,7 +108,7 @@ def _images_of(file: Path, names: Sequence[str], folder: Path | None) -> list[Pa
     if others:
         raise UserError(
             f"eval.sets: the images of {file} are in {one} and in {others[0][0]}; give one of the two, as "
-            f"eval.sets={one}"
+            f"eval.sets={shlex.quote(str(one))}"
         )
     return paths
 

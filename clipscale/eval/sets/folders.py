@@ -1,6 +1,7 @@
 """Reads class folders. Their names are class names only where they have words; codes need a file of names."""
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,7 +75,8 @@ def _classnames(root: Path, folders: Sequence[str], *, numbers: bool) -> list[st
     if len(folders) < 2:
         raise UserError(
             f"eval.sets: {root} has one folder of pictures, {', '.join(folders)}, which is no set of classes; give the "
-            f"folder with the classes, or make shards of pictures with texts: clipscale data pack {root} out=DIR"
+            "folder with the classes, or make shards of pictures with texts: clipscale data pack "
+            f"{shlex.quote(str(root))} out=DIR"
         )
     names = _without_numbers(root, folders)
     if reason := _no_names(names):

@@ -3,6 +3,7 @@
 Loading a set notes each image's place, and its label or captions. Images are read when they are evaluated.
 """
 
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -70,7 +71,10 @@ def _load_folder(path: Path) -> EvalSet:
     captioned = {} if tars else captions.found(path)
     if len(captioned) > 1:
         one, other, *_ = captioned
-        raise UserError(f"eval.sets: {path} has the captions {one.name} and {other.name}; give one, as eval.sets={one}")
+        raise UserError(
+            f"eval.sets: {path} has the captions {one.name} and {other.name}; give one, as "
+            f"eval.sets={shlex.quote(str(one))}"
+        )
     if captioned:
         return captions.with_images(*captioned.popitem())
     if "train" in below and below <= NO_NAMES and (held_out := [name for name in HELD_OUT if name in below]):
@@ -84,5 +88,5 @@ def _load_folder(path: Path) -> EvalSet:
     raise UserError(
         f"eval.sets: {path} is none of the known layouts; it needs test/nshards.txt (CLIP_benchmark), shards of pairs "
         f"(*.tar), folders of images ({', '.join(IMAGE_TYPES)}) named after their classes, or one caption JSON; "
-        f"`clipscale data pack {path} out=DIR` makes shards of pictures with texts"
+        f"`clipscale data pack {shlex.quote(str(path))} out=DIR` makes shards of pictures with texts"
     )
