@@ -74,12 +74,13 @@ def test_a_run_learns_and_leaves_its_record(finished: Path) -> None:
 
 
 def test_waiting_for_data_is_a_share_of_the_step(shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first samples take long, and are waited for before the step begins."""
+    """The first samples take long, and are waited for before the step begins; those of the third step within it."""
     decode = TrainTransform.__call__
-    late = chain([0.2] * 12, repeat(0.0))
+    late = chain([0.2] * 12, [0.0] * 12, [0.1] * 12, repeat(0.0))
     monkeypatch.setattr(TrainTransform, "__call__", lambda *given: (time.sleep(next(late)), decode(*given)))
-    train(small(shards, tmp_path / "run", samples=24))
-    assert [record["data_wait_frac"] for record in records(tmp_path / "run") if record["data_wait_frac"] > 1] == []
+    train(small(shards, tmp_path / "run", samples=36))
+    shares = [record["data_wait_frac"] for record in records(tmp_path / "run")]
+    assert max(shares) <= 1 and shares[2] > 0.3, shares
 
 
 @pytest.mark.parametrize("started", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forked", "started"])

@@ -18,6 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from clipscale.common.rng import RandomState
@@ -80,8 +81,8 @@ class GradCache:
         scaler: a gradient scaler for fp16. It scales the loss before the backward pass.
 
     Raises ValueError for chunk sizes below 1, input tensors of unequal length, an encoder whose output has another
-    number of rows than its input, a loss that does not use a representation, and batch normalisation in training mode
-    over more than one chunk, or over several ranks without synchronisation.
+    number of rows than its input, a loss that does not use a representation, batch normalisation in training mode over
+    more than one chunk, or over several ranks without synchronisation, and DDP with static_graph=True.
 
     Dense retrieval with hard negatives, as in the paper's first experiments:
 
@@ -227,6 +228,7 @@ class _Tower:
         trained, self.random_states = self.trained, []
         if trained:
             refuse_batch_norm(self.encoder, len(self.spans))
+            refuse_static_graph(self.encoder)
         on_gpu = isinstance(self.encoder, nn.Module) and any(p.is_cuda for p in self.encoder.parameters())
         self.graphs.start_step(rows, trained * len(self.spans), keep_bytes, measure_graph=measure_graph, on_gpu=on_gpu)
         for i, (start, stop) in enumerate(self.spans):
@@ -306,6 +308,15 @@ def refuse_batch_norm(encoder: Callable[..., Tensor], chunks: int) -> None:
                 f"{what}: over {ranks} ranks it would see only a part of them; synchronise it "
                 "(nn.SyncBatchNorm, on GPUs) or freeze it (.eval())"
             )
+
+
+def refuse_static_graph(encoder: Callable[..., Tensor]) -> None:
+    """Raise ValueError for DDP that has been told that all its passes are alike."""
+    if isinstance(encoder, DistributedDataParallel) and encoder.static_graph:
+        raise ValueError(
+            "DDP with static_graph=True counts one backward pass for each forward pass, but the first pass of a chunk "
+            "has none; leave static_graph out"
+        )
 
 
 class _Rows:

@@ -136,6 +136,20 @@ def test_a_damaged_newest_is_set_aside_for_the_one_before(
     assert checkpoint.checkpoints_of(tmp_path) == [first]
 
 
+@pytest.mark.parametrize("at", [0.2, 0.5, 0.8])
+def test_damage_anywhere_in_a_file_of_several_blocks_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: float
+) -> None:
+    monkeypatch.setattr("clipscale.checkpoint.loading.READ_BYTES", 4096)
+    path = save(tmp_path, 1, {"model": {"w": torch.zeros(5000)}}, keep=0)
+    checkpoint.verify(path)
+    data = bytearray((path / FILES[0]).read_bytes())
+    data[int(at * len(data))] ^= 1
+    (path / FILES[0]).write_bytes(data)
+    with refused(rf"checksum of {FILES[0]} differs"):
+        checkpoint.verify(path)
+
+
 def test_a_run_without_a_whole_checkpoint_does_not_begin_again(tmp_path: Path) -> None:
     for step in (1, 2):
         empty(save(tmp_path, step, some_state(), keep=0) / "meta.json")

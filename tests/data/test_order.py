@@ -75,3 +75,16 @@ def test_a_sources_samples_come_equally_often_whatever_its_shards_hold() -> None
     order = WeightedSources((1.0, 1.0), (0, 0, 1), (200, 20, 5), 4, seed=3).within(0)
     drawn = Counter(next(order.segments(stream, epoch)).shard for stream in range(4) for epoch in range(1000))
     assert set(drawn) == {0, 1} and drawn[0] / 4000 == pytest.approx(0.5, abs=0.03)
+
+
+def test_a_shard_drawn_twice_is_shuffled_twice() -> None:
+    """By two streams at the same draw, and by one stream at two."""
+    order = Resampled((0,), (1000,), 4, seed=3)
+    epochs = [next(order.segments(stream, epoch)).epoch for stream in range(4) for epoch in range(4)]
+    assert len({*epochs}) == 16
+
+
+def test_a_shard_without_samples_is_never_drawn() -> None:
+    """One of unknown count may have some."""
+    order = WeightedSources((1.0,), (0, 0, 0), (0, 5, None), 4, seed=3)
+    assert {next(order.within(0).segments(stream, epoch)).shard for stream in range(4) for epoch in range(50)} == {1, 2}

@@ -138,19 +138,38 @@ def test_bf16_weights_are_gathered_in_bf16_with_the_features_and_gradients_of_au
     assert_same(third["gradients"], second["gradients"], 1e-5)
 
 
-def nested(rank: int, ranks: int) -> float:
-    """The largest difference of a sharded ConvNeXt's output: its stages are repeated, and the blocks in them."""
+class Tied(nn.Module):
+    """Words whose table also is the last layer's weight, as in captioners."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.scores = nn.Embedding(30, 16), nn.Linear(16, 30)
+        self.scores.weight = self.words.weight
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return self.words(tokens), self.scores(self.words(tokens))
+
+
+def unlike(rank: int, ranks: int) -> list[float]:
+    """The largest differences of sharded towers' outputs: of a ConvNeXt, whose stages are repeated, and the blocks in
+    them; and of tied weights under autocast, which rounds one use of them."""
     torch.manual_seed(0)
-    tower = timm.create_model("convnext_atto", num_classes=4, dims=(8, 8, 8, 8), depths=(1, 1, 2, 2)).eval()
-    x = torch.randn(2, 3, 64, 64)
-    plain = tower(x)
-    out = World(rank, ranks, CPU).wrap(tower, "zero3")(x)
+    convnext = timm.create_model("convnext_atto", num_classes=4, dims=(8, 8, 8, 8), depths=(1, 1, 2, 2)).eval()
+    x, tokens = torch.randn(2, 3, 64, 64), torch.arange(6)
+    world, tied = World(rank, ranks, CPU), Tied()
+    expected = convnext(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plain = tied(tokens)
+        words, scores = world.wrap(tied, "zero3", torch.bfloat16)(tokens)
+    out = world.wrap(convnext, "zero3")(x)
     out.sum().backward()
-    return float((out - plain).abs().max())
+    (words.sum() + scores.sum()).backward()
+    return [float((a - b).abs().max()) for a, b in zip((out, words, scores), (expected, *plain))]
 
 
-def test_repeated_blocks_inside_repeated_blocks_are_sharded() -> None:
-    assert max(run_ranks(nested, 2)) < 1e-6
+def test_repeated_blocks_inside_repeated_blocks_are_sharded_and_tied_weights_keep_their_type() -> None:
+    for convnext, words, scores in run_ranks(unlike, 2):
+        assert convnext < 1e-6 and (words, scores) == (0, 0)
 
 
 # Of the bytes for kept graphs, in three steps: one reduction for each tower, and one when its graphs are measured.

@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from clipscale.step.grad_cache import GradCache
 from tests.support.gradients import assert_same, gradients
+from tests.support.ranks import run_ranks
 
 
 class Encoder(nn.Module):
@@ -226,6 +228,20 @@ def test_batch_norm_sees_the_batch_at_once_and_counts_it_once() -> None:
     assert norm.num_batches_tracked == 1
     norm.eval()
     GradCache([m["image"], m["text"]], m["head"], chunks=4).step(*batch(12))
+
+
+def under_static_ddp(rank: int, ranks: int, keep: float) -> str:
+    m = models()
+    m["image"] = DistributedDataParallel(m["image"], static_graph=True)
+    with pytest.raises(ValueError) as refused:
+        GradCache([m["image"], m["text"]], m["head"], chunks=4, keep_bytes=keep).step(*batch(8))
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("keep", [0, math.inf])
+def test_ddp_with_a_static_graph_is_refused(keep: float) -> None:
+    (message,) = run_ranks(under_static_ddp, 1, keep)
+    assert "leave static_graph out" in message
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,15 @@ def test_a_tower_on_the_cpu_is_measured_in_a_process_that_uses_a_gpu(monkeypatch
     assert cache.graph_bytes == size
 
 
+def test_a_graphs_bytes_are_without_the_weights_and_without_views_of_them() -> None:
+    """A linear layer saves its input and its weight, transposed or not."""
+    layer, x = nn.Linear(100, 100), torch.randn(2, 100, requires_grad=True)
+    for function in (layer, lambda x: x @ layer.weight, lambda x: x @ layer.weight.T[:, :50]):
+        with measured_graph() as size:
+            function(x)
+        assert size() == x.nbytes
+
+
 def test_kept_chunks_have_no_second_pass() -> None:
     model, calls = small_model(), []
     image, text = graphs_of(model)

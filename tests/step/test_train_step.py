@@ -1,0 +1,56 @@
+"""What the ranks of a step agree on before they know each other's next batch."""
+
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from clipscale.config.sections import CacheConfig, LaunchConfig
+from clipscale.config.train import TrainConfig
+from clipscale.data.loader import stream
+from clipscale.data.loader.stream import layout_of
+from clipscale.distributed.world import AsyncReduction, World
+from clipscale.step.train_step import Agreement
+from clipscale.train import start_run
+from tests.support.ranks import run_ranks
+from tests.support.runs import small
+
+
+@pytest.mark.parametrize(
+    ("message", "chunks", "save"), [((3, 0, 0), 3, False), ((3, 1, 0), 0, False), ((3, 0, 1), 3, True)]
+)
+def test_the_number_of_text_chunks_is_known_if_each_rank_knows_its_own(
+    message: tuple[int, int, int], chunks: int, save: bool
+) -> None:
+    """The largest of all ranks: chunks, whether one does not know its number, whether one wishes to save."""
+    agreement = Agreement(AsyncReduction(torch.tensor(message)))
+    assert (agreement.chunks, agreement.save) == (chunks, save)
+
+
+def of_a_late_rank(rank: int, world: int, config: TrainConfig) -> tuple[float, int]:
+    """The second step's loss and text chunks, where rank 1's batch had not arrived in the first, and is of longer
+    captions."""
+    with patch.object(stream, "layout_of", lambda *given: replace(layout_of(*given), slots=2 - rank)):
+        run = start_run(config, World(rank, world, torch.device("cpu")))
+    for step in range(2 - rank):
+        run.stream._finish(step)
+    run.train_step()
+    run.trainer.cache.chunks[1] -= rank
+    run.train_step()
+    run.stream.close()
+    return run.loss, len(run.trainer.cache._towers[1].spans)
+
+
+@pytest.mark.slow
+def test_ranks_make_equally_many_text_chunks_where_one_did_not_know_its_number(shards: str, tmp_path: Path) -> None:
+    config = small(
+        shards,
+        tmp_path / "run",
+        precision="fp32",
+        launch=LaunchConfig(parallel="zero3"),
+        cache=CacheConfig(chunk=["6", "2"]),
+    )
+    (loss, chunks), (other, same) = run_ranks(of_a_late_rank, 2, config)
+    assert loss == other and chunks == same == 6
