@@ -17,7 +17,7 @@ from clipscale.common.record import Record
 from clipscale.config.secrets import hidden
 
 PACKAGES = (
-    "torch", "triton", "torchvision", "open_clip_torch", "timm", "webdataset", "numpy", "pillow", "hydra-core", "wandb",
+    "torch", "triton", "torchvision", "open_clip_torch", "timm", "numpy", "pillow", "hydra-core", "wandb",
 )  # fmt: skip
 # Beginnings of the environment variables that affect a run.
 VARIABLES = ("NCCL_", "OMP_", "GOMP_", "CUDA_VISIBLE", "SLURM_JOB_ID")

@@ -1,24 +1,34 @@
-"""Writes tar shards with webdataset.
+"""Writes tar shards.
 
 Their bytes depend on the samples alone. A shard gets its name when it is complete.
 """
 
-from collections.abc import Iterator
+import io
+import tarfile
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-
-from webdataset import TarWriter
+from typing import Any
 
 from clipscale.common.files import replacing
 
 
+class ShardWriter:
+    def __init__(self, tar: tarfile.TarFile) -> None:
+        self._tar = tar
+
+    def write(self, sample: Mapping[str, Any]) -> None:
+        """Add a sample: `__key__`, and the bytes of its members by extension."""
+        for extension in sorted(sample.keys() - {"__key__"}):
+            data = sample[extension]
+            # no time and no owner: they would differ between two runs
+            member = tarfile.TarInfo(f"{sample['__key__']}.{extension}")
+            member.size = len(data)
+            self._tar.addfile(member, io.BytesIO(data))
+
+
 @contextmanager
-def shard_writer(path: Path) -> Iterator[TarWriter]:
-    """A writer of samples (`__key__`, and bytes by extension) to `path`. After an exception there is no file. Raises
-    OSError if it cannot be written."""
-    with (
-        replacing(path) as file,
-        # no time and no owner: they would differ between two runs; keep_meta: extensions may begin with `_`
-        TarWriter(file, user="", group="", mode=0o644, mtime=0, encoder=False, keep_meta=True) as writer,
-    ):
-        yield writer
+def shard_writer(path: Path) -> Iterator[ShardWriter]:
+    """A writer of samples to `path`. After an exception there is no file. Raises OSError if it cannot be written."""
+    with replacing(path) as file, tarfile.open(fileobj=file, mode="w|") as tar:
+        yield ShardWriter(tar)

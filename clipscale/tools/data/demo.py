@@ -5,17 +5,22 @@ Every picture is a pure function of (split, index).
 
 import io
 import json
+import multiprocessing
+import signal
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from random import Random
 
 from clipscale.common import files
+from clipscale.common.hardware import cores
 from clipscale.common.terminal import say, tracked
+from clipscale.data.shards.writer import shard_writer
 from clipscale.tools.data import scenes
 
-# A sample as webdataset's writer takes it: `__key__`, and bytes by extension.
+# A sample as `shard_writer` takes it: `__key__`, and bytes by extension.
 Sample = dict[str, str | bytes]
 
 # Goes up with every change of pictures, captions or layout.
@@ -52,24 +57,47 @@ def main(_: object = None) -> None:
     """Render the set in the user's cache unless it is there, and print where it is."""
     root = user_folder()
     if not root.exists():
-        render_demo(root)
+        render_demo(root, processes=cores())
     say(f"the demo set is in {root}; data=demo takes it")
 
 
-def render_demo(root: Path, train_samples: int = 20_000) -> None:
+def render_demo(root: Path, train_samples: int = 20_000, processes: int = 1) -> None:
     """Write the set to the new folder `root`, complete or not at all. Raises UserError if it cannot be written."""
     with files.reported("the demo set cannot be written", root, "remove what is there, or set XDG_CACHE_HOME"):
         root.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{root.name}-", dir=root.parent) as temporary:
             new = Path(temporary) / "new"
-            _write_all(new, train_samples)
+            _write_training(new / "train", train_samples, processes)
+            _write_test_sets(new)
             new.rename(root)
 
 
-def _write_all(root: Path, train_samples: int) -> None:
-    train = tracked(_train(train_samples), "rendering pictures", train_samples)
-    for number in range(TRAIN_SHARDS):
-        _write_shard(root / f"train/{number:05d}.tar", islice(train, -(-train_samples // TRAIN_SHARDS)))
+def _write_training(folder: Path, count: int, processes: int) -> None:
+    size = -(-count // TRAIN_SHARDS)
+    folder.mkdir(parents=True)
+    write = partial(_write_training_shard, folder, size, count)
+    if processes == 1:
+        for number in range(TRAIN_SHARDS):
+            write(number)
+        return
+    # spawn: the caller may hold threads and locks. Ctrl-C is heard here alone.
+    context = multiprocessing.get_context("spawn")
+    quiet = signal.SIGINT, signal.SIG_IGN
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=signal.signal, initargs=quiet) as pool:
+        try:
+            for _ in tracked(pool.map(write, range(TRAIN_SHARDS)), "rendering shards", TRAIN_SHARDS):
+                pass
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _write_training_shard(folder: Path, size: int, count: int, number: int) -> None:
+    """Write the shard of a number, of `size` of all `count` samples."""
+    _write_shard(folder / f"{number:05d}.tar", map(_train, range(count)[number * size : (number + 1) * size]))
+
+
+def _write_test_sets(root: Path) -> None:
     texts = {
         "classnames.txt": "".join(f"{colour} {shape}\n" for colour, shape in scenes.CLASSES),
         "zeroshot_classification_templates.txt": "\n".join(scenes.TEMPLATES) + "\n",
@@ -86,24 +114,21 @@ def _write_test_set(folder: Path, samples: Iterable[Sample], texts: dict[str, st
 
 
 def _write_shard(path: Path, samples: Iterable[Sample]) -> None:
-    from clipscale.data.shards.writer import shard_writer  # webdataset loads torch
-
     path.parent.mkdir(parents=True, exist_ok=True)
     with shard_writer(path) as writer:
         for sample in samples:
             writer.write(sample)
 
 
-def _train(count: int) -> Iterator[Sample]:
-    for index in range(count):
-        rng = Random(f"train/{index}")
-        scene = scenes.compose(rng, rng.choices(*zip(*TRAIN_MIX.items()))[0])
-        words = scenes.caption(scene, rng)
-        # JPEG like web data, at a quality and chroma resolution that leave 30 pixels readable
-        picture = _encode(scene, rng, "JPEG", quality=95, subsampling=0)
-        key = f"{index:09d}"
-        record = {"caption": words, "key": key, "status": "success", "width": scenes.SIDE, "height": scenes.SIDE}
-        yield {"__key__": key, "jpg": picture, "txt": words.encode(), "json": json.dumps(record).encode()}
+def _train(index: int) -> Sample:
+    rng = Random(f"train/{index}")
+    scene = scenes.compose(rng, rng.choices(*zip(*TRAIN_MIX.items()))[0])
+    words = scenes.caption(scene, rng)
+    # JPEG like web data, at a quality and chroma resolution that leave 30 pixels readable
+    picture = _encode(scene, rng, "JPEG", quality=95, subsampling=0)
+    key = f"{index:09d}"
+    record = {"caption": words, "key": key, "status": "success", "width": scenes.SIDE, "height": scenes.SIDE}
+    return {"__key__": key, "jpg": picture, "txt": words.encode(), "json": json.dumps(record).encode()}
 
 
 def _objects(split: str, kinds: Sequence[scenes.Kind]) -> Iterator[Sample]:

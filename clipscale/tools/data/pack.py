@@ -28,6 +28,7 @@ from clipscale.data.decode import Picture, text_of
 from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError
 from clipscale.data.shards import index
 from clipscale.data.shards.addresses import hash64, utf8
+from clipscale.data.shards.writer import shard_writer
 from clipscale.tools.data.pairs import SPLIT, Pair, pairs_of, tables_of
 from clipscale.tools.data.places import read, resolved
 from clipscale.tools.data.settings import PackSettings
@@ -199,7 +200,7 @@ def captions_of(pair: Pair) -> list[str]:
 
 
 def sample_of(number: int, pair: Pair, captions: list[str], data: bytes, side: int | None) -> Record:
-    """A sample as webdataset's writer takes it. Its picture has been decoded once. Raises BrokenSampleError."""
+    """A sample as `shard_writer` takes it. Its picture has been decoded once. Raises BrokenSampleError."""
     picture = Picture(data, math.inf)
     pixels = picture.decode()
     kind = picture.type
@@ -250,8 +251,6 @@ class Shards:
 
     def _begin(self) -> None:
         """End the shard that is being written, and begin another one."""
-        from clipscale.data.shards.writer import shard_writer  # here: webdataset loads torch
-
         self._open.close()
         self._shard = f"{self._name}_{len(self.sizes)}.tar" if self.sizes else f"{self._name}.tar"
         self._writer = self._open.enter_context(shard_writer(self._folder / self._shard))

@@ -48,9 +48,9 @@ def digests(root: Path) -> dict:
 
 
 def test_the_bytes_are_always_the_same(few: None, tmp_path: Path) -> None:
-    for name in ("one", "again"):
-        demo.render_demo(tmp_path / name, 64)
-    assert digests(tmp_path / "one") == digests(tmp_path / "again")
+    for processes in (1, 2):
+        demo.render_demo(tmp_path / str(processes), 64, processes)
+    assert digests(tmp_path / "1") == digests(tmp_path / "2")
 
 
 def test_training_renders_the_set_that_is_missing(
@@ -58,7 +58,7 @@ def test_training_renders_the_set_that_is_missing(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     render = demo.render_demo
-    monkeypatch.setattr(demo, "render_demo", lambda root: render(root, 64))
+    monkeypatch.setattr(demo, "render_demo", lambda root, processes: render(root, 64))
     monkeypatch.setattr("clipscale.launch.local.run", lambda *given, **options: {})
     root = demo.user_folder()
     cli_train.main(settings(root, tmp_path / "run"))
