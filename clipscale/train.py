@@ -34,6 +34,7 @@ from clipscale.log.step_record import StepRecords
 from clipscale.log.table import print_results, with_start
 from clipscale.models.flops import Flops
 from clipscale.models.towers import ClipModel
+from clipscale.state.shared import check_shared
 from clipscale.state.start import Resolved, build, resolve
 from clipscale.state.train_state import least_saved_bytes, saved_values
 from clipscale.step.compiled import compile_towers, no_compilation, try_compiled, worth_compiling
@@ -56,6 +57,7 @@ def train(config: TrainConfig) -> Record:
     copies = None
     try:
         world.on_main(lock.acquire)
+        check_shared(lock.folder, world)
         while True:
             run = start_run(config, world, lock, copies)
             results = run.go()

@@ -14,7 +14,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from clipscale.checkpoint.folder import TEMPORARY, discard, outdated, set_records_aside
+from clipscale.checkpoint.folder import COPYING, TEMPORARY, discard, outdated, set_records_aside
 from clipscale.checkpoint.loading import read_meta, stream_size_and_crc32, verify
 from clipscale.common import files
 from clipscale.common.checkpoints import META, checkpoints_of, step_of
@@ -112,8 +112,17 @@ def restore(store: DirFileSystem, path: Path, run: Path) -> None:
 def copy_records(source: DirFileSystem, target: DirFileSystem) -> None:
     for name in source.find("", maxdepth=2):
         if COPIED_RECORDS.fullmatch(name):
-            target.pipe_file(TEMPORARY, source.cat_file(name))
-            target.mv(TEMPORARY, name)
+            target.pipe_file(COPYING, source.cat_file(name))
+            target.mv(COPYING, name)
+
+
+def remove_parts(store: DirFileSystem) -> None:
+    """Remove what copies that have failed or were killed have left, before it takes the room of the next one."""
+    whole = copies_in(store, f"/{META}")
+    for path in [path for path in copies_in(store) if path not in whole]:
+        store.rm(str(path), recursive=True)
+    if store.exists(COPYING):
+        store.rm_file(COPYING)
 
 
 class Copies:
@@ -176,13 +185,13 @@ class Copies:
 
     def _copy(self, store: DirFileSystem) -> None:
         complete_checkpoints(store, self.run)
+        remove_parts(store)
         self.copying = checkpoints_of(self.run)[-1:]  # the records that follow are no older
         store.pipe_file(f"run={self.run.name}", b"")
         copy_records(DirFileSystem(str(self.run), LOCAL), store)
         for path in self.copying:
             copy_checkpoint(store, path)
-            kept = complete_checkpoints(store, self.run)
-            for each in {*copies_in(store)} - ({*kept} - {*outdated(kept, path.name, self.config)}):
+            for each in outdated(complete_checkpoints(store, self.run), path.name, self.config):
                 store.rm(str(each), recursive=True)
         if self.results:
             store.pipe_file(RESULT, json.dumps(self.results).encode())
@@ -199,4 +208,5 @@ def copy_checkpoint(store: DirFileSystem, path: Path) -> None:
         with store.open(prefix + name) as stream:
             if [*stream_size_and_crc32(stream)] != expected:
                 raise OSError(f"{path.name}/{name} differs when it is read back")
-    store.put_file(str(path / META), meta)
+    store.put_file(str(path / META), COPYING)
+    store.mv(COPYING, meta)

@@ -16,9 +16,13 @@ log = logging.getLogger(__name__)
 
 # Suffix of the names of files and folders that are being written or deleted.
 TEMPORARY = ".tmp"
+# A record that is being copied.
+COPYING = f".copying{TEMPORARY}"
 # Names of unfinished files that a killed run may leave.
 TEMPORARY_NAMES = re.compile(
-    r"\.(config\.yaml|env\.json|metrics\.jsonl|result\.json|step_\d+\.json|final\.json)-[0-9a-f]{16}\.tmp"
+    rf"{re.escape(COPYING)}"
+    r"|\.shared-[0-9a-f]{16}\.tmp"
+    r"|\.(config\.yaml|env\.json|metrics\.jsonl|result\.json|step_\d+\.json|final\.json)-[0-9a-f]{16}\.tmp"
     r"|step_\d+(\.old)?\.tmp"
 )
 # Files and folders of a run beside its checkpoints. The first three hold its measurements.
@@ -78,7 +82,9 @@ def outdated(checkpoints: list[Path], newest: str, config: CheckpointConfig) -> 
 
 def remove(checkpoint: Path) -> None:
     """Delete a checkpoint. It loses its name first, so that a half-deleted one is never taken for whole."""
-    discard(renamed(checkpoint, f".old{TEMPORARY}"))
+    nameless = checkpoint.with_name(f"{checkpoint.name}.old{TEMPORARY}")
+    discard(nameless)  # of a deletion that was killed
+    discard(checkpoint.replace(nameless))
 
 
 def discard(path: Path) -> None:
@@ -93,8 +99,7 @@ def set_later_aside(run_dir: Path, step: int) -> None:
     """Rename the checkpoints after `step`, from which a run continues, so that none of them is taken for the newest.
     The curve so far, and the results after `step`, go to a folder of their own."""
     later = [path for path in checkpoints_of(run_dir) if step_of(path) > step]
-    for path in later:
-        renamed(path, ".aside")
+    renamed = [set_aside(path, "aside") for path in later]
     if later:
         aside = unused(run_dir / "earlier")
         aside.mkdir()
@@ -104,13 +109,11 @@ def set_later_aside(run_dir: Path, step: int) -> None:
             if re.fullmatch(r"step_\d+", path.stem) and step_of(path.with_suffix("")) > step:
                 path.rename(aside / path.name)
         log.warning(
-            "%s and what is later is beyond step %d, from which the run goes on; it is now %s.aside, and its records "
-            "are in %s", later[0].name, step, later[0].name, aside
+            "%s and what is later is beyond step %d, from which the run goes on; it is now %s, and its records are in "
+            "%s", later[0].name, step, renamed[0].name, aside
         )  # fmt: skip
 
 
-def renamed(checkpoint: Path, end: str) -> Path:
-    """Append `end` to a checkpoint's name, in place of any folder of that name. Returns the new path."""
-    aside = checkpoint.with_name(checkpoint.name + end)
-    discard(aside)
-    return checkpoint.replace(aside)
+def set_aside(checkpoint: Path, ending: str) -> Path:
+    """Rename a checkpoint to `step_N.ENDING`, or to the first free `step_N.ENDING-2`, ... Returns the new path."""
+    return checkpoint.replace(unused(checkpoint.with_name(f"{checkpoint.name}.{ending}")))

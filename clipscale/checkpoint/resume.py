@@ -70,7 +70,7 @@ def candidates_of(run_dir: Path, resume: str) -> list[Path]:
 def set_damaged_aside(damaged: dict[Path, str], used: Path, *, rename: bool) -> None:
     """Report the damaged checkpoints, and `rename` them, so that the run can save the same steps again."""
     for path, reason in damaged.items():
-        renamed = f"; it is now {folder.renamed(path, '.damaged').name}" if rename else ""
+        renamed = f"; it is now {folder.set_aside(path, 'damaged').name}" if rename else ""
         log.warning("%s%s; the run goes on from %s", reason, renamed, used.name)
 
 

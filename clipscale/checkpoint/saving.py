@@ -22,10 +22,14 @@ from clipscale.checkpoint.loading import meta_text, size_and_crc32, split_tensor
 from clipscale.checkpoint.saved import Saved
 from clipscale.common.checkpoints import META, checkpoints_of, path_of
 from clipscale.common.errors import UserError, one_line
-from clipscale.common.files import sync
+from clipscale.common.files import appears, sync
+from clipscale.common.ranks import local_rank
 from clipscale.common.terminal import tell
 from clipscale.config.sections import CheckpointConfig
 from clipscale.distributed.world import World
+
+# Longest wait of rank 0 for a file that another rank has written.
+SEEN_WITHIN_S = 10.0
 
 
 class UnwritableError(UserError):
@@ -104,7 +108,7 @@ class Saver:
         try:
             result.result()
         except CheckpointException as error:
-            if self.world.is_rank0:
+            if self.world.is_rank0 or local_rank() == 0:  # each host may have a folder of its own
                 folder.discard(self._temporary(step))
             reasons = [cause.strerror or cause for cause, _ in error.failures.values() if isinstance(cause, OSError)]
             if not reasons:
@@ -190,18 +194,24 @@ class Writer(dcp.FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, when all ranks have written: torch's metadata, then ours. Raises OSError."""
+        """On rank 0, when all ranks have written: torch's metadata, and if all files are here ours. Raises OSError."""
         super().finish(metadata, results)
         path = Path(self.path)
-        files = {
+        sums = {
             result.storage_data.relative_path: result.file
             for rank in results
             for result in rank
             if isinstance(result, ChecksummedWrite)
         }
-        files[".metadata"] = size_and_crc32(path / ".metadata")
+        sums[".metadata"] = size_and_crc32(path / ".metadata")
+        for name, (size, _) in sums.items():
+            if not appears(path / name, size, SEEN_WITHIN_S):
+                raise OSError(
+                    f"rank 0 does not see {name}, which another rank has written; put the run's folder on storage that "
+                    "all share"
+                )
         with (path / META).open("w") as file:
-            file.write(meta_text(self._values, files))
+            file.write(meta_text(self._values, sums))
             file.flush()
             os.fsync(file.fileno())
         self._complete()

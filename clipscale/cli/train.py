@@ -9,7 +9,7 @@ from clipscale.common import files, ranks
 from clipscale.common.checkpoints import check_own, path_of
 from clipscale.common.errors import StoppedError
 from clipscale.common.record import Record
-from clipscale.common.terminal import doing, tell
+from clipscale.common.terminal import doing, main_rank, tell
 from clipscale.common.units import run_folder
 from clipscale.config.eval import AnyModel, check_places
 from clipscale.config.stages import stages_of
@@ -24,7 +24,7 @@ NOT_TRAINED = ("log.", "checkpoint.", "launch.", "cache.", "plan ", "offload ", 
 def check(config: TrainConfig) -> None:
     """Every check that needs no torch, local shards among them. Raises UserError, prints warnings. Writes nothing."""
     local.check_train(config)
-    if config.run:
+    if config.run and main_rank():
         check_own(run_folder(config.run))
     if ranks.under_launcher():  # there all ranks find missing shards together
         return

@@ -5,8 +5,9 @@ import logging
 import os
 import re
 import secrets
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -53,6 +54,20 @@ def sync(path: Path) -> None:
         os.fsync(number)
     finally:
         os.close(number)
+
+
+def appears(path: Path, size: int, within_s: float) -> bool:
+    """Whether a file of this size is there, or comes within so many seconds: another host has written it, and a network
+    file system keeps for a while what a folder held."""
+    end = time.monotonic() + within_s
+    while True:
+        with suppress(OSError):
+            list(path.parent.iterdir())  # asks the server again
+            if path.stat().st_size == size:
+                return True
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.2)
 
 
 def read_json(path: Path) -> Any:

@@ -1,5 +1,6 @@
 """Copies of a run outlive its folder: a start takes the newest whole one, of its own run alone."""
 
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from threading import Lock
 from typing import Any
 
 import pytest
+import torch
 from fsspec.implementations.local import LocalFileSystem
 
 from clipscale import checkpoint
@@ -160,6 +162,78 @@ def test_the_stages_of_a_run_copy_one_after_the_other(
     train(replace(config, samples=None, stages=[{"samples": 24}, {"samples": 24, "lr": 1e-4}]))
     assert len(overlaps) > 1 and not any(overlaps)
     assert steps(tmp_path / "store")[-1] == steps(tmp_path / "run")[-1]
+
+
+def test_a_store_that_was_full_takes_copies_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has room for two checkpoints; for a while somebody else's file takes it."""
+    store, foreign = tmp_path / "store", tmp_path / "store/other/file"
+    room = 0
+
+    def put(self: LocalFileSystem, source: str, target: str, **options: object) -> None:
+        Path(target).parent.mkdir(exist_ok=True)
+        shutil.copyfile(source, target)
+        if room and sum(path.stat().st_size for path in store.rglob("*") if path.is_file()) > room:
+            raise OSError(28, "No space left on device")
+
+    def copied(step: int) -> None:
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)  # which would be copied again first
+        saver = checkpoint.Saver(tmp_path / "run", ALONE, CheckpointConfig(copy=str(store), keep=1))
+        saver.save(checkpoint.Saved(step, model={"w": torch.ones(1000)}), last=True)
+        saver.copies.close(60)
+
+    copied(1)
+    size = sum(path.stat().st_size for path in checkpoint.path_of(store, 1).iterdir())
+    foreign.parent.mkdir()
+    foreign.write_bytes(b"x" * size)
+    monkeypatch.setattr(LocalFileSystem, "put_file", put)
+    room = 2 * size + 100
+    copied(2)
+    assert not (checkpoint.path_of(store, 2) / "meta.json").exists()
+    shutil.rmtree(foreign.parent)
+    copied(3)
+    assert steps(store) == [3]
+
+
+def test_a_cut_meta_json_makes_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store is full when all other files are there."""
+    put_file = LocalFileSystem.put_file
+
+    def put(self: LocalFileSystem, source: str, target: str, **options: object) -> None:
+        put_file(self, source, target, **options)
+        if source.endswith("meta.json"):
+            os.truncate(target, 10)
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(LocalFileSystem, "put_file", put)
+    saver = checkpoint.Saver(tmp_path / "run", ALONE, CheckpointConfig(copy=str(tmp_path / "store")))
+    saver.save(checkpoint.Saved(1), last=True)
+    saver.copies.close(60)
+    assert not [*tmp_path.glob("store/checkpoints/*/meta.json")]
+
+
+def test_a_record_that_was_being_copied_is_cleaned_up_in_both_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    run, store = tmp_path / "run", tmp_path / "store"
+    save(tmp_path, [1])
+    (store / "metrics.jsonl").write_text("a line")
+    before = {*tmp_path.rglob("*")}
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalFileSystem, "mv", killed)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.restore_from_copy(run, str(store), "auto", checkpoint.path_of(run, 1))
+    left = {*tmp_path.rglob("*")} - before
+    assert len(left) == 1
+    for path in left:
+        path.rename(store / path.name)
+        path.write_bytes(b"")
+    checkpoint.remove_temporary(run)
+    (store / "metrics.jsonl").unlink()
+    save(tmp_path, [2])
+    assert not [*tmp_path.rglob("*.tmp")]
 
 
 @pytest.mark.parametrize("hangs", [False, True])

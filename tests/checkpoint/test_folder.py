@@ -150,6 +150,20 @@ def test_damage_anywhere_in_a_file_of_several_blocks_is_found(
         checkpoint.verify(path)
 
 
+def test_what_was_set_aside_before_stays(tmp_path: Path) -> None:
+    """Going back twice to a step, and a step that is damaged twice."""
+    for value in (1.0, 2.0):
+        save(tmp_path, 1, some_state(), keep=0)
+        save(tmp_path, 2, some_state(value), keep=0)
+        checkpoint.set_later_aside(tmp_path, 1)
+        empty(save(tmp_path, 2, some_state(value), keep=0) / ".metadata")
+        assert checkpoint.to_resume(tmp_path, "auto", ALONE) == checkpoint.path_of(tmp_path, 1)
+    names = [path.name for path in checkpoint.path_of(tmp_path, 1).parent.glob("*02*")]
+    assert sorted(names) == [f"step_00000002.{name}" for name in ("aside", "aside-2", "damaged", "damaged-2")]
+    first = checkpoint.path_of(tmp_path, 1).with_name("step_00000002.aside")
+    assert checkpoint.load(first).model["w"][0] == 1.0
+
+
 def test_a_run_without_a_whole_checkpoint_does_not_begin_again(tmp_path: Path) -> None:
     for step in (1, 2):
         empty(save(tmp_path, step, some_state(), keep=0) / "meta.json")

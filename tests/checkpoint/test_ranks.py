@@ -1,5 +1,6 @@
 """Several ranks write one checkpoint and read it on another number of ranks."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,21 @@ def test_a_failure_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     for message in run_ranks(broken_disk, 2, tmp_path):
         assert "step_00000002 could not be written (Input/output error); earlier ones stay" in message
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
+
+
+def apart(rank: int, world: int, root: Path) -> str:
+    """Each rank has a folder of its own, as on a host of its own."""
+    os.environ["LOCAL_RANK"] = "0"
+    from clipscale.checkpoint import saving
+
+    saving.SEEN_WITHIN_S = 0.1
+    return write(rank, world, root / f"node{rank}", 1)
+
+
+def test_a_checkpoint_whose_files_are_not_all_on_rank_0s_disk_gets_no_name(tmp_path: Path) -> None:
+    for message in run_ranks(apart, 2, tmp_path):
+        assert "step_00000001 could not be written" in message and "__1_0.distcp" in message
+    assert not [*tmp_path.glob("*/checkpoints/*")], "each rank removes what it has written"
 
 
 def test_ranks_share_the_verification(tmp_path: Path) -> None:

@@ -1,0 +1,52 @@
+"""Whether all ranks see the run's folder: each would keep its own part of every checkpoint otherwise."""
+
+import logging
+import secrets
+import socket
+from pathlib import Path
+
+from clipscale.common import files
+from clipscale.common.errors import UserError
+from clipscale.common.ranks import local_rank
+from clipscale.distributed.world import World
+
+log = logging.getLogger(__name__)
+
+# Seconds after which a host says that it waits.
+SILENT_S = 5.0
+# Longest wait for what another host has written: NFS keeps for a minute that a name was missing.
+SEEN_WITHIN_S = 60.0
+# Longest list of hosts in a message.
+SHOWN = 3
+
+
+def check_shared(folder: Path, world: World) -> None:
+    """Raise UserError on all ranks if a host does not see the run's folder as rank 0 does. A collective."""
+    if world.size == 1:
+        return
+
+    def begin() -> tuple[str, str]:
+        name = f".shared-{secrets.token_hex(8)}.tmp"
+        with files.reported("run", folder, "choose another run=PATH"):
+            (folder / name).write_text(name)
+        return name, socket.gethostname()
+
+    name, host = world.on_main(begin)
+    token = folder / name
+    try:
+        seen = files.appears(token, len(name), SILENT_S)
+        if not seen:
+            if local_rank() == 0:
+                log.warning("run=%s: %s does not see it as %s does; looking again", folder, socket.gethostname(), host)
+            seen = files.appears(token, len(name), SEEN_WITHIN_S)
+        blind = [each for each in world.all_gather_object("" if seen else socket.gethostname()) if each]
+    finally:
+        if world.is_rank0:
+            token.unlink(missing_ok=True)
+    if blind:
+        hosts = sorted({*blind})
+        shown = ", ".join(hosts[:SHOWN]) + (", ..." if len(hosts) > SHOWN else "")
+        raise UserError(
+            f"run={folder}: {len(blind)} of {world.size} processes, on {shown}, do not see the folder that {host} has; "
+            "put the folder on storage that all share"
+        )
