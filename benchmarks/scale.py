@@ -124,7 +124,9 @@ def make_index(base: str, shards: int) -> None:
             os.utime(f"{base}/{number:06d}.tar", ns=(0, 0))
     with index._writing(index.index_paths(base)[-1]) as database:
         database.execute("BEGIN")
-        rows = ((name, 0, "0", 9000 + number % 1000, None, "", None) for number, name in enumerate(names))
+        rows = (
+            (name, 0, f"0{index.RULE_MARK}", 9000 + number % 1000, None, "", None) for number, name in enumerate(names)
+        )
         database.executemany("INSERT INTO shards VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
         database.execute("COMMIT")
 

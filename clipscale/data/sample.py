@@ -31,9 +31,11 @@ class RawSample:
     # Reason why this sample is unusable although the rest of its shard can be read.
     damage: str = ""
     detail: str = ""
-    # Bytes from this sample's first header to the next sample's. The value does not depend on whether the sample is
-    # wanted or the shard has an index.
+    # Bytes from this sample's first header to the next sample's, and of what its links stand for. The value does not
+    # depend on whether the sample is wanted or the shard has an index.
     num_bytes: int = 0
+    # The part of them that links stand for.
+    linked: int = 0
 
     # With sample weights: the number of earlier copies of this sample in the shard.
     repeat: int = 0
@@ -49,20 +51,31 @@ class RawSample:
     def is_lost(self) -> bool:
         return self.index < 0
 
-    def accepts(self, name: str, extension: str, size: int, size_limits: Mapping[str, int] | None) -> bool:
-        """Whether to read this member; `size_limits` is what `limits` returns, or None to read all.
+    def accepts(
+        self, name: str, extension: str, size: int, size_limits: Mapping[str, int] | None, fault: str = ""
+    ) -> bool:
+        """Whether to read this member; `size_limits` is what `limits` returns, or None to read all. `fault`: why a link
+        cannot be read.
 
-        A member over its limit, alone or together with the sample's others, damages the sample and empties it.
+        A member that repeats, a link that cannot be read, or one over its limit, alone or together with the sample's
+        others, spoils the sample.
         """
-        if self.damage or extension in self.members or (size_limits is not None and extension not in size_limits):
+        if self.damage or (size_limits is not None and extension not in size_limits):
             return False
         most = MAX_IMAGE_BYTES if size_limits is None else size_limits[extension]
-        if size <= most and sum(map(len, self.members.values())) + size <= MAX_IMAGE_BYTES:
-            return True
+        if extension in self.members:
+            self.spoil("repeated_member", name)
+        elif fault:
+            self.spoil("link", f"{name}: {fault}")
+        elif size > most or sum(map(len, self.members.values())) + size > MAX_IMAGE_BYTES:
+            self.spoil("too_large", f"{name}: {size} bytes")
+        return not self.damage
+
+    def spoil(self, reason: str, detail: str) -> None:
+        """Make it an unusable sample, without members."""
         self.members = {}
-        self.damage = "too_large"
-        self.detail = f"{name}: {size} bytes"
-        return False
+        self.damage = reason
+        self.detail = detail
 
 
 def key_and_extension(name: str) -> tuple[str, str] | None:

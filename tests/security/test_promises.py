@@ -65,7 +65,7 @@ def test_names_and_links_in_an_archive_are_no_paths(tmp_path: Path, capsys: Cap)
     with heard(listen):
         assert main(["data", "check", shard]) == 1
     out = capsys.readouterr().out
-    assert re.search(r"samples +3", out) and re.search(r"usable +2", out) and re.search(r"no_image +1", out), out
+    assert re.search(r"samples +3", out) and re.search(r"usable +2", out) and re.search(r"link +1", out), out
     assert set(touched) <= {shard}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.tar", "secret.png"]
 

@@ -40,6 +40,11 @@ def known_shards(urls: Sequence[str], subset: Subset | None = None, *, scan: boo
     if known.stale:
         what = f"the index of {len(known.stale)} of {len(urls)} shards is out of date (first: {min(known.stale)})"
         log.warning(f"{what}: they have changed; run `clipscale data index` again")
+    if known.old:
+        what = f"the index of {len(known.old)} of {len(urls)} shards (first: {known.old[0]}) is an earlier version's"
+        log.warning(
+            f"{what}, which counts no links and takes repeated members for one; run `clipscale data index` again"
+        )
     entries = known.entries
     unknown = [url for url in urls if url not in entries]
     if scan and all(map(is_local, unknown)):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
+from itertools import starmap
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -45,6 +46,11 @@ THREADS = 16
 MIN_PARALLEL_SHARDS = 16
 
 
+# Behind the version in an entry whose samples are told apart as `reader` does today. Before, a key's repeated members
+# were one sample, and links none.
+RULE_MARK = " #2"
+
+
 class Entry(NamedTuple):
     """An index's entry for one shard."""
 
@@ -52,7 +58,7 @@ class Entry(NamedTuple):
     name: str
     # Bytes of the file.
     size: int
-    # Time of change in nanoseconds, or the remote object's version.
+    # Time of change in nanoseconds, or the remote object's version; then RULE_MARK.
     version: str
     samples: int
     # Why the shard could not be read to its end; `samples` counts what could be read.
@@ -62,6 +68,11 @@ class Entry(NamedTuple):
     weight: float | None = None
     # Its samples' offsets, by `pack`; None for subsets, and in the entries of `lookup`.
     offsets: bytes | None = None
+
+    @property
+    def state(self) -> ObjectState:
+        """The shard's state when it was indexed."""
+        return self.size, self.version.removesuffix(RULE_MARK)
 
     @property
     def expected(self) -> float:
@@ -103,6 +114,11 @@ class Known(NamedTuple):
     # Shards that have changed since they were indexed.
     stale: list[str]
 
+    @property
+    def old(self) -> list[str]:
+        """Shards that an earlier version indexed, by another rule."""
+        return [url for url, entry in self.entries.items() if not entry.version.endswith(RULE_MARK)]
+
 
 def lookup(urls: Sequence[str], subset: Subset | None = None) -> Known:
     """What the indexes know of these shards.
@@ -121,10 +137,10 @@ def lookup(urls: Sequence[str], subset: Subset | None = None) -> Known:
         for path in index_paths(folder_of(first), subset):
             rows = [row for row in query(path, f"SELECT {columns} FROM shards") if row[0] in shards]
             found = [shards[row[0]] for row in rows]
-            states = _states(found) if is_local(first) else [row[1:3] for row in rows]
-            for url, row, state in zip(found, rows, states, strict=True):
-                if state == row[1:3]:
-                    entries.setdefault(url, Entry(*row))
+            states = _states(found) if is_local(first) else [None] * len(found)
+            for url, entry, state in zip(found, starmap(Entry, rows), states, strict=True):
+                if state == entry.state or not is_local(first):
+                    entries.setdefault(url, entry)
                 else:
                     changed[url] = None
     return Known(entries, [url for url in changed if url not in entries])
@@ -157,8 +173,8 @@ def sample_offsets(
     stale = False
     question = "SELECT offsets, size, version FROM shards WHERE name = ?"
     for path in index_paths(folder_of(url)):
-        for packed, *indexed in query(path, question, [name_in_index(url)]):
-            if indexed == [*state]:
+        for packed, size, version in query(path, question, [name_in_index(url)]):
+            if (size, version.removesuffix(RULE_MARK)) == state:
                 return None if packed is None else unpack(packed)
             stale = True
     if stale:
@@ -198,16 +214,21 @@ def scan_shard(url: str, subset: Subset | None = None) -> Entry:
     state = Store().state(url)
     problem = ReadProblem()
     offsets = [0]
+    linked = 0
     weight = 0.0
     for raw in read_shard(url, problem, lambda _: False, {}, subset=subset):
         offsets.append(offsets[-1] + raw.num_bytes)
+        linked += raw.linked
         weight += 0 if raw.repeat else raw.keep_probability  # of a first copy: the sample's weight
     error = problem.error
     if isinstance(error, SourceError) or (isinstance(error, OSError) and error.errno):
         raise error  # a failure of the storage, which may pass
     samples = len(offsets) - 1
-    last = {"weight": weight} if subset else {"offsets": pack(offsets) if samples else None}
-    return Entry(name_in_index(url), *state, samples, problem.reason, utf8(problem.detail), **last)
+    # with links every header is needed: only the files that they stand for say how many bytes a sample has
+    packed = None if subset or linked or not samples else pack(offsets)
+    name, version = name_in_index(url), state[1] + RULE_MARK
+    detail = utf8(problem.detail)
+    return Entry(name, state[0], version, samples, problem.reason, detail, weight if subset else None, packed)
 
 
 # A shard's new entry, the reason why it could not be opened, or None if its old entry is still valid.
@@ -240,7 +261,8 @@ def update_indexes(
 
 def _scan_changed(subset: Subset | None, url: str, old: list[Any] | None) -> Outcome:
     try:
-        return None if [*Store().state(url)] == old else scan_shard(url, subset)
+        size, version = Store().state(url)
+        return None if [size, version + RULE_MARK] == old else scan_shard(url, subset)
     except (OSError, SourceError) as error:
         return str(error)
 

@@ -5,11 +5,13 @@ With `data.only_keys` or `data.sample_weights` a shard has only the samples that
 """
 
 import math
+import os
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby, islice
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -17,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from clipscale.data.decode import IMAGE_TYPES
-from clipscale.data.sample import MAX_TEXT_BYTES, RawSample, key_and_extension
+from clipscale.data.sample import LONGEST_NAME, MAX_TEXT_BYTES, RawSample, key_and_extension
 from clipscale.data.shards.addresses import SourceError, basename
 from clipscale.data.shards.store import ObjectState, Store
 from clipscale.data.shards.subset import Subset
@@ -27,6 +29,7 @@ from clipscale.data.shards.tar import (
     MOST_HEADERS,
     check_end,
     next_member,
+    normalised,
     padded,
     read_exactly,
     skip,
@@ -35,6 +38,11 @@ from clipscale.data.shards.tar import (
 
 # `unusable` looks at this many samples, and at this many members of each.
 MAX_LOOKED_AT = 1000
+# Links are followed so many times from one to the next.
+MOST_LINKS = 8
+# Names of an archive in which links are looked up.
+MOST_PLACES = 1 << 18
+NO_LINKS = "pack it with `tar -h --hard-dereference`, which stores files"
 # Characters of an error's text: it may hold a member's name or a server's answer.
 LONGEST_DETAIL = 400
 # `unusable` names this many kinds of samples, and this many members of each.
@@ -46,11 +54,23 @@ RULE = (
 
 
 class Member(NamedTuple):
-    """A member of a sample. Its content follows in the archive's stream."""
+    """A member of a sample. Its content follows in the archive's stream, or, of a link, lies elsewhere in it."""
 
+    # The sample's number among those that this archive has given.
+    sample: int
     key: str
     extension: str
     name: str
+    size: int
+    # Of a link: where its content lies, and why that cannot be read, if so.
+    at: int | None = None
+    fault: str = ""
+
+
+class Place(NamedTuple):
+    """A file's content in an archive."""
+
+    at: int
     size: int
 
 
@@ -62,45 +82,97 @@ class Archive:
         self.stream = stream
         # Offset of the current member's first header; at the end, of the zeros that end the archive.
         self.at = 0
-        # Whether a sample has begun, damaged or not.
-        self.begun = False
+        # Samples begun, damaged or not.
+        self.begun = 0
         self._can_seek = can_seek
         self._unread = 0  # unread bytes of the current member, with its padding
 
     def samples(self) -> Iterator[tuple[str, Iterator[Member]]]:
         """Each sample's key and members. Read the members before the next sample.
 
-        Raises the errors of `tar.DAMAGE`.
+        A sample begins with another key, and where the first member's extension comes again. Raises the errors of
+        `tar.DAMAGE`.
         """
-        return groupby(self._members(), key=itemgetter(0))
+        for (_, key), members in groupby(self._members(), key=itemgetter(0, 1)):
+            yield key, members
 
     def _members(self) -> Iterator[Member]:
-        key = ""
+        key = first = ""
         start = self.at
         headers = 0  # of the sample, in bytes
         while (header := next_member(self.stream)) is not None:
-            name, size, taken, more = header
+            name, size, taken, more, target = header
             self._unread = padded(size)
             following = self.at + taken + self._unread
             named = key_and_extension(name)
-            if named is not None and named[0] != key:
-                key = named[0]
+            if named is not None and (named[0] != key or named[1] == first):
+                key, first = named
                 start = self.at
                 headers = -more
+                self.begun += 1
             headers += more
             if following - start > MAX_SAMPLE_SPAN or headers > MOST_HEADERS:
                 raise tarfile.ReadError(f"{following - start} bytes from one sample to the next, {headers} of headers")
-            if named is not None:
-                self.begun = True
-                yield Member(*named, name, size)
+            if named is not None and target is None:
+                yield Member(self.begun, *named, name, size)
+            elif named is not None:
+                yield self._link(Member(self.begun, *named, name, 0), str(target))
             skip(self.stream, self._unread, self._can_seek)
             self.at = following
 
     def read(self, member: Member) -> bytes:
         """The current member's content. Raises tarfile.ReadError if the file ends within it."""
+        if member.at is not None:
+            with self._elsewhere(member.at):
+                return read_exactly(self.stream, member.size)
         content = read_exactly(self.stream, member.size)
         self._unread -= member.size
         return content
+
+    def offset(self, member: Member) -> int:
+        """Where the current member's content lies, of which nothing has been read."""
+        return int(self.stream.tell()) if member.at is None else member.at
+
+    def _link(self, member: Member, target: str) -> Member:
+        """The member with what it links to."""
+        if not self._can_seek:
+            return member._replace(fault=f"a link to {target}, in a gzipped tar; {NO_LINKS}")
+        place: Place | str | None = target
+        for _ in range(MOST_LINKS):
+            if not isinstance(place, str):
+                break
+            place = self._places.get(place)
+        if not isinstance(place, Place):
+            return member._replace(fault=f"a link to {target}, which this tar has not, or twice; {NO_LINKS}")
+        return member._replace(at=place.at, size=place.size)
+
+    @cached_property
+    def _places(self) -> dict[str, "Place | str | None"]:
+        """What members' names stand for: files, the names that links have, None for names that come twice. Up to the
+        archive's end, or its damage; without a file that is cut off."""
+        places: dict[str, Place | str | None] = {}
+        with self._elsewhere(0):
+            end = self.stream.seek(0, os.SEEK_END)
+        at = 0
+        with self._elsewhere(0), suppress(tarfile.TarError, ValueError, EOFError):
+            while len(places) < MOST_PLACES and (header := next_member(self.stream)) is not None:
+                at += header.taken
+                is_whole = at + header.size <= end
+                if is_whole and max(len(header.name), len(header.target or "")) <= LONGEST_NAME:
+                    name = normalised(header.name)
+                    place = header.target or Place(at, header.size)
+                    places[name] = None if name in places else place
+                skip(self.stream, padded(header.size), True)
+                at += padded(header.size)
+        return places
+
+    @contextmanager
+    def _elsewhere(self, at: int) -> Iterator[None]:
+        """Reads at this offset, and then goes back."""
+        here = self.stream.tell()
+        self.stream.seek(at)
+        yield
+        self.stream.seek(here)
 
     def seek(self, at: int) -> None:
         """Continue at the member whose first header is at this offset."""
@@ -136,12 +208,14 @@ def read_shard(
 ) -> Generator[RawSample, None, None]:
     """The raw samples of a shard. Where the shard cannot be read further, ends early and fills in `problem`.
 
-    Repeated members are ignored. Members' names are never used as paths. Content is read for samples whose index `want`
-    accepts, and of these for members in `size_limits` (see `sample.limits`; None: all). A sample with such a member
-    over its size limit has the damage `too_large` and no members. With a `subset` the shard has only the samples that
-    it lists, one of weight 2.5 three times; one that comes more than once is always read, since its later copies may be
-    those of another window. `offsets` returns the samples' offsets (see `index.sample_offsets`):
-    unwanted samples are then skipped, and have no key.
+    A member that repeats begins a sample if it is the first of its sample; else the sample has the damage
+    `repeated_member`. Links give what they stand for in the same tar; else the damage is `link`. Members' names are
+    never used as paths. Content is read for samples whose index `want` accepts, and of these for members in
+    `size_limits` (see `sample.limits`; None: all). A sample with such a member over its size limit has the damage
+    `too_large`. A damaged sample has no members. With a `subset` the shard has only the samples that it lists, one of
+    weight 2.5 three times; one that comes more than once is always read, since its later copies may be those of another
+    window. `offsets` returns the samples' offsets (see `index.sample_offsets`): unwanted samples are then skipped, and
+    have no key.
     """
     archive: Archive | None = None
     store = store or Store()
@@ -173,18 +247,16 @@ def read_shard(
                 json_bytes = _read(
                     sample, archive, members, size_limits if wanted else {}, subset is not None and subset.table.by_uid
                 )
-                sample.num_bytes = archive.at - end
+                sample.num_bytes = archive.at - end + sample.linked
                 end = archive.at
+                if starts and (sample.linked or archive.at != starts[number + 1]):
+                    sample.spoil("outdated_index", "it is an earlier version's; run `clipscale data index` again")
                 if subset is None:
                     yield sample
                     number += 1
                     continue
-                weight = subset.weight(key, json_bytes)
-                for times in range(math.ceil(weight)):
-                    num_bytes = 0 if times else sample.num_bytes
-                    yield replace(
-                        sample, index=number, num_bytes=num_bytes, repeat=times, keep_probability=weight - times
-                    )
+                for copy in _copies(sample, subset.weight(key, json_bytes)):
+                    yield copy
                     number += 1
             if can_seek and archive.at >= state[0]:  # skipped content shows no other sign of a file that is cut off
                 raise tarfile.ReadError("ends without the zeros that end an archive: it may have been cut off")
@@ -194,14 +266,28 @@ def read_shard(
         problem.note(url, error, "truncated_shard" if archive and archive.begun else "unreadable_shard")
 
 
+def _copies(sample: RawSample, weight: float) -> Iterator[RawSample]:
+    """The sample once for each time that it may come in an epoch; its bytes count once."""
+    for times in range(math.ceil(weight)):
+        yield replace(
+            sample,
+            index=sample.index + times,
+            num_bytes=0 if times else sample.num_bytes,
+            repeat=times,
+            keep_probability=weight - times,
+        )
+
+
 def _read(
     sample: RawSample, archive: Archive, members: Iterator[Member], size_limits: Mapping[str, int] | None, json: bool
 ) -> bytes:
     """Read the sample's members that have `size_limits`. With `json` reads that member in any case, and returns it."""
     json_bytes = b""
     for member in members:
-        accepted = sample.accepts(member.name, member.extension, member.size, size_limits)
+        sample.linked += 0 if member.at is None else padded(member.size)
+        accepted = sample.accepts(member.name, member.extension, member.size, size_limits, member.fault)
         wants_json = json and not json_bytes and member.extension == "json" and member.size <= MAX_TEXT_BYTES
+        wants_json = wants_json and not member.fault
         if accepted or wants_json:
             content = archive.read(member)
             json_bytes = content if wants_json else json_bytes

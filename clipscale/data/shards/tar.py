@@ -6,11 +6,12 @@ as long as decoding a 256-pixel JPEG.
 
 import gzip
 import os
+import posixpath
 import shlex
 import tarfile
 import zlib
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from clipscale.data.content import content_of
 from clipscale.data.shards.addresses import utf8
@@ -92,9 +93,21 @@ class Unpacked(gzip.GzipFile):
         return data
 
 
-def next_member(stream: Any) -> tuple[str, int, int, int] | None:
-    """The next plain file's name, its size, the bytes up to its content, with members skipped before it, and how many
-    of these are headers. None at the archive's end. Leaves the stream at the content.
+class Header(NamedTuple):
+    """What precedes a member's content."""
+
+    name: str
+    # Bytes of the content; 0 for a link.
+    size: int
+    # Bytes up to the content, with members skipped before it, and how many of these are headers.
+    taken: int
+    headers: int
+    # Of a link: the name of the file that it stands for, by `normalised`.
+    target: str | None = None
+
+
+def next_member(stream: Any) -> Header | None:
+    """The header of the next plain file or link. None at the archive's end. Leaves the stream at the content.
 
     Raises tarfile.TarError for damage, for a member of more than LARGEST_MEMBER bytes, and after MAX_SAMPLE_SPAN bytes,
     or MOST_HEADERS of headers, without a file.
@@ -119,17 +132,30 @@ def next_member(stream: Any) -> tuple[str, int, int, int] | None:
             continue
         name = extended.get("path", _name(block))
         if kind in b"123456":  # links, devices and folders have no content, whatever their size field says
+            if kind in b"12":
+                link = extended.get("linkpath", _text(block[157:257]))
+                return Header(name, 0, taken, headers, target_of(name, link, is_symbolic=kind == b"2"))
             size = 0
         else:
             size = int(extended.get("size", size))
             if not 0 <= size <= LARGEST_MEMBER:
                 raise tarfile.ReadError(f"member {name!r} claims {size} bytes")
             if kind in b"0\x007" and not name.endswith("/"):
-                return name, size, taken, headers
+                return Header(name, size, taken, headers)
             skip(stream, padded(size), False)
         extended = {}
         taken += padded(size)
     return None
+
+
+def target_of(name: str, link: str, *, is_symbolic: bool) -> str:
+    """The name, by `normalised`, of the member that a link stands for. A symbolic link begins at its own folder."""
+    return normalised(posixpath.join(posixpath.dirname(name), link) if is_symbolic else link)
+
+
+def normalised(name: str) -> str:
+    """A member's name without `.`, `..` and repeated slashes."""
+    return posixpath.normpath(name)
 
 
 def check_end(stream: Any) -> None:
@@ -155,10 +181,10 @@ def _check_header(block: bytes) -> None:
 
 
 def _extended(kind: bytes, content: bytes) -> dict[str, str]:
-    """The fields of an extended header; a long name (`L`) as `path`. The target of a link (`K`) is ignored."""
+    """The fields of an extended header; a long name (`L`) as `path`, and of a link's target (`K`) as `linkpath`."""
     if kind == b"x":
         return _pax(content)
-    return {"path": _text(content)} if kind == b"L" else {}
+    return {"path" if kind == b"L" else "linkpath": _text(content)}
 
 
 def _name(block: bytes) -> str:

@@ -21,6 +21,7 @@ from clipscale.eval.sets.item import EvalSet, ImageRef
 
 # The text members of a sample, by extension.
 Texts = dict[str, bytes]
+TEXTS = ("cls", "txt", "json")
 
 
 def load(root: Path) -> EvalSet:
@@ -105,15 +106,23 @@ def _samples(shard: Path) -> Iterator[tuple[str, ImageRef, Texts]]:
             archive = Archive(tar, can_seek=True)
             for key, members in archive.samples():
                 pictures = {}
-                texts = {}
+                texts: Texts = {}
+                fault = ""
                 for member in members:
-                    if member.extension in IMAGE_TYPES:
-                        pictures[member.extension] = ImageRef(shard, tar.tell(), member.size)
-                    elif member.extension in ("cls", "txt", "json") and member.size <= MAX_TEXT_BYTES:
+                    if member.extension not in IMAGE_TYPES and member.extension not in TEXTS:
+                        continue
+                    if member.extension in pictures or member.extension in texts:
+                        fault = "repeated_member"
+                    elif member.fault:
+                        fault = "link"
+                    elif member.extension in IMAGE_TYPES:
+                        pictures[member.extension] = ImageRef(shard, archive.offset(member), member.size)
+                    elif member.size <= MAX_TEXT_BYTES:
                         texts[member.extension] = archive.read(member)
-                if pictures or texts:
+                if pictures or texts or fault:
                     first = min(pictures, key=IMAGE_TYPES.index, default="")
-                    yield key, pictures.get(first, ImageRef(shard, fault="no_image")), texts
+                    image = pictures.get(first, ImageRef(shard, fault="no_image"))
+                    yield key, image._replace(fault=fault or image.fault), texts
             if archive.at > tar.seek(0, os.SEEK_END):
                 raise tarfile.ReadError("ends within a member")
     except (tarfile.TarError, ValueError) as error:

@@ -32,7 +32,7 @@ KINDS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 # Bytes that Python and numpy may allocate for a shard of 30 KB.
 BOUND = 64 << 20
 REASONS = {"usable", "no_image", "empty_image", "huge_image", "unreadable_image"}
-REASONS |= {"truncated_shard", "unreadable_shard"}
+REASONS |= {"truncated_shard", "unreadable_shard", "repeated_member", "link", "outdated_index"}
 HARMLESS = ("os.listdir", "os.scandir", "os.walk", "os.fwalk", "os.getxattr", "os.listxattr")
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 

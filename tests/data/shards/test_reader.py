@@ -2,16 +2,32 @@
 
 import gzip
 import os
+import random
+import tarfile
+from collections import Counter
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from webdataset.tariterators import tarfile_samples
 
+from clipscale.cli.main import main
 from clipscale.common.errors import UserError
+from clipscale.config.data import DataConfig
+from clipscale.data.decode import IMAGE_TYPES
+from clipscale.data.loader import shard_reader
+from clipscale.data.order import Segment
+from clipscale.data.sample import limits
+from clipscale.data.shards import index
+from clipscale.data.shards.counts import count_samples
 from clipscale.data.shards.index import scan_shard
 from clipscale.data.shards.reader import unusable
+from clipscale.eval.sets.shards import load_pairs
+from clipscale.tools.data.check import check_shard
+from tests.conftest import Cap
 from tests.data.files import Members, picture, sample, write_shards, write_tar
-from tests.data.streams import open_stream, read
+from tests.data.streams import flat, ids, items_of, open_stream, read, sample_id
 
 
 def test_samples_are_what_webdataset_groups(tmp_path: Path) -> None:
@@ -51,11 +67,162 @@ def test_a_damaged_shard_gives_what_comes_before_the_damage(tmp_path: Path, kind
     assert problem.reason in reasons and bool(samples) >= kind.startswith("cut")
 
 
-def test_a_repeated_member_is_ignored(tmp_path: Path) -> None:
-    path = write_tar(tmp_path / "x.tar", [*sample("a"), ("a.txt", b"second"), *sample("b")])
-    samples, problem = read(path)
-    assert [s.key for s in samples] == ["a", "b"] and problem.reason is None
-    assert samples[0].members["txt"] == b"caption a"
+def named(names: str) -> Members:
+    """Members of one key, by their extensions; each picture and text says its place."""
+    content = lambda place, name: picture(place) if name in IMAGE_TYPES else f"{name} {place}".encode()  # noqa: E731
+    return [(f"x.{name}", content(place, name)) for place, name in enumerate(names.split())]
+
+
+# The extensions of members of one key, and each sample that they are: the places of its picture and its text, or its
+# reason.
+REPEATED = {
+    "jpg txt " * 3: [(0, 1), (2, 3), (4, 5)],
+    "jpg txt json jpg json txt": [(0, 1), (3, 5)],
+    "txt jpg txt jpg": [(1, 0), (3, 2)],
+    "jpg jpg txt": ["no_caption", (1, 2)],
+    "jpg txt txt": ["repeated_member"],
+    "jpg jpg txt txt": ["no_caption", "repeated_member"],
+    "jpg txt txt jpg txt": ["repeated_member", (3, 4)],
+    "txt jpg jpg txt": ["repeated_member", "no_image"],
+    "jpg note note txt": [(0, 3)],
+}
+
+
+@pytest.mark.parametrize(("names", "expected"), REPEATED.items(), ids=REPEATED)
+def test_a_member_that_repeats_begins_a_sample_or_is_counted(
+    tmp_path: Path, capsys: Cap, names: str, expected: list[Any]
+) -> None:
+    """Training, the check and the index agree, with an index and without, and each sample comes or has a reason."""
+    content = named(names)
+    path = write_tar(tmp_path / "0.tar", [*content, *sample("y")])
+    reasons = Counter(each for each in expected if isinstance(each, str))
+    good = {content[each[1]][1].decode(): content[each[0]][1] for each in expected if not isinstance(each, str)}
+    entry = scan_shard(str(path))
+    assert entry.samples == len(expected) + 1
+    for _ in range(2):
+        findings = check_shard(str(path), DataConfig())
+        assert findings.samples == len(expected) + 1 and findings.broken == reasons
+        raws, _ = read(path, offsets=index.sample_offsets, size_limits=limits(IMAGE_TYPES, ["txt"]))
+        assert {raw.members["txt"].decode(): raw.members["jpg"] for raw in raws[:-1] if len(raw.members) == 2} == good
+        for number, raw in enumerate(raws):
+            (alone,) = [
+                each
+                for each in read(path, offsets=index.sample_offsets, want=lambda n, number=number: n == number)[0]
+                if each.index == number
+            ]
+            assert alone.members.get("jpg") == raw.members.get("jpg") or alone.damage == "repeated_member"
+        assert main(["data", "index", str(path)]) == 0
+        assert f"{len(expected) + 1} samples in 1 shard" in capsys.readouterr().out
+    with open_stream(path, batch=1, shard_streams=1, shuffle=0) as stream:
+        seen = ids(stream, len(good) + 1)
+    assert Counter(flat(seen))[sample_id(str(path), "x")] == len(good) and stream.broken == reasons
+
+
+def test_an_index_of_an_earlier_version_is_said_and_its_wrong_samples_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Eight pairs of one key were one sample. The others are read with its offsets. `data index` renews it."""
+    path = write_tar(tmp_path / "0.tar", [*sample("a"), *named("jpg txt " * 8), *sample("b")])
+    dict(index.update_indexes([str(path)]))
+    (entry,) = index.lookup([str(path)]).entries.values()
+    offsets = index.unpack(index.scan_shard(str(path)).offsets or b"")
+    with index._writing(tmp_path / index.FILE) as base:
+        old = (entry.version.removesuffix(index.RULE_MARK), 3, index.pack(offsets[[0, 1, 9, 10]].tolist()))
+        base.execute("UPDATE shards SET version = ?, samples = ?, offsets = ?", old)
+    assert count_samples([str(path)]) == [3] and "clipscale data index" in caplog.text
+    raws, _ = read(path, offsets=index.sample_offsets)
+    assert [(raw.key, raw.damage) for raw in raws] == [("a", ""), ("x", "outdated_index"), ("b", "")]
+    dict(index.update_indexes([str(path)]))
+    assert count_samples([str(path)]) == [10]
+
+
+# -- links -------------------------------------------------------------------------------------------------------------
+
+
+def link(name: str, target: str, kind: bytes = tarfile.LNKTYPE) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, target
+    return info
+
+
+SYMBOLIC = tarfile.SYMTYPE
+LINKED = {  # links, and whether they are read
+    "hard": (link("p/b.png", "p/a.png"), True),
+    "hard with a dot": (link("p/b.png", "./p/a.png"), True),
+    "symbolic": (link("p/b.png", "a.png", SYMBOLIC), True),
+    "of another folder": (link("p/b.png", "../p/./a.png", SYMBOLIC), True),
+    "to a later file": (link("p/b.png", "../z.png", SYMBOLIC), True),
+    "to a link": (link("p/b.png", "../chain0", SYMBOLIC), True),
+    "to itself": (link("p/b.png", "b.png", SYMBOLIC), False),
+    "in a circle": (link("p/b.png", "../circle0", SYMBOLIC), False),
+    "through too many": (link("p/b.png", "../long0", SYMBOLIC), False),
+    "outside": (link("p/b.png", "/etc/passwd", SYMBOLIC), False),
+    "above": (link("p/b.png", "../../../../p/a.png", SYMBOLIC), False),
+    "to a folder": (link("p/b.png", "../p", SYMBOLIC), False),
+    "to nothing": (link("p/b.png", ""), False),
+    "to a name that comes twice": (link("p/b.png", "../twice.png", SYMBOLIC), False),
+}
+
+
+@pytest.mark.parametrize(("header", "read_too"), LINKED.values(), ids=LINKED)
+def test_a_link_is_the_file_in_the_tar_or_a_reason(
+    tmp_path: Path, capsys: Cap, header: tarfile.TarInfo, read_too: bool
+) -> None:
+    """In training, the check, the index and the evaluation."""
+    content: list[Any] = [("p/a.png", picture(1)), ("p/a.txt", b"a"), header, ("p/b.txt", b"b"), ("z.png", picture(1))]
+    content += [("twice.png", b""), ("twice.png", b""), link("circle0", "circle1"), link("circle1", "circle0")]
+    content += [link("chain0", "chain1", SYMBOLIC), link("chain1", "p/a.png")]
+    content += [link(f"long{n}", f"long{n + 1}") for n in range(12)] + [link("long12", "p/a.png")]
+    path = write_tar(tmp_path / "0.tar", content)
+    for _ in range(2):
+        raws, problem = read(path, offsets=index.sample_offsets)
+        assert problem.reason is None
+        (raw,) = [raw for raw in raws if raw.key == "p/b"]
+        assert (raw.members, raw.damage) == (({"png": picture(1), "txt": b"b"}, "") if read_too else ({}, "link"))
+        assert read_too or "tar -h --hard-dereference" in raw.detail
+        dict(index.update_indexes([str(path)]))
+    assert scan_shard(str(path)).samples == len(raws) == 5
+    findings = check_shard(str(path), DataConfig())
+    assert findings.broken["link"] == (not read_too) and findings.samples - findings.broken.total() == 1 + read_too
+    pairs = load_pairs(tmp_path, [path])
+    (image,) = [image for image, answers in zip(pairs.images, pairs.answers) if answers == ["b"]]
+    assert image.fault == ("" if read_too else "link") and (not read_too or image.read() == picture(1))
+    with open_stream(path, batch=1, shard_streams=1, shuffle=0) as stream:
+        assert len(set(flat(ids(stream, 2)))) == 1 + read_too
+
+
+def test_a_link_to_a_file_that_is_cut_off_ends_nothing_before_it(tmp_path: Path) -> None:
+    late = [("z.png", random.Random(0).randbytes(9000))]
+    path = write_tar(tmp_path / "0.tar", [link("b.png", "z.png"), ("b.txt", b"b"), *sample("c"), *late])
+    path.write_bytes(path.read_bytes()[: -10240 - 4000])
+    raws, problem = read(path)
+    assert [raw.damage for raw in raws[:2]] == ["link", ""] and problem.reason == "truncated_shard"
+
+
+def test_a_gzipped_tars_links_are_counted(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "0.tar", [*sample("a"), link("b.png", "a.png"), ("b.txt", b"b")])
+    path.write_bytes(gzip.compress(path.read_bytes()))
+    assert [raw.damage for raw in read(path)[0]] == ["", "link"]
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_links_count_as_the_bytes_that_they_stand_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counted: bool
+) -> None:
+    """Windows are the same from any start, and hold no more than others."""
+    large = random.Random(0).randbytes(20_000)
+    content: list[Any] = [("a.png", large)]
+    content += [link(f"{i:02d}.png", "a.png") if i % 3 else (f"{i:02d}.png", b"x") for i in range(30)]
+    path = write_tar(tmp_path / "0.tar", content)
+    dict(index.update_indexes([str(path)]))
+    monkeypatch.setattr(shard_reader, "WINDOW_BYTES", 90_000)
+    count = 31 if counted else None
+    segment = partial(Segment, 0, 0, stop=count, count=count)
+    whole = [item.key for item in items_of(segment(start=0), str(path), window=16)]
+    assert len(set(whole)) == 31
+    assert set(whole[:7]) == {"a", *(f"{i:02d}" for i in range(6))}, "the first window closes early"
+    for start in range(0, 31, 3):
+        assert [item.key for item in items_of(segment(start=start), str(path), window=16)] == whole[start:], start
 
 
 def test_a_cut_in_what_is_not_read_is_noticed(tmp_path: Path) -> None:

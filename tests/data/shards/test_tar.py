@@ -17,7 +17,7 @@ from clipscale.cli.main import main
 from clipscale.common.errors import UserError
 from clipscale.data.shards import reader, tar
 from clipscale.data.shards.index import scan_shard
-from clipscale.data.shards.tar import next_member, padded
+from clipscale.data.shards.tar import next_member, normalised, padded
 from tests.conftest import Cap
 from tests.data.streams import open_stream
 
@@ -38,17 +38,17 @@ def test_members_are_what_tarfile_wrote(members: list[tuple[str, bytes]], form: 
         for name, data in members:
             for kind in (tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE):
                 info = tarfile.TarInfo(name)
-                info.type, info.linkname = kind, "/etc/passwd"
+                info.type, info.linkname = kind, f"/etc/{name[:20]}"
                 info.size = len(data) if kind == tarfile.REGTYPE else 0
                 tar.addfile(info, io.BytesIO(data))
     out.seek(0)
     read, at = [], 0
     while (header := next_member(out)) is not None:
-        name, size, taken, _ = header
-        assert out.tell() == at + taken
-        read.append((name, out.read(padded(size))[:size]))
-        at += taken + padded(size)
-    assert read == members
+        assert out.tell() == at + header.taken
+        content = out.read(padded(header.size))[: header.size]
+        read.append((header.name, content if header.target is None else header.target))
+        at += header.taken + padded(header.size)
+    assert read == [each for name, data in members for each in ((name, data), (name, normalised(f"/etc/{name[:20]}")))]
 
 
 def member(kind: bytes, content: bytes = b"", name: str = "a.txt") -> bytes:
@@ -80,17 +80,21 @@ def test_a_size_that_no_member_has_is_damage(kind: bytes, size: bytes) -> None:
 
 
 class Endless:
-    """The same members again and again. `given`: bytes read."""
+    """A sample's first member, and the same others again and again. `given`: bytes read."""
 
     def __init__(self, members: bytes) -> None:
-        self.members, self.given = members, 0
+        self.members, self.given = members, -len(FIRST)
 
     def read(self, size: int) -> bytes:
+        if self.given < 0:
+            self.given += size
+            return FIRST
         at = self.given % len(self.members)
         self.given += size
         return (self.members * (1 + (at + size) // len(self.members)))[at : at + size]
 
 
+FIRST = member(b"0", name="a.jpg")
 PAX = b"".join(b"17 %09d=abc\n" % key for key in range(60_000))
 ENDLESS = {
     "folders": member(b"5"),
