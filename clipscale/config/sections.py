@@ -1,12 +1,13 @@
 """The sections of a training run's settings: a dataclass each, with the checks that need only its section."""
 
+import os
 import re
 from dataclasses import dataclass, field
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
-from clipscale.common.units import nearest, parse_count, parse_memory
+from clipscale.common.units import nearest, one_of, parse_count, parse_memory
 from clipscale.config.libraries import architectures, model_description, optimizers
 from clipscale.config.parse import typed
 from clipscale.config.presets import PACKAGE
@@ -29,6 +30,7 @@ SHARDABLE_OPTIMIZERS = (
 )  # fmt: skip
 # Seconds of the units of time.
 UNITS = {"m": 60, "h": 3600}
+WANDB_MODES = ("disabled", "offline", "online")
 SUITES = ("none", *files.read_yaml(PACKAGE / "eval/sets/known.yaml")["suites"])
 
 
@@ -182,10 +184,27 @@ class SinkConfig:
 
     wandb: str = setting(
         "disabled",
-        "Weights & Biases: `online`, `offline` or `disabled`. WANDB_PROJECT and WANDB_ENTITY name the place.",
-        choices=("disabled", "offline", "online"),
+        "Weights & Biases: `online`, `offline` or `disabled`; if it is used, WANDB_MODE counts more. WANDB_PROJECT and "
+        "WANDB_ENTITY name the place.",
+        choices=WANDB_MODES,
     )
     tensorboard: bool = setting(False, "Write event files to RUN/tensorboard.")
+
+    @property
+    def wandb_mode(self) -> str:
+        """`wandb`, or where that is not `disabled`, WANDB_MODE of the environment, which clusters set. Raises
+        UserError."""
+        asked = os.environ.get("WANDB_MODE")
+        if self.wandb == "disabled" or not asked:
+            return self.wandb
+        mode = {"dryrun": "offline", "run": "online"}.get(asked, asked)  # wandb's earlier words
+        if mode not in WANDB_MODES:
+            raise UserError(f"WANDB_MODE={asked} of the environment: choose {one_of(WANDB_MODES)}, or unset it")
+        return mode
+
+    def check(self) -> None:
+        """Raises UserError for another word of the environment."""
+        _ = self.wandb_mode
 
 
 @dataclass(frozen=True)

@@ -81,8 +81,8 @@ def check_train(config: TrainConfig) -> None:
         raise UserError("device=cuda: this machine has no GPU with a driver; use device=cpu or fix the driver")
     if not terminal.main_rank():
         return
-    if config.log.wandb == "online" and not wandb_module().login(prompt=False, verify=False):
-        raise UserError("log=wandb: there is no key; run `wandb login`, export WANDB_API_KEY, or log=wandb-offline")
+    if config.log.wandb_mode == "online" and not wandb_module().login(prompt=False, verify=False):
+        raise UserError("log=wandb: there is no key; run `wandb login`, export WANDB_API_KEY, or WANDB_MODE=offline")
     for warning in warnings(config):
         terminal.say(f"warning: {warning}", error=True)
 

@@ -33,7 +33,10 @@ class Sinks:
         self._sinks: dict[str, Sink] = {}
         if config.tensorboard:
             self._call("tensorboard", lambda: self._sinks.update(tensorboard=tensorboard(run_dir, resume_step)))
-        if config.wandb != "disabled":
+        mode = config.wandb_mode
+        if mode != config.wandb:
+            tell(f"WANDB_MODE={os.environ['WANDB_MODE']} of the environment counts, not log.wandb={config.wandb}")
+        if mode != "disabled":
             self._call("wandb", lambda: self._sinks.update(wandb=wandb(run_dir, config, settings)))
 
     def write(self, step: int, record: Record) -> None:
@@ -96,12 +99,12 @@ def wandb(run_dir: Path, config: SinkConfig, settings: Record) -> Sink:
         id_file.write_text(secrets.token_hex(4))
     run = client.init(
         project=os.environ.get("WANDB_PROJECT", "clipscale"),
-        name=run_dir.name,
+        name=os.environ.get("WANDB_NAME") or run_dir.name,
         id=id_file.read_text().strip(),
         resume="allow",
         dir=str(run_dir),
         config=dict(settings),
-        mode=config.wandb,
+        mode=config.wandb_mode,
         # wandb would send the command line, the console and the address of the git remote, secrets included.
         settings=client.Settings(silent=True, init_timeout=60, console="off", x_disable_meta=True, disable_git=True),
     )

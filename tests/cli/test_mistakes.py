@@ -83,7 +83,22 @@ def test_what_cannot_work_is_refused_before_a_model_is_built(
     monkeypatch.setattr("clipscale.state.start.build_model", lambda *given: pytest.fail("too late"))
     monkeypatch.setattr("wandb.login", lambda **options: False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.delenv("WANDB_MODE")
     one_line(cli(*tiny(f"data.train={shards}", word)), word, LATER[word])
+
+
+def test_wandb_needs_a_key_only_where_the_environment_lets_it_ask(
+    cli: Cli, shards: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("wandb.login", lambda **options: False)
+    words = tiny(f"data.train={shards}", "--cfg", "job")
+    for mode, log, status in (
+        ("offline", "wandb", 0), ("disabled", "wandb", 0), ("online", "wandb-offline", 2), ("online", "default", 0)
+    ):  # fmt: skip
+        monkeypatch.setenv("WANDB_MODE", mode)
+        assert cli(*words, f"log={log}")[0] == status, mode
+    monkeypatch.setenv("WANDB_MODE", "sometimes")
+    one_line(cli(*words, "log=wandb"), "WANDB_MODE=sometimes", "offline or online")
 
 
 def test_a_batch_beyond_the_data_is_refused_from_its_counts(cli: Cli, shards: str) -> None:

@@ -196,6 +196,36 @@ def test_a_failing_sink_costs_one_warning(tmp_path: Path, monkeypatch: pytest.Mo
     assert "ConnectionError: nobody answers" in lines
 
 
+@pytest.mark.parametrize(
+    ("environment", "setting", "used"),
+    [
+        ("offline", "online", "offline"), ("online", "offline", "online"), ("disabled", "online", ""),
+        ("dryrun", "online", "offline"), ("offline", "disabled", ""), ("offline", "offline", "offline"),
+    ],
+)  # fmt: skip
+def test_wandbs_mode_is_that_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Cap, environment: str, setting: str, used: str
+) -> None:
+    asked = []
+
+    class Client:
+        Settings = dict
+
+        def init(self, mode: str, **_: object) -> "Client":
+            asked.append(mode)
+            return self
+
+        def define_metric(self, *_: object, **__: object) -> None: ...
+
+        finish = define_metric
+
+    monkeypatch.setenv("WANDB_MODE", environment)
+    monkeypatch.setattr(sinks, "wandb_module", Client)
+    sinks.Sinks(tmp_path, LogConfig(wandb=setting), {}).close()
+    assert asked == [used] * bool(used)
+    assert ("WANDB_MODE" in capsys.readouterr().out) == (setting not in ("disabled", environment))
+
+
 def test_wandb_offline_needs_no_network_and_goes_on_with_its_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Cap
 ) -> None:
