@@ -13,11 +13,14 @@ class PlanConfig(TrainConfig):
     """`clipscale plan`: predict memory and time of a run from the settings of `train`."""
 
     hardware: str = setting(
-        "", "The GPU: a100-80g, h100-80g, ... (a wrong name lists all), or `cpu`; empty: this machine."
+        "", "The GPU: a100-80g, h100-80g, ... (a wrong name lists all), or `cpu`; empty: this machine's."
     )
     gpus: int = setting(1, "GPUs per node; one process each.", least=1)
     nodes: int = setting(1, "Nodes.", least=1)
-    host_memory: int | None = setting(None, "Host memory of a node in bytes (`1024G`); null: not compared.")
+    host_memory: int | None = setting(
+        None,
+        "Host memory of a node in bytes (`1024G`); null: on a CPU or on this machine what is free, else not compared.",
+    )
     json: bool = setting(False, "Print one JSON object instead of tables.")
 
     @property
@@ -26,28 +29,29 @@ class PlanConfig(TrainConfig):
 
 
 def on_machine(config: PlanConfig) -> PlanConfig:
-    """The settings with the machine to plan for: this one's GPUs, where they name none.
+    """The settings with the machine to plan for: where they name no hardware, this one's GPUs, or its CPU if it has
+    none. A plan for a CPU is compared with this machine's free memory unless `host_memory` is set.
 
     Raises UserError for GPUs that the table does not have.
     """
     if config.run:
         raise UserError(f"run={config.run}: a plan is of settings; give those of the run, without its name")
-    if config.hardware:
+    gpu = None if config.hardware else gpu_here()
+    if config.hardware not in ("", "cpu"):
         return config
-    name = hardware_of(gpu_here() or "")
-    if name is None:
-        raise UserError("hardware is not set; give the GPU, hardware=a100-80g, or hardware=cpu")
-    import torch
-
     from clipscale.data.loader.memory import free_memory
 
-    return replace(
-        config,
-        hardware=name,
-        gpus=max(1, torch.cuda.device_count()),
-        nodes=1,
-        host_memory=config.host_memory or free_memory(),
-    )
+    config = replace(config, host_memory=config.host_memory or free_memory())
+    if gpu is None:
+        return replace(config, hardware="cpu")
+    name = hardware_of(gpu)
+    if name is None:
+        raise UserError(
+            f"hardware is not set, and {gpu} is not in the table; give one like it, as in hardware=a100-80g"
+        )
+    import torch
+
+    return replace(config, hardware=name, gpus=max(1, torch.cuda.device_count()), nodes=1)
 
 
 def target_gpu(config: PlanConfig) -> Hardware | None:

@@ -9,9 +9,18 @@ from clipscale.models.sources import with_hub_architecture
 from clipscale.tools.plan import without_unused
 from clipscale.tools.plan.settings import PlanConfig, on_machine
 
+# What a step does in its parts.
+PARTS = {
+    "encode": "the features of the whole batch",
+    "loss": "the loss, and the gradients of the features",
+    "replay": "the gradients of the weights",
+    "optim": "the update of the weights",
+}
+
 
 def main(config: PlanConfig) -> int:
     """Plan and print; returns the exit status: 1 if the run does not fit. Raises UserError."""
+    here = not config.hardware
     config = replace(on_machine(config), model=with_hub_architecture(config.model))
     without_unused(config.model)
     from clipscale.tools.plan.planner import plan
@@ -23,7 +32,9 @@ def main(config: PlanConfig) -> int:
         clear()
         print(json.dumps({"stages": results} if results[1:] else results[0], indent=1))
     else:
-        pages = [render("page", **result, config=stage) for result, stage in zip(results, stages)]
+        pages = [
+            render("page", **result, config=stage, here=here, parts=PARTS) for result, stage in zip(results, stages)
+        ]
         for line in "\n".join(pages).splitlines():
             say(line)
     return 0 if all(result["fits"] for result in results) else 1

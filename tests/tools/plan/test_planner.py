@@ -10,11 +10,13 @@ import pytest
 from clipscale.cli import compose
 from clipscale.cli.main import main
 from clipscale.common import files
-from clipscale.common.units import format_count
+from clipscale.common.units import format_count, parse_memory
 from clipscale.tools.plan import step_time
 from clipscale.tools.plan.planner import plan, predicted
+from clipscale.tools.plan.settings import on_machine
 from tests.conftest import TINIEST, Cap
 from tests.data.shards.test_subset import EPOCH, FULL, WEIGHTS, weighed, write
+from tests.support.refused import refused
 
 LARGE = (*TINIEST, "hardware=A800-80G", "gpus=8", "host_memory=1024G")
 
@@ -35,7 +37,7 @@ def test_a_large_batch_of_a_small_model_fits(capsys: Cap) -> None:
     out, err = capsys.readouterr()
     assert (status, err) == (0, "")
     first, speed, length, largest = out.splitlines()[:4]
-    assert first.startswith("fits: ") and "GiB usable on each GPU" in first
+    assert first.startswith("yes: it fits: ") and "GiB usable on each GPU" in first
     assert "images/s per GPU" in speed and "a plain step" in speed and "By what is known" in speed
     assert "for 33.6M samples; a step takes about" in length
     assert re.match(r"largest batch with these chunks: \d+M$", largest)
@@ -44,13 +46,33 @@ def test_a_large_batch_of_a_small_model_fits(capsys: Cap) -> None:
 
 
 @pytest.mark.usefixtures("of_any_size")
-@pytest.mark.parametrize(("hardware", "checked"), [("h100-80g", "fits the GPUs: "), ("cpu", "takes ")])
-def test_host_memory_that_nobody_limits_is_said_to_be_unchecked(capsys: Cap, hardware: str, checked: str) -> None:
-    words = ["batch=64k", f"hardware={hardware}", "gpus=8", "cache.chunk=1k", "optim.lr=1e-3"]
+def test_host_memory_that_nobody_limits_is_said_to_be_unchecked(capsys: Cap) -> None:
+    words = ["batch=64k", "hardware=h100-80g", "gpus=8", "cache.chunk=1k", "optim.lr=1e-3"]
     assert main(["plan", *TINIEST, *words, "eval.sets=[somewhere]", "epochs=30"]) == 0
     out = capsys.readouterr().out
-    assert ("epochs=30 are of an unknown set" in out) == (hardware != "cpu")
-    assert out.startswith(checked) and "of host memory on each node, which is not checked" in out
+    assert "epochs=30 are of an unknown set" in out
+    assert out.startswith("yes: it fits the GPUs: ") and "of host memory, which is not checked" in out
+
+
+@pytest.mark.parametrize(
+    ("memory", "status", "first"), [("64G", 0, "yes: it fits: "), ("1G", 1, "no: it does not fit: ")]
+)
+def test_a_machine_without_a_gpu_is_planned_for_by_its_memory(
+    capsys: Cap, monkeypatch: pytest.MonkeyPatch, memory: str, status: int, first: str
+) -> None:
+    monkeypatch.setattr("clipscale.tools.plan.settings.gpu_here", lambda: None)
+    monkeypatch.setattr("clipscale.data.loader.memory.free_memory", lambda: parse_memory("host_memory", memory))
+    assert main(["plan", *TINIEST, "batch=64", "cache.chunk=16"]) == status
+    out = capsys.readouterr().out
+    assert out.startswith(first) and "planned for this machine, without a GPU" in out
+    assert main(["plan", *TINIEST, "batch=64", "cache.chunk=16", "hardware=cpu"]) == status
+    assert capsys.readouterr().out.startswith(first)
+
+
+def test_a_gpu_that_the_table_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clipscale.tools.plan.settings.gpu_here", lambda: "Voodoo 2")
+    with refused("hardware is not set, and Voodoo 2 is not in the table"):
+        on_machine(settings(*TINIEST))
 
 
 def test_an_epoch_is_counted_by_the_weights_where_the_shards_are(tmp_path: Path, capsys: Cap) -> None:
