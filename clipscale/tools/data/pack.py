@@ -8,12 +8,14 @@ import io
 import json
 import math
 import multiprocessing
+import re
+import shlex
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from PIL import Image
@@ -29,10 +31,11 @@ from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError
 from clipscale.data.shards import index
 from clipscale.data.shards.addresses import hash64, utf8
 from clipscale.data.shards.writer import shard_writer
-from clipscale.tools.data.pairs import SPLIT, Pair, pairs_of, tables_of
+from clipscale.tools.data.kinds import OTHER_PICTURES, kind_of
+from clipscale.tools.data.pairs import SPLIT, TEXTS, Pair, pairs_of, tables_of
 from clipscale.tools.data.places import read, resolved
 from clipscale.tools.data.settings import PackSettings
-from clipscale.tools.data.tables import TABLES
+from clipscale.tools.data.tables import TABLES, conversion
 
 SHARD_SAMPLES = 10_000
 SHARD_BYTES = 10**9
@@ -44,15 +47,24 @@ SPLITS = {"train", "val", "valid", "validation", "test"}
 QUALITY = 95
 # What helps, by the reason.
 REMEDIES = {
-    "unreadable_file": "; paths are relative to the table, or else to root=DIR",
-    "bad_json": "; a line is one object of JSON, {...}",
-    "bad_row": "; a row has as many values as the header, and quotes around those with separators",
-    "outside_root": "; root=DIR names the folder below which a table's files lie",
-    "windows_path": "; write paths with / and relative to the table",
-    "caption_not_utf8": "; iconv -f CP1252 -t UTF-8 converts a text",
-    ".tar": "; shards are trained on as they are, data.train=FOLDER",
-    **dict.fromkeys(TABLES, "; a table is a source of its own, clipscale data pack TABLE"),
+    "unreadable_file": "paths are relative to the table, or else to root=DIR",
+    "bad_json": "a line is one object of JSON, {...}",
+    "bad_row": "a row has as many values as the header, and quotes around those with separators",
+    "outside_root": "root=DIR names the folder below which a table's files lie",
+    "windows_path": "write paths with / and relative to the table",
+    "caption_not_utf8": "iconv -f CP1252 -t UTF-8 converts a text",
+    ".tar": "shards are trained on as they are, data.train=FOLDER",
+    ".html": "a page, where a picture was expected",
+    **dict.fromkeys(TABLES, "a table is a source of its own, clipscale data pack TABLE"),
+    **dict.fromkeys(OTHER_PICTURES, "convert them to JPEG or PNG"),
 }
+# What tables have where there is no text: pandas', R's and databases' words, and Excel's errors.
+NOTHING = re.compile(
+    r"nan|null|none|na|n/a|<na>|undefined|#(n/a|na|nv|ref!|value!|name\?|div/0!|null!|num!|bezug!|wert!|zahl!)",
+    re.I,
+)
+# What no letter is: spaces of all kinds, and marks of no width.
+BLANK = re.compile(r"[\s\0\ufeff\u200b-\u200d\u2060]*")
 # Of a part: `read`: its pairs; for each folder its shards and their samples; `left_out`: for each reason the pictures.
 Note = dict[str, Any]
 
@@ -79,11 +91,11 @@ def main(words: Sequence[str], settings: PackSettings) -> int:
     columns = [table.columns for table in tables]
     out = prepared(path, settings.out, asdict(settings) | {"root": root, "columns": columns})
     notes = packed(pairs_of(path, tables, root, settings.splits), settings, out)
-    report(words[0], out, notes, "rows" if tables else "files" if path.is_dir() else "images")
+    report(path, out, notes, "rows" if tables else "files" if path.is_dir() else "images")
     return 0
 
 
-def report(source: str, out: Path, notes: Sequence[Note], what: str) -> None:
+def report(source: Path, out: Path, notes: Sequence[Note], what: str) -> None:
     """Index the shards, and print what was read, packed and left out. `what`: was read. Raises UserError if there is no
     pair to train on."""
     left_out: dict[str, list[str]] = {}
@@ -91,7 +103,8 @@ def report(source: str, out: Path, notes: Sequence[Note], what: str) -> None:
         for reason, names in note["left_out"].items():
             left_out.setdefault(reason, []).extend(names)
     reasons = "; ".join(
-        f"{len(names):,} {reason} (such as {names[0][:80]}{remedy(reason)})" for reason, names in left_out.items()
+        f"{len(names):,} {reason} (such as {names[0][:80]}{remedy(reason, left_out, source)})"
+        for reason, names in left_out.items()
     )
     counts = [f"read {sum(note['read'] for note in notes):,} {what}: "]
     for side, part in PARTS.items():
@@ -110,10 +123,28 @@ def report(source: str, out: Path, notes: Sequence[Note], what: str) -> None:
     say(f"{''.join(counts)}{sum(map(len, left_out.values())):,} left out")
 
 
-def remedy(reason: str) -> str:
+def remedy(reason: str, left_out: dict[str, list[str]], source: Path) -> str:
+    """What helps where pairs or files were left out for this reason. `left_out`: those of each reason."""
     if reason.startswith(SPLIT):
         return f"; 'splits=[{reason.removeprefix(SPLIT)}]' packs them"
-    return REMEDIES.get(reason, "")
+    if reason in TEXTS:
+        return gathering(left_out[reason], left_out.get("no_caption", []), source)
+    helps = REMEDIES.get(reason) or conversion(reason, source / left_out[reason][0])
+    return helps and f"; {helps}"
+
+
+def gathering(texts: Sequence[str], pictures: Sequence[str], folder: Path) -> str:
+    """How texts in a folder of their own come beside the pictures of their names; empty if there are none."""
+    without = {PurePath(name).stem: PurePath(name).parent for name in pictures}
+    for text in map(PurePath, texts):
+        target = without.get(text.stem)
+        if target is not None and target != text.parent:
+            origin = text.parent
+            while origin.name == target.name:  # a tree like that of the pictures
+                origin, target = origin.parent, target.parent
+            copied = f"cp -r {shlex.quote(f'{folder / origin}/.')} {shlex.quote(str(folder / target))}"
+            return f"; a text lies beside its picture: {copied}"
+    return ""
 
 
 def prepared(source: Path, folder: str, settings: Record) -> Path:
@@ -191,7 +222,8 @@ def captions_of(pair: Pair) -> list[str]:
     if pair.broken or not is_text(pair.name):
         raise BrokenSampleError(pair.broken or "name_not_utf8")
     texts = [text_of(read(pair.text, MAX_TEXT_BYTES))] if pair.text else pair.captions
-    captions = [stripped for text in texts if (stripped := text.strip("\ufeff\x00 \t\r\n"))]
+    stripped = [text.strip("\ufeff\x00 \t\r\n") for text in texts]
+    captions = [text for text in stripped if not BLANK.fullmatch(text) and not NOTHING.fullmatch(text)]
     if not captions:
         raise BrokenSampleError("no_caption")
     if not all(map(is_text, captions)):
@@ -201,8 +233,11 @@ def captions_of(pair: Pair) -> list[str]:
 
 def sample_of(number: int, pair: Pair, captions: list[str], data: bytes, side: int | None) -> Record:
     """A sample as `shard_writer` takes it. Its picture has been decoded once. Raises BrokenSampleError."""
-    picture = Picture(data, math.inf)
-    pixels = picture.decode()
+    try:
+        picture = Picture(data, math.inf)
+        pixels = picture.decode()
+    except BrokenSampleError as error:
+        raise BrokenSampleError(kind_of(data) or error.reason, str(error)) from error
     kind = picture.type
     height, width = pixels.shape[:2]
     if side and min(width, height) > side:

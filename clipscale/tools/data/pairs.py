@@ -9,11 +9,14 @@ from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
 from clipscale.data.decode import IMAGE_TYPES
+from clipscale.tools.data.objects import json_object
 from clipscale.tools.data.places import Cell, Place
-from clipscale.tools.data.tables import TABLES, Table, json_rows, open_table
+from clipscale.tools.data.tables import TABLES, Table, conversion, open_table
 
 # Hugging Face's imagefolder.
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+# Suffixes of a picture's text; of several the first is taken.
+TEXTS = (".txt", ".caption")
 # Begins the reason why an image of another split is left out.
 SPLIT = "split_"
 
@@ -50,7 +53,8 @@ def tables_of(path: Path, columns: list[str] | None, by: str | None = None) -> l
         found = [] if path.suffix == ".json" and is_coco(path) else [path]
     else:
         shard = "; shards are trained on as they are, data.train=FOLDER" if ".tar" in path.name else ""
-        raise UserError(f"{path}: give a folder, a table ({', '.join(TABLES)}) or COCO's captions (.json){shard}")
+        help = shard or f"; {conversion(path.suffix.lower(), path)}".rstrip("; ")
+        raise UserError(f"{path}: give a folder, a table ({', '.join(TABLES)}) or COCO's captions (.json){help}")
     if by and not found:
         raise UserError(
             f"holdout.by={by}: {path} has no columns; leave it out, and pictures of the same bytes stay together"
@@ -59,9 +63,9 @@ def tables_of(path: Path, columns: list[str] | None, by: str | None = None) -> l
 
 
 def is_coco(file: Path) -> bool:
-    """Whether this is one object in JSON, and no list or lines of pairs."""
-    _, first = next(json_rows(file), (0, None))
-    return first is None or ("images" in first and not {"annotations", "dataset"}.isdisjoint(first))
+    """Whether this is one object in JSON with COCO's keys or Karpathy's."""
+    whole = json_object(file)
+    return whole is not None and "images" in whole and not {"annotations", "dataset"}.isdisjoint(whole)
 
 
 def pairs_of(path: Path, tables: Sequence[Table], root: str, splits: Sequence[str] = ("train",)) -> Iterator[Pair]:
@@ -73,20 +77,24 @@ def pairs_of(path: Path, tables: Sequence[Table], root: str, splits: Sequence[st
 
 
 def of_folder(folder: Path, root: str) -> Iterator[Pair]:
-    """The pictures of a folder and those below it, with their texts, NAME.txt. Then the other files, with their suffix
-    as the reason why they are left out."""
+    """The pictures of a folder and those below it, with their texts. Then the other files, with their suffix as the
+    reason why they are left out."""
     listed = visible(folder)
     pictures = [path for path in listed if path.suffix[1:].lower() in IMAGE_TYPES]
-    texts = {path.with_suffix(""): path for path in listed if path.suffix.lower() == ".txt"}
+    texts = [path for path in listed if path.suffix.lower() in TEXTS]
+    beside = {path.with_suffix(""): path for path in sorted(texts, key=lambda path: -TEXTS.index(path.suffix.lower()))}
     named = Place("", "", root or str(folder.resolve()))
+    used: set[Path] = set()
     for path in pictures:
-        text = texts.get(path.with_suffix(""))
+        text = beside.get(path.with_suffix("")) or beside.get(path)  # NAME.txt, NAME.jpg.txt
         caption = named._replace(name=str(text)) if text else None
+        used.update([text] if text else [])
         yield Pair(str(path.relative_to(folder)), named._replace(name=str(path)), [], {}, caption)
-    described = {path.with_suffix("") for path in listed if path.suffix.lower() != ".txt"}
-    for path in sorted(set(listed).difference(pictures)):
+    others = set(listed).difference(pictures, used)
+    described = {name for path in others.difference(texts) for name in (path, path.with_suffix(""))}
+    for path in sorted(others):
         reason = "linked_folder" if path.is_dir() else path.suffix.lower() or "no_suffix"
-        if reason != ".txt" or path.with_suffix("") not in described:
+        if reason not in TEXTS or path.with_suffix("") not in described:
             yield Pair(str(path.relative_to(folder)), named, [], {}, broken=reason)
 
 

@@ -1,39 +1,46 @@
-"""The rows of tables as people have them: separated values of any separator, JSON lines, a list in JSON, Parquet.
+"""The rows of tables as people have them: separated values of any separator, JSON in several forms, Parquet.
 
 A row is its number and its values by column, or None where it cannot be used: one bad row is one pair.
 """
 
-import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 from clipscale.common import files
 from clipscale.common.errors import UserError
 from clipscale.common.record import Record
-from clipscale.data.decode import encoding_of, json_fields
-from clipscale.data.sample import MAX_TEXT_BYTES, BrokenSampleError
 from clipscale.data.shards.subset import parquet_file
+from clipscale.tools.data.lines import lines_of
+from clipscale.tools.data.objects import flattening, json_rows, nested
 from clipscale.tools.data.parquet import parquet_rows, unread_columns
 from clipscale.tools.data.separated import PICTURE, Separated, header_values
 
 # Names of the column of pictures and of that of captions.
 USUAL: dict[str, list[str]] = files.read_yaml(Path(__file__).with_name("columns.yaml"))
+# What converts a file that is no table, by its suffix.
+CONVERSIONS: dict[str, str] = files.read_yaml(Path(__file__).with_name("conversions.yaml"))
+# The first bytes of such files.
+SIGNS = {
+    b"\x1f\x8b": ".gz",
+    b"BZh": ".bz2",
+    b"\xfd7zXZ": ".xz",
+    b"\x28\xb5\x2f\xfd": ".zst",
+    b"PK\x03\x04": ".xlsx",
+    b"\xd0\xcf\x11\xe0": ".xls",
+}
 SEPARATED = (".csv", ".tsv", ".tab", ".txt", ".token")
 TABLES = (*SEPARATED, ".jsonl", ".ndjson", ".json", ".parquet")
 SEPARATORS = "\t,;|"
-# Bytes in which a table shows its encoding.
-START = 1 << 20
 # Rows whose keys are the columns of JSON.
 FIRST_ROWS = 100
 # Columns that a message names.
 MOST_NAMES = 20
-# Characters of a line; what follows is another one.
-LONGEST_LINE = 4 * MAX_TEXT_BYTES
 Rows = Iterator[tuple[int, Record | None]]
 
 
@@ -52,19 +59,18 @@ def open_table(file: Path, columns: list[str] | None, by: str | None = None) -> 
     """Find a table's form and columns; `columns` None: by their usual names. `by`: of the holdout. Raises UserError,
     OSError, ValueError."""
     suffix = file.suffix.lower()
+    check_content(file)
     separator, first = header(file, columns) if suffix in SEPARATED else ("", [])
+    shown: list[Record] = []
     if suffix == ".parquet":
         names = parquet_file(file).schema_arrow.names
     elif suffix in SEPARATED:
         names = named_columns(first)
     else:
-        names = list(dict.fromkeys(name for _, row in islice(json_rows(file), FIRST_ROWS) for name in row or ()))
+        shown = [row for _, row in islice(json_rows(file), FIRST_ROWS) if row]
+        names = list(dict.fromkeys(name for row in shown for name in row))
     chosen = chosen_columns(names, columns)
-    for name in [*chosen, by or chosen[0]]:
-        if name not in names:
-            given = ", ".join(names[:MOST_NAMES]) + ", ..." * (len(names) > MOST_NAMES) or "none"
-            remedy = "give one of them, holdout.by=COLUMN" if name == by else "give 'columns=[IMAGE,CAPTION]'"
-            raise UserError(f"{file.name} has no column {name!r}; it has {given}: {remedy}")
+    check_columns(file, names, chosen, by, shown)
     remarks = [f"column {name!r} is given twice; the last one counts" for name in repeated(names)]
     if suffix == ".parquet":
         wanted = [*chosen, *([by] if by else [])]
@@ -77,6 +83,39 @@ def open_table(file: Path, columns: list[str] | None, by: str | None = None) -> 
     return Table(file, chosen, rows, by or "", remarks)
 
 
+def check_columns(file: Path, names: Sequence[str], chosen: list[str], by: str | None, shown: list[Record]) -> None:
+    """Raises UserError where a column is not there, or holds no texts in the rows that are `shown`, of JSON."""
+    missing = next((name for name in [*chosen, *([by] if by else [])] if name not in names), None)
+    nests = next((name for name in chosen[1:] if nested(shown, name)), None)
+    line = flattening(file, names) if nests or (missing and missing != by) else ""
+    if line:
+        raise UserError(f"{file.name}: its captions are nested; this makes a table of it, to be packed: {line}")
+    if nests:
+        raise UserError(
+            f"{file.name}: column {nests!r} holds objects, and no captions; write a table with one of texts"
+        )
+    if missing:
+        given = ", ".join(names[:MOST_NAMES]) + ", ..." * (len(names) > MOST_NAMES) or "none"
+        remedy = "give one of them, holdout.by=COLUMN" if missing == by else "give 'columns=[IMAGE,CAPTION]'"
+        raise UserError(f"{file.name} has no column {missing!r}; it has {given}: {remedy}")
+
+
+def check_content(file: Path) -> None:
+    """Raises UserError for a table that is packed, or Excel's, whatever its name says."""
+    with file.open("rb") as start:
+        first = start.read(8)
+    for sign, suffix in SIGNS.items():
+        if first.startswith(sign):
+            raise UserError(f"{file.name} is no text; {conversion(suffix, file)}")
+
+
+def conversion(suffix: str, file: Path) -> str:
+    """What makes a table of a file of this kind; empty for an unknown one."""
+    table = file.with_suffix("") if file.suffix == suffix else file.with_name(f"{file.stem}-2{file.suffix}")
+    names = {"file": file, "table": table, "stem": file.with_suffix("")}
+    return CONVERSIONS.get(suffix, "").format(**{name: shlex.quote(str(path)) for name, path in names.items()})
+
+
 def repeated(names: Sequence[str]) -> list[str]:
     return [name for name, count in Counter(names).items() if name and count > 1]
 
@@ -85,29 +124,6 @@ def chosen_columns(names: Sequence[str], columns: list[str] | None) -> list[str]
     """The picture's column and the captions'; of usual names those that are there, or else the first."""
     plain = {name.lower().replace(" ", "_"): name for name in reversed(names)}
     return columns or [next((plain[name] for name in usual if name in plain), usual[0]) for usual in USUAL.values()]
-
-
-def lines_of(file: Path) -> Iterator[str]:
-    """A text's lines, decoded by its byte order mark, or else as UTF-8, where wrong bytes become lone surrogates.
-
-    Raises UserError for another encoding: most of the first lines with letters beyond ASCII are no UTF-8.
-    """
-    with file.open("rb") as raw:
-        start = raw.read(START)
-    encoding = encoding_of(start)
-    if encoding == "utf-8":
-        lines = start.splitlines()[: -1 if len(start) == START else None]
-        wrong = [n for n, line in enumerate(lines, 1) if line.decode("utf-8", "ignore").encode() != line]
-        if 1 < len(wrong) > sum(not line.isascii() for line in lines) / 2:
-            raise UserError(
-                f"{file}: line {wrong[0]} is not UTF-8, and no byte order mark says what it is; convert the table: "
-                "iconv -f CP1252 -t UTF-8 OLD > NEW"
-            )
-    errors = "surrogateescape" if encoding.startswith("utf-8") else "surrogatepass"
-    with file.open(encoding=encoding, errors=errors, newline="") as text:
-        rest = iter(partial(text.readline, LONGEST_LINE), "")
-        first = next(rest, "")
-        yield from rest if re.fullmatch(r"\ufeff?sep=.\s*", first) else chain([first], rest)  # Excel's
 
 
 def header(file: Path, columns: list[str] | None) -> tuple[str, list[str]]:
@@ -141,20 +157,3 @@ def separated_rows(file: Path, form: Separated, *, headed: bool) -> Rows:
         if row and not headed:
             row["image"] = re.sub(r"#\d+$", "", row["image"])
         yield number + headed, row
-
-
-def json_rows(file: Path) -> Rows:
-    """Of JSON lines, or of a list of objects."""
-    lines = lines_of(file)
-    first = next(lines, "")
-    if first.lstrip().startswith("["):
-        yield from enumerate(
-            (item if isinstance(item, dict) else None for item in json.loads(first + "".join(lines))), 1
-        )
-        return
-    for number, line in enumerate(chain([first], lines), 1):
-        try:
-            if line.strip():
-                yield number, json_fields(line)
-        except BrokenSampleError:
-            yield number, None

@@ -1,0 +1,94 @@
+"""The rows of JSON: one a line, a list of them, or one object that holds them by column, by picture, or as a list.
+
+Of nested rows, as of conversations, the line of shell that makes a table of them.
+"""
+
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from clipscale.common.record import Record
+from clipscale.data.decode import json_fields
+from clipscale.data.sample import BrokenSampleError
+from clipscale.tools.data.lines import lines_of
+from clipscale.tools.data.separated import PICTURE
+
+# Columns of nested rows, and how Python gets from there to the caption: the last answer of LLaVA's and of OpenAI's
+# conversations, the first of Karpathy's sentences.
+CAPTIONS = {
+    "conversations": '["conversations"][-1]["value"]',
+    "messages": '["messages"][-1]["content"]',
+    "sentences": '["sentences"][0]["raw"]',
+}
+# The same of the picture's name.
+IMAGES = {"image": '["image"]', "images": '["images"][0]', "filename": '["filename"]', "file_name": '["file_name"]'}
+
+
+def json_rows(file: Path) -> Iterator[tuple[int, Record | None]]:
+    """Each row with its number; None for what is no row."""
+    lines = lines_of(file)
+    first = next(lines, "")
+    whole = json_object(file)
+    if whole is not None or first.lstrip().startswith("["):
+        rows = json.loads(first + "".join(lines)) if whole is None else rows_of(whole)
+        yield from enumerate((row if isinstance(row, dict) else None for row in rows), 1)
+        return
+    for number, line in enumerate(chain([first], lines), 1):
+        try:
+            if line.strip():
+                yield number, json_fields(line)
+        except BrokenSampleError:
+            yield number, None
+
+
+def json_object(file: Path) -> Record | None:
+    """The one object that a .json file is; None for rows in lines or in a list. Raises ValueError for neither."""
+    lines = lines_of(file)
+    first = next(lines, "")
+    if file.suffix.lower() != ".json" or not first.lstrip().startswith("{"):
+        return None
+    try:
+        row = json_fields(first)
+    except BrokenSampleError:
+        whole: Record = json.loads(first + "".join(lines))
+        return whole
+    return None if any(line.strip() for line in lines) else row
+
+
+def rows_of(whole: Record) -> Sequence[Any]:
+    """The rows that an object holds; or itself as the only one."""
+    if whole and all(map(PICTURE.fullmatch, whole)):  # pictures and their captions, or what else is known of each
+        return [
+            {"image": name} | (value if isinstance(value, dict) else {"caption": value})
+            for name, value in whole.items()
+        ]
+    columns = [[*value.values()] if isinstance(value, dict) else value for value in whole.values()]  # SBU, pandas
+    if len(columns) > 1 and all(isinstance(column, list) and len(column) == len(columns[0]) for column in columns):
+        return [dict(zip(whole, row)) for row in zip(*columns)]
+    lists = [value for value in whole.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    return lists[0] if len(lists) == 1 else [whole]
+
+
+def nested(rows: Sequence[Record], name: str) -> bool:
+    """Whether a column holds lists or objects, and no text in any of these rows."""
+    values = [row[name] for row in rows if row.get(name) is not None]
+    flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
+    return any(isinstance(item, dict | list) for item in flat) and not any(isinstance(item, str) for item in flat)
+
+
+def flattening(file: Path, names: Sequence[str]) -> str:
+    """The line of shell that makes a table of a file whose rows are of a known nested form; empty for others."""
+    captions = [way for name, way in CAPTIONS.items() if name in names]
+    images = [way for name, way in IMAGES.items() if name in names]
+    if not (captions and images):
+        return ""
+    with file.open("rb") as start:
+        listed = start.read(100).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+    rows = "json.load(sys.stdin)" if listed else "map(json.loads, sys.stdin)"
+    pair = f'{{"image": r{images[0]}, "caption": r{captions[0]}}}'
+    program = f"import json, sys; [print(json.dumps({pair})) for r in {rows} if r.get({images[0].split(']')[0][1:]})]"
+    table = file.with_name(f"{file.stem}-pairs.jsonl")
+    return f"python3 -c '{program}' < {shlex.quote(str(file))} > {shlex.quote(str(table))}"
