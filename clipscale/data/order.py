@@ -144,7 +144,10 @@ class Epochs:
     """Each sample exactly once an epoch.
 
     Every epoch puts the shards in a random order. Stream l reads samples [bounds[l] S / B, bounds[l+1] S / B) of their
-    concatenation, so all streams reach the end of an epoch together, whatever B mod L is.
+    concatenation, so all streams reach the end of an epoch together, to one sample, whatever B mod L is. Where a
+    stream's share of S is not whole, it is rounded in each epoch alike, and the streams drift apart by up to a sample
+    an epoch: one of 10.5 samples that reads 10 has its samples 5 % more often. To round otherwise from the second epoch
+    on would change the order of every run.
     """
 
     counts: tuple[int, ...]
