@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from signal import SIGINT, Signals
 
 from clipscale import checkpoint
 from clipscale.common import files
@@ -27,7 +26,7 @@ from clipscale.distributed.world import World, destroy_world, init_world
 from clipscale.eval.run import ResultsFile, evaluate
 from clipscale.eval.run import check as check_sets
 from clipscale.launch.run_lock import RunLock
-from clipscale.launch.stopping import SignalError, Stop
+from clipscale.launch.stopping import SignalError, Stop, stopped
 from clipscale.log.metrics import MetricLog
 from clipscale.log.records import whole_lines
 from clipscale.log.step_record import StepRecords
@@ -88,7 +87,8 @@ def start_run(
     with ExitStack() as undo:
         trainer, stream = build(resolved, world)
         undo.callback(stream.close)
-        stream.defer_failures()
+        if world.size > 1:
+            stream.defer_failures()
         schedule = schedule_of(resolved, stream)
         if 0 < resolved.step < schedule.end:
             world.on_main(lambda: checkpoint.check_room(resolved.folder, least_saved_bytes(resolved.config)))
@@ -190,6 +190,7 @@ class Run:
         self.config = self.resolved.config
         self.total = self.schedule.end
         self.stop = Stop(self.world)
+        self.stream.while_waiting(self.stop.check_alone)
         self.saved_at = time.monotonic()
 
     def go(self) -> Record:
@@ -208,14 +209,14 @@ class Run:
                         self.save(last=self.step == self.total)
                 if config.eval.has_sets:
                     results = self.evaluate()
+            except SignalError as signal:  # on all ranks
+                self.save_at_once()
+                raise StoppedError(stopped_after(signal.number, self.step), signal.number) from None
             except (UserError, OSError) as error:
                 saves = getattr(error, "saves", None)
                 if saves or (saves is None and self.world.size == 1):
                     self.save_at_once()
                 raise
-            except SignalError as signal:  # on all ranks
-                self.save_at_once()
-                raise StoppedError(stopped(signal.number, self.step), signal.number) from None
             finally:
                 self.stream.close()
                 self.saver.close()
@@ -351,7 +352,7 @@ def rollback_on_error(model: ClipModel, stream: TrainStream, world: World) -> It
     restore_statistics = snapshot_batch_norm(model)
     try:
         yield
-    except (SignalError, UserError, OSError):
+    except (UserError, OSError):
         random.restore()
         restore_statistics()
         stream.give_back()
@@ -359,10 +360,9 @@ def rollback_on_error(model: ClipModel, stream: TrainStream, world: World) -> It
         raise
 
 
-def stopped(number: int, step: int) -> str:
+def stopped_after(number: int, step: int) -> str:
     """The message of a run that a signal has ended."""
-    what = "stopped" if number == SIGINT else f"stopped by {Signals(number).name}"
-    return f"{what} after step {step} and saved" if step else f"{what} in the first step: nothing is saved"
+    return stopped(number) + (f" after step {step} and saved" if step else " in the first step: nothing is saved")
 
 
 def at_start(folder: Path) -> Results:

@@ -5,7 +5,8 @@ import resource
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from inspect import signature
@@ -31,6 +32,10 @@ T = TypeVar("T")
 TIMEOUT = timedelta(minutes=30)
 # Seconds between rank 0's checks of which ranks have joined.
 ASK_S = 0.05
+# Seconds in which the store answers a question about signals.
+SIGNAL_S = 5.0
+# The store's key of the first signal to any rank.
+SIGNAL = "signal"
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,9 @@ class World:
     device: torch.device
     # How long a rank waits for the others in a collective.
     timeout: timedelta = TIMEOUT
+    # Where ranks leave each other signals, by a connection of its own: others may be in use by a rank that waits. None:
+    # there is none.
+    signals: dist.Store | None = field(default=None, compare=False, repr=False)
 
     @property
     def is_rank0(self) -> bool:
@@ -122,6 +130,19 @@ class World:
                 each.saves = each.saves is not False
                 raise each
         return result
+
+    def leave_signal(self, number: int) -> None:
+        """Tell the ranks that ask. Safe in any thread. Where the store's rank is lost, no rank asks any more."""
+        if self.signals:
+            with suppress(RuntimeError):
+                self.signals.set(SIGNAL, str(number))
+
+    def left_signal(self) -> int:
+        """The signal that a rank has left; 0: none."""
+        if self.signals:
+            with suppress(RuntimeError):
+                return int(self.signals.get(SIGNAL)) if self.signals.check([SIGNAL]) else 0
+        return 0
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter | None]) -> None:
         """Sum over ranks the gradients of parameters outside DDP and FSDP2."""
@@ -201,33 +222,43 @@ def init_world(device: str, timeout_s: float = TIMEOUT.total_seconds()) -> World
         torch.cuda.set_device(chosen)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cores())
+    signals = None
     if size > 1 and not dist.is_initialized():
         allow_open_files()
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # the ring's transfers start while kernels fill the GPU
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # connects two ranks when they first communicate
         backend, bound = ("nccl", chosen) if chosen.type == "cuda" else ("gloo", None)
-        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        store = attempt_store(rank, size, timeout) if agent else None
+        store, signals = attempt_store(rank, size, timeout)
         # With device_id NCCL connects now, not in the first step.
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size, device_id=bound)
-    return World(rank, size, chosen, timeout)
+    return World(rank, size, chosen, timeout, signals)
 
 
-def attempt_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
-    """A prefix of torchrun's store that only the ranks of this attempt use.
+def attempt_store(rank: int, size: int, timeout: timedelta) -> tuple[dist.Store, dist.Store]:
+    """The store of the ranks of this attempt, and a second connection to it, for signals.
 
     torchrun's store survives a restart and still has the old ranks' addresses, so each attempt needs a prefix of its
     own. The restart count cannot be the prefix: machines disagree on it after an agent itself has restarted. So rank 0
-    picks a random one, and the other ranks ask for it. Raises UserError if a rank does not ask in time.
+    picks a random one, and the other ranks ask for it. Without torchrun the store is rank 0's. Raises UserError if a
+    rank does not ask in time.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+    own = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = dist.TCPStore(address, port, is_master=own and rank == 0, timeout=timeout)
+    prefix = attempt(store, rank, size, timeout)
+    signals = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+    signals.set_timeout(timedelta(seconds=SIGNAL_S))
+    return dist.PrefixStore(prefix, store), dist.PrefixStore(prefix, signals)
+
+
+def attempt(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
+    """The prefix of this attempt, which all ranks agree on. Raises UserError if a rank does not ask in time."""
     name = uuid.uuid4().hex
     if rank:
         store.set(f"asks/{rank}", name)
         start = store.get(f"answers/{name}").decode()
         store.add(f"{start}/joined", 1)
-        return dist.PrefixStore(start, store)
+        return start
     until = time.monotonic() + timeout.total_seconds()
     while store.add(f"{name}/joined", 0) < size - 1:
         if time.monotonic() > until:
@@ -236,7 +267,7 @@ def attempt_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
             if store.check([f"asks/{other}"]):  # perhaps of the last attempt; then this attempt's rank asks again
                 store.set(f"answers/{store.get(f'asks/{other}').decode()}", name)
         time.sleep(ASK_S)
-    return dist.PrefixStore(name, store)
+    return name
 
 
 def allow_open_files() -> None:

@@ -25,6 +25,7 @@ from clipscale.common.signals import blocked
 from clipscale.config.sections import LaunchConfig
 from clipscale.config.train import TrainConfig, check, check_divisible, warnings
 from clipscale.data.loader.fork_server import warm_up
+from clipscale.launch.stopping import AtOnce, stopped
 from clipscale.log.sinks import wandb_module
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ LOST = (
 )  # fmt: skip
 # What the workers of a training run call.
 TRAIN = "clipscale.train:train"
+# The end of the line about a signal that comes while a training run is between its saves: at its start, and at its end.
+AT_ONCE = " outside a step: there was nothing to save"
 # Seconds after a signal in which workers may save before the launcher kills them. torch 2.11 always gives 30.
 SHUTDOWN_S = 150
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
@@ -94,13 +97,14 @@ def run(config: Launched, main: str = TRAIN, *, isolated: bool = False) -> Recor
     signal. No worker outlives this call.
     """
     ranks.check()
-    if ranks.under_launcher():
-        return run_under_torchrun(config, main)
-    terminal.doing("loading torch")
-    count = workers(config)
-    if count > 1 or isolated:
-        return start(config, main, count)
-    return resolve_name(main)(config)
+    with AtOnce(AT_ONCE if main == TRAIN else ""):
+        if ranks.under_launcher():
+            return run_under_torchrun(config, main)
+        terminal.doing("loading torch")
+        count = workers(config)
+        if count == 1 and not isolated:
+            return resolve_name(main)(config)
+    return start(config, main, count)  # torch has handlers of its own
 
 
 def workers(config: Launched) -> int:
@@ -171,7 +175,7 @@ def start(config: Launched, main: str, count: int) -> Record:
             if first and isinstance(first[2], UserError):  # stopped, or the last save failed
                 raise first[2] from None
             number = signal.SIGTERM if error.sigval == signal.SIGUSR1 else error.sigval  # as in a worker
-            raise StoppedError("stopped", number) from None
+            raise StoppedError(stopped(number), number) from None
         finally:
             tempfile.tempdir = before
             for handled, handler in handlers.items():
@@ -205,7 +209,8 @@ def worker(config: Launched, main: str, folder: Path) -> Record:
     if main == TRAIN and isinstance(config, TrainConfig) and config.data.workers != 0:
         warm_up()  # while this process imports what training needs
     try:
-        return resolve_name(main)(config)
+        with AtOnce(AT_ONCE if main == TRAIN else ""):
+            return resolve_name(main)(config)
     except BaseException as error:
         leave_failure(folder, ranks.rank(), error)
         raise

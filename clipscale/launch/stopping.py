@@ -1,14 +1,25 @@
-"""Ends a run at a signal, between two chunks of a step or two batches of an evaluation."""
+"""Ends a run at a signal: at once where nothing is to be saved, else between two chunks of a step or two batches of an
+evaluation, or where this process waits.
+
+Imports no torch.
+"""
 
 import math
+import multiprocessing
 import os
 import signal
 import time
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from threading import Event, Thread
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
-from clipscale.distributed.world import AsyncReduction, World
+from clipscale.common.errors import StoppedError, UserError
+from clipscale.common.terminal import main_rank
+
+if TYPE_CHECKING:
+    from clipscale.distributed.world import AsyncReduction, World
 
 # A second Ctrl-C within this time is the same one: the terminal sends it to the launcher and the workers, and the
 # launcher forwards it.
@@ -18,44 +29,136 @@ WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 VOTE_S = 0.25
 # Calls of `check` between two votes, at most.
 MOST_CALLS = 256
+# Seconds between two questions whether another rank has a signal, where a rank waits.
+ASK_S = 0.5
+# Seconds at a start in which the main thread may hear a signal itself, and then leave its work.
+LATE_S = 1.0
+LEAVES_S = 15.0
 
 
-@dataclass
-class SignalError(Exception):
+class SignalError(UserError):
     """All ranks leave their work at the same place, because of the signal `number` to one of them."""
 
-    number: int
+    saves = True
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"signal {number}")
+        self.number = number
+
+
+def stopped(number: int) -> str:
+    """How the line begins about a run that a signal has ended."""
+    return "stopped" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}"
+
+
+def counted_as(number: int) -> int:
+    """SIGUSR1, which Slurm's users choose for a warning, counts as SIGTERM, so that a run ends with the same status."""
+    return int(signal.SIGTERM) if number == signal.SIGUSR1 else number
+
+
+@contextmanager
+def _handled(handler: Callable[[int, Any], None], heard: Callable[[int], None]) -> Iterator[None]:
+    """Handle Ctrl-C and WARNINGS by `handler`, in the main thread, where it runs Python. SIGHUP stays ignored where it
+    is (nohup). A thread calls `heard(number)` of each signal, also while the main thread waits elsewhere, as in a
+    collective: no handler runs there.
+    """
+    before: dict[int, Any] = {}
+    for number in (*WARNINGS, signal.SIGINT):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            before[number] = signal.signal(number, handler)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    outer = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def listen() -> None:
+        while data := os.read(reader, 1):
+            if data[0] in before:
+                heard(data[0])
+
+    thread = Thread(target=listen, name="signals", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(outer)
+        for handled, earlier in before.items():
+            signal.signal(handled, earlier)
+        os.close(writer)
+        thread.join()
+        os.close(reader)
+
+
+class AtOnce:
+    """Around work of which nothing is to be saved, such as a start: a signal ends it at once, by StoppedError.
+
+    The process ends by itself where its main thread does not hear the signal: a collective, a library's wait. Signals
+    that follow, as schedulers and launchers send them, change nothing, but a later Ctrl-C raises KeyboardInterrupt.
+    """
+
+    def __init__(self, said: str = "") -> None:
+        """`said`: the end of the line."""
+        self._said = said
+        # The signal that came; 0: none.
+        self._number, self._first = 0, 0.0
+        self._heard, self._left = Event(), Event()
+
+    def __enter__(self) -> None:
+        self._handled = _handled(self._leave, self._watch)
+        self._handled.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
+        self._left.set()
+        self._handled.__exit__(None, None, None)
+        if self._number and kind:  # perhaps another: a library's, or of a rank that has lost one that ended before it
+            raise StoppedError(self._line(), self._number) from None
+
+    def _line(self) -> str:
+        return stopped(self._number) + self._said
+
+    def _leave(self, number: int, _: object) -> None:
+        now = time.monotonic()
+        again = self._number
+        if not again:
+            self._number, self._first = counted_as(number), now
+        self._heard.set()
+        if not again or (number == signal.SIGINT and now - self._first > AGAIN_S):
+            raise KeyboardInterrupt
+
+    def _watch(self, number: int) -> None:
+        if self._heard.wait(LATE_S) and self._left.wait(LEAVES_S):
+            return
+        self._number = self._number or counted_as(number)
+        if main_rank() and multiprocessing.parent_process() is None:  # `launch.local` prints for its workers
+            with suppress(OSError):
+                os.write(2, f"{self._line()}\n".encode())
+        os._exit(128 + self._number)
 
 
 class Stop:
     """Records a scheduler's warning or Ctrl-C; `check` then leaves the work, so that the run can save.
 
-    Warnings are SIGTERM, SIGUSR1, which Slurm's users choose for it and which counts as SIGTERM, so the run ends with
-    the same status, and SIGHUP of a terminal that is closed, unless the run was started to ignore it (nohup). A later
-    Ctrl-C raises KeyboardInterrupt. Works in the main thread only.
+    Warnings are SIGTERM, SIGUSR1, and SIGHUP of a terminal that is closed, unless the run was started to ignore it. A
+    later Ctrl-C raises KeyboardInterrupt. Works in the main thread only.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: "World") -> None:
         """Rank 0 prints what a first Ctrl-C does."""
         # The signal that came; 0: none.
         self.number = 0
         self._world, self._first = world, 0.0
-        self._before: dict[int, Any] = {}
         self._votes: AsyncReduction | None = None
         # From the last vote to the next, as all ranks agree.
         self._calls = 1
         # Calls to the next vote.
         self._left = 1
-        self._voted = time.monotonic()
+        self._voted = self._asked = time.monotonic()
 
     def __enter__(self) -> None:
-        for number in WARNINGS + (signal.SIGINT,):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._record)
+        self._handled = _handled(self._record, lambda number: self._world.leave_signal(counted_as(number)))
+        self._handled.__enter__()
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._handled.__exit__(None, None, None)
 
     def check(self) -> None:
         """Raise SignalError on all ranks at once, if a signal has come to any. Every rank calls it equally often.
@@ -69,6 +172,18 @@ class Stop:
             number = 0 if self._left else self._vote()
         if number:
             raise SignalError(number)
+
+    def check_alone(self) -> None:
+        """Raise SignalError if a signal has come to this rank, or to another that may be waiting for this one. Where a
+        rank waits for what the others do not know of, it calls this a few times a second. With several ranks the caller
+        goes on to the next `check`, which then raises on all.
+        """
+        now = time.monotonic()
+        if not self.number and now - self._asked > ASK_S:
+            self._asked = now
+            self.number = self._world.left_signal()
+        if self.number:
+            raise SignalError(self.number)
 
     def restart(self) -> None:
         """Vote at the next calls, whose work may take longer. Every rank calls it at the same place."""
@@ -96,4 +211,4 @@ class Stop:
             if self._world.is_rank0 and number == signal.SIGINT:
                 with suppress(OSError):
                     os.write(2, b"\nsaving and ending; Ctrl-C again ends the run at once\n")
-        self.number = signal.SIGTERM if number == signal.SIGUSR1 else number
+        self.number = counted_as(number)

@@ -34,13 +34,14 @@ def free_port() -> int:
 def test_a_start_shares_no_key_with_the_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when one of its ranks has asked and ended: its successor asks again."""
     server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", str(server.port))
     server.set("asks/1", "of a rank that has ended")
     limit = timedelta(seconds=20)
     for start in ("first", "second"):
         with ThreadPoolExecutor(3) as threads:
-            stores = list(threads.map(lambda rank: attempt_store(rank, 3, limit), range(3)))
+            stores = list(threads.map(lambda rank: attempt_store(rank, 3, limit)[0], range(3)))
         assert not stores[2].check(["address"]), "what a former start has left"
         stores[0].set("address", start)
         assert stores[1].get("address") == start.encode()

@@ -75,7 +75,9 @@ class TrainStream:
         self._counts: Counter[str] = Counter()  # what the workers have counted so far
         self._waited_s = 0.0
         self._defers = False
-        # The workers' error. After it reads return at once, with garbage: discard the batch with `give_back`.
+        self._while_waiting: Callable[[], None] = lambda: None
+        # The workers' error, or that of a wait. After it reads return at once, with garbage: discard the batch with
+        # `give_back`.
         self.failure: UserError | None = None
         # Over all ranks; None if shards are drawn with replacement.
         self.samples_per_epoch = self._shards.samples
@@ -110,6 +112,10 @@ class TrainStream:
         """From now on only `check` raises a failure of the workers, so that the ranks end their step together."""
         self._defers = True
 
+    def while_waiting(self, call: Callable[[], None]) -> None:
+        """Call it a few times a second while samples are waited for. What it raises is a failure."""
+        self._while_waiting = call
+
     def check(self) -> None:
         """Raise the `failure`, if there is one."""
         if self.failure:
@@ -121,6 +127,7 @@ class TrainStream:
         step = before + 1
         self._step = step
         if before >= 0:
+            self._positions = {}  # unknown if the next line fails
             self._positions = self._finish(before)
             del self._batches[before]
             self._request(before + len(self._arena.slots))  # into the slot of the previous batch
@@ -137,7 +144,7 @@ class TrainStream:
         def wait(stop: int) -> None:
             batch = self._batches[step]
             needed = [int(np.searchsorted(rows, stop)) for rows in self._rows]
-            self._wait(lambda: [n for n, need in enumerate(needed) if batch.done[n] < need])
+            self._wait(lambda: [n for n, need in enumerate(needed) if batch.done[n] < need], self._while_waiting)
 
         return HostBatch(self._arena.slot(step), wait)
 
@@ -185,23 +192,23 @@ class TrainStream:
         self._wait(lambda: sorted(batch.unfinished))
         return batch.positions
 
-    def _wait(self, missing: Callable[[], list[int]]) -> None:
-        """Handle the workers' messages until `missing` names no worker."""
+    def _wait(self, missing: Callable[[], list[int]], tick: Callable[[], None] = lambda: None) -> None:
+        """Handle the workers' messages until `missing` names no worker. `tick`: see `Workers.receive`."""
         begun = time.monotonic()
         while self.failure is None and (needed := missing()):
-            self._receive(needed)
+            self._receive(needed, tick)
         self._waited_s += time.monotonic() - begun
 
-    def _receive(self, needed: Sequence[int]) -> None:
+    def _receive(self, needed: Sequence[int], tick: Callable[[], None] = lambda: None) -> None:
         try:
-            messages = [] if self.failure else self.workers.receive(needed)
+            messages = [] if self.failure else self.workers.receive(needed, tick)
         except Exception as error:  # a bug in there loses no steps either: the run saves, and ends
             failure = error if isinstance(error, UserError) else LoaderError(f"the data loader failed: {error!r}")
             if failure is not error:
                 report("the data loader failed", "".join(traceback.format_exception(error)))
+            self.failure = failure
             if not self._defers:
                 raise failure from error
-            self.failure = failure
             return
         for number, message in messages:
             if EVENT + CHANGED in message.counts.keys() - self._counts.keys():

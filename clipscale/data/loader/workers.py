@@ -7,7 +7,7 @@ import signal
 import time
 import traceback
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.sharedctypes import RawArray
@@ -23,6 +23,10 @@ from clipscale.data.loader.host_batch import Arena
 from clipscale.data.loader.shard_stream import BatchFiller, Report, WorkerSpec
 from clipscale.data.shards.addresses import utf8
 
+# Seconds after which a wait for samples looks for a signal.
+SLICE_S = 0.25
+# Seconds in which workers end by themselves. Others are in the middle of a long read or decode.
+END_S = 0.5
 # A worker without anything to deliver reports that it is alive after this time.
 ALIVE_S = 2.0
 STATUS_BYTES = 1024
@@ -32,7 +36,8 @@ class InProcess:
     """Does the work of one worker in the training process, when a sample is waited for (data.workers=0)."""
 
     def __init__(self, spec: WorkerSpec, arena: Arena) -> None:
-        self.filler = BatchFiller(spec, arena, lambda: None)
+        self._tick: Callable[[], None] = lambda: None
+        self.filler = BatchFiller(spec, arena, lambda: self._tick())
         self._steps: deque[int] = deque()
         self._reports = self._work()
 
@@ -43,7 +48,9 @@ class InProcess:
     def fill(self, step: int) -> None:
         self._steps.append(step)
 
-    def receive(self, needed: Sequence[int]) -> list[tuple[int, Report]]:
+    def receive(self, needed: Sequence[int], tick: Callable[[], None] = lambda: None) -> list[tuple[int, Report]]:
+        """`tick` is called between samples and while the storage is waited for. Raises what it raises."""
+        self._tick = tick
         return [(0, next(self._reports))] if needed else []
 
     def close(self) -> None:
@@ -137,11 +144,13 @@ class Workers:
             with suppress(ConnectionError):  # it has died: `receive` reports that
                 connection.send(step)
 
-    def receive(self, needed: Sequence[int]) -> list[tuple[int, Report]]:
-        """All messages that have arrived, with their workers' numbers. Waits for one if workers are `needed`.
+    def receive(self, needed: Sequence[int], tick: Callable[[], None] = lambda: None) -> list[tuple[int, Report]]:
+        """All messages that have arrived, with their workers' numbers. Waits for one if workers are `needed`, and calls
+        `tick` every SLICE_S.
 
-        Raises UserError if a worker has died, or if one of `needed` is silent for the time-out, and what a worker has
-        sent as its failure; but first it returns the messages that came before, of which a save needs the positions.
+        Raises what `tick` raises, UserError if a worker has died, or if one of `needed` is silent for the time-out, and
+        what a worker has sent as its failure; but first it returns the messages that came before, of which a save needs
+        the positions.
         """
         begun = time.monotonic()
         while True:
@@ -159,7 +168,8 @@ class Workers:
                     f"data.timeout_s={self.timeout_s:g}: {self._name(longest)} has been silent for that long"
                     f"{self._status(longest)}; the storage may be stuck; raise the time-out or look at the process"
                 )
-            wait(self._connections, timeout=min(left, 1.0))
+            tick()
+            wait(self._connections, timeout=min(left, SLICE_S))
 
     def _drain(self, number: int) -> Iterator[Report]:
         connection = self._connections[number]
@@ -198,9 +208,9 @@ class Workers:
 def _end(connections: Sequence[Connection], processes: Sequence[Any]) -> None:
     for connection in connections:
         connection.close()
-    until = time.monotonic() + 2
+    until = time.monotonic() + END_S
     for process in processes:
         process.join(max(0.0, until - time.monotonic()))
         if process.exitcode is None:
-            process.kill()  # in the middle of a long read or decode
+            process.kill()
             process.join()

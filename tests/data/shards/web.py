@@ -12,9 +12,11 @@ from typing import BinaryIO
 from urllib.parse import unquote
 
 # Faults of an answer: refused, ended halfway or before it begins, too short, another range. Others: `stall` sends
-# nothing for two seconds, `slow` PIECE bytes every hundredth of a second, `drip` a byte, `429` asks for a day.
+# nothing for two seconds, `silent` nothing until the server ends, `slow` PIECE bytes every hundredth of a second,
+# `drip` a byte, `429` asks for a day.
 FAULTS = ("503", "drop", "cut", "short", "wrong_range")
 PIECE = 128
+SILENCE_S = {"stall": 2.0, "silent": 1000.0}
 
 
 class Web:
@@ -27,6 +29,7 @@ class Web:
         self.requests: list[tuple[str, str]] = []
         # The faults so far.
         self.done: Counter[str] = Counter()
+        self.ended = threading.Event()
         self.url = ""
 
     def answer(self, path: str, asked: str, sent: Mapping[str, str]) -> tuple[int, dict, bytes]:
@@ -92,10 +95,9 @@ def serving(web: Web) -> Iterator[Web]:
                     headers["Content-Range"] = re.sub(r"bytes (\d+)", r"bytes 9\1", headers["Content-Range"])
                 case "drop":
                     body = body[: len(body) // 2]
-                case "stall":
-                    time.sleep(2)
-            self.close_connection = fault in ("drop", "cut", "stall")
-            if fault in ("cut", "stall"):
+            web.ended.wait(SILENCE_S.get(fault or "", 0.0))
+            self.close_connection = fault in ("drop", "cut", *SILENCE_S)
+            if fault in ("cut", *SILENCE_S):
                 return
             self.send_response(status)
             for name, value in headers.items():
@@ -119,5 +121,6 @@ def serving(web: Web) -> Iterator[Web]:
         try:
             yield web
         finally:  # else its thread asks a closed socket without a pause, for the rest of the tests
+            web.ended.set()
             server.shutdown()
             thread.join()
